@@ -1,5 +1,44 @@
-"""unisono: many devices, one result."""
+"""unisono: many devices, one result.
+
+The names below load what they need on first use, so that `import unisono` stays quick.
+"""
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from unisono.comm.communicator import Communicator as Communicator
+    from unisono.comm.ring import ring_all_reduce as ring_all_reduce
+    from unisono.comm.world import init as init
+    from unisono.comm.world import is_initialized as is_initialized
+    from unisono.comm.world import rank as rank
+    from unisono.comm.world import shutdown as shutdown
+    from unisono.comm.world import world as world
+    from unisono.comm.world import world_size as world_size
+
 __version__ = "0.1.0"
+
+_HOME = {
+    "Communicator": "unisono.comm.communicator",
+    "init": "unisono.comm.world",
+    "is_initialized": "unisono.comm.world",
+    "rank": "unisono.comm.world",
+    "ring_all_reduce": "unisono.comm.ring",
+    "shutdown": "unisono.comm.world",
+    "world": "unisono.comm.world",
+    "world_size": "unisono.comm.world",
+}
+
+__all__ = ["__version__", *_HOME]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module 'unisono' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME[name]), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

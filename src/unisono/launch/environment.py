@@ -10,3 +10,4 @@ BACKEND = "UNISONO_BACKEND"  # what `--backend` said: gloo, nccl or mpi; absent 
 CHECK = "UNISONO_CHECK"  # "1": compare every collective between ranks before it runs
 HOST = "UNISONO_HOST"  # this rank's host as the user wrote it
 FAILURE_FILE = "UNISONO_FAILURE_FILE"  # where this rank writes why it failed, for the launcher to show
+TIMEOUT = "UNISONO_TIMEOUT"  # seconds that a collective may block before the watch stops the job

@@ -1,0 +1,1 @@
+"""Ranks that talk: one Communicator over gloo, NCCL or MPI."""

@@ -1,0 +1,231 @@
+"""The Communicator: one group of ranks, and everything they can say to each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.comm.collectives import Collectives
+from unisono.comm.handle import Handle
+from unisono.comm.operation import Outcome
+from unisono.comm.watch import Watch
+from unisono.errors import UsageError
+
+Piece = tuple[torch.Tensor, int]  # a tensor, and the rank it goes to or comes from
+
+
+class Communicator(Collectives):
+    """A group of ranks that talk over one backend.
+
+    `rank` and `size` are this rank's place in the group and the group's size; `ranks` are the group's members as
+    ranks of the world. All ranks that methods take or return are ranks of the group.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        backend: str,
+        watch: Watch,
+        *,
+        local_rank: int,
+        local_size: int,
+        hosts: Sequence[str],
+        name: str = "world",
+    ) -> None:
+        self.group = group
+        self.backend = backend
+        self.rank = dist.get_rank(group)
+        self.size = dist.get_world_size(group)
+        self.ranks: tuple[int, ...] = tuple(dist.get_process_group_ranks(group))
+        self.local_rank = local_rank
+        self.local_size = local_size
+        self.host = hosts[dist.get_rank()]
+        self._hosts = tuple(hosts)
+        self._watch = watch
+        self._log = watch.new_log(name, self.ranks)
+        self._letters = watch.new_log(f"{name}/p2p", self.ranks)
+
+    def __repr__(self) -> str:
+        return f"Communicator(rank={self.rank}, size={self.size}, backend={self.backend!r}, host={self.host!r})"
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's tensors live best."""
+        return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
+
+    @property
+    def device_count(self) -> int:
+        """How many GPUs this host has."""
+        return torch.cuda.device_count()
+
+    # ---- point to point ------------------------------------------------------------------------------------------
+
+    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> None:
+        """Send a tensor; returns when it may be changed again."""
+        self._send("send", tensor, to, tag).wait()
+
+    def recv(self, tensor: torch.Tensor, source: int | None = None, tag: int = 0) -> int:
+        """Receive into a tensor, from one rank or (None) from any; returns the rank it came from."""
+        if source is not None:
+            self._receive("recv", tensor, source, tag).wait()
+            return source
+        wire, finish = self._moving(tensor)
+        self._letters.enter("recv from any rank", "", tensor, 2)
+        try:
+            sender = dist.recv(wire, group=self.group, tag=tag)
+        except RuntimeError as error:
+            raise self._watch.explained(error, self._letters) from error
+        finally:
+            self._letters.leave()
+        finish()
+        return dist.get_group_rank(self.group, sender)
+
+    def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Handle:
+        """Begin to send; the tensor must not change until the handle is waited for."""
+        return self._send("isend", tensor, to, tag)
+
+    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Handle:
+        """Begin to receive; the tensor must not be read until the handle is waited for."""
+        return self._receive("irecv", tensor, source, tag)
+
+    def exchange(self, sends: Sequence[Piece] = (), recvs: Sequence[Piece] = (), *, async_op: bool = False) -> Outcome:
+        """Send and receive many tensors at once, in any pattern, without deadlock.
+
+        `sends` are (tensor, to) and `recvs` are (tensor, source); between two ranks they pair up in order.
+        """
+        for _, peer in (*sends, *recvs):
+            self._require_peer(peer)
+        receiving = [self._moving(tensor) for tensor, _ in recvs]
+        ops = [dist.P2POp(dist.isend, self._moving(tensor)[0], group=self.group, group_peer=to) for tensor, to in sends]
+        ops += [
+            dist.P2POp(dist.irecv, wire, group=self.group, group_peer=source)
+            for (wire, _), (_, source) in zip(receiving, recvs, strict=True)
+        ]
+        peers = ",".join(str(peer) for peer in sorted({peer for _, peer in (*sends, *recvs)}))
+        self._letters.enter(f"exchange with ranks {peers}", "", None, 2)
+
+        def finish() -> list[torch.Tensor]:
+            return [finish_one() for _, finish_one in receiving]
+
+        try:
+            works = dist.batch_isend_irecv(ops) if ops else []
+        except RuntimeError as error:
+            raise self._watch.explained(error, self._letters) from error
+        finally:
+            self._letters.leave()
+        handle = Handle(works, finish, self._watch.waiter(self._letters))
+        return handle if async_op else handle.wait()
+
+    def _send(self, op: str, tensor: torch.Tensor, to: int, tag: int) -> Handle:
+        self._require_peer(to)
+        wire, _ = self._moving(tensor)
+        self._letters.enter(f"{op} to rank {to}", "", tensor, 3)
+        try:
+            work = dist.isend(wire, group=self.group, group_dst=to, tag=tag)
+        except RuntimeError as error:
+            raise self._watch.explained(error, self._letters) from error
+        finally:
+            self._letters.leave()
+        return Handle([work] if work else [], lambda: wire, self._watch.waiter(self._letters))
+
+    def _receive(self, op: str, tensor: torch.Tensor, source: int, tag: int) -> Handle:
+        self._require_peer(source)
+        wire, finish = self._moving(tensor)
+        self._letters.enter(f"{op} from rank {source}", "", tensor, 3)
+        try:
+            work = dist.irecv(wire, group=self.group, group_src=source, tag=tag)
+        except RuntimeError as error:
+            raise self._watch.explained(error, self._letters) from error
+        finally:
+            self._letters.leave()
+        return Handle([work] if work else [], finish, self._watch.waiter(self._letters))
+
+    def _require_peer(self, peer: int) -> None:
+        self._require_rank("peer", peer)
+        if peer == self.rank:
+            raise UsageError(f"rank {peer} would send to or receive from itself; copy the tensor instead")
+
+    # ---- objects -------------------------------------------------------------------------------------------------
+
+    def broadcast_object(self, value: Any, root: int = 0) -> Any:
+        """The root's value, on every rank. Values are pickled: use this among your own ranks only."""
+        self._require_rank("root", root)
+        box = [value]
+        self._objects("broadcast_object", lambda: dist.broadcast_object_list(box, group=self.group, group_src=root))
+        return box[0]
+
+    def all_gather_object(self, value: Any) -> list[Any]:
+        """Every rank's value, on every rank."""
+        boxes: list[Any] = [None] * self.size
+        self._objects("all_gather_object", lambda: dist.all_gather_object(boxes, value, group=self.group))
+        return boxes
+
+    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
+        """On the root every rank's value; None elsewhere."""
+        self._require_rank("root", root)
+        boxes: list[Any] | None = [None] * self.size if self.rank == root else None
+        self._objects("gather_object", lambda: dist.gather_object(value, boxes, group=self.group, group_dst=root))
+        return boxes
+
+    def scatter_object(self, values: Sequence[Any] | None = None, root: int = 0) -> Any:
+        """values[rank] of the root; only the root passes `values`."""
+        self._require_rank("root", root)
+        if self.rank == root and (values is None or len(values) != self.size):
+            given = "none" if values is None else len(values)
+            raise UsageError(f"scatter_object: the root needs {self.size} values, one a rank, but got {given}")
+        box: list[Any] = [None]
+        boxes = list(values) if self.rank == root and values is not None else None
+        self._objects("scatter_object", lambda: dist.scatter_object_list(box, boxes, group=self.group, group_src=root))
+        return box[0]
+
+    def _objects(self, op: str, call: Any) -> None:
+        self._run(op, None, lambda: call() or (), lambda: None, False, depth=4)
+
+    # ---- groups and modules --------------------------------------------------------------------------------------
+
+    def split(self, groups: Sequence[Sequence[int]]) -> Communicator | None:
+        """The communicator of the one of `groups` that this rank is in, or None. Every rank calls it, with the same
+        lists."""
+        members = [rank for group in groups for rank in group]
+        for rank in members:
+            self._require_rank("rank", rank)
+        if len(set(members)) != len(members):
+            twice = sorted({rank for rank in members if members.count(rank) > 1})
+            raise UsageError(f"split: rank {twice[0]} is in two groups; groups of one split must not overlap")
+        mine = None
+        for group in groups:
+            if self.rank in group:
+                mine = self.subgroup(group)
+        return mine
+
+    def subgroup(self, ranks: Sequence[int]) -> Communicator:
+        """The communicator of some ranks of this one, in the order given. All of them call it, and only they."""
+        for rank in ranks:
+            self._require_rank("rank", rank)
+        if self.rank not in ranks or len(set(ranks)) != len(ranks):
+            raise UsageError(f"subgroup {list(ranks)}: expected different ranks, this rank ({self.rank}) among them")
+        world_ranks = [self.ranks[rank] for rank in ranks]
+        group = dist.new_group(world_ranks, use_local_synchronization=True)
+        here = [rank for rank in world_ranks if self._hosts[rank] == self.host]
+        return Communicator(
+            group,
+            self.backend,
+            self._watch,
+            local_rank=here.index(self.ranks[self.rank]),
+            local_size=len(here),
+            hosts=self._hosts,
+            name=group.group_name,
+        )
+
+    def broadcast_parameters(self, module: torch.nn.Module, root: int = 0) -> None:
+        """Make every rank's parameters and buffers those of the root."""
+        tensors = [*module.parameters(), *module.buffers()]
+        shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in module.state_dict(keep_vars=True).items()]
+        if self.broadcast_object(shapes, root) != shapes:
+            raise UsageError(f"broadcast_parameters: rank {self.rank}'s module differs from that of rank {root}")
+        handles = [self.broadcast(tensor, root, async_op=True) for tensor in tensors]
+        for handle in handles:
+            handle.wait()

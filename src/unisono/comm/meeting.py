@@ -1,0 +1,163 @@
+"""The meeting: how the ranks of a world find each other before they can talk.
+
+All ranks reach one key-value store. Each signs in under its rank; when a rank is missing, signed in twice, or comes
+from another job (a stale file), the others learn which one and why.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from urllib.parse import urlparse
+
+import torch.distributed as dist
+
+from unisono.comm import seat as seats
+from unisono.comm.seat import Seat
+from unisono.errors import CommError, MissingPackageError, UsageError
+from unisono.launch import environment
+
+PATIENCE = 300.0  # seconds to wait for the other ranks at most, whatever the timeout of collectives
+
+
+@dataclass(frozen=True)
+class Meeting:
+    store: dist.Store
+    seat: Seat  # with local rank and size filled in
+    hosts: list[str]  # of every rank
+
+
+def meet(seat: Seat, timeout: float) -> Meeting:
+    """Reach the store and wait until every rank has signed in."""
+    patience = min(timeout, PATIENCE)
+    store = _open_store(seat, patience)
+    signed_in = dist.PrefixStore("unisono/meeting", store)
+    _sign_in(signed_in, seat)
+    hosts = _wait_for_all(signed_in, seat, patience)
+    return Meeting(store, _with_local_rank(seat, hosts), hosts)
+
+
+def host_name() -> str:
+    """This host as the user wrote it to the launcher, else as the machine calls itself."""
+    return os.environ.get(environment.HOST) or socket.gethostname()
+
+
+def _open_store(seat: Seat, patience: float) -> dist.Store:
+    if seat.how == seats.ALONE:
+        return dist.HashStore()
+    if seat.how == seats.FILE:
+        return _file_store(seat)
+    if seat.how == seats.MPIEXEC:
+        return _store_over_mpi(seat, patience)
+    url = seat.url or "env://"
+    try:
+        store, _, _ = next(dist.rendezvous(url, seat.rank, seat.size, timeout=timedelta(seconds=patience)))
+    except (dist.DistError, RuntimeError, ValueError) as error:
+        raise _unreachable(seat, url, error) from error
+    return store
+
+
+def _unreachable(seat: Seat, url: str, error: Exception) -> Exception:
+    if url == "env://":
+        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+        if not address or not port:
+            return UsageError("RANK and WORLD_SIZE are set but MASTER_ADDR and MASTER_PORT are not; set all four")
+        url = f"tcp://{address}:{port}"
+    text = str(error)
+    if "EADDRINUSE" in text or "address already in use" in text:
+        return CommError(f"rank {seat.rank} cannot open {url}: the port is taken; choose another")
+    if "timed out" in text or "timeout" in text.lower():
+        return CommError(f"rank {seat.rank} cannot reach rank 0 at {url}: nobody answers there; is rank 0 running?")
+    return CommError(f"rank {seat.rank} cannot meet the others at {url}: {text.splitlines()[0]}")
+
+
+def _file_store(seat: Seat) -> dist.Store:
+    assert seat.url is not None
+    path = Path(urlparse(seat.url).path)
+    if not path.parent.is_dir():
+        raise UsageError(f"{seat.url}: the folder {path.parent} does not exist; make it first")
+    if path.is_dir():
+        raise UsageError(f"{seat.url}: that is a folder; name a file in it that does not exist yet")
+    return dist.FileStore(str(path), seat.size)
+
+
+def _store_over_mpi(seat: Seat, patience: float) -> dist.Store:
+    """Rank 0 opens a store on a free port; MPI itself carries the address to the others."""
+    if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return dist.TCPStore(address, port, seat.size, seat.rank == 0, timedelta(seconds=patience))
+    try:
+        from mpi4py import MPI
+    except ImportError:
+        raise MissingPackageError("mpi4py", "a job started by mpiexec", "mpi") from None
+    world = MPI.COMM_WORLD
+    if (world.rank, world.size) != (seat.rank, seat.size):
+        raise CommError(
+            f"mpiexec says rank {seat.rank} of {seat.size}, but mpi4py's MPI library says {world.rank} of {world.size}: "
+            "mpiexec and mpi4py belong to different MPI libraries; run `unisono doctor`"
+        )
+    store = None
+    address, port = None, None
+    if seat.rank == 0:
+        address = "127.0.0.1" if _one_host(world) else socket.gethostbyname(socket.gethostname())
+        store = dist.TCPStore(address, 0, seat.size, True, timedelta(seconds=patience), wait_for_workers=False)
+        port = store.port
+    else:
+        _one_host(world)
+    address, port = world.bcast((address, port), root=0)
+    if store is None:
+        store = dist.TCPStore(address, port, seat.size, False, timedelta(seconds=patience))
+    return store
+
+
+def _one_host(world: object) -> bool:
+    hosts = world.allgather(socket.gethostname())  # type: ignore[attr-defined]
+    return len(set(hosts)) == 1
+
+
+def _sign_in(store: dist.Store, seat: Seat) -> None:
+    if store.add(f"seat/{seat.rank}", 1) > 1:
+        reason = f"rank {seat.rank} has signed in before"
+        store.set("refused", reason)
+        raise _refusal(seat, reason)
+    store.set(f"host/{seat.rank}", f"{seat.size} {host_name()}")
+
+
+def _refusal(seat: Seat, reason: str) -> CommError:
+    if seat.how == seats.FILE:
+        return CommError(f"{seat.url} was left by an earlier job ({reason}): delete it or name another file")
+    return CommError(f"two processes claim the same place in the world ({reason}): give every process its own rank")
+
+
+def _wait_for_all(store: dist.Store, seat: Seat, patience: float) -> list[str]:
+    keys = [f"host/{rank}" for rank in range(seat.size)]
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            store.wait(keys, timedelta(seconds=min(1.0, patience)))
+            break
+        except RuntimeError:
+            if store.check(["refused"]):
+                raise _refusal(seat, store.get("refused").decode()) from None
+        if time.monotonic() > deadline:
+            missing = [str(rank) for rank in range(seat.size) if not store.check([keys[rank]])]
+            raise CommError(
+                f"only {seat.size - len(missing)} of {seat.size} ranks came within {patience:.0f} s; "
+                f"missing: {', '.join(missing)}"
+            ) from None
+    told = [value.decode().split(" ", 1) for value in store.multi_get(keys)]
+    for rank, (size, _) in enumerate(told):
+        if int(size) != seat.size:
+            raise CommError(f"rank {seat.rank} was told of {seat.size} ranks, but rank {rank} of {size}")
+    return [host for _, host in told]
+
+
+def _with_local_rank(seat: Seat, hosts: list[str]) -> Seat:
+    neighbours = [rank for rank, host in enumerate(hosts) if host == hosts[seat.rank]]
+    local_rank = neighbours.index(seat.rank) if seat.local_rank is None else seat.local_rank
+    local_size = len(neighbours) if seat.local_size is None else seat.local_size
+    return replace(seat, local_rank=local_rank, local_size=local_size)

@@ -1,0 +1,120 @@
+"""One operation from the caller's tensors to the wire and back: what all of a Communicator's methods share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.comm.backends import GLOO, MPI, NCCL, Carriage, Carrier, carry, movable
+from unisono.comm.handle import Handle
+from unisono.comm.log import Log
+from unisono.comm.reduction import Factor
+from unisono.comm.watch import Watch
+from unisono.errors import UsageError
+
+# A tensor, a list of tensors or None, as the method says; with async_op=True a Handle on it.
+Outcome = Any
+Start = Callable[[], Sequence[dist.Work]]
+Finish = Callable[[], Any]
+
+
+def host_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """A CUDA tensor's data in pinned host memory."""
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
+class Operations:
+    """Runs operations on torch's process group `group`, in the log and under the eye of the watch."""
+
+    rank: int
+    size: int
+    backend: str
+    group: dist.ProcessGroup
+    _log: Log
+    _watch: Watch
+
+    def _run(
+        self,
+        op: str,
+        tensor: torch.Tensor | None,
+        start: Start,
+        finish: Finish,
+        async_op: bool,
+        detail: str = "",
+        depth: int = 3,
+    ) -> Outcome:
+        log, watch = self._log, self._watch
+        log.enter(op, detail, tensor, depth)
+        try:
+            if watch.check is not None:
+                watch.check.agree(log)
+            works = start()
+            if async_op:
+                return Handle(works, finish, watch.waiter(log))
+            for work in works:
+                work.wait()
+        except RuntimeError as error:
+            raise watch.explained(error, log) from error
+        finally:
+            log.leave()
+        return finish()
+
+    def _carrier(self, tensor: torch.Tensor) -> Carrier:
+        if self.backend == "mpi":
+            return MPI
+        return NCCL if tensor.is_cuda and self.backend == "nccl" else GLOO
+
+    def _prepared(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor's data contiguous, where the carrier reads it; its own memory where that is possible."""
+        data = tensor.detach()
+        if data.is_complex():
+            data = data.resolve_conj()
+        if data.is_cuda and not self._carrier(tensor).takes_cuda:
+            data = host_copy(data)
+        return data.contiguous()
+
+    def _moving(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Finish]:
+        """What travels for `tensor` in an operation that moves data, and how to bring it back."""
+        data = self._prepared(tensor)
+
+        def finish() -> torch.Tensor:
+            if data.data_ptr() != tensor.data_ptr():
+                tensor.detach().copy_(data)
+            return tensor
+
+        return movable(self._carrier(tensor), data), finish
+
+    def _carriage(self, tensor: torch.Tensor, op: str) -> Carriage:
+        return carry(self._carrier(tensor), op, tensor.dtype)
+
+    def _reducing(self, carriage: Carriage, tensor: torch.Tensor, factor: Factor | None) -> torch.Tensor:
+        """What travels for `tensor` in a reduction."""
+        return carriage.to_wire(self._prepared(tensor), factor)
+
+    def _shapes(self, tensor: torch.Tensor) -> list[tuple[int, ...]]:
+        """The shapes of all ranks' tensors; a call of its own."""
+        shapes: list[Any] = [None] * self.size
+        dist.all_gather_object(shapes, tuple(tensor.shape), group=self.group)
+        if any(len(shape) != tensor.dim() for shape in shapes):
+            raise UsageError(f"the ranks' tensors have different numbers of dimensions: {shapes}")
+        return shapes
+
+    def _parts(self, op: str, tensor: torch.Tensor, sizes: Sequence[int] | None) -> list[int]:
+        """How dim 0 is cut into one part a rank."""
+        if tensor.dim() == 0:
+            raise UsageError(f"{op}: the tensor has no dimensions; expected dim 0 to be cut into {self.size} parts")
+        length = tensor.shape[0]
+        if sizes is None:
+            if length % self.size:
+                raise UsageError(f"{op}: {self.size} ranks do not divide dim 0 of length {length}; pass the sizes")
+            return [length // self.size] * self.size
+        if len(sizes) != self.size or sum(sizes) != length or min(sizes) < 0:
+            raise UsageError(f"{op}: sizes {list(sizes)} do not cut length {length} into {self.size} parts")
+        return list(sizes)
+
+    def _require_rank(self, what: str, rank: int) -> None:
+        if not 0 <= rank < self.size:
+            raise UsageError(f"{what} {rank} is not in this group of {self.size}: expected 0 to {self.size - 1}")

@@ -1,0 +1,288 @@
+"""The watch: one thread a rank that notices when ranks wait for each other in vain, and says why.
+
+Note: how a hang is told. All ranks share a key-value store. A rank that has been blocked too long, has lost a peer or
+disagrees with the others sounds the alarm there. Every watch that hears it writes down its rank's state: its last
+operations and where its main thread stands. The rank that sounded the alarm first collects the states, makes the one
+report (comm/hang.py) and publishes it; then every rank stops. The main threads need not take part: they hang.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import sys
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+
+import torch
+import torch.distributed as dist
+
+from unisono.comm import hang
+from unisono.comm.check import Check
+from unisono.comm.log import Log, describe, frame_place
+from unisono.errors import CommError, HangError, UnisonoError
+from unisono.launch import failure
+
+EXIT_CODE = 75  # of a job that the watch stopped
+ANSWER_TIME = 3.0  # seconds that ranks get to tell their state
+LOST_TIME = 1.0  # seconds that ranks may stay blocked after another has gone
+
+_LOST = ("connection", "timed out", "timeout", "broken pipe", "socket", "peer", "abort", "nccl", "mpi_err")
+_LIBRARIES = (
+    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
+    os.path.dirname(torch.__file__),
+    sysconfig.get_paths()["stdlib"],
+    "<frozen",
+)
+_TORCH_COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
+
+
+class Watch:
+    """Keeps the logs of this rank's groups and stops the job when it hangs."""
+
+    def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, check: bool) -> None:
+        self.rank = rank
+        self.size = size
+        self.timeout = timeout
+        self.check = Check(self._clone(store, "check"), rank, self.disagreed) if check and size > 1 else None
+        self._store = self._clone(store, "watch")
+        self._logs: list[Log] = []
+        self._blocked: dict[object, tuple[object, float]] = {}
+        self._stopping = threading.Event()
+        self._told = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._main = threading.main_thread().ident
+
+    @staticmethod
+    def _clone(store: dist.Store, name: str) -> dist.Store:
+        # A connection of its own: the main thread may block in the store, and the watch must not.
+        with contextlib.suppress(RuntimeError):
+            store = store.clone()
+        return dist.PrefixStore(f"unisono/{name}", store)
+
+    def new_log(self, group: str, ranks: tuple[int, ...]) -> Log:
+        log = Log(group, ranks)
+        self._logs.append(log)
+        return log
+
+    def start(self) -> None:
+        if self.size > 1:
+            self._thread = threading.Thread(target=self._keep_watch, name="unisono-watch", daemon=True)
+            self._thread.start()
+            atexit.register(self._say_goodbye)
+            self._hook_exceptions()
+
+    def stop(self) -> None:
+        """End the watch of a world that is shut down in order."""
+        self._stopping.set()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+            atexit.unregister(self._say_goodbye)
+
+    # ---- what the communicator calls -----------------------------------------------------------------------------
+
+    def waiter(self, log: Log) -> Callable[[Callable[[], None]], None]:
+        """For the handle of the operation that was just begun: blocks in it, visibly."""
+        number = log.entered
+
+        def wait(block: Callable[[], None]) -> None:
+            log.awaited = number
+            try:
+                block()
+            except RuntimeError as error:
+                raise self.explained(error, log) from error
+            finally:
+                log.awaited = 0
+
+        return wait
+
+    def explained(self, error: RuntimeError, log: Log) -> UnisonoError:
+        """What to raise in place of a backend's error: for a lost peer, the report on who is lost and where."""
+        if isinstance(error, UnisonoError):
+            return error
+        text = str(error).strip() or type(error).__name__
+        if self._thread is None or not any(word in text.lower() for word in _LOST):
+            entry = log.entry(log.pending)
+            return CommError(f"{entry or 'communication'} failed on rank {self.rank}: {text}")
+        return HangError(self._sound_alarm(text.splitlines()[0]))
+
+    def disagreed(self, log: Log) -> HangError:
+        """What to raise when this rank's next collective differs from the others'."""
+        return HangError(self._sound_alarm("ranks disagree"))
+
+    # ---- the thread ----------------------------------------------------------------------------------------------
+
+    def _keep_watch(self) -> None:
+        tick = min(0.5, self.timeout / 4) + self.size / 2000  # a thousand ranks ask their store at a calm pace
+        while not self._stopping.wait(tick):
+            try:
+                if self._store.check(["alarm"]):
+                    self._answer_alarm()
+                someone_left = self._store.check(["left"])
+            except RuntimeError:
+                if not self._stopping.is_set():
+                    self._store_is_lost()
+                return
+            patience = min(self.timeout, LOST_TIME) if someone_left else self.timeout
+            if self._blocked_for() >= patience:
+                self._stop_job(self._sound_alarm("a rank has left" if someone_left else "timeout"))
+
+    def _blocked_for(self) -> float:
+        """For how many seconds this rank has been blocked in one and the same operation."""
+        now = time.monotonic()
+        longest = 0.0
+        frame = self._torch_frame()
+        signs: dict[object, object] = {id(log): log.pending for log in self._logs if log.pending}
+        if frame is not None:
+            signs["torch"] = (id(frame), frame.f_lasti)
+        for key, sign in signs.items():
+            before, since = self._blocked.get(key, (None, now))
+            if before != sign:
+                since = now
+            self._blocked[key] = (sign, since)
+            longest = max(longest, now - since)
+        self._blocked = {key: seen for key, seen in self._blocked.items() if key in signs}
+        return longest
+
+    def _answer_alarm(self) -> None:
+        """Another rank has sounded the alarm: say where this one stands, then stop as well."""
+        self._tell_state()
+        report = self._published_report()
+        failure.record(failure.Failure.now(self.rank, failure.PEER, report))
+        self._stop_job(None)
+
+    def _store_is_lost(self) -> None:
+        """The rank that holds the store is gone, and with it the means to ask the others."""
+        deadline = time.monotonic() + LOST_TIME
+        while time.monotonic() < deadline:
+            if self._stopping.wait(0.05):
+                return
+            if not self._blocked_for():
+                deadline = time.monotonic() + LOST_TIME
+        states = {self.rank: self._state()}
+        self._publish(hang.report(states, {0: "has exited, and with it the store through which ranks meet"}))
+        self._stop_job(None)
+
+    # ---- the alarm -----------------------------------------------------------------------------------------------
+
+    def _sound_alarm(self, reason: str) -> str:
+        """Bring about the report on all ranks, and return it."""
+        with self._told:
+            try:
+                first = self._store.compare_set("alarm", "", str(self.rank)).decode()
+                self._tell_state()
+                if first != str(self.rank):
+                    report = self._published_report()
+                    failure.record(failure.Failure.now(self.rank, failure.PEER, report))
+                    return report
+                report = self._collect_report(reason)
+                self._store.set("report", report)
+            except RuntimeError:
+                states = {self.rank: self._state()}
+                report = hang.report(states, {0: "has exited, and with it the store through which ranks meet"})
+            self._publish(report)
+            return report
+
+    def _collect_report(self, reason: str) -> str:
+        deadline = time.monotonic() + ANSWER_TIME
+        missing = set(range(self.size)) - {self.rank}
+        states, absent = {self.rank: self._state()}, {}
+        while missing and time.monotonic() < deadline:
+            for rank in sorted(missing):
+                if self._store.check([f"state/{rank}"]):
+                    states[rank] = hang.State.from_json(json.loads(self._store.get(f"state/{rank}")))
+                    missing.discard(rank)
+                elif self._store.check([f"left/{rank}"]):
+                    absent[rank] = self._store.get(f"left/{rank}").decode()
+                    missing.discard(rank)
+            time.sleep(0.02)
+        lost = any(word in reason.lower() for word in _LOST) and reason != "timeout"
+        silence = "have exited without a word (killed?)" if lost else "do not answer (killed, or busy in native code)"
+        absent |= dict.fromkeys(missing, silence)
+        return hang.report(states, absent)
+
+    def _published_report(self) -> str:
+        deadline = time.monotonic() + 2 * ANSWER_TIME
+        while time.monotonic() < deadline:
+            if self._store.check(["report"]):
+                return self._store.get("report").decode()
+            time.sleep(0.02)
+        return "the job hangs, and the rank that noticed it has gone before it could say why"
+
+    def _publish(self, report: str) -> None:
+        taken = failure.record(failure.Failure.now(self.rank, failure.HANG, report))
+        if not taken:  # nobody above will show it
+            print(f"unisono: {report}", file=sys.stderr, flush=True)
+
+    def _stop_job(self, _: str | None) -> None:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(EXIT_CODE)
+
+    # ---- what this rank says of itself ---------------------------------------------------------------------------
+
+    def _tell_state(self) -> None:
+        self._store.set(f"state/{self.rank}", json.dumps(self._state().as_json()))
+
+    def _state(self) -> hang.State:
+        return hang.State.of(self.rank, self._place(), self._torch_call(), self._logs)
+
+    def _frames(self) -> list[FrameType]:
+        """The main thread's frames, innermost first."""
+        frame = sys._current_frames().get(self._main or 0)
+        frames = []
+        while frame is not None:
+            frames.append(frame)
+            frame = frame.f_back
+        return frames
+
+    def _place(self) -> str:
+        frames = self._frames()
+        for frame in frames:
+            if not frame.f_code.co_filename.startswith(_LIBRARIES):
+                return frame_place(frame)
+        return frame_place(frames[0]) if frames else "its end"
+
+    def _torch_frame(self) -> FrameType | None:
+        """The frame of the torch.distributed collective that the user's own code is in, if any."""
+        for frame in self._frames():
+            if frame.f_code.co_filename.endswith(_TORCH_COLLECTIVES) and not frame.f_code.co_name.startswith("_"):
+                return frame
+        return None
+
+    def _torch_call(self) -> str:
+        frame = self._torch_frame()
+        if frame is None:
+            return ""
+        tensors = [value for value in frame.f_locals.values() if isinstance(value, torch.Tensor)]
+        what = f" {describe(tensors[0].shape, tensors[0].dtype)}" if tensors else ""
+        return f"torch.distributed.{frame.f_code.co_name}{what} at {self._place()}"
+
+    # ---- leaving -------------------------------------------------------------------------------------------------
+
+    def _say_goodbye(self, words: str = "have exited") -> None:
+        """Let the others know that this rank is gone, for they may be waiting for it."""
+        self._stopping.set()
+        with contextlib.suppress(RuntimeError):
+            self._store.set(f"left/{self.rank}", words)
+            self._store.set("left", str(self.rank))
+
+    def _hook_exceptions(self) -> None:
+        earlier = sys.excepthook
+
+        def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+            if self._thread is not None and not isinstance(error, HangError):
+                last = trace
+                while last is not None and last.tb_next is not None:
+                    last = last.tb_next
+                where = f" at {frame_place(last.tb_frame)}" if last else ""
+                self._say_goodbye(f"have raised {kind.__name__}: {error}{where} and exited")
+            earlier(kind, error, trace)
+
+        sys.excepthook = hook

@@ -1,0 +1,130 @@
+"""The world: all ranks of the job. Joined once by `init`, left by `shutdown`."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from unisono.comm import backends
+from unisono.comm.communicator import Communicator
+from unisono.comm.meeting import Meeting, meet
+from unisono.comm.seat import find_seat
+from unisono.comm.watch import Watch
+from unisono.errors import CommError, UsageError
+from unisono.launch import environment
+
+DEFAULT_TIMEOUT = 1800.0
+# torch's own timeout comes this much later than the watch's, which can say more.
+MARGIN = 60.0
+
+_world: Communicator | None = None
+_watch: Watch | None = None
+
+
+def init(
+    backend: str | None = None,
+    init_method: str | None = None,
+    rank: int | None = None,
+    world_size: int | None = None,
+    timeout: float | timedelta | None = None,
+) -> Communicator:
+    """Join the world, whichever way this process was started, and return its communicator.
+
+    backend: gloo, nccl or mpi; by default what the launcher asked for, else nccl with a GPU for every rank, else mpi
+    under mpiexec, else gloo. init_method: tcp://HOST:PORT or file:///PATH for processes that were started by hand;
+    these need `rank` and `world_size` too. timeout: seconds that a collective may block before the job is stopped
+    with a report.
+    """
+    global _world, _watch
+    if _world is not None:
+        raise CommError(f"this process has joined already ({_world}); call uni.shutdown() before a second uni.init()")
+    if dist.is_initialized():
+        raise CommError("torch.distributed is initialised already; let uni.init() do it: its group is torch's default")
+    seconds = _seconds(timeout)
+    requested = os.environ.get(environment.BACKEND)
+    seat = find_seat(init_method, rank, world_size)
+    if (backend or requested) not in (None, "auto"):
+        backends.choose(backend, requested, seat.how, 1)  # a bad name is an error before anyone waits
+    meeting = meet(seat, seconds)
+    name = backends.choose(backend, requested, seat.how, meeting.seat.local_size or 1)
+    _join(meeting, name, seconds)
+    _watch = Watch(meeting.store, seat.rank, seat.size, seconds, os.environ.get(environment.CHECK) == "1")
+    assert meeting.seat.local_rank is not None
+    assert meeting.seat.local_size is not None
+    _world = Communicator(
+        dist.group.WORLD,
+        name,
+        _watch,
+        local_rank=meeting.seat.local_rank,
+        local_size=meeting.seat.local_size,
+        hosts=meeting.hosts,
+    )
+    _watch.start()
+    return _world
+
+
+def _seconds(timeout: float | timedelta | None) -> float:
+    given = os.environ.get(environment.TIMEOUT) if timeout is None else timeout
+    if given is None:
+        return DEFAULT_TIMEOUT
+    try:
+        seconds = given.total_seconds() if isinstance(given, timedelta) else float(given)
+    except ValueError:
+        raise UsageError(f"{environment.TIMEOUT} is {given!r}; expected seconds") from None
+    if not seconds > 0:
+        raise UsageError(f"timeout={given}: expected a positive number of seconds")
+    return seconds
+
+
+def _join(meeting: Meeting, name: str, seconds: float) -> None:
+    """Make torch's default process group."""
+    torch_name = name
+    if name == "nccl":
+        torch.cuda.set_device((meeting.seat.local_rank or 0) % torch.cuda.device_count())
+        torch_name = "cpu:gloo,cuda:nccl"
+    elif name == "mpi":
+        from unisono.comm import mpi
+
+        torch_name = mpi.register()
+    dist.init_process_group(
+        torch_name,
+        store=dist.PrefixStore("unisono/torch", meeting.store),
+        rank=meeting.seat.rank,
+        world_size=meeting.seat.size,
+        timeout=timedelta(seconds=seconds + MARGIN),
+    )
+
+
+def shutdown() -> None:
+    """Leave the world; `init` may then be called again."""
+    global _world, _watch
+    if _world is None:
+        return
+    assert _watch is not None
+    _watch.stop()
+    dist.destroy_process_group()
+    _world = _watch = None
+
+
+def is_initialized() -> bool:
+    return _world is not None
+
+
+def world() -> Communicator:
+    """The world's communicator; CommError before `init`."""
+    if _world is None:
+        raise CommError("this process has not joined the world yet; call uni.init() first")
+    return _world
+
+
+def rank() -> int:
+    """This process's rank; 0 before `init`."""
+    return 0 if _world is None else _world.rank
+
+
+def world_size() -> int:
+    """How many ranks there are; 1 before `init`."""
+    return 1 if _world is None else _world.size

@@ -1,0 +1,113 @@
+"""A pool of ranks that stays up between tests: importing torch once a rank is the expensive part.
+
+    pool.run(function, *args)     # runs function(comm, *args) on every rank; the list of results, or the traceback
+
+Functions travel by name, so they must stand at the top level of a test module.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import secrets
+import subprocess
+import sys
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Client, Connection, Listener
+from typing import Any
+
+TIMEOUT = 120  # seconds for one call
+
+
+class RemoteError(AssertionError):
+    """A function failed on some ranks; the message holds their tracebacks."""
+
+
+class RankPool:
+    def __init__(self, size: int, backend: str, command: list[str] | None = None) -> None:
+        """`command` starts the ranks (mpiexec ...); by default they are forked from this process."""
+        self.size = size
+        self.backend = backend
+        self._listener = Listener(("127.0.0.1", 0), authkey=secrets.token_bytes(16))
+        key = self._listener._authkey  # type: ignore[attr-defined]
+        port = self._listener.address[1]
+        self._processes: list[Any] = []
+        if command is None:
+            store_port = _free_port()
+            fork = multiprocessing.get_context("fork")
+            for rank in range(size):
+                seat = {"init_method": f"tcp://127.0.0.1:{store_port}", "rank": rank, "world_size": size}
+                process = fork.Process(target=_serve, args=(port, key, backend, seat), daemon=True)
+                process.start()
+                self._processes.append(process)
+        else:
+            env = os.environ | {"POOL_KEY": key.hex(), "OMP_NUM_THREADS": "1"}
+            words = [*command, sys.executable, "-m", "tests.ranks", str(port), backend]
+            self._processes.append(subprocess.Popen(words, env=env, cwd=os.path.dirname(os.path.dirname(__file__))))
+        self._ranks: dict[int, Connection] = {}
+        for _ in range(size):
+            connection = self._listener.accept()
+            self._ranks[connection.recv()] = connection
+
+    def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        for rank in range(self.size):
+            self._ranks[rank].send((function, args))
+        answers = []
+        for rank in range(self.size):
+            if not self._ranks[rank].poll(TIMEOUT):
+                self.close()
+                raise RemoteError(f"rank {rank} of the {self.backend} pool did not answer within {TIMEOUT} s")
+            answers.append(self._ranks[rank].recv())
+        failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
+        if failed:
+            raise RemoteError("\n".join(failed))
+        return [value for _, value in answers]
+
+    def close(self) -> None:
+        for connection in self._ranks.values():
+            connection.close()
+        for process in self._processes:
+            process.terminate()
+            process.join() if hasattr(process, "join") else process.wait()
+        self._listener.close()
+
+
+def _free_port() -> int:
+    import socket
+
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _serve(port: int, key: bytes, backend: str, seat: dict[str, Any]) -> None:
+    """What a rank of the pool does all its life: take a function, run it, send back what came of it."""
+    import torch
+
+    import unisono as uni
+
+    torch.set_num_threads(1)
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    comm = uni.init(backend, **seat)
+    connection = Client(("127.0.0.1", port), authkey=key)
+    connection.send(comm.rank)
+    while True:
+        try:
+            function, args = connection.recv()
+        except EOFError:
+            os._exit(0)
+        try:
+            answer = (True, function(comm, *args))
+        except BaseException:
+            answer = (False, traceback.format_exc())
+        try:
+            connection.send(answer)
+        except Exception:
+            connection.send((False, traceback.format_exc()))
+
+
+if __name__ == "__main__":
+    from tests import ranks  # functions of test modules must find this module under its own name
+
+    ranks._serve(int(sys.argv[1]), bytes.fromhex(os.environ["POOL_KEY"]), sys.argv[2], {})
