@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,7 +32,7 @@ REDUCE_OPS = {
     "bor": dist.ReduceOp.BOR,
     "bxor": dist.ReduceOp.BXOR,
 }
-_FOLDS = {
+_FOLDS: dict[str, Any] = {
     "sum": torch.add,
     "product": torch.mul,
     "min": torch.minimum,

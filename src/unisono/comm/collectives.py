@@ -143,13 +143,15 @@ class Collectives(Operations):
             if len(set(shapes)) == 1:
                 return [dist.gather(mine, wires or None, group=self.group, group_dst=root, async_op=True)]
             if not is_root:
-                return [dist.isend(mine, group=self.group, group_dst=root)] if mine.numel() else []
-            wires[root].copy_(mine)
-            return [
-                dist.irecv(wire, group=self.group, group_src=source)
-                for source, wire in enumerate(wires)
-                if source != root and wire.numel()
-            ]
+                works = [dist.isend(mine, group=self.group, group_dst=root)] if mine.numel() else []
+            else:
+                wires[root].copy_(mine)
+                works = [
+                    dist.irecv(wire, group=self.group, group_src=source)
+                    for source, wire in enumerate(wires)
+                    if source != root and wire.numel()
+                ]
+            return [work for work in works if work is not None]
 
         def finish() -> list[torch.Tensor] | None:
             return [finish_piece() for _, finish_piece in pieces] if is_root else None

@@ -97,26 +97,18 @@ def _store_over_mpi(seat: Seat, patience: float) -> dist.Store:
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (seat.rank, seat.size):
         raise CommError(
-            f"mpiexec says rank {seat.rank} of {seat.size}, but mpi4py's MPI library says {world.rank} of {world.size}: "
+            f"mpiexec says rank {seat.rank} of {seat.size}, but mpi4py's library says {world.rank} of {world.size}: "
             "mpiexec and mpi4py belong to different MPI libraries; run `unisono doctor`"
         )
-    store = None
-    address, port = None, None
-    if seat.rank == 0:
-        address = "127.0.0.1" if _one_host(world) else socket.gethostbyname(socket.gethostname())
-        store = dist.TCPStore(address, 0, seat.size, True, timedelta(seconds=patience), wait_for_workers=False)
-        port = store.port
-    else:
-        _one_host(world)
-    address, port = world.bcast((address, port), root=0)
-    if store is None:
-        store = dist.TCPStore(address, port, seat.size, False, timedelta(seconds=patience))
+    one_host = len(set(world.allgather(socket.gethostname()))) == 1
+    wait = timedelta(seconds=patience)
+    if seat.rank != 0:
+        address, port = world.bcast(None, root=0)
+        return dist.TCPStore(address, port, seat.size, False, wait)
+    address = "127.0.0.1" if one_host else socket.gethostbyname(socket.gethostname())
+    store = dist.TCPStore(address, 0, seat.size, True, wait, wait_for_workers=False)
+    world.bcast((address, store.port), root=0)
     return store
-
-
-def _one_host(world: object) -> bool:
-    hosts = world.allgather(socket.gethostname())  # type: ignore[attr-defined]
-    return len(set(hosts)) == 1
 
 
 def _sign_in(store: dist.Store, seat: Seat) -> None:

@@ -62,7 +62,7 @@ class Watch:
     def _clone(store: dist.Store, name: str) -> dist.Store:
         # A connection of its own: the main thread may block in the store, and the watch must not.
         with contextlib.suppress(RuntimeError):
-            store = store.clone()
+            store = store.clone()  # type: ignore[attr-defined]
         return dist.PrefixStore(f"unisono/{name}", store)
 
     def new_log(self, group: str, ranks: tuple[int, ...]) -> Log:

@@ -54,6 +54,7 @@ def init(
     _watch = Watch(meeting.store, seat.rank, seat.size, seconds, os.environ.get(environment.CHECK) == "1")
     assert meeting.seat.local_rank is not None
     assert meeting.seat.local_size is not None
+    assert dist.group.WORLD is not None
     _world = Communicator(
         dist.group.WORLD,
         name,
