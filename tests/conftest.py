@@ -21,7 +21,7 @@ def pools() -> Iterator[Callable[[str, int], RankPool]]:
     started: dict[tuple[str, int], RankPool] = {}
 
     def get(backend: str, size: int) -> RankPool:
-        if (backend, size) not in started:
+        if (backend, size) not in started or started[backend, size].closed:
             command = None
             if backend == "mpi":
                 if not MPIEXEC.exists():

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-TIMEOUT = 120  # seconds for one call
+TIMEOUT = 60  # seconds for one call
 
 
 class RemoteError(AssertionError):
@@ -34,7 +34,7 @@ class RankPool:
         port = self._listener.address[1]
         self._processes: list[Any] = []
         if command is None:
-            store_port = _free_port()
+            store_port = free_port()
             fork = multiprocessing.get_context("fork")
             for rank in range(size):
                 seat = {"init_method": f"tcp://127.0.0.1:{store_port}", "rank": rank, "world_size": size}
@@ -45,6 +45,7 @@ class RankPool:
             env = os.environ | {"POOL_KEY": key.hex(), "OMP_NUM_THREADS": "1"}
             words = [*command, sys.executable, "-m", "tests.ranks", str(port), backend]
             self._processes.append(subprocess.Popen(words, env=env, cwd=os.path.dirname(os.path.dirname(__file__))))
+        self.closed = False
         self._ranks: dict[int, Connection] = {}
         for _ in range(size):
             connection = self._listener.accept()
@@ -58,13 +59,18 @@ class RankPool:
             if not self._ranks[rank].poll(TIMEOUT):
                 self.close()
                 raise RemoteError(f"rank {rank} of the {self.backend} pool did not answer within {TIMEOUT} s")
-            answers.append(self._ranks[rank].recv())
+            try:
+                answers.append(self._ranks[rank].recv())
+            except EOFError:
+                self.close()
+                raise RemoteError(f"rank {rank} of the {self.backend} pool has died") from None
         failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
         if failed:
             raise RemoteError("\n".join(failed))
         return [value for _, value in answers]
 
     def close(self) -> None:
+        self.closed = True
         for connection in self._ranks.values():
             connection.close()
         for process in self._processes:
@@ -73,7 +79,7 @@ class RankPool:
         self._listener.close()
 
 
-def _free_port() -> int:
+def free_port() -> int:
     import socket
 
     with socket.socket() as probe:

@@ -21,7 +21,7 @@ POLL = timedelta(milliseconds=20)
 class Check:
     """Compares the next collective of this rank with that of the other ranks of the group."""
 
-    def __init__(self, store: dist.Store, rank: int, disagreed: Callable[[Log], HangError]) -> None:
+    def __init__(self, store: dist.Store, rank: int, disagreed: Callable[[], HangError]) -> None:
         self._store = store
         self._rank = rank
         self._disagreed = disagreed
@@ -43,7 +43,7 @@ class Check:
                     time.sleep(0.02)
             for rank in came:
                 if self._store.get(self._key(log, number, rank)).decode() != mine:
-                    raise self._disagreed(log)
+                    raise self._disagreed()
             others = [rank for rank in others if rank not in came]
         # Nobody can be more than one collective behind once all have come to this one.
         if number > 2:

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from unisono.comm.collectives import Collectives
 from unisono.comm.handle import Handle
 from unisono.comm.operation import Outcome
 from unisono.comm.watch import Watch
 from unisono.errors import UsageError
+
+
+@contextlib.contextmanager
+def _group_named(name: str) -> Iterator[None]:
+    """Give the next process group this name.
+
+    torch names a group that only its members make after the number of groups the rank is in already; that number may
+    differ between members, who then wait for each other under different names.
+    """
+    original = distributed_c10d._process_group_name
+    distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment,return-value]
+    try:
+        yield
+    finally:
+        distributed_c10d._process_group_name = original
+
 
 Piece = tuple[torch.Tensor, int]  # a tensor, and the rank it goes to or comes from
 
@@ -46,6 +64,7 @@ class Communicator(Collectives):
         self._hosts = tuple(hosts)
         self._watch = watch
         self._log = watch.new_log(name, self.ranks)
+        self._children: dict[str, int] = {}
         self._letters = watch.new_log(f"{name}/p2p", self.ranks)
 
     def __repr__(self) -> str:
@@ -77,7 +96,7 @@ class Communicator(Collectives):
         try:
             sender = dist.recv(wire, group=self.group, tag=tag)
         except RuntimeError as error:
-            raise self._watch.explained(error, self._letters) from error
+            raise self._watch.explained(error) from error
         finally:
             self._letters.leave()
         finish()
@@ -113,7 +132,7 @@ class Communicator(Collectives):
         try:
             works = dist.batch_isend_irecv(ops) if ops else []
         except RuntimeError as error:
-            raise self._watch.explained(error, self._letters) from error
+            raise self._watch.explained(error) from error
         finally:
             self._letters.leave()
         handle = Handle(works, finish, self._watch.waiter(self._letters))
@@ -126,7 +145,7 @@ class Communicator(Collectives):
         try:
             work = dist.isend(wire, group=self.group, group_dst=to, tag=tag)
         except RuntimeError as error:
-            raise self._watch.explained(error, self._letters) from error
+            raise self._watch.explained(error) from error
         finally:
             self._letters.leave()
         return Handle([work] if work else [], lambda: wire, self._watch.waiter(self._letters))
@@ -138,7 +157,7 @@ class Communicator(Collectives):
         try:
             work = dist.irecv(wire, group=self.group, group_src=source, tag=tag)
         except RuntimeError as error:
-            raise self._watch.explained(error, self._letters) from error
+            raise self._watch.explained(error) from error
         finally:
             self._letters.leave()
         return Handle([work] if work else [], finish, self._watch.waiter(self._letters))
@@ -202,13 +221,15 @@ class Communicator(Collectives):
         return mine
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
-        """The communicator of some ranks of this one, in the order given. All of them call it, and only they."""
+        """The communicator of some ranks of this one, in their order here. All of them call it, and only they."""
         for rank in ranks:
             self._require_rank("rank", rank)
         if self.rank not in ranks or len(set(ranks)) != len(ranks):
             raise UsageError(f"subgroup {list(ranks)}: expected different ranks, this rank ({self.rank}) among them")
-        world_ranks = [self.ranks[rank] for rank in ranks]
-        group = dist.new_group(world_ranks, use_local_synchronization=True)
+        world_ranks = sorted(self.ranks[rank] for rank in ranks)
+        name = self._child_name(world_ranks)
+        with _group_named(name):
+            group = dist.new_group(world_ranks, use_local_synchronization=True)
         here = [rank for rank in world_ranks if self._hosts[rank] == self.host]
         return Communicator(
             group,
@@ -217,15 +238,22 @@ class Communicator(Collectives):
             local_rank=here.index(self.ranks[self.rank]),
             local_size=len(here),
             hosts=self._hosts,
-            name=group.group_name,
+            name=name,
         )
+
+    def _child_name(self, world_ranks: list[int]) -> str:
+        """The same on all members, whichever other groups each of them has made."""
+        members = ",".join(map(str, world_ranks))
+        self._children[members] = self._children.get(members, 0) + 1
+        return f"{self._log.group}/{members}#{self._children[members]}"
 
     def broadcast_parameters(self, module: torch.nn.Module, root: int = 0) -> None:
         """Make every rank's parameters and buffers those of the root."""
-        tensors = [*module.parameters(), *module.buffers()]
         shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in module.state_dict(keep_vars=True).items()]
-        if self.broadcast_object(shapes, root) != shapes:
-            raise UsageError(f"broadcast_parameters: rank {self.rank}'s module differs from that of rank {root}")
-        handles = [self.broadcast(tensor, root, async_op=True) for tensor in tensors]
+        everyone = self.all_gather_object(shapes)
+        for rank, theirs in enumerate(everyone):
+            if theirs != everyone[root]:
+                raise UsageError(f"broadcast_parameters: the modules differ: rank {rank}'s is not like rank {root}'s")
+        handles = [self.broadcast(tensor, root, async_op=True) for tensor in (*module.parameters(), *module.buffers())]
         for handle in handles:
             handle.wait()

@@ -152,6 +152,6 @@ def _numbers(ranks: Sequence[int]) -> str:
 def _conjugated(phrase: str, count: int) -> str:
     if count > 1:
         return phrase
-    for plural, singular in (("wait in", "waits in"), ("have ", "has "), ("are ", "is ")):
+    for plural, singular in (("wait in", "waits in"), ("have ", "has "), ("are ", "is "), ("do not", "does not")):
         phrase = phrase.replace(plural, singular)
     return phrase

@@ -30,6 +30,12 @@ class Meeting:
     seat: Seat  # with local rank and size filled in
     hosts: list[str]  # of every rank
 
+    def close(self) -> None:
+        """The last rank to leave clears away the file through which they met."""
+        if self.seat.how == seats.FILE and self.store.add("unisono/closed", 1) == self.seat.size:
+            assert self.seat.url is not None
+            Path(urlparse(self.seat.url).path).unlink(missing_ok=True)
+
 
 def meet(seat: Seat, timeout: float) -> Meeting:
     """Reach the store and wait until every rank has signed in."""
@@ -53,26 +59,41 @@ def _open_store(seat: Seat, patience: float) -> dist.Store:
         return _file_store(seat)
     if seat.how == seats.MPIEXEC:
         return _store_over_mpi(seat, patience)
-    url = seat.url or "env://"
+    host, port = _address(seat)
+    agent_holds_it = seat.how == seats.ENVIRONMENT and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = _tcp_store(seat, host, port, seat.rank == 0 and not agent_holds_it, patience)
+    # An agent's store outlives the ranks it restarts.
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return dist.PrefixStore(f"attempt_{attempt}", store) if agent_holds_it else store
+
+
+def _address(seat: Seat) -> tuple[str, int]:
+    if seat.url is not None:
+        parsed = urlparse(seat.url)
+        assert parsed.hostname is not None
+        assert parsed.port is not None
+        return parsed.hostname, parsed.port
+    host, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
+    if not host or not port:
+        raise UsageError("RANK and WORLD_SIZE are set but MASTER_ADDR and MASTER_PORT are not; set all four")
+    if not port.isdigit():
+        raise UsageError(f"MASTER_PORT is {port!r}; expected a number")
+    return host, int(port)
+
+
+def _tcp_store(seat: Seat, host: str, port: int, holds_it: bool, patience: float) -> dist.Store:
+    wait = timedelta(seconds=patience)
     try:
-        store, _, _ = next(dist.rendezvous(url, seat.rank, seat.size, timeout=timedelta(seconds=patience)))
-    except (dist.DistError, RuntimeError, ValueError) as error:
-        raise _unreachable(seat, url, error) from error
-    return store
-
-
-def _unreachable(seat: Seat, url: str, error: Exception) -> Exception:
-    if url == "env://":
-        address, port = os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")
-        if not address or not port:
-            return UsageError("RANK and WORLD_SIZE are set but MASTER_ADDR and MASTER_PORT are not; set all four")
-        url = f"tcp://{address}:{port}"
-    text = str(error)
-    if "EADDRINUSE" in text or "address already in use" in text:
-        return CommError(f"rank {seat.rank} cannot open {url}: the port is taken; choose another")
-    if "timed out" in text or "timeout" in text.lower():
-        return CommError(f"rank {seat.rank} cannot reach rank 0 at {url}: nobody answers there; is rank 0 running?")
-    return CommError(f"rank {seat.rank} cannot meet the others at {url}: {text.splitlines()[0]}")
+        return dist.TCPStore(host, port, seat.size, holds_it, wait, wait_for_workers=False)
+    except (dist.DistError, RuntimeError) as error:
+        text = str(error)
+        if "EADDRINUSE" in text or "already in use" in text:
+            reason = f"cannot open tcp://{host}:{port}: the port is taken; choose another"
+        elif "timed out" in text or "timeout" in text.lower():
+            reason = f"cannot reach rank 0 at tcp://{host}:{port}: nobody answers there; is rank 0 running?"
+        else:
+            reason = f"cannot meet the others at tcp://{host}:{port}: {text.splitlines()[0]}"
+        raise CommError(f"rank {seat.rank} {reason}") from error
 
 
 def _file_store(seat: Seat) -> dist.Store:
@@ -88,8 +109,8 @@ def _file_store(seat: Seat) -> dist.Store:
 def _store_over_mpi(seat: Seat, patience: float) -> dist.Store:
     """Rank 0 opens a store on a free port; MPI itself carries the address to the others."""
     if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
-        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-        return dist.TCPStore(address, port, seat.size, seat.rank == 0, timedelta(seconds=patience))
+        address, port = _address(seat)
+        return _tcp_store(seat, address, port, seat.rank == 0, patience)
     try:
         from mpi4py import MPI
     except ImportError:
@@ -101,13 +122,12 @@ def _store_over_mpi(seat: Seat, patience: float) -> dist.Store:
             "mpiexec and mpi4py belong to different MPI libraries; run `unisono doctor`"
         )
     one_host = len(set(world.allgather(socket.gethostname()))) == 1
-    wait = timedelta(seconds=patience)
     if seat.rank != 0:
         address, port = world.bcast(None, root=0)
-        return dist.TCPStore(address, port, seat.size, False, wait)
+        return _tcp_store(seat, address, port, False, patience)
     address = "127.0.0.1" if one_host else socket.gethostbyname(socket.gethostname())
-    store = dist.TCPStore(address, 0, seat.size, True, wait, wait_for_workers=False)
-    world.bcast((address, store.port), root=0)
+    store = _tcp_store(seat, address, 0, True, patience)
+    world.bcast((address, store.port), root=0)  # type: ignore[attr-defined]
     return store
 
 
@@ -144,7 +164,8 @@ def _wait_for_all(store: dist.Store, seat: Seat, patience: float) -> list[str]:
     told = [value.decode().split(" ", 1) for value in store.multi_get(keys)]
     for rank, (size, _) in enumerate(told):
         if int(size) != seat.size:
-            raise CommError(f"rank {seat.rank} was told of {seat.size} ranks, but rank {rank} of {size}")
+            reason = f"rank {seat.rank} was told of {seat.size} ranks, but rank {rank} of {size}"
+            raise _refusal(seat, reason) if seat.how == seats.FILE else CommError(reason)
     return [host for _, host in told]
 
 

@@ -13,7 +13,7 @@ from unisono.comm.handle import Handle
 from unisono.comm.log import Log
 from unisono.comm.reduction import Factor
 from unisono.comm.watch import Watch
-from unisono.errors import UsageError
+from unisono.errors import CommError, UnisonoError, UsageError
 
 # A tensor, a list of tensors or None, as the method says; with async_op=True a Handle on it.
 Outcome = Any
@@ -51,16 +51,26 @@ class Operations:
         try:
             if watch.check is not None:
                 watch.check.agree(log)
-            works = start()
+            works = self._started(start)
             if async_op:
                 return Handle(works, finish, watch.waiter(log))
             for work in works:
                 work.wait()
+        except UnisonoError:
+            raise
         except RuntimeError as error:
-            raise watch.explained(error, log) from error
+            raise watch.explained(error) from error
         finally:
             log.leave()
         return finish()
+
+    def _started(self, start: Start) -> Sequence[dist.Work]:
+        """Begin an operation. An error here is this rank's own: the backend refused before it talked to anyone."""
+        try:
+            return start()
+        except RuntimeError as error:
+            entry = self._log.entry(self._log.entered)
+            raise CommError(f"{entry} was refused by {self.backend}: {str(error).splitlines()[0]}") from error
 
     def _carrier(self, tensor: torch.Tensor) -> Carrier:
         if self.backend == "mpi":

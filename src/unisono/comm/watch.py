@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import faulthandler
 import json
 import os
 import sys
@@ -32,7 +33,6 @@ EXIT_CODE = 75  # of a job that the watch stopped
 ANSWER_TIME = 3.0  # seconds that ranks get to tell their state
 LOST_TIME = 1.0  # seconds that ranks may stay blocked after another has gone
 
-_LOST = ("connection", "timed out", "timeout", "broken pipe", "socket", "peer", "abort", "nccl", "mpi_err")
 _LIBRARIES = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
     os.path.dirname(torch.__file__),
@@ -76,6 +76,8 @@ class Watch:
             self._thread.start()
             atexit.register(self._say_goodbye)
             self._hook_exceptions()
+            if not faulthandler.is_enabled():
+                faulthandler.enable()  # gloo aborts a rank that is sent more than it expects: show where it was
 
     def stop(self) -> None:
         """End the watch of a world that is shut down in order."""
@@ -96,25 +98,22 @@ class Watch:
             try:
                 block()
             except RuntimeError as error:
-                raise self.explained(error, log) from error
+                raise self.explained(error) from error
             finally:
                 log.awaited = 0
 
         return wait
 
-    def explained(self, error: RuntimeError, log: Log) -> UnisonoError:
-        """What to raise in place of a backend's error: for a lost peer, the report on who is lost and where."""
-        if isinstance(error, UnisonoError):
-            return error
-        text = str(error).strip() or type(error).__name__
-        if self._thread is None or not any(word in text.lower() for word in _LOST):
-            entry = log.entry(log.pending)
-            return CommError(f"{entry or 'communication'} failed on rank {self.rank}: {text}")
-        return HangError(self._sound_alarm(text.splitlines()[0]))
+    def explained(self, error: RuntimeError) -> UnisonoError:
+        """What to raise in place of a backend's error amid an operation: the report on who waits for whom."""
+        text = (str(error).strip() or type(error).__name__).splitlines()[0]
+        if self._thread is None:
+            return CommError(f"communication failed on rank {self.rank}: {text}")
+        return HangError(f"{self._sound_alarm()} ({text})")
 
-    def disagreed(self, log: Log) -> HangError:
+    def disagreed(self) -> HangError:
         """What to raise when this rank's next collective differs from the others'."""
-        return HangError(self._sound_alarm("ranks disagree"))
+        return HangError(self._sound_alarm())
 
     # ---- the thread ----------------------------------------------------------------------------------------------
 
@@ -131,7 +130,8 @@ class Watch:
                 return
             patience = min(self.timeout, LOST_TIME) if someone_left else self.timeout
             if self._blocked_for() >= patience:
-                self._stop_job(self._sound_alarm("a rank has left" if someone_left else "timeout"))
+                self._sound_alarm()
+                self._stop_job()
 
     def _blocked_for(self) -> float:
         """For how many seconds this rank has been blocked in one and the same operation."""
@@ -152,10 +152,10 @@ class Watch:
 
     def _answer_alarm(self) -> None:
         """Another rank has sounded the alarm: say where this one stands, then stop as well."""
-        self._tell_state()
-        report = self._published_report()
-        failure.record(failure.Failure.now(self.rank, failure.PEER, report))
-        self._stop_job(None)
+        with self._told:
+            self._tell_state()
+            self._answered()
+        self._stop_job()
 
     def _store_is_lost(self) -> None:
         """The rank that holds the store is gone, and with it the means to ask the others."""
@@ -167,29 +167,28 @@ class Watch:
                 deadline = time.monotonic() + LOST_TIME
         states = {self.rank: self._state()}
         self._publish(hang.report(states, {0: "has exited, and with it the store through which ranks meet"}))
-        self._stop_job(None)
+        self._stop_job()
 
     # ---- the alarm -----------------------------------------------------------------------------------------------
 
-    def _sound_alarm(self, reason: str) -> str:
+    def _sound_alarm(self) -> str:
         """Bring about the report on all ranks, and return it."""
         with self._told:
             try:
                 first = self._store.compare_set("alarm", "", str(self.rank)).decode()
                 self._tell_state()
                 if first != str(self.rank):
-                    report = self._published_report()
-                    failure.record(failure.Failure.now(self.rank, failure.PEER, report))
-                    return report
-                report = self._collect_report(reason)
+                    return self._answered()
+                report = self._collect_report()
                 self._store.set("report", report)
+                self._linger()
             except RuntimeError:
                 states = {self.rank: self._state()}
                 report = hang.report(states, {0: "has exited, and with it the store through which ranks meet"})
             self._publish(report)
             return report
 
-    def _collect_report(self, reason: str) -> str:
+    def _collect_report(self) -> str:
         deadline = time.monotonic() + ANSWER_TIME
         missing = set(range(self.size)) - {self.rank}
         states, absent = {self.rank: self._state()}, {}
@@ -202,10 +201,15 @@ class Watch:
                     absent[rank] = self._store.get(f"left/{rank}").decode()
                     missing.discard(rank)
             time.sleep(0.02)
-        lost = any(word in reason.lower() for word in _LOST) and reason != "timeout"
-        silence = "have exited without a word (killed?)" if lost else "do not answer (killed, or busy in native code)"
-        absent |= dict.fromkeys(missing, silence)
+        absent |= dict.fromkeys(missing, "do not answer (killed, or busy in native code)")
         return hang.report(states, absent)
+
+    def _answered(self) -> str:
+        """The report that another rank makes."""
+        report = self._published_report()
+        failure.record(failure.Failure.now(self.rank, failure.PEER, report))
+        self._linger()
+        return report
 
     def _published_report(self) -> str:
         deadline = time.monotonic() + 2 * ANSWER_TIME
@@ -215,12 +219,20 @@ class Watch:
             time.sleep(0.02)
         return "the job hangs, and the rank that noticed it has gone before it could say why"
 
+    def _linger(self) -> None:
+        """Rank 0 may hold the store: it stays until the others have read the report."""
+        self._store.set(f"read/{self.rank}", "1")
+        deadline = time.monotonic() + ANSWER_TIME
+        readers = [rank for rank in range(self.size) if self.rank == 0 and self._store.check([f"state/{rank}"])]
+        while time.monotonic() < deadline and not all(self._store.check([f"read/{rank}"]) for rank in readers):
+            time.sleep(0.02)
+
     def _publish(self, report: str) -> None:
         taken = failure.record(failure.Failure.now(self.rank, failure.HANG, report))
         if not taken:  # nobody above will show it
             print(f"unisono: {report}", file=sys.stderr, flush=True)
 
-    def _stop_job(self, _: str | None) -> None:
+    def _stop_job(self) -> None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_CODE)
@@ -267,7 +279,9 @@ class Watch:
     # ---- leaving -------------------------------------------------------------------------------------------------
 
     def _say_goodbye(self, words: str = "have exited") -> None:
-        """Let the others know that this rank is gone, for they may be waiting for it."""
+        """Let the others know that this rank is gone, for they may be waiting for it. The first words count."""
+        if self._stopping.is_set():
+            return
         self._stopping.set()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", words)
@@ -277,12 +291,15 @@ class Watch:
         earlier = sys.excepthook
 
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-            if self._thread is not None and not isinstance(error, HangError):
-                last = trace
-                while last is not None and last.tb_next is not None:
-                    last = last.tb_next
-                where = f" at {frame_place(last.tb_frame)}" if last else ""
-                self._say_goodbye(f"have raised {kind.__name__}: {error}{where} and exited")
+            if isinstance(error, HangError):
+                return  # the report has been shown, once for all ranks
+            self._say_goodbye(f"have raised {kind.__name__}: {error}{_origin(trace)} and exited")
             earlier(kind, error, trace)
 
         sys.excepthook = hook
+
+
+def _origin(trace: TracebackType | None) -> str:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return f" at {frame_place(trace.tb_frame)}" if trace else ""

@@ -22,6 +22,7 @@ MARGIN = 60.0
 
 _world: Communicator | None = None
 _watch: Watch | None = None
+_meeting: Meeting | None = None
 
 
 def init(
@@ -38,7 +39,7 @@ def init(
     these need `rank` and `world_size` too. timeout: seconds that a collective may block before the job is stopped
     with a report.
     """
-    global _world, _watch
+    global _world, _watch, _meeting
     if _world is not None:
         raise CommError(f"this process has joined already ({_world}); call uni.shutdown() before a second uni.init()")
     if dist.is_initialized():
@@ -64,6 +65,7 @@ def init(
         hosts=meeting.hosts,
     )
     _watch.start()
+    _meeting = meeting
     return _world
 
 
@@ -101,13 +103,15 @@ def _join(meeting: Meeting, name: str, seconds: float) -> None:
 
 def shutdown() -> None:
     """Leave the world; `init` may then be called again."""
-    global _world, _watch
+    global _world, _watch, _meeting
     if _world is None:
         return
     assert _watch is not None
+    assert _meeting is not None
     _watch.stop()
     dist.destroy_process_group()
-    _world = _watch = None
+    _meeting.close()
+    _world = _watch = _meeting = None
 
 
 def is_initialized() -> bool:

@@ -1,0 +1,118 @@
+"""A hang explains itself: real jobs that hang for real, on each backend, with and without `--check`."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.comm import hang_program
+from tests.conftest import MPIEXEC
+from tests.processes import run_forked
+from tests.ranks import free_port
+from unisono.comm import watch
+from unisono.launch import environment
+
+PROGRAM = Path(hang_program.__file__)
+SOURCE = PROGRAM.read_text().splitlines()
+
+
+def line(mark: str) -> str:
+    (number,) = [n for n, text in enumerate(SOURCE, 1) if text.endswith(f"# LINE: {mark}")]
+    return rf"\S*hang_program\.py:{number}"
+
+
+ALL = rf"ranks 0,1,2 wait in all_reduce #2 float32\[1024\] at {line('all')}"
+# The odd rank's words, where every backend must come to the same report.
+CERTAIN = {
+    "exit": "rank 3 has exited",
+    "sleep": rf"rank 3 has not entered any collective since #1 and is at {line('sleep')}",
+    "raise": rf"rank 3 has raised ValueError: bad sample 17 at {line('raise')} and exited",
+    "receive": rf"rank 3 is in recv from rank 0 #1 float32\[1024\] at {line('receive')}",
+}
+CHECKED = {
+    "op": rf"rank 3 is in broadcast #2 float32\[1024\] at {line('op')}",
+    "shape": rf"rank 3 is in all_reduce #2 float32\[512\] at {line('shape')}",
+    "order": rf"rank 3 is in barrier #2 at {line('order')}",
+}
+
+
+def run(backend: str, scenario: str, folder: Path, timeout: float, odd: int = 3) -> str:
+    """Everything that the job's ranks print; checks that all of them end, and none well but the one that left."""
+    arguments = {"scenario": scenario, "timeout": timeout, "odd": odd}
+    if backend == "mpi":
+        if not MPIEXEC.exists():
+            pytest.skip(f"no mpiexec at {MPIEXEC}; run make setup")
+        words = [str(MPIEXEC), "-n", "4", sys.executable, str(PROGRAM), json.dumps(arguments)]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=90)
+        assert done.returncode != 0
+        return done.stdout + done.stderr
+    url = f"tcp://127.0.0.1:{free_port()}"
+    jobs = [
+        functools.partial(hang_program.main, **arguments, init_method=url, rank=rank, world_size=4, backend=backend)
+        for rank in range(4)
+    ]
+    ends = run_forked(jobs, folder)
+    stopped = [end.code for rank, end in enumerate(ends) if rank != odd or scenario not in ("exit", "raise", "shape")]
+    assert set(stopped) <= {1, watch.EXIT_CODE}, ends
+    return "\n".join(end.output for end in ends)
+
+
+def reports(output: str) -> list[str]:
+    return re.findall(r"^unisono: (.*)$", output, re.M)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("scenario", CERTAIN)
+def test_a_hang_is_told_in_one_sentence(backend: str, scenario: str, tmp_path: Path) -> None:
+    output = run(backend, scenario, tmp_path, timeout=2.0)
+    (report,) = reports(output)
+    assert re.fullmatch(rf"{ALL}; {CERTAIN[scenario]}", report), output
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+@pytest.mark.parametrize("scenario", CHECKED)
+def test_with_check_a_difference_is_told_at_once(
+    backend: str, scenario: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(environment.CHECK, "1")
+    output = run(backend, scenario, tmp_path, timeout=600.0)
+    (report,) = reports(output)
+    assert re.fullmatch(rf"{ALL}; {CHECKED[scenario]}", report), output
+
+
+@pytest.mark.parametrize("scenario", ["op", "order", "torch"])
+def test_without_check_the_timeout_tells_of_the_odd_rank(scenario: str, tmp_path: Path) -> None:
+    """What the ranks wait in then is the backend's business; that rank 3 is named, and where it was, is ours."""
+    output = run("gloo", scenario, tmp_path, timeout=2.0)
+    (report,) = reports(output)
+    odd = re.search(r"rank 3 .*", report)
+    assert odd, output
+    assert re.search(line(scenario), odd[0]), output
+
+
+def test_without_check_gloo_aborts_a_rank_of_another_shape_and_its_stack_is_shown(tmp_path: Path) -> None:
+    output = run("gloo", "shape", tmp_path, timeout=2.0)
+    (report,) = reports(output)
+    assert "rank 3 does not answer" in report, output
+    (number,) = re.findall(r"\d+$", line("shape"))
+    assert re.search(rf'hang_program.py", line {number} in main', output), output
+
+
+def test_the_rank_that_holds_the_store_may_be_the_one_that_leaves(tmp_path: Path) -> None:
+    output = run("gloo", "exit", tmp_path, timeout=2.0, odd=0)
+    found = reports(output)
+    assert found, output
+    assert all("rank 0 has exited" in report for report in found), output
+
+
+def test_nothing_is_left_running(tmp_path: Path) -> None:
+    run("gloo", "sleep", tmp_path, timeout=1.0)
+    with pytest.raises(ChildProcessError):
+        os.waitpid(-1, os.WNOHANG)

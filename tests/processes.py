@@ -1,0 +1,68 @@
+"""Whole processes forked for one test, run as the interpreter would run them, to their very end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import faulthandler
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class End:
+    """How a process ended: its exit code (minus the signal's number when killed) and what it printed."""
+
+    code: int
+    output: str
+
+
+def run_forked(jobs: list[Callable[[], Any]], folder: Path, timeout: float = 60) -> list[End]:
+    """Run each job in a process of its own; one that outlives `timeout` is killed."""
+    pids = [_fork(job, folder / f"output.{index}") for index, job in enumerate(jobs)]
+    codes: dict[int, int] = {}
+    deadline = time.monotonic() + timeout
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes:
+                done, status = os.waitpid(pid, os.WNOHANG)
+                if done:
+                    codes[pid] = os.waitstatus_to_exitcode(status)
+                elif time.monotonic() > deadline:
+                    with contextlib.suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+    return [End(codes[pid], (folder / f"output.{index}").read_text()) for index, pid in enumerate(pids)]
+
+
+def _fork(job: Callable[[], Any], output: Path) -> int:
+    pid = os.fork()
+    if pid:
+        return pid
+    code = 1
+    try:
+        atexit._clear()
+        faulthandler.disable()  # pytest has it write elsewhere
+        with open(output, "w") as sink:
+            os.dup2(sink.fileno(), 1)
+            os.dup2(sink.fileno(), 2)
+        sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
+        sys.excepthook = sys.__excepthook__
+        try:
+            job()
+            code = 0
+        except SystemExit as stop:
+            code = stop.code if isinstance(stop.code, int) else 1
+        except BaseException:
+            sys.excepthook(*sys.exc_info())  # type: ignore[arg-type]
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    finally:
+        os._exit(code)
