@@ -25,7 +25,7 @@ def _group_named(name: str) -> Iterator[None]:
     differ between members, who then wait for each other under different names.
     """
     original = distributed_c10d._process_group_name
-    distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment,return-value]
+    distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
     try:
         yield
     finally:
