@@ -1,0 +1,1 @@
+"""Talking: one Communicator over gloo, NCCL and MPI."""
