@@ -29,7 +29,10 @@ def reduce_on_the_wire(op: str, tensors: list[torch.Tensor]) -> torch.Tensor:
     wires = [reduction.to_wire(tensor, factor).clone() for tensor in tensors]
     assert {wire.dtype for wire in wires} == {reduction.wire_dtype}
     out = torch.empty_like(tensors[0])
-    reduction.from_wire(reduce(WIRE_STEP[reduction.wire_op], wires), out, len(tensors))
+    landing = reduction.landing(out)
+    assert landing.dtype == reduction.wire_dtype
+    landing.copy_(reduce(WIRE_STEP[reduction.wire_op], wires))
+    reduction.from_wire(landing, out, len(tensors))
     return out
 
 
