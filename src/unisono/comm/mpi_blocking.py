@@ -12,7 +12,7 @@ import torch
 from mpi4py import MPI
 
 from unisono.comm import mpi_calls as calls
-from unisono.comm.mpi_buffer import CARRIERS, NUMBERS, OPS, REDUCED_AT_ONCE
+from unisono.comm.mpi_buffer import CARRIERS, NUMBERS, OPS, REDUCED_AT_ONCE, Buffer, is_direct
 from unisono.comm.mpi_calls import Call
 from unisono.comm.mpi_work import failure, wait_for_devices
 from unisono.comm.reduction import Factor
@@ -56,13 +56,12 @@ class BlockingCalls:
             raise failure("broadcast", error) from error
 
     def all_reduce_now(self, tensor: Tensor, op: str = "sum", factor: Factor | None = None) -> None:
-        plain = _PLAIN.get((tensor.dtype, op))
-        if plain is None or not _is_plain(tensor) or tensor.numel() > REDUCED_AT_ONCE:
+        arguments = plain_all_reduce(tensor, op)
+        if arguments is None:
             self._run(calls.all_reduce(tensor, op, factor, self._size))
             return
-        buffer = (_address(tensor.data_ptr(), tensor.nbytes), plain[0])
         try:
-            self._comm.Allreduce(MPI.IN_PLACE, buffer, plain[1])
+            self._comm.Allreduce(*arguments)
         except MPI.Exception as error:
             raise failure("all_reduce", error) from error
 
@@ -125,17 +124,22 @@ class BlockingCalls:
                 getattr(self._comm, method)(*arguments)
         except MPI.Exception as error:
             raise failure(call.name, error) from error
+        self._finish(call)
+
+    def _finish(self, call: Call) -> None:
         if call.finish is not None:
             with torch.no_grad():
                 call.finish()
             wait_for_devices(call.outputs)
 
 
+def plain_all_reduce(tensor: Tensor, op: str) -> tuple[MPI.InPlaceType, Buffer, MPI.Op] | None:
+    """MPI's arguments to reduce a tensor in its own memory, or None where it takes more than that."""
+    plain = _PLAIN.get((tensor.dtype, op))
+    if plain is None or not _is_plain(tensor) or tensor.numel() > REDUCED_AT_ONCE:
+        return None
+    return MPI.IN_PLACE, (_address(tensor.data_ptr(), tensor.nbytes), plain[0]), plain[1]
+
+
 def _is_plain(tensor: Tensor) -> bool:
-    return (
-        tensor.is_cpu
-        and tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_conj()
-        and not tensor.is_neg()
-    )
+    return tensor.is_cpu and is_direct(tensor)

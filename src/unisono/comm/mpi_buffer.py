@@ -79,9 +79,9 @@ def pieces(memory: torch.Tensor) -> Iterator[torch.Tensor]:
 
 def is_direct(tensor: torch.Tensor) -> bool:
     """Whether MPI can work on the tensor's own memory."""
-    if tensor.layout != torch.strided:
+    if tensor.layout is not torch.strided:
         raise UsageError(f"MPI was given a tensor of layout {tensor.layout}; pass a dense one (x.to_dense())")
-    if tensor.device.type != "cpu" and not (tensor.device.type == "cuda" and cuda_aware()):
+    if not tensor.is_cpu and not (tensor.is_cuda and cuda_aware()):
         return False
     return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
@@ -92,7 +92,7 @@ def readable(tensor: torch.Tensor) -> torch.Tensor:
         memory = _blank(tensor)
         memory.copy_(tensor)
         tensor = memory
-    if tensor.device.type == "cuda":
+    if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
     return tensor
 
@@ -101,7 +101,7 @@ def writable(tensor: torch.Tensor) -> torch.Tensor:
     """Memory for the tensor's elements in order: its own where MPI can write that, else new. See `land`."""
     if not is_direct(tensor):
         return _blank(tensor)
-    if tensor.device.type == "cuda":
+    if tensor.is_cuda:
         torch.cuda.current_stream(tensor.device).synchronize()
     return tensor
 
@@ -157,7 +157,7 @@ def _loaded_library() -> ctypes.CDLL | None:
 
 def _blank(like: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
     shape = like.shape if shape is None else shape
-    if like.device.type == "cuda" and not cuda_aware():
+    if like.is_cuda and not cuda_aware():
         return torch.empty(shape, dtype=like.dtype, pin_memory=True)
     if like.device.type not in ("cpu", "cuda"):
         raise UsageError(f"MPI was given a tensor on {like.device}; it takes tensors on cpu and cuda")

@@ -50,7 +50,7 @@ def barrier() -> Call:
 
 
 def broadcast(tensor: torch.Tensor, root: int, rank: int) -> Call:
-    tensor = tensor.detach()
+    tensor = _data(tensor)
     memory = readable(tensor) if rank == root else writable(tensor)
     finish = None if rank == root else _landing(memory, tensor)
     return Call("broadcast", [("Bcast", (carrier(memory), root))], [tensor], (memory,), finish)
@@ -58,7 +58,7 @@ def broadcast(tensor: torch.Tensor, root: int, rank: int) -> Call:
 
 def all_reduce(tensor: torch.Tensor, op: str, factor: Factor | None, size: int) -> Call:
     reduction = plan_reduction(op, tensor.dtype)
-    tensor = tensor.detach()
+    tensor = _data(tensor)
     wire = readable(reduction.to_wire(tensor, factor))
     steps: list[Step] = [
         ("Allreduce", (MPI.IN_PLACE, number(piece), OPS[reduction.wire_op])) for piece in pieces(wire)
@@ -68,7 +68,7 @@ def all_reduce(tensor: torch.Tensor, op: str, factor: Factor | None, size: int) 
 
 def reduce(tensor: torch.Tensor, root: int, op: str, factor: Factor | None, rank: int, size: int) -> Call:
     reduction = plan_reduction(op, tensor.dtype)
-    tensor = tensor.detach()
+    tensor = _data(tensor)
     wire = readable(reduction.to_wire(tensor, factor))
     steps = [_reduce_step(piece, piece, root, rank, OPS[reduction.wire_op]) for piece in pieces(wire)]
     finish = _finishing(reduction, wire, tensor, size) if rank == root else None
@@ -82,7 +82,7 @@ def all_gather_single(output: torch.Tensor, input: torch.Tensor, rank: int, size
             f"all_gather of {input.numel()} elements from each of {size} ranks fills {input.numel() * size}, "
             f"but the output holds {output.numel()}"
         )
-    output, input = output.detach(), input.detach()
+    output, input = _data(output), _data(input)
     received, sent = writable(output), readable(input)
     own_place = received.data_ptr() + rank * sent.nbytes
     if sent.data_ptr() == own_place and sent.numel():
@@ -102,7 +102,7 @@ def all_gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, rank: int, 
             f"all_gather sends {input.numel()} elements from rank {rank}, but the output for that rank "
             f"holds {outputs[rank].numel()}"
         )
-    outputs, input = [output.detach() for output in outputs], input.detach()
+    outputs, input = [_data(output) for output in outputs], _data(input)
     received = joint(outputs)
     sent = _apart(readable(input), received)
     counts = [output.numel() for output in outputs]
@@ -115,13 +115,13 @@ def all_gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, rank: int, 
 
 def gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, root: int, rank: int, size: int) -> Call:
     """`outputs` counts on the root only: one tensor a rank; their sizes may differ."""
-    input = input.detach()
+    input = _data(input)
     sent = readable(input)
     if rank != root:
         return Call("gather", [("Gatherv", (carrier(sent), None, root))], (), (sent,))
     _one_a_rank("gather", outputs, size)
     _same_dtype("gather", *outputs, input)
-    outputs = [output.detach() for output in outputs]
+    outputs = [_data(output) for output in outputs]
     received = joint(outputs)
     sent = _apart(sent, received)
     into = carriers(received, [output.numel() for output in outputs])
@@ -131,14 +131,14 @@ def gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, root: int, rank
 
 def scatter(output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, rank: int, size: int) -> Call:
     """`inputs` counts on the root only: one tensor a rank; their sizes may differ."""
-    output = output.detach()
+    output = _data(output)
     received = writable(output)
     finish = _landing(received, output)
     if rank != root:
         return Call("scatter", [("Scatterv", (None, carrier(received), root))], [output], (received,), finish)
     _one_a_rank("scatter", inputs, size)
     _same_dtype("scatter", output, *inputs)
-    sent = _apart(readable(joined([input.detach() for input in inputs])), received)
+    sent = _apart(readable(joined([_data(input) for input in inputs])), received)
     of = carriers(sent, [input.numel() for input in inputs])
     return Call("scatter", [("Scatterv", (of, carrier(received), root))], [output], (received, sent), finish)
 
@@ -152,7 +152,7 @@ def reduce_scatter_single(
             f"reduce_scatter over {size} ranks gives each of them 1/{size} of the input's {input.numel()} "
             f"elements, but the output holds {output.numel()}"
         )
-    return _reduce_scatter(output, input.detach(), [output.numel()] * size, op, factor, rank)
+    return _reduce_scatter(output, _data(input), [output.numel()] * size, op, factor, rank)
 
 
 def reduce_scatter(
@@ -166,7 +166,7 @@ def reduce_scatter(
             f"reduce_scatter gives rank {rank} {inputs[rank].numel()} elements, "
             f"but its output holds {output.numel()}"
         )
-    together = joined([input.detach() for input in inputs])
+    together = joined([_data(input) for input in inputs])
     return _reduce_scatter(output, together, [input.numel() for input in inputs], op, factor, rank)
 
 
@@ -174,7 +174,7 @@ def _reduce_scatter(
     output: torch.Tensor, input: torch.Tensor, counts: list[int], op: str, factor: Factor | None, rank: int
 ) -> Call:
     reduction = plan_reduction(op, output.dtype)
-    output = output.detach()
+    output = _data(output)
     received = writable(reduction.landing(output))
     sent = _apart(readable(reduction.to_wire(input, factor)), received)
     per_element = sent.numel() // max(1, sum(counts))  # 2 where complex numbers travel as reals
@@ -218,7 +218,7 @@ def all_to_all_single(
 ) -> Call:
     """Splits count rows (first dimension), one a rank; empty for equal parts."""
     _same_dtype("all_to_all", output, input)
-    output, input = output.detach(), input.detach()
+    output, input = _data(output), _data(input)
     output_counts = _split_counts("output", output, output_splits, size)
     input_counts = _split_counts("input", input, input_splits, size)
     received = writable(output)
@@ -232,9 +232,9 @@ def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], 
     _one_a_rank("all_to_all", outputs, size)
     _one_a_rank("all_to_all", inputs, size)
     _same_dtype("all_to_all", *outputs, *inputs)
-    outputs = [output.detach() for output in outputs]
+    outputs = [_data(output) for output in outputs]
     received = joint(outputs)
-    sent = _apart(readable(joined([input.detach() for input in inputs])), received)
+    sent = _apart(readable(joined([_data(input) for input in inputs])), received)
     of = carriers(sent, [input.numel() for input in inputs])
     into = carriers(received, [output.numel() for output in outputs])
     memory = (received, sent)
@@ -244,12 +244,12 @@ def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], 
 
 
 def send(tensor: torch.Tensor, to: int, tag: int) -> Call:
-    memory = readable(tensor.detach())
+    memory = readable(_data(tensor))
     return Call("send", [("Send", (carrier(memory), to, tag))], [tensor], (memory,))
 
 
 def receive(tensor: torch.Tensor, source: int, tag: int) -> Call:
-    tensor = tensor.detach()
+    tensor = _data(tensor)
     memory = writable(tensor)
     buffer = carrier(memory)
     status = MPI.Status()
@@ -258,8 +258,8 @@ def receive(tensor: torch.Tensor, source: int, tag: int) -> Call:
         count = status.Get_count(buffer[1])
         if count != memory.numel():
             raise CommError(
-                f"recv expected {memory.numel()} elements ({tensor.dtype}), but rank {status.Get_source()} sent "
-                f"{'a part of an element' if count < 0 else count}"
+                f"recv expected {memory.numel()} elements ({tensor.dtype}), but rank {status.Get_source()} "
+                f"sent {'a part of an element' if count < 0 else count}"
             )
         land(memory, tensor)
 
@@ -293,6 +293,10 @@ def _finishing(
 
 def _landing(memory: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None] | None:
     return None if memory.data_ptr() == tensor.data_ptr() else partial(land, memory, tensor)
+
+
+def _data(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
 
 
 def _apart(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:

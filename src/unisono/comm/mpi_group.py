@@ -30,10 +30,10 @@ from torch.distributed.distributed_c10d import (
 )
 
 from unisono.comm import mpi_calls as calls
-from unisono.comm.mpi_blocking import BlockingCalls
+from unisono.comm.mpi_blocking import BlockingCalls, plain_all_reduce
 from unisono.comm.mpi_calls import Call
-from unisono.comm.mpi_work import MPIWork, Operation, failure
-from unisono.comm.reduction import Factor
+from unisono.comm.mpi_work import SPINS, MPIWork, Operation, failure
+from unisono.comm.reduction import OPS, Factor
 from unisono.errors import UsageError
 
 Tensor = torch.Tensor
@@ -66,6 +66,7 @@ class MPIProcessGroup(BlockingCalls, ProcessGroup):
         BlockingCalls.__init__(self, comm)
         ProcessGroup.__init__(self, self._rank, self._size)  # type: ignore[call-arg]
         self._store = store
+        self._group_name = self._group_description = ""
         self._timeout = timeout
         self._coalescing: list[MPIWork] | None = None
 
@@ -78,11 +79,28 @@ class MPIProcessGroup(BlockingCalls, ProcessGroup):
     def _device_types(self) -> list[torch.device]:
         return [torch.device("cpu"), torch.device("cuda")]
 
-    def getBackendName(self) -> str:  # C++ asks by this name
+    # C++ asks by the first of each pair of names, Python by the second.
+
+    def getBackendName(self) -> str:
         return "mpi4py"
 
-    def name(self) -> str:
-        return "mpi4py"
+    def setGroupName(self, name: str) -> None:
+        self._group_name = name
+
+    def getGroupName(self) -> str:
+        return self._group_name
+
+    def setGroupDesc(self, description: str) -> None:
+        self._group_description = description
+
+    def getGroupDesc(self) -> str:
+        return self._group_description
+
+    name = getBackendName
+    _set_group_name = setGroupName
+    _set_group_desc = setGroupDesc
+    group_name = property(getGroupName)
+    group_desc = property(getGroupDesc)
 
     def get_group_store(self) -> Store:
         return self._store
@@ -106,6 +124,8 @@ class MPIProcessGroup(BlockingCalls, ProcessGroup):
             requests = [getattr(comm, _STARTERS[method])(*arguments) for method, arguments in call.steps]
         except MPI.Exception as error:
             raise failure(call.name, error) from error
+        if opts is not None and not opts.asyncOp and self._coalescing is None and self._spin(call, requests):
+            return _FINISHED
         operation = Operation(call.name, requests, call.outputs, call.memory, call.finish, call.status)
         own_timeout = opts is not None and opts.timeout > timedelta(0)
         work = MPIWork(operation, opts.timeout if own_timeout else self._timeout)
@@ -113,11 +133,28 @@ class MPIProcessGroup(BlockingCalls, ProcessGroup):
             self._coalescing.append(work)
         return work
 
+    def _spin(self, call: Call, requests: list[MPI.Request]) -> bool:
+        """See for a short while whether a call that nobody will look back at completes; it needs no Work."""
+        [*others, last] = requests or [MPI.REQUEST_NULL]
+        try:
+            if others or not any(last.Test(call.status) for _ in range(SPINS)):
+                return False
+        except MPI.Exception as error:
+            raise failure(call.name, error) from error
+        self._finish(call)
+        return True
+
     # c10d's calls, under the names of torch 2.11 and of 2.13.
 
     def allreduce(self, tensors: Tensors, opts: AllreduceOptions | None = None) -> MPIWork:
         op, factor = _op_and_factor(opts)
-        return self._start(calls.all_reduce(_only(tensors), op, factor, self._size), opts)
+        tensor = _only(tensors)
+        arguments = plain_all_reduce(tensor, op)
+        if arguments is None:
+            call = calls.all_reduce(tensor, op, factor, self._size)
+        else:
+            call = Call("all_reduce", [("Allreduce", arguments)], [tensor], (tensor,))
+        return self._start(call, opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: AllreduceCoalescedOptions | None = None) -> MPIWork:
         op, factor = _op_and_factor(opts)
@@ -240,13 +277,16 @@ class MPIProcessGroup(BlockingCalls, ProcessGroup):
         return MPIWork.of_all(works, self._timeout)
 
 
+_FINISHED = MPIWork(Operation("a finished call", [], (), None, None, MPI.Status()), timedelta(0))
+_OP_NAMES = {getattr(ReduceOp.RedOpType, op.upper()): op for op in OPS}
+
+
 def _op_and_factor(opts: Any) -> tuple[str, Factor | None]:
     if opts is None:
         return "sum", None
-    if isinstance(opts.reduceOp, ReduceOp.RedOpType):
-        return opts.reduceOp.name.lower(), None
-    kind, factor = opts.reduceOp.__getstate__()
-    return kind.name.lower(), factor
+    reduce_op = opts.reduceOp
+    op = _OP_NAMES[reduce_op.op]
+    return op, reduce_op.__getstate__()[1] if op == "premul_sum" else None
 
 
 def _root(opts: Any) -> int:

@@ -18,7 +18,7 @@ from unisono.errors import CommError
 
 Finish = Callable[[], None]
 
-_SPINS = 200  # tests of a request before the waiter begins to yield its core
+SPINS = 200  # tests of a request before the waiter begins to yield its core
 _PATIENCE = 2e-3  # seconds of yielding before the waiter begins to sleep
 _LONGEST_SLEEP = 2e-4
 
@@ -155,7 +155,7 @@ class MPIWork(Work):
         return True
 
     def _wait_for(self, operation: Operation, timeout: float) -> None:
-        for _ in range(_SPINS):
+        for _ in range(SPINS):
             if operation.poll():
                 return
         start = time.monotonic()

@@ -12,7 +12,7 @@ A backend knows a few reductions on a few dtypes. A `Reduction` says how to brin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
@@ -61,7 +61,7 @@ class Reduction:
     wire_dtype: torch.dtype
     wire_op: str  # sum, product, min, max, band, bor or bxor
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether a tensor can travel as it is and arrives finished."""
         return self.wire_dtype == self.dtype and self.wire_op == self.op
@@ -73,6 +73,8 @@ class Reduction:
         """
         if tensor.dtype != self.dtype:
             raise UsageError(f"a reduction of {self.dtype} tensors was given one of {tensor.dtype}")
+        if self.is_plain:
+            return tensor
         if self.op == "premul_sum":
             return self._premultiplied(tensor, factor)
         if self.dtype == torch.bool:
