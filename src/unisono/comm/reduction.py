@@ -1,7 +1,7 @@
 """What every reduction means for every dtype, whichever backend carries it.
 
-A backend knows a few reductions on a few dtypes. A `Reduction` says how to bring a tensor into such a form (the
-*wire*), which plain reduction to run there, and how to bring the outcome back, rounding once:
+A backend knows a few reductions on a few dtypes. A `Reduction` says how to bring a tensor into such a form
+(the *wire*), which plain reduction to run there, and how to bring the outcome back, rounding once:
 
     reduction = plan_reduction("avg", torch.bfloat16)
     wire = reduction.to_wire(tensor)                      # float32
@@ -12,7 +12,7 @@ A backend knows a few reductions on a few dtypes. A `Reduction` says how to brin
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import torch
 
@@ -61,7 +61,7 @@ class Reduction:
     wire_dtype: torch.dtype
     wire_op: str  # sum, product, min, max, band, bor or bxor
 
-    @property
+    @cached_property
     def is_plain(self) -> bool:
         """Whether a tensor can travel as it is and arrives finished."""
         return self.wire_dtype == self.dtype and self.wire_op == self.op
@@ -73,6 +73,8 @@ class Reduction:
         """
         if tensor.dtype != self.dtype:
             raise UsageError(f"a reduction of {self.dtype} tensors was given one of {tensor.dtype}")
+        if self.is_plain:
+            return tensor
         if self.op == "premul_sum":
             return self._premultiplied(tensor, factor)
         if self.dtype == torch.bool:
@@ -81,10 +83,20 @@ class Reduction:
             return torch.view_as_real(tensor.resolve_conj())
         return tensor.to(self.wire_dtype)
 
+    def landing(self, out: torch.Tensor) -> torch.Tensor:
+        """Memory in wire form for what will become `out`: out's own where it can be, else new."""
+        if self.dtype == torch.bool:
+            return out.view(torch.uint8)
+        if self._travels_as_reals and not out.is_conj():
+            return torch.view_as_real(out)
+        if self._travels_as_reals:
+            return torch.empty(*out.shape, 2, dtype=self.wire_dtype, device=out.device)
+        return out if self.wire_dtype == self.dtype else torch.empty_like(out, dtype=self.wire_dtype)
+
     def from_wire(self, wire: torch.Tensor, out: torch.Tensor, size: int) -> None:
         """Write what arrived into `out`, given that `size` ranks took part. Uses `wire` up.
 
-        `wire` holds out's elements in order; its shape is free. Where it is out's own memory, nothing is copied.
+        `wire` holds out's elements in order; its shape is free. Where it is out's own memory, it stays there.
         """
         if out.numel() == 0:
             return

@@ -1,0 +1,114 @@
+"""MPI for stock PyTorch: a torch process group over mpi4py, registered as the c10d backend "mpi4py".
+
+    mpi.register()
+    dist.init_process_group(mpi.BACKEND, store=store, rank=rank, world_size=size)
+
+(torch keeps the name "mpi" for a backend that only its own builds with MPI have.) Rank r of the world is
+MPI's rank r; a sub-group is an MPI communicator of its own. Without mpiexec the world has one rank.
+"""
+
+from __future__ import annotations
+
+import sys
+import zlib
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+import torch.distributed as dist
+
+from unisono.errors import CommError, MissingPackageError, UsageError
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+
+    from unisono.comm.mpi_group import MPIProcessGroup
+
+BACKEND = "mpi4py"
+_TAGS = 32768  # as many as every MPI has
+
+
+def register() -> None:
+    """Make the backend known to torch. May be called again."""
+    if BACKEND.upper() not in dist.Backend._plugins:
+        dist.Backend.register_backend(BACKEND, _create, extended_api=True, devices=["cpu", "cuda"])
+
+
+def load() -> Any:
+    """mpi4py's MPI module, MPI being initialised."""
+    try:
+        from mpi4py import MPI
+    except ModuleNotFoundError as error:
+        raise MissingPackageError("mpi4py", "the MPI backend", "mpi") from error
+    except (ImportError, RuntimeError) as error:
+        raise CommError(
+            f"mpi4py is installed but finds no MPI library ({error}); run: pip install 'unisono[mpi]', "
+            "or set MPI4PY_LIBMPI to the site's libmpi.so"
+        ) from error
+    return MPI
+
+
+def world() -> tuple[int, int]:
+    """This process's rank and the number of ranks, as MPI has them; (0, 1) without mpiexec."""
+    comm = load().COMM_WORLD
+    return comm.Get_rank(), comm.Get_size()
+
+
+def _create(options: Any, backend_options: object) -> MPIProcessGroup:
+    MPI = load()
+    from unisono.comm.mpi_group import MPIProcessGroup
+
+    if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
+        raise CommError(
+            "MPI was initialised without THREAD_MULTIPLE, which non-blocking calls need; "
+            "leave MPI's initialisation to mpi4py, or ask there for THREAD_MULTIPLE"
+        )
+    ranks = list(options.global_ranks_in_group)
+    if ranks:
+        comm = _subgroup(MPI, ranks, options.group_id)
+    else:
+        _check_world(MPI, options.group_rank, options.group_size)
+        _abort_when_failing()
+        comm = MPI.COMM_WORLD.Dup()
+    return MPIProcessGroup(options.store, comm, options.timeout)
+
+
+def _subgroup(MPI: Any, ranks: list[int], group_id: str) -> MPI.Intracomm:
+    """A communicator of `ranks`, in that order. Only they take part; the tag keeps creations apart."""
+    group = MPI.COMM_WORLD.Get_group().Incl(ranks)
+    try:
+        return MPI.COMM_WORLD.Create_group(group, zlib.crc32(str(group_id).encode()) % _TAGS)
+    finally:
+        group.Free()
+
+
+def _check_world(MPI: Any, rank: int, size: int) -> None:
+    mpi_rank, mpi_size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
+    if (rank, size) == (mpi_rank, mpi_size):
+        return
+    said = f"rank {rank} of {size} was asked for, but MPI says that this is rank {mpi_rank} of {mpi_size}"
+    if mpi_size > 1:
+        raise UsageError(f"{said}; leave rank and world_size to MPI, or start {size} ranks")
+    library = MPI.Get_library_version().split(",")[0].splitlines()[0]
+    raise UsageError(
+        f"{said}; start it with mpiexec -n {size}, and with the mpiexec of the MPI library that mpi4py "
+        f"loaded ({library})"
+    )
+
+
+def _abort_when_failing() -> None:
+    """Let an uncaught exception end the whole job.
+
+    Otherwise the failing rank waits in MPI_Finalize for the others, who wait for it in some collective.
+    """
+    if getattr(sys.excepthook, "aborts_mpi", False):
+        return
+    show = sys.excepthook
+
+    def abort(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        import mpi4py.run
+
+        show(kind, error, trace)
+        mpi4py.run.set_abort_status(1)
+
+    abort.aborts_mpi = True  # type: ignore[attr-defined]
+    sys.excepthook = abort

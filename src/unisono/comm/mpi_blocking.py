@@ -1,0 +1,143 @@
+"""The short way to MPI, round c10d: one blocking MPI call, no Work, as little Python as possible.
+
+MPI does not match a blocking collective on one rank with a non-blocking one on another, so all ranks of a
+group must come the same way: all through these methods, or all through c10d. Imports mpi4py: import it late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from mpi4py import MPI
+
+from unisono.comm import mpi_calls as calls
+from unisono.comm.mpi_buffer import CARRIERS, NUMBERS, OPS, REDUCED_AT_ONCE, Buffer, is_direct
+from unisono.comm.mpi_calls import Call
+from unisono.comm.mpi_work import failure, wait_for_devices
+from unisono.comm.reduction import Factor
+
+Tensor = torch.Tensor
+Tensors = Sequence[torch.Tensor]
+
+_address = MPI.memory.fromaddress
+_BITWISE = ("band", "bor", "bxor")
+# The (dtype, op) that MPI can do on a tensor's own memory, in MPI's words.
+_PLAIN = {
+    (dtype, op): (NUMBERS[dtype], OPS[op])
+    for dtype in NUMBERS
+    for op in OPS
+    if not (dtype.is_complex and op not in ("sum", "product"))
+    if not (dtype.is_floating_point and op in _BITWISE)
+}
+
+
+class BlockingCalls:
+    """A group's collectives, each returning when this rank's part is done.
+
+    Tensors may be anything that the c10d calls take; contiguous ones on the CPU take the shortest path.
+    """
+
+    def __init__(self, comm: MPI.Intracomm) -> None:
+        self._comm = comm
+        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+
+    def barrier_now(self) -> None:
+        self._comm.Barrier()
+
+    def broadcast_now(self, tensor: Tensor, root: int) -> None:
+        if not _is_plain(tensor):
+            self._run(calls.broadcast(tensor, root, self._rank))
+            return
+        buffer = (_address(tensor.data_ptr(), tensor.nbytes), CARRIERS[tensor.itemsize])
+        try:
+            self._comm.Bcast(buffer, root)
+        except MPI.Exception as error:
+            raise failure("broadcast", error) from error
+
+    def all_reduce_now(self, tensor: Tensor, op: str = "sum", factor: Factor | None = None) -> None:
+        arguments = plain_all_reduce(tensor, op)
+        if arguments is None:
+            self._run(calls.all_reduce(tensor, op, factor, self._size))
+            return
+        try:
+            self._comm.Allreduce(*arguments)
+        except MPI.Exception as error:
+            raise failure("all_reduce", error) from error
+
+    def reduce_now(self, tensor: Tensor, root: int, op: str = "sum", factor: Factor | None = None) -> None:
+        self._run(calls.reduce(tensor, root, op, factor, self._rank, self._size))
+
+    def all_gather_now(self, output: Tensor, input: Tensor) -> None:
+        """Equal sizes, into one tensor."""
+        self._run(calls.all_gather_single(output, input, self._rank, self._size))
+
+    def all_gather_parts_now(self, outputs: Tensors, input: Tensor) -> None:
+        """One output a rank; their sizes may differ."""
+        self._run(calls.all_gather(outputs, input, self._rank, self._size))
+
+    def gather_now(self, outputs: Tensors, input: Tensor, root: int) -> None:
+        self._run(calls.gather(outputs, input, root, self._rank, self._size))
+
+    def scatter_now(self, output: Tensor, inputs: Tensors, root: int) -> None:
+        self._run(calls.scatter(output, inputs, root, self._rank, self._size))
+
+    def reduce_scatter_now(self, output: Tensor, input: Tensor, op: str = "sum", factor: Factor | None = None) -> None:
+        """Equal sizes, from one tensor."""
+        self._run(calls.reduce_scatter_single(output, input, op, factor, self._rank, self._size))
+
+    def reduce_scatter_parts_now(
+        self, output: Tensor, inputs: Tensors, op: str = "sum", factor: Factor | None = None
+    ) -> None:
+        """One input a rank; their sizes may differ."""
+        self._run(calls.reduce_scatter(output, inputs, op, factor, self._rank, self._size))
+
+    def all_to_all_now(
+        self,
+        output: Tensor,
+        input: Tensor,
+        output_splits: Sequence[int] = (),
+        input_splits: Sequence[int] = (),
+    ) -> None:
+        """Splits count rows, one a rank; none for equal parts."""
+        self._run(calls.all_to_all_single(output, input, output_splits, input_splits, self._size))
+
+    def all_to_all_parts_now(self, outputs: Tensors, inputs: Tensors) -> None:
+        self._run(calls.all_to_all(outputs, inputs, self._size))
+
+    def send_now(self, tensor: Tensor, to: int, tag: int = 0) -> None:
+        self._run(calls.send(tensor, to, tag))
+
+    def recv_now(self, tensor: Tensor, source: int | None = None, tag: int = 0) -> int:
+        """Receive from `source` (None: from anybody) and say who it was."""
+        call = calls.receive(tensor, MPI.ANY_SOURCE if source is None else source, tag)
+        [(method, arguments)] = call.steps
+        call.steps = [(method, (*arguments, call.status))]  # a blocking receive reports by an argument
+        self._run(call)
+        return call.status.Get_source()
+
+    def _run(self, call: Call) -> None:
+        try:
+            for method, arguments in call.steps:
+                getattr(self._comm, method)(*arguments)
+        except MPI.Exception as error:
+            raise failure(call.name, error) from error
+        self._finish(call)
+
+    def _finish(self, call: Call) -> None:
+        if call.finish is not None:
+            with torch.no_grad():
+                call.finish()
+            wait_for_devices(call.outputs)
+
+
+def plain_all_reduce(tensor: Tensor, op: str) -> tuple[MPI.InPlaceType, Buffer, MPI.Op] | None:
+    """MPI's arguments to reduce a tensor in its own memory, or None where it takes more than that."""
+    plain = _PLAIN.get((tensor.dtype, op))
+    if plain is None or not _is_plain(tensor) or tensor.numel() > REDUCED_AT_ONCE:
+        return None
+    return MPI.IN_PLACE, (_address(tensor.data_ptr(), tensor.nbytes), plain[0]), plain[1]
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    return tensor.is_cpu and is_direct(tensor)

@@ -1,0 +1,175 @@
+"""Tensors as MPI sees them: an address, a count, a datatype. Imports mpi4py, so import it late."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+
+import torch
+from mpi4py import MPI
+
+from unisono.errors import UsageError
+
+# Without a count: mpi4py then works it out from the length, and in blocks where a collective works in blocks.
+Buffer = tuple[MPI.memory, MPI.Datatype]
+PiecewiseBuffer = tuple[MPI.memory, tuple[list[int], list[int]], MPI.Datatype]  # counts and starts
+
+# What only travels, travels by the size of its elements: MPI need not know the dtype.
+CARRIERS = {
+    1: MPI.UINT8_T,
+    2: MPI.UINT16_T,
+    4: MPI.UINT32_T,
+    8: MPI.UINT64_T,
+    16: MPI.C_DOUBLE_COMPLEX,
+}
+# What is reduced must be known. These are the wire dtypes of unisono.comm.reduction.
+NUMBERS = {
+    torch.float32: MPI.FLOAT,
+    torch.float64: MPI.DOUBLE,
+    torch.int8: MPI.INT8_T,
+    torch.int16: MPI.INT16_T,
+    torch.int32: MPI.INT32_T,
+    torch.int64: MPI.INT64_T,
+    torch.uint8: MPI.UINT8_T,
+    torch.complex64: MPI.C_FLOAT_COMPLEX,
+    torch.complex128: MPI.C_DOUBLE_COMPLEX,
+}
+OPS = {
+    "sum": MPI.SUM,
+    "product": MPI.PROD,
+    "min": MPI.MIN,
+    "max": MPI.MAX,
+    "band": MPI.BAND,
+    "bor": MPI.BOR,
+    "bxor": MPI.BXOR,
+}
+# Before MPI 4 a reduction counts its elements in an int; what only travels, mpi4py wraps in bigger datatypes.
+REDUCED_AT_ONCE = 2**62 if MPI.Get_version() >= (4, 0) else 2**30
+
+
+def carrier(memory: torch.Tensor) -> Buffer:
+    """Contiguous memory as bytes that travel."""
+    return MPI.memory.fromaddress(memory.data_ptr(), memory.nbytes), CARRIERS[memory.itemsize]
+
+
+def carriers(memory: torch.Tensor, counts: Sequence[int]) -> PiecewiseBuffer:
+    """Contiguous memory as consecutive pieces, `counts` elements each, for MPI's v-collectives."""
+    starts = [0] * len(counts)
+    for index in range(1, len(counts)):
+        starts[index] = starts[index - 1] + counts[index - 1]
+    address = MPI.memory.fromaddress(memory.data_ptr(), memory.nbytes)
+    return address, (list(counts), starts), CARRIERS[memory.itemsize]
+
+
+def number(memory: torch.Tensor) -> Buffer:
+    """Contiguous memory as numbers that MPI computes with."""
+    return MPI.memory.fromaddress(memory.data_ptr(), memory.nbytes), NUMBERS[memory.dtype]
+
+
+def pieces(memory: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Contiguous memory cut so that each piece can be reduced by one MPI call."""
+    if memory.numel() <= REDUCED_AT_ONCE:
+        yield memory
+    else:
+        yield from memory.view(-1).split(REDUCED_AT_ONCE)
+
+
+def is_direct(tensor: torch.Tensor) -> bool:
+    """Whether MPI can work on the tensor's own memory."""
+    if tensor.layout is not torch.strided:
+        raise UsageError(f"MPI was given a tensor of layout {tensor.layout}; pass a dense one (x.to_dense())")
+    if not tensor.is_cpu and not (tensor.is_cuda and cuda_aware()):
+        return False
+    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+
+
+def readable(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory with the tensor's elements in order: its own where MPI can read that, else a copy."""
+    if not is_direct(tensor):
+        memory = _blank(tensor)
+        memory.copy_(tensor)
+        tensor = memory
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return tensor
+
+
+def writable(tensor: torch.Tensor) -> torch.Tensor:
+    """Memory for the tensor's elements in order: its own where MPI can write that, else new. See `land`."""
+    if not is_direct(tensor):
+        return _blank(tensor)
+    if tensor.is_cuda:
+        torch.cuda.current_stream(tensor.device).synchronize()
+    return tensor
+
+
+def land(memory: torch.Tensor, tensor: torch.Tensor) -> None:
+    """Bring what MPI wrote to where it belongs."""
+    if memory.data_ptr() != tensor.data_ptr():
+        tensor.copy_(memory.view(tensor.shape))
+
+
+def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The tensors end to end, for reading; without a copy when they lie so already."""
+    together = _adjacent(tensors)
+    return torch.cat([tensor.reshape(-1) for tensor in tensors]) if together is None else together
+
+
+def joint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    """Memory for the tensors end to end, for writing; theirs when they lie so already. See `land_parts`."""
+    together = _adjacent(tensors)
+    if together is None:
+        return _blank(tensors[0], (sum(tensor.numel() for tensor in tensors),))
+    return writable(together)
+
+
+def land_parts(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
+    """Bring what MPI wrote end to end to the tensors it is for."""
+    parts = memory.view(-1).split([tensor.numel() for tensor in tensors])
+    for part, tensor in zip(parts, tensors, strict=True):
+        if tensor.numel():
+            land(part, tensor)
+
+
+def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous pieces of memory share a byte, which MPI forbids between input and output."""
+    start, end = one.data_ptr(), one.data_ptr() + one.nbytes
+    return start < other.data_ptr() + other.nbytes and other.data_ptr() < end
+
+
+@cache
+def cuda_aware() -> bool:
+    """Whether the loaded MPI library says that it takes pointers to GPU memory."""
+    query = getattr(_loaded_library(), "MPIX_Query_cuda_support", None)
+    return query is not None and bool(query())
+
+
+def _loaded_library() -> ctypes.CDLL | None:
+    maps = Path("/proc/self/maps")
+    if not maps.exists():
+        return None
+    found = re.search(r"(/\S*/libmpi(?:ch)?\.so\S*)", maps.read_text())
+    return ctypes.CDLL(found.group(1)) if found else None
+
+
+def _blank(like: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
+    shape = like.shape if shape is None else shape
+    if like.is_cuda and not cuda_aware():
+        return torch.empty(shape, dtype=like.dtype, pin_memory=True)
+    if like.device.type not in ("cpu", "cuda"):
+        raise UsageError(f"MPI was given a tensor on {like.device}; it takes tensors on cpu and cuda")
+    return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    first = tensors[0]
+    storage, end = first.untyped_storage().data_ptr(), first.data_ptr()
+    for tensor in tensors:
+        if not is_direct(tensor) or tensor.untyped_storage().data_ptr() != storage or tensor.data_ptr() != end:
+            return None
+        end += tensor.nbytes
+    total = sum(tensor.numel() for tensor in tensors)
+    return first.as_strided((total,), (1,), first.storage_offset())

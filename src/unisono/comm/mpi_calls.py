@@ -1,0 +1,320 @@
+"""Each collective as the MPI calls it takes: which memory, which arguments, what to do afterwards.
+
+A `Call` can be made blocking or not; both take the same arguments. Imports mpi4py, so import it late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from math import prod
+from typing import Any
+
+import torch
+from mpi4py import MPI
+
+from unisono.comm.mpi_buffer import (
+    OPS,
+    REDUCED_AT_ONCE,
+    carrier,
+    carriers,
+    joined,
+    joint,
+    land,
+    land_parts,
+    number,
+    overlap,
+    pieces,
+    readable,
+    writable,
+)
+from unisono.comm.reduction import Factor, Reduction, plan_reduction
+from unisono.errors import CommError, UsageError
+
+Step = tuple[str, tuple[Any, ...]]  # an MPI method by its blocking name, and its arguments
+
+
+@dataclass
+class Call:
+    name: str
+    steps: list[Step]
+    outputs: Sequence[torch.Tensor] = ()
+    memory: tuple[torch.Tensor, ...] = ()  # must live until the steps have completed
+    finish: Callable[[], None] | None = None  # once, after the steps
+    status: MPI.Status = field(default_factory=MPI.Status)
+
+
+def barrier() -> Call:
+    return Call("barrier", [("Barrier", ())])
+
+
+def broadcast(tensor: torch.Tensor, root: int, rank: int) -> Call:
+    tensor = _data(tensor)
+    memory = readable(tensor) if rank == root else writable(tensor)
+    finish = None if rank == root else _landing(memory, tensor)
+    return Call("broadcast", [("Bcast", (carrier(memory), root))], [tensor], (memory,), finish)
+
+
+def all_reduce(tensor: torch.Tensor, op: str, factor: Factor | None, size: int) -> Call:
+    reduction = plan_reduction(op, tensor.dtype)
+    tensor = _data(tensor)
+    wire = readable(reduction.to_wire(tensor, factor))
+    steps: list[Step] = [("Allreduce", (MPI.IN_PLACE, number(piece), OPS[reduction.wire_op])) for piece in pieces(wire)]
+    return Call("all_reduce", steps, [tensor], (wire,), _finishing(reduction, wire, tensor, size))
+
+
+def reduce(tensor: torch.Tensor, root: int, op: str, factor: Factor | None, rank: int, size: int) -> Call:
+    reduction = plan_reduction(op, tensor.dtype)
+    tensor = _data(tensor)
+    wire = readable(reduction.to_wire(tensor, factor))
+    steps = [_reduce_step(piece, piece, root, rank, OPS[reduction.wire_op]) for piece in pieces(wire)]
+    finish = _finishing(reduction, wire, tensor, size) if rank == root else None
+    return Call("reduce", steps, [tensor], (wire,), finish)
+
+
+def all_gather_single(output: torch.Tensor, input: torch.Tensor, rank: int, size: int) -> Call:
+    _same_dtype("all_gather", output, input)
+    if output.numel() != input.numel() * size:
+        raise UsageError(
+            f"all_gather of {input.numel()} elements from each of {size} ranks fills {input.numel() * size}, "
+            f"but the output holds {output.numel()}"
+        )
+    output, input = _data(output), _data(input)
+    received, sent = writable(output), readable(input)
+    own_place = received.data_ptr() + rank * sent.nbytes
+    if sent.data_ptr() == own_place and sent.numel():
+        step: Step = ("Allgather", (MPI.IN_PLACE, carrier(received)))
+    else:
+        sent = _apart(sent, received)
+        step = ("Allgather", (carrier(sent), carrier(received)))
+    return Call("all_gather", [step], [output], (received, sent), _landing(received, output))
+
+
+def all_gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, rank: int, size: int) -> Call:
+    """Into one tensor a rank; their sizes may differ."""
+    _one_a_rank("all_gather", outputs, size)
+    _same_dtype("all_gather", *outputs, input)
+    if outputs[rank].numel() != input.numel():
+        raise UsageError(
+            f"all_gather sends {input.numel()} elements from rank {rank}, but the output for that rank "
+            f"holds {outputs[rank].numel()}"
+        )
+    outputs, input = [_data(output) for output in outputs], _data(input)
+    received = joint(outputs)
+    sent = _apart(readable(input), received)
+    counts = [output.numel() for output in outputs]
+    if min(counts) == max(counts):
+        step: Step = ("Allgather", (carrier(sent), carrier(received)))
+    else:
+        step = ("Allgatherv", (carrier(sent), carriers(received, counts)))
+    return Call("all_gather", [step], outputs, (received, sent), partial(land_parts, received, outputs))
+
+
+def gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, root: int, rank: int, size: int) -> Call:
+    """`outputs` counts on the root only: one tensor a rank; their sizes may differ."""
+    input = _data(input)
+    sent = readable(input)
+    if rank != root:
+        return Call("gather", [("Gatherv", (carrier(sent), None, root))], (), (sent,))
+    _one_a_rank("gather", outputs, size)
+    _same_dtype("gather", *outputs, input)
+    outputs = [_data(output) for output in outputs]
+    received = joint(outputs)
+    sent = _apart(sent, received)
+    into = carriers(received, [output.numel() for output in outputs])
+    step = ("Gatherv", (carrier(sent), into, root))
+    return Call("gather", [step], outputs, (received, sent), partial(land_parts, received, outputs))
+
+
+def scatter(output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, rank: int, size: int) -> Call:
+    """`inputs` counts on the root only: one tensor a rank; their sizes may differ."""
+    output = _data(output)
+    received = writable(output)
+    finish = _landing(received, output)
+    if rank != root:
+        return Call("scatter", [("Scatterv", (None, carrier(received), root))], [output], (received,), finish)
+    _one_a_rank("scatter", inputs, size)
+    _same_dtype("scatter", output, *inputs)
+    sent = _apart(readable(joined([_data(input) for input in inputs])), received)
+    of = carriers(sent, [input.numel() for input in inputs])
+    return Call("scatter", [("Scatterv", (of, carrier(received), root))], [output], (received, sent), finish)
+
+
+def reduce_scatter_single(
+    output: torch.Tensor, input: torch.Tensor, op: str, factor: Factor | None, rank: int, size: int
+) -> Call:
+    _same_dtype("reduce_scatter", output, input)
+    if input.numel() != output.numel() * size:
+        raise UsageError(
+            f"reduce_scatter over {size} ranks gives each of them 1/{size} of the input's {input.numel()} "
+            f"elements, but the output holds {output.numel()}"
+        )
+    return _reduce_scatter(output, _data(input), [output.numel()] * size, op, factor, rank)
+
+
+def reduce_scatter(
+    output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str, factor: Factor | None, rank: int, size: int
+) -> Call:
+    """From one tensor a rank; their sizes may differ."""
+    _one_a_rank("reduce_scatter", inputs, size)
+    _same_dtype("reduce_scatter", output, *inputs)
+    if inputs[rank].numel() != output.numel():
+        raise UsageError(
+            f"reduce_scatter gives rank {rank} {inputs[rank].numel()} elements, but its output holds {output.numel()}"
+        )
+    together = joined([_data(input) for input in inputs])
+    return _reduce_scatter(output, together, [input.numel() for input in inputs], op, factor, rank)
+
+
+def _reduce_scatter(
+    output: torch.Tensor, input: torch.Tensor, counts: list[int], op: str, factor: Factor | None, rank: int
+) -> Call:
+    reduction = plan_reduction(op, output.dtype)
+    output = _data(output)
+    received = writable(reduction.landing(output))
+    sent = _apart(readable(reduction.to_wire(input, factor)), received)
+    per_element = sent.numel() // max(1, sum(counts))  # 2 where complex numbers travel as reals
+    counts = [count * per_element for count in counts]
+    mpi_op = OPS[reduction.wire_op]
+    if sent.numel() > REDUCED_AT_ONCE:
+        steps = _reduce_to_each(sent, received, counts, rank, mpi_op)
+    elif min(counts) == max(counts):
+        steps = [("Reduce_scatter_block", (number(sent), number(received), mpi_op))]
+    else:
+        steps = [("Reduce_scatter", (number(sent), number(received), counts, mpi_op))]
+    finish = _finishing(reduction, received, output, len(counts))
+    return Call("reduce_scatter", steps, [output], (received, sent), finish)
+
+
+def _reduce_to_each(sent: torch.Tensor, received: torch.Tensor, counts: list[int], rank: int, op: MPI.Op) -> list[Step]:
+    """A reduce-scatter too long for one call, as a reduce to every rank in turn."""
+    steps = []
+    for root, part in enumerate(sent.view(-1).split(counts)):
+        into = list(pieces(received.view(-1))) if rank == root else list(pieces(part))
+        for piece, place in zip(pieces(part), into, strict=True):
+            steps.append(_reduce_step(piece, place, root, rank, op))
+    return steps
+
+
+def _reduce_step(piece: torch.Tensor, place: torch.Tensor, root: int, rank: int, op: MPI.Op) -> Step:
+    if rank != root:
+        return "Reduce", (number(piece), None, op, root)
+    sent = MPI.IN_PLACE if piece.data_ptr() == place.data_ptr() else number(piece)
+    return "Reduce", (sent, number(place), op, root)
+
+
+def all_to_all_single(
+    output: torch.Tensor,
+    input: torch.Tensor,
+    output_splits: Sequence[int],
+    input_splits: Sequence[int],
+    size: int,
+) -> Call:
+    """Splits count rows (first dimension), one a rank; empty for equal parts."""
+    _same_dtype("all_to_all", output, input)
+    output, input = _data(output), _data(input)
+    output_counts = _split_counts("output", output, output_splits, size)
+    input_counts = _split_counts("input", input, input_splits, size)
+    received = writable(output)
+    sent = _apart(readable(input), received)
+    step = ("Alltoallv", (carriers(sent, input_counts), carriers(received, output_counts)))
+    return Call("all_to_all", [step], [output], (received, sent), _landing(received, output))
+
+
+def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], size: int) -> Call:
+    """From one tensor a rank into one tensor a rank; their sizes may differ."""
+    _one_a_rank("all_to_all", outputs, size)
+    _one_a_rank("all_to_all", inputs, size)
+    _same_dtype("all_to_all", *outputs, *inputs)
+    outputs = [_data(output) for output in outputs]
+    received = joint(outputs)
+    sent = _apart(readable(joined([_data(input) for input in inputs])), received)
+    of = carriers(sent, [input.numel() for input in inputs])
+    into = carriers(received, [output.numel() for output in outputs])
+    memory = (received, sent)
+    return Call("all_to_all", [("Alltoallv", (of, into))], outputs, memory, partial(land_parts, received, outputs))
+
+
+def send(tensor: torch.Tensor, to: int, tag: int) -> Call:
+    memory = readable(_data(tensor))
+    return Call("send", [("Send", (carrier(memory), to, tag))], [tensor], (memory,))
+
+
+def receive(tensor: torch.Tensor, source: int, tag: int) -> Call:
+    tensor = _data(tensor)
+    memory = writable(tensor)
+    buffer = carrier(memory)
+    status = MPI.Status()
+
+    def finish() -> None:
+        count = status.Get_count(buffer[1])
+        if count != memory.numel():
+            raise CommError(
+                f"recv expected {memory.numel()} elements ({tensor.dtype}), but rank {status.Get_source()} "
+                f"sent {'a part of an element' if count < 0 else count}"
+            )
+        land(memory, tensor)
+
+    return Call("recv", [("Recv", (buffer, source, tag))], [tensor], (memory,), finish, status)
+
+
+def together(name: str, calls: Sequence[Call]) -> Call:
+    """Several calls as one."""
+    finishes = [call.finish for call in calls if call.finish is not None]
+
+    def finish() -> None:
+        for one in finishes:
+            one()
+
+    return Call(
+        name,
+        [step for call in calls for step in call.steps],
+        [output for call in calls for output in call.outputs],
+        tuple(memory for call in calls for memory in call.memory),
+        finish,
+    )
+
+
+def _finishing(reduction: Reduction, wire: torch.Tensor, tensor: torch.Tensor, size: int) -> Callable[[], None] | None:
+    if reduction.is_plain and wire.data_ptr() == tensor.data_ptr():
+        return None
+    return partial(reduction.from_wire, wire, tensor, size)
+
+
+def _landing(memory: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None] | None:
+    return None if memory.data_ptr() == tensor.data_ptr() else partial(land, memory, tensor)
+
+
+def _data(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+def _apart(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
+    return sent.clone() if overlap(sent, received) else sent
+
+
+def _split_counts(side: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:
+    rows = tensor.shape[0] if tensor.dim() else 1
+    if not splits:
+        if rows % size:
+            raise UsageError(f"all_to_all over {size} ranks cannot cut {side} of {rows} rows equally; pass splits")
+        splits = [rows // size] * size
+    if len(splits) != size or sum(splits) != rows:
+        raise UsageError(f"all_to_all over {size} ranks was given {side} splits {list(splits)} for {rows} rows")
+    row = prod(tensor.shape[1:])
+    return [split * row for split in splits]
+
+
+def _one_a_rank(name: str, tensors: Sequence[torch.Tensor], size: int) -> None:
+    if len(tensors) != size:
+        raise UsageError(f"{name} over {size} ranks was given {len(tensors)} tensors; pass one for each rank")
+
+
+def _same_dtype(name: str, first: torch.Tensor, *others: torch.Tensor) -> None:
+    for other in others:
+        if other.dtype != first.dtype or other.device != first.device:
+            raise UsageError(
+                f"{name} was given tensors of {first.dtype} on {first.device} and of {other.dtype} on "
+                f"{other.device}; they must be alike"
+            )

@@ -1,0 +1,291 @@
+"""MPI requests behind torch's Work: waited for, tested, or finished by a thread in the background."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from queue import Empty, SimpleQueue
+
+import torch
+from mpi4py import MPI
+from torch.distributed import Work
+
+from unisono.errors import CommError
+
+Finish = Callable[[], None]
+
+SPINS = 200  # tests of a request before the waiter begins to yield its core
+_PATIENCE = 2e-3  # seconds of yielding before the waiter begins to sleep
+_LONGEST_SLEEP = 2e-4
+
+
+class Operation:
+    """Requests in flight, the memory they use, and what to do once when they have completed."""
+
+    __slots__ = (
+        "_finish",
+        "_listeners",
+        "_lock",
+        "_memory",
+        "_requests",
+        "done",
+        "error",
+        "name",
+        "outputs",
+        "status",
+    )
+
+    def __init__(
+        self,
+        name: str,
+        requests: list[MPI.Request],
+        outputs: Sequence[torch.Tensor],
+        memory: object,
+        finish: Finish | None,
+        status: MPI.Status,
+    ) -> None:
+        self.name = name
+        self.outputs = outputs
+        self.status = status
+        self.done = False
+        self.error: Exception | None = None
+        self._requests = requests
+        self._memory = memory
+        self._finish = finish
+        self._listeners: list[Finish] = []
+        self._lock = threading.Lock()
+
+    def poll(self, block: bool = True) -> bool:
+        """Let MPI move on. True once everything has completed and the outputs hold the result.
+
+        `block=False` does nothing while another thread is polling the same operation.
+        """
+        if self.done:
+            return True
+        if not self._lock.acquire(block):
+            return False
+        try:
+            if not self.done and self._test():
+                self.done = True
+            listeners = self._taken_listeners() if self.done else []
+        finally:
+            self._lock.release()
+        for listener in listeners:
+            listener()
+        return self.done
+
+    def on_completion(self, listener: Finish) -> None:
+        """Call `listener` once when done: now, or by whoever polls."""
+        with self._lock:
+            if not self.done:
+                self._listeners.append(listener)
+                return
+        listener()
+
+    def _taken_listeners(self) -> list[Finish]:
+        listeners, self._listeners = self._listeners, []
+        return listeners
+
+    def _test(self) -> bool:
+        try:
+            if not self._requests_completed():
+                return False
+            if self._finish is not None:
+                with torch.no_grad():
+                    self._finish()
+                wait_for_devices(self.outputs)
+        except MPI.Exception as error:
+            self.error = failure(self.name, error)
+        except Exception as error:
+            self.error = error
+        self._finish = self._memory = None
+        return True
+
+    def _requests_completed(self) -> bool:
+        if len(self._requests) == 1:
+            return self._requests[0].Test(self.status)
+        return MPI.Request.Testall(self._requests)
+
+
+class JointOperation(Operation):
+    """Several operations as one, done when all are."""
+
+    __slots__ = ("_parts",)
+
+    def __init__(self, parts: Sequence[Operation]) -> None:
+        outputs = [output for part in parts for output in part.outputs]
+        super().__init__("a batch of calls", [], outputs, None, None, MPI.Status())
+        self._parts = parts
+
+    def _requests_completed(self) -> bool:
+        waiting = [part for part in self._parts if not part.poll()]  # polls all, so that all move on
+        for part in self._parts:
+            if not waiting and part.error is not None:
+                raise part.error
+        return not waiting
+
+
+class MPIWork(Work):
+    """What a c10d call on MPI returns.
+
+    Dropping it does not end the operation: the background thread keeps its memory alive and completes it.
+    """
+
+    def __init__(self, operation: Operation, timeout: timedelta) -> None:
+        super().__init__()
+        self._operation = operation
+        self._timeout = timeout
+        self._future: torch.futures.Future | None = None
+
+    @classmethod
+    def of_all(cls, works: Sequence[MPIWork], timeout: timedelta) -> MPIWork:
+        return cls(JointOperation([work._operation for work in works]), timeout)
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        """Block until done. CommError when that takes longer than `timeout` (0: the group's)."""
+        operation = self._operation
+        if not operation.poll():
+            self._wait_for(operation, (timeout if timeout > timedelta(0) else self._timeout).total_seconds())
+        if operation.error is not None:
+            raise operation.error
+        return True
+
+    def _wait_for(self, operation: Operation, timeout: float) -> None:
+        for _ in range(SPINS):
+            if operation.poll():
+                return
+        start = time.monotonic()
+        while not operation.poll():
+            waited = time.monotonic() - start
+            if waited > timeout:
+                raise CommError(
+                    f"{operation.name} did not finish within {timeout:g} s; see whether every rank of the "
+                    "group called it, and in the same order, or give a longer timeout"
+                )
+            _give_way(waited)
+
+    def is_completed(self) -> bool:
+        return self._operation.poll()
+
+    def is_success(self) -> bool:
+        return self._operation.poll() and self._operation.error is None
+
+    def exception(self) -> Exception | None:
+        return self._operation.error
+
+    def result(self) -> list[torch.Tensor]:
+        return list(self._operation.outputs)
+
+    def synchronize(self) -> None:
+        self.wait()
+
+    def source_rank(self) -> int:
+        return self._operation.status.Get_source()
+
+    def _source_rank(self) -> int:
+        return self.source_rank()
+
+    def get_future(self) -> torch.futures.Future:
+        """A Future of the list of outputs. It completes by itself, whether or not anybody waits."""
+        if self._future is None:
+            devices = {tensor.device for tensor in self._operation.outputs if tensor.device.type == "cuda"}
+            self._future = torch.futures.Future(devices=sorted(devices, key=str))
+            self._operation.on_completion(_Settle(self._operation, self._future))
+            if not self._operation.done:
+                PROGRESS.complete(self._operation)
+        return self._future
+
+    def __del__(self) -> None:
+        operation = getattr(self, "_operation", None)
+        if operation is not None and not operation.done:
+            PROGRESS.complete(operation)
+
+
+class _Settle:
+    """Tells a future how its operation ended."""
+
+    def __init__(self, operation: Operation, future: torch.futures.Future) -> None:
+        self.operation = operation
+        self.future = future
+
+    def __call__(self) -> None:
+        if self.operation.error is not None:
+            self.future.set_exception(self.operation.error)
+        else:
+            self.future.set_result(list(self.operation.outputs))
+
+
+class Progress:
+    """A thread, started on first need, that completes operations nobody is waiting for.
+
+    It polls, because MPI has no way to sleep until a request completes, and it sleeps longer the longer
+    nothing happens, because its core belongs to the computation.
+    """
+
+    def __init__(self) -> None:
+        self._arrivals: SimpleQueue[Operation | None] = SimpleQueue()
+        self._unstarted = threading.Lock()
+        self._thread: threading.Thread | None = None
+        self._stopping = False
+        atexit.register(self.stop)
+
+    def complete(self, operation: Operation) -> None:
+        # May run inside a garbage collection, in any thread: SimpleQueue allows that; no lock is waited for.
+        self._arrivals.put(operation)
+        if self._thread is None and not self._stopping and self._unstarted.acquire(blocking=False):
+            self._thread = threading.Thread(target=self._run, name="unisono-mpi-progress", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """End the thread, since MPI must not be called while it is being finalized."""
+        self._stopping = True
+        self._arrivals.put(None)
+        if self._thread is not None:
+            self._thread.join()
+
+    def _run(self) -> None:
+        pending: list[Operation] = []
+        quiet_since = 0.0
+        while not self._stopping:
+            arrived = self._arrived(block=not pending)
+            pending += arrived
+            still = [operation for operation in pending if not operation.poll(block=False)]
+            if arrived or len(still) < len(pending):
+                quiet_since = time.monotonic()
+            else:
+                _give_way(time.monotonic() - quiet_since)
+            pending = still
+
+    def _arrived(self, block: bool) -> list[Operation]:
+        arrived: list[Operation] = []
+        try:
+            while (operation := self._arrivals.get(block=block and not arrived)) is not None:
+                arrived.append(operation)
+        except Empty:
+            pass
+        return arrived
+
+
+def failure(name: str, error: MPI.Exception) -> CommError:
+    return CommError(f"{name} failed in MPI: {error.Get_error_string()}")
+
+
+def wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
+    """Block until what was queued for the tensors' GPUs has happened, so that any stream may use them."""
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            torch.cuda.current_stream(tensor.device).synchronize()
+
+
+def _give_way(waited: float) -> None:
+    if waited < _PATIENCE:
+        os.sched_yield()
+    else:
+        time.sleep(min(waited / 50, _LONGEST_SLEEP))
+
+
+PROGRESS = Progress()
