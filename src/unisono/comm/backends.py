@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm import seat as seats
-from unisono.comm.reduction import COMPLEXES, DTYPES, HALVES, INTEGERS, Reduction, plan_reduction
+from unisono.comm.reduction import DTYPES, HALVES, INTEGERS, Reduction, plan_reduction
 from unisono.errors import CommError, MissingPackageError, UsageError
 
 NAMES = ("gloo", "nccl", "mpi")
@@ -61,7 +61,7 @@ class Carrier:
 GLOO = Carrier("gloo", False, _PLAIN | HALVES, _PLAIN, _ARITHMETIC | _BITWISE)
 NCCL = Carrier("nccl", True, _PLAIN | HALVES, _PLAIN | HALVES, _ARITHMETIC)
 # comm/mpi.py brings CUDA tensors to where MPI can read them by itself.
-MPI = Carrier("mpi", True, DTYPES, _PLAIN | {torch.int16} | COMPLEXES, _ARITHMETIC | _BITWISE)
+MPI = Carrier("mpi", True, DTYPES, _PLAIN | {torch.int16}, _ARITHMETIC | _BITWISE)
 
 
 @dataclass(frozen=True)

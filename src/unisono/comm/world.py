@@ -91,7 +91,8 @@ def _join(meeting: Meeting, name: str, seconds: float) -> None:
     elif name == "mpi":
         from unisono.comm import mpi
 
-        torch_name = mpi.register()
+        mpi.register()
+        torch_name = mpi.BACKEND
     dist.init_process_group(
         torch_name,
         store=dist.PrefixStore("unisono/torch", meeting.store),
