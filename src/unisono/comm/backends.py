@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import torch
@@ -71,6 +72,7 @@ class Carriage:
     reduction: Reduction
     wire_dtype: torch.dtype
     gathers: bool  # the carrier cannot reduce this at all: gather everything and fold locally, in rank order
+    is_plain: bool  # the tensor travels as it is and arrives finished
 
     def to_wire(self, tensor: torch.Tensor, factor: float | complex | torch.Tensor | None) -> torch.Tensor:
         return self.reduction.to_wire(tensor, factor).to(self.wire_dtype)
@@ -89,6 +91,7 @@ class Carriage:
         return outcome
 
 
+@cache
 def carry(carrier: Carrier, op: str, dtype: torch.dtype) -> Carriage:
     """How `carrier` reduces `dtype` by `op`. UsageError where that has no meaning on any backend."""
     reduction = plan_reduction(op, dtype)
@@ -97,7 +100,8 @@ def carry(carrier: Carrier, op: str, dtype: torch.dtype) -> Carriage:
     wire_dtype = reduction.wire_dtype
     if wire_dtype == torch.int16 and not carrier.knows(reduction.wire_op, wire_dtype):
         wire_dtype = torch.int32  # wraps around to the same int16 on the way back
-    return Carriage(reduction, wire_dtype, not carrier.knows(reduction.wire_op, wire_dtype))
+    gathers = not carrier.knows(reduction.wire_op, wire_dtype)
+    return Carriage(reduction, wire_dtype, gathers, reduction.is_plain and wire_dtype == dtype and not gathers)
 
 
 def movable(carrier: Carrier, tensor: torch.Tensor) -> torch.Tensor:

@@ -53,7 +53,8 @@ class Collectives(Operations):
         wire = self._reducing(carriage, tensor, factor)
 
         def deliver(reduced: torch.Tensor) -> torch.Tensor:
-            carriage.from_wire(reduced, tensor.detach(), self.size)
+            if reduced is not tensor:
+                carriage.from_wire(reduced, tensor.detach(), self.size)
             return tensor
 
         if carriage.gathers:

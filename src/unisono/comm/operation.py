@@ -102,6 +102,8 @@ class Operations:
 
     def _reducing(self, carriage: Carriage, tensor: torch.Tensor, factor: Factor | None) -> torch.Tensor:
         """What travels for `tensor` in a reduction."""
+        if carriage.is_plain and tensor.is_cpu and tensor.is_contiguous():
+            return tensor.detach() if tensor.requires_grad else tensor
         return carriage.to_wire(self._prepared(tensor), factor)
 
     def _shapes(self, tensor: torch.Tensor) -> list[tuple[int, ...]]:
