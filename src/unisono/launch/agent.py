@@ -1,7 +1,7 @@
 """The agent: the process that runs one node's ranks for the launcher (under MPI: one rank).
 
-It is started as `python -m unisono.launch.agent`, by the launcher itself, by ssh or by mpiexec, and is told what
-to do through its wire. When the wire breaks, the job is over and everything below the agent is killed.
+It is started as `python -m unisono.launch.agent`, by the launcher itself, by ssh or by mpiexec, and is told
+what to do through its wire. When the wire breaks, the job is over and everything below the agent is killed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from unisono.launch import environment, network, proctree, rank
 from unisono.launch.crew import Crew
 from unisono.launch.job import CALL, MODULE, SCRIPT, Program, Share
 from unisono.launch.reporter import Reporter
-from unisono.launch.wire import Message, Wire, text_of
+from unisono.launch.wire import Message, Wire
 
 HARD_STOP = 4.0  # seconds after which an agent that was told to stop kills all and goes
 
@@ -48,7 +48,7 @@ def main() -> int:
 
 
 def _wire() -> Wire:
-    """Over a socket when mpiexec started us; else over stdin and stdout, where nothing else may write then."""
+    """Over a socket when mpiexec started us; else over stdin and stdout, which nothing else may use then."""
     told = os.environ.pop(environment.CONNECT, None)
     if told is not None:
         return _call_launcher(*told.split(" ", 2))
@@ -71,7 +71,9 @@ def _call_launcher(token: str, port: str, addresses: str) -> Wire:
         wire = Wire(fd, fd)
         wire.send({"token": token})
         return wire
-    raise SystemExit(f"no way to the launcher at any of {addresses}, port {port}, from {socket.gethostname()}")
+    raise SystemExit(
+        f"no way to the launcher at any of {addresses}, port {port}, from {socket.gethostname()}"
+    )
 
 
 def _about_this_host() -> dict[str, Any]:
@@ -137,7 +139,11 @@ def _run(share: Share, wire: Wire, door: socket.socket | None, keep: set[int]) -
     lifeline = Lifeline(wire, crew)
     problem = None
     try:
-        if share.local_world:  # under mpiexec, which numbers the ranks and starts them: one rank, no rendezvous
+        if (
+            share.local_world
+        ):  # under mpiexec, which numbers the ranks and starts them: one rank, no rendezvous
+            if door is not None:
+                door.close()  # its port was kept free for a store that rank 0 may open
             _supervise(share, crew, reporter)
         else:
             _conduct(share, crew, reporter, door, lifeline)
@@ -155,7 +161,9 @@ def _run(share: Share, wire: Wire, door: socket.socket | None, keep: set[int]) -
     return 0
 
 
-def _conduct(share: Share, crew: Crew, reporter: Reporter, door: socket.socket | None, lifeline: Lifeline) -> None:
+def _conduct(
+    share: Share, crew: Crew, reporter: Reporter, door: socket.socket | None, lifeline: Lifeline
+) -> None:
     from unisono.launch import elastic
 
     share = _with_interface(share)
@@ -191,13 +199,14 @@ def _supervise(share: Share, crew: Crew, reporter: Reporter) -> None:
         attempt=share.attempt,
     )
     program = share.program
+    reporter.started(share.attempt)
     crew.start(
         share.first_rank, {**share.environment, **variables}, lambda results: rank.run(program, results)
     )
     while crew.running and not crew.failures():
         crew.pump(0.1)
     if crew.failures():
-        reporter.failed(crew, share.attempt, restarting=share.attempt < share.max_restarts)
+        reporter.failed(crew, share.attempt, restarting=False)
         crew.stop()
 
 

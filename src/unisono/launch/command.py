@@ -16,6 +16,7 @@ from unisono.launch import environment, hosts, launcher, proctree
 from unisono.launch.console import Console, terminal_variables
 from unisono.launch.hosts import Host, Placement
 from unisono.launch.job import MODULE, SCRIPT, Job, Program
+from unisono.launch.watch import Interrupted
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _BACKENDS = ("auto", "gloo", "nccl", "mpi")
@@ -36,13 +37,21 @@ def add_parser(subparsers: Any) -> None:
     add("--output-filename", metavar="DIR", help="also write each rank's output to DIR/rank.N")
     add("--verbose", action="store_true", help="show the checks before the start")
     add("--start-timeout", type=float, default=30.0, metavar="S", help="seconds for the start (default: 30)")
-    add("--max-restarts", type=int, default=0, metavar="K", help="start again after a failure, K times at most")
+    add(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start again after a failure, K times at most",
+    )
     add("--timeout", type=float, metavar="S", help="seconds a collective may take before the job is stopped")
     add("--check", action="store_true", help="compare every collective between ranks before it runs")
     add("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="give ranks a variable")
     add("--master-port", type=int, default=0, metavar="PORT", help="where ranks meet (default: any free one)")
     add("--python", default="", metavar="PATH", help="the interpreter on other hosts (default: this one)")
-    add("--ssh", metavar="COMMAND", help='the ssh to use, with options: "ssh -F file" (default: $UNISONO_SSH)')
+    add(
+        "--ssh", metavar="COMMAND", help='the ssh to use, with options: "ssh -F file" (default: $UNISONO_SSH)'
+    )
     add("-m", dest="module", action="store_true", help="run a module, as `python -m` does")
     add("command", nargs=argparse.REMAINDER, metavar="script.py ARGS", help="what every rank runs")
     parser.set_defaults(handler=run)
@@ -55,7 +64,7 @@ def run(chosen: argparse.Namespace) -> int:
     console = Console(job.output_directory)
     try:
         outcome = launcher.launch(job, console)
-    except launcher.Interrupted as interrupted:
+    except Interrupted as interrupted:
         console.flush()
         console.say(f"stopped by {interrupted}; all ranks have ended")
         return 128 + interrupted.signum
@@ -127,7 +136,7 @@ def _program(command: list[str], module: bool) -> Program:
 
 
 def _without_python(words: list[str]) -> tuple[list[str], bool]:
-    """`python script.py` and `python -m module` mean the script and the module: ranks run this interpreter."""
+    """`python script.py` means the script, `python -m module` the module: ranks run this interpreter."""
     given = words[0]
     if os.sep in given and not (os.path.exists(given) and os.path.samefile(given, sys.executable)):
         raise UsageError(f"ranks run {sys.executable}, not {given}; start with: {given} -m unisono run ...")
@@ -137,7 +146,9 @@ def _without_python(words: list[str]) -> tuple[list[str], bool]:
     if words and words[0] == "-m":
         return words[1:], True
     if words and words[0].startswith("-"):
-        raise UsageError(f"python option {words[0]!r} cannot be passed to ranks; set it by environment instead")
+        raise UsageError(
+            f"python option {words[0]!r} cannot be passed to ranks; set it by environment instead"
+        )
     return words, False
 
 

@@ -1,4 +1,4 @@
-"""What the user sees of a job: the ranks' lines with `[rank]` before them, one file a rank, the launcher's words.
+"""What the user sees of a job: the ranks' lines after their `[rank]`, one file a rank, the launcher's words.
 
 A line that a rank has not finished, or rewrites with carriage returns (a progress bar), is shown live on a
 terminal, and only in its last state elsewhere.
@@ -21,7 +21,7 @@ _ERASING = re.compile(r"^(?:\x1b\[[0-2]?K)+")
 
 
 class Console:
-    """Takes the ranks' output in pieces, writes lines. `mute` silences ranks that only fail because one did."""
+    """Takes the ranks' output in pieces, writes lines. `mute` silences ranks that fail because one did."""
 
     def __init__(self, directory: str | None = None, prefix: bool = True) -> None:
         self._partial: dict[tuple[int, str], str] = {}
@@ -59,7 +59,7 @@ class Console:
         if self._directory is None:
             return
         if rank not in self._files:
-            self._files[rank] = open(self._directory / f"rank.{rank}", "wb", buffering=0)
+            self._files[rank] = (self._directory / f"rank.{rank}").open("wb", buffering=0)
         self._files[rank].write(bytes_of(text))
 
     def mute(self, ranks: set[int]) -> None:
@@ -147,5 +147,7 @@ def _prepared(directory: str) -> Path:
     try:
         path.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--output-filename {directory!r}: no directory can be made there: {error}") from None
+        raise UsageError(
+            f"--output-filename {directory!r}: no directory can be made there: {error}"
+        ) from None
     return path

@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -58,7 +59,9 @@ class Crew:
         sys.stdout.flush()
         sys.stderr.flush()
         parent = os.getpid()
-        pid = os.fork()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # threads here hold no lock that a rank needs
+            pid = os.fork()
         if pid == 0:
             code = 1
             try:
@@ -118,7 +121,7 @@ class Crew:
         return ended
 
     def drain(self, patience: float = 0.5) -> None:
-        """Read what ended ranks left in their pipes. A descendant may hold a pipe open: do not wait for it."""
+        """Read what ended ranks left in their pipes; not for long, since a descendant may hold one open."""
         deadline = time.monotonic() + patience
         while time.monotonic() < deadline:
             waiting = [m for m in self.members.values() if m.code is not None and m.open_streams]

@@ -1,18 +1,18 @@
 """PyTorch's elastic agent over a Crew: it runs the rendezvous, numbers the ranks and restarts them.
 
-Note: how nodes agree on a restart. Elastic lets a node that failed go back to the rendezvous and tells the others
-through num_nodes_waiting(). Here a generation number in the shared store says the same: a failed node moves it
-from g to g + 1 (only the first of several that failed succeeds), every other node sees a number above its own,
-ends its ranks and comes too. A node whose ranks have all finished stays in the monitor loop until every node's
-have, so that it still can be called back.
+Note: how nodes agree on a restart. Elastic lets a node that failed go back to the rendezvous and tells the
+others through num_nodes_waiting(). Here a generation number in the shared store says the same: a failed node
+moves it from g to g + 1 (only the first of several that failed succeeds), every other node sees a number
+above its own, ends its ranks and comes too. A node whose ranks have all finished stays in the monitor loop
+until every node's have, so that it still can be called back.
 """
 
 from __future__ import annotations
 
 import datetime
 import logging
-import os
 import signal
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +27,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from unisono.launch import environment, rank
+from unisono.launch import environment, network, rank
 from unisono.launch.crew import Crew
 from unisono.launch.job import Share
 from unisono.launch.reporter import Reporter
@@ -38,14 +38,13 @@ _STORE_TIMEOUT = datetime.timedelta(seconds=300)
 
 def open_store(share: Share, listening: int | None) -> TCPStore:
     """The store of the job: served by the first node from a socket that is already listening."""
-    serve = {} if listening is None else {"master_listen_fd": listening}
     return TCPStore(
         share.address,
         share.port,
         is_master=listening is not None,
         timeout=_STORE_TIMEOUT,
         wait_for_workers=False,
-        **serve,
+        master_listen_fd=listening,
     )
 
 
@@ -56,12 +55,15 @@ class Meeting(RendezvousHandler):
         self._store = store
         self._share = share
         self._generations = PrefixStore("unisono/generations", store)
+        self._ranks_store: TCPStore | None = None
         self.generation = -1
 
     def next_rendezvous(self) -> RendezvousInfo:
         before, now = str(self.generation), str(self.generation + 1)
         self._generations.compare_set("current", "" if self.generation < 0 else before, now)
         self.generation += 1
+        if self._share.node == 0:
+            self._generations.set(f"port/{now}", str(self._open_ranks_store()))
         if self._generations.add(f"arrived/{now}", 1) == self._share.nodes:
             self._generations.set(f"complete/{now}", "1")
         self._generations.wait([f"complete/{now}"])
@@ -69,8 +71,17 @@ class Meeting(RendezvousHandler):
             PrefixStore(f"unisono/agents/{now}", self._store),
             self._share.node,
             self._share.nodes,
-            RendezvousStoreInfo(self._share.address, self._share.port),
+            RendezvousStoreInfo(self._share.address, int(self._generations.get(f"port/{now}"))),
         )
+
+    def _open_ranks_store(self) -> int:
+        """Ranks that start again need a store without the keys of those before; the first use the agents'."""
+        if self.generation == 0:
+            return self._share.port
+        door = network.listen("127.0.0.1" if self._share.address == "127.0.0.1" else "", 0)
+        port = int(door.getsockname()[1])
+        self._ranks_store = open_store(replace(self._share, port=port), door.detach())
+        return port
 
     def num_nodes_waiting(self) -> int:
         return 1 if int(self._generations.get("current")) > self.generation else 0
@@ -129,6 +140,8 @@ class Agent(SimpleElasticAgent):
         attempt = self._meeting.generation
         self._reporter.started(attempt)
         ids: dict[int, Any] = {}
+        port = worker_group.master_port
+        assert port is not None
         for worker in worker_group.workers:
             variables = {
                 **self._share.environment,
@@ -140,17 +153,17 @@ class Agent(SimpleElasticAgent):
                     node=self._share.node,
                     nodes=self._share.nodes,
                     address=self._share.address,
-                    port=self._share.port,
+                    port=port,
                     host=self._share.host,
                     attempt=attempt,
                 ),
-                **_torchelastic(attempt, self._share.max_restarts),
+                **environment.of_elastic(attempt, self._share.max_restarts),
             }
-            program = self._share.program
-            ids[worker.local_rank] = self._crew.start(
-                worker.global_rank, variables, lambda results: rank.run(program, results)
-            )
+            ids[worker.local_rank] = self._crew.start(worker.global_rank, variables, self._run_program)
         return ids
+
+    def _run_program(self, results: int | None) -> int:
+        return rank.run(self._share.program, results)
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._crew.pump(_MONITOR)
@@ -183,14 +196,3 @@ class Agent(SimpleElasticAgent):
 
     def _record_worker_events(self, result: RunResult) -> None:
         pass
-
-
-def _torchelastic(attempt: int, max_restarts: int) -> dict[str, str]:
-    """What torch.distributed's env:// looks for: it then joins the agent's store instead of opening one."""
-    return {
-        "TORCHELASTIC_RESTART_COUNT": str(attempt),
-        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
-        "TORCHELASTIC_RUN_ID": "unisono",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
-    }

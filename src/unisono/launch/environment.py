@@ -6,6 +6,8 @@ torch.distributed scripts run too. The rest is unisono's own.
 
 from __future__ import annotations
 
+import os
+
 BACKEND = "UNISONO_BACKEND"  # what `--backend` said: gloo, nccl or mpi; absent for auto
 CHECK = "UNISONO_CHECK"  # "1": compare every collective between ranks before it runs
 HOST = "UNISONO_HOST"  # this rank's host as the user wrote it
@@ -59,4 +61,15 @@ def of_rank(
         "MASTER_PORT": str(port),
         HOST: host,
         ATTEMPT: str(attempt),
+    }
+
+
+def of_elastic(attempt: int, max_restarts: int) -> dict[str, str]:
+    """What torch.distributed's env:// looks for: it then joins the launcher's store, and opens none."""
+    return {
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": "unisono",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
     }

@@ -66,7 +66,9 @@ def parse_file(path: str | Path) -> list[Host]:
         count = words[1].removeprefix("slots=") if len(words) == 2 else "1"
         host = _host(words[0], count, where)
         if any(host.name == other.name for other in hosts):
-            raise UsageError(f"{where}: host {host.name!r} is there twice; give it one line with all its slots")
+            raise UsageError(
+                f"{where}: host {host.name!r} is there twice; give it one line with all its slots"
+            )
         hosts.append(host)
     if not hosts:
         raise UsageError(f"hostfile {str(path)!r} names no host; a line is `node0 slots=4`")
@@ -82,7 +84,9 @@ def place(hosts: list[Host], n: int | None) -> list[Placement]:
         raise UsageError(f"-n {n}: the number of ranks must be at least 1")
     if n > slots:
         named = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
-        raise UsageError(f"-n {n} asks for more ranks than the hosts have slots ({named}: {slots}); add slots")
+        raise UsageError(
+            f"-n {n} asks for more ranks than the hosts have slots ({named}: {slots}); add slots"
+        )
     placements = []
     first = 0
     for host in hosts:

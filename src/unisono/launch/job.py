@@ -37,6 +37,7 @@ class Job:
     master_port: int = 0  # 0: the first host's system picks a free one
     python: str = ""  # the interpreter on other hosts; "" is the launcher's own
     ssh: tuple[str, ...] = ("ssh",)
+    time_limit: float | None = None  # seconds until the job is ended
 
     @property
     def world(self) -> int:
@@ -46,10 +47,15 @@ class Job:
     def several_hosts(self) -> bool:
         return len(self.placements) > 1
 
-    def host_of(self, rank: int) -> str:
+    @property
+    def elsewhere(self) -> bool:
+        """Whether any rank runs on another host than the launcher's."""
+        return any(not placement.host.is_local for placement in self.placements)
+
+    def placement_of(self, rank: int) -> Placement:
         for placement in self.placements:
             if placement.first_rank <= rank < placement.first_rank + placement.count:
-                return placement.host.name
+                return placement
         raise AssertionError(f"rank {rank} has no host")
 
 

@@ -165,4 +165,3 @@ def end_group(process: subprocess.Popen[bytes], signum: int = signal.SIGKILL) ->
 def agent_command(python: str = sys.executable) -> list[str]:
     """-P: a file of the user's in the working directory must not shadow a module that the agent needs."""
     return [python, "-P", "-m", "unisono.launch.agent"]
-

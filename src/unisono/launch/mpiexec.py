@@ -50,10 +50,12 @@ class Mpiexec:
         return found | self._library()
 
     def _library(self) -> dict[str, str]:
-        """mpi4py must load the library of this mpiexec: for Open MPI in a prefix of its own, say where it is."""
+        """mpi4py must load this mpiexec's library: for Open MPI in a prefix of its own, say where it is."""
         if self.flavour != OPEN_MPI or "MPI4PY_LIBMPI" in os.environ:
             return {}
-        libraries = sorted((Path(self.path).parent.parent / "lib").glob("libmpi.so.*"), key=lambda p: len(p.name))
+        libraries = sorted(
+            (Path(self.path).parent.parent / "lib").glob("libmpi.so.*"), key=lambda p: len(p.name)
+        )
         if not libraries:
             return {}
         return {"MPI4PY_MPIABI": "openmpi", "MPI4PY_LIBMPI": str(libraries[0])}
@@ -70,7 +72,9 @@ def find() -> Mpiexec:
     if chosen:
         path = shutil.which(chosen)
         if path is None:
-            raise UsageError(f"{environment.MPIEXEC}={chosen!r} is no program that can be run; check the path")
+            raise UsageError(
+                f"{environment.MPIEXEC}={chosen!r} is no program that can be run; check the path"
+            )
         return Mpiexec(path, _flavour(path))
     beside = Path(sys.executable).parent / "mpiexec"
     path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
@@ -93,7 +97,9 @@ def _flavour(path: str) -> str:
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise LaunchError(f"{path} --version failed: {error}; choose another with {environment.MPIEXEC}") from None
+        raise LaunchError(
+            f"{path} --version failed: {error}; choose another with {environment.MPIEXEC}"
+        ) from None
     said = done.stdout + done.stderr
     if "Open MPI" in said or "OpenRTE" in said or "PRRTE" in said:
         return OPEN_MPI

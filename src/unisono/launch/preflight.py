@@ -35,6 +35,10 @@ def gather(job: Job, links: Links, say: Say) -> None:
     problems |= _program(job, sound, links, deadline)
     if job.verbose:
         _tell(job, links, problems, time.monotonic() - began, say)
+        if not problems and job.several_hosts:
+            reached_at = addresses(links)
+            for line in matrix_lines(links, matrix(links, reached_at)):
+                say(line)
     if problems:
         causes = "\n".join(f"  {host}: {cause}" for host, cause in problems.items())
         raise LaunchError(f"preflight failed, nothing was started:\n{causes}")
@@ -64,7 +68,9 @@ def _versions(links: Links, known: dict[str, str]) -> dict[str, str]:
             if have is None:
                 problems[link.host] = f"{package} is not installed for its python ({link.hello['python']})"
             elif have != want:
-                problems[link.host] = f"{package} {have} there, but {want} on {sound[0].host}: install the same"
+                problems[link.host] = (
+                    f"{package} {have} there, but {want} on {sound[0].host}: install the same"
+                )
     return problems
 
 
@@ -101,18 +107,17 @@ def addresses(links: Links) -> dict[Link, str]:
     return {link: (here if link.is_local else link.hello["address"]) or link.host for link in links}
 
 
-def open_store_door(job: Job, links: Links, address: str) -> int:
-    """Have the first host listen where the job's store will be; the port."""
-    first = links.all[0]
+def open_door(job: Job, links: Links, master: Link, address: str) -> int:
+    """Have the master's host listen where the job's store will be; the port."""
     interface = "127.0.0.1" if address == "127.0.0.1" else "::" if ":" in address else ""
     question: Message = {"do": "listen", "name": "store", "address": interface, "port": job.master_port}
-    answers = links.ask([(first, question)], "listening", time.monotonic() + job.start_timeout)
-    answer = answers.get(first, {"problem": "its agent stopped answering"})
+    answers = links.ask([(master, question)], "listening", time.monotonic() + job.start_timeout)
+    answer = answers.get(master, {})
     if "port" not in answer:
         problem = answer.get("problem", "its agent stopped answering")
         raise LaunchError(
             f"preflight failed, nothing was started:\n"
-            f"  {first.host}: the master port {job.master_port} cannot be used: {problem};"
+            f"  {master.host}: the master port {job.master_port} cannot be used: {problem};"
             f" give another with --master-port, or none to have a free one chosen"
         )
     return int(answer["port"])

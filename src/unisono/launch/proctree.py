@@ -1,4 +1,4 @@
-"""Processes that must not outlive the job: dying with a parent, adopting orphans, sweeping descendants. Linux."""
+"""No process outlives its job: dying with a parent, adopting orphans, sweeping descendants. Linux."""
 
 from __future__ import annotations
 

@@ -186,4 +186,5 @@ def _traceback_of(error: BaseException) -> str:
 
 
 def _is_scaffold(filename: str) -> bool:
-    return filename in (__file__, runpy.__file__) or filename.startswith("<frozen")
+    own = os.path.dirname(filename) == os.path.dirname(__file__)
+    return own or filename == runpy.__file__ or filename.startswith("<frozen")

@@ -17,7 +17,10 @@ _CAUSES = (
     (r"connection refused", "ssh refused: no ssh server listens there"),
     (r"timed out|timeout", "ssh timed out: the host does not answer"),
     (r"no route to host|network is unreachable", "no network route to the host"),
-    (r"host key verification failed", "its ssh host key is not known here; connect once by hand to accept it"),
+    (
+        r"host key verification failed",
+        "its ssh host key is not known here; connect once by hand to accept it",
+    ),
     (r"permission denied", "ssh key rejected: set up a key that logs in without a password (ssh-copy-id)"),
     (r"no module named ['\"]?unisono", "unisono is not installed for its python"),
 )

@@ -32,4 +32,3 @@ class Reporter:
 
     def ended(self, codes: dict[int, int | None], problem: str | None) -> None:
         self._wire.send({"event": "ended", "codes": list(codes.items()), "problem": problem})
-

@@ -1,7 +1,7 @@
 """Which failure came first, and how it is told.
 
 When one rank dies, its peers fail within milliseconds because their connections break, and are often noticed
-first. So order in time is not enough: a broken connection is debris while anything else is known to have failed.
+first. So order in time is not enough: a broken connection is debris as long as anything else has failed.
 """
 
 from __future__ import annotations

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import base64
+import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from unisono.launch import failure, verdict
@@ -22,8 +25,16 @@ _SETTLE_DEBRIS = 1.0  # the same while only broken connections are known
 class Outcome:
     code: int = 0
     told: str = ""  # the first failure in words; "" when all went well
-    restarting: bool = False
     results: dict[int, bytes] = field(default_factory=dict)
+    in_one_line: str = ""  # the first failure without its traceback
+
+
+class Interrupted(Exception):
+    """A signal to the launcher ended the job."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
 
 
 class Watch:
@@ -41,8 +52,10 @@ class Watch:
 
     def until_end(self) -> Outcome:
         """Until the job has ended by itself or failed for good."""
+        began = time.monotonic()
         while any(link.ended is None for link in self._links) and not self._lost:
             self._listen(0.1)
+            self._enforce_limit(time.monotonic() - began)
             attempt = self._settled()
             if attempt is None:
                 continue
@@ -51,6 +64,12 @@ class Watch:
             self._tell_restart(attempt)
         self.stop()
         return self._outcome()
+
+    def _enforce_limit(self, seconds: float) -> None:
+        limit = self._job.time_limit
+        late = [_ranks(link) for link in self._links if link.ended is None]
+        if limit is not None and seconds > limit and late and not self._failures:
+            self._lost = f"rank {', '.join(late)} still ran after the timeout of {limit:g} s; all were ended"
 
     def stop(self, signum: int | None = None) -> None:
         """End all ranks. Their agents say when they are done; those that do not are killed."""
@@ -131,11 +150,12 @@ class Watch:
         results = {rank: bytes(data) for rank, data in self._results.items()}
         open_attempts = [attempt for attempt in self._failures if attempt not in self._told]
         if not open_attempts:
-            return Outcome(1 if self._lost else 0, self._lost, results=results)
+            return Outcome(1 if self._lost else 0, self._lost, results, self._lost.partition("\n")[0])
         failures = self._failures[open_attempts[-1]]
         first = verdict.first(failures)
         told = verdict.tell(first, self._host(first.rank)) + self._note(first, failures)
-        return Outcome(first.exit_code, told, self._restarting, results)
+        brief = verdict.in_one_line(first, self._host(first.rank))
+        return Outcome(first.exit_code, told, results, brief)
 
     def _note(self, first: RankFailure, failures: list[RankFailure]) -> str:
         if first.is_debris:
@@ -143,10 +163,23 @@ class Watch:
             return f"\n(rank {', '.join(map(str, finished))} had already ended, code 0)" if finished else ""
         others = {each.rank for each in failures if not each.is_debris and each.kind != failure.HANG}
         others -= {first.rank}
-        return f"\n({len(others)} more failed; --output-filename DIR keeps their words)" if others else ""
+        return f"\n({len(others)} more failed after it)" if others else ""
 
     def _host(self, rank: int) -> str | None:
-        return self._job.host_of(rank) if self._job.several_hosts else None
+        return self._job.placement_of(rank).host.name if self._job.several_hosts else None
+
+
+@contextmanager
+def ending(watch: Watch) -> Iterator[None]:
+    """However the job ends, its agents end."""
+    signum = None
+    try:
+        yield
+    except Interrupted as interrupted:
+        signum = interrupted.signum
+        raise
+    finally:
+        watch.stop(signum)
 
 
 def _for_file(each: RankFailure) -> str:
