@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from unisono.comm.world import shutdown as shutdown
     from unisono.comm.world import world as world
     from unisono.comm.world import world_size as world_size
+    from unisono.launch.spawn import spawn as spawn
 
 __version__ = "0.1.0"
 
@@ -27,6 +28,7 @@ _HOME = {
     "rank": "unisono.comm.world",
     "ring_all_reduce": "unisono.comm.ring",
     "shutdown": "unisono.comm.world",
+    "spawn": "unisono.launch.spawn",
     "world": "unisono.comm.world",
     "world_size": "unisono.comm.world",
 }

@@ -6,8 +6,70 @@ torch.distributed scripts run too. The rest is unisono's own.
 
 from __future__ import annotations
 
+import os
+
 BACKEND = "UNISONO_BACKEND"  # what `--backend` said: gloo, nccl or mpi; absent for auto
 CHECK = "UNISONO_CHECK"  # "1": compare every collective between ranks before it runs
 HOST = "UNISONO_HOST"  # this rank's host as the user wrote it
 FAILURE_FILE = "UNISONO_FAILURE_FILE"  # where this rank writes why it failed, for the launcher to show
-TIMEOUT = "UNISONO_TIMEOUT"  # seconds that a collective may block before the watch stops the job
+TIMEOUT = "UNISONO_TIMEOUT"  # seconds: the default timeout of collectives, as `--timeout` said
+ATTEMPT = "UNISONO_ATTEMPT"  # how often the job was restarted before this start: "0", "1", ...
+
+SSH = "UNISONO_SSH"  # read by the launcher: the ssh command, when no --ssh is given
+MPIEXEC = "UNISONO_MPIEXEC"  # read by the launcher: the mpiexec to use
+CONNECT = "UNISONO_CONNECT"  # how an agent that mpiexec started finds its launcher
+
+# A remote rank starts in its host's own environment; of the launcher's, these travel with the job.
+TRAVELLING_PREFIXES = ("UNISONO_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTHON")
+STAYING = (CONNECT, FAILURE_FILE, HOST, SSH, MPIEXEC)
+
+
+def travelling(environment: dict[str, str]) -> dict[str, str]:
+    """The part of the launcher's environment that goes with the job to other hosts."""
+    return {
+        name: value
+        for name, value in environment.items()
+        if name.startswith(TRAVELLING_PREFIXES) and name not in STAYING
+    }
+
+
+def of_rank(
+    *,
+    rank: int,
+    world: int,
+    local_rank: int,
+    local_world: int,
+    node: int,
+    nodes: int,
+    address: str,
+    port: int,
+    host: str,
+    attempt: int,
+) -> dict[str, str]:
+    """Who a rank is and where its world meets."""
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world),
+        "GROUP_RANK": str(node),
+        "GROUP_WORLD_SIZE": str(nodes),
+        "ROLE_NAME": "default",
+        "ROLE_RANK": str(rank),
+        "ROLE_WORLD_SIZE": str(world),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        HOST: host,
+        ATTEMPT: str(attempt),
+    }
+
+
+def of_elastic(attempt: int, max_restarts: int) -> dict[str, str]:
+    """What torch.distributed's env:// looks for: it then joins the launcher's store, and opens none."""
+    return {
+        "TORCHELASTIC_RESTART_COUNT": str(attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),
+        "TORCHELASTIC_RUN_ID": "unisono",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.environ.get("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
+    }

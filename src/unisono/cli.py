@@ -1,0 +1,36 @@
+"""The command `unisono`. Each sub-command is a function that adds its parser and names its handler."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import unisono
+from unisono.comm import bench_command, doctor
+from unisono.errors import UnisonoError, UsageError
+from unisono.launch import command as run_command
+
+# To add a sub-command: a function that takes the sub-parsers, adds its own parser and sets its default
+# `handler`, a function from the parsed arguments to an exit code.
+SUBCOMMANDS = (run_command.add_parser, bench_command.add_parser, doctor.add_parser)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command; its exit code. Wrong usage is 2, a job's own code is passed on."""
+    parser = argparse.ArgumentParser(
+        prog="unisono", description="Many devices, one result: start, check and measure distributed training."
+    )
+    parser.add_argument("--version", action="version", version=f"unisono {unisono.__version__}")
+    subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add_parser in SUBCOMMANDS:
+        add_parser(subparsers)
+    chosen = parser.parse_args(arguments)
+    try:
+        return int(chosen.handler(chosen))
+    except UsageError as error:
+        print(f"unisono: {error}", file=sys.stderr)
+        return 2
+    except UnisonoError as error:
+        print(f"unisono: {error}", file=sys.stderr)
+        return 1

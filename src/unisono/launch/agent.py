@@ -1,0 +1,250 @@
+"""The agent: the process that runs one node's ranks for the launcher (under MPI: one rank).
+
+It is started as `python -m unisono.launch.agent`, by the launcher itself, by ssh or by mpiexec, and is told
+what to do through its wire. When the wire breaks, the job is over and everything below the agent is killed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from importlib import metadata
+from types import FrameType
+from typing import Any
+
+from unisono.launch import environment, network, proctree, rank
+from unisono.launch.crew import Crew
+from unisono.launch.job import CALL, MODULE, SCRIPT, Program, Share
+from unisono.launch.reporter import Reporter
+from unisono.launch.wire import Message, Wire
+
+HARD_STOP = 4.0  # seconds after which an agent that was told to stop kills all and goes
+
+
+class Stopped(Exception):
+    """The launcher wants the job to end."""
+
+
+def main() -> int:
+    keep = rank.open_descriptors()
+    proctree.adopt_orphans()
+    wire = _wire()
+    wire.send({"event": "hello", **_about_this_host()})
+    listening: dict[str, socket.socket] = {}
+    while not wire.closed:
+        for message in wire.receive():
+            if message["do"] == "run":
+                return _run(Share.from_json(message["share"]), wire, listening.get("store"), keep)
+            wire.send(_answer(message, listening))
+    return 0
+
+
+def _wire() -> Wire:
+    """Over a socket when mpiexec started us; else over stdin and stdout, which nothing else may use then."""
+    told = os.environ.pop(environment.CONNECT, None)
+    if told is not None:
+        return _call_launcher(*told.split(" ", 2))
+    wire = Wire(os.dup(0), os.dup(1))
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.close(null)
+    os.dup2(2, 1)
+    return wire
+
+
+def _call_launcher(token: str, port: str, addresses: str) -> Wire:
+    for address in addresses.split(","):
+        try:
+            connection = socket.create_connection((address, int(port)), timeout=10)
+        except OSError:
+            continue
+        connection.settimeout(None)
+        fd = connection.detach()
+        wire = Wire(fd, fd)
+        wire.send({"token": token})
+        return wire
+    raise SystemExit(f"no way to the launcher at any of {addresses}, port {port}, from {socket.gethostname()}")
+
+
+def _about_this_host() -> dict[str, Any]:
+    launcher, own = network.addresses_of_ssh()
+    return {
+        "host": socket.gethostname(),
+        "python": ".".join(map(str, sys.version_info[:3])),
+        "unisono": _version("unisono"),
+        "torch": _version("torch"),
+        "address": own,
+        "launcher_address": launcher,
+        "mpi": {name: os.environ[name] for name in _MPI_VARIABLES if name in os.environ},
+    }
+
+
+_MPI_VARIABLES = (
+    *("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    *("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"),
+    *("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _answer(message: Message, listening: dict[str, socket.socket]) -> Message:
+    """Questions of the preflight."""
+    match message["do"]:
+        case "check":
+            program = {**message["program"], "args": tuple(message["program"]["args"])}
+            return {"event": "checked", "problem": _problem(Program(**program))}
+        case "listen":
+            try:
+                door = network.listen(message["address"], message["port"])
+            except OSError as error:
+                return {"event": "listening", "problem": error.strerror or str(error)}
+            listening[message["name"]] = door
+            return {"event": "listening", "port": door.getsockname()[1]}
+        case "probe":
+            found = [network.reach(address, port, message["timeout"]) for address, port in message["targets"]]
+            return {"event": "probed", "found": found}
+    raise AssertionError(f"unknown message {message!r}")
+
+
+def _problem(program: Program) -> str | None:
+    if not os.path.isdir(program.directory):
+        return f"the working directory {program.directory} is not there"
+    path = os.path.join(program.directory, program.target)
+    if program.kind == SCRIPT and not os.path.isfile(path):
+        return f"the script {path} is not there"
+    if program.kind == MODULE and not os.access(program.directory, os.X_OK):
+        return f"the working directory {program.directory} cannot be entered"
+    return None
+
+
+def _run(share: Share, wire: Wire, door: socket.socket | None, keep: set[int]) -> int:
+    reporter = Reporter(wire)
+    crew = Crew(reporter.output, keep, with_results=share.program.kind == CALL)
+    lifeline = Lifeline(wire, crew)
+    problem = None
+    try:
+        if share.local_world:  # under mpiexec, which numbers the ranks and starts them: one rank, no rendezvous
+            if door is not None:
+                door.close()  # its port was kept free for a store that rank 0 may open
+            _supervise(share, crew, reporter)
+        else:
+            _conduct(share, crew, reporter, door, lifeline)
+    except Stopped:
+        crew.stop(lifeline.signal)
+    except Exception:
+        problem = traceback.format_exc()
+        crew.stop()
+    lifeline.retire()
+    crew.drain()
+    codes = {member.rank: member.code for member in crew.members.values()}
+    crew.close()
+    proctree.sweep(os.getpid())
+    reporter.ended(codes, problem)
+    return 0
+
+
+def _conduct(share: Share, crew: Crew, reporter: Reporter, door: socket.socket | None, lifeline: Lifeline) -> None:
+    from unisono.launch import elastic
+
+    share = _with_interface(share)
+    store = elastic.open_store(share, None if door is None else door.detach())
+    gc.collect()
+    gc.freeze()  # keeps the ranks from copying pages that the collector would touch
+    agent = elastic.Agent(share, crew, store, reporter)
+    lifeline.on_stop = lambda signum: setattr(agent, "stop_signal", signum)
+    agent.run()
+
+
+def _with_interface(share: Share) -> Share:
+    """Gloo looks up the host's name to find its interface, which fails often: name the right one."""
+    if "GLOO_SOCKET_IFNAME" in os.environ or "GLOO_SOCKET_IFNAME" in share.environment:
+        return share
+    interface = network.interface_of(network.source_address(share.address))
+    if interface is not None:
+        share.environment["GLOO_SOCKET_IFNAME"] = interface
+    return share
+
+
+def _supervise(share: Share, crew: Crew, reporter: Reporter) -> None:
+    variables = environment.of_rank(
+        rank=share.first_rank,
+        world=share.world,
+        local_rank=share.local_rank,
+        local_world=share.local_world,
+        node=share.node,
+        nodes=share.nodes,
+        address=share.address,
+        port=share.port,
+        host=share.host,
+        attempt=share.attempt,
+    )
+    program = share.program
+    reporter.started(share.attempt)
+    crew.start(share.first_rank, {**share.environment, **variables}, lambda results: rank.run(program, results))
+    while crew.running and not crew.failures():
+        crew.pump(0.1)
+    if crew.failures():
+        reporter.failed(crew, share.attempt, restarting=False)
+        crew.stop()
+
+
+class Lifeline:
+    """Watches the wire while ranks run: the launcher's word, or its end, stops the job."""
+
+    def __init__(self, wire: Wire, crew: Crew) -> None:
+        self._wire = wire
+        self._crew = crew
+        self._retired = False
+        self.signal = signal.SIGTERM
+        self.on_stop: Callable[[signal.Signals], None] | None = None
+        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(signum, self._interrupt)
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        while not self._wire.closed:
+            for message in self._wire.receive():
+                if message["do"] == "stop":
+                    self.signal = signal.Signals(message["signal"])
+                    self._stop()
+        self._stop()
+
+    def _stop(self) -> None:
+        if self._retired:
+            return
+        if self.on_stop is not None:
+            self.on_stop(self.signal)
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(HARD_STOP)
+        if not self._retired:
+            self._crew.kill_all()
+            os._exit(1)
+
+    def _interrupt(self, signum: int, frame: FrameType | None) -> None:
+        for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+        raise Stopped
+
+    def retire(self) -> None:
+        self._retired = True
+        for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            signal.signal(each, signal.SIG_IGN)
+
+
+if __name__ == "__main__":
+    with contextlib.suppress(BrokenPipeError):
+        sys.exit(main())

@@ -1,0 +1,184 @@
+"""`unisono run`: its options, and the job they describe."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from importlib import util
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import UsageError
+from unisono.launch import environment, hosts, launcher, proctree
+from unisono.launch.console import Console, terminal_variables
+from unisono.launch.hosts import Host, Placement
+from unisono.launch.job import MODULE, SCRIPT, Job, Program
+from unisono.launch.watch import Interrupted
+
+_PYTHON = re.compile(r"python(3(\.\d+)?)?")
+_BACKENDS = ("auto", "gloo", "nccl", "mpi")
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "run",
+        help="start a script on N ranks, here or on several hosts",
+        usage="unisono run -n N [options] script.py ARGS | -m module ARGS",
+        allow_abbrev=False,
+    )
+    add = parser.add_argument
+    add("-n", "-np", dest="n", type=int, metavar="N", help="ranks in all (default: every slot of the hosts)")
+    add("-H", "--hosts", metavar="a:2,b:2", help="hosts with their slots")
+    add("-f", "--hostfile", "-hostfile", metavar="FILE", help="a file of lines like `node0 slots=4`")
+    add("--backend", choices=_BACKENDS, default="auto", help="what ranks talk over (default: auto)")
+    add("--output-filename", metavar="DIR", help="also write each rank's output to DIR/rank.N")
+    add("--verbose", action="store_true", help="show the checks before the start")
+    add("--start-timeout", type=float, default=30.0, metavar="S", help="seconds for the start (default: 30)")
+    add(
+        "--max-restarts",
+        type=int,
+        default=0,
+        metavar="K",
+        help="start again after a failure, K times at most",
+    )
+    add("--timeout", type=float, metavar="S", help="seconds a collective may take before the job is stopped")
+    add("--check", action="store_true", help="compare every collective between ranks before it runs")
+    add("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="give ranks a variable")
+    add("--master-port", type=int, default=0, metavar="PORT", help="where ranks meet (default: any free one)")
+    add("--python", default="", metavar="PATH", help="the interpreter on other hosts (default: this one)")
+    add("--ssh", metavar="COMMAND", help='the ssh to use, with options: "ssh -F file" (default: $UNISONO_SSH)')
+    add("-m", dest="module", action="store_true", help="run a module, as `python -m` does")
+    add("command", nargs=argparse.REMAINDER, metavar="script.py ARGS", help="what every rank runs")
+    parser.set_defaults(handler=run)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    """Start the job and watch it; the exit code is that of the first rank that failed."""
+    job = job_of(chosen)
+    proctree.adopt_orphans()
+    console = Console(job.output_directory)
+    try:
+        outcome = launcher.launch(job, console)
+    except Interrupted as interrupted:
+        console.flush()
+        console.say(f"stopped by {interrupted}; all ranks have ended")
+        return 128 + interrupted.signum
+    finally:
+        console.close()
+        proctree.sweep(os.getpid())
+    if outcome.told:
+        console.say(outcome.told)
+    return outcome.code
+
+
+def job_of(chosen: argparse.Namespace) -> Job:
+    """The job that the options describe. UsageError, before anything starts, when they describe none."""
+    placements = _placements(chosen)
+    for name in ("start_timeout", "timeout"):
+        value = getattr(chosen, name)
+        if value is not None and not value > 0:
+            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be above 0 seconds")
+    if chosen.max_restarts < 0:
+        raise UsageError(f"--max-restarts {chosen.max_restarts}: must be at least 0")
+    if not 0 <= chosen.master_port < 1 << 16:
+        raise UsageError(f"--master-port {chosen.master_port}: must be between 1 and 65535")
+    world = sum(placement.count for placement in placements)
+    return Job(
+        program=_program(chosen.command, chosen.module),
+        placements=tuple(placements),
+        backend=None if chosen.backend == "auto" else chosen.backend,
+        environment=_variables(chosen, world),
+        output_directory=chosen.output_filename,
+        verbose=chosen.verbose,
+        start_timeout=chosen.start_timeout,
+        max_restarts=chosen.max_restarts,
+        master_port=chosen.master_port,
+        python=chosen.python,
+        ssh=tuple(_words(chosen.ssh or os.environ.get(environment.SSH) or "ssh")),
+    )
+
+
+def _placements(chosen: argparse.Namespace) -> list[Placement]:
+    if chosen.hosts and chosen.hostfile:
+        raise UsageError("--hosts and --hostfile both name hosts; give one of them")
+    if chosen.n is not None and chosen.n <= 0:
+        raise UsageError(f"-n {chosen.n}: the number of ranks must be at least 1")
+    if chosen.hosts is not None:
+        return hosts.place(hosts.parse_list(chosen.hosts), chosen.n)
+    if chosen.hostfile is not None:
+        return hosts.place(hosts.parse_file(chosen.hostfile), chosen.n)
+    if chosen.n is None:
+        raise UsageError("how many ranks? give -n N, --hosts or --hostfile")
+    return hosts.place([Host(hosts.LOCAL, chosen.n)], chosen.n)
+
+
+def _program(command: list[str], module: bool) -> Program:
+    words = command[1:] if command[:1] == ["--"] else list(command)
+    if words and not module and _PYTHON.fullmatch(os.path.basename(words[0])):
+        words, module = _without_python(words)
+    if not words:
+        raise UsageError("nothing to run; give a script, or -m and a module")
+    target, *args = words
+    if module:
+        _require_module(target)
+        return Program(MODULE, target, tuple(args), os.getcwd())
+    path = Path(target)
+    if not path.exists():
+        raise UsageError(f"script {target!r} is not there; check the path (the directory is {os.getcwd()})")
+    if not path.is_file():
+        raise UsageError(f"{target!r} is not a file; give a Python script, or -m and a module")
+    return Program(SCRIPT, target, tuple(args), os.getcwd())
+
+
+def _without_python(words: list[str]) -> tuple[list[str], bool]:
+    """`python script.py` means the script, `python -m module` the module: ranks run this interpreter."""
+    given = words[0]
+    if os.sep in given and not (os.path.exists(given) and os.path.samefile(given, sys.executable)):
+        raise UsageError(f"ranks run {sys.executable}, not {given}; start with: {given} -m unisono run ...")
+    words = words[1:]
+    while words and words[0] == "-u":  # output is passed on line by line in any case
+        words = words[1:]
+    if words and words[0] == "-m":
+        return words[1:], True
+    if words and words[0].startswith("-"):
+        raise UsageError(f"python option {words[0]!r} cannot be passed to ranks; set it by environment instead")
+    return words, False
+
+
+def _require_module(name: str) -> None:
+    sys.path.insert(0, os.getcwd())
+    try:
+        top = name.partition(".")[0]
+        if not top.isidentifier() or util.find_spec(top) is None:
+            raise UsageError(f"no module named {name!r}; check the name (the directory is {os.getcwd()})")
+    finally:
+        sys.path.pop(0)
+
+
+def _variables(chosen: argparse.Namespace, world: int) -> dict[str, str]:
+    variables = environment.travelling(dict(os.environ)) | terminal_variables(world)
+    if chosen.backend != "auto":
+        variables[environment.BACKEND] = chosen.backend
+    if chosen.check:
+        variables[environment.CHECK] = "1"
+    if chosen.timeout is not None:
+        variables[environment.TIMEOUT] = f"{chosen.timeout:g}"
+    for setting in chosen.env:
+        name, equals, value = setting.partition("=")
+        if not name or (not equals and name not in os.environ):
+            raise UsageError(f"--env {setting!r}: no such variable is set here; write NAME=VALUE")
+        variables[name] = value if equals else os.environ[name]
+    return variables
+
+
+def _words(command: str) -> list[str]:
+    try:
+        words = shlex.split(command)
+    except ValueError as error:
+        raise UsageError(f"--ssh {command!r} cannot be read: {error}") from None
+    if not words:
+        raise UsageError("--ssh names no command")
+    return words

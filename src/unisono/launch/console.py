@@ -1,0 +1,151 @@
+"""What the user sees of a job: the ranks' lines after their `[rank]`, one file a rank, the launcher's words.
+
+A line that a rank has not finished, or rewrites with carriage returns (a progress bar), is shown live on a
+terminal, and only in its last state elsewhere.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import sys
+from pathlib import Path
+from typing import BinaryIO, TextIO
+
+from unisono.errors import UsageError
+from unisono.launch.wire import bytes_of
+
+_CLEAR_LINE = "\r\x1b[K"
+_ERASING = re.compile(r"^(?:\x1b\[[0-2]?K)+")
+
+
+class Console:
+    """Takes the ranks' output in pieces, writes lines. `mute` silences ranks that fail because one did."""
+
+    def __init__(self, directory: str | None = None, prefix: bool = True) -> None:
+        self._partial: dict[tuple[int, str], str] = {}
+        self._live: tuple[TextIO, int, str] | None = None  # on the terminal's last line: where, whose, what
+        self._muted: set[int] = set()
+        self._prefix = prefix
+        self._directory = _prepared(directory) if directory else None
+        self._files: dict[int, BinaryIO] = {}
+
+    def write(self, rank: int, stream: str, text: str) -> None:
+        """A piece of a rank's output. stream is "out" or "err"."""
+        self.to_file(rank, text)
+        if rank in self._muted:
+            return
+        target = sys.stderr if stream == "err" else sys.stdout
+        *lines, rest = (self._partial.get((rank, stream), "") + text).split("\n")
+        if lines and self._live is not None and self._live[1] == rank:
+            self._clear_live()
+        for line in lines:
+            self._line(target, self._labelled(rank, _last_state(line)))
+        state = _last_state(rest)
+        if state and target.isatty():
+            self._clear_live()
+            self._draw_live((target, rank, self._labelled(rank, _ERASING.sub("", state))))
+        # of a line that is being rewritten only the last state counts, so it need not grow
+        self._partial[rank, stream] = "\r" + state if "\r" in rest else rest
+        target.flush()
+
+    def say(self, text: str) -> None:
+        """The launcher's own word, on stderr."""
+        self._line(sys.stderr, text)
+        sys.stderr.flush()
+
+    def to_file(self, rank: int, text: str) -> None:
+        if self._directory is None:
+            return
+        if rank not in self._files:
+            self._files[rank] = (self._directory / f"rank.{rank}").open("wb", buffering=0)
+        self._files[rank].write(bytes_of(text))
+
+    def mute(self, ranks: set[int]) -> None:
+        """Show these no more; their files go on."""
+        self._muted |= ranks
+
+    def unmute(self, ranks: set[int]) -> None:
+        self._muted -= ranks
+
+    def flush(self) -> None:
+        """End unfinished lines."""
+        self._clear_live()
+        for (rank, stream), rest in self._partial.items():
+            state = _last_state(rest)
+            if state:
+                self._line(sys.stderr if stream == "err" else sys.stdout, self._labelled(rank, state))
+        self._partial.clear()
+        sys.stdout.flush()
+        sys.stderr.flush()
+
+    def close(self) -> None:
+        self.flush()
+        for file in self._files.values():
+            file.close()
+
+    def _labelled(self, rank: int, text: str) -> str:
+        return f"[{rank}] {text}" if self._prefix else text
+
+    def _line(self, target: TextIO, line: str) -> None:
+        live = self._live
+        self._clear_live()
+        _put(target, line + "\n")
+        if live is not None:
+            target.flush()
+            self._draw_live(live)
+
+    def _clear_live(self) -> None:
+        if self._live is not None:
+            _put(self._live[0], _CLEAR_LINE)
+            self._live[0].flush()
+            self._live = None
+
+    def _draw_live(self, live: tuple[TextIO, int, str]) -> None:
+        self._live = live
+        _put(live[0], live[2])
+        live[0].flush()
+
+
+def terminal_variables(ranks: int) -> dict[str, str]:
+    """What lets programs inside ranks draw for the launcher's terminal; nothing when there is none."""
+    if not sys.stdout.isatty():
+        return {}
+    size = shutil.get_terminal_size()
+    label = len(f"[{ranks - 1}] ")
+    variables = {"COLUMNS": str(max(20, size.columns - label)), "LINES": str(size.lines)}
+    variables |= {"TTY_COMPATIBLE": "1", "TTY_INTERACTIVE": "1"}
+    if "NO_COLOR" not in os.environ:
+        variables["FORCE_COLOR"] = "1"
+    return variables
+
+
+def _last_state(line: str) -> str:
+    """What a terminal would show of a line with carriage returns in it."""
+    if "\r" not in line:
+        return line
+    return next((part for part in reversed(line.split("\r")) if part), "")
+
+
+def _put(target: TextIO, text: str) -> None:
+    """Write text that may hold bytes that are no UTF-8, as the bytes they were."""
+    try:
+        target.write(text)
+    except UnicodeEncodeError:
+        target.flush()
+        binary = getattr(target, "buffer", None)
+        if binary is None:
+            target.write(text.encode("utf-8", "replace").decode())
+        else:
+            binary.write(bytes_of(text))
+            binary.flush()
+
+
+def _prepared(directory: str) -> Path:
+    path = Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"--output-filename {directory!r}: no directory can be made there: {error}") from None
+    return path

@@ -1,0 +1,115 @@
+"""Which hosts run how many ranks: host lists, hostfiles, and the placing of ranks on them."""
+
+from __future__ import annotations
+
+import re
+import socket
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.errors import UsageError
+
+LOCAL = "localhost"
+# What ssh and mpiexec accept as a host. A leading "-" would be read as an option by them.
+_NAME = re.compile(r"(?!-)[A-Za-z0-9_.:%@\[\]-]+")
+
+
+@dataclass(frozen=True)
+class Host:
+    name: str
+    slots: int
+
+    @property
+    def is_local(self) -> bool:
+        return self.name in _own_names()
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Ranks first_rank .. first_rank + count - 1 run on host."""
+
+    host: Host
+    first_rank: int
+    count: int
+
+
+def parse_list(text: str) -> list[Host]:
+    """Hosts from `a:2,b:2`; a name without a number has one slot."""
+    hosts: list[Host] = []
+    for item in text.split(","):
+        name, colon, count = item.strip().rpartition(":")
+        if not colon:
+            name, count = item.strip(), "1"
+        where = f"--hosts {text!r}"
+        if not name:
+            raise UsageError(f"{where}: {item!r} names no host; write it like a:2,b:2")
+        hosts.append(_host(name, count, where))
+    return _without_duplicates(hosts, f"--hosts {text!r}")
+
+
+def parse_file(path: str | Path) -> list[Host]:
+    """Hosts from a hostfile: a line is `node0 slots=4`; `#` starts a comment; blank lines are fine."""
+    try:
+        lines = Path(path).read_text().splitlines()
+    except OSError as error:
+        raise UsageError(f"hostfile {str(path)!r} cannot be read: {error.strerror}; check the path") from None
+    except UnicodeDecodeError:
+        raise UsageError(f"hostfile {str(path)!r} is not a text file") from None
+    hosts: list[Host] = []
+    for number, line in enumerate(lines, start=1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        where = f"{path}:{number}"
+        if len(words) > 2 or (len(words) == 2 and not words[1].startswith("slots=")):
+            raise UsageError(f"{where}: cannot read {line.strip()!r}; a line is `node0 slots=4`")
+        count = words[1].removeprefix("slots=") if len(words) == 2 else "1"
+        host = _host(words[0], count, where)
+        if any(host.name == other.name for other in hosts):
+            raise UsageError(f"{where}: host {host.name!r} is there twice; give it one line with all its slots")
+        hosts.append(host)
+    if not hosts:
+        raise UsageError(f"hostfile {str(path)!r} names no host; a line is `node0 slots=4`")
+    return hosts
+
+
+def place(hosts: list[Host], n: int | None) -> list[Placement]:
+    """Fill the hosts in their order with n ranks (all slots when n is None); hosts left empty drop out."""
+    slots = sum(host.slots for host in hosts)
+    if n is None:
+        n = slots
+    if n <= 0:
+        raise UsageError(f"-n {n}: the number of ranks must be at least 1")
+    if n > slots:
+        named = ", ".join(f"{host.name}:{host.slots}" for host in hosts)
+        raise UsageError(f"-n {n} asks for more ranks than the hosts have slots ({named}: {slots}); add slots")
+    placements = []
+    first = 0
+    for host in hosts:
+        count = min(host.slots, n - first)
+        if count:
+            placements.append(Placement(host, first, count))
+        first += count
+    return placements
+
+
+def _host(name: str, count: str, where: str) -> Host:
+    if not _NAME.fullmatch(name):
+        raise UsageError(f"{where}: {name!r} is no host name")
+    if not count.isascii() or not count.isdigit() or int(count) < 1:
+        raise UsageError(f"{where}: the slots of {name} must be a whole number of at least 1, not {count!r}")
+    return Host(name, int(count))
+
+
+def _without_duplicates(hosts: list[Host], where: str) -> list[Host]:
+    seen: set[str] = set()
+    for host in hosts:
+        if host.name in seen:
+            raise UsageError(f"{where}: host {host.name!r} is there twice; give it once with all its slots")
+        seen.add(host.name)
+    return hosts
+
+
+def _own_names() -> set[str]:
+    name = socket.gethostname()
+    return {LOCAL, "127.0.0.1", "::1", name, name.partition(".")[0]}

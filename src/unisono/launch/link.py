@@ -1,0 +1,165 @@
+"""The launcher's connections to its agents: processes started here, over ssh, or calling in under mpiexec."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from unisono.launch.wire import Message, Wire
+
+_ERRORS_KEPT = 1 << 16
+
+
+class Link:
+    """An agent as the launcher sees it."""
+
+    def __init__(self, host: str, wire: Wire, process: subprocess.Popen[bytes] | None = None) -> None:
+        self.host = host
+        self.wire = wire
+        self.process = process
+        self.hello: Message = {}
+        self.ended: Message | None = None
+        self.ranks: range = range(0)
+        self.is_local = False
+        self.errors = b""  # what ssh, or an agent before it could speak, wrote on stderr
+
+    @property
+    def gone(self) -> bool:
+        return self.wire.closed
+
+    @property
+    def exit_code(self) -> int | None:
+        if self.process is None:
+            return None
+        try:
+            return self.process.wait(timeout=2)
+        except subprocess.TimeoutExpired:
+            return None
+
+
+class Links:
+    """All agents of a job, listened to together."""
+
+    def __init__(self) -> None:
+        self.all: list[Link] = []
+        self._selector = selectors.DefaultSelector()
+
+    def __iter__(self) -> Iterator[Link]:
+        return iter(self.all)
+
+    def start(self, host: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Link:
+        """Start an agent by a command that speaks on stdin and stdout."""
+        process = start_detached(command, environment, stdin=subprocess.PIPE)
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        link = Link(host, Wire(process.stdout.fileno(), os.dup(process.stdin.fileno())), process)
+        process.stdin.close()
+        os.set_blocking(process.stderr.fileno(), False)
+        self._selector.register(process.stderr, selectors.EVENT_READ, link)
+        self.add(link)
+        return link
+
+    def add(self, link: Link) -> None:
+        self.all.append(link)
+        self._selector.register(link.wire.read_fd, selectors.EVENT_READ, link)
+
+    def receive(self, timeout: float) -> list[tuple[Link, Message]]:
+        """What agents said within timeout; {"event": "gone"} when one's connection ended."""
+        heard: list[tuple[Link, Message]] = []
+        if not self._selector.get_map():
+            time.sleep(max(0.0, timeout))
+            return heard
+        for key, _ in self._selector.select(max(0.0, timeout)):
+            link: Link = key.data
+            if key.fd != link.wire.read_fd:
+                self._read_errors(link, key)
+                continue
+            heard += [(link, message) for message in link.wire.read_once()]
+            if link.gone:
+                self._selector.unregister(key.fd)
+                self._read_errors_left(link)
+                heard.append((link, {"event": "gone"}))
+        return heard
+
+    def ask(self, questions: Iterable[tuple[Link, Message]], event: str, deadline: float) -> dict[Link, Message]:
+        """Send each agent its question; the answers that came by the deadline ("gone" is one)."""
+        open_links = set()
+        for link, question in questions:
+            link.wire.send(question)
+            open_links.add(link)
+        return self.await_event(open_links, event, deadline)
+
+    def await_event(self, links: Iterable[Link], event: str, deadline: float) -> dict[Link, Message]:
+        waiting = set(links)
+        answers: dict[Link, Message] = {link: {"event": "gone"} for link in waiting if link.gone}
+        waiting -= set(answers)
+        while waiting and (left := deadline - time.monotonic()) > 0:
+            for link, message in self.receive(min(left, 0.1)):
+                if link in waiting and message["event"] in (event, "gone"):
+                    answers[link] = message
+                    waiting.discard(link)
+        return answers
+
+    def _read_errors(self, link: Link, key: selectors.SelectorKey) -> None:
+        try:
+            data = os.read(key.fd, _ERRORS_KEPT)
+        except BlockingIOError:
+            return
+        if not data:
+            self._selector.unregister(key.fileobj)
+        link.errors = (link.errors + data)[-_ERRORS_KEPT:]
+
+    def _read_errors_left(self, link: Link) -> None:
+        """What was said on stderr just before the end."""
+        if link.process is None or link.process.stderr is None:
+            return
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            link.process.wait(timeout=1)
+        with contextlib.suppress(BlockingIOError, ValueError, OSError):
+            while data := os.read(link.process.stderr.fileno(), _ERRORS_KEPT):
+                link.errors = (link.errors + data)[-_ERRORS_KEPT:]
+
+    def hang_up(self) -> None:
+        """Tell all agents that it is over: they end everything they started."""
+        for link in self.all:
+            if not link.gone:
+                link.wire.hang_up()
+
+    def kill(self) -> None:
+        for link in self.all:
+            if link.process is not None and link.process.poll() is None:
+                end_group(link.process)
+
+
+def start_detached(
+    command: Sequence[str], environment: Mapping[str, str] | None = None, stdin: int = subprocess.DEVNULL
+) -> subprocess.Popen[bytes]:
+    """In a session of its own, so that Ctrl-C reaches the launcher alone."""
+    return subprocess.Popen(
+        list(command),
+        stdin=stdin,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        bufsize=0,
+        start_new_session=True,
+        env=None if environment is None else dict(environment),
+    )
+
+
+def end_group(process: subprocess.Popen[bytes], signum: int = signal.SIGKILL) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signum)
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=2)
+
+
+def agent_command(python: str = sys.executable) -> list[str]:
+    """-P: a file of the user's in the working directory must not shadow a module that the agent needs."""
+    return [python, "-P", "-m", "unisono.launch.agent"]

@@ -1,0 +1,106 @@
+"""mpiexec: finding one, telling MPICH from Open MPI, and its command line for a job."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from unisono.errors import LaunchError, UsageError
+from unisono.launch import environment
+from unisono.launch.hosts import Placement
+
+MPICH = "MPICH"
+OPEN_MPI = "Open MPI"
+
+
+@dataclass(frozen=True)
+class Mpiexec:
+    path: str
+    flavour: str
+
+    def command(self, placements: Sequence[Placement], program: Sequence[str]) -> list[str]:
+        """Start `program` once a rank, on the hosts given (none: here)."""
+        n = sum(placement.count for placement in placements)
+        hosts = ",".join(f"{each.host.name}:{each.count}" for each in placements)
+        elsewhere = any(not each.host.is_local for each in placements)
+        if self.flavour == OPEN_MPI:
+            options = ["--allow-run-as-root"] if os.geteuid() == 0 else []
+            options += ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
+            options += [word for name in self.exported() for word in ("-x", name)]
+            options += ["--host", hosts] if elsewhere else []
+        else:
+            options = ["-hosts", hosts] if elsewhere else []
+        return [self.path, *options, "-n", str(n), *program]
+
+    def variables(self, ssh: Sequence[str], folder: Path) -> dict[str, str]:
+        """What mpiexec needs in its environment; folder outlives the job."""
+        found: dict[str, str] = {}
+        if tuple(ssh) != ("ssh",):
+            wrapper = folder / "ssh"
+            wrapper.write_text(f'#!/bin/sh\nexec {shlex.join(ssh)} "$@"\n')
+            wrapper.chmod(0o700)
+            names = ("HYDRA_LAUNCHER_EXEC", "PRTE_MCA_plm_ssh_agent")
+            found |= dict.fromkeys(names, str(wrapper))
+        return found | self._library()
+
+    def _library(self) -> dict[str, str]:
+        """mpi4py must load this mpiexec's library: for Open MPI in a prefix of its own, say where it is."""
+        if self.flavour != OPEN_MPI or "MPI4PY_LIBMPI" in os.environ:
+            return {}
+        libraries = sorted((Path(self.path).parent.parent / "lib").glob("libmpi.so.*"), key=lambda p: len(p.name))
+        if not libraries:
+            return {}
+        return {"MPI4PY_MPIABI": "openmpi", "MPI4PY_LIBMPI": str(libraries[0])}
+
+    def exported(self) -> list[str]:
+        """Open MPI hands only named variables to other hosts; MPICH all."""
+        named = [environment.CONNECT, "MPI4PY_MPIABI", "MPI4PY_LIBMPI", "PYTHONPATH"]
+        return [name for name in named if name in os.environ or name != "PYTHONPATH"]
+
+
+def find() -> Mpiexec:
+    """$UNISONO_MPIEXEC, else the one beside the interpreter, else the first on PATH."""
+    chosen = os.environ.get(environment.MPIEXEC)
+    if chosen:
+        path = shutil.which(chosen)
+        if path is None:
+            raise UsageError(f"{environment.MPIEXEC}={chosen!r} is no program that can be run; check the path")
+        return Mpiexec(path, _flavour(path))
+    beside = Path(sys.executable).parent / "mpiexec"
+    path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
+    if path is None:
+        raise LaunchError(
+            "--backend mpi needs mpiexec, and there is none beside the interpreter or on PATH;"
+            " run: pip install 'unisono[mpi]'"
+        )
+    return Mpiexec(path, _flavour(path))
+
+
+def _flavour(path: str) -> str:
+    try:
+        done = subprocess.run(
+            [path, "--version"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=20,
+            stdin=subprocess.DEVNULL,
+        )
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise LaunchError(f"{path} --version failed: {error}; choose another with {environment.MPIEXEC}") from None
+    said = done.stdout + done.stderr
+    if "Open MPI" in said or "OpenRTE" in said or "PRRTE" in said:
+        return OPEN_MPI
+    if "HYDRA" in said or "MPICH" in said or "Intel(R) MPI" in said:
+        return MPICH
+    first = said.strip().splitlines()[0] if said.strip() else "nothing"
+    raise LaunchError(
+        f"{path} is neither MPICH's nor Open MPI's mpiexec (--version says {first!r});"
+        f" choose another with {environment.MPIEXEC}"
+    )

@@ -1,0 +1,176 @@
+"""A job over MPI: mpiexec starts one agent a rank, and each agent calls the launcher back.
+
+So output, failures and the end of the job go the same way as without MPI, whatever mpiexec is like.
+"""
+
+from __future__ import annotations
+
+import hmac
+import os
+import secrets
+import select
+import shlex
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from unisono.errors import LaunchError
+from unisono.launch import environment, mpiexec, network, preflight
+from unisono.launch.console import Console
+from unisono.launch.job import Job, Share
+from unisono.launch.link import Link, Links, agent_command, end_group
+from unisono.launch.watch import Outcome, Watch, ending
+from unisono.launch.wire import Message, Wire
+
+BACKEND = "mpi"
+_GREETING_TIMEOUT = 5.0
+
+
+def run(job: Job, console: Console) -> Outcome:
+    """Run the job to its end, restarts included."""
+    if job.elsewhere:
+        _check_hosts(job, console)
+    for attempt in range(job.max_restarts + 1):
+        outcome = _attempt(job, console, attempt)
+        if not outcome.told or attempt == job.max_restarts:
+            break
+        console.say(f"restart {attempt + 1} of {job.max_restarts}: {outcome.in_one_line}")
+    return outcome
+
+
+def _check_hosts(job: Job, console: Console) -> None:
+    links = Links()
+    with ending(Watch(job, links, console)):
+        preflight.gather(job, links, console.say)
+
+
+def _attempt(job: Job, console: Console, attempt: int) -> Outcome:
+    links = Links()
+    watch = Watch(job, links, console)
+    folder = Path(tempfile.mkdtemp(prefix="unisono-mpi-"))
+    token = secrets.token_hex(16)
+    door = network.listen("" if job.elsewhere else "127.0.0.1", 0)
+    process = _start(job, console, folder, f"{token} {door.getsockname()[1]}")
+    try:
+        with ending(watch):
+            _admit(job, links, door, token, process, folder / "log")
+            _share_out(job, links, attempt)
+            return watch.until_end()
+    finally:
+        door.close()
+        _end_mpiexec(process)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _start(job: Job, console: Console, folder: Path, meeting_point: str) -> subprocess.Popen[bytes]:
+    """mpiexec. Its own words go to a file: they are shown only when no rank can explain a failure."""
+    tool = mpiexec.find()
+    addresses = network.all_addresses() if job.elsewhere else ["127.0.0.1"]
+    variables = dict(os.environ) | tool.variables(job.ssh, folder)
+    variables[environment.CONNECT] = f"{meeting_point} {','.join(addresses)}"
+    command = tool.command(job.placements, agent_command(job.python or sys.executable))
+    if job.verbose:
+        console.say(f"{tool.flavour}: {shlex.join(command)}")
+    with (folder / "log").open("wb") as log:
+        return subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables, start_new_session=True
+        )
+
+
+def _admit(
+    job: Job, links: Links, door: socket.socket, token: str, process: subprocess.Popen[bytes], log: Path
+) -> None:
+    """Wait until every rank's agent has called in."""
+    deadline = time.monotonic() + job.start_timeout
+    door.settimeout(0.05)
+    while len(links.all) < job.world:
+        if process.poll() is not None or time.monotonic() > deadline:
+            raise LaunchError(_why_mpiexec_failed(job, len(links.all), process, log))
+        try:
+            connection, _ = door.accept()
+        except TimeoutError:
+            continue
+        connection.settimeout(None)
+        fd = connection.detach()
+        wire = Wire(fd, fd)
+        greeting = _greeting(wire)
+        if len(greeting) < 2 or not hmac.compare_digest(str(greeting[0].get("token")), token):
+            os.close(fd)
+            continue
+        link = Link(greeting[1]["host"], wire)
+        link.hello = greeting[1]
+        links.add(link)
+
+
+def _greeting(wire: Wire) -> list[Message]:
+    """The token and the hello of whoever called; less when it is no agent."""
+    said: list[Message] = []
+    while len(said) < 2 and not wire.closed:
+        readable, _, _ = select.select([wire.read_fd], [], [], _GREETING_TIMEOUT)
+        if not readable:
+            break
+        said += wire.read_once()
+    return said
+
+
+def _why_mpiexec_failed(job: Job, arrived: int, process: subprocess.Popen[bytes], log: Path) -> str:
+    said = log.read_text(errors="replace").strip()
+    code = process.poll()
+    ended = f"ended with code {code}" if code is not None else f"gave no sign in {job.start_timeout:g} s"
+    head = f"mpiexec {ended} when {arrived} of {job.world} ranks had started"
+    return f"{head}:\n{said}" if said else f"{head} (it wrote nothing; raise --start-timeout if it is only slow)"
+
+
+def _share_out(job: Job, links: Links, attempt: int) -> None:
+    """Tell each agent which rank it has: as mpiexec numbered it."""
+    for link in links:
+        rank = _mpi_number(link, "PMI_RANK", "OMPI_COMM_WORLD_RANK")
+        if rank is None:
+            raise LaunchError("mpiexec told its ranks no rank (neither PMI_RANK nor OMPI_COMM_WORLD_RANK)")
+        placement = job.placement_of(rank)
+        link.host, link.is_local = placement.host.name, placement.host.is_local
+        link.ranks = range(rank, rank + 1)
+    master = next(link for link in links if link.ranks.start == 0)
+    address = preflight.addresses(links)[master] if job.several_hosts else "127.0.0.1"
+    port = preflight.open_door(job, links, master, address)
+    for link in links:
+        rank = link.ranks.start
+        placement = job.placement_of(rank)
+        local = _mpi_number(link, "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
+        share = Share(
+            program=job.program,
+            host=link.host,
+            node=job.placements.index(placement),
+            nodes=len(job.placements),
+            first_rank=rank,
+            count=1,
+            world=job.world,
+            address=address,
+            port=port,
+            environment=job.environment,
+            max_restarts=job.max_restarts,
+            attempt=attempt,
+            local_rank=rank - placement.first_rank if local is None else local,
+            local_world=placement.count,
+        )
+        link.wire.send({"do": "run", "share": share.to_json()})
+
+
+def _mpi_number(link: Link, *names: str) -> int | None:
+    told = link.hello["mpi"]
+    return next((int(told[name]) for name in names if name in told), None)
+
+
+def _end_mpiexec(process: subprocess.Popen[bytes]) -> None:
+    """It ends by itself after its ranks; when it does not, ask, then kill."""
+    try:
+        process.wait(timeout=1)
+    except subprocess.TimeoutExpired:
+        end_group(process, signal.SIGTERM)
+        if process.poll() is None:
+            end_group(process)

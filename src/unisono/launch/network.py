@@ -1,0 +1,84 @@
+"""Addresses, interfaces and reachability, as a node sees them."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import socket
+import struct
+import time
+from pathlib import Path
+
+_SIOCGIFADDR = 0x8915
+
+
+def listen(address: str, port: int, backlog: int = 2048) -> socket.socket:
+    """A listening socket on address ("" is every interface); port 0 lets the system choose."""
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    return socket.create_server((address, port), family=family, backlog=backlog)
+
+
+def source_address(towards: str) -> str:
+    """The address from which this host would talk to another. Sends nothing."""
+    family, _, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)
+        return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The name of the interface that carries an address of this host."""
+    if address.startswith("127."):
+        return "lo"
+    if ":" in address:
+        return _interface_of_v6(address)
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        for _, name in socket.if_nameindex():
+            request = struct.pack("256s", name.encode()[:15])
+            try:
+                reply = fcntl.ioctl(control.fileno(), _SIOCGIFADDR, request)
+            except OSError:
+                continue
+            if socket.inet_ntoa(reply[20:24]) == address:
+                return name
+    return None
+
+
+def _interface_of_v6(address: str) -> str | None:
+    wanted = socket.inet_pton(socket.AF_INET6, address.partition("%")[0]).hex()
+    try:
+        lines = Path("/proc/net/if_inet6").read_text().splitlines()
+    except OSError:
+        return None
+    return next((line.split()[5] for line in lines if line.startswith(wanted)), None)
+
+
+def addresses_of_ssh() -> tuple[str | None, str | None]:
+    """(the launcher's address, this host's address) of the ssh connection that started this process."""
+    words = os.environ.get("SSH_CONNECTION", "").split()
+    return (words[0], words[2]) if len(words) == 4 else (None, None)
+
+
+def all_addresses() -> list[str]:
+    """This host's own IPv4 addresses, loopback last."""
+    found = []
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
+        for _, name in socket.if_nameindex():
+            try:
+                reply = fcntl.ioctl(control.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue
+            found.append(socket.inet_ntoa(reply[20:24]))
+    return sorted(found, key=lambda address: address.startswith("127."))
+
+
+def reach(address: str, port: int, timeout: float) -> float | str:
+    """Milliseconds until a TCP connection stands, or why it does not."""
+    start = time.perf_counter()
+    try:
+        with socket.create_connection((address, port), timeout=timeout):
+            return (time.perf_counter() - start) * 1e3
+    except TimeoutError:
+        return "timed out"
+    except OSError as error:
+        return (error.strerror or str(error)).lower()

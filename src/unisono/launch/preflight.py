@@ -1,0 +1,147 @@
+"""Before anything starts: can every host do its part? Each host that cannot is named with the cause."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from unisono.errors import LaunchError
+from unisono.launch import remote
+from unisono.launch.job import Job
+from unisono.launch.link import Link, Links, agent_command
+from unisono.launch.wire import Message
+
+Say = Callable[[str], None]
+_PROBE_TIMEOUT = 3.0
+
+
+def gather(job: Job, links: Links, say: Say) -> None:
+    """Start an agent on every host, in parallel, and check each; LaunchError names every host that fails."""
+    began = time.monotonic()
+    deadline = began + job.start_timeout
+    for placement in job.placements:
+        host = placement.host
+        if host.is_local:
+            command = agent_command()
+        else:
+            command = remote.command(host.name, job.ssh, job.python, job.start_timeout)
+        link = links.start(host.name, command)
+        link.is_local = host.is_local
+        link.ranks = range(placement.first_rank, placement.first_rank + placement.count)
+    problems = _greet(job, links, deadline)
+    problems |= _versions(links, problems)
+    sound = [link for link in links if link.host not in problems]
+    problems |= _program(job, sound, links, deadline)
+    if job.verbose:
+        _tell(job, links, problems, time.monotonic() - began, say)
+        if not problems and job.several_hosts:
+            reached_at = addresses(links)
+            for line in matrix_lines(links, matrix(links, reached_at)):
+                say(line)
+    if problems:
+        causes = "\n".join(f"  {host}: {cause}" for host, cause in problems.items())
+        raise LaunchError(f"preflight failed, nothing was started:\n{causes}")
+
+
+def _greet(job: Job, links: Links, deadline: float) -> dict[str, str]:
+    problems = {}
+    answers = links.await_event(list(links), "hello", deadline)
+    for link in links:
+        answer = answers.get(link)
+        if answer is None:
+            problems[link.host] = f"no answer within --start-timeout {job.start_timeout:g} s"
+        elif answer["event"] == "gone":
+            problems[link.host] = remote.cause(link, job.python)
+        else:
+            link.hello = answer
+    return problems
+
+
+def _versions(links: Links, known: dict[str, str]) -> dict[str, str]:
+    """Ranks that speak different versions may misread each other: all hosts must have the first one's."""
+    problems: dict[str, str] = {}
+    sound = [link for link in links if link.host not in known]
+    for link in sound:
+        for package in ("unisono", "torch"):
+            have, want = link.hello[package], sound[0].hello[package]
+            if have is None:
+                problems[link.host] = f"{package} is not installed for its python ({link.hello['python']})"
+            elif have != want:
+                problems[link.host] = f"{package} {have} there, but {want} on {sound[0].host}: install the same"
+    return problems
+
+
+def _program(job: Job, sound: Sequence[Link], links: Links, deadline: float) -> dict[str, str]:
+    question = {"do": "check", "program": asdict(job.program)}
+    answers = links.ask([(link, question) for link in sound], "checked", deadline)
+    problems = {}
+    for link in sound:
+        answer = answers.get(link, {"event": "gone"})
+        if answer["event"] == "gone":
+            problems[link.host] = f"its agent stopped answering: {remote.cause(link, job.python)}"
+        elif answer["problem"]:
+            problems[link.host] = answer["problem"]
+    return problems
+
+
+def _tell(job: Job, links: Links, problems: dict[str, str], seconds: float, say: Say) -> None:
+    say(f"preflight of {len(links.all)} host(s), {job.world} ranks, in {seconds:.1f} s:")
+    for link in links:
+        ranks = f"ranks {link.ranks.start}-{link.ranks.stop - 1}"
+        if link.host in problems:
+            say(f"  {link.host}: {problems[link.host]}")
+            continue
+        versions = ", ".join(f"{name} {link.hello[name]}" for name in ("python", "unisono", "torch"))
+        say(f"  {link.host}: ok, {ranks}, {versions}")
+
+
+def addresses(links: Links) -> dict[Link, str]:
+    """How each node is reached by the others: as ssh saw it, the name itself where ssh does not tell."""
+    if len(links.all) == 1:
+        return {links.all[0]: "127.0.0.1"}
+    seen_from_afar = [link.hello["launcher_address"] for link in links if not link.is_local]
+    here = next((address for address in seen_from_afar if address), None)
+    return {link: (here if link.is_local else link.hello["address"]) or link.host for link in links}
+
+
+def open_door(job: Job, links: Links, master: Link, address: str) -> int:
+    """Have the master's host listen where the job's store will be; the port."""
+    interface = "127.0.0.1" if address == "127.0.0.1" else "::" if ":" in address else ""
+    question: Message = {"do": "listen", "name": "store", "address": interface, "port": job.master_port}
+    answers = links.ask([(master, question)], "listening", time.monotonic() + job.start_timeout)
+    answer = answers.get(master, {})
+    if "port" not in answer:
+        problem = answer.get("problem", "its agent stopped answering")
+        raise LaunchError(
+            f"preflight failed, nothing was started:\n"
+            f"  {master.host}: the master port {job.master_port} cannot be used: {problem};"
+            f" give another with --master-port, or none to have a free one chosen"
+        )
+    return int(answer["port"])
+
+
+def matrix(links: Links, reached_at: dict[Link, str]) -> list[list[float | str]]:
+    """Row by column: from node to node, milliseconds until connected or why not."""
+    deadline = time.monotonic() + 10 + _PROBE_TIMEOUT * len(links.all)
+    question: Message = {"do": "listen", "name": "probe", "port": 0}
+    doors = links.ask(
+        [(link, {**question, "address": "::" if ":" in reached_at[link] else ""}) for link in links],
+        "listening",
+        deadline,
+    )
+    targets = [(reached_at[link], doors.get(link, {}).get("port", 0)) for link in links]
+    probe = {"do": "probe", "targets": targets, "timeout": _PROBE_TIMEOUT}
+    found = links.ask([(link, probe) for link in links], "probed", deadline)
+    unknown = ["no answer"] * len(targets)
+    return [found.get(link, {}).get("found", unknown) for link in links]
+
+
+def matrix_lines(links: Links, cells: list[list[float | str]]) -> list[str]:
+    names = [link.host for link in links]
+    texts = [[cell if isinstance(cell, str) else f"{cell:.2f} ms" for cell in row] for row in cells]
+    width = max(len(text) for text in [*names, *(text for row in texts for text in row)])
+    lines = ["connections (row to column):", "  " + " ".join(f"{name:>{width}}" for name in ["", *names])]
+    for name, row in zip(names, texts, strict=True):
+        lines.append("  " + " ".join(f"{text:>{width}}" for text in [name, *row]))
+    return lines

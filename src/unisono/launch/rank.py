@@ -1,0 +1,190 @@
+"""What happens inside a freshly forked rank: take the place of a process of its own, run the program, end.
+
+The rank was forked from a process that had imported torch but computed nothing and never touched CUDA.
+"""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import builtins
+import faulthandler
+import io
+import os
+import pickle
+import re
+import runpy
+import signal
+import sys
+import threading
+import traceback
+import types
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from unisono.launch import failure, proctree
+from unisono.launch.failure import Failure
+from unisono.launch.job import CALL, MODULE, Program
+
+# What c10d says when a peer is gone. A rank that fails with this is debris of another failure.
+_PEER_IS_GONE = re.compile(
+    r"closed by peer|reset by peer|Broken pipe|got 0 bytes|remote process exited|connectFullMesh failed"
+    r"|Application timeout caused pair closure"
+)
+
+
+def enter(streams: Mapping[str, int], environment: Mapping[str, str], keep: set[int], parent: int) -> None:
+    """Make the forked process a rank: own session, own streams, own environment, nothing of its parent's."""
+    os.setsid()
+    proctree.die_with_parent(parent)
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+        signal.signal(signum, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.set_wakeup_fd(-1)
+    os.environ.update(environment)
+    _connect(streams, keep)
+    _limit_threads()
+    _reseed()
+    faulthandler.enable(file=2, all_threads=True)
+
+
+def _connect(streams: Mapping[str, int], keep: set[int]) -> None:
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
+    os.dup2(streams["out"], 1)
+    os.dup2(streams["err"], 2)
+    keep = keep | {0, 1, 2} | {fd for name, fd in streams.items() if name not in ("out", "err")}
+    for fd in open_descriptors() - keep:
+        try:
+            os.close(fd)
+        except OSError:
+            continue
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, closefd=False))  # type: ignore[misc]
+    sys.stdout = sys.__stdout__ = _line_stream(1, "strict")  # type: ignore[misc]
+    sys.stderr = sys.__stderr__ = _line_stream(2, "backslashreplace")  # type: ignore[misc]
+
+
+def open_descriptors() -> set[int]:
+    return {int(name) for name in os.listdir("/proc/self/fd")}
+
+
+def _line_stream(fd: int, errors: str) -> io.TextIOWrapper:
+    raw = io.BufferedWriter(io.FileIO(fd, "w", closefd=False))
+    return io.TextIOWrapper(raw, encoding="utf-8", errors=errors, line_buffering=True)
+
+
+def _limit_threads() -> None:
+    """Ranks share the cores of a node: one thread each, as with torchrun, unless the user says otherwise."""
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
+        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    torch = sys.modules.get("torch")
+    if torch is not None and wanted.isdigit() and int(wanted) > 0:
+        torch.set_num_threads(int(wanted))
+
+
+def _reseed() -> None:
+    """NumPy's global generator would be the same in every rank after a fork; Python's reseeds itself."""
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed()
+
+
+def run(program: Program, results: int | None = None) -> int:
+    """Run the program as `python` would; the exit code. An uncaught exception goes to the launcher."""
+    os.chdir(program.directory)
+    if program.kind == CALL:
+        return perform(lambda: _call(program, results))
+    if program.kind == MODULE:
+        return perform(lambda: _run_module(program))
+    return perform(lambda: _run_script(program))
+
+
+def perform(body: Callable[[], object]) -> int:
+    """Run body and everything that a Python process does at its end; the exit code."""
+    code = _guarded(body)
+    return _guarded(_finish) or code
+
+
+def _guarded(body: Callable[[], object]) -> int:
+    try:
+        body()
+    except SystemExit as request:
+        return _exit_code(request)
+    except BaseException as error:
+        failure.record(Failure.now(_own_rank(), _kind_of(error), _traceback_of(error)))
+        return 130 if isinstance(error, KeyboardInterrupt) else 1
+    return 0
+
+
+def _finish() -> None:
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+def _run_script(program: Program) -> None:
+    path = os.path.abspath(program.target)
+    sys.argv = [program.target, *program.args]
+    sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
+    main = types.ModuleType("__main__")
+    main.__dict__.update(__file__=path, __builtins__=builtins, __spec__=None, __cached__=None)
+    sys.modules["__main__"] = main
+    with io.open_code(path) as source:
+        code = compile(source.read(), path, "exec", dont_inherit=True)
+    exec(code, main.__dict__)
+
+
+def _run_module(program: Program) -> None:
+    sys.argv = [program.target, *program.args]
+    sys.path.insert(0, os.getcwd())
+    runpy.run_module(program.target, run_name="__main__", alter_sys=True)
+
+
+def _call(program: Program, results: int | None) -> None:
+    from multiprocessing import spawn
+
+    call: dict[str, Any] = pickle.loads(base64.b64decode(program.target))
+    spawn.prepare(call["preparation"])
+    function, args = pickle.loads(call["function"])
+    answer(function(*args), results)
+
+
+def answer(value: object, results: int | None) -> None:
+    """Send a function's result to the launcher."""
+    if results is None:
+        return
+    with os.fdopen(results, "wb") as stream:
+        stream.write(pickle.dumps(value))
+
+
+def _exit_code(request: SystemExit) -> int:
+    if request.code is None:
+        return 0
+    if isinstance(request.code, int):
+        return request.code & 0xFF
+    failure.record(Failure.now(_own_rank(), failure.EXCEPTION, str(request.code)))
+    return 1
+
+
+def _own_rank() -> int:
+    return int(os.environ["RANK"])
+
+
+def _kind_of(error: BaseException) -> str:
+    gone = isinstance(error, RuntimeError) and _PEER_IS_GONE.search(str(error))
+    return failure.PEER if gone else failure.EXCEPTION
+
+
+def _traceback_of(error: BaseException) -> str:
+    """The traceback from the user's own code on: frames of the launcher and of runpy are cut off the top."""
+    frame = error.__traceback__
+    while frame is not None and _is_scaffold(frame.tb_frame.f_code.co_filename):
+        frame = frame.tb_next
+    return "".join(traceback.format_exception(type(error), error, frame))
+
+
+def _is_scaffold(filename: str) -> bool:
+    own = os.path.dirname(filename) == os.path.dirname(__file__)
+    return own or filename == runpy.__file__ or filename.startswith("<frozen")

@@ -1,0 +1,51 @@
+"""Agents on other hosts: the ssh command line, and what went wrong when no agent answers."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import shlex
+import sys
+from collections.abc import Sequence
+
+from unisono.launch.link import Link, agent_command
+
+# What ssh says -> what it means. The first that fits counts.
+_CAUSES = (
+    (r"could not resolve hostname", "its name does not resolve; check the spelling, DNS or /etc/hosts"),
+    (r"connection refused", "ssh refused: no ssh server listens there"),
+    (r"timed out|timeout", "ssh timed out: the host does not answer"),
+    (r"no route to host|network is unreachable", "no network route to the host"),
+    (
+        r"host key verification failed",
+        "its ssh host key is not known here; connect once by hand to accept it",
+    ),
+    (r"permission denied", "ssh key rejected: set up a key that logs in without a password (ssh-copy-id)"),
+    (r"no module named ['\"]?unisono", "unisono is not installed for its python"),
+)
+
+
+def command(host: str, ssh: Sequence[str], python: str, patience: float) -> list[str]:
+    """The ssh command that starts an agent. Its words are fixed; the job itself travels over stdin."""
+    words = agent_command(python or sys.executable)
+    path = os.environ.get("PYTHONPATH")
+    if path:
+        words = ["env", f"PYTHONPATH={path}", *words]
+    options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, math.ceil(patience))}", "-T"]
+    return [*ssh, *options, "--", host, shlex.join(words)]
+
+
+def cause(link: Link, python: str) -> str:
+    """Why the agent behind this link never spoke."""
+    said = link.errors.decode(errors="replace").strip()
+    code = link.exit_code
+    if code in (126, 127):
+        return f"no python at {python or sys.executable} there; give its path with --python"
+    for pattern, meaning in _CAUSES:
+        if re.search(pattern, said, re.IGNORECASE):
+            return meaning
+    if code is None:
+        return "no answer in time; raise --start-timeout if the host is only slow"
+    last = said.splitlines()[-1] if said else "no message"
+    return f"the agent ended with code {code}: {last}"

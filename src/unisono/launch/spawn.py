@@ -1,0 +1,172 @@
+"""spawn(): run a function on ranks that are forked from this process, for notebooks and tests."""
+
+from __future__ import annotations
+
+import atexit
+import base64
+import os
+import pickle
+import sys
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from unisono.errors import LaunchError, UsageError
+from unisono.launch import environment, launcher, rank, verdict
+from unisono.launch.console import Console
+from unisono.launch.crew import Crew
+from unisono.launch.hosts import LOCAL, Host, Placement
+from unisono.launch.job import CALL, Job, Program
+from unisono.launch.watch import Interrupted
+
+_BACKENDS = (None, "gloo", "nccl", "mpi")
+
+
+def spawn(
+    fn: Callable[..., Any],
+    n: int,
+    backend: str | None = None,
+    args: Sequence[Any] = (),
+    timeout: float | None = None,
+) -> list[Any]:
+    """Run fn(*args) on n ranks of this machine; the results, by rank.
+
+    The ranks are forked, so fn may be a lambda or a notebook's function, and each computes with one thread.
+    With backend="mpi" they are fresh processes under mpiexec, and fn must be importable. A rank's exception
+    is raised here as LaunchError with its traceback; so is the timeout (seconds) when ranks still run then.
+    """
+    _validate(fn, n, backend, timeout)
+    if backend == "mpi":
+        results = _over_mpi(fn, n, tuple(args), timeout)
+    else:
+        results = _over_fork(fn, n, backend, tuple(args), timeout)
+    return [pickle.loads(results[number]) for number in range(n)]
+
+
+def _validate(fn: object, n: int, backend: str | None, timeout: float | None) -> None:
+    if not callable(fn):
+        raise UsageError(f"spawn runs a function, not {fn!r}")
+    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+        raise UsageError(f"spawn needs a number of ranks of at least 1, not {n!r}")
+    if backend not in _BACKENDS:
+        raise UsageError(f"backend {backend!r} is unknown; use gloo, nccl or mpi, or none to choose by itself")
+    if timeout is not None and not timeout > 0:
+        raise UsageError(f"timeout {timeout!r} must be above 0 seconds")
+    torch = sys.modules.get("torch")
+    if backend != "mpi" and torch is not None and torch.cuda.is_initialized():
+        raise LaunchError(
+            "this process has initialised CUDA, and forked ranks could not use it: call spawn before the"
+            " first CUDA call, or start the program with `unisono run`"
+        )
+
+
+def _over_fork(
+    fn: Callable[..., Any], n: int, backend: str | None, args: tuple[Any, ...], timeout: float | None
+) -> dict[int, bytes]:
+    keep = rank.open_descriptors()
+    store, port = _open_store()
+    console = Console()
+    results: dict[int, bytearray] = {number: bytearray() for number in range(n)}
+
+    def listener(number: int, stream: str, data: bytes) -> None:
+        if stream == "result":
+            results[number] += data
+        else:
+            console.write(number, stream, data.decode("utf-8", "surrogateescape"))
+
+    def body(result_fd: int | None) -> int:
+        atexit._clear()  # what this process does at its end is not the ranks' to do
+        return rank.perform(lambda: rank.answer(fn(*args), result_fd))
+
+    crew = Crew(listener, keep, with_results=True)
+    try:
+        for number in range(n):
+            crew.start(number, _variables(number, n, backend, port), body)
+        _await(crew, timeout)
+        crew.drain()
+    finally:
+        crew.stop()
+        crew.close()
+        console.close()
+        del store
+    return {number: bytes(data) for number, data in results.items()}
+
+
+def _await(crew: Crew, timeout: float | None) -> None:
+    deadline = None if timeout is None else time.monotonic() + timeout
+    while crew.running:
+        crew.pump(0.1)
+        if crew.failures():
+            raise LaunchError(verdict.tell(verdict.first(crew.settled_failures()), None))
+        if deadline is not None and time.monotonic() > deadline and crew.running:
+            late = ", ".join(str(member.rank) for member in crew.running)
+            raise LaunchError(f"spawn: rank {late} still ran after the timeout of {timeout:g} s; all were ended")
+
+
+def _open_store() -> tuple[Any, int]:
+    """The store where the ranks meet, served by this process."""
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    return store, store.port
+
+
+def _variables(number: int, n: int, backend: str | None, port: int) -> dict[str, str]:
+    variables = environment.of_rank(
+        rank=number,
+        world=n,
+        local_rank=number,
+        local_world=n,
+        node=0,
+        nodes=1,
+        address="127.0.0.1",
+        port=port,
+        host=LOCAL,
+        attempt=0,
+    )
+    variables |= environment.of_elastic(attempt=0, max_restarts=0)
+    # a fork of a process that has used its OpenMP pool must not use one: its threads are not there
+    variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
+    if backend is not None:
+        variables[environment.BACKEND] = backend
+    return variables
+
+
+def _over_mpi(fn: Callable[..., Any], n: int, args: tuple[Any, ...], timeout: float | None) -> dict[int, bytes]:
+    try:
+        function = pickle.dumps((fn, args))
+    except Exception as error:
+        raise UsageError(
+            f"spawn over MPI sends the function and its arguments to fresh processes, and they cannot be"
+            f" pickled ({error}); define the function in a module, or use backend='gloo'"
+        ) from None
+    call = {"preparation": _preparation(b"__main__" in function), "function": function}
+    job = Job(
+        program=Program(CALL, base64.b64encode(pickle.dumps(call)).decode(), (), os.getcwd()),
+        placements=(Placement(Host(LOCAL, n), 0, n),),
+        backend="mpi",
+        environment={environment.BACKEND: "mpi"},
+        time_limit=timeout,
+    )
+    console = Console()
+    try:
+        outcome = launcher.launch(job, console)
+    except Interrupted:
+        raise KeyboardInterrupt from None
+    finally:
+        console.close()
+    if outcome.told:
+        raise LaunchError(outcome.told)
+    return outcome.results
+
+
+def _preparation(with_main: bool) -> dict[str, Any]:
+    """What multiprocessing's spawn tells a fresh process so that it can load what was pickled here."""
+    data: dict[str, Any] = {"sys_path": list(sys.path), "sys_argv": list(sys.argv), "dir": os.getcwd()}
+    main = sys.modules["__main__"]
+    spec = getattr(main, "__spec__", None)
+    if with_main and spec is not None:
+        data["init_main_from_name"] = spec.name
+    elif with_main and getattr(main, "__file__", None):
+        data["init_main_from_path"] = os.path.abspath(str(main.__file__))
+    return data

@@ -1,0 +1,82 @@
+"""Which failure came first, and how it is told.
+
+When one rank dies, its peers fail within milliseconds because their connections break, and are often noticed
+first. So order in time is not enough: a broken connection is debris as long as anything else has failed.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from unisono.launch import failure
+
+EXIT = "exit"  # ended with a code and no word
+SIGNAL = "signal"  # killed
+
+# Nothing that a peer does ends a process with one of these: the rank that got it is where it began.
+_OWN_FAULT = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
+_HINTS = {
+    signal.SIGKILL: "the kernel does this when memory runs out; see dmesg",
+    signal.SIGSEGV: "segmentation fault in native code; its Python stack, if known, is in the rank's output",
+    signal.SIGBUS: "bus error; a full /dev/shm does this",
+    signal.SIGABRT: "native code aborted; its message is in the rank's output",
+}
+
+
+@dataclass(frozen=True)
+class RankFailure:
+    rank: int
+    kind: str
+    text: str
+    age: float  # seconds before the report was made: clocks of hosts differ
+    code: int  # exit code; minus the signal's number when killed
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @property
+    def exit_code(self) -> int:
+        return 128 - self.code if self.code < 0 else self.code or 1
+
+    @property
+    def is_debris(self) -> bool:
+        return self.kind == failure.PEER
+
+
+def first(failures: Iterable[RankFailure]) -> RankFailure:
+    return min(failures, key=lambda each: (_order(each), -each.age, each.rank))
+
+
+def _order(each: RankFailure) -> int:
+    if each.is_debris:
+        return 2
+    return 0 if each.kind == SIGNAL and -each.code in _OWN_FAULT else 1
+
+
+def tell(each: RankFailure, host: str | None) -> str:
+    """The words for the user. host is None when there is only one."""
+    if each.kind == failure.HANG:
+        return each.text.rstrip("\n")
+    where = f" on host {host}" if host else ""
+    if each.kind == SIGNAL:
+        name = signal_name(-each.code)
+        hint = _HINTS.get(-each.code)  # type: ignore[call-overload]
+        return f"rank {each.rank} was killed by {name}{where}" + (f" ({hint})" if hint else "")
+    head = f"rank {each.rank} failed{where} (exit code {each.exit_code})"
+    return f"{head}:\n{each.text.rstrip()}" if each.text.strip() else head
+
+
+def in_one_line(each: RankFailure, host: str | None) -> str:
+    """The cause without its traceback: the first line, and the last one where a traceback follows."""
+    lines = tell(each, host).splitlines()
+    return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -1,0 +1,191 @@
+"""A running job as the launcher sees it: output passed on, the first failure found, everything ended."""
+
+from __future__ import annotations
+
+import base64
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from unisono.launch import failure, verdict
+from unisono.launch.console import Console
+from unisono.launch.job import Job
+from unisono.launch.link import Link, Links
+from unisono.launch.verdict import RankFailure
+from unisono.launch.wire import Message
+
+STOP = 4.5  # seconds that agents have to end their ranks
+_SETTLE = 0.1  # after a failure, how long other agents may still report an earlier one
+_SETTLE_DEBRIS = 1.0  # the same while only broken connections are known
+
+
+@dataclass
+class Outcome:
+    code: int = 0
+    told: str = ""  # the first failure in words; "" when all went well
+    results: dict[int, bytes] = field(default_factory=dict)
+    in_one_line: str = ""  # the first failure without its traceback
+
+
+class Interrupted(Exception):
+    """A signal to the launcher ended the job."""
+
+    def __init__(self, signum: int) -> None:
+        super().__init__(signal.Signals(signum).name)
+        self.signum = signum
+
+
+class Watch:
+    def __init__(self, job: Job, links: Links, console: Console) -> None:
+        self._job = job
+        self._links = links
+        self._console = console
+        self._failures: dict[int, list[RankFailure]] = {}  # by attempt
+        self._since: dict[int, float] = {}
+        self._told: set[int] = set()
+        self._restarting = False
+        self._results: dict[int, bytearray] = {}
+        self._codes: dict[int, int | None] = {}
+        self._lost: str = ""
+
+    def until_end(self) -> Outcome:
+        """Until the job has ended by itself or failed for good."""
+        began = time.monotonic()
+        while any(link.ended is None for link in self._links) and not self._lost:
+            self._listen(0.1)
+            self._enforce_limit(time.monotonic() - began)
+            attempt = self._settled()
+            if attempt is None:
+                continue
+            if not self._restarting:
+                break
+            self._tell_restart(attempt)
+        self.stop()
+        return self._outcome()
+
+    def _enforce_limit(self, seconds: float) -> None:
+        limit = self._job.time_limit
+        late = [_ranks(link) for link in self._links if link.ended is None]
+        if limit is not None and seconds > limit and late and not self._failures:
+            self._lost = f"rank {', '.join(late)} still ran after the timeout of {limit:g} s; all were ended"
+
+    def stop(self, signum: int | None = None) -> None:
+        """End all ranks. Their agents say when they are done; those that do not are killed."""
+        if signum is not None:
+            for link in self._links:
+                link.wire.send({"do": "stop", "signal": signum})
+        self._links.hang_up()
+        deadline = time.monotonic() + STOP
+        while time.monotonic() < deadline and any(not link.gone for link in self._links):
+            self._listen(0.1)
+        self._links.kill()
+
+    def _listen(self, timeout: float) -> None:
+        for link, message in self._links.receive(timeout):
+            self._hear(link, message)
+
+    def _hear(self, link: Link, message: Message) -> None:
+        match message["event"]:
+            case "output":
+                self._output(message["rank"], message["stream"], message["data"])
+            case "started":
+                self._console.unmute(set(link.ranks))
+            case "failing":
+                self._console.mute(set(range(self._job.world)) - set(message["ranks"]))
+            case "failed":
+                self._failed(message)
+            case "ended":
+                link.ended = message
+                self._codes |= dict(message["codes"])
+                if message["problem"] and not self._failures:
+                    self._lost = f"the agent on host {link.host} failed:\n{message['problem'].rstrip()}"
+            case "gone":
+                self._gone(link)
+
+    def _output(self, rank: int, stream: str, data: str) -> None:
+        if stream == "result":
+            self._results.setdefault(rank, bytearray()).extend(base64.b64decode(data))
+        else:
+            self._console.write(rank, stream, data)
+
+    def _failed(self, message: Message) -> None:
+        attempt = message["attempt"]
+        self._since.setdefault(attempt, time.monotonic())
+        self._restarting = message["restarting"]
+        for told in message["failures"]:
+            each = RankFailure(**told)
+            self._failures.setdefault(attempt, []).append(each)
+            self._console.to_file(each.rank, _for_file(each))
+
+    def _gone(self, link: Link) -> None:
+        if link.ended is None:
+            link.ended = {}
+            said = link.errors.decode(errors="replace").strip()
+            if not self._failures:
+                self._lost = f"the agent on host {link.host} was lost; its ranks are {_ranks(link)}" + (
+                    f":\n{said}" if said else ""
+                )
+
+    def _settled(self) -> int | None:
+        """The attempt whose first failure can be named now."""
+        for attempt, failures in self._failures.items():
+            if attempt in self._told:
+                continue
+            debris = all(each.is_debris for each in failures)
+            patience = _SETTLE_DEBRIS if debris else _SETTLE
+            alone = len(self._links.all) == 1
+            if alone or time.monotonic() - self._since[attempt] >= patience:
+                return attempt
+        return None
+
+    def _tell_restart(self, attempt: int) -> None:
+        self._told.add(attempt)
+        first = verdict.first(self._failures[attempt])
+        cause = verdict.in_one_line(first, self._host(first.rank))
+        self._console.say(f"restart {attempt + 1} of {self._job.max_restarts}: {cause}")
+
+    def _outcome(self) -> Outcome:
+        results = {rank: bytes(data) for rank, data in self._results.items()}
+        open_attempts = [attempt for attempt in self._failures if attempt not in self._told]
+        if not open_attempts:
+            return Outcome(1 if self._lost else 0, self._lost, results, self._lost.partition("\n")[0])
+        failures = self._failures[open_attempts[-1]]
+        first = verdict.first(failures)
+        told = verdict.tell(first, self._host(first.rank)) + self._note(first, failures)
+        brief = verdict.in_one_line(first, self._host(first.rank))
+        return Outcome(first.exit_code, told, results, brief)
+
+    def _note(self, first: RankFailure, failures: list[RankFailure]) -> str:
+        if first.is_debris:
+            finished = sorted(rank for rank, code in self._codes.items() if code == 0)
+            return f"\n(rank {', '.join(map(str, finished))} had already ended, code 0)" if finished else ""
+        others = {each.rank for each in failures if not each.is_debris and each.kind != failure.HANG}
+        others -= {first.rank}
+        return f"\n({len(others)} more failed after it)" if others else ""
+
+    def _host(self, rank: int) -> str | None:
+        return self._job.placement_of(rank).host.name if self._job.several_hosts else None
+
+
+@contextmanager
+def ending(watch: Watch) -> Iterator[None]:
+    """However the job ends, its agents end."""
+    signum = None
+    try:
+        yield
+    except Interrupted as interrupted:
+        signum = interrupted.signum
+        raise
+    finally:
+        watch.stop(signum)
+
+
+def _for_file(each: RankFailure) -> str:
+    """A rank's own file gets its own words, whoever failed first."""
+    return each.text if each.text.endswith("\n") or not each.text else each.text + "\n"
+
+
+def _ranks(link: Link) -> str:
+    return ", ".join(map(str, link.ranks))

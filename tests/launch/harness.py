@@ -1,0 +1,110 @@
+"""Running the real command in tests, and looking for what it left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+MARK = "UNISONO_TEST_MARK"
+COMMAND = (sys.executable, "-P", "-m", "unisono")  # -P: as the installed script, cwd is not on sys.path
+
+
+@dataclass
+class Run:
+    """A run of the command; its processes, and all they start, carry a mark in their environment."""
+
+    arguments: Sequence[str]
+    directory: Path
+    environment: Mapping[str, str] = field(default_factory=dict)
+    before: Sequence[str] = ()
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+
+    @property
+    def variables(self) -> dict[str, str]:
+        base = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
+        return {**base, "OMP_NUM_THREADS": "1", **self.environment, MARK: self.mark}
+
+    @property
+    def words(self) -> list[str]:
+        return [*self.before, *COMMAND, *self.arguments]
+
+    def finish(self, timeout: float = 90) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            self.words,
+            cwd=self.directory,
+            env=self.variables,
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            stdin=subprocess.DEVNULL,
+        )
+        assert self.left_running() == []
+        return done
+
+    @contextmanager
+    def started(self) -> Iterator[subprocess.Popen[str]]:
+        process = subprocess.Popen(
+            self.words,
+            cwd=self.directory,
+            env=self.variables,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            yield process
+        finally:
+            for pid in [*self.running(), process.pid]:
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+            process.communicate()
+
+    def running(self) -> list[int]:
+        """Living processes with this run's mark."""
+        wanted = f"{MARK}={self.mark}".encode()
+        found = []
+        for name in os.listdir("/proc"):
+            if not name.isdigit():
+                continue
+            try:
+                marked = wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
+                alive = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+            except OSError:
+                continue
+            if marked and alive:
+                found.append(int(name))
+        return found
+
+    def left_running(self, patience: float = 10) -> list[int]:
+        """The marked processes that do not end by themselves within patience."""
+        deadline = time.monotonic() + patience
+        while (found := self.running()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        return found
+
+
+def write_script(folder: Path, text: str, name: str = "script.py") -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def wait_for(path: Path, process: subprocess.Popen[str], patience: float = 60) -> None:
+    """Until a file that the ranks write is there."""
+    deadline = time.monotonic() + patience
+    while not path.exists():
+        assert process.poll() is None, f"ended early: {process.communicate()}"
+        assert time.monotonic() < deadline, f"{path} never came"
+        time.sleep(0.02)

@@ -1,0 +1,88 @@
+"""However the launcher ends, nothing is left running."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.launch.harness import Run, wait_for, write_script
+
+# Every rank ignores SIGTERM and has a child in a session of its own, whose parent then dies.
+STAY = """
+import os, pathlib, signal, subprocess, sys, time
+rank = os.environ["RANK"]
+if sys.argv[1] == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+subprocess.run(["sh", "-c", "setsid sleep 1000 & exit 0"])
+pathlib.Path(f"up.{rank}").touch()
+try:
+    time.sleep(1000)
+except KeyboardInterrupt:
+    pathlib.Path(f"interrupted.{rank}").touch()
+    raise
+"""
+
+
+@pytest.fixture(params=["gloo", "mpi"])
+def backend(request: pytest.FixtureRequest) -> str:
+    if request.param == "mpi":
+        pytest.importorskip("mpi4py")
+    return str(request.param)
+
+
+@pytest.mark.parametrize(
+    ("signum", "how"),
+    [
+        (signal.SIGINT, "polite"),
+        (signal.SIGINT, "stubborn"),
+        (signal.SIGTERM, "stubborn"),
+        (signal.SIGKILL, "stubborn"),
+    ],
+)
+def test_a_signal_to_the_launcher_ends_everything(
+    tmp_path: Path, backend: str, signum: signal.Signals, how: str
+) -> None:
+    write_script(tmp_path, STAY)
+    run = Run(["run", "-n", "2", "--backend", backend, "script.py", how], tmp_path)
+    with run.started() as process:
+        for rank in range(2):
+            wait_for(tmp_path / f"up.{rank}", process)
+        os.kill(process.pid, signum)
+        _, said = process.communicate(timeout=30)
+        assert run.left_running() == []
+    if signum == signal.SIGKILL:
+        assert process.returncode == -signal.SIGKILL
+    else:
+        assert process.returncode == 128 + signum
+        assert said == f"stopped by {signum.name}; all ranks have ended\n"
+    interrupted = sorted(path.name for path in tmp_path.glob("interrupted.*"))
+    assert interrupted == (["interrupted.0", "interrupted.1"] if how == "polite" else [])
+
+
+def test_a_lost_agent_is_told_and_its_ranks_end(tmp_path: Path) -> None:
+    write_script(tmp_path, STAY)
+    run = Run(["run", "-n", "2", "script.py", "stubborn"], tmp_path)
+    with run.started() as process:
+        for rank in range(2):
+            wait_for(tmp_path / f"up.{rank}", process)
+        os.kill(_agent_of(process.pid), signal.SIGKILL)
+        _, said = process.communicate(timeout=30)
+        assert run.left_running() == []
+    assert process.returncode == 1
+    assert said == "the agent on host localhost was lost; its ranks are 0, 1\n"
+
+
+def test_what_a_finished_job_left_running_is_swept(tmp_path: Path) -> None:
+    write_script(tmp_path, "import subprocess; subprocess.Popen(['setsid', 'sleep', '1000'])")
+    run = Run(["run", "-n", "1", "script.py"], tmp_path)
+    assert run.finish().returncode == 0
+
+
+def _agent_of(launcher: int) -> int:
+    children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
+    assert len(children) == 1
+    return int(children[0])

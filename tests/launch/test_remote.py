@@ -1,0 +1,258 @@
+"""Real remote hosts: two network namespaces, each with its own sshd."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.launch import namespaces
+from tests.launch.harness import Run, wait_for, write_script
+from tests.launch.namespaces import ADDRESSES, Hosts
+
+pytestmark = pytest.mark.hosts
+
+
+@pytest.fixture(scope="module")
+def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    reason = namespaces.why_not()
+    if reason is not None:
+        pytest.skip(f"no two hosts on this machine: {reason}")
+    with namespaces.two_hosts(tmp_path_factory.mktemp("hosts")) as hosts:
+        yield hosts
+
+
+def _run(hosts: Hosts, folder: Path, *arguments: str, **variables: str) -> Run:
+    return Run(
+        ["run", *arguments],
+        folder,
+        {"UNISONO_SSH": hosts.ssh, "UNISONO_TRAVELS": "yes", **variables},
+        before=hosts.inside,
+    )
+
+
+# The mark must reach the far ranks for the search for left-overs to find them: its name travels.
+ALL_REDUCE = """
+import os, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(1) * (dist.get_rank() + 1)
+dist.all_reduce(total)
+names = ("UNISONO_HOST", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "UNISONO_TRAVELS")
+print(int(total), *(os.environ.get(name) for name in names), sys.argv[1:])
+"""
+
+
+def test_one_world_over_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, ALL_REDUCE)
+    (tmp_path / "hostfile").write_text("# two\nnode0 slots=1\nnode1 slots=2\n")
+    words = ["a b", "it's;", "$(touch hacked)", '"']
+    arguments = ("--verbose", "-hostfile", "hostfile", "--output-filename", "logs", "script.py", *words)
+    done = _run(hosts, tmp_path, *arguments).finish()
+    assert done.returncode == 0, done.stderr
+    places = ["node0 0 1", "node1 0 2", "node1 1 2"]
+    lines = [f"6 {place} {ADDRESSES[0]} yes {words}" for place in places]
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] {line}" for rank, line in enumerate(lines)]
+    assert (tmp_path / "logs" / "rank.2").read_text() == lines[2] + "\n"
+    assert not (tmp_path / "hacked").exists()
+    said = done.stderr.splitlines()
+    assert said[0].startswith("preflight of 2 host(s), 3 ranks, in ")
+    assert said[1].startswith("  node0: ok, ranks 0-0, python 3.")
+    assert said[2].startswith("  node1: ok, ranks 1-2, python 3.")
+    assert said[3] == "connections (row to column):"
+    assert all(len(re.findall(r"\d+\.\d\d ms", line)) == 2 for line in said[5:7])
+
+
+def test_this_host_needs_no_ssh(hosts: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, ALL_REDUCE)
+    done = _run(hosts, tmp_path, "-H", "localhost:1,node1:1", "script.py").finish()
+    assert done.returncode == 0, done.stderr
+    hosts_seen = ["localhost 0 1", "node1 0 1"]
+    lines = [f"[{rank}] 3 {seen} {ADDRESSES[0]} yes []" for rank, seen in enumerate(hosts_seen)]
+    assert sorted(done.stdout.splitlines()) == lines
+
+
+FAILS = """
+import os, subprocess, sys
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+dist.barrier()
+subprocess.Popen(["setsid", "sleep", "1000"])
+if dist.get_rank() == int(sys.argv[1]) and os.environ["UNISONO_ATTEMPT"] < sys.argv[2]:
+    raise ValueError("far away")
+dist.all_reduce(torch.ones(1))
+print("well", os.environ["UNISONO_ATTEMPT"])
+"""
+
+
+@pytest.mark.parametrize("rank", [0, 3])
+def test_the_first_failure_names_its_host(hosts: Hosts, tmp_path: Path, rank: int) -> None:
+    write_script(tmp_path, FAILS)
+    done = _run(hosts, tmp_path, "-H", "node0:2,node1:2", "script.py", str(rank), "9").finish()
+    assert (done.returncode, done.stdout) == (1, "")
+    host = "node0" if rank < 2 else "node1"
+    assert done.stderr.startswith(f"rank {rank} failed on host {host} (exit code 1):\nTraceback")
+    assert done.stderr.endswith("ValueError: far away\n")
+    assert done.stderr.count("Traceback") == 1
+
+
+def test_all_hosts_restart_when_one_fails(hosts: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, FAILS)
+    arguments = ("--max-restarts", "2", "-H", "node0:1,node1:2", "script.py", "2", "2")
+    done = _run(hosts, tmp_path, *arguments).finish()
+    assert done.returncode == 0, done.stderr
+    assert sorted(done.stdout.splitlines()) == [f"[{rank}] well 2" for rank in range(3)]
+    assert done.stderr.splitlines() == [
+        f"restart {i} of 2: rank 2 failed on host node1 (exit code 1): ValueError: far away" for i in (1, 2)
+    ]
+
+
+STAYS = """
+import os, pathlib, signal, subprocess, time
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+subprocess.Popen(["setsid", "sleep", "1000"])
+pathlib.Path("up." + os.environ["RANK"]).touch()
+time.sleep(1000)
+"""
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_is_left_on_any_host(hosts: Hosts, tmp_path: Path, signum: signal.Signals) -> None:
+    write_script(tmp_path, STAYS)
+    run = _run(hosts, tmp_path, "-H", "node0:1,node1:1", "script.py")
+    with run.started() as process:
+        for rank in range(2):
+            wait_for(tmp_path / f"up.{rank}", process)
+        assert len(run.running()) >= 5  # the launcher, two ranks, two sleepers
+        os.kill(process.pid, signum)
+        process.communicate(timeout=30)
+        assert run.left_running() == []
+
+
+@pytest.mark.parametrize(
+    ("host", "said"),
+    [
+        ("no-such-host.invalid", "its name does not resolve"),
+        ("nodaemon", "ssh refused"),
+        ("stranger", "ssh key rejected"),
+        ("silent", "no network route|ssh timed out|no answer within"),
+        ("unknownkey", "its ssh host key is not known here"),
+    ],
+)
+def test_preflight_names_the_cause(hosts: Hosts, tmp_path: Path, host: str, said: str) -> None:
+    write_script(tmp_path, "open('started', 'w')")
+    arguments = ("--start-timeout", "8", "-H", f"node1:1,{host}:1", "script.py")
+    done = _run(hosts, tmp_path, *arguments).finish()
+    assert (done.returncode, done.stdout) == (1, "")
+    head, *causes = done.stderr.splitlines()
+    assert head == "unisono: preflight failed, nothing was started:"
+    assert len(causes) == 1
+    assert re.match(rf"  {host}: .*({said})", causes[0])
+    assert not (tmp_path / "started").exists()
+
+
+def test_preflight_names_every_host_that_fails(hosts: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, "")
+    done = _run(hosts, tmp_path, "--verbose", "-H", "nodaemon:1,node1:1,stranger:1", "script.py").finish()
+    assert done.returncode == 1
+    causes = done.stderr.splitlines()[-2:]
+    assert causes[0].startswith("  nodaemon: ssh refused")
+    assert causes[1].startswith("  stranger: ssh key rejected")
+    assert "  node1: ok, ranks 1-1" in done.stderr
+
+
+def test_no_python_there(hosts: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, "")
+    done = _run(hosts, tmp_path, "--python", "/nowhere/python", "-H", "node1:1", "script.py").finish()
+    assert done.returncode == 1
+    assert done.stderr.endswith("  node1: no python at /nowhere/python there; give its path with --python\n")
+
+
+def test_a_python_without_unisono_or_with_another_version(hosts: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, "")
+    bare = tmp_path / "bare"
+    subprocess.run([_base_python(), "-m", "venv", "--without-pip", str(bare)], check=True)
+    python = str(bare / "bin" / "python")
+    done = _run(hosts, tmp_path, "--python", python, "-H", "node1:1", "script.py", PYTHONPATH="").finish()
+    assert done.stderr.endswith("  node1: unisono is not installed for its python\n")
+    done = _run(hosts, tmp_path, "--python", python, "-H", "node1:1", "script.py", PYTHONPATH=_source()).finish()
+    assert re.search(r"node1: unisono is not installed for its python \(3\.", done.stderr)
+    _pretend(bare, "unisono", "0.0.1")
+    _pretend(bare, "torch", "1.0")
+    arguments = ("--python", python, "-H", "localhost:1,node1:1", "script.py")
+    done = _run(hosts, tmp_path, *arguments, PYTHONPATH=_source()).finish()
+    assert re.search(r"  node1: torch 1\.0 there, but \S+ on localhost: install the same\n", done.stderr)
+
+
+def test_the_script_must_be_there(hosts: Hosts, tmp_path: Path) -> None:
+    # what the launcher's host sees and the far host does not: a mount of this namespace's own
+    hidden = tmp_path / "hidden"
+    hidden.mkdir()
+    shown = tmp_path / "shown"
+    shown.mkdir()
+    write_script(shown, "open('started', 'w')")
+    run = _run(hosts, tmp_path, "-H", "node1:1", "hidden/script.py")
+    run.before = [
+        *hosts.inside,
+        "unshare",
+        "-m",
+        "sh",
+        "-c",
+        f'mount --bind {shown} {hidden} && exec "$@"',
+        "sh",
+    ]
+    done = run.finish()
+    assert done.returncode == 1
+    assert done.stderr.endswith(f"  node1: the script {hidden}/script.py is not there\n")
+
+
+def test_a_taken_master_port(hosts: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, "import os; print(os.environ['MASTER_PORT'])")
+    with socket.create_server(("127.0.0.1", 0)) as door:
+        port = str(door.getsockname()[1])
+        done = Run(["run", "-n", "1", "--master-port", port, "script.py"], tmp_path).finish()
+        assert done.returncode == 1
+        assert f"localhost: the master port {port} cannot be used: Address already in use;" in done.stderr
+    done = _run(hosts, tmp_path, "-H", "node1:1", "--master-port", port, "script.py").finish()
+    assert (done.returncode, done.stdout) == (0, f"[0] {port}\n")
+
+
+def test_mpich_over_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    write_script(
+        tmp_path,
+        "import os\nfrom mpi4py import MPI\n"
+        "names = ('UNISONO_HOST', 'LOCAL_RANK', 'LOCAL_WORLD_SIZE')\n"
+        "print(MPI.COMM_WORLD.allreduce(1), *(os.environ[name] for name in names))\n",
+    )
+    arguments = ("--backend", "mpi", "-H", "node0:1,node1:2", "script.py")
+    done = _run(hosts, tmp_path, *arguments).finish()
+    assert done.returncode == 0, done.stderr
+    lines = ["[0] 3 node0 0 1", "[1] 3 node1 0 2", "[2] 3 node1 1 2"]
+    assert sorted(done.stdout.splitlines()) == lines
+
+
+def _base_python() -> str:
+    import sys
+
+    return os.path.realpath(sys.executable)
+
+
+def _source() -> str:
+    import unisono
+
+    return str(Path(unisono.__file__).parent.parent)
+
+
+def _pretend(bare: Path, package: str, version: str) -> None:
+    """As the interpreter would see another version installed."""
+    site = next((bare / "lib").glob("python3*")) / "site-packages"
+    info = site / f"{package}-{version}.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")

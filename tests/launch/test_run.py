@@ -1,0 +1,160 @@
+"""What ranks get and what their output becomes."""
+
+from __future__ import annotations
+
+import json
+import os
+import pty
+import subprocess
+from pathlib import Path
+
+from tests.launch.harness import Run, write_script
+
+ALL_REDUCE = """
+import json, os, sys, threading, atexit
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+total = torch.ones(3) * (dist.get_rank() + 1)
+dist.all_reduce(total)
+names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
+         "GLOO_SOCKET_IFNAME",
+         "UNISONO_BACKEND", "UNISONO_CHECK", "UNISONO_TIMEOUT", "UNISONO_HOST", "GIVEN", "TORCHELASTIC_RUN_ID"]
+seen = {name: os.environ.get(name) for name in names}
+seen |= {"total": total.tolist(), "argv": sys.argv, "path": sys.path[0], "main": __name__, "file": __file__,
+         "threads": torch.get_num_threads(), "stdin": sys.stdin.read(),
+         "leader": os.getpgid(0) == os.getpid(),
+         "registered": sys.modules["__main__"].__dict__ is globals()}
+with open(f"seen.{dist.get_rank()}", "w") as file:
+    json.dump(seen, file)
+dist.destroy_process_group()
+atexit.register(print, "at exit")
+threading.Thread(target=lambda: print("from a thread")).start()
+"""
+
+
+def test_a_rank_is_like_a_process_of_its_own(tmp_path: Path) -> None:
+    script = write_script(tmp_path, ALL_REDUCE)
+    arguments = ["a b", "it's", '"q"', ";ls", "$HOME", "--flag", "-n", "é", ""]
+    options = ["-np", "3", "--backend", "gloo", "--check", "--timeout", "7.5", "-x", "GIVEN=x y"]
+    done = Run(["run", *options, "script.py", *arguments], tmp_path).finish()
+    assert (done.returncode, done.stderr) == (0, "")
+    assert sorted(done.stdout.splitlines()) == sorted(
+        f"[{rank}] {line}" for rank in range(3) for line in ("at exit", "from a thread")
+    )
+    for rank in range(3):
+        seen = json.loads((tmp_path / f"seen.{rank}").read_text())
+        assert seen == {
+            "RANK": str(rank),
+            "WORLD_SIZE": "3",
+            "LOCAL_RANK": str(rank),
+            "LOCAL_WORLD_SIZE": "3",
+            "MASTER_ADDR": "127.0.0.1",
+            "GLOO_SOCKET_IFNAME": "lo",
+            "UNISONO_BACKEND": "gloo",
+            "UNISONO_CHECK": "1",
+            "UNISONO_TIMEOUT": "7.5",
+            "UNISONO_HOST": "localhost",
+            "GIVEN": "x y",
+            "TORCHELASTIC_RUN_ID": "unisono",
+            "total": [6.0, 6.0, 6.0],
+            "argv": ["script.py", *arguments],
+            "path": str(tmp_path),
+            "main": "__main__",
+            "file": str(script),
+            "threads": 1,
+            "stdin": "",
+            "leader": True,
+            "registered": True,
+        }
+
+
+def test_modules_and_python_words(tmp_path: Path) -> None:
+    package = tmp_path / "pack"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "work.py").write_text("import sys, pack\nprint(__name__, sys.argv[1:], sys.path[0] != '')\n")
+    for words in (["-m", "pack.work", "-m", "x"], ["python", "-m", "pack.work", "-m", "x"]):
+        done = Run(["run", "-n", "1", *words], tmp_path).finish()
+        assert (done.returncode, done.stdout) == (0, "[0] __main__ ['-m', 'x'] True\n"), done.stderr
+    write_script(tmp_path, "import sys; print(sys.argv)")
+    done = Run(["run", "-n", "1", "--", "python3", "-u", "script.py", "-u"], tmp_path).finish()
+    assert done.stdout == "[0] ['script.py', '-u']\n"
+
+
+def test_a_file_of_the_users_shadows_nothing_of_the_launchers(tmp_path: Path) -> None:
+    for name in ("json", "selectors", "socket", "torch"):
+        write_script(tmp_path, "raise RuntimeError('shadowed')", f"{name}.py")
+    write_script(tmp_path, "print('fine')")
+    done = Run(["run", "-n", "1", "script.py"], tmp_path).finish()
+    assert (done.returncode, done.stdout) == (0, "[0] fine\n"), done.stderr
+
+
+OUTPUT = r"""
+import os, sys
+rank = os.environ["RANK"]
+print("line")
+print("warning", file=sys.stderr)
+sys.stdout.write("1%\r50%\r100%\n")
+sys.stdout.flush()
+os.write(1, b"bytes \xff\xfe\n")
+os.system("echo child")
+print("x" * 200000)
+print("no newline", end="")
+"""
+
+
+def test_output_lines_and_files(tmp_path: Path) -> None:
+    write_script(tmp_path, OUTPUT)
+    arguments = ["run", "-n", "2", "--output-filename", "logs/deep", "script.py"]
+    run = Run(arguments, tmp_path)
+    done = subprocess.run(run.words, cwd=tmp_path, env=run.variables, capture_output=True, timeout=90)
+    assert done.returncode == 0
+    expected = [b"line", b"100%", b"bytes \xff\xfe", b"child", b"x" * 200000, b"no newline"]
+    for rank in (b"0", b"1"):
+        mine = [line for line in done.stdout.split(b"\n") if line.startswith(b"[" + rank)]
+        assert mine == [b"[" + rank + b"] " + text for text in expected]
+    assert sorted(done.stderr.splitlines()) == [b"[0] warning", b"[1] warning"]
+    for rank in range(2):
+        logged = (tmp_path / f"logs/deep/rank.{rank}").read_bytes()
+        assert logged.startswith(b"line\n")
+        for piece in (b"warning\n", b"1%\r50%\r100%\n", b"bytes \xff\xfe\n", b"child\n", b"no newline"):
+            assert piece in logged
+
+
+PROGRESS = """
+import os, sys, time
+from rich.progress import track
+print(os.environ["COLUMNS"])
+sys.stdout.write("10%")
+sys.stdout.flush()
+time.sleep(0.3)
+sys.stdout.write("\\r90%")
+sys.stdout.flush()
+time.sleep(0.3)
+sys.stdout.write("\\rdone\\n")
+for _ in track(range(3), description="bar"):
+    time.sleep(0.2)
+"""
+
+
+def test_progress_is_live_on_a_terminal(tmp_path: Path) -> None:
+    write_script(tmp_path, PROGRESS)
+    run = Run(["run", "-n", "1", "script.py"], tmp_path, {"COLUMNS": "90", "TERM": "xterm"})
+    controller, terminal = pty.openpty()
+    with subprocess.Popen(
+        run.words, cwd=tmp_path, env=run.variables, stdin=terminal, stdout=terminal, stderr=terminal
+    ) as process:
+        os.close(terminal)
+        shown = b""
+        while True:
+            try:
+                piece = os.read(controller, 65536)
+            except OSError:
+                break
+            shown += piece
+    os.close(controller)
+    assert process.returncode == 0
+    assert b"[0] 86\r\n[0] 10%" in shown  # the terminal's width less the label
+    assert b"\r\x1b[K[0] 90%" in shown
+    assert b"\r\x1b[K[0] done\r\n" in shown
+    assert shown.count(b"[0] bar") > 2

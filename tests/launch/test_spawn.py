@@ -1,0 +1,125 @@
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import unisono as uni
+from tests.launch.harness import write_script
+from unisono.errors import LaunchError, UsageError
+
+
+def total(start: float) -> tuple[int, Any]:
+    import torch
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    value = torch.full((2,), start + dist.get_rank())
+    dist.all_reduce(value)
+    return dist.get_rank(), value
+
+
+def mpi_total(start: int) -> tuple[int, int]:
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.rank, MPI.COMM_WORLD.allreduce(start + MPI.COMM_WORLD.rank)
+
+
+def test_results_by_rank() -> None:
+    results = uni.spawn(total, 3, args=(1.0,))
+    assert [(rank, value.tolist()) for rank, value in results] == [(rank, [6.0, 6.0]) for rank in range(3)]
+
+
+def test_after_torch_has_computed_with_threads_here() -> None:
+    import torch
+
+    (torch.randn(400, 400, requires_grad=True) @ torch.randn(400, 400)).sum()
+    assert uni.spawn(lambda: float((torch.ones(300, 300) @ torch.ones(300, 300)).sum()), 2) == [2.7e7] * 2
+
+
+def test_closures_large_results_and_output(capsys: pytest.CaptureFixture[str]) -> None:
+    local = {"x": 7}
+
+    def body() -> tuple[int, bytes]:
+        print("hello", local["x"])
+        return os.getpid(), b"r" * 3_000_000
+
+    results = uni.spawn(body, 2)
+    assert len({pid for pid, _ in results} | {os.getpid()}) == 3
+    assert all(len(data) == 3_000_000 for _, data in results)
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[0] hello 7", "[1] hello 7"]
+
+
+def test_an_exception_comes_back_with_its_traceback() -> None:
+    def body() -> None:
+        if os.environ["RANK"] == "1":
+            raise ZeroDivisionError("by hand")
+        time.sleep(100)
+
+    with pytest.raises(LaunchError) as raised:
+        uni.spawn(body, 2)
+    text = str(raised.value)
+    assert text.startswith("rank 1 failed (exit code 1):\nTraceback")
+    assert f'File "{__file__}", line ' in text.splitlines()[2]
+    assert text.endswith("ZeroDivisionError: by hand")
+
+
+def test_a_rank_that_dies_and_one_that_is_late() -> None:
+    with pytest.raises(LaunchError, match="exit code 5"):
+        uni.spawn(lambda: os._exit(5), 2)
+    with pytest.raises(LaunchError, match=r"rank 0, 1 still ran after the timeout of 0.5 s"):
+        uni.spawn(lambda: time.sleep(100), 2, timeout=0.5)
+
+
+def test_what_spawn_refuses() -> None:
+    for bad in (0, -1, 1.5, True):
+        with pytest.raises(UsageError, match="at least 1"):
+            uni.spawn(total, bad)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="not 3"):
+        uni.spawn(3, 2)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="'smoke' is unknown"):
+        uni.spawn(total, 2, backend="smoke")
+    with pytest.raises(UsageError, match="above 0"):
+        uni.spawn(total, 2, timeout=0)
+
+
+def test_after_cuda_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+
+    if torch.cuda.is_available():
+        torch.cuda.init()
+    else:
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    with pytest.raises(LaunchError, match="initialised CUDA"):
+        uni.spawn(total, 2, args=(1.0,))
+
+
+def test_over_mpi() -> None:
+    pytest.importorskip("mpi4py")
+    assert uni.spawn(mpi_total, 3, backend="mpi", args=(1,)) == [(0, 6), (1, 6), (2, 6)]
+    with pytest.raises(LaunchError, match=r"rank \d failed(.|\n)*TypeError"):
+        uni.spawn(mpi_total, 2, backend="mpi")
+    with pytest.raises(UsageError, match="cannot be pickled"):
+        uni.spawn(lambda: 1, 2, backend="mpi")
+    with pytest.raises(LaunchError, match="still ran after the timeout of 1 s"):
+        uni.spawn(time.sleep, 2, backend="mpi", args=(100,), timeout=1)
+
+
+def test_over_mpi_from_a_script(tmp_path: Path) -> None:
+    pytest.importorskip("mpi4py")
+    script = write_script(
+        tmp_path,
+        "import unisono as uni\n"
+        "def work(x):\n"
+        "    from mpi4py import MPI\n"
+        "    return x + MPI.COMM_WORLD.rank\n"
+        "if __name__ == '__main__':\n"
+        "    print(uni.spawn(work, 2, backend='mpi', args=(10,)))\n",
+    )
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=90)
+    assert (done.returncode, done.stdout) == (0, "[10, 11]\n"), done.stderr

@@ -1,0 +1,73 @@
+"""What the command refuses, before anything starts, in one line and with code 2."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+import unisono
+from tests.launch.harness import Run
+from unisono import cli
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["-n", "2", "missing.py"], "script 'missing.py' is not there"),
+        (["-n", "2", "."], "'.' is not a file"),
+        (["-n", "2"], "nothing to run"),
+        (["-n", "2", "--"], "nothing to run"),
+        (["-n", "2", "python"], "nothing to run"),
+        (["-n", "2", "python", "-O", "ok.py"], "python option '-O' cannot be passed"),
+        (["-n", "2", "/usr/bin/absent/python3", "ok.py"], "ranks run"),
+        (["-n", "2", "-m", "no_such_module_here"], "no module named 'no_such_module_here'"),
+        (["-n", "2", "-m", "../x"], "no module named '../x'"),
+        (["ok.py"], "how many ranks?"),
+        (["-n", "0", "ok.py"], "-n 0"),
+        (["-n", "-2", "ok.py"], "-n -2"),
+        (["-H", "a:2,b:2", "-n", "5", "ok.py"], "more ranks than the hosts have slots (a:2, b:2: 4)"),
+        (["-H", "a:2", "-f", "hosts", "ok.py"], "give one of them"),
+        (["-f", "no-hosts", "ok.py"], "hostfile 'no-hosts' cannot be read"),
+        (["-hostfile", "no-hosts", "ok.py"], "hostfile 'no-hosts' cannot be read"),
+        (["-n", "1", "--start-timeout", "0", "ok.py"], "--start-timeout 0"),
+        (["-n", "1", "--timeout", "-1", "ok.py"], "--timeout -1"),
+        (["-n", "1", "--max-restarts", "-1", "ok.py"], "--max-restarts -1"),
+        (["-n", "1", "--master-port", "70000", "ok.py"], "--master-port 70000"),
+        (["-n", "1", "--env", "SURELY_NOT_SET_HERE", "ok.py"], "write NAME=VALUE"),
+        (["-n", "1", "--ssh", "ssh 'x", "ok.py"], "cannot be read"),
+        (["-n", "1", "--output-filename", "ok.py/x", "ok.py"], "no directory can be made"),
+    ],
+)
+def test_refusals(
+    arguments: list[str],
+    said: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (tmp_path / "ok.py").write_text("print('never')")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["run", *arguments]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert said in captured.err
+    assert captured.err.count("\n") == 1
+
+
+def test_an_unknown_option_and_a_bad_backend(capsys: pytest.CaptureFixture[str]) -> None:
+    for arguments in (["run", "--nonsense", "x.py"], ["run", "--backend", "smoke", "x.py"], [], ["dance"]):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(arguments)
+        assert ended.value.code == 2
+    assert "smoke" in capsys.readouterr().err
+
+
+def test_version_and_a_light_import(tmp_path: Path) -> None:
+    assert Run(["--version"], tmp_path).finish().stdout == f"unisono {unisono.__version__}\n"
+    import subprocess
+
+    code = "import sys, unisono, unisono.cli; print({'torch', 'mpi4py', 'numpy'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"

@@ -1,0 +1,44 @@
+from __future__ import annotations
+
+import signal
+
+from unisono.launch import failure, verdict
+from unisono.launch.verdict import RankFailure
+
+
+def _failed(rank: int, kind: str, age: float, code: int = 1, text: str = "") -> RankFailure:
+    return RankFailure(rank, kind, text, age, code)
+
+
+def test_the_oldest_failure_is_first() -> None:
+    failures = [_failed(0, failure.EXCEPTION, 0.1), _failed(1, failure.EXCEPTION, 0.3)]
+    assert verdict.first(failures).rank == 1
+
+
+def test_a_broken_connection_is_never_first_while_anything_else_failed() -> None:
+    failures = [_failed(0, failure.PEER, 0.5), _failed(1, verdict.EXIT, 0.1, code=3)]
+    assert verdict.first(failures).rank == 1
+    assert verdict.first(failures[:1]).rank == 0
+
+
+def test_a_killed_rank_comes_before_the_reports_of_those_that_noticed() -> None:
+    failures = [_failed(0, failure.HANG, 0.5), _failed(3, verdict.SIGNAL, 0.1, code=-signal.SIGKILL)]
+    assert verdict.first(failures).rank == 3
+
+
+def test_an_abort_may_be_debris_so_time_decides() -> None:
+    failures = [_failed(0, failure.EXCEPTION, 0.5), _failed(3, verdict.SIGNAL, 0.1, code=-signal.SIGABRT)]
+    assert verdict.first(failures).rank == 0
+
+
+def test_words() -> None:
+    raised = _failed(3, failure.EXCEPTION, 0, text="Traceback\n  ...\nValueError: boom\n")
+    told = "rank 3 failed on host node1 (exit code 1):\nTraceback\n  ...\nValueError: boom"
+    assert verdict.tell(raised, "node1") == told
+    assert verdict.in_one_line(raised, None) == "rank 3 failed (exit code 1): ValueError: boom"
+    assert verdict.tell(_failed(2, verdict.EXIT, 0, code=7), None) == "rank 2 failed (exit code 7)"
+    killed = _failed(2, verdict.SIGNAL, 0, code=-signal.SIGKILL)
+    assert verdict.tell(killed, None).startswith("rank 2 was killed by SIGKILL (")
+    assert killed.exit_code == 137
+    assert verdict.tell(_failed(0, failure.HANG, 0, text="ranks 0,1 wait\n"), "a") == "ranks 0,1 wait"
+    assert verdict.tell(_failed(1, verdict.SIGNAL, 0, code=-70), None) == "rank 1 was killed by signal 70"
