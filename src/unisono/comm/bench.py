@@ -1,7 +1,7 @@
 """How fast ranks talk: every collective, every size, against the raw library in the same run.
 
 On each backend the contenders take turns: unisono's Communicator, and the library it stands on, called by hand (raw
-torch.distributed for gloo and NCCL, raw mpi4py for MPI). A figure is the median over rounds of the slowest rank's mean
+torch.distributed for gloo and NCCL; raw mpi4py for MPI, and torch.distributed over unisono's MPI backend). A figure is the median over rounds of the slowest rank's mean
 time, with the range over rounds as its spread.
 """
 
@@ -147,8 +147,8 @@ OPS = (
 def _raw(comm: Communicator, op: str, count: int) -> dict[str, Call]:
     through_torch = _raw_torch(comm, op, count)
     if comm.backend == "mpi":
-        return {"raw mpi4py": _raw_mpi4py(comm, op, count), "torch.distributed over it": through_torch}
-    return {f"raw torch.distributed {comm.backend}": through_torch}
+        return {"raw mpi4py": _raw_mpi4py(comm, op, count), "torch.distributed": through_torch}
+    return {f"raw {comm.backend}": through_torch}
 
 
 def _raw_torch(comm: Communicator, op: str, count: int) -> Call:

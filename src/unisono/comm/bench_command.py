@@ -77,10 +77,12 @@ def _show(figures: list[dict[str, Any]]) -> None:
     from rich.table import Table
 
     console = Console()
+    if not console.is_terminal:
+        console = Console(width=120)
     for backend, of_backend in groupby(figures, key=lambda figure: figure["backend"]):
         listed = list(of_backend)
         table = Table(title=f"{backend}, {listed[0]['ranks']} ranks", title_justify="left")
-        for column in ("collective", "size", "contender", "median", "spread", "algorithm", "bus", "against raw"):
+        for column in ("collective", "size", "contender", "median", "spread", "algorithm", "bus", "to raw"):
             table.add_column(column, justify="left" if column in ("collective", "contender") else "right")
         for _, of_case in groupby(listed, key=lambda figure: (figure["op"], figure["size"])):
             case = list(of_case)
@@ -97,7 +99,7 @@ def _row(figure: dict[str, Any], raw: float | None, first: bool) -> list[str]:
         _shown_size(figure["size"]) if first and figure["size"] else "",
         figure["contender"],
         _shown_time(figure["seconds"]),
-        f"{_shown_time(figure['fastest'])} .. {_shown_time(figure['slowest'])}",
+        _shown_range(figure["fastest"], figure["slowest"]),
         _shown_rate(figure["algorithm_bandwidth"]),
         _shown_rate(figure["bus_bandwidth"]),
         "" if is_raw or not raw else f"{figure['seconds'] / raw:.2f}x",
@@ -113,6 +115,10 @@ def _shown_size(size: int) -> str:
 
 def _shown_time(seconds: float) -> str:
     return f"{seconds * 1e6:.1f} µs" if seconds < 1e-3 else f"{seconds * 1e3:.2f} ms"
+
+
+def _shown_range(low: float, high: float) -> str:
+    return f"{low * 1e6:.1f}-{high * 1e6:.1f} µs" if high < 1e-3 else f"{low * 1e3:.2f}-{high * 1e3:.2f} ms"
 
 
 def _shown_rate(rate: float) -> str:
