@@ -32,25 +32,30 @@ class Sizes:
     def of(self, stage: int) -> float:
         return self.whole[stage] if isinstance(self.whole, Sequence) else self.whole
 
+    def check(self, stages: int) -> None:
+        if isinstance(self.whole, Sequence) and len(self.whole) != stages:
+            raise UsageError(f"{len(self.whole)} sizes are given for {stages} stages; give one for each stage")
+
     def made(self, action: Action) -> float:
         """What an action adds when it starts."""
         return self.of(action.stage) if action.kind == "F" else 0
 
-    def freed(self, action: Action) -> float:
-        """What an action frees when it ends."""
-        share = {"F": 0, "B": 1, "I": 1 - self.kept_for_weights, "W": self.kept_for_weights}[action.kind]
+    def freed(self, action: Action, evaluates: bool) -> float:
+        """What an action frees when it ends; a forward keeps nothing where no backward comes."""
+        share = {"F": int(evaluates), "B": 1, "I": 1 - self.kept_for_weights, "W": self.kept_for_weights}[action.kind]
         return share * self.of(action.stage)
 
 
 def alive(schedule: Schedule, rank: int, sizes: Sizes | None = None) -> list[float]:
     """What a rank keeps while each of its actions runs."""
     sizes = sizes or Sizes()
+    sizes.check(schedule.stages)
     levels = []
     level: float = 0
     for action in schedule.actions[rank]:
         level += sizes.made(action)
         levels.append(level)
-        level -= sizes.freed(action)
+        level -= sizes.freed(action, evaluates=not schedule.backward)
     return levels
 
 
@@ -62,7 +67,7 @@ def peak(schedule: Schedule, rank: int, sizes: Sizes | None = None) -> float:
 def microbatches_alive(schedule: Schedule, stage: int) -> int:
     """The most microbatches that a stage keeps anything of at any time."""
     level = most = 0
-    last = schedule.backward[-1] if schedule.backward else None
+    last = schedule.backward[-1] if schedule.backward else "F"
     for action in schedule.actions[schedule.placement[stage]]:
         if action.stage == stage:
             level += action.kind == "F"
@@ -74,6 +79,7 @@ def microbatches_alive(schedule: Schedule, stage: int) -> int:
 def alive_over_time(timeline: Timeline, rank: int, sizes: Sizes | None = None) -> list[tuple[float, float]]:
     """The steps (time, what the rank keeps from then on), from (0, 0) to the end, where nothing is left."""
     sizes = sizes or Sizes()
+    sizes.check(timeline.schedule.stages)
     steps: list[tuple[float, float]] = [(0, 0)]
 
     def step(time: float, change: float) -> None:
@@ -85,5 +91,5 @@ def alive_over_time(timeline: Timeline, rank: int, sizes: Sizes | None = None) -
 
     for span in timeline.spans[rank]:
         step(span.start, sizes.made(span.action))
-        step(span.end, -sizes.freed(span.action))
+        step(span.end, -sizes.freed(span.action, evaluates=not timeline.schedule.backward))
     return steps

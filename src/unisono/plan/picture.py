@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html import escape
+from math import floor, log10
 from string import ascii_lowercase
 
 from unisono.plan.action import Action, Kind
@@ -30,9 +31,14 @@ def summary(timeline: Timeline) -> str:
         bubble += f" ({timeline.bubble_fraction(barrier=False):.1%} when steps follow without a barrier)"
     most = max(peak(schedule, rank) for rank in range(schedule.ranks)) / schedule.chunks
     return (
-        f"{schedule.name}: {schedule.ranks} ranks{chunks}, {schedule.microbatches} microbatches, "
-        f"length {timeline.makespan:g}, {bubble}, at most {most:g} microbatches kept"
+        f"{schedule.name}: {_count(schedule.ranks, 'rank')}{chunks}, {_count(schedule.microbatches, 'microbatch')}, "
+        f"length {timeline.makespan:g}, {bubble}, at most {_count(most, 'microbatch')} kept"
     )
+
+
+def _count(number: float, noun: str) -> str:
+    plural = "es" if noun.endswith("ch") else "s"
+    return f"{number:g} {noun}{'' if number == 1 else plural}"
 
 
 def draw_text(timeline: Timeline, width: int = 240, colour: bool = False) -> str:
@@ -112,7 +118,7 @@ def draw_svg(timeline: Timeline, width: int = 1200) -> str:
     labels = _Labels(timeline)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" viewBox="0 0 {width} {height}" '
-        'font-family="ui-sans-serif, system-ui, Helvetica, Arial, sans-serif" font-size="12" fill="#1f2328">',
+        'role="img" font-family="system-ui, Helvetica, Arial, sans-serif" font-size="12" fill="#1f2328">',
         f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
         f'<text x="12" y="24" font-size="14" font-weight="600">{escape(summary(timeline))}</text>',
         f'<text x="{width - frame.right + 8}" y="{frame.top - 8}" fill="#59636e">idle · kept</text>',
@@ -152,6 +158,7 @@ def _row(timeline: Timeline, rank: int, frame: _Frame, labels: _Labels) -> Itera
 def _box(span: Span, opacity: float, y: int, frame: _Frame, labels: _Labels) -> Iterator[str]:
     action, x = span.action, frame.x(span.start)
     width = round(frame.x(span.end) - x, 2)
+    ink = "#ffffff" if opacity > 0.8 else "#1f2328"
     told = f"{WORDS[action.kind]}: stage {action.stage}, microbatch {action.microbatch}, {span.start:g} to {span.end:g}"
     yield (
         f'<rect x="{x}" y="{y}" width="{width}" height="{frame.box}" rx="2" fill="{FILLS[action.kind]}" '
@@ -160,16 +167,23 @@ def _box(span: Span, opacity: float, y: int, frame: _Frame, labels: _Labels) -> 
     text = labels.short(action)
     if width >= 7 * len(text) + 3:  # the widest a digit gets, and the border
         yield (
-            f'<text x="{round(x + width / 2, 2)}" y="{y + frame.box / 2 + 4}" text-anchor="middle" fill="#ffffff" '
+            f'<text x="{round(x + width / 2, 2)}" y="{y + frame.box / 2 + 4}" text-anchor="middle" fill="{ink}" '
             f'pointer-events="none">{text}</text>'
         )
 
 
 def _axis(timeline: Timeline, frame: _Frame) -> Iterator[str]:
     y = frame.y(timeline.schedule.ranks) + 4
-    for tick in range(11):
-        time = timeline.makespan * tick / 10
+    step = _tick_step(timeline.makespan)
+    for tick in range(int(timeline.makespan / step) + 1):
+        time = tick * step
         x = frame.x(time)
         yield f'<line x1="{x}" y1="{y}" x2="{x}" y2="{y + 5}" stroke="#8c959f"/>'
-        yield f'<text x="{x}" y="{y + 19}" text-anchor="middle" fill="#59636e">{time:.4g}</text>'
+        yield f'<text x="{x}" y="{y + 19}" text-anchor="middle" fill="#59636e">{time:.6g}</text>'
     yield f'<text x="{frame.left}" y="{y + 38}" fill="#59636e">time</text>'
+
+
+def _tick_step(length: float) -> float:
+    """1, 2 or 5 times a power of ten, such that there are 7 to 18 steps."""
+    power = 10 ** floor(log10(length / 7))
+    return max(factor * power for factor in (1, 2, 5) if factor * power <= length / 7)

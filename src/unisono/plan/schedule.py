@@ -191,7 +191,9 @@ def in_order(schedule: Schedule) -> Iterator[tuple[int, Action]]:
             position[rank] += 1
             able.extend(callers.pop(action, ()))
             yield rank, action
-    stuck = {rank: actions[position[rank]] for rank, actions in enumerate(schedule.actions) if position[rank] < len(actions)}
+    stuck = {
+        rank: actions[position[rank]] for rank, actions in enumerate(schedule.actions) if position[rank] < len(actions)
+    }
     if stuck:
         report = "; ".join(f"rank {rank} at {action}" for rank, action in stuck.items())
         raise AssertionError(f"schedule {schedule.name} deadlocks: {report}")

@@ -42,7 +42,9 @@ class Costs:
     def check(self, stages: int) -> None:
         for name, cost in vars(self).items():
             if isinstance(cost, Sequence) and len(cost) != stages:
-                raise UsageError(f"{name} has {len(cost)} costs, but the schedule has {stages} stages; give one for each")
+                raise UsageError(
+                    f"{name} has {len(cost)} costs, but the schedule has {stages} stages; give one for each"
+                )
             if min(cost if isinstance(cost, Sequence) else (cost,)) < 0:
                 raise UsageError(f"{name} costs {cost}; a cost cannot be negative")
 

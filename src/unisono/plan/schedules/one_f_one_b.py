@@ -16,6 +16,7 @@ The price is v times the transfers and some more activations.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 
 from unisono.plan.action import Action, Lists
 
@@ -66,4 +67,4 @@ def split_evenly(count: int, parts: int) -> list[range]:
     """0..count-1 as `parts` runs whose lengths differ by at most one, the longer ones first."""
     length, longer = divmod(count, parts)
     starts = [part * length + min(part, longer) for part in range(parts + 1)]
-    return [range(start, end) for start, end in zip(starts, starts[1:], strict=False)]
+    return [range(start, end) for start, end in pairwise(starts)]
