@@ -133,8 +133,12 @@ def test_split_evenly(count: int, parts: int) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (("gpipe", 4, 4), "no pipeline schedule 'gpipe'.*Choose from: naive, f-then-b, 1f1b"),
-        (("1F1B", 4, 4), "did you mean '1f1b'?"),
+        (
+            ("gpipe", 4, 4),
+            "no pipeline schedule 'gpipe'; did you mean 'f-then-b'\\? Choose from: naive, f-then-b, 1f1b",
+        ),
+        (("wavefront", 4, 4), r"no pipeline schedule 'wavefront'\. Choose from: naive"),
+        (("1F1B", 4, 4), "did you mean '1f1b'\\?"),
         (("1f1b", 0, 4), "whole number of ranks, at least 1, not 0"),
         (("1f1b", 4, 0), "whole number of microbatches, at least 1, not 0"),
         (("1f1b", 4, 2.5), "whole number of microbatches, at least 1, not 2.5"),

@@ -119,5 +119,13 @@ def test_bad_costs_are_told() -> None:
     made = schedule("1f1b", 2, 2)
     with pytest.raises(UsageError, match="forward has 3 costs, but the schedule has 2 stages"):
         timeline(made, Costs(forward=[1, 1, 1]))
-    with pytest.raises(UsageError, match="backward costs -1; a cost cannot be negative"):
-        timeline(made, Costs(backward=-1))
+    for bad in (-1, float("nan"), float("inf")):
+        with pytest.raises(UsageError, match=f"backward costs {bad}; a cost is a time, 0 or more"):
+            timeline(made, Costs(backward=bad))
+    with pytest.raises(UsageError, match="forward costs 0 on every stage"):
+        timeline(made, Costs(forward=(0, 0)))
+
+
+def test_some_actions_may_cost_nothing() -> None:
+    played = timeline(schedule("zb1p", 2, 3), Costs(forward=(0, 1), weights=0))
+    assert played.makespan == 7

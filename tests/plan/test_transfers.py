@@ -112,6 +112,20 @@ def test_a_check_finds_what_is_wrong() -> None:
             check_transfers(made, lists)
 
 
+def test_the_obvious_order_would_deadlock() -> None:
+    """Send what is done, receive what is needed next: in 1F1B two neighbours then send to each other at once."""
+    made = schedule("1f1b", 2, 3)
+    lists = []
+    for actions in lower(made):
+        receives = {(a.kind[-1], a.stage, a.microbatch): a for a in actions if a.kind.startswith("RECV")}
+        sends = {(a.kind[-1], a.stage, a.microbatch): a for a in actions if a.kind.startswith("SEND")}
+        obvious = [(receives.get(a[:3]), a, sends.get(a[:3])) for a in actions if a.kind in COMPUTE]
+        lists.append(tuple(a for three in obvious for a in three if a is not None))
+    assert finishes_with_buffers(tuple(lists))
+    with pytest.raises(AssertionError, match="deadlock: rank 0 at 0SEND_F1; rank 1 at 1SEND_B0"):
+        check_transfers(made, tuple(lists))
+
+
 def test_one_rank_transfers_nothing() -> None:
     for made in every_pipeline(1, 4):
         assert lower(made) == made.actions

@@ -81,9 +81,10 @@ _RECIPES: dict[str, _Recipe] = {
     "zbv": _Recipe(zbv, backward=("I", "W"), default_chunks=2, turns=True),
 }
 NAMES: tuple[str, ...] = tuple(_RECIPES)
+_OTHER_NAMES = {"gpipe": "f-then-b", "zb-h1": "zb1p", "pipedream-flush": "1f1b", "vpp": "interleaved"}
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64, typed=True)
 def schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """The schedule of that name for a pipeline of `ranks` ranks that each hold `chunks` stages.
 
@@ -111,8 +112,8 @@ def forward_only(trained: Schedule) -> Schedule:
 
 def _recipe(name: str, ranks: int, microbatches: int, chunks: int | None) -> _Recipe:
     if name not in _RECIPES:
-        near = get_close_matches(str(name).lower(), NAMES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
+        near = get_close_matches(str(name).lower(), [*NAMES, *_OTHER_NAMES], n=1)
+        hint = f"; did you mean {_OTHER_NAMES.get(near[0], near[0])!r}?" if near else "."
         raise UsageError(f"there is no pipeline schedule {name!r}{hint} Choose from: {', '.join(NAMES)}")
     recipe = _RECIPES[name]
     for what, count in (("ranks", ranks), ("microbatches", microbatches), ("chunks", chunks)):

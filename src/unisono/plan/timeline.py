@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import inf
 from typing import NamedTuple
 
 from unisono.errors import UsageError
@@ -41,12 +42,13 @@ class Costs:
 
     def check(self, stages: int) -> None:
         for name, cost in vars(self).items():
+            each = cost if isinstance(cost, Sequence) else (cost,)
             if isinstance(cost, Sequence) and len(cost) != stages:
-                raise UsageError(
-                    f"{name} has {len(cost)} costs, but the schedule has {stages} stages; give one for each"
-                )
-            if min(cost if isinstance(cost, Sequence) else (cost,)) < 0:
-                raise UsageError(f"{name} costs {cost}; a cost cannot be negative")
+                raise UsageError(f"{name} has {len(cost)} costs, but the schedule has {stages} stages; give one each")
+            if not all(0 <= one < inf for one in each):
+                raise UsageError(f"{name} costs {cost}; a cost is a time, 0 or more")
+        if not any(self.forward if isinstance(self.forward, Sequence) else (self.forward,)):
+            raise UsageError("forward costs 0 on every stage; give the time that a forward takes")
 
 
 class Span(NamedTuple):
