@@ -1,0 +1,1 @@
+"""How work is split: plans, pipeline schedules, and what they cost."""
