@@ -1,8 +1,8 @@
 """How fast ranks talk: every collective, every size, against the raw library in the same run.
 
 On each backend the contenders take turns: unisono's Communicator, and the library it stands on, called by hand (raw
-torch.distributed for gloo and NCCL; raw mpi4py for MPI, and torch.distributed over unisono's MPI backend). A figure is the median over rounds of the slowest rank's mean
-time, with the range over rounds as its spread.
+torch.distributed for gloo and NCCL; raw mpi4py for MPI, and torch.distributed over unisono's MPI backend). A figure is
+the median over rounds of the slowest rank's mean time, with the range over rounds as its spread.
 """
 
 from __future__ import annotations
