@@ -152,6 +152,15 @@ def check_sync_and_async_ranks_meet() -> None:
     assert tensor.tolist() == [float(dist.get_world_size())] * 4
 
 
+def check_group_of_its_members_only() -> None:
+    if dist.get_rank() in (0, 1):  # the others do not take part in making it
+        group = dist.new_group([0, 1], use_local_synchronization=True)
+        tensor = torch.ones(1)
+        dist.all_reduce(tensor, group=group)
+        assert tensor.item() == 2.0
+        dist.destroy_process_group(group)
+
+
 def check_subgroups() -> None:
     rank, size = dist.get_rank(), dist.get_world_size()
     evens, odds = list(range(0, size, 2)), list(range(1, size, 2))
@@ -173,14 +182,6 @@ def check_subgroups() -> None:
             assert both.item() == 2.0
     dist.destroy_process_group(mine)
     dist.barrier()
-
-
-def check_group_of_its_members_only() -> None:
-    if dist.get_rank() in (0, 1):  # the others do not take part in making it
-        group = dist.new_group([0, 1], use_local_synchronization=True)
-        tensor = torch.ones(1)
-        dist.all_reduce(tensor, group=group)
-        assert tensor.item() == 2.0
 
 
 def check_group_timeout() -> None:
