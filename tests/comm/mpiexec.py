@@ -24,7 +24,7 @@ def run_under(
 
     Skips the test, saying why, where that MPI is not installed.
     """
-    path = PROGRAMS / script
+    path = PROGRAMS / script  # an absolute script stands for itself
     command = [*_mpiexec(mpi), "-n", str(n), sys.executable, str(path), *args]
     with tempfile.TemporaryDirectory() as folder:
         environment = _environment(mpi) | {"TEST_STORE": f"{folder}/store", "TEST_FOLDER": folder}

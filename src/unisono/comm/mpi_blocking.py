@@ -11,8 +11,9 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
+from unisono.comm import mpi_buffer
 from unisono.comm import mpi_calls as calls
-from unisono.comm.mpi_buffer import CARRIERS, NUMBERS, OPS, REDUCED_AT_ONCE, Buffer, is_direct
+from unisono.comm.mpi_buffer import CARRIERS, NUMBERS, OPS, Buffer, is_direct
 from unisono.comm.mpi_calls import Call
 from unisono.comm.mpi_work import failure, wait_for_devices
 from unisono.comm.reduction import Factor
@@ -46,7 +47,7 @@ class BlockingCalls:
         self._comm.Barrier()
 
     def broadcast_now(self, tensor: Tensor, root: int) -> None:
-        if not _is_plain(tensor):
+        if not _is_plain(tensor) or tensor.numel() > mpi_buffer.AT_ONCE:
             self._run(calls.broadcast(tensor, root, self._rank))
             return
         buffer = (_address(tensor.data_ptr(), tensor.nbytes), CARRIERS[tensor.itemsize])
@@ -111,8 +112,7 @@ class BlockingCalls:
     def recv_now(self, tensor: Tensor, source: int | None = None, tag: int = 0) -> int:
         """Receive from `source` (None: from anybody) and say who it was."""
         call = calls.receive(tensor, MPI.ANY_SOURCE if source is None else source, tag)
-        [(method, arguments)] = call.steps
-        call.steps = [(method, (*arguments, call.status))]  # a blocking receive reports by an argument
+        call.steps = [(method, (*given, call.status)) for method, given in call.steps]
         self._run(call)
         return call.status.Get_source()
 
@@ -134,7 +134,7 @@ class BlockingCalls:
 def plain_all_reduce(tensor: Tensor, op: str) -> tuple[MPI.InPlaceType, Buffer, MPI.Op] | None:
     """MPI's arguments to reduce a tensor in its own memory, or None where it takes more than that."""
     plain = _PLAIN.get((tensor.dtype, op))
-    if plain is None or not _is_plain(tensor) or tensor.numel() > REDUCED_AT_ONCE:
+    if plain is None or not _is_plain(tensor) or tensor.numel() > mpi_buffer.AT_ONCE:
         return None
     return MPI.IN_PLACE, (_address(tensor.data_ptr(), tensor.nbytes), plain[0]), plain[1]
 

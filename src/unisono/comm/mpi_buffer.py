@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from mpi4py import MPI
 
-from unisono.errors import UsageError
+from unisono.errors import CommError, UsageError
 
 # Without a count: mpi4py then works it out from the length, and in blocks where a collective works in blocks.
 Buffer = tuple[MPI.memory, MPI.Datatype]
@@ -46,8 +46,8 @@ OPS = {
     "bor": MPI.BOR,
     "bxor": MPI.BXOR,
 }
-# Before MPI 4 a reduction counts its elements in an int; what only travels, mpi4py wraps in bigger datatypes.
-REDUCED_AT_ONCE = 2**62 if MPI.Get_version() >= (4, 0) else 2**30
+# How many elements one call takes: before MPI 4 they are counted in an int.
+AT_ONCE = 2**62 if MPI.Get_version() >= (4, 0) else 2**31 - 1
 
 
 def carrier(memory: torch.Tensor) -> Buffer:
@@ -57,6 +57,11 @@ def carrier(memory: torch.Tensor) -> Buffer:
 
 def carriers(memory: torch.Tensor, counts: Sequence[int]) -> PiecewiseBuffer:
     """Contiguous memory as consecutive pieces, `counts` elements each, for MPI's v-collectives."""
+    if memory.numel() > AT_ONCE:
+        raise CommError(
+            f"gather, scatter and all_to_all of {memory.numel()} elements on one rank need an MPI-4 library, "
+            f"such as MPICH 4 or newer; the one loaded has MPI {'.'.join(map(str, MPI.Get_version()))}"
+        )
     starts = [0] * len(counts)
     for index in range(1, len(counts)):
         starts[index] = starts[index - 1] + counts[index - 1]
@@ -70,11 +75,11 @@ def number(memory: torch.Tensor) -> Buffer:
 
 
 def pieces(memory: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Contiguous memory cut so that each piece can be reduced by one MPI call."""
-    if memory.numel() <= REDUCED_AT_ONCE:
+    """Contiguous memory cut so that one MPI call takes each piece."""
+    if memory.numel() <= AT_ONCE:
         yield memory
     else:
-        yield from memory.view(-1).split(REDUCED_AT_ONCE)
+        yield from memory.view(-1).split(AT_ONCE)
 
 
 def is_direct(tensor: torch.Tensor) -> bool:

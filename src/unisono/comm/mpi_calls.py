@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
+from unisono.comm import mpi_buffer
 from unisono.comm.mpi_buffer import (
     OPS,
-    REDUCED_AT_ONCE,
     carrier,
     carriers,
     joined,
@@ -53,7 +53,11 @@ def broadcast(tensor: torch.Tensor, root: int, rank: int) -> Call:
     tensor = _data(tensor)
     memory = readable(tensor) if rank == root else writable(tensor)
     finish = None if rank == root else _landing(memory, tensor)
-    return Call("broadcast", [("Bcast", (carrier(memory), root))], [tensor], (memory,), finish)
+    return Call("broadcast", _broadcast_steps(memory, root), [tensor], (memory,), finish)
+
+
+def _broadcast_steps(memory: torch.Tensor, root: int) -> list[Step]:
+    return [("Bcast", (carrier(piece), root)) for piece in pieces(memory)]
 
 
 def all_reduce(tensor: torch.Tensor, op: str, factor: Factor | None, size: int) -> Call:
@@ -82,13 +86,9 @@ def all_gather_single(output: torch.Tensor, input: torch.Tensor, rank: int, size
         )
     output, input = _data(output), _data(input)
     received, sent = writable(output), readable(input)
-    own_place = received.data_ptr() + rank * sent.nbytes
-    if sent.data_ptr() == own_place and sent.numel():
-        step: Step = ("Allgather", (MPI.IN_PLACE, carrier(received)))
-    else:
-        sent = _apart(sent, received)
-        step = ("Allgather", (carrier(sent), carrier(received)))
-    return Call("all_gather", [step], [output], (received, sent), _landing(received, output))
+    counts = [input.numel()] * size
+    steps, sent = _all_gather_steps(sent, received, counts, rank)
+    return Call("all_gather", steps, [output], (received, sent), _landing(received, output))
 
 
 def all_gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, rank: int, size: int) -> Call:
@@ -102,13 +102,26 @@ def all_gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, rank: int, 
         )
     outputs, input = [_data(output) for output in outputs], _data(input)
     received = joint(outputs)
-    sent = _apart(readable(input), received)
     counts = [output.numel() for output in outputs]
+    steps, sent = _all_gather_steps(readable(input), received, counts, rank)
+    return Call("all_gather", steps, outputs, (received, sent), partial(land_parts, received, outputs))
+
+
+def _all_gather_steps(
+    sent: torch.Tensor, received: torch.Tensor, counts: list[int], rank: int
+) -> tuple[list[Step], torch.Tensor]:
+    """The steps, and the memory that they send from."""
+    if received.numel() > mpi_buffer.AT_ONCE:
+        places = received.view(-1).split(counts)
+        places[rank].copy_(sent.view(-1))
+        return [step for root, place in enumerate(places) for step in _broadcast_steps(place, root)], sent
+    own_place = received.data_ptr() + sum(counts[:rank]) * received.itemsize
+    in_place = sent.data_ptr() == own_place and sent.numel() > 0
+    sent = sent if in_place else _apart(sent, received)
+    given = MPI.IN_PLACE if in_place else carrier(sent)
     if min(counts) == max(counts):
-        step: Step = ("Allgather", (carrier(sent), carrier(received)))
-    else:
-        step = ("Allgatherv", (carrier(sent), carriers(received, counts)))
-    return Call("all_gather", [step], outputs, (received, sent), partial(land_parts, received, outputs))
+        return [("Allgather", (given, carrier(received)))], sent
+    return [("Allgatherv", (given, carriers(received, counts)))], sent
 
 
 def gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, root: int, rank: int, size: int) -> Call:
@@ -177,7 +190,7 @@ def _reduce_scatter(
     per_element = sent.numel() // max(1, sum(counts))  # 2 where complex numbers travel as reals
     counts = [count * per_element for count in counts]
     mpi_op = OPS[reduction.wire_op]
-    if sent.numel() > REDUCED_AT_ONCE:
+    if sent.numel() > mpi_buffer.AT_ONCE:
         steps = _reduce_to_each(sent, received, counts, rank, mpi_op)
     elif min(counts) == max(counts):
         steps = [("Reduce_scatter_block", (number(sent), number(received), mpi_op))]
@@ -238,17 +251,18 @@ def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], 
 
 def send(tensor: torch.Tensor, to: int, tag: int) -> Call:
     memory = readable(_data(tensor))
-    return Call("send", [("Send", (carrier(memory), to, tag))], [tensor], (memory,))
+    steps: list[Step] = [("Send", (carrier(piece), to, tag)) for piece in pieces(memory)]
+    return Call("send", steps, [tensor], (memory,))
 
 
 def receive(tensor: torch.Tensor, source: int, tag: int) -> Call:
     tensor = _data(tensor)
     memory = writable(tensor)
-    buffer = carrier(memory)
+    steps: list[Step] = [("Recv", (carrier(piece), source, tag)) for piece in pieces(memory)]
     status = MPI.Status()
 
     def finish() -> None:
-        count = status.Get_count(buffer[1])
+        count = status.Get_count(carrier(memory)[1]) if len(steps) == 1 else memory.numel()
         if count != memory.numel():
             raise CommError(
                 f"recv expected {memory.numel()} elements ({tensor.dtype}), but rank {status.Get_source()} "
@@ -256,7 +270,7 @@ def receive(tensor: torch.Tensor, source: int, tag: int) -> Call:
             )
         land(memory, tensor)
 
-    return Call("recv", [("Recv", (buffer, source, tag))], [tensor], (memory,), finish, status)
+    return Call("recv", steps, [tensor], (memory,), finish, status)
 
 
 def together(name: str, calls: Sequence[Call]) -> Call:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -10,7 +11,10 @@ import torch.distributed as dist
 
 from tests.comm.expectation import DTYPES, FACTOR, OPS, has_meaning, reduced, sample
 from tests.comm.mpi_programs import harness
-from unisono.errors import UsageError
+from unisono.comm import mpi_buffer
+from unisono.errors import CommError, UsageError
+
+warnings.filterwarnings("ignore", category=FutureWarning)  # 2.13 renamed some calls, 2.11 knows the old names
 
 TRAVELLERS = (*DTYPES, torch.float8_e5m2, torch.uint16)
 SHAPE = (3, 5)
@@ -276,6 +280,31 @@ def check_strides_and_views() -> None:
     dist.broadcast(parameter, size() - 1)
     dist.all_reduce(parameter, dist.ReduceOp.AVG)
     assert parameter.tolist() == [size() - 1.0] * 3
+
+
+def check_calls_cut_into_pieces() -> None:
+    """What an MPI that counts in an int does above 2**31 elements, done here above 4."""
+    mpi_buffer.AT_ONCE, usual = 4, mpi_buffer.AT_ONCE
+    try:
+        check_all_reduce()
+        check_reduce()
+        check_reduce_scatter()
+        check_broadcast()
+        check_all_gather()
+        check_all_gather_uneven()
+        out, tensors = torch.empty(11), everybodys(torch.float32, (11,))
+        if rank() == 0:
+            dist.send(tensors[0], 1)
+            group().send_now(tensors[0], 1)
+        elif rank() == 1:
+            dist.recv(out, 0)
+            equal(out, tensors[0], "recv in pieces")
+            assert group().recv_now(out.zero_(), 0) == 0
+            equal(out, tensors[0], "recv_now in pieces")
+        with pytest.raises(CommError, match="need an MPI-4 library"):
+            group().all_to_all_now(torch.empty(2 * size(), 3), torch.empty(2 * size(), 3))
+    finally:
+        mpi_buffer.AT_ONCE = usual
 
 
 def check_empty_tensors() -> None:

@@ -1,0 +1,51 @@
+"""More than 2**31 elements in one call. Needs about 5 GiB a rank."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+import torch.distributed as dist
+
+from tests.comm.mpi_programs import harness
+
+warnings.filterwarnings("ignore", category=FutureWarning)
+
+COUNT = 2**31 + 8
+
+
+def check_broadcast() -> None:
+    rank = dist.get_rank()
+    tensor = torch.full((COUNT,), rank, dtype=torch.uint8)
+    if rank == 1:
+        tensor[-3:] = 77
+    dist.broadcast(tensor, 1)
+    assert tensor[0].item() == 1
+    assert tensor[2**31 - 2 :].tolist() == [1] * 7 + [77] * 3
+
+
+def check_all_reduce() -> None:
+    tensor = torch.ones(COUNT, dtype=torch.uint8)
+    dist.all_reduce(tensor)
+    assert tensor[:2].tolist() == tensor[-2:].tolist() == [2, 2]
+
+
+def check_point_to_point() -> None:
+    tensor = torch.full((COUNT,), 5 * dist.get_rank(), dtype=torch.uint8)
+    if dist.get_rank() == 1:
+        dist.send(tensor, 0)
+    else:
+        dist.recv(tensor, 1)
+    assert tensor[:2].tolist() == tensor[-2:].tolist() == [5, 5]
+
+
+def check_all_gather() -> None:
+    part = torch.full((2**30 + 4,), dist.get_rank() + 1, dtype=torch.uint8)
+    whole = torch.empty(2 * len(part), dtype=torch.uint8)
+    dist.all_gather_into_tensor(whole, part)
+    assert whole[:2].tolist() == [1, 1]
+    assert whole[-2:].tolist() == [2, 2]
+
+
+if __name__ == "__main__":
+    harness.main(globals())

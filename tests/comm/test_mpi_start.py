@@ -1,0 +1,106 @@
+"""How the MPI backend starts, refuses to start, and ends."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from tests.comm.mpiexec import MPIS, ROOT, run_under
+from unisono.comm import mpi
+from unisono.errors import MissingPackageError
+
+GIB = 1024**3
+
+
+def run_alone(code: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def test_registers_once_and_may_be_asked_again() -> None:
+    mpi.register()
+    plugin = dist.Backend._plugins["MPI4PY"]
+    mpi.register()
+    assert dist.Backend._plugins["MPI4PY"] is plugin
+    assert dist.Backend.backend_capability["mpi4py"] == ["cpu", "cuda"]
+
+
+def test_missing_mpi4py_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "mpi4py", None)
+    with pytest.raises(MissingPackageError, match=r"the MPI backend needs .*'mpi4py'.*unisono\[mpi\]"):
+        mpi.load()
+
+
+def test_registering_does_not_import_mpi4py() -> None:
+    done = run_alone("""
+import sys
+from unisono.comm import mpi
+mpi.register()
+assert 'mpi4py' not in sys.modules
+""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_without_mpiexec_the_world_has_one_rank() -> None:
+    done = run_alone("""
+import torch, torch.distributed as dist
+from unisono.comm import mpi
+mpi.register()
+assert mpi.world() == (0, 1)
+dist.init_process_group(mpi.BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+x = torch.arange(3.0)
+dist.all_reduce(x)
+out = torch.empty(3)
+dist.all_gather_into_tensor(out, x)
+assert out.tolist() == [0.0, 1.0, 2.0]
+dist.destroy_process_group()
+dist.init_process_group(mpi.BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+dist.barrier()
+""")
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_world_that_does_not_fit_is_refused() -> None:
+    done = run_alone("""
+import torch.distributed as dist
+from unisono.comm import mpi
+mpi.register()
+dist.init_process_group(mpi.BACKEND, store=dist.HashStore(), rank=1, world_size=2)
+""")
+    assert done.returncode != 0
+    assert "rank 1 of 2 was asked for, but MPI says that this is rank 0 of 1" in done.stderr
+    assert "start it with mpiexec -n 2" in done.stderr
+
+
+@pytest.mark.parametrize("mpi_name", MPIS)
+def test_a_rank_that_raises_ends_the_job(mpi_name: str) -> None:
+    done = run_under(mpi_name, 2, "failing.py", timeout=60)
+    assert done.returncode != 0
+    assert "ValueError: rank 0 has had enough" in done.stderr
+
+
+def test_more_than_two_to_the_31_elements() -> None:
+    free = _available_memory()
+    if free < 14 * GIB:
+        reason = f"needs 14 GiB of free memory, and {free / GIB:.1f} GiB are free"
+        print(reason)
+        pytest.skip(reason)
+    done = run_under("mpich", 2, "large.py")
+    assert done.stdout.count("PASSED") == 4, done.stderr[-4000:]
+
+
+def _available_memory() -> int:
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    return int(lines["MemAvailable"].split()[0]) * 1024
