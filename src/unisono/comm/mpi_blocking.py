@@ -16,21 +16,26 @@ from unisono.comm import mpi_calls as calls
 from unisono.comm.mpi_buffer import CARRIERS, NUMBERS, OPS, Buffer, is_direct
 from unisono.comm.mpi_calls import Call
 from unisono.comm.mpi_work import failure, wait_for_devices
-from unisono.comm.reduction import Factor
+from unisono.comm.reduction import DTYPES, HALVES, MEANINGFUL, Factor, plan_reduction
 
 Tensor = torch.Tensor
 Tensors = Sequence[torch.Tensor]
 
 _address = MPI.memory.fromaddress
-_BITWISE = ("band", "bor", "bxor")
+
+
+def _reductions_in_place() -> dict[tuple[torch.dtype, str], tuple[MPI.Datatype, MPI.Op]]:
+    found = {}
+    for dtype in DTYPES - HALVES:
+        for op in MEANINGFUL:
+            if dtype in MEANINGFUL[op] and op not in ("avg", "premul_sum"):
+                reduction = plan_reduction(op, dtype)
+                found[dtype, op] = NUMBERS[reduction.wire_dtype], OPS[reduction.wire_op]
+    return found
+
+
 # The (dtype, op) that MPI can do on a tensor's own memory, in MPI's words.
-_PLAIN = {
-    (dtype, op): (NUMBERS[dtype], OPS[op])
-    for dtype in NUMBERS
-    for op in OPS
-    if not (dtype.is_complex and op not in ("sum", "product"))
-    if not (dtype.is_floating_point and op in _BITWISE)
-}
+_PLAIN = _reductions_in_place()
 
 
 class BlockingCalls:
@@ -47,7 +52,7 @@ class BlockingCalls:
         self._comm.Barrier()
 
     def broadcast_now(self, tensor: Tensor, root: int) -> None:
-        if not _is_plain(tensor) or tensor.numel() > mpi_buffer.AT_ONCE:
+        if not _is_plain(tensor) or _is_long(tensor):
             self._run(calls.broadcast(tensor, root, self._rank))
             return
         buffer = (_address(tensor.data_ptr(), tensor.nbytes), CARRIERS[tensor.itemsize])
@@ -71,7 +76,15 @@ class BlockingCalls:
 
     def all_gather_now(self, output: Tensor, input: Tensor) -> None:
         """Equal sizes, into one tensor."""
-        self._run(calls.all_gather_single(output, input, self._rank, self._size))
+        pair = _plain_pair(output, input)
+        if pair is None or output.nbytes != input.nbytes * self._size:
+            self._run(calls.all_gather_single(output, input, self._rank, self._size))
+            return
+        datatype = CARRIERS[input.itemsize]
+        try:
+            self._comm.Allgather((pair[1], datatype), (pair[0], datatype))
+        except MPI.Exception as error:
+            raise failure("all_gather", error) from error
 
     def all_gather_parts_now(self, outputs: Tensors, input: Tensor) -> None:
         """One output a rank; their sizes may differ."""
@@ -85,7 +98,16 @@ class BlockingCalls:
 
     def reduce_scatter_now(self, output: Tensor, input: Tensor, op: str = "sum", factor: Factor | None = None) -> None:
         """Equal sizes, from one tensor."""
-        self._run(calls.reduce_scatter_single(output, input, op, factor, self._rank, self._size))
+        plain = _PLAIN.get((input.dtype, op))
+        pair = _plain_pair(output, input)
+        if plain is None or pair is None or input.nbytes != output.nbytes * self._size:
+            self._run(calls.reduce_scatter_single(output, input, op, factor, self._rank, self._size))
+            return
+        datatype, mpi_op = plain
+        try:
+            self._comm.Reduce_scatter_block((pair[1], datatype), (pair[0], datatype), mpi_op)
+        except MPI.Exception as error:
+            raise failure("reduce_scatter", error) from error
 
     def reduce_scatter_parts_now(
         self, output: Tensor, inputs: Tensors, op: str = "sum", factor: Factor | None = None
@@ -100,8 +122,19 @@ class BlockingCalls:
         output_splits: Sequence[int] = (),
         input_splits: Sequence[int] = (),
     ) -> None:
-        """Splits count rows, one a rank; none for equal parts."""
-        self._run(calls.all_to_all_single(output, input, output_splits, input_splits, self._size))
+        """Splits count rows, one a rank; none for equal parts. All ranks give splits, or none does."""
+        if output_splits or input_splits:
+            self._run(calls.all_to_all_single(output, input, output_splits, input_splits, self._size))
+            return
+        pair = _plain_pair(output, input)
+        if pair is None or output.nbytes != input.nbytes or input.numel() % self._size:
+            self._run(calls.all_to_all_even(output, input, self._size))
+            return
+        datatype = CARRIERS[input.itemsize]
+        try:
+            self._comm.Alltoall((pair[1], datatype), (pair[0], datatype))
+        except MPI.Exception as error:
+            raise failure("all_to_all", error) from error
 
     def all_to_all_parts_now(self, outputs: Tensors, inputs: Tensors) -> None:
         self._run(calls.all_to_all(outputs, inputs, self._size))
@@ -134,10 +167,27 @@ class BlockingCalls:
 def plain_all_reduce(tensor: Tensor, op: str) -> tuple[MPI.InPlaceType, Buffer, MPI.Op] | None:
     """MPI's arguments to reduce a tensor in its own memory, or None where it takes more than that."""
     plain = _PLAIN.get((tensor.dtype, op))
-    if plain is None or not _is_plain(tensor) or tensor.numel() > mpi_buffer.AT_ONCE:
+    if plain is None or not _is_plain(tensor) or _is_long(tensor):
         return None
     return MPI.IN_PLACE, (_address(tensor.data_ptr(), tensor.nbytes), plain[0]), plain[1]
 
 
+def _plain_pair(output: Tensor, input: Tensor) -> tuple[MPI.memory, MPI.memory] | None:
+    """The memory of both, or None where MPI cannot use it as it lies."""
+    if not (_is_plain(output) and _is_plain(input)) or output.dtype != input.dtype:
+        return None
+    if _is_long(output) or _is_long(input):
+        return None
+    into, output_bytes, of, input_bytes = output.data_ptr(), output.nbytes, input.data_ptr(), input.nbytes
+    if into < of + input_bytes and of < into + output_bytes:
+        return None
+    return _address(into, output_bytes), _address(of, input_bytes)
+
+
 def _is_plain(tensor: Tensor) -> bool:
     return tensor.is_cpu and is_direct(tensor)
+
+
+def _is_long(tensor: Tensor) -> bool:
+    """Whether it may take more than one call. A complex number may travel as two."""
+    return 2 * tensor.numel() > mpi_buffer.AT_ONCE

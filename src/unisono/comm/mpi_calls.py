@@ -235,6 +235,20 @@ def all_to_all_single(
     return Call("all_to_all", [step], [output], (received, sent), _landing(received, output))
 
 
+def all_to_all_even(output: torch.Tensor, input: torch.Tensor, size: int) -> Call:
+    """Equal parts everywhere. Does not match `all_to_all_single` on another rank."""
+    _same_dtype("all_to_all", output, input)
+    output, input = _data(output), _data(input)
+    if _split_counts("output", output, (), size) != _split_counts("input", input, (), size):
+        raise UsageError(f"all_to_all without splits was given {input.numel()} elements for {output.numel()}")
+    received = writable(output)
+    sent = _apart(readable(input), received)
+    if sent.numel() > mpi_buffer.AT_ONCE:
+        return all_to_all_single(output, input, (), (), size)
+    step = ("Alltoall", (carrier(sent), carrier(received)))
+    return Call("all_to_all", [step], [output], (received, sent), _landing(received, output))
+
+
 def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], size: int) -> Call:
     """From one tensor a rank into one tensor a rank; their sizes may differ."""
     _one_a_rank("all_to_all", outputs, size)

@@ -28,7 +28,7 @@ DTYPES = FLOATS | INTEGERS | COMPLEXES | {torch.bool}
 
 Factor = float | complex | torch.Tensor
 
-_MEANINGFUL = {
+MEANINGFUL = {  # the dtypes for which each op has a meaning
     "sum": DTYPES,
     "avg": DTYPES - {torch.bool},
     "product": DTYPES,
@@ -126,12 +126,12 @@ class Reduction:
 @cache
 def plan_reduction(op: str, dtype: torch.dtype) -> Reduction:
     """How to reduce `dtype` by `op` (one of `OPS`); UsageError where that has no meaning."""
-    if op not in _MEANINGFUL:
+    if op not in MEANINGFUL:
         raise UsageError(f"there is no reduction {op!r}; use one of {', '.join(OPS)}")
     if dtype not in DTYPES:
         raise UsageError(f"{dtype} cannot be reduced; use one of {_names(DTYPES)}")
-    if dtype not in _MEANINGFUL[op]:
-        raise UsageError(f"{op} has no meaning for {dtype}; it takes {_names(_MEANINGFUL[op])}")
+    if dtype not in MEANINGFUL[op]:
+        raise UsageError(f"{op} has no meaning for {dtype}; it takes {_names(MEANINGFUL[op])}")
     if dtype == torch.bool:
         return Reduction(op, dtype, torch.uint8, _BOOL_OP[op])
     wire_op = "sum" if op in ("avg", "premul_sum") else op
