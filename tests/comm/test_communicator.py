@@ -236,3 +236,33 @@ def plain_torch_beside_it(comm: Communicator) -> None:
 
 def test_torch_calls_work_beside_it(ranks4: RankPool) -> None:
     ranks4.run(plain_torch_beside_it)
+
+
+def some_wait_and_some_do_not(comm: Communicator) -> None:
+    """Every collective, with async_op on odd ranks only."""
+    later = comm.rank % 2 == 1
+
+    def done(outcome: Any) -> Any:
+        return outcome.wait() if later else outcome
+
+    for dtype in (torch.float32, torch.bfloat16, torch.int16, torch.bool, torch.complex64):
+        x = torch.ones(2 * comm.size).to(dtype)
+        expected = comm.all_reduce(x.clone(), "product")
+        assert torch.equal(done(comm.all_reduce(x.clone(), "product", async_op=later)), expected)
+        done(comm.reduce(x.clone(), 1, async_op=later))
+        done(comm.broadcast(x.clone(), 2, async_op=later))
+        assert len(done(comm.all_gather(x, async_op=later))) == comm.size
+        assert len(done(comm.all_gather(x[: comm.rank], uneven=True, async_op=later))) == comm.size
+        done(comm.all_gather_into(torch.empty(x.numel() * comm.size, dtype=dtype), x, async_op=later))
+        done(comm.gather(x, 1, async_op=later))
+        done(comm.gather(x[: comm.rank + 1], 1, uneven=True, async_op=later))
+        done(comm.scatter(x.clone(), [x] * comm.size if comm.rank == 0 else None, async_op=later))
+        assert done(comm.reduce_scatter(x, "product", async_op=later)).shape == (2,)
+        assert done(comm.reduce_scatter(x, "product", sizes=[1, 3, 0, 4], async_op=later)).numel() in (0, 1, 3, 4)
+        assert torch.equal(done(comm.all_to_all(x, async_op=later)), x)
+        assert torch.equal(done(comm.all_to_all(x, [2, 2, 2, 2], async_op=later)), x)
+        done(comm.barrier(async_op=later))
+
+
+def test_some_ranks_may_wait_at_once_and_others_later(ranks4: RankPool) -> None:
+    ranks4.run(some_wait_and_some_do_not)

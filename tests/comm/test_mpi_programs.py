@@ -14,11 +14,7 @@ RANKS = {"mpich": 4, "openmpi": 2}  # few, for a machine of 2 cores
 
 def checks_in(program: str) -> list[str]:
     tree = ast.parse((PROGRAMS / program).read_text())
-    return [
-        node.name
-        for node in tree.body
-        if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")
-    ]
+    return [node.name for node in tree.body if isinstance(node, ast.FunctionDef) and node.name.startswith("check_")]
 
 
 @cache

@@ -24,11 +24,11 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 UNEVEN = "uneven"  # marks operations whose shapes may differ between ranks
 
 
-def _root(root: int) -> str:
+def detail_of_root(root: int) -> str:
     return f"root={root}" if root else ""
 
 
-def _op(op: str) -> str:
+def detail_of_op(op: str) -> str:
     return "" if op == "sum" else op
 
 
@@ -43,7 +43,7 @@ class Collectives(Operations):
         def start() -> list[dist.Work]:
             return [dist.broadcast(wire, group=self.group, group_src=root, async_op=True)]
 
-        return self._run("broadcast", tensor, start, finish, async_op, _root(root))
+        return self._run("broadcast", tensor, start, finish, async_op, detail_of_root(root))
 
     def all_reduce(
         self, tensor: torch.Tensor, op: str = "sum", *, factor: Factor | None = None, async_op: bool = False
@@ -63,7 +63,7 @@ class Collectives(Operations):
         def start() -> list[dist.Work]:
             return [dist.all_reduce(wire, carriage.wire_op, group=self.group, async_op=True)]
 
-        return self._run("all_reduce", tensor, start, lambda: deliver(wire), async_op, _op(op))
+        return self._run("all_reduce", tensor, start, lambda: deliver(wire), async_op, detail_of_op(op))
 
     def reduce(
         self,
@@ -92,7 +92,9 @@ class Collectives(Operations):
         def start() -> list[dist.Work]:
             return [dist.reduce(wire, op=carriage.wire_op, group=self.group, group_dst=root, async_op=True)]
 
-        return self._run("reduce", tensor, start, lambda: deliver(wire), async_op, _op(op) + _root(root))
+        return self._run(
+            "reduce", tensor, start, lambda: deliver(wire), async_op, detail_of_op(op) + detail_of_root(root)
+        )
 
     def all_gather(self, tensor: torch.Tensor, *, uneven: bool = False, async_op: bool = False) -> Outcome:
         """A list of every rank's tensor. With `uneven` the shapes may differ; else they must be equal."""
@@ -118,18 +120,14 @@ class Collectives(Operations):
 
     def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Outcome:
         """`out` becomes all ranks' tensors one after the other along dim 0; the quick form for equal shapes."""
-        if out.numel() != tensor.numel() * self.size or out.dtype != tensor.dtype:
-            raise UsageError(
-                f"all_gather_into: out is {out.dtype} of {out.numel()} elements; expected {tensor.dtype} of "
-                f"{self.size} x {tensor.numel()}"
-            )
+        self._require_room(out, tensor)
         mine, _ = self._moving(tensor)
         wire, finish = self._moving(out)
 
         def start() -> list[dist.Work]:
             return [_all_gather_single(wire.reshape(-1), mine.reshape(-1), group=self.group, async_op=True)]
 
-        return self._run("all_gather", tensor, start, finish, async_op)
+        return self._run("all_gather_into", tensor, start, finish, async_op)
 
     def gather(self, tensor: torch.Tensor, root: int = 0, *, uneven: bool = False, async_op: bool = False) -> Outcome:
         """On the root a list of every rank's tensor, None elsewhere. With `uneven` the shapes may differ."""
@@ -157,7 +155,7 @@ class Collectives(Operations):
         def finish() -> list[torch.Tensor] | None:
             return [finish_piece() for _, finish_piece in pieces] if is_root else None
 
-        detail = (UNEVEN if uneven else "") + _root(root)
+        detail = (UNEVEN if uneven else "") + detail_of_root(root)
         return self._run("gather", tensor, start, finish, async_op, detail)
 
     def scatter(
@@ -170,19 +168,14 @@ class Collectives(Operations):
     ) -> Outcome:
         """`out` becomes chunks[rank] of the root; only the root passes `chunks`."""
         self._require_rank("root", root)
-        if self.rank == root:
-            given = [(chunk.dtype, tuple(chunk.shape)) for chunk in chunks or ()]
-            if given != [(out.dtype, tuple(out.shape))] * self.size:
-                raise UsageError(
-                    f"scatter: the root needs {self.size} chunks of {out.dtype} {tuple(out.shape)}, but got {given}"
-                )
+        given = self._require_chunks(out, chunks) if self.rank == root else []
         wire, finish = self._moving(out)
-        chunk_wires = [self._moving(chunk)[0] for chunk in chunks or ()] if self.rank == root else None
+        chunk_wires = [self._moving(chunk)[0] for chunk in given] if self.rank == root else None
 
         def start() -> list[dist.Work]:
             return [dist.scatter(wire, chunk_wires, group=self.group, group_src=root, async_op=True)]
 
-        return self._run("scatter", out, start, finish, async_op, _root(root))
+        return self._run("scatter", out, start, finish, async_op, detail_of_root(root))
 
     def reduce_scatter(
         self,
@@ -216,7 +209,7 @@ class Collectives(Operations):
         def start() -> list[dist.Work]:
             return [_reduce_scatter_single(mine, wire, op=carriage.wire_op, group=self.group, async_op=True)]
 
-        return self._run("reduce_scatter", tensor, start, lambda: deliver(mine), async_op, _op(op))
+        return self._run("reduce_scatter", tensor, start, lambda: deliver(mine), async_op, detail_of_op(op))
 
     def all_to_all(
         self,
@@ -249,11 +242,33 @@ class Collectives(Operations):
                 )
             ]
 
-        return self._run("all_to_all", tensor, start, finish, async_op, UNEVEN if send_sizes else "")
+        return self._run(
+            "all_to_all",
+            tensor,
+            start,
+            finish,
+            async_op,
+            UNEVEN if send_sizes is not None or recv_sizes is not None else "",
+        )
 
     def barrier(self, *, async_op: bool = False) -> Outcome:
         """Nobody leaves before everybody has come."""
         return self._run("barrier", None, lambda: [dist.barrier(self.group, async_op=True)], lambda: None, async_op)
+
+    def _require_room(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        if out.numel() != tensor.numel() * self.size or out.dtype != tensor.dtype:
+            raise UsageError(
+                f"all_gather_into: out is {out.dtype} of {out.numel()} elements; expected {tensor.dtype} of "
+                f"{self.size} x {tensor.numel()}"
+            )
+
+    def _require_chunks(self, out: torch.Tensor, chunks: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
+        given = [(chunk.dtype, tuple(chunk.shape)) for chunk in chunks or ()]
+        if given != [(out.dtype, tuple(out.shape))] * self.size:
+            raise UsageError(
+                f"scatter: the root needs {self.size} chunks of {out.dtype} {tuple(out.shape)}, but got {given}"
+            )
+        return list(chunks or ())
 
     def _incoming(
         self, outgoing: list[int], send_sizes: Sequence[int] | None, recv_sizes: Sequence[int] | None

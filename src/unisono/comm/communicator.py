@@ -231,7 +231,7 @@ class Communicator(Collectives):
         with _group_named(name):
             group = dist.new_group(world_ranks, use_local_synchronization=True)
         here = [rank for rank in world_ranks if self._hosts[rank] == self.host]
-        return Communicator(
+        return type(self)(
             group,
             self.backend,
             self._watch,

@@ -45,6 +45,27 @@ class Call:
     status: MPI.Status = field(default_factory=MPI.Status)
 
 
+STARTERS = {  # the non-blocking name of each blocking method
+    name: "I" + name.lower()
+    for name in (
+        "Allgather",
+        "Allgatherv",
+        "Allreduce",
+        "Alltoall",
+        "Alltoallv",
+        "Barrier",
+        "Bcast",
+        "Gatherv",
+        "Recv",
+        "Reduce",
+        "Reduce_scatter",
+        "Reduce_scatter_block",
+        "Scatterv",
+        "Send",
+    )
+}
+
+
 def barrier() -> Call:
     return Call("barrier", [("Barrier", ())])
 

@@ -1,7 +1,7 @@
 """The torch process group over an MPI communicator. Imports mpi4py, so import it late (see unisono.comm.mpi).
 
 Every c10d call starts non-blocking MPI requests and returns a Work; waiting polls, so that a timeout is kept
-and signals are heard. The methods named `..._now` (unisono.comm.mpi_blocking) are the short way round c10d.
+and signals are heard. The methods named `..._now` (unisono.comm.mpi_now) are the short way round c10d.
 """
 
 # torch's stubs give each method several overloads; c10d itself calls only the one that is here.
@@ -30,8 +30,8 @@ from torch.distributed.distributed_c10d import (
 )
 
 from unisono.comm import mpi_calls as calls
-from unisono.comm.mpi_blocking import BlockingCalls, plain_all_reduce
-from unisono.comm.mpi_calls import Call
+from unisono.comm.mpi_calls import STARTERS, Call
+from unisono.comm.mpi_now import PromptCalls, plain_all_reduce
 from unisono.comm.mpi_work import SPINS, MPIWork, Operation, failure
 from unisono.comm.reduction import OPS, Factor
 from unisono.errors import UsageError
@@ -39,31 +39,12 @@ from unisono.errors import UsageError
 Tensor = torch.Tensor
 Tensors = Sequence[torch.Tensor]
 
-_STARTERS = {  # the non-blocking name of each blocking method
-    name: "I" + name.lower()
-    for name in (
-        "Allgather",
-        "Allgatherv",
-        "Allreduce",
-        "Alltoallv",
-        "Barrier",
-        "Bcast",
-        "Gatherv",
-        "Recv",
-        "Reduce",
-        "Reduce_scatter",
-        "Reduce_scatter_block",
-        "Scatterv",
-        "Send",
-    )
-}
 
-
-class MPIProcessGroup(BlockingCalls, ProcessGroup):
+class MPIProcessGroup(PromptCalls, ProcessGroup):
     """`comm` becomes the group's own: it is freed at shutdown."""
 
     def __init__(self, store: Store, comm: MPI.Intracomm, timeout: timedelta) -> None:
-        BlockingCalls.__init__(self, comm)
+        PromptCalls.__init__(self, comm)
         ProcessGroup.__init__(self, self._rank, self._size)  # type: ignore[call-arg]
         self._store = store
         self._group_name = self._group_description = ""
@@ -118,10 +99,14 @@ class MPIProcessGroup(BlockingCalls, ProcessGroup):
 
     # Making calls.
 
+    def start(self, call: Call) -> MPIWork:
+        """Begin a call of unisono.comm.mpi_calls; the short way, with a work to wait for."""
+        return self._start(call)
+
     def _start(self, call: Call, opts: Any = None) -> MPIWork:
         comm = self._comm
         try:
-            requests = [getattr(comm, _STARTERS[method])(*arguments) for method, arguments in call.steps]
+            requests = [getattr(comm, STARTERS[method])(*arguments) for method, arguments in call.steps]
         except MPI.Exception as error:
             raise failure(call.name, error) from error
         if opts is not None and not opts.asyncOp and self._coalescing is None and self._spin(call, requests):

@@ -61,7 +61,7 @@ class Operations:
         except RuntimeError as error:
             raise watch.explained(error) from error
         finally:
-            log.leave()
+            log.left = log.entered
         return finish()
 
     def _started(self, start: Start) -> Sequence[dist.Work]:

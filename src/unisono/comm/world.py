@@ -56,7 +56,7 @@ def init(
     assert meeting.seat.local_rank is not None
     assert meeting.seat.local_size is not None
     assert dist.group.WORLD is not None
-    _world = Communicator(
+    _world = _class_for(name)(
         dist.group.WORLD,
         name,
         _watch,
@@ -67,6 +67,14 @@ def init(
     _watch.start()
     _meeting = meeting
     return _world
+
+
+def _class_for(backend: str) -> type[Communicator]:
+    if backend == "mpi":
+        from unisono.comm.mpi_communicator import MPICommunicator
+
+        return MPICommunicator
+    return Communicator
 
 
 def _seconds(timeout: float | timedelta | None) -> float:

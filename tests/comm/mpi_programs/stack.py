@@ -73,9 +73,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
 def expect(actual: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
     assert set(actual) == set(expected), (sorted(actual), sorted(expected))
     for name in expected:
-        torch.testing.assert_close(
-            whole(actual[name]).detach(), expected[name], rtol=1e-11, atol=1e-13, msg=name
-        )
+        torch.testing.assert_close(whole(actual[name]).detach(), expected[name], rtol=1e-11, atol=1e-13, msg=name)
 
 
 def check_distributed_data_parallel() -> None:

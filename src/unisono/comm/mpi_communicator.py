@@ -1,0 +1,222 @@
+"""The Communicator over MPI: collectives take the short way to MPI, round torch's dispatcher.
+
+Whether a rank waits at once or later, it makes the same MPI calls, so ranks may differ in that. Imports mpi4py: import
+it late.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from unisono.comm import mpi_calls as calls
+from unisono.comm.collectives import UNEVEN, detail_of_op, detail_of_root
+from unisono.comm.communicator import Communicator
+from unisono.comm.handle import Handle
+from unisono.comm.mpi_calls import Call
+from unisono.comm.operation import Outcome
+from unisono.comm.reduction import Factor, plan_reduction
+from unisono.errors import UnisonoError
+
+if TYPE_CHECKING:
+    from unisono.comm.mpi_group import MPIProcessGroup
+
+
+class MPICommunicator(Communicator):
+    """As Communicator; only quicker."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._mpi = cast("MPIProcessGroup", self.group)
+
+    def _do(
+        self,
+        op: str,
+        detail: str,
+        tensor: torch.Tensor | None,
+        result: Any,
+        async_op: bool,
+        prompt: Callable[[], None],
+        call: Callable[[], Call],
+    ) -> Outcome:
+        """Run `prompt`, or start `call` for a handle to wait for; either way the outcome is `result`."""
+        log, watch = self._log, self._watch
+        log.enter(op, detail, tensor, 3)
+        try:
+            if watch.check is not None:
+                watch.check.agree(log)
+            if async_op:
+                return Handle([self._mpi.start(call())], lambda: result, watch.waiter(log))
+            prompt()
+        except RuntimeError as error:
+            if isinstance(error, UnisonoError) and error.__cause__ is None:
+                raise
+            raise watch.explained(error) from error
+        finally:
+            log.left = log.entered
+        return result
+
+    def broadcast(self, tensor: torch.Tensor, root: int = 0, *, async_op: bool = False) -> Outcome:
+        self._require_rank("root", root)
+        return self._do(
+            "broadcast",
+            detail_of_root(root),
+            tensor,
+            tensor,
+            async_op,
+            lambda: self._mpi.broadcast_now(tensor, root),
+            lambda: calls.broadcast(tensor, root, self.rank),
+        )
+
+    def all_reduce(
+        self, tensor: torch.Tensor, op: str = "sum", *, factor: Factor | None = None, async_op: bool = False
+    ) -> Outcome:
+        plan_reduction(op, tensor.dtype)
+        return self._do(
+            "all_reduce",
+            detail_of_op(op),
+            tensor,
+            tensor,
+            async_op,
+            lambda: self._mpi.all_reduce_now(tensor, op, factor),
+            lambda: calls.all_reduce(tensor, op, factor, self.size),
+        )
+
+    def reduce(
+        self,
+        tensor: torch.Tensor,
+        root: int = 0,
+        op: str = "sum",
+        *,
+        factor: Factor | None = None,
+        async_op: bool = False,
+    ) -> Outcome:
+        self._require_rank("root", root)
+        plan_reduction(op, tensor.dtype)
+        return self._do(
+            "reduce",
+            detail_of_op(op) + detail_of_root(root),
+            tensor,
+            tensor,
+            async_op,
+            lambda: self._mpi.reduce_now(tensor, root, op, factor),
+            lambda: calls.reduce(tensor, root, op, factor, self.rank, self.size),
+        )
+
+    def all_gather(self, tensor: torch.Tensor, *, uneven: bool = False, async_op: bool = False) -> Outcome:
+        shapes = self._shapes(tensor) if uneven else [tuple(tensor.shape)] * self.size
+        pieces = [tensor.new_empty(shape) for shape in shapes]
+        return self._do(
+            "all_gather",
+            UNEVEN if uneven else "",
+            tensor,
+            pieces,
+            async_op,
+            lambda: self._mpi.all_gather_parts_now(pieces, tensor),
+            lambda: calls.all_gather(pieces, tensor, self.rank, self.size),
+        )
+
+    def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Outcome:
+        self._require_room(out, tensor)
+        return self._do(
+            "all_gather_into",
+            "",
+            tensor,
+            out,
+            async_op,
+            lambda: self._mpi.all_gather_now(out, tensor),
+            lambda: calls.all_gather_single(out, tensor, self.rank, self.size),
+        )
+
+    def gather(self, tensor: torch.Tensor, root: int = 0, *, uneven: bool = False, async_op: bool = False) -> Outcome:
+        self._require_rank("root", root)
+        shapes = self._shapes(tensor) if uneven else [tuple(tensor.shape)] * self.size
+        pieces = [tensor.new_empty(shape) for shape in shapes] if self.rank == root else []
+        return self._do(
+            "gather",
+            (UNEVEN if uneven else "") + detail_of_root(root),
+            tensor,
+            pieces if self.rank == root else None,
+            async_op,
+            lambda: self._mpi.gather_now(pieces, tensor, root),
+            lambda: calls.gather(pieces, tensor, root, self.rank, self.size),
+        )
+
+    def scatter(
+        self,
+        out: torch.Tensor,
+        chunks: Sequence[torch.Tensor] | None = None,
+        root: int = 0,
+        *,
+        async_op: bool = False,
+    ) -> Outcome:
+        self._require_rank("root", root)
+        given = self._require_chunks(out, chunks) if self.rank == root else []
+        return self._do(
+            "scatter",
+            detail_of_root(root),
+            out,
+            out,
+            async_op,
+            lambda: self._mpi.scatter_now(out, given, root),
+            lambda: calls.scatter(out, given, root, self.rank, self.size),
+        )
+
+    def reduce_scatter(
+        self,
+        tensor: torch.Tensor,
+        op: str = "sum",
+        *,
+        sizes: Sequence[int] | None = None,
+        factor: Factor | None = None,
+        async_op: bool = False,
+    ) -> Outcome:
+        parts = self._parts("reduce_scatter", tensor, sizes)
+        plan_reduction(op, tensor.dtype)
+        out = tensor.new_empty((parts[self.rank], *tensor.shape[1:]))
+        even = len(set(parts)) == 1
+        pieces = () if even else tensor.split(parts)
+
+        def prompt() -> None:
+            if even:
+                self._mpi.reduce_scatter_now(out, tensor, op, factor)
+            else:
+                self._mpi.reduce_scatter_parts_now(out, pieces, op, factor)
+
+        def call() -> Call:
+            if even:
+                return calls.reduce_scatter_single(out, tensor, op, factor, self.rank, self.size)
+            return calls.reduce_scatter(out, pieces, op, factor, self.rank, self.size)
+
+        return self._do("reduce_scatter", detail_of_op(op), tensor, out, async_op, prompt, call)
+
+    def all_to_all(
+        self,
+        tensor: torch.Tensor,
+        send_sizes: Sequence[int] | None = None,
+        recv_sizes: Sequence[int] | None = None,
+        *,
+        async_op: bool = False,
+    ) -> Outcome:
+        outgoing = self._parts("all_to_all", tensor, send_sizes)
+        incoming = self._incoming(outgoing, send_sizes, recv_sizes)
+        out = tensor.new_empty((sum(incoming), *tensor.shape[1:]))
+        even = send_sizes is None and recv_sizes is None
+        return self._do(
+            "all_to_all",
+            "" if even else UNEVEN,
+            tensor,
+            out,
+            async_op,
+            lambda: self._mpi.all_to_all_now(out, tensor, *(() if even else (incoming, outgoing))),
+            lambda: (
+                calls.all_to_all_even(out, tensor, self.size)
+                if even
+                else calls.all_to_all_single(out, tensor, incoming, outgoing, self.size)
+            ),
+        )
+
+    def barrier(self, *, async_op: bool = False) -> Outcome:
+        return self._do("barrier", "", None, None, async_op, self._mpi.barrier_now, calls.barrier)
