@@ -1,0 +1,146 @@
+"""The Plan: how a job is split over ranks, in one frozen value.
+
+plan = Plan(dp=2, tp=2, pp=2, zero=1, sequence=True, microbatches=8, schedule="1f1b")
+plan = Plan.parse("dp=2,tp=2,pp=2,zero=1,sp,microbatches=8,schedule=1f1b")     # the same; str(plan) writes it back
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+from unisono.errors import UsageError
+from unisono.plan import schedule as schedules
+
+# The axes of a plan's mesh, the slowest first: neighbours in the world are neighbours in tp. The data axis is cut in
+# two, "dp" times "ep", because experts may be spread over a part of it.
+AXES = ("pp", "dp", "ep", "cp", "tp")
+DATA = ("dp", "ep")  # together the data axis: every rank along it has other samples
+REPLICAS = ("dp", "ep", "cp")  # ranks along these hold the same dense parameters
+
+RECOMPUTE = ("none", "selective", "full")
+CONTEXT = ("ring", "ulysses")
+
+# Words of a plan string that differ from the field's name.
+_SHORT = {"sequence": "sp"}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a job is split. Every field has the value that changes nothing, so Plan() is one device."""
+
+    dp: int = 1  # ranks that share the batch
+    tp: int = 1  # ranks that share each layer
+    pp: int = 1  # ranks that share the layers: stages of the pipeline
+    cp: int = 1  # ranks that share each sequence
+    ep: int = 1  # ranks of the data axis that share the experts; divides dp
+    zero: int = 0  # what the data axis shards: 1 optimizer state, 2 gradients too, 3 parameters too
+    sequence: bool = False  # between tensor-parallel layers, activations are sharded along the sequence
+    context: str = "ring"  # how attention crosses cp: ring or ulysses
+    recompute: str | tuple[str, ...] = "none"  # none, selective, full, or module patterns
+    microbatches: int = 1  # the batch is cut into this many, one after the other
+    schedule: str = "1f1b"  # of the pipeline
+    chunks: int = 1  # stages a rank holds (interleaved, zbv)
+    offload: bool = False  # optimizer state in host memory
+
+    def __post_init__(self) -> None:
+        for name in ("dp", "tp", "pp", "cp", "ep", "microbatches", "chunks"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise UsageError(f"plan: {name}={value!r}; expected a whole number of at least 1")
+        if self.zero not in (0, 1, 2, 3):
+            raise UsageError(f"plan: zero={self.zero!r}; expected 0, 1, 2 or 3")
+        _one_of("context", self.context, CONTEXT)
+        if isinstance(self.recompute, str):
+            _one_of("recompute", self.recompute, RECOMPUTE)
+        if self.schedule not in schedules.NAMES:
+            raise UsageError(f"plan: schedule={self.schedule}; expected one of {', '.join(schedules.NAMES)}")
+        if self.dp % self.ep:
+            raise UsageError(f"plan: ep={self.ep} does not divide dp={self.dp}; experts lie on a part of the data axis")
+        if self.sequence and self.tp == 1:
+            raise UsageError("plan: sp shards activations over the tp ranks, but tp=1; give tp or leave sp out")
+        if self.offload and not self.zero:
+            raise UsageError("plan: offload moves the sharded optimizer state; give zero=1, 2 or 3")
+        if self.chunks > 1 and self.schedule not in ("interleaved", "zbv"):
+            raise UsageError(
+                f"plan: schedule={self.schedule} holds one stage a rank; chunks is for interleaved and zbv"
+            )
+
+    @classmethod
+    def parse(cls, text: str) -> Plan:
+        """Read a plan from `key=value` words and flags, separated by commas."""
+        known = {_SHORT.get(field.name, field.name): field for field in fields(cls)}
+        given: dict[str, Any] = {}
+        for word in filter(None, (word.strip() for word in text.split(","))):
+            key, equals, value = word.partition("=")
+            if key not in known:
+                raise UsageError(f"plan {text!r}: unknown key {key!r}; known are {', '.join(known)}")
+            name = known[key].name
+            if name in given:
+                raise UsageError(f"plan {text!r}: {key} is given twice")
+            given[name] = _value(text, key, value, bool(equals), getattr(cls, name))
+        return cls(**given)
+
+    def __str__(self) -> str:
+        return ",".join(self._words()) or "dp=1"
+
+    def _words(self) -> Iterator[str]:
+        for field in fields(self):
+            value, word = getattr(self, field.name), _SHORT.get(field.name, field.name)
+            if value == field.default:
+                continue
+            if isinstance(value, bool):
+                yield word
+            else:
+                yield f"{word}={'+'.join(value) if isinstance(value, tuple) else value}"
+
+    @property
+    def world(self) -> int:
+        """How many ranks the plan needs."""
+        return self.dp * self.tp * self.pp * self.cp
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The sizes of `AXES`."""
+        return (self.pp, self.dp // self.ep, self.ep, self.cp, self.tp)
+
+    def fit(self, world: int) -> Plan:
+        """The plan itself, if `world` ranks are what it needs; else UsageError with a plan that would fit."""
+        if self.world == world:
+            return self
+        product = "·".join(
+            f"{name}={getattr(self, name)}" for name in ("dp", "tp", "pp", "cp") if getattr(self, name) > 1
+        )
+        others = self.tp * self.pp * self.cp
+        fits = world % others == 0 and (world // others) % self.ep == 0
+        hint = f"use dp={world // others} or start {self.world}" if fits else f"start {self.world}"
+        raise UsageError(f"plan {self} needs {self.world} ranks ({product or 'one'}), but {world} are running; {hint}")
+
+    def but(self, **changes: Any) -> Plan:
+        """The same plan with some fields changed."""
+        return replace(self, **changes)
+
+
+def _one_of(name: str, value: str, known: tuple[str, ...]) -> None:
+    if value not in known:
+        raise UsageError(f"plan: {name}={value}; expected one of {', '.join(known)}")
+
+
+def _value(text: str, key: str, value: str, has_value: bool, default: Any) -> Any:
+    if isinstance(default, bool):
+        if not has_value:
+            return True
+        if value.lower() in ("true", "false", "1", "0"):
+            return value.lower() in ("true", "1")
+        raise UsageError(f"plan {text!r}: {key}={value}; {key} is a flag: write it alone")
+    if not has_value or not value:
+        raise UsageError(f"plan {text!r}: {key} needs a value: {key}={default}")
+    if isinstance(default, int):
+        try:
+            return int(value)
+        except ValueError:
+            raise UsageError(f"plan {text!r}: {key}={value}; expected a whole number") from None
+    if key == "recompute" and value not in RECOMPUTE:
+        return tuple(value.split("+"))
+    return value

@@ -1,0 +1,69 @@
+from __future__ import annotations
+
+import pytest
+
+from unisono.errors import UsageError
+from unisono.plan.plan import Plan
+
+FULL = "dp=2,tp=2,pp=2,zero=1,sp,recompute=selective,microbatches=8,schedule=interleaved,chunks=2"
+
+
+def test_a_plan_is_read_and_written_back() -> None:
+    plan = Plan.parse("dp=2,tp=2,pp=2,zero=1,sp,recompute=selective,microbatches=8,schedule=1f1b")
+    assert plan == Plan(dp=2, tp=2, pp=2, zero=1, sequence=True, recompute="selective", microbatches=8, schedule="1f1b")
+    for text in (
+        FULL,
+        "dp=4",
+        "dp=8,ep=4",
+        "cp=2,context=ulysses",
+        "recompute=*.mlp+*.attention",
+        "dp=2,zero=3,offload",
+    ):
+        assert Plan.parse(str(Plan.parse(text))) == Plan.parse(text)
+    assert str(Plan.parse(FULL)) == FULL
+    assert Plan.parse("") == Plan()
+
+
+def test_the_mesh_of_a_plan() -> None:
+    plan = Plan.parse("dp=4,ep=2,tp=2,pp=3,cp=5")
+    assert plan.world == 120
+    assert plan.shape == (3, 2, 2, 5, 2)
+    assert plan.fit(120) is plan
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("dp=2,qp=3", "unknown key 'qp'; known are dp, tp, pp"),
+        ("dp=2,dp=3", "dp is given twice"),
+        ("dp=two", "dp=two; expected a whole number"),
+        ("dp", "dp needs a value"),
+        ("dp=", "dp needs a value"),
+        ("dp=0", "at least 1"),
+        ("tp=-1", "at least 1"),
+        ("zero=4", "expected 0, 1, 2 or 3"),
+        ("sp=maybe,tp=2", "is a flag"),
+        ("sp", "but tp=1"),
+        ("dp=3,ep=2", "ep=2 does not divide dp=3"),
+        ("context=spiral", "expected one of ring, ulysses"),
+        ("schedule=gpip", "expected one of naive"),
+        ("offload", "give zero=1, 2 or 3"),
+        ("pp=2,chunks=2", "one stage a rank"),
+    ],
+)
+def test_a_plan_that_cannot_be_right_is_refused(text: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Plan.parse(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "world", "words"),
+    [
+        ("dp=3,tp=2", 8, r"plan dp=3,tp=2 needs 6 ranks \(dp=3·tp=2\), but 8 are running; use dp=4 or start 6"),
+        ("dp=2,tp=3", 8, "start 6"),
+        ("", 2, "needs 1 ranks"),
+    ],
+)
+def test_a_plan_that_does_not_fit_says_what_would(text: str, world: int, words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Plan.parse(text).fit(world)
