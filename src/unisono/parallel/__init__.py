@@ -1,0 +1,1 @@
+"""The strategies, one short file each; `apply` composes them."""
