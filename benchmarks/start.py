@@ -1,7 +1,7 @@
 """How long from the command to the first finished all_reduce: `unisono run` against `torchrun`.
 
-Both start the same script with the same ranks on this machine, one after the other, in turns. The time ends when
-the last rank has its first all_reduce behind it, so how fast a launcher ends its job does not count.
+Both start the same script with the same ranks on this machine, one after the other, in turns. The time ends
+when the last rank has its first all_reduce behind it, so how fast a launcher ends its job does not count.
 
     python benchmarks/start.py --ranks 8 --repeats 5 --json start.json
 """
