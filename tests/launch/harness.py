@@ -69,7 +69,10 @@ class Run:
                     os.kill(pid, signal.SIGKILL)
                 except ProcessLookupError:
                     continue
-            process.communicate()
+            process.wait()
+            for stream in (process.stdout, process.stderr):
+                if stream is not None:
+                    stream.close()
 
     def running(self) -> list[int]:
         """Living processes with this run's mark."""

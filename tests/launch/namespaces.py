@@ -48,7 +48,7 @@ class Hosts:
     @property
     def inside(self) -> list[str]:
         """The words that run a command on the first host."""
-        return ["ip", "netns", "exec", self.namespaces[0]]
+        return _on(self.namespaces[0])
 
 
 @contextmanager
@@ -70,6 +70,12 @@ def two_hosts(folder: Path) -> Iterator[Hosts]:
             daemon.wait(timeout=10)
         for name in names:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+def _on(namespace: str) -> list[str]:
+    """The words that run a command on a host: in its network, and with its name."""
+    named = ["unshare", "--uts", "sh", "-c", 'hostname "$0" && exec "$@"', namespace]
+    return ["ip", "netns", "exec", namespace, *named]
 
 
 def _cable(names: tuple[str, str]) -> None:
@@ -118,9 +124,7 @@ def _sshd(folder: Path, namespace: str, address: str) -> subprocess.Popen[bytes]
     )
     assert SSHD is not None
     with (folder / f"log.{namespace}").open("wb") as log:
-        return subprocess.Popen(
-            ["ip", "netns", "exec", namespace, SSHD, "-D", "-e", "-f", str(config)], stdout=log, stderr=log
-        )
+        return subprocess.Popen([*_on(namespace), SSHD, "-D", "-e", "-f", str(config)], stdout=log, stderr=log)
 
 
 def _wait_until_up(hosts: Hosts) -> None:

@@ -76,6 +76,19 @@ def test_a_lost_agent_is_told_and_its_ranks_end(tmp_path: Path) -> None:
     assert said == "the agent on host localhost was lost; its ranks are 0, 1\n"
 
 
+def test_output_that_nobody_reads_any_more_ends_the_job(tmp_path: Path) -> None:
+    write_script(tmp_path, "import time\nwhile True:\n    print('more')\n    time.sleep(0.01)\n")
+    run = Run(["run", "-n", "2", "script.py"], tmp_path)
+    with run.started() as process:
+        assert process.stdout is not None
+        assert process.stdout.readline().endswith("more\n")
+        process.stdout.close()
+        assert process.wait(timeout=60) == 128 + signal.SIGPIPE
+        assert run.left_running() == []
+        assert process.stderr is not None
+        assert process.stderr.read() == ""
+
+
 def test_what_a_finished_job_left_running_is_swept(tmp_path: Path) -> None:
     write_script(tmp_path, "import subprocess; subprocess.Popen(['setsid', 'sleep', '1000'])")
     run = Run(["run", "-n", "1", "script.py"], tmp_path)

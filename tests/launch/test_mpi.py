@@ -89,6 +89,21 @@ def test_restart(tmp_path: Path, variables: dict[str, str]) -> None:
     assert done.stderr.count("\n") == 1
 
 
+def test_what_a_rank_sent_before_it_ended_arrives(tmp_path: Path, variables: dict[str, str]) -> None:
+    write_script(
+        tmp_path,
+        "import time\nfrom mpi4py import MPI\n"
+        "world = MPI.COMM_WORLD\n"
+        "if world.rank == 0:\n"
+        "    requests = [world.isend('x' * 2000, dest=1) for _ in range(50)]\n"
+        "else:\n"
+        "    time.sleep(1)\n"
+        "    print(sum(len(world.recv(source=0)) for _ in range(50)))\n",
+    )
+    done = Run(["run", "-n", "2", "--backend", "mpi", "script.py"], tmp_path, variables).finish()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[1] 100000\n", "")
+
+
 def test_which_mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_MPIEXEC", "/nowhere/mpiexec")
     with pytest.raises(UsageError, match="/nowhere/mpiexec"):

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import unisono
 from tests.launch import namespaces
 from tests.launch.harness import Run, wait_for, write_script
 from tests.launch.namespaces import ADDRESSES, Hosts
+from tests.launch.test_mpi import WHERE
 
 pytestmark = pytest.mark.hosts
 
@@ -117,7 +121,8 @@ STAYS = """
 import os, pathlib, signal, subprocess, time
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 subprocess.Popen(["setsid", "sleep", "1000"])
-pathlib.Path("up." + os.environ["RANK"]).touch()
+pathlib.Path("up." + os.environ["RANK"] + ".tmp").write_text(str(os.getpid()))
+os.rename("up." + os.environ["RANK"] + ".tmp", "up." + os.environ["RANK"])
 time.sleep(1000)
 """
 
@@ -129,10 +134,13 @@ def test_nothing_is_left_on_any_host(hosts: Hosts, tmp_path: Path, signum: signa
     with run.started() as process:
         for rank in range(2):
             wait_for(tmp_path / f"up.{rank}", process)
-        assert len(run.running()) >= 5  # the launcher, two ranks, two sleepers
+        ranks = [Path(f"/proc/{(tmp_path / f'up.{rank}').read_text()}") for rank in range(2)]
+        assert all(rank.exists() for rank in ranks)
+        assert len(run.running()) >= 3  # the launcher and what the two ranks started, at least
         os.kill(process.pid, signum)
         process.communicate(timeout=30)
         assert run.left_running() == []
+        assert not any(rank.exists() for rank in ranks)
 
 
 @pytest.mark.parametrize(
@@ -179,15 +187,23 @@ def test_a_python_without_unisono_or_with_another_version(hosts: Hosts, tmp_path
     bare = tmp_path / "bare"
     subprocess.run([_base_python(), "-m", "venv", "--without-pip", str(bare)], check=True)
     python = str(bare / "bin" / "python")
-    done = _run(hosts, tmp_path, "--python", python, "-H", "node1:1", "script.py", PYTHONPATH="").finish()
+    alone = write_script(tmp_path, f'#!/bin/sh\nPYTHONPATH= exec {python} "$@"\n', "alone")
+    alone.chmod(0o755)
+    done = _run(hosts, tmp_path, "--python", str(alone), "-H", "node1:1", "script.py").finish()
     assert done.stderr.endswith("  node1: unisono is not installed for its python\n")
-    done = _run(hosts, tmp_path, "--python", python, "-H", "node1:1", "script.py", PYTHONPATH=_source()).finish()
-    assert re.search(r"node1: unisono is not installed for its python \(3\.", done.stderr)
-    _pretend(bare, "unisono", "0.0.1")
-    _pretend(bare, "torch", "1.0")
-    arguments = ("--python", python, "-H", "localhost:1,node1:1", "script.py")
-    done = _run(hosts, tmp_path, *arguments, PYTHONPATH=_source()).finish()
-    assert re.search(r"  node1: torch 1\.0 there, but \S+ on localhost: install the same\n", done.stderr)
+    site = next((bare / "lib").glob("python3*")) / "site-packages"
+    shutil.copytree(Path(unisono.__file__).parent, site / "unisono")
+    done = _run(hosts, tmp_path, "--python", str(alone), "-H", "node1:1", "script.py").finish()
+    assert re.search(r"  node1: torch is not installed for its python \(3\.[\d.]+\)\n$", done.stderr)
+    (site / "unisono" / "__init__.py").write_text("__version__ = '0.0.1'")
+    _pretend_torch(site)
+    arguments = ("--python", str(alone), "-H", "localhost:1,node1:1", "script.py")
+    done = _run(hosts, tmp_path, *arguments).finish()
+    here = unisono.__version__
+    assert done.stderr.endswith(f"  node1: unisono 0.0.1 there, but {here} on localhost: install the same\n")
+    (site / "unisono" / "__init__.py").write_text(f"__version__ = '{here}'")
+    done = _run(hosts, tmp_path, *arguments).finish()
+    assert re.search(r"  node1: torch 1\.0 there, but \S+ on localhost: install the same\n$", done.stderr)
 
 
 def test_the_script_must_be_there(hosts: Hosts, tmp_path: Path) -> None:
@@ -223,8 +239,11 @@ def test_a_taken_master_port(hosts: Hosts, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"[0] {port}\n")
 
 
-def test_mpich_over_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
+@pytest.mark.parametrize("flavour", list(WHERE))
+def test_mpi_over_two_hosts(hosts: Hosts, tmp_path: Path, flavour: str) -> None:
     pytest.importorskip("mpi4py")
+    if not WHERE[flavour].exists():
+        pytest.skip(f"{flavour} is not installed at {WHERE[flavour]}")
     write_script(
         tmp_path,
         "import os\nfrom mpi4py import MPI\n"
@@ -232,27 +251,18 @@ def test_mpich_over_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
         "print(MPI.COMM_WORLD.allreduce(1), *(os.environ[name] for name in names))\n",
     )
     arguments = ("--backend", "mpi", "-H", "node0:1,node1:2", "script.py")
-    done = _run(hosts, tmp_path, *arguments).finish()
+    done = _run(hosts, tmp_path, *arguments, UNISONO_MPIEXEC=str(WHERE[flavour])).finish()
     assert done.returncode == 0, done.stderr
     lines = ["[0] 3 node0 0 1", "[1] 3 node1 0 2", "[2] 3 node1 1 2"]
     assert sorted(done.stdout.splitlines()) == lines
 
 
 def _base_python() -> str:
-    import sys
-
     return os.path.realpath(sys.executable)
 
 
-def _source() -> str:
-    import unisono
-
-    return str(Path(unisono.__file__).parent.parent)
-
-
-def _pretend(bare: Path, package: str, version: str) -> None:
+def _pretend_torch(site: Path) -> None:
     """As the interpreter would see another version installed."""
-    site = next((bare / "lib").glob("python3*")) / "site-packages"
-    info = site / f"{package}-{version}.dist-info"
+    info = site / "torch-1.0.dist-info"
     info.mkdir()
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: {version}\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 1.0\n")

@@ -18,7 +18,8 @@ total = torch.ones(3) * (dist.get_rank() + 1)
 dist.all_reduce(total)
 names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR",
          "GLOO_SOCKET_IFNAME",
-         "UNISONO_BACKEND", "UNISONO_CHECK", "UNISONO_TIMEOUT", "UNISONO_HOST", "GIVEN", "TORCHELASTIC_RUN_ID"]
+         "UNISONO_BACKEND", "UNISONO_CHECK", "UNISONO_TIMEOUT", "UNISONO_HOST", "GIVEN",
+         "TORCHELASTIC_RUN_ID"]
 seen = {name: os.environ.get(name) for name in names}
 seen |= {"total": total.tolist(), "argv": sys.argv, "path": sys.path[0], "main": __name__, "file": __file__,
          "threads": torch.get_num_threads(), "stdin": sys.stdin.read(),

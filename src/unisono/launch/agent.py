@@ -79,7 +79,7 @@ def _about_this_host() -> dict[str, Any]:
     return {
         "host": socket.gethostname(),
         "python": ".".join(map(str, sys.version_info[:3])),
-        "unisono": _version("unisono"),
+        "unisono": sys.modules["unisono"].__version__,
         "torch": _version("torch"),
         "address": own,
         "launcher_address": launcher,
@@ -111,7 +111,7 @@ def _answer(message: Message, listening: dict[str, socket.socket]) -> Message:
             try:
                 door = network.listen(message["address"], message["port"])
             except OSError as error:
-                return {"event": "listening", "problem": error.strerror or str(error)}
+                return {"event": "listening", "problem": os.strerror(error.errno or 0)}
             listening[message["name"]] = door
             return {"event": "listening", "port": door.getsockname()[1]}
         case "probe":

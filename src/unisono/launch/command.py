@@ -6,6 +6,7 @@ import argparse
 import os
 import re
 import shlex
+import signal
 import sys
 from importlib import util
 from pathlib import Path
@@ -64,7 +65,8 @@ def run(chosen: argparse.Namespace) -> int:
         outcome = launcher.launch(job, console)
     except Interrupted as interrupted:
         console.flush()
-        console.say(f"stopped by {interrupted}; all ranks have ended")
+        if interrupted.signum != signal.SIGPIPE:
+            console.say(f"stopped by {interrupted}; all ranks have ended")
         return 128 + interrupted.signum
     finally:
         console.close()

@@ -16,6 +16,7 @@ from typing import BinaryIO, TextIO
 from unisono.errors import UsageError
 from unisono.launch.wire import bytes_of
 
+_LONGEST = 1 << 20  # a line without end is broken here
 _CLEAR_LINE = "\r\x1b[K"
 _ERASING = re.compile(r"^(?:\x1b\[[0-2]?K)+")
 
@@ -30,6 +31,7 @@ class Console:
         self._prefix = prefix
         self._directory = _prepared(directory) if directory else None
         self._files: dict[int, BinaryIO] = {}
+        self.is_unread = False  # True when whoever read our output has gone, as `| head` does
 
     def write(self, rank: int, stream: str, text: str) -> None:
         """A piece of a rank's output. stream is "out" or "err"."""
@@ -47,13 +49,17 @@ class Console:
             self._clear_live()
             self._draw_live((target, rank, self._labelled(rank, _ERASING.sub("", state))))
         # of a line that is being rewritten only the last state counts, so it need not grow
-        self._partial[rank, stream] = "\r" + state if "\r" in rest else rest
-        target.flush()
+        rest = "\r" + state if "\r" in rest else rest
+        if len(rest) > _LONGEST:
+            self._line(target, self._labelled(rank, rest))
+            rest = ""
+        self._partial[rank, stream] = rest
+        self._flush(target)
 
     def say(self, text: str) -> None:
         """The launcher's own word, on stderr."""
         self._line(sys.stderr, text)
-        sys.stderr.flush()
+        self._flush(sys.stderr)
 
     def to_file(self, rank: int, text: str) -> None:
         if self._directory is None:
@@ -77,8 +83,8 @@ class Console:
             if state:
                 self._line(sys.stderr if stream == "err" else sys.stdout, self._labelled(rank, state))
         self._partial.clear()
-        sys.stdout.flush()
-        sys.stderr.flush()
+        self._flush(sys.stdout)
+        self._flush(sys.stderr)
 
     def close(self) -> None:
         self.flush()
@@ -91,21 +97,40 @@ class Console:
     def _line(self, target: TextIO, line: str) -> None:
         live = self._live
         self._clear_live()
-        _put(target, line + "\n")
+        self._put(target, line + "\n")
         if live is not None:
-            target.flush()
+            self._flush(target)
             self._draw_live(live)
 
     def _clear_live(self) -> None:
         if self._live is not None:
-            _put(self._live[0], _CLEAR_LINE)
-            self._live[0].flush()
+            self._put(self._live[0], _CLEAR_LINE)
+            self._flush(self._live[0])
             self._live = None
 
     def _draw_live(self, live: tuple[TextIO, int, str]) -> None:
         self._live = live
-        _put(live[0], live[2])
-        live[0].flush()
+        self._put(live[0], live[2])
+        self._flush(live[0])
+
+    def _put(self, target: TextIO, text: str) -> None:
+        try:
+            _write(target, text)
+        except BrokenPipeError:
+            self._lose(target)
+
+    def _flush(self, target: TextIO) -> None:
+        try:
+            target.flush()
+        except BrokenPipeError:
+            self._lose(target)
+
+    def _lose(self, target: TextIO) -> None:
+        """Nobody reads target any more: what still comes goes nowhere."""
+        self.is_unread = True
+        null = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(null, target.fileno())
+        os.close(null)
 
 
 def terminal_variables(ranks: int) -> dict[str, str]:
@@ -128,7 +153,7 @@ def _last_state(line: str) -> str:
     return next((part for part in reversed(line.split("\r")) if part), "")
 
 
-def _put(target: TextIO, text: str) -> None:
+def _write(target: TextIO, text: str) -> None:
     """Write text that may hold bytes that are no UTF-8, as the bytes they were."""
     try:
         target.write(text)

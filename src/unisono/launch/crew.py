@@ -13,6 +13,7 @@ import signal
 import sys
 import tempfile
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -68,6 +69,8 @@ class Crew:
                 ends = {name: pipe[1] for name, pipe in pipes.items()}
                 rank.enter(ends, {**variables, environment.FAILURE_FILE: str(record)}, self._keep, parent)
                 code = body(ends.get("result"))
+            except BaseException:
+                traceback.print_exc()
             finally:
                 os._exit(code)
         member = Member(number, pid, record)

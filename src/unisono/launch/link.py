@@ -59,8 +59,9 @@ class Links:
         assert process.stdin is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        link = Link(host, Wire(process.stdout.fileno(), os.dup(process.stdin.fileno())), process)
+        link = Link(host, Wire(os.dup(process.stdout.fileno()), os.dup(process.stdin.fileno())), process)
         process.stdin.close()
+        process.stdout.close()
         os.set_blocking(process.stderr.fileno(), False)
         self._selector.register(process.stderr, selectors.EVENT_READ, link)
         self.add(link)
@@ -131,6 +132,14 @@ class Links:
         for link in self.all:
             if not link.gone:
                 link.wire.hang_up()
+
+    def close(self) -> None:
+        """Give back the descriptors."""
+        self._selector.close()
+        for link in self.all:
+            link.wire.close()
+            if link.process is not None and link.process.stderr is not None:
+                link.process.stderr.close()
 
     def kill(self) -> None:
         for link in self.all:

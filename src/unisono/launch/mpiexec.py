@@ -24,18 +24,22 @@ class Mpiexec:
     path: str
     flavour: str
 
-    def command(self, placements: Sequence[Placement], program: Sequence[str]) -> list[str]:
-        """Start `program` once a rank, on the hosts given (none: here)."""
+    def command(
+        self, placements: Sequence[Placement], program: Sequence[str], interface: str | None = None
+    ) -> list[str]:
+        """Start `program` once a rank. MPICH must be told over which interface it reaches other hosts."""
         n = sum(placement.count for placement in placements)
         hosts = ",".join(f"{each.host.name}:{each.count}" for each in placements)
         elsewhere = any(not each.host.is_local for each in placements)
         if self.flavour == OPEN_MPI:
             options = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-            options += ["--map-by", ":OVERSUBSCRIBE", "--bind-to", "none"]
+            # with OVERSUBSCRIBE all ranks would land on the first host, so there the slots must do
+            options += ["--host", hosts] if elsewhere else ["--map-by", ":OVERSUBSCRIBE"]
+            options += ["--bind-to", "none"]
             options += [word for name in self.exported() for word in ("-x", name)]
-            options += ["--host", hosts] if elsewhere else []
         else:
             options = ["-hosts", hosts] if elsewhere else []
+            options += ["-iface", interface] if interface else []
         return [self.path, *options, "-n", str(n), *program]
 
     def variables(self, ssh: Sequence[str], folder: Path) -> dict[str, str]:

@@ -33,29 +33,30 @@ _GREETING_TIMEOUT = 5.0
 
 def run(job: Job, console: Console) -> Outcome:
     """Run the job to its end, restarts included."""
-    if job.elsewhere:
-        _check_hosts(job, console)
+    address = _check_hosts(job, console) if job.elsewhere else "127.0.0.1"
     for attempt in range(job.max_restarts + 1):
-        outcome = _attempt(job, console, attempt)
+        outcome = _attempt(job, console, attempt, address)
         if not outcome.told or attempt == job.max_restarts:
             break
         console.say(f"restart {attempt + 1} of {job.max_restarts}: {outcome.in_one_line}")
     return outcome
 
 
-def _check_hosts(job: Job, console: Console) -> None:
+def _check_hosts(job: Job, console: Console) -> str | None:
+    """The preflight; the launcher's address as the other hosts see it."""
     links = Links()
     with ending(Watch(job, links, console)):
         preflight.gather(job, links, console.say)
+        return preflight.launcher_address(links)
 
 
-def _attempt(job: Job, console: Console, attempt: int) -> Outcome:
+def _attempt(job: Job, console: Console, attempt: int, address: str | None) -> Outcome:
     links = Links()
     watch = Watch(job, links, console)
     folder = Path(tempfile.mkdtemp(prefix="unisono-mpi-"))
     token = secrets.token_hex(16)
     door = network.listen("" if job.elsewhere else "127.0.0.1", 0)
-    process = _start(job, console, folder, f"{token} {door.getsockname()[1]}")
+    process = _start(job, console, folder, f"{token} {door.getsockname()[1]}", address)
     try:
         with ending(watch):
             _admit(job, links, door, token, process, folder / "log")
@@ -67,13 +68,16 @@ def _attempt(job: Job, console: Console, attempt: int) -> Outcome:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _start(job: Job, console: Console, folder: Path, meeting_point: str) -> subprocess.Popen[bytes]:
+def _start(
+    job: Job, console: Console, folder: Path, meeting_point: str, address: str | None
+) -> subprocess.Popen[bytes]:
     """mpiexec. Its own words go to a file: they are shown only when no rank can explain a failure."""
     tool = mpiexec.find()
-    addresses = network.all_addresses() if job.elsewhere else ["127.0.0.1"]
+    addresses = [address] if address else network.all_addresses()
+    interface = network.interface_of(address) if address and job.elsewhere else None
     variables = dict(os.environ) | tool.variables(job.ssh, folder)
     variables[environment.CONNECT] = f"{meeting_point} {','.join(addresses)}"
-    command = tool.command(job.placements, agent_command(job.python or sys.executable))
+    command = tool.command(job.placements, agent_command(job.python or sys.executable), interface)
     if job.verbose:
         console.say(f"{tool.flavour}: {shlex.join(command)}")
     with (folder / "log").open("wb") as log:

@@ -65,6 +65,8 @@ def _versions(links: Links, known: dict[str, str]) -> dict[str, str]:
     for link in sound:
         for package in ("unisono", "torch"):
             have, want = link.hello[package], sound[0].hello[package]
+            if link.host in problems:
+                continue
             if have is None:
                 problems[link.host] = f"{package} is not installed for its python ({link.hello['python']})"
             elif have != want:
@@ -100,9 +102,14 @@ def addresses(links: Links) -> dict[Link, str]:
     """How each node is reached by the others: as ssh saw it, the name itself where ssh does not tell."""
     if len(links.all) == 1:
         return {links.all[0]: "127.0.0.1"}
-    seen_from_afar = [link.hello["launcher_address"] for link in links if not link.is_local]
-    here = next((address for address in seen_from_afar if address), None)
+    here = launcher_address(links)
     return {link: (here if link.is_local else link.hello["address"]) or link.host for link in links}
+
+
+def launcher_address(links: Links) -> str | None:
+    """This host's address as the other hosts see it; None when they do not tell."""
+    seen_from_afar = [link.hello["launcher_address"] for link in links if not link.is_local]
+    return next((address for address in seen_from_afar if address), None)
 
 
 def open_door(job: Job, links: Links, master: Link, address: str) -> int:

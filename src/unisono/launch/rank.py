@@ -92,17 +92,24 @@ def _reseed() -> None:
 
 def run(program: Program, results: int | None = None) -> int:
     """Run the program as `python` would; the exit code. An uncaught exception goes to the launcher."""
+    return perform(lambda: _run(program, results))
+
+
+def _run(program: Program, results: int | None) -> None:
     os.chdir(program.directory)
     if program.kind == CALL:
-        return perform(lambda: _call(program, results))
-    if program.kind == MODULE:
-        return perform(lambda: _run_module(program))
-    return perform(lambda: _run_script(program))
+        _call(program, results)
+    elif program.kind == MODULE:
+        _run_module(program)
+    else:
+        _run_script(program)
 
 
 def perform(body: Callable[[], object]) -> int:
     """Run body and everything that a Python process does at its end; the exit code."""
     code = _guarded(body)
+    if code == 0:
+        code = _guarded(_finalize_mpi)
     return _guarded(_finish) or code
 
 
@@ -115,6 +122,15 @@ def _guarded(body: Callable[[], object]) -> int:
         failure.record(Failure.now(_own_rank(), _kind_of(error), _traceback_of(error)))
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
+
+
+def _finalize_mpi() -> None:
+    """As mpi4py does when the interpreter ends, which it does not here. Not after a failure: it may wait."""
+    mpi4py, library = sys.modules.get("mpi4py"), sys.modules.get("mpi4py.MPI")
+    if mpi4py is None or library is None or mpi4py.rc.finalize is False:
+        return
+    if library.Is_initialized() and not library.Is_finalized():
+        library.Finalize()
 
 
 def _finish() -> None:

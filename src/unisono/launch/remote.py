@@ -33,6 +33,12 @@ def command(host: str, ssh: Sequence[str], python: str, patience: float) -> list
     if path:
         words = ["env", f"PYTHONPATH={path}", *words]
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, math.ceil(patience))}", "-T"]
+    options += [
+        "-o",
+        "ServerAliveInterval=10",
+        "-o",
+        "ServerAliveCountMax=3",
+    ]  # a host that vanishes is noticed
     return [*ssh, *options, "--", host, shlex.join(words)]
 
 

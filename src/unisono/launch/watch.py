@@ -56,6 +56,8 @@ class Watch:
         while any(link.ended is None for link in self._links) and not self._lost:
             self._listen(0.1)
             self._enforce_limit(time.monotonic() - began)
+            if self._console.is_unread:
+                raise Interrupted(signal.SIGPIPE)
             attempt = self._settled()
             if attempt is None:
                 continue
@@ -81,6 +83,9 @@ class Watch:
         while time.monotonic() < deadline and any(not link.gone for link in self._links):
             self._listen(0.1)
         self._links.kill()
+
+    def close(self) -> None:
+        self._links.close()
 
     def _listen(self, timeout: float) -> None:
         for link, message in self._links.receive(timeout):
@@ -180,6 +185,7 @@ def ending(watch: Watch) -> Iterator[None]:
         raise
     finally:
         watch.stop(signum)
+        watch.close()
 
 
 def _for_file(each: RankFailure) -> str:

@@ -65,6 +65,12 @@ class Wire:
             os.close(self.write_fd)
             self.write_fd = -1
 
+    def close(self) -> None:
+        for fd in {self.read_fd, self.write_fd} - {-1}:
+            os.close(fd)
+        self.read_fd = self.write_fd = -1
+        self.closed = True
+
 
 def _decode(line: bytes) -> Message | None:
     """None for what is no message: a login script on a remote host may print before the agent speaks."""
