@@ -62,9 +62,10 @@ def test_all_pairs_on_a_line(pools: Pools, size: int, shape: tuple[int, ...]) ->
     assert pools("gloo", size).run(check_all_pairs, shape, (size,), (0, 1, 2))[0] == 25
 
 
-def test_all_pairs_on_a_grid(pools: Pools) -> None:
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_all_pairs_on_a_grid(pools: Pools, backend: str) -> None:
     """Sharding one dim by both axes included, and sizes that leave some ranks nothing."""
-    assert pools("gloo", 4).run(check_all_pairs, (5, 3), (2, 2), (0, 1))[0] == 256
+    assert pools(backend, 4).run(check_all_pairs, (5, 3), (2, 2), (0, 1))[0] == 256
 
 
 def check_cube(comm: Communicator) -> None:
