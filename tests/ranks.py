@@ -29,7 +29,7 @@ class RankPool:
         """`command` starts the ranks (mpiexec ...); by default they are forked from this process."""
         self.size = size
         self.backend = backend
-        self._listener = Listener(("127.0.0.1", 0), authkey=secrets.token_bytes(16))
+        self._listener = Listener(("127.0.0.1", 0), backlog=size, authkey=secrets.token_bytes(16))
         key = self._listener._authkey  # type: ignore[attr-defined]
         port = self._listener.address[1]
         self._processes: list[Any] = []

@@ -18,15 +18,27 @@ if TYPE_CHECKING:
     from unisono.comm.world import world as world
     from unisono.comm.world import world_size as world_size
     from unisono.launch.spawn import spawn as spawn
+    from unisono.mesh.mesh import Mesh as Mesh
+    from unisono.mesh.placement import Partial as Partial
+    from unisono.mesh.placement import Replicate as Replicate
+    from unisono.mesh.placement import Shard as Shard
+    from unisono.mesh.reshard import reshard as reshard
+    from unisono.mesh.reshard import shard_tensor as shard_tensor
 
 __version__ = "0.1.0"
 
 _HOME = {
     "Communicator": "unisono.comm.communicator",
+    "Mesh": "unisono.mesh.mesh",
+    "Partial": "unisono.mesh.placement",
+    "Replicate": "unisono.mesh.placement",
+    "Shard": "unisono.mesh.placement",
     "init": "unisono.comm.world",
     "is_initialized": "unisono.comm.world",
     "rank": "unisono.comm.world",
+    "reshard": "unisono.mesh.reshard",
     "ring_all_reduce": "unisono.comm.ring",
+    "shard_tensor": "unisono.mesh.reshard",
     "shutdown": "unisono.comm.world",
     "spawn": "unisono.launch.spawn",
     "world": "unisono.comm.world",

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
+from unisono.comm import traffic
 from unisono.comm.collectives import Collectives
 from unisono.comm.handle import Handle
 from unisono.comm.operation import Outcome
@@ -124,6 +125,9 @@ class Communicator(Collectives):
             for (wire, _), (_, source) in zip(receiving, recvs, strict=True)
         ]
         peers = ",".join(str(peer) for peer in sorted({peer for _, peer in (*sends, *recvs)}))
+        if traffic.counters:
+            for tensor, _ in sends:
+                traffic.note("send", self.size, tensor)
         self._letters.enter(f"exchange with ranks {peers}", "", None, 2)
 
         def finish() -> list[torch.Tensor]:
@@ -141,6 +145,8 @@ class Communicator(Collectives):
     def _send(self, op: str, tensor: torch.Tensor, to: int, tag: int) -> Handle:
         self._require_peer(to)
         wire, _ = self._moving(tensor)
+        if traffic.counters:
+            traffic.note("send", self.size, tensor)
         self._letters.enter(f"{op} to rank {to}", "", tensor, 3)
         try:
             work = dist.isend(wire, group=self.group, group_dst=to, tag=tag)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from unisono.comm import traffic
 from unisono.comm.backends import GLOO, MPI, NCCL, Carriage, Carrier, carry, movable
 from unisono.comm.handle import Handle
 from unisono.comm.log import Log
@@ -48,6 +49,8 @@ class Operations:
     ) -> Outcome:
         log, watch = self._log, self._watch
         log.enter(op, detail, tensor, depth)
+        if traffic.counters:
+            traffic.note(op, self.size, tensor)
         try:
             if watch.check is not None:
                 watch.check.agree(log)

@@ -1,0 +1,66 @@
+"""Traffic: what this rank has said to others, counted. For tests, reports and estimates; costs nothing when unused.
+
+    with traffic.counted() as seen:
+        step()
+    seen.calls["all_reduce"], seen.payload["all_reduce"], seen.sent
+
+Counts the operations of unisono's communicators, not those of torch's own functions.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+# What a rank sends, as a multiple of the tensor that it passes, when n ranks use the best known algorithm.
+_SHARES = {
+    "all_reduce": lambda n: 2 * (n - 1) / n,
+    "reduce_scatter": lambda n: (n - 1) / n,
+    "all_to_all": lambda n: (n - 1) / n,
+    "all_gather": lambda n: n - 1,
+}
+
+
+@dataclass
+class Traffic:
+    """Operations by name: how often, with how many bytes in this rank's own tensors, and what it sent for them."""
+
+    calls: Counter[str] = field(default_factory=Counter)
+    payload: Counter[str] = field(default_factory=Counter)
+    sent_by: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def sent(self) -> float:
+        """Bytes that this rank sent in all."""
+        return sum(self.sent_by.values())
+
+    def note(self, op: str, size: int, payload: int) -> None:
+        self.calls[op] += 1
+        self.payload[op] += payload
+        share = _SHARES[op](size) if op in _SHARES else float(size > 1)
+        self.sent_by[op] = self.sent_by.get(op, 0.0) + payload * share
+
+
+counters: list[Traffic] = []
+
+
+def note(op: str, size: int, tensor: torch.Tensor | None) -> None:
+    """Called by communicators while anyone counts."""
+    payload = 0 if tensor is None else tensor.numel() * tensor.element_size()
+    for counter in counters:
+        counter.note(op, size, payload)
+
+
+@contextlib.contextmanager
+def counted() -> Iterator[Traffic]:
+    """Count what is said in the block."""
+    counter = Traffic()
+    counters.append(counter)
+    try:
+        yield counter
+    finally:
+        counters[:] = [other for other in counters if other is not counter]

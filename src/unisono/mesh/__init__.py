@@ -1,0 +1,1 @@
+"""Where tensors live: ranks in a grid, placements on it, moves between placements, and numbers that ignore both."""

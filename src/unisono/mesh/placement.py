@@ -1,0 +1,126 @@
+"""Placements: how a tensor lies on a mesh, one placement an axis of the mesh.
+
+`Shard(dim)`, `Replicate()` and `Partial(op)` are torch's own, so tensors can go to and fro between unisono and torch.
+Several axes may shard one dim: the first cuts it, the next cuts each piece again. Pieces are those of torch.chunk, so
+the last ones may be smaller, or empty.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch.distributed.tensor import Partial, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement
+
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+
+__all__ = ["Partial", "Placement", "Replicate", "Shard"]
+
+Placements = tuple[Placement, ...]
+
+PARTIAL_OPS = ("sum", "avg", "product", "min", "max")
+_LINEAR = {"sum", "avg"}
+
+
+def is_partial(placement: Placement, op: str | None = None) -> bool:
+    return isinstance(placement, Partial) and op in (None, placement.reduce_op)
+
+
+def shard_dim(placement: Placement) -> int | None:
+    """The dim that a placement shards; None when it shards none."""
+    return placement.dim if isinstance(placement, Shard) else None
+
+
+def checked(placements: Sequence[Placement], mesh: Mesh, ndim: int) -> Placements:
+    """The placements of a tensor of `ndim` dims on `mesh`, with dims counted from 0; UsageError where they are off."""
+    if isinstance(placements, Placement) or len(placements) != mesh.ndim:
+        raise UsageError(f"placements {placements} on {mesh}: expected a list of {mesh.ndim}, one an axis")
+    normal = tuple(_normal(placement, ndim) for placement in placements)
+    ops = {placement.reduce_op for placement in normal if isinstance(placement, Partial)}
+    if len(ops) > 1 and ops - _LINEAR:
+        raise UsageError(
+            f"placements {normal} mix {' and '.join(sorted(ops))}, whose order would matter; reduce one first"
+        )
+    return normal
+
+
+def _normal(placement: Placement, ndim: int) -> Placement:
+    if type(placement) is Shard:
+        if not -ndim <= placement.dim < ndim:
+            raise UsageError(f"{placement} of a tensor with {ndim} dims; expected a dim from {-ndim} to {ndim - 1}")
+        return Shard(placement.dim % ndim)
+    if type(placement) is Partial:
+        if placement.reduce_op not in PARTIAL_OPS:
+            raise UsageError(f"{placement}: expected one of {', '.join(PARTIAL_OPS)}")
+        return placement
+    if type(placement) is Replicate:
+        return placement
+    raise UsageError(f"placement {placement!r}: expected Shard(dim), Replicate() or Partial(op)")
+
+
+def chunk_sizes(length: int, pieces: int) -> list[int]:
+    """How torch.chunk cuts a length, with empty pieces at the end where it would return fewer."""
+    full = -(-length // pieces)
+    return [max(0, min(full, length - full * piece)) for piece in range(pieces)]
+
+
+def nested_chunk_sizes(length: int, pieces: Sequence[int]) -> list[int]:
+    """The sizes when each axis cuts what the one before it left, the last axis running fastest."""
+    sizes = [length]
+    for count in pieces:
+        sizes = [part for size in sizes for part in chunk_sizes(size, count)]
+    return sizes
+
+
+def local_box(
+    shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement], coordinate: Sequence[int] | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """The local shape at a place of the mesh (by default this rank's), and where it begins in the whole tensor."""
+    placements = checked(placements, mesh, len(shape))
+    coordinate = mesh.coordinate() if coordinate is None else coordinate
+    sizes, offsets = list(shape), [0] * len(shape)
+    for axis, placement in enumerate(placements):
+        dim = shard_dim(placement)
+        if dim is not None:
+            cuts = chunk_sizes(sizes[dim], mesh.shape[axis])
+            offsets[dim] += sum(cuts[: coordinate[axis]])
+            sizes[dim] = cuts[coordinate[axis]]
+    return tuple(sizes), tuple(offsets)
+
+
+def local_shape(
+    shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement], coordinate: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """The shape of the piece at a place of the mesh, by default this rank's."""
+    return local_box(shape, mesh, placements, coordinate)[0]
+
+
+def local_slice(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> torch.Tensor:
+    """This rank's part of a whole tensor, as a view. Axes that are Partial count as Replicate."""
+    sizes, offsets = local_box(tensor.shape, mesh, placements)
+    for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def global_shape(local: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> tuple[int, ...]:
+    """The whole tensor's shape, from every rank's local shape: a small collective on each axis that shards.
+
+    UsageError where the local sizes are not those that torch.chunk would give.
+    """
+    placements = checked(placements, mesh, local.dim())
+    shape = list(local.shape)
+    for axis in reversed(range(mesh.ndim)):
+        dim = shard_dim(placements[axis])
+        if dim is None:
+            continue
+        sizes = [int(size) for size in mesh.comm(mesh.names[axis]).all_gather(torch.tensor([shape[dim]]))]
+        if sizes != chunk_sizes(sum(sizes), mesh.shape[axis]):
+            raise UsageError(
+                f"the local sizes along dim {dim} on axis {mesh.names[axis]} are {sizes}; "
+                f"expected {chunk_sizes(sum(sizes), mesh.shape[axis])}"
+            )
+        shape[dim] = sum(sizes)
+    return tuple(shape)

@@ -1,0 +1,277 @@
+"""Tensors on a mesh: `shard_tensor` puts one there, `reshard` changes how it lies. Both give torch DTensors.
+
+DTensor's own `redistribute` moves data through torch's functional collectives, pads and gathers more than it must on
+uneven sizes, and is not seen by the watch. Here every change is a route of steps (see `route`), each of them at most
+one collective of the mesh's communicators.
+
+Gradients: that of a Shard lies as the Shard, that of a Replicate or a Partial is the same on all ranks. So the
+backward of a reshard is the reshard of the gradient, from wherever it lies, back to where the input lay.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, Partial, Replicate
+
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.mesh.placement import (
+    Placement,
+    Placements,
+    checked,
+    is_partial,
+    local_shape,
+    local_slice,
+    nested_chunk_sizes,
+    shard_dim,
+)
+from unisono.mesh.route import Step, find_route
+
+_NEUTRAL = {"sum": 0, "product": 1}  # with others, every rank keeps the value: the average of equals, or their extreme
+
+
+def shard_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
+    """A whole tensor, the same on every rank, laid out on the mesh. Each rank keeps a copy of its part: no talk.
+
+    Of a parameter or another leaf it makes a new leaf (an nn.Parameter of an nn.Parameter); through any other tensor
+    gradients flow back.
+    """
+    if isinstance(tensor, DTensor):
+        raise UsageError("shard_tensor: the tensor is on a mesh already; use reshard")
+    placements = checked(placements, mesh, tensor.dim())
+    if not tensor.is_leaf:
+        return reshard(tensor, mesh, placements)
+    local = local_slice(tensor.detach(), mesh, placements).clone(memory_format=torch.contiguous_format)
+    for axis, placement in enumerate(placements):
+        if isinstance(placement, Partial):
+            local = _assign(local, placement, mesh.coordinate()[axis])
+    laid: Any = _on_mesh(local, mesh, placements, tensor.shape)
+    if isinstance(tensor, torch.nn.Parameter):
+        return torch.nn.Parameter(laid, requires_grad=tensor.requires_grad)  # type: ignore[return-value]
+    return laid.requires_grad_(tensor.requires_grad)
+
+
+def reshard(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
+    """The same tensor with other placements, by the cheapest collectives; gradients flow back.
+
+    A plain tensor counts as replicated on the mesh. A DTensor may come from another mesh of the same ranks.
+    """
+    placements = checked(placements, mesh, tensor.dim())
+    if not isinstance(tensor, DTensor):
+        tensor = DTensor.from_local(tensor, mesh.device_mesh, [Replicate()] * mesh.ndim, run_check=False)
+    source = _mesh_of(tensor, mesh)
+    if source.shape == mesh.shape and (source.ranks == mesh.ranks).all():
+        return _Reshard.apply(tensor, mesh, placements)
+    if set(source.ranks.flat) != set(mesh.ranks.flat):
+        raise UsageError(
+            f"reshard from {source} to {mesh}: the two have different ranks; expected meshes of the same ranks"
+        )
+    whole = _Reshard.apply(tensor, source, (Replicate(),) * source.ndim)
+    return reshard(whole.to_local(), mesh, placements)
+
+
+def move(
+    local: torch.Tensor, mesh: Mesh, shape: Sequence[int], source: Sequence[Placement], target: Sequence[Placement]
+) -> torch.Tensor:
+    """This rank's part under `target`, from its part under `source` of a tensor of that (whole) shape. No gradients.
+
+    May return `local` itself where nothing has to change.
+    """
+    shape = tuple(shape)
+    source, target = checked(source, mesh, len(shape)), checked(target, mesh, len(shape))
+    expected = local_shape(shape, mesh, source)
+    if tuple(local.shape) != expected:
+        raise UsageError(f"the local tensor is {tuple(local.shape)}; under {source} of {shape} expected {expected}")
+    if not math.prod(shape):
+        return local.new_empty(local_shape(shape, mesh, target))
+    state = list(source)
+    for step in find_route(shape, local.dtype.itemsize, mesh.shape, source, target):
+        if math.prod(mesh.shape[axis] for axis in step.axes) > 1:
+            local = _STEPS[step.kind](local, _Place.of(mesh, shape, state, step))
+        for axis in step.axes:
+            state[axis] = step.after
+    return local
+
+
+class _Reshard(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: DTensor, mesh: Mesh, target: Placements) -> DTensor:
+        source = checked(tensor.placements, mesh, tensor.dim())
+        ctx.mesh, ctx.source, ctx.target = mesh, source, target
+        if tensor.requires_grad:
+            _require_gradients((*source, *target))
+        local = tensor._local_tensor
+        moved = move(local, mesh, tensor.shape, source, target)
+        return _on_mesh(moved.view_as(moved) if moved is local else moved, mesh, target, tensor.shape)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        back = tuple(Replicate() if isinstance(placement, Partial) else placement for placement in ctx.source)
+        moved = reshard(grad, ctx.mesh, back)
+        # The local gradient of an average over n ranks is 1/n of the gradient of what it stands for.
+        factor = _averaged(ctx.target, ctx.mesh) / _averaged(ctx.source, ctx.mesh)
+        return (moved if factor == 1 else moved * factor), None, None
+
+
+def _averaged(placements: Placements, mesh: Mesh) -> int:
+    return math.prod(mesh.shape[axis] for axis, placement in enumerate(placements) if is_partial(placement, "avg"))
+
+
+def _require_gradients(placements: Placements) -> None:
+    for placement in placements:
+        if isinstance(placement, Partial) and placement.reduce_op not in ("sum", "avg"):
+            raise UsageError(
+                f"reshard of {placement} with gradients: only sums and averages have one here; detach the tensor first"
+            )
+
+
+def _mesh_of(tensor: DTensor, mesh: Mesh) -> Mesh:
+    return mesh if tensor.device_mesh is mesh.device_mesh else Mesh.of(tensor.device_mesh)
+
+
+def _on_mesh(local: torch.Tensor, mesh: Mesh, placements: Placements, shape: torch.Size) -> DTensor:
+    stride = torch.empty(shape, device="meta").stride()
+    return DTensor.from_local(local, mesh.device_mesh, placements, run_check=False, shape=shape, stride=stride)
+
+
+# ---- the steps ---------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Place:
+    """A step seen from this rank."""
+
+    mesh: Mesh
+    step: Step
+    me: int  # this rank's place in the group of the step's axes
+    lengths: dict[int, list[int]]  # for each dim of the step, the lengths of all members' pieces in the group's order
+
+    @classmethod
+    def of(cls, mesh: Mesh, shape: tuple[int, ...], state: Sequence[Placement], step: Step) -> _Place:
+        names = [mesh.names[axis] for axis in step.axes]
+        # What the step cuts or joins is the piece that the other axes leave.
+        others = [Replicate() if axis in step.axes else placement for axis, placement in enumerate(state)]
+        whole = local_shape(shape, mesh, others)
+        counts = [mesh.shape[axis] for axis in step.axes]
+        dims = [dim for placement in (step.before, step.after) if (dim := shard_dim(placement)) is not None]
+        return cls(mesh, step, mesh.index(*names), {dim: nested_chunk_sizes(whole[dim], counts) for dim in dims})
+
+    @property
+    def joined(self) -> int:
+        """The dim whose pieces the step joins."""
+        dim = shard_dim(self.step.before)
+        assert dim is not None
+        return dim
+
+    @property
+    def cut(self) -> int:
+        """The dim that the step cuts."""
+        dim = shard_dim(self.step.after)
+        assert dim is not None
+        return dim
+
+    @property
+    def op(self) -> str:
+        """How the step reduces."""
+        assert isinstance(self.step.before, Partial)
+        return self.step.before.reduce_op
+
+    @property
+    def comm(self) -> Communicator:
+        return self.mesh.comm(*self.names)
+
+    @property
+    def names(self) -> list[str]:
+        return [self.mesh.names[axis] for axis in self.step.axes]
+
+    def in_group(self) -> list[int]:
+        """For each member in the order of the axes, its rank in the communicator."""
+        ranks = self.comm.ranks
+        return [ranks.index(rank) for rank in self.mesh.along(*self.names)]
+
+
+def _all_reduce(local: torch.Tensor, place: _Place) -> torch.Tensor:
+    total = local.clone(memory_format=torch.contiguous_format)
+    place.comm.all_reduce(total, place.op)
+    return total
+
+
+def _all_gather(local: torch.Tensor, place: _Place) -> torch.Tensor:
+    dim = place.joined
+    lengths = place.lengths[dim]
+    longest = max(lengths)
+    piece = local.movedim(dim, 0)
+    if len(piece) < longest:
+        piece = torch.cat([piece, piece.new_zeros(longest - len(piece), *piece.shape[1:])])
+    gathered = piece.new_empty(len(lengths), *piece.shape)
+    place.comm.all_gather_into(gathered, piece.contiguous())
+    pieces = [gathered[rank][:length] for rank, length in zip(place.in_group(), lengths, strict=True)]
+    return torch.cat([piece.movedim(0, dim) for piece in pieces], dim)
+
+
+def _reduce_scatter(local: torch.Tensor, place: _Place) -> torch.Tensor:
+    dim = place.cut
+    lengths = place.lengths[dim]
+    longest = max(lengths)
+    rows = local.movedim(dim, 0)
+    padded = rows.new_zeros(len(lengths), longest, *rows.shape[1:])
+    for rank, piece in zip(place.in_group(), rows.split(lengths), strict=True):
+        padded[rank][: len(piece)] = piece
+    reduced = place.comm.reduce_scatter(padded.flatten(0, 1), place.op)
+    return reduced[: lengths[place.me]].movedim(0, dim).contiguous()
+
+
+def _all_to_all(local: torch.Tensor, place: _Place) -> torch.Tensor:
+    joined, cut = place.joined, place.cut
+    order = place.in_group()
+    outgoing: list[torch.Tensor] = [local] * len(order)
+    for rank, piece in zip(order, local.split(place.lengths[cut], cut), strict=True):
+        outgoing[rank] = piece
+    shapes: list[list[int]] = [[]] * len(order)
+    for rank, length in zip(order, place.lengths[joined], strict=True):
+        shapes[rank] = list(local.shape)
+        shapes[rank][cut], shapes[rank][joined] = place.lengths[cut][place.me], length
+    came = place.comm.all_to_all(
+        torch.cat([piece.reshape(-1) for piece in outgoing]),
+        [piece.numel() for piece in outgoing],
+        [math.prod(shape) for shape in shapes],
+    )
+    pieces = [flat.view(shape) for flat, shape in zip(came.split([math.prod(s) for s in shapes]), shapes, strict=True)]
+    return torch.cat([pieces[rank] for rank in order], joined)
+
+
+def _cut(local: torch.Tensor, place: _Place) -> torch.Tensor:
+    dim = place.cut
+    return local.split(place.lengths[dim], dim)[place.me].clone(memory_format=torch.contiguous_format)
+
+
+def _spread(local: torch.Tensor, place: _Place) -> torch.Tensor:
+    dim = place.joined
+    shape = list(local.shape)
+    shape[dim] = sum(place.lengths[dim])
+    spread = local.new_zeros(shape)
+    spread.narrow(dim, sum(place.lengths[dim][: place.me]), local.shape[dim]).copy_(local)
+    return spread
+
+
+def _assign(local: torch.Tensor, placement: Placement, index: int) -> torch.Tensor:
+    assert isinstance(placement, Partial)
+    neutral = _NEUTRAL.get(placement.reduce_op)
+    return local if neutral is None or index == 0 else torch.full_like(local, neutral)
+
+
+_STEPS: dict[str, Callable[[torch.Tensor, _Place], torch.Tensor]] = {
+    "all_reduce": _all_reduce,
+    "all_gather": _all_gather,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+    "cut": _cut,
+    "spread": _spread,
+    "assign": lambda local, place: _assign(local, place.step.after, place.me),
+}
