@@ -135,11 +135,12 @@ class MPIWork(Work):
     Dropping it does not end the operation: the background thread keeps its memory alive and completes it.
     """
 
+    _future: torch.futures.Future | None = None
+
     def __init__(self, operation: Operation, timeout: timedelta) -> None:
         super().__init__()
         self._operation = operation
         self._timeout = timeout
-        self._future: torch.futures.Future | None = None
 
     @classmethod
     def of_all(cls, works: Sequence[MPIWork], timeout: timedelta) -> MPIWork:
