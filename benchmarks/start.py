@@ -68,9 +68,7 @@ def main() -> None:
         for name, command in commands.items():
             seconds[name].append(measure(command, chosen.ranks))
     medians = {name: statistics.median(values) for name, values in seconds.items()}
-    print(
-        f"command to first all_reduce, {chosen.ranks} ranks, {chosen.repeats} repeats, {os.cpu_count()} cores"
-    )
+    print(f"command to first all_reduce, {chosen.ranks} ranks, {chosen.repeats} repeats, {os.cpu_count()} cores")
     print(f"{'':14}{'median':>9}{'least':>9}{'most':>9}")
     for name, values in seconds.items():
         print(f"{name:14}{medians[name]:8.2f}s{min(values):8.2f}s{max(values):8.2f}s")
