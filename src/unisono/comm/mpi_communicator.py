@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 
 from unisono.comm import mpi_calls as calls
+from unisono.comm import traffic
 from unisono.comm.collectives import UNEVEN, detail_of_op, detail_of_root
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
@@ -44,6 +45,8 @@ class MPICommunicator(Communicator):
         """Run `prompt`, or start `call` for a handle to wait for; either way the outcome is `result`."""
         log, watch = self._log, self._watch
         log.enter(op, detail, tensor, 3)
+        if traffic.counters:
+            traffic.note(op, self.size, tensor)
         try:
             if watch.check is not None:
                 watch.check.agree(log)

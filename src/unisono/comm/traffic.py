@@ -39,6 +39,7 @@ class Traffic:
         return sum(self.sent_by.values())
 
     def note(self, op: str, size: int, payload: int) -> None:
+        op = "all_gather" if op == "all_gather_into" else op
         self.calls[op] += 1
         self.payload[op] += payload
         share = _SHARES[op](size) if op in _SHARES else float(size > 1)
