@@ -28,7 +28,7 @@ class Check:
 
     def agree(self, log: Log) -> None:
         """Return when all ranks of the log's group are about to run the same collective; raise when one differs."""
-        number = log.entered
+        number = log.count
         mine = self.fingerprint(log)
         self._store.set(self._key(log, number, self._rank), mine)
         others = [rank for rank in log.ranks if rank != self._rank]
@@ -52,10 +52,10 @@ class Check:
     @staticmethod
     def fingerprint(log: Log) -> str:
         """What must be equal on all ranks of the next collective."""
-        raw = log.raw(log.entered)
+        raw = log.raw(log.count)
         assert raw
-        op, detail, shape, dtype = raw[:4]
-        if shape is None:
+        _, op, detail, shape, dtype = raw[:5]
+        if shape is None or dtype is None:
             return f"{op} {detail}"
         if "uneven" in detail:
             return f"{op} {detail} {dtype} {len(shape)}"

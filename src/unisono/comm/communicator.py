@@ -99,7 +99,7 @@ class Communicator(Collectives):
         except RuntimeError as error:
             raise self._watch.explained(error) from error
         finally:
-            self._letters.leave()
+            self._letters.left = self._letters.count
         finish()
         return dist.get_group_rank(self.group, sender)
 
@@ -138,7 +138,7 @@ class Communicator(Collectives):
         except RuntimeError as error:
             raise self._watch.explained(error) from error
         finally:
-            self._letters.leave()
+            self._letters.left = self._letters.count
         handle = Handle(works, finish, self._watch.waiter(self._letters))
         return handle if async_op else handle.wait()
 
@@ -153,7 +153,7 @@ class Communicator(Collectives):
         except RuntimeError as error:
             raise self._watch.explained(error) from error
         finally:
-            self._letters.leave()
+            self._letters.left = self._letters.count
         return Handle([work] if work else [], lambda: wire, self._watch.waiter(self._letters))
 
     def _receive(self, op: str, tensor: torch.Tensor, source: int, tag: int) -> Handle:
@@ -165,7 +165,7 @@ class Communicator(Collectives):
         except RuntimeError as error:
             raise self._watch.explained(error) from error
         finally:
-            self._letters.leave()
+            self._letters.left = self._letters.count
         return Handle([work] if work else [], finish, self._watch.waiter(self._letters))
 
     def _require_peer(self, peer: int) -> None:
@@ -207,7 +207,7 @@ class Communicator(Collectives):
         return box[0]
 
     def _objects(self, op: str, call: Any) -> None:
-        self._run(op, None, lambda: call() or (), lambda: None, False, depth=4)
+        self._run(op, None, lambda: call() or (), lambda: None, False, depth=4, blocks=True)
 
     # ---- groups and modules --------------------------------------------------------------------------------------
 

@@ -37,11 +37,11 @@ class State:
     def of(cls, rank: int, place: str, torch_call: str, logs: Sequence[Log]) -> State:
         groups = {}
         for log in logs:
-            recent = [log.entry(number) for number in range(max(1, log.entered - RECENT + 1), log.entered + 1)]
-            if log.pending and log.pending <= log.entered - RECENT:
+            recent = [log.entry(number) for number in range(max(1, log.count - RECENT + 1), log.count + 1)]
+            if log.pending and log.pending <= log.count - RECENT:
                 recent.insert(0, log.entry(log.pending))
             told = tuple(entry for entry in recent if entry is not None)
-            groups[log.group] = GroupState(log.ranks, log.pending, log.entered, told)
+            groups[log.group] = GroupState(log.ranks, log.pending, log.count, told)
         return cls(rank, place, torch_call, groups)
 
     def as_json(self) -> dict[str, Any]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import os
 import sys
+from collections import deque
 from dataclasses import dataclass
 from types import CodeType, FrameType
-from typing import Any
 
 import torch
 
-LENGTH = 64  # a power of two
+LENGTH = 64
+
+# number, operation, detail, shape, dtype, and where it was called: code and instruction
+Raw = tuple[int, str, str, torch.Size | None, torch.dtype | None, CodeType, int]
 
 
 @dataclass(frozen=True)
@@ -31,46 +34,46 @@ class Entry:
 
 
 class Log:
-    """The last `LENGTH` operations of one group on this rank, numbered from 1."""
+    """The last `LENGTH` operations of one group on this rank, numbered from 1.
 
-    __slots__ = ("_ring", "awaited", "entered", "group", "left", "ranks")
+    An operation that is over before a report could be wanted, and in which all ranks took part, may be counted only:
+    `count` goes up, and nothing is written.
+    """
+
+    __slots__ = ("append", "awaited", "count", "group", "left", "ranks", "ring")
 
     def __init__(self, group: str, ranks: tuple[int, ...]) -> None:
         self.group = group
         self.ranks = ranks
-        self.entered = 0  # operations begun
+        self.ring: deque[Raw] = deque(maxlen=LENGTH)
+        self.append = self.ring.append
+        self.count = 0  # operations begun
         self.left = 0  # the last operation that this rank returned from
         self.awaited = 0  # the asynchronous operation that this rank waits for; 0 for none
-        self._ring: list[tuple[Any, ...]] = [()] * LENGTH
 
     def enter(self, op: str, detail: str, tensor: torch.Tensor | None, depth: int) -> None:
         """Note that an operation begins; `depth` frames up stands the call in the user's code."""
         frame = sys._getframe(depth)
-        number = self.entered + 1
-        if tensor is None:
-            self._ring[number & 63] = (op, detail, None, None, frame.f_code, frame.f_lasti)
-        else:
-            self._ring[number & 63] = (op, detail, tensor.shape, tensor.dtype, frame.f_code, frame.f_lasti)
-        self.entered = number
-
-    def leave(self) -> None:
-        self.left = self.entered
+        shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
+        self.count = number = self.count + 1
+        self.append((number, op, detail, shape, dtype, frame.f_code, frame.f_lasti))
 
     @property
     def pending(self) -> int:
         """The number of the operation that this rank is blocked in; 0 for none."""
-        return self.awaited or (self.entered if self.entered > self.left else 0)
+        return self.awaited or (self.count if self.count > self.left else 0)
 
-    def raw(self, number: int) -> tuple[Any, ...] | None:
-        return self._ring[number & 63] if max(0, self.entered - LENGTH) < number <= self.entered else None
+    def raw(self, number: int) -> Raw | None:
+        """What was written down of that operation, if it was and the log still has it."""
+        return next((raw for raw in reversed(self.ring) if raw[0] == number), None)
 
     def entry(self, number: int) -> Entry | None:
         """The operation of that number, while the log still has it."""
         raw = self.raw(number)
         if not raw:
             return None
-        op, detail, shape, dtype, code, instruction = raw
-        what = "" if shape is None else describe(shape, dtype)
+        _, op, detail, shape, dtype, code, instruction = raw
+        what = "" if shape is None or dtype is None else describe(shape, dtype)
         return Entry(number, f"{op}({detail})" if detail else op, what, place(code, line_of(code, instruction)))
 
 

@@ -46,15 +46,21 @@ class Operations:
         async_op: bool,
         detail: str = "",
         depth: int = 3,
+        blocks: bool = False,
     ) -> Outcome:
+        """`start` begins the operation (one that `blocks` also ends it), and `finish` gives its outcome."""
         log, watch = self._log, self._watch
-        log.enter(op, detail, tensor, depth)
         if traffic.counters:
             traffic.note(op, self.size, tensor)
         try:
-            if watch.check is not None:
-                watch.check.agree(log)
-            works = self._started(start)
+            if self.backend == "gloo" and watch.check is None and not blocks:
+                works = self._started(op, start)
+                log.enter(op, detail, tensor, depth)  # while the message travels, which hides what it costs
+            else:
+                log.enter(op, detail, tensor, depth)
+                if watch.check is not None:
+                    watch.check.agree(log)
+                works = self._started(op, start)
             if async_op:
                 return Handle(works, finish, watch.waiter(log))
             for work in works:
@@ -64,16 +70,15 @@ class Operations:
         except RuntimeError as error:
             raise watch.explained(error) from error
         finally:
-            log.left = log.entered
+            log.left = log.count
         return finish()
 
-    def _started(self, start: Start) -> Sequence[dist.Work]:
+    def _started(self, op: str, start: Start) -> Sequence[dist.Work]:
         """Begin an operation. An error here is this rank's own: the backend refused before it talked to anyone."""
         try:
             return start()
         except RuntimeError as error:
-            entry = self._log.entry(self._log.entered)
-            raise CommError(f"{entry} was refused by {self.backend}: {str(error).splitlines()[0]}") from error
+            raise CommError(f"{op} was refused by {self.backend}: {str(error).splitlines()[0]}") from error
 
     def _carrier(self, tensor: torch.Tensor) -> Carrier:
         if self.backend == "mpi":

@@ -91,7 +91,7 @@ class Watch:
 
     def waiter(self, log: Log) -> Callable[[Callable[[], None]], None]:
         """For the handle of the operation that was just begun: blocks in it, visibly."""
-        number = log.entered
+        number = log.count
 
         def wait(block: Callable[[], None]) -> None:
             log.awaited = number
