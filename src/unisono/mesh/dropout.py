@@ -22,7 +22,7 @@ from unisono.mesh.placement import Partial, local_box
 from unisono.mesh.random import Draw, RandomState, drop_limit
 from unisono.mesh.region import Part
 
-_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # triton takes the scale as a float32
 _installed: list[RandomState] = []
 _original: dict[str, Callable[..., Any]] = {}
 

@@ -43,7 +43,7 @@ def _word_of(  # type: ignore[no-untyped-def]
 ):
     """The word of each element, one mixing an element: runs may begin anywhere in a block."""
     if SINGLE:
-        number = start + offset
+        number = start.to(tl.int64) + offset
     else:
         number = tl.load(starts + offset // length, mask=offset < count, other=0) + offset % length
     c0, c1, c2, c3 = _mix(number >> 2, key0, key1, counter0, counter1)
@@ -75,11 +75,12 @@ def _words_kernel(  # type: ignore[no-untyped-def]
     SINGLE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64) * BLOCK
+    place = tl.program_id(0).to(tl.int64) * BLOCK if WIDE else tl.program_id(0) * BLOCK
     offset = place + tl.arange(0, BLOCK)
     if ALIGNED:
-        word = _words_of_blocks(start + place, key0, key1, counter0, counter1, BLOCK)
+        word = _words_of_blocks(start.to(tl.int64) + place, key0, key1, counter0, counter1, BLOCK)
     else:
         word = _word_of(offset, starts, start, count, length, key0, key1, counter0, counter1, SINGLE)
     tl.store(out + offset, word, mask=offset < count)
@@ -102,15 +103,16 @@ def _dropout_kernel(  # type: ignore[no-untyped-def]
     SINGLE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCK: tl.constexpr,
+    WIDE: tl.constexpr,
 ):
-    place = tl.program_id(0).to(tl.int64) * BLOCK
+    place = tl.program_id(0).to(tl.int64) * BLOCK if WIDE else tl.program_id(0) * BLOCK
     offset = place + tl.arange(0, BLOCK)
     if ALIGNED:
-        word = _words_of_blocks(start + place, key0, key1, counter0, counter1, BLOCK)
+        word = _words_of_blocks(start.to(tl.int64) + place, key0, key1, counter0, counter1, BLOCK)
     else:
         word = _word_of(offset, starts, start, count, length, key0, key1, counter0, counter1, SINGLE)
     value = tl.load(x + offset, mask=offset < count, other=0.0)
-    kept = tl.where(word >= limit, value * scale, 0.0)
+    kept = tl.where(word >= limit, value.to(tl.float32) * scale, 0.0)
     tl.store(out + offset, kept.to(value.dtype), mask=offset < count)
 
 
@@ -122,7 +124,7 @@ def words(stream: Stream, runs: Runs, device: torch.device) -> torch.Tensor:
 
 
 def dropout(x: torch.Tensor, stream: Stream, runs: Runs, limit: int, scale: float) -> torch.Tensor:
-    """x with the elements whose word is below `limit` made 0, and the others scaled."""
+    """x with the elements whose word is below `limit` made 0, and the others scaled, in float32."""
     x = x.contiguous()
     out = torch.empty_like(x)
     if runs.count:
@@ -150,6 +152,7 @@ def _arguments(stream: Stream, runs: Runs, device: torch.device) -> dict[str, ob
         "SINGLE": single,
         "ALIGNED": single and start % 4 == 0,
         "BLOCK": _BLOCK,
+        "WIDE": runs.count > (1 << 31) - _BLOCK,  # else 32-bit divisions do, which are far quicker
     }
 
 
