@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 import math
@@ -121,15 +122,13 @@ def test_random_boxes(shape: list[int], data: st.DataObject, what: str) -> None:
 
     whole, state = draw(RandomState(5), shape), RandomState(5)
     local = list(shape)
-    with_scopes = [state]
-    for dim, size in enumerate(shape):
-        start = data.draw(st.integers(0, size - 1))
-        stop = data.draw(st.integers(start + 1, size))
-        whole, local[dim] = whole.narrow(dim, start, stop - start), stop - start
-        scope = state.sharded(dim, range(start, stop), of=size)
-        scope.__enter__()
-        with_scopes.append(scope)
-    assert torch.equal(draw(state, local), whole)
+    with contextlib.ExitStack() as scopes:
+        for dim, size in enumerate(shape):
+            start = data.draw(st.integers(0, size - 1))
+            stop = data.draw(st.integers(start + 1, size))
+            whole, local[dim] = whole.narrow(dim, start, stop - start), stop - start
+            scopes.enter_context(state.sharded(dim, range(start, stop), of=size))
+        assert torch.equal(draw(state, local), whole)
 
 
 # ---- which call --------------------------------------------------------------------------------------------------
