@@ -92,7 +92,10 @@ class _Search:
         self.itemsize = itemsize
         self.mesh_shape = mesh_shape
         self.target = target
-        self.dims = sorted({dim for p in (*source, *target) if (dim := shard_dim(p)) is not None})
+        used = {dim for p in (*source, *target) if (dim := shard_dim(p)) is not None}
+        # One dim more to step aside to, where axes are in each other's way on a dim that both cut.
+        aside = sorted(set(range(len(shape))) - used, key=lambda dim: shape[dim])[-1:]
+        self.dims = sorted(used) + aside
 
     def steps(self, state: Placements) -> Iterator[Step]:
         for axes in self._axes_that_move_together(state):

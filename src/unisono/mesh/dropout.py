@@ -1,0 +1,210 @@
+"""torch's dropouts on a RandomState's numbers, and putting them in the place of torch's own.
+
+What is replaced while a RandomState is installed: F.dropout and its kin (so also nn.Dropout and nn.MultiheadAttention)
+and F.scaled_dot_product_attention where dropout_p > 0. What cannot be: names that were imported out of
+torch.nn.functional beforehand, and the dropout inside torch's native LSTM and GRU.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.tensor import DTensor
+
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.mesh.philox import gpu_kernels
+from unisono.mesh.placement import Partial, local_box
+from unisono.mesh.random import Draw, RandomState, drop_limit
+from unisono.mesh.region import Part
+
+_KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # triton takes the scale as a float32
+_installed: list[RandomState] = []
+_original: dict[str, Callable[..., Any]] = {}
+
+
+def active() -> RandomState | None:
+    """The state that is behind torch's dropouts now."""
+    return _installed[-1] if _installed else None
+
+
+def install(state: RandomState) -> None:
+    if not _installed:
+        for name, replacement in _REPLACEMENTS.items():
+            _original[name] = getattr(F, name)
+            setattr(F, name, replacement)
+    _installed.append(state)
+
+
+def uninstall(state: RandomState) -> None:
+    assert _installed[-1] is state
+    _installed.pop()
+    if not _installed:
+        for name in _REPLACEMENTS:
+            setattr(F, name, _original.pop(name))
+
+
+def apply(state: RandomState, x: torch.Tensor, p: float, kind: str = "dropout") -> torch.Tensor:
+    """Dropout of x with probability p; DTensors give their part themselves."""
+    if not 0 <= p <= 1:
+        raise UsageError(f"dropout(p={p}): expected a probability from 0 to 1")
+    if isinstance(x, DTensor):
+        return _apply_to_dtensor(state, x, p)
+    draw = state.draw(x.shape, kind)
+    return scaled(x, draw, p)
+
+
+def scaled(x: torch.Tensor, draw: Draw, p: float) -> torch.Tensor:
+    """x where `draw` keeps it, over 1 - p; 0 elsewhere."""
+    if p == 0:
+        return x
+    if p == 1:
+        return x * 0.0
+    if x.is_cuda and x.dtype in _KERNEL_DTYPES and gpu_kernels() is not None:
+        return _GpuDropout.apply(x, draw, p)
+    return x * _noise(draw, p, x)
+
+
+def _noise(draw: Draw, p: float, like: torch.Tensor) -> torch.Tensor:
+    return draw.keep(p, like.device).to(like.dtype).mul_(1 / (1 - p))
+
+
+class _GpuDropout(torch.autograd.Function):
+    """Draws the mask again in the backward instead of keeping it. Linear, and its own transpose."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, draw: Draw, p: float) -> torch.Tensor:
+        ctx.draw, ctx.p = draw, p
+        kernels = gpu_kernels()
+        assert kernels is not None
+        return kernels.dropout(x, draw.stream(), draw.runs, drop_limit(p), 1 / (1 - p))
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return _GpuDropout.apply(grad, ctx.draw, ctx.p), None, None
+
+
+def _apply_to_dtensor(state: RandomState, x: DTensor, p: float) -> DTensor:
+    if any(isinstance(placement, Partial) for placement in x.placements):
+        raise UsageError(f"dropout of a tensor with placements {x.placements}; reshard it so that none is Partial")
+    local = x.to_local()
+    sizes, offsets = local_box(x.shape, Mesh.of(x.device_mesh), x.placements)
+    parts = {
+        dim: Part(range(offset, offset + size), x.shape[dim])
+        for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True))
+        if size != x.shape[dim]
+    }
+    dropped = scaled(local, state.draw(local.shape, parts=parts), p)
+    return DTensor.from_local(dropped, x.device_mesh, x.placements, run_check=False, shape=x.shape, stride=x.stride())
+
+
+# ---- the replacements --------------------------------------------------------------------------------------------
+
+
+def _steps_in(x: torch.Tensor, p: float, training: bool) -> RandomState | None:
+    """The state that draws this call, or None where torch's own function does (nothing random, or a bad p)."""
+    return active() if training and 0 < p <= 1 and not x.is_meta else None
+
+
+def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+    state = _steps_in(input, p, training)
+    if state is None:
+        return _original["dropout"](input, p, training, inplace)
+    dropped = apply(state, input, p)
+    return input.copy_(dropped) if inplace else dropped
+
+
+def _channels(plain_dims: int) -> Callable[..., torch.Tensor]:
+    """Dropout of whole channels: `plain_dims` is how many dims an input without a batch has."""
+    name = f"dropout{plain_dims - 1}d"
+
+    def replacement(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
+        state = _steps_in(input, p, training)
+        if state is None:
+            return _original[name](input, p, training, inplace)
+        # torch takes three dims in dropout2d for (batch, channels, length), not for an input without a batch.
+        channel_dims = 1 if input.dim() == plain_dims != 3 else 2
+        noise = apply(state, input.new_ones(input.shape[:channel_dims]), p)
+        noise = noise.reshape(*noise.shape, *[1] * (input.dim() - channel_dims))
+        return input.mul_(noise) if inplace else input * noise
+
+    return replacement
+
+
+def _alpha(name: str, by_channel: bool) -> Callable[..., torch.Tensor]:
+    """Dropout that keeps the mean and variance of what SELU gives: dropped elements take SELU's lowest value."""
+    lowest = -1.7580993408473766
+
+    def replacement(input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> torch.Tensor:
+        state = _steps_in(input, p, training)
+        if state is None:
+            return _original[name](input, p, training, inplace)
+        shape = input.shape[:2] if by_channel else input.shape
+        keep = state.draw(shape).keep(p, input.device) if p < 1 else torch.zeros(shape, dtype=torch.bool)
+        keep = keep.to(input.device).reshape(*shape, *[1] * (input.dim() - len(shape)))
+        a = 0.0 if p == 1 else ((1 - p) * (1 + p * lowest**2)) ** -0.5
+        out = torch.where(keep, input, torch.full_like(input, lowest)) * a - a * p * lowest
+        return input.copy_(out) if inplace else out
+
+    return replacement
+
+
+def _attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    state = _steps_in(query, dropout_p, True)
+    if state is None:
+        return _original["scaled_dot_product_attention"](
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+    weights = attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
+    if enable_gqa:
+        value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
+    return apply(state, weights, dropout_p, "attention") @ value
+
+
+def attention_weights(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    attn_mask: torch.Tensor | None = None,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> torch.Tensor:
+    """What each query makes of each key: (..., queries, keys), before dropout."""
+    if attn_mask is not None and is_causal:
+        raise UsageError("scaled_dot_product_attention was given attn_mask and is_causal; pass one of them")
+    if enable_gqa:
+        key = key.repeat_interleave(query.shape[-3] // key.shape[-3], -3)
+    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=query.device).tril()
+    if attn_mask is None:
+        return scores.softmax(-1)
+    if attn_mask.dtype == torch.bool:
+        # A query that may see no key gives zeros, as torch's own does.
+        weights = scores.masked_fill(~attn_mask, -math.inf).softmax(-1)
+        return weights.masked_fill(~attn_mask.any(-1, keepdim=True), 0.0)
+    return (scores + attn_mask).softmax(-1)
+
+
+_REPLACEMENTS: dict[str, Callable[..., Any]] = {
+    "dropout": _dropout,
+    "dropout1d": _channels(2),
+    "dropout2d": _channels(3),
+    "dropout3d": _channels(4),
+    "alpha_dropout": _alpha("alpha_dropout", by_channel=False),
+    "feature_alpha_dropout": _alpha("feature_alpha_dropout", by_channel=True),
+    "scaled_dot_product_attention": _attention,
+}

@@ -1,0 +1,51 @@
+"""Initial parameters: those that one process gets from torch.manual_seed, whatever part of the model a rank builds.
+
+Initialisers draw from torch's generator one after the other, so the numbers of a layer depend on all layers before it.
+There is no way to skip ahead that holds for every initialiser. So a rank that wants some layers only builds all of
+them in order, on the CPU, and drops each that it does not want before it builds the next: the time of building the
+whole model, the memory of its own part and one layer more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Sequence
+
+import torch
+
+from unisono.errors import UsageError
+
+
+@contextlib.contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """In the block, torch's generators start from the seed and new tensors are made on the CPU.
+
+    Afterwards the CPU's generator is as it was before. Parameters made on a GPU would differ from those made on a CPU:
+    build here, then move the module.
+    """
+    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+        torch.default_generator.manual_seed(seed)
+        yield
+
+
+def build(model: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Module:
+    """The module that `model()` gives one process after torch.manual_seed(seed)."""
+    with seeded(seed):
+        return model()
+
+
+def build_layers(
+    layers: Sequence[Callable[[], torch.nn.Module]], wanted: Collection[int], seed: int
+) -> dict[int, torch.nn.Module]:
+    """Of the layers that one process would build in order after torch.manual_seed(seed), those that are wanted."""
+    strangers = sorted(set(wanted) - set(range(len(layers))))
+    if strangers:
+        raise UsageError(f"layers {strangers} are wanted, but there are only {len(layers)}, counted from 0")
+    kept: dict[int, torch.nn.Module] = {}
+    with seeded(seed):
+        for number in range(max(wanted, default=-1) + 1):
+            layer = layers[number]()
+            if number in wanted:
+                kept[number] = layer
+            del layer
+    return kept

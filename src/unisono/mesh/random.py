@@ -1,0 +1,283 @@
+"""Random numbers that do not depend on the plan.
+
+A number depends on the seed, the step, which call it is drawn in and the element's place in the whole tensor; never on
+the rank that holds the element, on how the tensor is cut, or on what was drawn before.
+
+    state = RandomState(seed=7)
+    state.name_modules(model)                     # which call: the module's name, and how often it has drawn
+    for state.step in range(steps):
+        with state:                               # behind nn.Dropout, F.dropout and attention's dropout_p
+            with state.sharded(0, range(8, 16), of=32):   # this rank has rows 8 to 15 of a batch of 32
+                loss = model(batch)
+
+`sharded` says which part of the whole tensors this rank works on; scopes nest, and of one dim the inner one counts
+within the outer one:
+
+    data parallel      sharded(0, my rows, of=the global batch)
+    microbatches       microbatch(rows of my batch, of=my batch), within the one above
+    sequence parallel  sharded(1, my positions, of=the sequence, only="dropout")
+    tensor parallel    sharded(1, my heads, of=all heads, only="attention"); sharded(-1, my columns, of=all columns)
+    context parallel   sharded(1, my positions, of=..., only="dropout"), sharded(2, ..., only="attention")
+    a replicated tensor without a batch dim        whole()
+
+DTensors need none of this: they know their part.
+
+Recomputation: a forward that torch.utils.checkpoint runs again in the backward draws the same numbers again, under
+the scopes of the first time. It is recognised by torch's own CPU generator, which checkpoint puts back: each call
+takes one number from it as a token, and remembers under it what was drawn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from unisono.errors import UsageError
+from unisono.mesh import normal as normals
+from unisono.mesh.philox import Stream, words
+from unisono.mesh.region import Part, Positions, Runs, runs_of
+
+KINDS = ("dropout", "attention")
+_CALL = torch.nn.Module._call_impl.__code__
+# How many random bits a number in [0, 1) of each dtype has.
+_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+@dataclass(frozen=True, eq=False)
+class Draw:
+    """One call for random numbers: can be repeated at any time, with the same outcome."""
+
+    identity: tuple[object, ...]
+    shape: tuple[int, ...]
+    parts: Mapping[int, Part]
+
+    @property
+    def runs(self) -> Runs:
+        return runs_of(self.shape, self.parts)
+
+    def stream(self, lane: int = 0) -> Stream:
+        return Stream.of(*self.identity, lane)
+
+    def words(self, device: torch.device, lane: int = 0) -> torch.Tensor:
+        """Random int32 words in the shape of the call; lanes are independent of each other."""
+        return words(self.stream(lane), self.runs, device).view(self.shape)
+
+    def uniform(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Numbers in [0, 1)."""
+        if dtype not in _BITS:
+            raise UsageError(f"random numbers of {dtype}; expected one of {', '.join(map(str, _BITS))}")
+        if dtype == torch.float64:
+            high, low = self.words(device) >> 5, self.words(device, 1) >> 6
+            return ((high + 2**26).double() * 2.0**26 + (low + 2**25).double()) * 2.0**-53
+        bits = _BITS[dtype]
+        return (((self.words(device) >> (32 - bits)) + 2 ** (bits - 1)).float() * 2.0**-bits).to(dtype)
+
+    def normal(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        first = self.uniform(torch.float64, device)
+        second = Draw((*self.identity, "second"), self.shape, self.parts).uniform(torch.float64, device)
+        return normals.from_uniform(first, second).to(dtype)
+
+    def keep(self, p: float, device: torch.device) -> torch.Tensor:
+        """True with probability 1 - p: what a dropout of p keeps."""
+        return self.words(device) >= drop_limit(p)
+
+
+def drop_limit(p: float) -> int:
+    """Words below this are dropped."""
+    return min(round(p * 2**32) - 2**31, 2**31 - 1)
+
+
+class RandomState:
+    """Random numbers for one model under one seed. Use as a context to put it behind torch's dropouts."""
+
+    def __init__(self, seed: int, step: int = 0) -> None:
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise UsageError(f"seed {seed!r}: expected a whole number")
+        self.seed = seed
+        self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
+        self._scopes: list[_Scope] = []
+        self._microbatch_depth = 0
+        self.step = step
+
+    @property
+    def step(self) -> int:
+        """The training step. Setting it forgets the calls of the step before, so finish its backward first."""
+        return self._step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        if isinstance(step, bool) or not isinstance(step, int) or step < 0:
+            raise UsageError(f"step {step!r}: expected a whole number of at least 0")
+        self._step = step
+        self._calls: Counter[str] = Counter()
+        self._calls_before: Counter[str] | None = None  # before the first of the microbatches that follow each other
+        self._remembered: dict[int, Draw] = {}
+
+    def name_modules(self, model: torch.nn.Module, prefix: str = "") -> None:
+        """Tell calls apart by module name, so that a rank that runs only some of the modules draws the same numbers.
+
+        Names are those of the whole model, on every rank: name the modules before the model is cut or wrapped, or
+        give the prefix under which this part of it stands in the whole.
+        """
+        for name, module in model.named_modules():
+            self._names[module] = f"{prefix}.{name}".strip(".")
+
+    # ---- which part of the whole ---------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def sharded(self, dim: int, positions: Positions, of: int, *, only: str | None = None) -> Iterator[None]:
+        """In the block, this rank's tensors hold these positions, of so many, along `dim`.
+
+        A dim that is k times as long as the positions counts k elements a position, as after folding (batch, seq)
+        into one dim. only: "dropout" for dropout calls and the state's own methods, "attention" for attention weights
+        (batch, heads, queries, keys); by default both.
+        """
+        if only not in (None, *KINDS):
+            raise UsageError(f"sharded(only={only!r}): expected one of {', '.join(KINDS)}")
+        with self._scope(_Scope(dim, Part(positions, of), only)):
+            yield
+
+    @contextlib.contextmanager
+    def microbatch(self, positions: Positions, of: int) -> Iterator[None]:
+        """One of several passes over parts of a batch: each draws what one pass over all of it would."""
+        if not self._microbatch_depth:
+            if self._calls_before is None:
+                self._calls_before = self._calls.copy()
+            self._calls = self._calls_before.copy()
+        self._microbatch_depth += 1
+        try:
+            with self.sharded(0, positions, of):
+                yield
+        finally:
+            self._microbatch_depth -= 1
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[None]:
+        """In the block, tensors are whole on this rank, whatever the scopes around it say."""
+        with self._scope(_WHOLE):
+            yield
+
+    @contextlib.contextmanager
+    def _scope(self, scope: _Scope) -> Iterator[None]:
+        self._scopes = [*self._scopes, scope]
+        try:
+            yield
+        finally:
+            self._scopes = self._scopes[:-1]
+
+    def _parts(self, shape: Sequence[int], kind: str) -> dict[int, Part]:
+        parts: dict[int, Part] = {}
+        for scope in self._scopes:
+            if scope is _WHOLE:
+                parts = {}
+            elif scope.only in (None, kind):
+                if not -len(shape) <= scope.dim < len(shape):
+                    raise UsageError(
+                        f"random numbers of shape {tuple(shape)} have no dim {scope.dim}, which is sharded"
+                    )
+                dim = scope.dim % len(shape)
+                parts[dim] = scope.part.within(parts[dim]) if dim in parts else scope.part
+        return {dim: _fitted(part, shape, dim) for dim, part in parts.items()}
+
+    # ---- drawing -------------------------------------------------------------------------------------------------
+
+    def draw(self, shape: Sequence[int], kind: str = "dropout", parts: Mapping[int, Part] | None = None) -> Draw:
+        """The next call for random numbers, of that local shape. `parts` are used in place of the scopes' ones."""
+        token = int(torch.empty((), dtype=torch.int64).random_())
+        if torch._C._current_graph_task_id() != -1:
+            return self._recalled(token, tuple(shape))
+        site = self._site()
+        if not self._microbatch_depth:
+            self._calls_before = None
+        number = self._calls[site]
+        self._calls[site] += 1
+        held = self._parts(shape, kind) if parts is None else parts
+        made = Draw((self.seed, self._step, site, number), tuple(shape), held)
+        self._remembered[token] = made
+        return made
+
+    def _recalled(self, token: int, shape: tuple[int, ...]) -> Draw:
+        draw = self._remembered.get(token)
+        if draw is None or draw.shape != shape:
+            raise UsageError(
+                "random numbers were drawn in the backward pass that no forward pass has drawn in this step; "
+                "recompute with preserve_rng_state=True, and before the step is advanced"
+            )
+        return draw
+
+    def _site(self) -> str:
+        """The name of the innermost named module that is running."""
+        frame = sys._getframe(2) if len(self._names) else None
+        while frame is not None:
+            if frame.f_code is _CALL:
+                name = self._names.get(frame.f_locals["self"])
+                if name is not None:
+                    return name
+            frame = frame.f_back
+        return ""
+
+    def uniform(
+        self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """Numbers in [0, 1), of this local shape."""
+        return self.draw(shape).uniform(dtype, torch.device(device))
+
+    def normal(
+        self, *shape: int, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
+    ) -> torch.Tensor:
+        """Numbers of the standard normal distribution, of this local shape."""
+        return self.draw(shape).normal(dtype, torch.device(device))
+
+    def bernoulli(self, *shape: int, p: float, device: torch.device | str = "cpu") -> torch.Tensor:
+        """True with probability p, of this local shape."""
+        if not 0 <= p <= 1:
+            raise UsageError(f"bernoulli(p={p}): expected a probability from 0 to 1")
+        draw = self.draw(shape)
+        if p in (0, 1):
+            return torch.full(shape, bool(p), device=device)
+        return ~draw.keep(p, torch.device(device))
+
+    def dropout(self, x: torch.Tensor, p: float) -> torch.Tensor:
+        """x with elements zeroed with probability p and the others divided by 1 - p."""
+        from unisono.mesh import dropout
+
+        return dropout.apply(self, x, p)
+
+    def __enter__(self) -> RandomState:
+        from unisono.mesh import dropout
+
+        dropout.install(self)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        from unisono.mesh import dropout
+
+        dropout.uninstall(self)
+
+
+@dataclass(frozen=True, eq=False)
+class _Scope:
+    dim: int
+    part: Part
+    only: str | None
+
+
+_WHOLE = _Scope(0, Part(range(0), 0), None)
+
+
+def _fitted(part: Part, shape: Sequence[int], dim: int) -> Part:
+    length = shape[dim]
+    if len(part) == length:
+        return part
+    if len(part) == 0 or length % len(part):
+        raise UsageError(
+            f"random numbers of shape {tuple(shape)}: dim {dim} has {length} elements, but this rank was said to hold "
+            f"{len(part)} of {part.total} along it; if this tensor is not sharded, draw it under state.whole()"
+        )
+    return part.stretched(length)
