@@ -121,8 +121,8 @@ def _sshd(folder: Path, namespace: str, address: str) -> subprocess.Popen[bytes]
     Path("/run/sshd").mkdir(exist_ok=True)
     config = folder / f"sshd.{namespace}"
     config.write_text(
-        f"Port {PORT}\\nListenAddress {address}\\nListenAddress 127.0.0.1\\n"
-        f"HostKey {folder}/host\\nPidFile none\\nUsePAM no\\n"
+        f"Port {PORT}\nListenAddress {address}\nListenAddress 127.0.0.1\n"
+        f"HostKey {folder}/host\nPidFile none\nUsePAM no\n"
         f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nPermitRootLogin prohibit-password\n"
         "PasswordAuthentication no\nKbdInteractiveAuthentication no\nMaxStartups 100\n"
     )
