@@ -95,7 +95,9 @@ def _keys(folder: Path) -> None:
         _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(folder / name))
     shutil.copy(folder / "client.pub", folder / "authorized_keys")
     host_key = " ".join((folder / "host.pub").read_text().split()[:2])
-    (folder / "known_hosts").write_text("".join(f"[{a}]:{PORT} {host_key}\n" for a in ADDRESSES))
+    (folder / "known_hosts").write_text(
+        "".join(f"[{a}]:{PORT} {host_key}\n" for a in (*ADDRESSES, "127.0.0.1"))
+    )
 
 
 def _client_config(folder: Path) -> None:
@@ -105,6 +107,7 @@ def _client_config(folder: Path) -> None:
         for name, address in zip(NAMES, ADDRESSES, strict=True)
     ]
     entries += [
+        f"Host loop\n  HostName 127.0.0.1\n  IdentityFile {folder}/client\n  {common}",
         f"Host stranger\n  HostName {ADDRESSES[1]}\n  IdentityFile {folder}/stranger\n  {common}",
         f"Host nodaemon\n  HostName {ADDRESSES[1]}\n  IdentityFile {folder}/client\n  Port 2223\n",
         f"Host silent\n  HostName 10.213.77.99\n  IdentityFile {folder}/client\n  {common}",
@@ -118,7 +121,8 @@ def _sshd(folder: Path, namespace: str, address: str) -> subprocess.Popen[bytes]
     Path("/run/sshd").mkdir(exist_ok=True)
     config = folder / f"sshd.{namespace}"
     config.write_text(
-        f"Port {PORT}\nListenAddress {address}\nHostKey {folder}/host\nPidFile none\nUsePAM no\n"
+        f"Port {PORT}\nListenAddress {address}\nListenAddress 127.0.0.1\n"
+        f"HostKey {folder}/host\nPidFile none\nUsePAM no\n"
         f"AuthorizedKeysFile {folder}/authorized_keys\nStrictModes no\nPermitRootLogin prohibit-password\n"
         "PasswordAuthentication no\nKbdInteractiveAuthentication no\nMaxStartups 100\n"
     )

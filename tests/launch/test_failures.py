@@ -118,19 +118,24 @@ def test_a_syntax_error_is_shown_as_python_shows_it(tmp_path: Path) -> None:
     assert done.stderr.endswith("SyntaxError: invalid syntax\n")
 
 
-def test_the_report_of_a_hang_stands_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["record", "raise"])
+def test_the_report_of_a_hang_stands_alone(tmp_path: Path, how: str) -> None:
     write_script(
         tmp_path,
-        "import os, time\n"
+        "import os, sys, time\n"
+        "from unisono.errors import HangError\n"
         "from unisono.launch import failure\n"
         "rank = int(os.environ['RANK'])\n"
+        "if rank == 1:\n"
+        "    time.sleep(0.3)\n"
+        "    if sys.argv[1] == 'raise':\n"
+        "        raise HangError('ranks 0,2 wait')\n"
         "kind = failure.HANG if rank == 1 else failure.PEER\n"
-        "time.sleep(0.3 * (rank == 1))\n"
-        "failure.record(failure.Failure.now(rank, kind, f'report of {rank}'))\n"
+        "failure.record(failure.Failure.now(rank, kind, 'ranks 0,2 wait' if rank == 1 else 'debris'))\n"
         "os._exit(1)\n",
     )
-    done = Run(["run", "-n", "3", "script.py"], tmp_path).finish()
-    assert (done.returncode, done.stderr) == (1, "report of 1\n")
+    done = Run(["run", "-n", "3", "script.py", how], tmp_path).finish()
+    assert (done.returncode, done.stderr) == (1, "ranks 0,2 wait\n")
 
 
 RECOVERS = """

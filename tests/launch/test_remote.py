@@ -239,6 +239,18 @@ def test_a_taken_master_port(hosts: Hosts, tmp_path: Path) -> None:
     assert (done.returncode, done.stdout) == (0, f"[0] {port}\n")
 
 
+def test_a_master_that_others_cannot_reach(hosts: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, "open('started', 'w')")
+    done = _run(hosts, tmp_path, "--verbose", "-H", "loop:1,node1:1", "script.py").finish()
+    assert done.returncode == 1
+    assert re.search(
+        r"  node1: cannot reach loop at 127\.0\.0\.1 port \d+: connection refused;",
+        done.stderr.splitlines()[-1],
+    )
+    assert re.search(r"\n +node1 +connection refused +\d+\.\d\d ms\n", done.stderr)
+    assert not (tmp_path / "started").exists()
+
+
 @pytest.mark.parametrize("flavour", list(WHERE))
 def test_mpi_over_two_hosts(hosts: Hosts, tmp_path: Path, flavour: str) -> None:
     pytest.importorskip("mpi4py")

@@ -31,6 +31,7 @@ def _over_elastic(job: Job, console: Console) -> Outcome:
         reached_at = preflight.addresses(links)
         address = reached_at[links.all[0]]
         port = preflight.open_door(job, links, links.all[0], address)
+        preflight.require_reach(links, links.all[0], address, port)
         for node, link in enumerate(links):
             share = Share(
                 program=job.program,

@@ -128,6 +128,23 @@ def open_door(job: Job, links: Links, master: Link, address: str) -> int:
     return int(answer["port"])
 
 
+def require_reach(links: Links, master: Link, address: str, port: int) -> None:
+    """Every host must reach the master's port: else its ranks would wait for it for minutes, in silence."""
+    others = [link for link in links if link is not master]
+    probe = {"do": "probe", "targets": [(address, port)], "timeout": _PROBE_TIMEOUT}
+    deadline = time.monotonic() + 10 + _PROBE_TIMEOUT
+    answers = links.ask([(link, probe) for link in others], "probed", deadline)
+    found = {link: answers.get(link, {}).get("found", ["no answer"])[0] for link in others}
+    causes = [
+        f"  {link.host}: cannot reach {master.host} at {address} port {port}: {cause};"
+        " if a firewall stands between, choose an open port with --master-port"
+        for link, cause in found.items()
+        if isinstance(cause, str)
+    ]
+    if causes:
+        raise LaunchError("preflight failed, nothing was started:\n" + "\n".join(causes))
+
+
 def matrix(links: Links, reached_at: dict[Link, str]) -> list[list[float | str]]:
     """Row by column: from node to node, milliseconds until connected or why not."""
     deadline = time.monotonic() + 10 + _PROBE_TIMEOUT * len(links.all)

@@ -22,6 +22,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from unisono.errors import HangError
 from unisono.launch import failure, proctree
 from unisono.launch.failure import Failure
 from unisono.launch.job import CALL, MODULE, Program
@@ -29,7 +30,7 @@ from unisono.launch.job import CALL, MODULE, Program
 # What c10d says when a peer is gone. A rank that fails with this is debris of another failure.
 _PEER_IS_GONE = re.compile(
     r"closed by peer|reset by peer|Broken pipe|got 0 bytes|remote process exited|connectFullMesh failed"
-    r"|Application timeout caused pair closure"
+    r"|Application timeout caused pair closure|Connection was likely closed"
 )
 
 
@@ -119,7 +120,9 @@ def _guarded(body: Callable[[], object]) -> int:
     except SystemExit as request:
         return _exit_code(request)
     except BaseException as error:
-        failure.record(Failure.now(_own_rank(), _kind_of(error), _traceback_of(error)))
+        kind = _kind_of(error)
+        text = str(error) if kind == failure.HANG else _traceback_of(error)
+        failure.record(Failure.now(_own_rank(), kind, text))
         return 130 if isinstance(error, KeyboardInterrupt) else 1
     return 0
 
@@ -189,8 +192,14 @@ def _own_rank() -> int:
 
 
 def _kind_of(error: BaseException) -> str:
-    gone = isinstance(error, RuntimeError) and _PEER_IS_GONE.search(str(error))
-    return failure.PEER if gone else failure.EXCEPTION
+    if isinstance(error, HangError):
+        return failure.HANG
+    seen: BaseException | None = error
+    while seen is not None:
+        if isinstance(seen, RuntimeError) and _PEER_IS_GONE.search(str(seen)):
+            return failure.PEER
+        seen = seen.__cause__ or seen.__context__
+    return failure.EXCEPTION
 
 
 def _traceback_of(error: BaseException) -> str:
