@@ -184,13 +184,14 @@ class Collectives(Operations):
         *,
         sizes: Sequence[int] | None = None,
         factor: Factor | None = None,
+        out: torch.Tensor | None = None,
         async_op: bool = False,
     ) -> Outcome:
-        """This rank's part of the reduction: dim 0 is cut into equal parts, or into `sizes`."""
+        """This rank's part of the reduction: dim 0 is cut into equal parts, or into `sizes`. `out` saves the memory."""
         parts = self._parts("reduce_scatter", tensor, sizes)
         carriage = self._carriage(tensor, op)
         wire = self._reducing(carriage, tensor, factor)
-        out = tensor.new_empty((parts[self.rank], *tensor.shape[1:]))
+        out = self._room("reduce_scatter", out, tensor, parts[self.rank])
 
         def deliver(reduced: torch.Tensor) -> torch.Tensor:
             carriage.from_wire(reduced, out, self.size)
@@ -217,15 +218,17 @@ class Collectives(Operations):
         send_sizes: Sequence[int] | None = None,
         recv_sizes: Sequence[int] | None = None,
         *,
+        out: torch.Tensor | None = None,
         async_op: bool = False,
     ) -> Outcome:
         """Part r of dim 0 goes to rank r; returns what came, in the order of ranks.
 
         Parts are equal, or `send_sizes` long; `recv_sizes`, where they are not given, are asked of the others first.
+        `out` saves the memory for the outcome.
         """
         outgoing = self._parts("all_to_all", tensor, send_sizes)
         incoming = self._incoming(outgoing, send_sizes, recv_sizes)
-        out = tensor.new_empty((sum(incoming), *tensor.shape[1:]))
+        out = self._room("all_to_all", out, tensor, sum(incoming))
         mine, _ = self._moving(tensor)
         wire, finish = self._moving(out)
         row = math.prod(tensor.shape[1:]) * moved_elements(self._carrier(tensor), tensor.dtype)

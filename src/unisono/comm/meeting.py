@@ -16,9 +16,10 @@ from urllib.parse import urlparse
 
 import torch.distributed as dist
 
+from unisono.comm import mpi
 from unisono.comm import seat as seats
 from unisono.comm.seat import Seat
-from unisono.errors import CommError, MissingPackageError, UsageError
+from unisono.errors import CommError, UsageError
 from unisono.launch import environment
 
 PATIENCE = 300.0  # seconds to wait for the other ranks at most, whatever the timeout of collectives
@@ -111,10 +112,7 @@ def _store_over_mpi(seat: Seat, patience: float) -> dist.Store:
     if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
         address, port = _address(seat)
         return _tcp_store(seat, address, port, seat.rank == 0, patience)
-    try:
-        from mpi4py import MPI
-    except ImportError:
-        raise MissingPackageError("mpi4py", "a job started by mpiexec", "mpi") from None
+    MPI = mpi.load()
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (seat.rank, seat.size):
         raise CommError(

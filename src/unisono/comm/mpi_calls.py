@@ -55,11 +55,13 @@ STARTERS = {  # the non-blocking name of each blocking method
         "Alltoallv",
         "Barrier",
         "Bcast",
+        "Gather",
         "Gatherv",
         "Recv",
         "Reduce",
         "Reduce_scatter",
         "Reduce_scatter_block",
+        "Scatter",
         "Scatterv",
         "Send",
     )
@@ -143,6 +145,25 @@ def _all_gather_steps(
     if min(counts) == max(counts):
         return [("Allgather", (given, carrier(received)))], sent
     return [("Allgatherv", (given, carriers(received, counts)))], sent
+
+
+def gather_even(output: torch.Tensor | None, input: torch.Tensor, root: int) -> Call:
+    """Equal sizes into one contiguous tensor, which the root alone has. Does not match `gather` on another rank."""
+    sent = readable(_data(input))
+    if output is None:
+        return Call("gather", [("Gather", (carrier(sent), None, root))], [], (sent,))
+    received = writable(output)
+    step = ("Gather", (carrier(sent), carrier(received), root))
+    return Call("gather", [step], [output], (sent, received), _landing(received, output))
+
+
+def scatter_even(output: torch.Tensor, input: torch.Tensor | None, root: int) -> Call:
+    """Equal parts of one contiguous tensor, which the root alone has. Does not match `scatter` on another rank."""
+    output = _data(output)
+    received = writable(output)
+    sent = () if input is None else (readable(input),)
+    step = ("Scatter", (carrier(sent[0]) if sent else None, carrier(received), root))
+    return Call("scatter", [step], [output], (received, *sent), _landing(received, output))
 
 
 def gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, root: int, rank: int, size: int) -> Call:

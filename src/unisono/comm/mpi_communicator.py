@@ -16,7 +16,7 @@ import torch
 from unisono.comm import mpi_calls as calls
 from unisono.comm import traffic
 from unisono.comm.collectives import UNEVEN, detail_of_op, detail_of_root
-from unisono.comm.communicator import Communicator
+from unisono.comm.communicator import Communicator, Piece
 from unisono.comm.handle import Handle
 from unisono.comm.mpi_calls import Call
 from unisono.comm.mpi_now import PLAIN
@@ -44,10 +44,11 @@ class MPICommunicator(Communicator):
         async_op: bool,
         prompt: Callable[[], None],
         call: Callable[[], Call],
+        depth: int = 3,
     ) -> Outcome:
         """Run `prompt`, or start `call` for a handle to wait for; either way the outcome is `result`."""
         log, watch = self._log, self._watch
-        log.enter(op, detail, tensor, 3)
+        log.enter(op, detail, tensor, depth)
         if traffic.counters:
             traffic.note(op, self.size, tensor)
         try:
@@ -63,6 +64,18 @@ class MPICommunicator(Communicator):
         finally:
             log.left = log.count
         return result
+
+    def _call(
+        self,
+        op: str,
+        detail: str,
+        tensor: torch.Tensor | None,
+        result: Any,
+        async_op: bool,
+        call: Callable[[], Call],
+    ) -> Outcome:
+        """As `_do`, for calls that have no shorter way."""
+        return self._do(op, detail, tensor, result, async_op, lambda: self._mpi.run_now(call()), call, depth=4)
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0, *, async_op: bool = False) -> Outcome:
         self._require_rank("root", root)
@@ -148,11 +161,21 @@ class MPICommunicator(Communicator):
         )
 
     def all_gather(self, tensor: torch.Tensor, *, uneven: bool = False, async_op: bool = False) -> Outcome:
-        shapes = self._shapes(tensor) if uneven else [tuple(tensor.shape)] * self.size
-        pieces = [tensor.new_empty(shape) for shape in shapes]
+        if not uneven:
+            joined = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+            return self._do(
+                "all_gather",
+                "",
+                tensor,
+                list(joined.unbind()),
+                async_op,
+                lambda: self._mpi.all_gather_now(joined, tensor),
+                lambda: calls.all_gather_single(joined, tensor, self.rank, self.size),
+            )
+        pieces = [tensor.new_empty(shape) for shape in self._shapes(tensor)]
         return self._do(
             "all_gather",
-            UNEVEN if uneven else "",
+            UNEVEN,
             tensor,
             pieces,
             async_op,
@@ -174,15 +197,26 @@ class MPICommunicator(Communicator):
 
     def gather(self, tensor: torch.Tensor, root: int = 0, *, uneven: bool = False, async_op: bool = False) -> Outcome:
         self._require_rank("root", root)
-        shapes = self._shapes(tensor) if uneven else [tuple(tensor.shape)] * self.size
-        pieces = [tensor.new_empty(shape) for shape in shapes] if self.rank == root else []
-        return self._do(
+        is_root = self.rank == root
+        if not uneven:
+            shape = (self.size, *tensor.shape)
+            joined = torch.empty(shape, dtype=tensor.dtype, device=tensor.device) if is_root else None
+            return self._call(
+                "gather",
+                detail_of_root(root),
+                tensor,
+                None if joined is None else list(joined.unbind()),
+                async_op,
+                lambda: calls.gather_even(joined, tensor, root),
+            )
+        shapes = self._shapes(tensor)
+        pieces = [tensor.new_empty(shape) for shape in shapes] if is_root else []
+        return self._call(
             "gather",
-            (UNEVEN if uneven else "") + detail_of_root(root),
+            UNEVEN + detail_of_root(root),
             tensor,
-            pieces if self.rank == root else None,
+            pieces if is_root else None,
             async_op,
-            lambda: self._mpi.gather_now(pieces, tensor, root),
             lambda: calls.gather(pieces, tensor, root, self.rank, self.size),
         )
 
@@ -195,16 +229,32 @@ class MPICommunicator(Communicator):
         async_op: bool = False,
     ) -> Outcome:
         self._require_rank("root", root)
-        given = self._require_chunks(out, chunks) if self.rank == root else []
-        return self._do(
-            "scatter",
-            detail_of_root(root),
-            out,
-            out,
-            async_op,
-            lambda: self._mpi.scatter_now(out, given, root),
-            lambda: calls.scatter(out, given, root, self.rank, self.size),
+        whole = joined_view(self._require_chunks(out, chunks)) if self.rank == root else None
+        return self._call(
+            "scatter", detail_of_root(root), out, out, async_op, lambda: calls.scatter_even(out, whole, root)
         )
+
+    def exchange(self, sends: Sequence[Piece] = (), recvs: Sequence[Piece] = (), *, async_op: bool = False) -> Outcome:
+        for _, peer in (*sends, *recvs):
+            self._require_peer(peer)
+        if traffic.counters:
+            for tensor, _ in sends:
+                traffic.note("send", self.size, tensor)
+        made = [calls.receive(tensor, source, 0) for tensor, source in recvs]
+        made += [calls.send(tensor, to, 0) for tensor, to in sends]
+        peers = ",".join(str(peer) for peer in sorted({peer for _, peer in (*sends, *recvs)}))
+        log, watch = self._letters, self._watch
+        log.enter(f"exchange with ranks {peers}", "", None, 2)
+        received = [tensor for tensor, _ in recvs]
+        try:
+            if async_op:
+                return Handle([self._mpi.start(call) for call in made], lambda: received, watch.waiter(log))
+            self._mpi.run_together(made)
+        except RuntimeError as error:
+            raise watch.explained(error) from error
+        finally:
+            log.left = log.count
+        return received
 
     def reduce_scatter(
         self,
@@ -213,11 +263,12 @@ class MPICommunicator(Communicator):
         *,
         sizes: Sequence[int] | None = None,
         factor: Factor | None = None,
+        out: torch.Tensor | None = None,
         async_op: bool = False,
     ) -> Outcome:
         parts = self._parts("reduce_scatter", tensor, sizes)
         plan_reduction(op, tensor.dtype)
-        out = tensor.new_empty((parts[self.rank], *tensor.shape[1:]))
+        out = self._room("reduce_scatter", out, tensor, parts[self.rank])
         even = len(set(parts)) == 1
         pieces = () if even else tensor.split(parts)
 
@@ -240,11 +291,12 @@ class MPICommunicator(Communicator):
         send_sizes: Sequence[int] | None = None,
         recv_sizes: Sequence[int] | None = None,
         *,
+        out: torch.Tensor | None = None,
         async_op: bool = False,
     ) -> Outcome:
         outgoing = self._parts("all_to_all", tensor, send_sizes)
         incoming = self._incoming(outgoing, send_sizes, recv_sizes)
-        out = tensor.new_empty((sum(incoming), *tensor.shape[1:]))
+        out = self._room("all_to_all", out, tensor, sum(incoming))
         even = send_sizes is None and recv_sizes is None
         return self._do(
             "all_to_all",
@@ -262,3 +314,14 @@ class MPICommunicator(Communicator):
 
     def barrier(self, *, async_op: bool = False) -> Outcome:
         return self._do("barrier", "", None, None, async_op, self._mpi.barrier_now, calls.barrier)
+
+
+def joined_view(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The chunks one after the other in memory: as they are, where they lie so already, else copied together."""
+    first = chunks[0]
+    step = first.nbytes
+    if all(c.is_contiguous() and c.data_ptr() == first.data_ptr() + i * step for i, c in enumerate(chunks)) and not (
+        first.is_complex() and any(chunk.is_conj() for chunk in chunks)
+    ):
+        return first.detach().as_strided((len(chunks) * first.numel(),), (1,), first.storage_offset())
+    return torch.stack([chunk.detach() for chunk in chunks])

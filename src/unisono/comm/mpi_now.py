@@ -88,10 +88,12 @@ class PromptCalls:
             for first, length in zip(steps, lengths, strict=True)
         ]
 
-    def soon_done(self, requests: list[MPI.Request]) -> bool:
+    def soon_done(self, requests: list[MPI.Request], status: MPI.Status | None = None) -> bool:
         """Whether the operation ends within some microseconds. Asking is quicker than MPI's wait when it does."""
-        test = requests[-1].Test
-        return len(requests) == 1 and any(test() for _ in _LOOKS)
+        if len(requests) != 1:
+            return False
+        test = requests[0].Test
+        return any(test(status) for _ in _LOOKS)
 
     def reduce_now(self, tensor: Tensor, root: int, op: str = "sum", factor: Factor | None = None) -> None:
         self._run(calls.reduce(tensor, root, op, factor, self._rank, self._size))
@@ -111,6 +113,10 @@ class PromptCalls:
     def all_gather_parts_now(self, outputs: Tensors, input: Tensor) -> None:
         """One output a rank; their sizes may differ."""
         self._run(calls.all_gather(outputs, input, self._rank, self._size))
+
+    def run_now(self, call: Call) -> None:
+        """Make any call of unisono.comm.mpi_calls, and wait for it."""
+        self._run(call)
 
     def gather_now(self, outputs: Tensors, input: Tensor, root: int) -> None:
         self._run(calls.gather(outputs, input, root, self._rank, self._size))
@@ -173,11 +179,27 @@ class PromptCalls:
     def _run(self, call: Call) -> None:
         try:
             requests = [getattr(self._comm, STARTERS[method])(*arguments) for method, arguments in call.steps]
-            for request in requests:
-                request.Wait(call.status)
+            if not self.soon_done(requests, call.status):
+                for request in requests:
+                    request.Wait(call.status)
         except MPI.Exception as error:
             raise failure(call.name, error) from error
         self._finish(call)
+
+    def run_together(self, made: Sequence[Call]) -> None:
+        """Start all of several calls, then wait for all."""
+        try:
+            started = [
+                (call, [getattr(self._comm, STARTERS[method])(*arguments) for method, arguments in call.steps])
+                for call in made
+            ]
+            for call, requests in started:
+                if not self.soon_done(requests, call.status):
+                    for request in requests:
+                        request.Wait(call.status)
+                self._finish(call)
+        except MPI.Exception as error:
+            raise failure("exchange", error) from error
 
     def _finish(self, call: Call) -> None:
         if call.finish is not None:

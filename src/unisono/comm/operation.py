@@ -135,6 +135,15 @@ class Operations:
             raise UsageError(f"{op}: sizes {list(sizes)} do not cut length {length} into {self.size} parts")
         return list(sizes)
 
+    def _room(self, op: str, out: torch.Tensor | None, tensor: torch.Tensor, rows: int) -> torch.Tensor:
+        """The place for an outcome of `rows` rows of `tensor`."""
+        shape = (rows, *tensor.shape[1:])
+        if out is None:
+            return tensor.new_empty(shape)
+        if tuple(out.shape) != shape or out.dtype != tensor.dtype:
+            raise UsageError(f"{op}: out is {out.dtype} {tuple(out.shape)}; expected {tensor.dtype} {shape}")
+        return out
+
     def _require_rank(self, what: str, rank: int) -> None:
         if not 0 <= rank < self.size:
             raise UsageError(f"{what} {rank} is not in this group of {self.size}: expected 0 to {self.size - 1}")
