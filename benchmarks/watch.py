@@ -35,11 +35,12 @@ def unwatched(comm: Communicator) -> Communicator:
     """A communicator over the same group that keeps no log."""
     if comm.backend == "mpi":
         from unisono.comm.mpi_communicator import MPICommunicator
+        from unisono.comm.mpi_now import soon_done
 
         class Unwatched(MPICommunicator):
             def _all_reduce_plain(self, tensor: Any, shape: Any, dtype: Any, op: Any, plain: Any, frame: Any) -> Any:
                 requests = self._mpi.start_in_place(tensor.data_ptr(), shape.numel(), plain)
-                if not self._mpi.soon_done(requests):
+                if len(requests) > 1 or not soon_done(requests[0]):
                     for request in requests:
                         request.Wait()
                 return tensor

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-TIMEOUT = 60  # seconds for one call
+TIMEOUT = 120  # seconds for one call
 
 
 class RemoteError(AssertionError):

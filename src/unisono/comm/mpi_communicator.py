@@ -19,7 +19,7 @@ from unisono.comm.collectives import UNEVEN, detail_of_op, detail_of_root
 from unisono.comm.communicator import Communicator, Piece
 from unisono.comm.handle import Handle
 from unisono.comm.mpi_calls import Call
-from unisono.comm.mpi_now import PLAIN
+from unisono.comm.mpi_now import PLAIN, soon_done
 from unisono.comm.operation import Outcome
 from unisono.comm.reduction import Factor, plan_reduction
 from unisono.errors import UnisonoError
@@ -130,7 +130,7 @@ class MPICommunicator(Communicator):
         try:
             requests = self._mpi.start_in_place(tensor.data_ptr(), shape.numel(), plain)
             log.count = number = log.count + 1
-            if not self._mpi.soon_done(requests):
+            if len(requests) > 1 or not soon_done(requests[0]):
                 log.append((number, "all_reduce", detail_of_op(op), shape, dtype, frame.f_code, frame.f_lasti))
                 for request in requests:
                     request.Wait()

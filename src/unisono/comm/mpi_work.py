@@ -19,8 +19,11 @@ from unisono.errors import CommError
 Finish = Callable[[], None]
 
 SPINS = 200  # tests of a request before the waiter begins to yield its core
-_PATIENCE = 2e-3  # seconds of yielding before the waiter begins to sleep
-_LONGEST_SLEEP = 2e-4
+# Seconds of yielding before sleeping. MPI moves a long message on only while somebody asks, a chunk at a time, so
+# whoever has nothing else to do should ask often.
+_WAITER_PATIENCE = 1.0
+_PROGRESS_PATIENCE = 5e-3
+_SLEEP = 5e-5
 
 
 class Operation:
@@ -167,7 +170,7 @@ class MPIWork(Work):
                     f"{operation.name} did not finish within {timeout:g} s; see whether every rank of the "
                     "group called it, and in the same order, or give a longer timeout"
                 )
-            _give_way(waited)
+            _give_way(waited, _WAITER_PATIENCE)
 
     def is_completed(self) -> bool:
         return self._operation.poll()
@@ -258,7 +261,7 @@ class Progress:
             if arrived or len(still) < len(pending):
                 quiet_since = time.monotonic()
             else:
-                _give_way(time.monotonic() - quiet_since)
+                _give_way(time.monotonic() - quiet_since, _PROGRESS_PATIENCE)
             pending = still
 
     def _arrived(self, block: bool) -> list[Operation]:
@@ -282,11 +285,11 @@ def wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
             torch.cuda.current_stream(tensor.device).synchronize()
 
 
-def _give_way(waited: float) -> None:
-    if waited < _PATIENCE:
+def _give_way(waited: float, patience: float) -> None:
+    if waited < patience:
         os.sched_yield()
     else:
-        time.sleep(min(waited / 50, _LONGEST_SLEEP))
+        time.sleep(_SLEEP)
 
 
 PROGRESS = Progress()
