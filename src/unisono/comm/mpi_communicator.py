@@ -19,7 +19,7 @@ from unisono.comm.collectives import UNEVEN, detail_of_op, detail_of_root
 from unisono.comm.communicator import Communicator, Piece
 from unisono.comm.handle import Handle
 from unisono.comm.mpi_calls import Call
-from unisono.comm.mpi_now import PLAIN, soon_done
+from unisono.comm.mpi_now import PLAIN, memory_of, soon_done
 from unisono.comm.operation import Outcome
 from unisono.comm.reduction import Factor, plan_reduction
 from unisono.errors import UnisonoError
@@ -34,6 +34,11 @@ class MPICommunicator(Communicator):
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._mpi = cast("MPIProcessGroup", self.group)
+
+    @property
+    def _is_observed(self) -> bool:
+        """Whether anyone checks or counts operations before they start."""
+        return self._watch.check is not None or bool(traffic.counters)
 
     def _do(
         self,
@@ -77,8 +82,28 @@ class MPICommunicator(Communicator):
         """As `_do`, for calls that have no shorter way."""
         return self._do(op, detail, tensor, result, async_op, lambda: self._mpi.run_now(call()), call, depth=4)
 
+    def _settle(
+        self, op: str, detail: str, tensor: torch.Tensor, request: Any, frame: FrameType, always: bool = False
+    ) -> None:
+        """Wait for what was just started. Unless it is over soon, or `always`, it is written down meanwhile.
+
+        Starting cannot block; and an operation that ends only when all ranks have come needs no telling once it ends.
+        """
+        log = self._log
+        log.count = number = log.count + 1
+        if always or not soon_done(request):
+            log.append((number, op, detail, tensor.shape, tensor.dtype, frame.f_code, frame.f_lasti))
+            if not (always and soon_done(request)):
+                request.Wait()
+        log.left = number
+
     def broadcast(self, tensor: torch.Tensor, root: int = 0, *, async_op: bool = False) -> Outcome:
         self._require_rank("root", root)
+        memory = None if async_op or self._is_observed else memory_of(tensor)
+        if memory is not None:
+            request = self._mpi.comm.Ibcast(memory, root)
+            self._settle("broadcast", detail_of_root(root), tensor, request, sys._getframe(1), always=True)
+            return tensor
         return self._do(
             "broadcast",
             detail_of_root(root),
@@ -185,6 +210,12 @@ class MPICommunicator(Communicator):
 
     def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Outcome:
         self._require_room(out, tensor)
+        if not async_op and not self._is_observed:
+            received, sent = memory_of(out), memory_of(tensor)
+            if received is not None and sent is not None and apart(out, tensor):
+                request = self._mpi.comm.Iallgather(sent, received)
+                self._settle("all_gather_into", "", tensor, request, sys._getframe(1))
+                return out
         return self._do(
             "all_gather_into",
             "",
@@ -201,23 +232,30 @@ class MPICommunicator(Communicator):
         if not uneven:
             shape = (self.size, *tensor.shape)
             joined = torch.empty(shape, dtype=tensor.dtype, device=tensor.device) if is_root else None
+            pieces = None if joined is None else list(joined.unbind())
+            sent = None if async_op or self._is_observed else memory_of(tensor)
+            if sent is not None:
+                received = None if joined is None else memory_of(joined)
+                request = self._mpi.comm.Igather(sent, received, root)
+                self._settle("gather", detail_of_root(root), tensor, request, sys._getframe(1), always=True)
+                return pieces
             return self._call(
                 "gather",
                 detail_of_root(root),
                 tensor,
-                None if joined is None else list(joined.unbind()),
+                pieces,
                 async_op,
                 lambda: calls.gather_even(joined, tensor, root),
             )
         shapes = self._shapes(tensor)
-        pieces = [tensor.new_empty(shape) for shape in shapes] if is_root else []
+        parts = [tensor.new_empty(shape) for shape in shapes] if is_root else []
         return self._call(
             "gather",
             UNEVEN + detail_of_root(root),
             tensor,
-            pieces if is_root else None,
+            parts if is_root else None,
             async_op,
-            lambda: calls.gather(pieces, tensor, root, self.rank, self.size),
+            lambda: calls.gather(parts, tensor, root, self.rank, self.size),
         )
 
     def scatter(
@@ -230,6 +268,12 @@ class MPICommunicator(Communicator):
     ) -> Outcome:
         self._require_rank("root", root)
         whole = joined_view(self._require_chunks(out, chunks)) if self.rank == root else None
+        received = None if async_op or self._is_observed else memory_of(out)
+        sent = None if received is None or whole is None else memory_of(whole)
+        if received is not None and (sent is not None or self.rank != root) and (whole is None or apart(out, whole)):
+            request = self._mpi.comm.Iscatter(sent, received, root)
+            self._settle("scatter", detail_of_root(root), out, request, sys._getframe(1), always=True)
+            return out
         return self._call(
             "scatter", detail_of_root(root), out, out, async_op, lambda: calls.scatter_even(out, whole, root)
         )
@@ -240,12 +284,12 @@ class MPICommunicator(Communicator):
         if traffic.counters:
             for tensor, _ in sends:
                 traffic.note("send", self.size, tensor)
-        made = [calls.receive(tensor, source, 0) for tensor, source in recvs]
-        made += [calls.send(tensor, to, 0) for tensor, to in sends]
         peers = ",".join(str(peer) for peer in sorted({peer for _, peer in (*sends, *recvs)}))
         log, watch = self._letters, self._watch
         log.enter(f"exchange with ranks {peers}", "", None, 2)
         received = [tensor for tensor, _ in recvs]
+        made = [calls.receive(tensor, source, 0) for tensor, source in recvs]
+        made += [calls.send(tensor, to, 0) for tensor, to in sends]
         try:
             if async_op:
                 return Handle([self._mpi.start(call) for call in made], lambda: received, watch.waiter(log))
@@ -270,6 +314,15 @@ class MPICommunicator(Communicator):
         plan_reduction(op, tensor.dtype)
         out = self._room("reduce_scatter", out, tensor, parts[self.rank])
         even = len(set(parts)) == 1
+        plain = PLAIN.get((tensor.dtype, op))
+        if even and plain is not None and not async_op and not self._is_observed:
+            received, sent = memory_of(out), memory_of(tensor)
+            if received is not None and sent is not None and apart(out, tensor):
+                _, datatype, mpi_op = plain
+                start = self._mpi.comm.Ireduce_scatter_block
+                request = start((sent[0], datatype), (received[0], datatype), mpi_op)
+                self._settle("reduce_scatter", detail_of_op(op), tensor, request, sys._getframe(1))
+                return out
         pieces = () if even else tensor.split(parts)
 
         def prompt() -> None:
@@ -298,6 +351,12 @@ class MPICommunicator(Communicator):
         incoming = self._incoming(outgoing, send_sizes, recv_sizes)
         out = self._room("all_to_all", out, tensor, sum(incoming))
         even = send_sizes is None and recv_sizes is None
+        if even and not async_op and not self._is_observed:
+            received, sent = memory_of(out), memory_of(tensor)
+            if received is not None and sent is not None and apart(out, tensor):
+                request = self._mpi.comm.Ialltoall(sent, received)
+                self._settle("all_to_all", "", tensor, request, sys._getframe(1))
+                return out
         return self._do(
             "all_to_all",
             "" if even else UNEVEN,
@@ -314,6 +373,11 @@ class MPICommunicator(Communicator):
 
     def barrier(self, *, async_op: bool = False) -> Outcome:
         return self._do("barrier", "", None, None, async_op, self._mpi.barrier_now, calls.barrier)
+
+
+def apart(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two contiguous tensors share no memory, which MPI forbids."""
+    return one.data_ptr() + one.nbytes <= other.data_ptr() or other.data_ptr() + other.nbytes <= one.data_ptr()
 
 
 def joined_view(chunks: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -25,6 +25,7 @@ Tensors = Sequence[torch.Tensor]
 _address = MPI.memory.fromaddress
 # How often to ask before blocking: up to 0.1 ms. MPI's own wait gives the core away too soon for that.
 _LOOKS = range(300)
+_SHORT = 2**31 - 1  # bytes that every MPI takes in one call
 
 
 def _reductions_in_place() -> dict[tuple[torch.dtype, str], tuple[MPI.Datatype, MPI.Op]]:
@@ -198,6 +199,16 @@ class PromptCalls:
             with torch.no_grad():
                 call.finish()
             wait_for_devices(call.outputs)
+
+
+def memory_of(tensor: Tensor) -> tuple[MPI.memory, MPI.Datatype] | None:
+    """A tensor's own memory as MPI moves it, or None where MPI cannot use it as it lies."""
+    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+        return None
+    length = tensor.nbytes
+    if length > _SHORT:
+        return None
+    return _address(tensor.data_ptr(), length), MPI.BYTE
 
 
 def soon_done(request: MPI.Request, status: MPI.Status | None = None) -> bool:
