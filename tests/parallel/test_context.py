@@ -14,7 +14,7 @@ from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.ring_attention import ring_attention
-from unisono.parallel.tokens import Tokens
+from unisono.parallel.tokens import Tokens, require_fit
 from unisono.parallel.ulysses import ulysses_attention
 
 Pools = Callable[[str, int], RankPool]
@@ -147,3 +147,64 @@ def test_masks(pools: Pools, kind: str) -> None:
 def test_over_mpi(pools: Pools) -> None:
     for kind in KINDS:
         pools("mpi", 2).run(check_attention, kind, Tokens.zigzag(9, 2), (4, 2), True)
+
+
+# ---- what is sent ------------------------------------------------------------------------------------------------
+
+
+def count_elements(comm: Communicator, kind: str, length: int, heads: int) -> tuple[float, float, float]:
+    """Elements sent in the forward; in the payload of all-to-alls; sent in the backward."""
+    tokens = Tokens.zigzag(length, comm.size)
+    q, k, v, grad = (tokens.cut(x, comm.rank, 2).requires_grad_() for x in shapes(length, heads, heads))
+    with traffic.counted() as seen:
+        out = KINDS[kind](q, k, v, comm, True, None, tokens)
+    with traffic.counted() as seen_backward:
+        out.backward(grad)
+    return seen.sent / 8, seen.payload["all_to_all"] / 8, seen_backward.sent / 8
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_elements_sent(pools: Pools, ranks: int) -> None:
+    batch, length, heads, width = 2, 16, 4, 8
+    hidden = heads * width
+    for sent, _, sent_backward in pools("gloo", ranks).run(count_elements, "ring", length, heads):
+        assert sent == 2 * batch * length * hidden * (ranks - 1) / ranks
+        # The keys and values again, and their gradients, which make one hop more.
+        assert sent_backward == sent + 2 * batch * length * hidden
+    for sent, payload, sent_backward in pools("gloo", ranks).run(count_elements, "ulysses", length, heads):
+        assert payload == 4 * batch * length * hidden / ranks
+        assert sent == sent_backward == payload * (ranks - 1) / ranks
+
+
+# ---- half precision ----------------------------------------------------------------------------------------------
+
+
+def check_half(comm: Communicator, dtype: torch.dtype) -> None:
+    tokens = Tokens.zigzag(24, comm.size)
+    whole = shapes(24, 4, 2, 16)
+    expected = plain(whole, True, None, None)
+    mine = [tokens.cut(x, comm.rank, 2).to(dtype) for x in whole]
+    q, k, v = (x.requires_grad_() for x in mine[:3])
+    out = ring_attention(q, k, v, comm, True, None, tokens)
+    out.backward(mine[3])
+    for found, whole_one in zip([out, q.grad, k.grad, v.grad], expected, strict=True):
+        assert found is not None
+        assert found.dtype == dtype
+        bound = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(found.double(), tokens.cut(whole_one, comm.rank, 2), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes(pools: Pools, dtype: torch.dtype) -> None:
+    pools("gloo", 2).run(check_half, dtype)
+
+
+def test_errors() -> None:
+    x = torch.zeros(2, 4, 6, 8)
+    tokens = Tokens.zigzag(6, 1)
+    with pytest.raises(UsageError, match="divisor"):
+        require_fit("ring", x, x[:, :3], x[:, :3], tokens, 0, 1)
+    with pytest.raises(UsageError, match="expected its own tokens"):
+        require_fit("ring", x, x[:, :, :5], x[:, :, :5], tokens, 0, 1)
+    with pytest.raises(UsageError, match=r"expected \(batch, heads, tokens, width\)"):
+        require_fit("ring", x[0], x[0], x[0], tokens, 0, 1)

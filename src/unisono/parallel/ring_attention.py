@@ -11,7 +11,7 @@ brings it home. A rank sends 2*b*s*h*(P-1)/P elements in the forward: its share 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,6 +24,9 @@ from unisono.errors import UsageError
 from unisono.parallel.partial_attention import Rules, Whole, attend, attend_backward, merging_dtype
 from unisono.parallel.tokens import Tokens, require_fit
 
+# The factors of the weights of some queries to some keys, given by their global positions: 0 or 1/(1-p).
+Noise = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+
 
 def ring_attention(
     q: torch.Tensor,
@@ -34,19 +37,21 @@ def ring_attention(
     scale: float | None = None,
     tokens: Tokens | None = None,
     mask: torch.Tensor | None = None,
+    noise: Noise | None = None,
 ) -> torch.Tensor:
     """Attention of this rank's queries to the keys of all ranks: (batch, heads, tokens, width), with gradients.
 
     `tokens` says which positions each rank holds; by default the zigzag of a sequence that is as long on every rank.
     k and v may have fewer heads than q. `mask` is of global positions, (..., sequence, sequence) or broadcasting to
     it, the same on all ranks: True where a query may look, or numbers to add to the scores.
+    `noise` is for dropout; the backward asks for the same factors again.
     """
     tokens = tokens or Tokens.zigzag(q.shape[2] * comm.size, comm.size)
     require_fit("ring", q, k, v, tokens, comm.rank, comm.size)
     if mask is not None and causal:
         raise UsageError("ring attention was given a mask and causal; put both into the mask")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    round_trip = _Round(comm, tokens, Rules(scale, causal), _bias(mask, q))
+    round_trip = _Round(comm, tokens, Rules(scale, causal), _bias(mask, q), noise)
     return _RingAttention.apply(q, k, v, round_trip)
 
 
@@ -137,6 +142,7 @@ class _Round:
     tokens: Tokens
     rules: Rules
     bias: torch.Tensor | None  # of global positions
+    noise: Noise | None
 
     def visits(self, k: torch.Tensor, v: torch.Tensor) -> Iterator[tuple[int, _Pair]]:
         """Every rank's keys and values, the own ones first; the next ones are under way while these are used."""
@@ -178,11 +184,16 @@ class _Round:
         ]
 
     def _rules(self, source: int, rows: slice, columns: slice) -> Rules:
-        if self.bias is None:
-            return self.rules
-        bias = _taken(self.bias, -1, self.tokens.positions(source)[columns])
-        mine = self.tokens.positions(self.comm.rank)[rows]
-        return replace(self.rules, bias=lambda chunk: _taken(bias, -2, mine[chunk]))
+        queries = self.tokens.positions(self.comm.rank)[rows]
+        keys = self.tokens.positions(source)[columns]
+        rules = self.rules
+        if self.bias is not None:
+            bias = _taken(self.bias, -1, keys)
+            rules = replace(rules, bias=lambda chunk: _taken(bias, -2, queries[chunk]))
+        if self.noise is not None:
+            noise = self.noise
+            rules = replace(rules, noise=lambda chunk: noise(queries[chunk], keys))
+        return rules
 
 
 def _taken(mask: torch.Tensor, dim: int, positions: torch.Tensor) -> torch.Tensor:

@@ -53,6 +53,10 @@ class Tokens:
         """The positions of a rank's tokens in the sequence."""
         return self._positions[rank]
 
+    def held(self, rank: int) -> range | torch.Tensor:
+        """The same, as a range where they are one."""
+        return self.runs[rank][0] if len(self.runs[rank]) == 1 else self._positions[rank]
+
     @cached_property
     def _positions(self) -> list[torch.Tensor]:
         return [torch.cat([torch.arange(run.start, run.stop) for run in runs]) for runs in self.runs]
@@ -73,12 +77,6 @@ class Tokens:
         if self.in_order:
             return joined
         return joined.index_select(dim, torch.cat(self._positions).argsort().to(joined.device))
-
-    def gathered(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """The other way round: all ranks' tokens of a whole tensor, one rank after the other."""
-        if self.in_order:
-            return whole
-        return whole.index_select(dim, torch.cat(self._positions).to(whole.device))
 
     def seen(self, rank: int, by: int, causal: bool) -> list[tuple[slice, slice]]:
         """Which tokens of `rank` the tokens of another rank `by` may look at: pairs of (slice of by's, slice of rank's).

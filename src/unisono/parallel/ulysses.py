@@ -52,11 +52,16 @@ def ulysses_attention(
         mask = mask[..., mine.start : mine.stop, :, :]
     run = attention or F.scaled_dot_product_attention
     gqa = whole_k.shape[1] != whole_q.shape[1]
-    if len(mine):
+    if len(mine) or dropout_p:  # without heads too the draw is counted, so that later ones stay the same
         out = run(whole_q, whole_k, whole_v, mask, dropout_p, causal, scale=scale, enable_gqa=gqa)
     else:
         out = whole_v  # no heads of it either, but this rank takes part in the backward as the others do
     return _tokens_for_heads(out, deal.queries, comm, tokens)
+
+
+def heads_of(heads: int, comm: Communicator) -> range:
+    """The heads that this rank has during the attention."""
+    return _Deal(heads, heads, comm.size).queries[comm.rank]
 
 
 class _Deal:
