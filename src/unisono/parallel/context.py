@@ -1,0 +1,236 @@
+"""Context parallelism: ranks along "cp" share each sequence.
+
+In a transformer only attention lets tokens see each other. So a rank can hold some tokens of every sequence, run norms,
+linears, the head and the loss on them alone, and needs the others only within attention, which ring attention or
+Ulysses carries over ranks (see `ring_attention`, `ulysses`).
+
+Positions stay global without a change to the model: what stands before the blocks (embeddings, rotary tables, masks)
+runs on the whole sequence on every rank. At the entry of the first block the hidden states are cut to this rank's
+tokens, and with them every other argument of a block that runs along the sequence. After the last block nothing is
+gathered: outputs are of this rank's tokens, and the targets are cut to match.
+
+    context = context_parallelize(model, mesh, "ring")
+    partial_loss = loss(model(inputs), context.cut_targets(targets))
+
+Each rank then has a part of the loss, and its gradients are a part of the whole, to be summed over "cp" as over the
+data axis. Parameters before the blocks need no care: tokens that were cut away give them no gradient here.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.mesh import dropout
+from unisono.mesh.mesh import Mesh
+from unisono.parallel.blocks import find_blocks
+from unisono.parallel.spread_attention import SpreadAttention
+from unisono.parallel.tokens import Tokens
+from unisono.plan.plan import CONTEXT
+
+# Ring attention under a causal mask works as long on every rank only in the zigzag order; without a mask any order is
+# balanced. Ulysses sees whole sequences and takes the simplest.
+_ORDERS: dict[str, Callable[[int, int], Tokens]] = {"ring": Tokens.zigzag, "ulysses": Tokens.consecutive}
+
+Forward = Callable[..., Any]
+
+
+def attention(comm: Communicator, kind: str, tokens: Tokens) -> SpreadAttention:
+    """In `with attention(...)`, F.scaled_dot_product_attention is over the tokens of all ranks."""
+    return SpreadAttention(comm, kind, tokens)
+
+
+def context_parallelize(model: nn.Module, mesh: Mesh, kind: str = "ring") -> Context:
+    """Spread the model's sequences over the mesh's "cp" ranks, in place. kind: "ring" or "ulysses".
+
+    The model takes (batch, sequence, ...) and gives this rank's tokens of (batch, sequence, ...). Its attention must
+    go through F.scaled_dot_product_attention.
+    """
+    if kind not in CONTEXT:
+        raise UsageError(f"context parallelism of kind {kind!r}; expected one of {', '.join(CONTEXT)}")
+    context = Context(mesh.comm("cp"), kind)
+    if context.comm.size > 1:
+        blocks = find_blocks(model)
+        for number, block in enumerate(blocks.modules):
+            block.forward = partial(context._run_block, block.forward, blocks.name(number), number == 0)
+        model.forward = partial(context._run_model, model.forward)
+    return context
+
+
+class Context:
+    """How the sequences of a model are spread; what `context_parallelize` returns."""
+
+    def __init__(self, comm: Communicator, kind: str) -> None:
+        self.comm = comm
+        self.kind = kind
+        self._length = 0
+        self._attentions: dict[int, SpreadAttention] = {}
+        self._rest_of_model: contextlib.ExitStack | None = None  # open while the model runs
+        self._is_spread = False  # whether the model's run has reached the blocks
+
+    def tokens(self, length: int) -> Tokens:
+        """Which positions of a sequence of that length each rank holds."""
+        return self._attention(length).tokens
+
+    def cut(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
+        """This rank's tokens of a whole tensor."""
+        return self.tokens(tensor.shape[dim]).cut(tensor, self.comm.rank, dim)
+
+    def cut_targets(self, targets: Any) -> Any:
+        """This rank's part of the targets: of every tensor in them, the tokens along dim 1."""
+        if self.comm.size == 1:
+            return targets
+        return _mapped(targets, self._cut_target)
+
+    def _cut_target(self, target: torch.Tensor) -> torch.Tensor:
+        if target.dim() < 2:
+            raise UsageError(
+                f"targets of shape {tuple(target.shape)} under context parallelism; expected one a token: "
+                "(batch, sequence, ...); use a plan with cp=1 for targets of whole sequences"
+            )
+        return self.cut(target)
+
+    def join(self, piece: torch.Tensor, length: int, dim: int = 1) -> torch.Tensor:
+        """The whole tensor, from every rank's tokens; no gradients. All "cp" ranks call it."""
+        pieces = self.comm.all_gather(piece.detach().contiguous(), uneven=True)
+        return self.tokens(length).join(pieces, dim)
+
+    def _attention(self, length: int) -> SpreadAttention:
+        if length not in self._attentions:
+            tokens = _ORDERS[self.kind](length, self.comm.size)
+            self._attentions[length] = SpreadAttention(self.comm, self.kind, tokens)
+        return self._attentions[length]
+
+    # ---- around the model and its blocks -------------------------------------------------------------------------
+
+    def _run_model(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.dim() > 1]
+        self._length = inputs[0].shape[1] if inputs else 0
+        with contextlib.ExitStack() as self._rest_of_model:
+            self._is_spread = False
+            try:
+                outputs = forward(*args, **kwargs)
+            finally:
+                self._rest_of_model = None
+        self._require_tokens(outputs)
+        return outputs
+
+    def _run_block(self, forward: Forward, name: str, is_first: bool, *args: Any, **kwargs: Any) -> Any:
+        hidden = next((x for x in _tensors((args, kwargs)) if x.dim() == 3 and x.is_floating_point()), None)
+        if hidden is None:
+            raise UsageError(f"block {name} was given no hidden states; expected a tensor (batch, sequence, width)")
+        if is_first:
+            self._length = hidden.shape[1]
+        spread = self._attention(self._length)
+        self._require_known_length(hidden, name, spread.tokens)
+        args, kwargs = _mapped((args, kwargs), lambda x: self._cut_argument(x, hidden, name, spread.tokens))
+        self._keep_for_rest_of_model(spread)
+        before = spread.calls
+        with spread:
+            outputs = forward(*args, **kwargs)
+        if spread.calls == before:
+            raise UsageError(
+                f"block {name} did not call F.scaled_dot_product_attention, so its tokens would see this rank's only; "
+                "under context parallelism use that function (nn.MultiheadAttention does with need_weights=False, "
+                "Hugging Face models with attn_implementation='sdpa')"
+            )
+        return outputs
+
+    def _keep_for_rest_of_model(self, spread: SpreadAttention) -> None:
+        """From the first block that runs to the end of the model, tensors are of this rank's tokens."""
+        if self._rest_of_model is None or self._is_spread:
+            return
+        self._is_spread = True
+        self._rest_of_model.enter_context(spread)
+        state = dropout.active()
+        if state is not None:
+            tokens = spread.tokens
+            held = tokens.held(self.comm.rank)
+            self._rest_of_model.enter_context(state.sharded(1, held, of=tokens.length, only="dropout"))
+
+    def _cut_argument(self, x: torch.Tensor, hidden: torch.Tensor, name: str, tokens: Tokens) -> torch.Tensor:
+        if x is hidden:
+            return tokens.cut(x, self.comm.rank, 1) if x.shape[1] == tokens.length else x
+        dim = _sequence_dim(x, tokens.length, hidden.shape[0])
+        if dim is not None:
+            return tokens.cut(x, self.comm.rank, dim)
+        if x.dim() == 3 and x.is_floating_point() and x.shape[1] != tokens.length and x.shape[1] in tokens.counts:
+            raise UsageError(
+                f"block {name} was given a tensor {tuple(x.shape)} beside the hidden states of a sequence of "
+                f"{tokens.length}: its length is that of a rank's share, so the two could not be told apart; "
+                "pad it to another length, or use a plan with cp=1"
+            )
+        return x
+
+    def _require_known_length(self, hidden: torch.Tensor, name: str, tokens: Tokens) -> None:
+        mine = tokens.count(self.comm.rank)
+        if hidden.shape[1] not in (tokens.length, mine):
+            raise UsageError(
+                f"block {name} was given hidden states {tuple(hidden.shape)}; of a sequence of {tokens.length} "
+                f"expected all tokens, or this rank's {mine}, along dim 1"
+            )
+
+    def _require_tokens(self, outputs: Any) -> None:
+        first = next(_tensors(outputs), None)
+        mine = self.tokens(self._length).count(self.comm.rank)
+        if first is None or (self._is_spread and (first.dim() < 2 or first.shape[1] != mine)):
+            shown = "no tensor" if first is None else f"a tensor {tuple(first.shape)}"
+            raise UsageError(
+                f"the model gave {shown} under context parallelism; expected its output for each of this rank's "
+                f"{mine} tokens, (batch, {mine}, ...): pooling over the sequence needs a plan with cp=1"
+            )
+
+
+def _sequence_dim(x: torch.Tensor, length: int, batch: int) -> int | None:
+    """Along which dim an argument of a block runs with the sequence; None for others, and for masks (see attention).
+
+    Known forms: positions (seq) and (batch, seq), tables (seq, width), (batch, seq, width), (batch, heads, seq, width)
+    and (batch, seq, heads, width). A mask has the length in its last two dims, or in the last one behind a 1.
+    """
+    runs = [size == length for size in x.shape]
+    is_table = x.is_floating_point()
+    if x.dim() == 1:
+        return 0 if runs[0] else None
+    if x.dim() == 2:
+        if all(runs) and (is_table or x.dtype == torch.bool):
+            return None
+        if runs[1] and x.shape[0] in (1, batch):
+            return 1
+        return 0 if runs[0] else None
+    if x.dim() == 3:
+        return 1 if runs[1] and not runs[2] else None
+    if x.dim() == 4 and not runs[3]:
+        return 2 if runs[2] else 1 if runs[1] else None
+    return None
+
+
+def _tensors(tree: Any) -> Any:
+    """The tensors in nested tuples, lists and dicts, in order."""
+    if isinstance(tree, torch.Tensor):
+        yield tree
+    elif isinstance(tree, dict):
+        for value in tree.values():
+            yield from _tensors(value)
+    elif isinstance(tree, tuple | list):
+        for value in tree:
+            yield from _tensors(value)
+
+
+def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The same nested tuples, lists and dicts with every tensor changed."""
+    if isinstance(tree, torch.Tensor):
+        return change(tree)
+    if isinstance(tree, dict):
+        return {key: _mapped(value, change) for key, value in tree.items()}
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*(_mapped(value, change) for value in tree))
+    if isinstance(tree, tuple | list):
+        return type(tree)(_mapped(value, change) for value in tree)
+    return tree

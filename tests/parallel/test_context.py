@@ -1,0 +1,210 @@
+"""Context parallelism against plain attention on one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.ranks import RankPool
+from unisono.comm import traffic
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.parallel.ring_attention import ring_attention
+from unisono.parallel.tokens import Tokens, require_fit
+from unisono.parallel.ulysses import ulysses_attention
+
+Pools = Callable[[str, int], RankPool]
+
+ORDERS = {"zigzag": Tokens.zigzag, "consecutive": Tokens.consecutive}
+KINDS: dict[str, Callable[..., torch.Tensor]] = {"ring": ring_attention, "ulysses": ulysses_attention}
+
+
+# ---- tokens ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("length", [0, 1, 5, 8, 16, 23])
+def test_tokens(order: str, ranks: int, length: int) -> None:
+    tokens = ORDERS[order](length, ranks)
+    held = torch.cat([tokens.positions(rank) for rank in range(ranks)])
+    assert sorted(held.tolist()) == list(range(length))
+    whole = torch.randn(2, length, 3)
+    pieces = [tokens.cut(whole, rank, 1) for rank in range(ranks)]
+    assert [piece.shape[1] for piece in pieces] == tokens.counts
+    for rank, piece in enumerate(pieces):
+        assert torch.equal(piece, whole[:, tokens.positions(rank)])
+    assert torch.equal(tokens.join(pieces, 1), whole)
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(("ranks", "length"), [(2, 8), (3, 7), (4, 5), (4, 21)])
+def test_pairs_that_see_each_other(order: str, ranks: int, length: int) -> None:
+    tokens = ORDERS[order](length, ranks)
+    for by in range(ranks):
+        for rank in range(ranks):
+            if by == rank:
+                continue
+            expected = tokens.positions(rank) <= tokens.positions(by)[:, None]
+            seen = torch.zeros_like(expected)
+            for rows, columns in tokens.seen(rank, by, causal=True):
+                assert not seen[rows, columns].any()
+                seen[rows, columns] = True
+            assert torch.equal(seen, expected)
+
+
+def test_zigzag_balances() -> None:
+    def work(tokens: Tokens, by: int) -> int:
+        pairs = [pair for rank in range(4) if rank != by for pair in tokens.seen(rank, by, causal=True)]
+        return sum((rows.stop - rows.start) * (columns.stop - columns.start) for rows, columns in pairs)
+
+    assert len({work(Tokens.zigzag(64, 4), rank) for rank in range(4)}) == 1
+    assert len({work(Tokens.consecutive(64, 4), rank) for rank in range(4)}) == 4
+
+
+# ---- attention ---------------------------------------------------------------------------------------------------
+
+
+def shapes(length: int, heads: int, key_heads: int, width: int = 8) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(length)
+    return [
+        torch.randn(2, count, length, width, dtype=torch.float64, generator=generator)
+        for count in (heads, key_heads, key_heads, heads)
+    ]
+
+
+def plain(
+    whole: list[torch.Tensor], causal: bool, scale: float | None, mask: torch.Tensor | None
+) -> list[torch.Tensor]:
+    q, k, v = (x.clone().requires_grad_() for x in whole[:3])
+    out = F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, scale=scale, enable_gqa=True)
+    out.backward(whole[3])
+    return [out.detach(), *(x.grad for x in (q, k, v))]  # type: ignore[list-item]
+
+
+def check_attention(
+    comm: Communicator,
+    kind: str,
+    tokens: Tokens,
+    heads: tuple[int, int],
+    causal: bool,
+    scale: float | None = None,
+    mask: torch.Tensor | None = None,
+) -> None:
+    whole = shapes(tokens.length, *heads)
+    expected = plain(whole, causal, scale, mask)
+    mine = [tokens.cut(x, comm.rank, 2) for x in whole]
+    q, k, v = (x.clone().requires_grad_() for x in mine[:3])
+    out = KINDS[kind](q, k, v, comm, causal, scale, tokens, mask)
+    out.backward(mine[3])
+    for name, found, whole_one in zip("out dq dk dv".split(), [out, q.grad, k.grad, v.grad], expected, strict=True):
+        torch.testing.assert_close(
+            found, tokens.cut(whole_one, comm.rank, 2), rtol=1e-10, atol=1e-12, msg=lambda text, name=name: name + text
+        )
+
+
+def pool_of(pools: Pools, ranks: int) -> tuple[RankPool, int]:
+    """Three ranks sit in a pool of four, as a group of their own."""
+    return pools("gloo", 4 if ranks == 3 else ranks), ranks
+
+
+def on_some(comm: Communicator, ranks: int, check: Callable[..., Any], *args: Any) -> Any:
+    if ranks == comm.size:
+        return check(comm, *args)
+    group = comm.split([list(range(ranks))])
+    return check(group, *args) if group is not None else None
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention(pools: Pools, kind: str, causal: bool, ranks: int) -> None:
+    pool, ranks = pool_of(pools, ranks)
+    for length, heads in [(16, (4, 4)), (13, (4, 2)), (5, (6, 1)), (2, (2, 2))]:
+        for order in ORDERS.values():
+            pool.run(on_some, ranks, check_attention, kind, order(length, ranks), heads, causal, 0.3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks(pools: Pools, kind: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    tokens = Tokens.zigzag(11, 4)
+    masks = [
+        torch.rand(11, 11, generator=generator) > 0.3,
+        torch.rand(2, 1, 1, 11, generator=generator) > 0.3,
+        torch.randn(4, 11, 11, generator=generator, dtype=torch.float64),
+    ]
+    masks[0].fill_diagonal_(True)
+    masks[1][..., 0] = True
+    for mask in masks:
+        pools("gloo", 4).run(check_attention, kind, tokens, (4, 2), False, None, mask)
+
+
+def test_over_mpi(pools: Pools) -> None:
+    for kind in KINDS:
+        pools("mpi", 2).run(check_attention, kind, Tokens.zigzag(9, 2), (4, 2), True)
+
+
+# ---- what is sent ------------------------------------------------------------------------------------------------
+
+
+def count_elements(comm: Communicator, kind: str, length: int, heads: int) -> tuple[float, float, float]:
+    """Elements sent in the forward; in the payload of all-to-alls; sent in the backward."""
+    tokens = Tokens.zigzag(length, comm.size)
+    q, k, v, grad = (tokens.cut(x, comm.rank, 2).requires_grad_() for x in shapes(length, heads, heads))
+    with traffic.counted() as seen:
+        out = KINDS[kind](q, k, v, comm, True, None, tokens)
+    with traffic.counted() as seen_backward:
+        out.backward(grad)
+    return seen.sent / 8, seen.payload["all_to_all"] / 8, seen_backward.sent / 8
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_elements_sent(pools: Pools, ranks: int) -> None:
+    batch, length, heads, width = 2, 16, 4, 8
+    hidden = heads * width
+    for sent, _, sent_backward in pools("gloo", ranks).run(count_elements, "ring", length, heads):
+        assert sent == 2 * batch * length * hidden * (ranks - 1) / ranks
+        # The keys and values again, and their gradients, which make one hop more.
+        assert sent_backward == sent + 2 * batch * length * hidden
+    for sent, payload, sent_backward in pools("gloo", ranks).run(count_elements, "ulysses", length, heads):
+        assert payload == 4 * batch * length * hidden / ranks
+        assert sent == sent_backward == payload * (ranks - 1) / ranks
+
+
+# ---- half precision ----------------------------------------------------------------------------------------------
+
+
+def check_half(comm: Communicator, dtype: torch.dtype) -> None:
+    tokens = Tokens.zigzag(24, comm.size)
+    whole = shapes(24, 4, 2, 16)
+    expected = plain(whole, True, None, None)
+    mine = [tokens.cut(x, comm.rank, 2).to(dtype) for x in whole]
+    q, k, v = (x.requires_grad_() for x in mine[:3])
+    out = ring_attention(q, k, v, comm, True, None, tokens)
+    out.backward(mine[3])
+    for found, whole_one in zip([out, q.grad, k.grad, v.grad], expected, strict=True):
+        assert found is not None
+        assert found.dtype == dtype
+        bound = 1e-5 if dtype == torch.float32 else 3e-2
+        torch.testing.assert_close(found.double(), tokens.cut(whole_one, comm.rank, 2), rtol=bound, atol=bound)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_dtypes(pools: Pools, dtype: torch.dtype) -> None:
+    pools("gloo", 2).run(check_half, dtype)
+
+
+def test_errors() -> None:
+    x = torch.zeros(2, 4, 6, 8)
+    tokens = Tokens.zigzag(6, 1)
+    with pytest.raises(UsageError, match="divisor"):
+        require_fit("ring", x, x[:, :3], x[:, :3], tokens, 0, 1)
+    with pytest.raises(UsageError, match="expected its own tokens"):
+        require_fit("ring", x, x[:, :, :5], x[:, :, :5], tokens, 0, 1)
+    with pytest.raises(UsageError, match=r"expected \(batch, heads, tokens, width\)"):
+        require_fit("ring", x[0], x[0], x[0], tokens, 0, 1)

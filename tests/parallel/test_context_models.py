@@ -1,0 +1,182 @@
+"""Whole models under context parallelism against the plain model on one process."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from examples.gpt import GPT, Config
+from tests.parallel import context_models as models
+from tests.ranks import RankPool
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.mesh.random import RandomState
+from unisono.parallel.context import Context, context_parallelize
+
+Pools = Callable[[str, int], RankPool]
+
+VOCABULARY = models.VOCABULARY
+IGNORED = -100
+
+
+def gpt(dropout: float = 0.0) -> nn.Module:
+    return GPT(Config(vocabulary=VOCABULARY, context=32, width=16, heads=4, layers=2, dropout=dropout))
+
+
+BUILDERS: dict[str, Callable[[], nn.Module]] = {
+    "gpt": gpt,
+    "gpt with dropout": lambda: gpt(0.2),
+    "rotary": models.Rotary,
+    "masked": lambda: models.Rotary(masked=True),
+    "recomputed": lambda: models.Rotary(recompute=True),
+    "torch's causal encoder": lambda: models.Encoder(causal=True),
+    "torch's encoder with padding": lambda: models.Encoder(causal=False),
+}
+
+
+def built(name: str) -> nn.Module:
+    torch.manual_seed(3)
+    return BUILDERS[name]().double()
+
+
+def batch_of(length: int, step: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(step)
+    tokens = torch.randint(VOCABULARY, (3, length + 1), generator=generator)
+    targets = tokens[:, 1:].clone()
+    targets[torch.rand(targets.shape, generator=generator) < 0.2] = IGNORED
+    return tokens[:, :-1], targets
+
+
+def trained(
+    model: nn.Module, length: int, context: Context | None, state: RandomState
+) -> tuple[list[float], list[torch.Tensor], list[torch.Tensor]]:
+    """Losses, the gradients of the first step, and the parameters after three."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, gradients = [], []
+    for step in range(3):
+        inputs, targets = batch_of(length, step)
+        counted = (targets != IGNORED).sum()
+        state.step = step
+        with state:
+            outputs = model(inputs)
+            mine = targets if context is None else context.cut_targets(targets)
+            summed = F.cross_entropy(outputs.flatten(0, 1), mine.flatten(), ignore_index=IGNORED, reduction="sum")
+            loss = summed / counted
+            optimizer.zero_grad()
+            loss.backward()
+        total = loss.detach().clone()
+        if context is not None:
+            context.comm.all_reduce(total)
+            for parameter in model.parameters():
+                context.comm.all_reduce(parameter.grad)
+        if step == 0:
+            gradients = [parameter.grad.clone() for parameter in model.parameters()]  # type: ignore[union-attr]
+        optimizer.step()
+        losses.append(float(total))
+    return losses, gradients, [parameter.detach() for parameter in model.parameters()]
+
+
+def random_state(model: nn.Module) -> RandomState:
+    state = RandomState(5)
+    state.name_modules(model)
+    return state
+
+
+def check_model(comm: Communicator, name: str, kind: str, length: int) -> None:
+    reference = built(name)
+    expected = trained(reference, length, None, random_state(reference))
+    model = built(name)
+    state = random_state(model)
+    context = context_parallelize(model, Mesh((comm.size,), ("cp",)), kind)
+    found = trained(model, length, context, state)
+    names = [parameter for parameter, _ in reference.named_parameters()]
+    assert [parameter for parameter, _ in model.named_parameters()] == names
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-9, atol=0)
+    for parameter, mine, theirs in zip(names * 2, found[1] + found[2], expected[1] + expected[2], strict=True):
+        torch.testing.assert_close(
+            mine, theirs, rtol=1e-9, atol=1e-10, msg=lambda text, parameter=parameter: f"{parameter}: {text}"
+        )
+    inputs, _ = batch_of(length, 0)
+    model.eval()
+    reference.eval()
+    with torch.no_grad():
+        torch.testing.assert_close(context.join(model(inputs), length), reference(inputs), rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_model(pools: Pools, kind: str, name: str) -> None:
+    pools("gloo", 2).run(check_model, name, kind, 16)
+    pools("gloo", 4).run(check_model, name, kind, 13)
+
+
+def test_one_rank(pools: Pools) -> None:
+    pools("gloo", 1).run(check_model, "gpt with dropout", "ring", 9)
+
+
+# ---- refusals ----------------------------------------------------------------------------------------------------
+
+
+class WithMemory(nn.Module):
+    """Blocks that are given another sequence, as long as a rank's share of the first."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+            return self.linear(x) + F.scaled_dot_product_attention(x[:, None], memory[:, None], memory[:, None])[:, 0]
+
+    def __init__(self, share: int) -> None:
+        super().__init__()
+        self.share = share
+        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory = x[:, : self.share]
+        for block in self.blocks:
+            x = block(x, memory)
+        return x
+
+
+def check_refusals(comm: Communicator) -> None:
+    mesh = Mesh((2,), ("cp",))
+    tokens = torch.ones(2, 8, dtype=torch.long)
+    hidden = torch.ones(2, 8, 8)
+    refused: list[tuple[nn.Module, Any, str]] = [
+        (models.Pooled(), tokens, "pooling over the sequence needs a plan with cp=1"),
+        (models.HandWritten(), tokens, r"block blocks.0 did not call F.scaled_dot_product_attention"),
+        (WithMemory(4), hidden, "could not be told apart"),
+        (WithMemory(3), hidden, "expected its own tokens in both"),
+    ]
+    for model, inputs, words in refused:
+        model.double()
+        context_parallelize(model, mesh)
+        with pytest.raises(UsageError, match=words):
+            model(inputs if inputs.dtype == torch.long else inputs.double())
+    model = gpt(0.1).double()
+    context = context_parallelize(model, mesh)
+    with pytest.raises(UsageError, match="run the model within a RandomState"):
+        model(tokens)
+    with pytest.raises(UsageError, match="one a token"):
+        context.cut_targets(torch.ones(4))
+    with pytest.raises(UsageError, match="expected one of ring, ulysses"):
+        context_parallelize(gpt(), mesh, "star")
+    with pytest.raises(UsageError, match="no list of repeated blocks"):
+        context_parallelize(nn.Linear(2, 2), mesh)
+    original = F.scaled_dot_product_attention
+    with contextlib.suppress(UsageError):
+        model(tokens)
+    assert F.scaled_dot_product_attention is original
+
+
+def test_refusals(pools: Pools) -> None:
+    pools("gloo", 2).run(check_refusals)

@@ -1,0 +1,253 @@
+"""Mixtures of experts: the quick form against the naive one, and spread over ranks against one process."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.ranks import RankPool
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.nn import MoE
+from unisono.parallel.context import Context, context_parallelize
+from unisono.parallel.expert import collect_aux, expert_parallelize, naive_moe, needs_whole_batch
+from unisono.parallel.layout import layout_of, whole_of
+
+Pools = Callable[[str, int], RankPool]
+
+WIDTH = 8
+VOCABULARY = 11
+AXES = ("dp", "ep", "cp")
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dropless": {},
+    "top 1": {"top_k": 1},
+    "capacity": {"capacity_factor": 0.7},
+    "capacity, top 1": {"capacity_factor": 1.0, "top_k": 1, "bias": False},
+    "auxiliary": {"aux_weight": 0.3},
+    "all": {"aux_weight": 0.3, "capacity_factor": 0.6, "top_k": 3, "gated": True, "activation": "silu"},
+}
+
+
+def moe(**options: Any) -> MoE:
+    torch.manual_seed(1)
+    return MoE(WIDTH, 12, 5, dtype=torch.float64, **options)
+
+
+# ---- one rank ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_naive_and_quick(name: str) -> None:
+    layer = moe(**OPTIONS[name])
+    x = torch.randn(3, 4, WIDTH, dtype=torch.float64)
+    outcomes = []
+    for run in (layer, lambda x: naive_moe(layer, x)):
+        leaf = x.clone().requires_grad_()
+        layer.zero_grad()
+        out = run(leaf)
+        aux = collect_aux(layer)
+        ((out**2).sum() + (0.0 if aux is None else aux)).backward()
+        outcomes.append([out, leaf.grad, *(parameter.grad.clone() for parameter in layer.parameters())])
+    for quick, naive in zip(*outcomes, strict=True):
+        torch.testing.assert_close(quick, naive, rtol=1e-11, atol=1e-13)
+
+
+def test_capacity_drops_the_last_comers() -> None:
+    layer = MoE(2, 4, 2, top_k=1, capacity_factor=1.0, dtype=torch.float64)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.tensor([[5.0, 0.0], [0.0, 5.0]]))
+    first, second = torch.tensor([1.0, 0.0]).double(), torch.tensor([0.0, 1.0]).double()
+    out = layer(torch.stack([first, first, first, second]))  # four tokens, two experts: room for two in each
+    assert [bool((row != 0).any()) for row in out] == [True, True, False, True]
+
+
+def test_first_choices_come_first() -> None:
+    layer = MoE(2, 4, 2, top_k=2, capacity_factor=0.5, dtype=torch.float64)
+    with torch.no_grad():
+        layer.router.weight.copy_(torch.tensor([[5.0, 0.0], [0.0, 5.0]]))
+    one, other = torch.tensor([[1.0, 0.0], [0.0, 1.0]]).double()
+    routes = layer.route(torch.stack([one, other]))  # each expert has room for one, and is one token's first choice
+    assert routes.made.tolist() == [0, 2]
+
+
+def test_auxiliary_loss_by_hand() -> None:
+    layer = moe(aux_weight=0.5, top_k=2)
+    x = torch.randn(7, WIDTH, dtype=torch.float64)
+    layer(x)
+    probability = layer.router(x).softmax(-1)
+    visits = torch.zeros(5, dtype=torch.float64)
+    for token in probability:
+        for expert in token.topk(2).indices:
+            visits[expert] += 1
+    expected = 0.5 * 5 * sum(visits[e] / 14 * probability[:, e].mean() for e in range(5))
+    assert math.isclose(float(layer.aux_loss), float(expected), rel_tol=1e-12)
+    assert collect_aux(layer) is not None
+    assert collect_aux(layer) is None
+    copy.deepcopy(layer)
+
+
+def test_balanced_routing_gives_the_lowest_loss() -> None:
+    layer = moe(aux_weight=1.0, top_k=1)
+    with torch.no_grad():
+        layer.router.weight.zero_()
+    layer(torch.randn(10, WIDTH, dtype=torch.float64))
+    assert math.isclose(float(layer.aux_loss), 1.0, rel_tol=1e-12)
+
+
+def test_complaints() -> None:
+    for options, words in [
+        ({"top_k": 6}, "expected 1 to 5"),
+        ({"capacity_factor": 0.0}, "above 0"),
+        ({"activation": "swish"}, "expected one of gelu"),
+    ]:
+        with pytest.raises(UsageError, match=words):
+            moe(**options)
+    assert needs_whole_batch(nn.Sequential(moe(), moe(aux_weight=0.1), moe(capacity_factor=1.0))) == ["1", "2"]
+
+
+# ---- many ranks --------------------------------------------------------------------------------------------------
+
+
+class Block(nn.Module):
+    def __init__(self, recompute: bool, **options: Any) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.norm = nn.LayerNorm(WIDTH)
+        self.qkv = nn.Linear(WIDTH, 3 * WIDTH)
+        self.moe = MoE(WIDTH, 12, 5, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(self.norm(x)).unflatten(-1, (3, 2, WIDTH // 2)).permute(2, 0, 3, 1, 4)
+        x = x + F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        return x + (checkpoint(self.moe, x, use_reentrant=False) if self.recompute else self.moe(x))
+
+
+class Model(nn.Module):
+    def __init__(self, recompute: bool = False, **options: Any) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(Block(recompute, **options) for _ in range(2))
+        self.head = nn.Linear(WIDTH, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def built(options: dict[str, Any]) -> Model:
+    torch.manual_seed(2)
+    return Model(**options).double()
+
+
+def summed_gradients(model: nn.Module, mesh: Mesh) -> None:
+    for parameter in model.parameters():
+        axes = layout_of(parameter).summed
+        if mesh.size(*axes) > 1:
+            mesh.comm(*axes).all_reduce(parameter.grad)
+
+
+def trained(
+    model: Model, rows: int, mesh: Mesh | None, context: Context | None = None
+) -> tuple[list[float], list[dict[str, torch.Tensor]]]:
+    """The losses, and by name the gradients of the first step and the parameters after three, all of them whole."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    losses, seen = [], []
+
+    def whole(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        if mesh is None:
+            return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        layouts = {name: layout_of(parameter) for name, parameter in model.named_parameters()}
+        return {name: whole_of(tensor, layouts[name], mesh).clone() for name, tensor in tensors.items()}
+
+    for step in range(3):
+        tokens = torch.randint(VOCABULARY, (rows, 7), generator=torch.Generator().manual_seed(step))
+        inputs, targets = tokens[:, :-1], tokens[:, 1:]
+        total = targets.numel()
+        if mesh is not None:
+            share = slice(*bounds(rows, mesh.index("dp", "ep"), mesh.size("dp", "ep")))
+            inputs, targets = inputs[share], targets[share]
+        outputs = model(inputs)
+        if context is not None:
+            targets = context.cut_targets(targets)
+        loss = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum") / total
+        aux = collect_aux(model)
+        loss = loss if aux is None else loss + aux
+        optimizer.zero_grad()
+        loss.backward()
+        value = loss.detach().clone()
+        if mesh is not None:
+            mesh.comm().all_reduce(value)
+            summed_gradients(model, mesh)
+        if step == 0:
+            seen.append(whole({name: parameter.grad for name, parameter in model.named_parameters()}))  # type: ignore[misc]
+        optimizer.step()
+        losses.append(float(value))
+    return losses, [*seen, whole(dict(model.named_parameters()))]
+
+
+def bounds(rows: int, index: int, ranks: int) -> tuple[int, int]:
+    starts = [len(part) for part in torch.arange(rows).tensor_split(ranks)]
+    return sum(starts[:index]), sum(starts[: index + 1])
+
+
+def check_ranks(comm: Communicator, shape: tuple[int, int, int], options: dict[str, Any], rows: int) -> None:
+    reference = built(options)
+    expected = trained(reference, rows, None)
+    model = built(options)
+    mesh = Mesh(shape, AXES)
+    expert_parallelize(model, mesh)
+    context = context_parallelize(model, mesh) if mesh.size("cp") > 1 else None
+    assert model.blocks[0].moe.up.shape[0] == len(range(5)[slice(*bounds(5, mesh.index("ep"), mesh.size("ep")))])
+    found = trained(model, rows, mesh, context)
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-9, atol=0)
+    for mine, theirs in zip(found[1], expected[1], strict=True):
+        assert list(mine) == list(theirs)
+        for name in theirs:
+            torch.testing.assert_close(
+                mine[name], theirs[name], rtol=1e-9, atol=1e-10, msg=lambda text, name=name: f"{name}: {text}"
+            )
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("shape", [(1, 1, 1), (1, 2, 1), (2, 1, 1), (2, 2, 1), (1, 4, 1)])
+def test_ranks(pools: Pools, shape: tuple[int, int, int], name: str) -> None:
+    pools("gloo", math.prod(shape)).run(check_ranks, shape, OPTIONS[name], 6)
+
+
+def test_rank_without_samples(pools: Pools) -> None:
+    pools("gloo", 4).run(check_ranks, (1, 4, 1), OPTIONS["all"], 3)
+
+
+@pytest.mark.parametrize("shape", [(1, 2, 2), (2, 1, 2)])
+@pytest.mark.parametrize("name", ["dropless", "auxiliary"])
+def test_with_context_parallelism(pools: Pools, name: str, shape: tuple[int, int, int]) -> None:
+    pools("gloo", 4).run(check_ranks, shape, OPTIONS[name], 4)
+
+
+def test_recomputed(pools: Pools) -> None:
+    pools("gloo", 2).run(check_ranks, (1, 2, 1), {**OPTIONS["all"], "recompute": True}, 4)
+
+
+def check_refusals(comm: Communicator) -> None:
+    with pytest.raises(UsageError, match=r"has no uni.nn.MoE; use ep=1"):
+        expert_parallelize(nn.Linear(2, 2), Mesh((1, 2, 1), AXES))
+    with pytest.raises(UsageError, match=r"use ep=1 or less"):
+        expert_parallelize(MoE(2, 2, 1, top_k=1), Mesh((1, 2, 1), AXES))
+    with pytest.raises(UsageError, match=r"blocks.0.moe has a capacity"):
+        expert_parallelize(Model(capacity_factor=1.0), Mesh((1, 1, 2), AXES))
+
+
+def test_refusals(pools: Pools) -> None:
+    pools("gloo", 2).run(check_refusals)
