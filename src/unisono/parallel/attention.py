@@ -70,6 +70,9 @@ class ParallelMultiheadAttention(nn.Module):
 
     in_proj_weight: nn.Parameter | None
     in_proj_bias: nn.Parameter | None
+    q_proj_weight: nn.Parameter
+    k_proj_weight: nn.Parameter
+    v_proj_weight: nn.Parameter
     _qkv_same_embed_dim = False  # tells nn.TransformerEncoderLayer not to reach past `forward` for the weights
 
     @classmethod

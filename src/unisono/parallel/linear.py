@@ -38,7 +38,7 @@ def _is_transposed(module: nn.Module) -> bool:
 
 def features(linear: nn.Module) -> tuple[int, int]:
     """The numbers of inputs and outputs."""
-    outputs, inputs = linear.weight.shape  # type: ignore[misc,operator]
+    outputs, inputs = linear.weight.shape  # type: ignore[misc]
     return (outputs, inputs) if _is_transposed(linear) else (inputs, outputs)
 
 
@@ -200,9 +200,7 @@ class RowParallelLinear(_ParallelLinear):
         layer._cut(linear, _region(comm), input_is_parallel, pieces)
         return layer
 
-    def _cut(
-        self, linear: nn.Module, region: Region, input_is_parallel: bool, pieces: Pieces | None = None
-    ) -> None:
+    def _cut(self, linear: nn.Module, region: Region, input_is_parallel: bool, pieces: Pieces | None = None) -> None:
         self._take(linear, region)
         self.input_is_parallel = input_is_parallel
         pieces = pieces or Pieces(region.comm.rank, region.comm.size)

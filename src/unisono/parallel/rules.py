@@ -157,8 +157,8 @@ def published(model: nn.Module) -> dict[str, str] | None:
     for pattern, style in plan.items():
         if style not in _PUBLISHED:
             raise UsageError(
-                f"{type(model).__name__}'s own tensor-parallel plan says {style!r} of {pattern}, which unisono does not "
-                "know; pass rules"
+                f"{type(model).__name__}'s own tensor-parallel plan says {style!r} of {pattern}, which unisono does "
+                "not know; pass rules"
             )
     return {pattern: _PUBLISHED[style] for pattern, style in plan.items()}
 

@@ -163,15 +163,17 @@ def _require_sound(block_name: str, block: nn.Module, styles: Styles) -> None:
         if style is not None and style.kind in ("column_gather", "row_split", "vocab"):
             raise UsageError(f"{inner_name}: {style} inside a block does not go with sequence parallelism")
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            raise UsageError(f"{inner_name} takes means over all tokens, and sequence parallelism gives it some of them")
+            raise UsageError(
+                f"{inner_name} takes means over all tokens, and sequence parallelism gives it some of them"
+            )
         if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
             raise UsageError(f"{inner_name} has the sequence in dim 0; sequence parallelism needs batch_first=True")
         if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
             continue  # nn.MultiheadAttention's own, cut with it
         if style is None and (is_linear(module) or isinstance(module, _TOKEN_MIXERS)):
             raise UsageError(
-                f"sequence parallelism would give {inner_name} a piece of the sequence, as no rule cuts it; if it works "
-                f'token by token, say so with the rule {{"{_pattern(inner_name)}": "whole"}}, else give it another rule'
+                f"sequence parallelism would give {inner_name} a piece of the sequence, as no rule cuts it; if it "
+                f'works token by token, say so with the rule {{"{_pattern(inner_name)}": "whole"}}, else give it another rule'
             )
 
 

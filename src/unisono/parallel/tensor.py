@@ -39,9 +39,7 @@ _HEAD_SIZES = ("head_dim", "attention_head_size")
 Regions = Callable[[str], Region]
 
 
-def tensor_parallelize(
-    model: nn.Module, mesh: Mesh, rules: Rules | None = None, sequence: bool = False
-) -> nn.Module:
+def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None, sequence: bool = False) -> nn.Module:
     """Share the model's layers between the ranks of the mesh's axis "tp", in place; returns the model.
 
     Every rank passes the same whole model and keeps its pieces. Without rules, the model's own plan is used (Hugging
@@ -129,7 +127,7 @@ def _require_sound(model: nn.Module, styles: Styles, ranks: int) -> None:
             _require_whole_heads(name, modules[name.rpartition(".")[0]], module, style, ranks)
         elif style.kind == "vocab":
             _require(_is_embedding(module), name, style, module, "an nn.Embedding")
-            vocabulary.require_plain(module)  # type: ignore[arg-type]
+            vocabulary.require_plain(module)
         elif style.kind == "heads" and isinstance(module, nn.MultiheadAttention):
             attention.require_plain(name, module, ranks)
         elif style.kind == "heads":

@@ -30,7 +30,7 @@ class VocabParallelEmbedding(nn.Module):
     weight. Without `comm` all ranks of the world share it.
     """
 
-    weight: nn.Parameter
+    weight: nn.Parameter  # this rank's rows
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class VocabParallelEmbedding(nn.Module):
         held = split.held[comm.rank]
         self.first, self.last = (held[0], held[-1]) if held else (0, -1)
         self.padding_idx = embedding.padding_idx
-        self.weight = (pieces or Pieces(comm.rank, comm.size)).cut(embedding.weight, split)
+        self.weight = (pieces or Pieces(comm.rank, comm.size)).cut(embedding.weight, split)  # type: ignore[arg-type]
         self.train(embedding.training)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
