@@ -146,6 +146,7 @@ class ParallelMultiheadAttention(nn.Module):
         x = self.region.enter(x)
         mine = self.num_heads * self.head_dim
         bias = None if self.in_proj_bias is None else self.in_proj_bias[which * mine : (which + 1) * mine]
+        weight: torch.Tensor
         if self.in_proj_weight is None:
             weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)[which]
         else:

@@ -173,7 +173,7 @@ def _require_sound(block_name: str, block: nn.Module, styles: Styles) -> None:
         if style is None and (is_linear(module) or isinstance(module, _TOKEN_MIXERS)):
             raise UsageError(
                 f"sequence parallelism would give {inner_name} a piece of the sequence, as no rule cuts it; if it "
-                f'works token by token, say so with the rule {{"{_pattern(inner_name)}": "whole"}}, else give it another rule'
+                f'works token by token, say so with the rule {{"{_pattern(inner_name)}": "whole"}}, else cut it'
             )
 
 
