@@ -1,0 +1,189 @@
+"""Attention shared by several ranks: each has some of the heads, and heads know nothing of each other.
+
+The projections to queries, keys and values are cut by columns, head by head; the one after attention by rows. What is
+left are modules that count heads, or take the width of their input for that of all heads together: `by_heads` makes
+such a module see its own heads only. nn.MultiheadAttention computes all in one function and is rewritten.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from unisono.errors import UsageError
+from unisono.parallel import conjugates
+from unisono.parallel.linear import RowParallelLinear
+from unisono.parallel.pieces import Pieces, packed
+from unisono.parallel.region import Region
+
+
+def by_heads(module: nn.Module, attributes: Sequence[str], region: Region) -> None:
+    """Make an attention module work on this rank's heads: `attributes` are numbers that it must hold its share of.
+
+    Its first tensor argument is replaced by a stand-in of this rank's width (see Region.stand_in), because many
+    modules compute the size of a head as the input's width over the number of heads.
+    """
+    for attribute in attributes:
+        setattr(module, attribute, getattr(module, attribute) // region.comm.size)
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        for place, value in enumerate(args):
+            if isinstance(value, torch.Tensor):
+                return (*args[:place], region.stand_in(value), *args[place + 1 :]), kwargs
+        for key, value in kwargs.items():
+            if isinstance(value, torch.Tensor):
+                return args, kwargs | {key: region.stand_in(value)}
+        return args, kwargs
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+
+
+def require_shares(name: str, module: nn.Module, attributes: Sequence[str], ranks: int) -> None:
+    """That every rank can have the same number of heads."""
+    for attribute in attributes:
+        value = getattr(module, attribute, None)
+        if not isinstance(value, int) or isinstance(value, bool):
+            numbers = [key for key, held in vars(module).items() if type(held) is int]
+            raise UsageError(
+                f"rule heads:{attribute} for {name}: {type(module).__name__} has no whole number of that name; "
+                f"it has {', '.join(numbers) or 'none'}"
+            )
+        if value % ranks:
+            raise UsageError(
+                f"{name} has {attribute}={value}, which tp={ranks} does not divide; use a tp that divides it"
+            )
+
+
+def require_plain(name: str, attention: nn.MultiheadAttention, ranks: int) -> None:
+    """That this nn.MultiheadAttention has a parallel form."""
+    if attention.bias_k is not None or attention.add_zero_attn:
+        raise UsageError(f"{name} has add_bias_kv or add_zero_attn, which cannot be shared by ranks; leave it whole")
+    require_shares(name, attention, ["num_heads"], ranks)
+
+
+class ParallelMultiheadAttention(nn.Module):
+    """nn.MultiheadAttention of which this rank has some heads. Inputs, outputs and attention weights are whole."""
+
+    in_proj_weight: nn.Parameter | None
+    in_proj_bias: nn.Parameter | None
+    q_proj_weight: nn.Parameter
+    k_proj_weight: nn.Parameter
+    v_proj_weight: nn.Parameter
+    _qkv_same_embed_dim = False  # tells nn.TransformerEncoderLayer not to reach past `forward` for the weights
+
+    @classmethod
+    def from_attention(
+        cls, attention: nn.MultiheadAttention, region: Region, pieces: Pieces | None = None
+    ) -> ParallelMultiheadAttention:
+        """The same attention, cut."""
+        ranks, rank = region.comm.size, region.comm.rank
+        require_plain("nn.MultiheadAttention", attention, ranks)
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.region, layer.embed_dim, layer.head_dim = region, attention.embed_dim, attention.head_dim
+        layer.dropout, layer.batch_first = attention.dropout, attention.batch_first
+        layer.num_heads = attention.num_heads // ranks
+        layer.all_heads = attention.num_heads
+        pieces = pieces or Pieces(rank, ranks)
+        width = attention.embed_dim
+        whole: Any
+        for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight", "in_proj_bias"):
+            whole = getattr(attention, name)
+            lengths = [width] * 3 if name.startswith("in") else [width]
+            split = packed(0, lengths, ranks)
+            layer.register_parameter(name, None if whole is None else pieces.cut(whole, split))
+        layer.out_proj = RowParallelLinear.from_linear(attention.out_proj, region, pieces=pieces)
+        return layer.train(attention.training)
+
+    region: Region
+    embed_dim: int
+    head_dim: int
+    dropout: float
+    batch_first: bool
+    num_heads: int
+    all_heads: int
+    out_proj: RowParallelLinear
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        key_padding_mask: torch.Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: torch.Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As nn.MultiheadAttention's."""
+        if is_causal and attn_mask is None:
+            raise UsageError("is_causal says what attn_mask is, but attn_mask is not given; pass both")
+        batched = query.dim() == 3
+        q, k, v = (self._heads(x, which) for which, x in enumerate((query, key, value)))
+        mask = self._mask(attn_mask, key_padding_mask, q, k)
+        dropout = self.dropout if self.training else 0.0
+        weights = None
+        if need_weights:
+            scores = q @ k.transpose(-2, -1) / self.head_dim**0.5
+            weights = F.dropout((scores if mask is None else scores + mask).softmax(-1), dropout)
+            y = weights @ v
+        else:
+            y = F.scaled_dot_product_attention(q, k, v, mask, dropout)
+        y = y.transpose(1, 2).flatten(2)  # batch, length, this rank's features
+        y = y if self.batch_first and batched else y.transpose(0, 1) if batched else y.squeeze(0)
+        out = self.out_proj(y)
+        if weights is not None:
+            weights = self._shown(weights, average_attn_weights)
+            weights = weights if batched else weights.squeeze(0)
+        return out, weights
+
+    def _heads(self, x: torch.Tensor, which: int) -> torch.Tensor:
+        """Queries, keys or values: (batch, heads, length, head)."""
+        x = self.region.enter(x)
+        mine = self.num_heads * self.head_dim
+        bias = None if self.in_proj_bias is None else self.in_proj_bias[which * mine : (which + 1) * mine]
+        weight: torch.Tensor
+        if self.in_proj_weight is None:
+            weight = (self.q_proj_weight, self.k_proj_weight, self.v_proj_weight)[which]
+        else:
+            weight = self.in_proj_weight[which * mine : (which + 1) * mine]
+        y = F.linear(x, weight, bias)
+        if y.dim() == 2:
+            y = y.unsqueeze(0)
+        elif not self.batch_first:
+            y = y.transpose(0, 1)
+        return y.unflatten(-1, (self.num_heads, self.head_dim)).transpose(1, 2)
+
+    def _mask(
+        self, attn_mask: torch.Tensor | None, padding: torch.Tensor | None, q: torch.Tensor, k: torch.Tensor
+    ) -> torch.Tensor | None:
+        """What is added to the scores: both masks in one, for this rank's heads."""
+        mask = None
+        if attn_mask is not None:
+            mask = _additive(attn_mask, q.dtype)
+            if mask.dim() == 3:  # (batch x all heads, queries, keys)
+                first = self.region.comm.rank * self.num_heads
+                mask = mask.unflatten(0, (-1, self.all_heads))[:, first : first + self.num_heads]
+        if padding is not None:
+            padded = _additive(padding, q.dtype).view(-1, 1, 1, k.shape[-2])
+            mask = padded if mask is None else mask + padded
+        return mask
+
+    def _shown(self, weights: torch.Tensor, average: bool) -> torch.Tensor:
+        comm = self.region.comm
+        if average:
+            return conjugates.reduce(weights.sum(1) / self.all_heads, comm)
+        return conjugates.gather(weights, 1, [self.num_heads] * comm.size, comm)
+
+    def extra_repr(self) -> str:
+        return f"{self.embed_dim}, heads={self.num_heads} of {self.all_heads}"
+
+
+def _additive(mask: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if mask.dtype == torch.bool:  # True: may not be seen
+        return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill(mask, -torch.inf)
+    return mask.to(dtype)

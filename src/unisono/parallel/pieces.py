@@ -1,0 +1,62 @@
+"""The pieces that a rank keeps of a model's whole parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from unisono.errors import UsageError
+from unisono.parallel.layout import Layout, Split, lay, layout_of
+
+TP = ("tp",)
+
+
+def packed(dim: int, lengths: Sequence[int], ranks: int) -> Split:
+    """A cut along a dim that holds several parts one after the other (q, k and v): each part is cut evenly."""
+    if len(lengths) == 1:
+        return Split.even(TP, dim, lengths[0], ranks)
+    held: list[list[int]] = [[] for _ in range(ranks)]
+    start = 0
+    for length in lengths:
+        for rank, piece in enumerate(Split.even(TP, 0, length, ranks).held):
+            held[rank].extend(start + place for place in piece)
+        start += length
+    return Split(TP, dim, tuple(tuple(places) for places in held))
+
+
+def lengths_of(split: Split) -> list[int]:
+    """How much of the dim each rank holds."""
+    return [len(places) for places in split.held]
+
+
+class Pieces:
+    """Cuts parameters for one rank. A parameter that is used in several places is cut once, and stays one."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank = rank
+        self.ranks = ranks
+        self.made: dict[nn.Parameter, tuple[Split, nn.Parameter]] = {}
+
+    def cut(self, whole: nn.Parameter, split: Split) -> nn.Parameter:
+        if whole in self.made:
+            before, piece = self.made[whole]
+            if before != split:
+                raise UsageError(
+                    f"a parameter of shape {tuple(whole.shape)} is shared by layers whose rules cut it differently "
+                    f"(along dim {before.dim} and dim {split.dim}); give them rules that agree"
+                )
+            return piece
+        places = torch.as_tensor(list(split.held[self.rank]), dtype=torch.long, device=whole.device)
+        piece = nn.Parameter(whole.detach().index_select(split.dim, places), requires_grad=whole.requires_grad)
+        lay(piece, layout_of(whole).cut(split))
+        self.made[whole] = (split, piece)
+        return piece
+
+
+def add_up(parameter: torch.Tensor, axis: str) -> None:
+    """Say that ranks along `axis` each compute a part of this parameter's gradient."""
+    layout = layout_of(parameter)
+    if axis not in layout.summed:
+        lay(parameter, Layout(layout.splits, (*layout.summed, axis)))

@@ -1,0 +1,174 @@
+"""Rules: which layers tensor parallelism cuts, and how.
+
+    {"*.fc1": "column", "*.fc2": "row", "*.attention": "heads:heads", "*.tokens": "vocab", "*.head": "column_gather"}
+
+Patterns match module names as in a shell ("*.fc1" also matches a top-level fc1); of several that match the first
+counts. Values:
+
+    column           nn.Linear (or Conv1D) cut by columns: its output is this rank's piece
+    column:qkv       ... whose output is queries, keys, values one after the other; column:gate_up likewise two, and
+                     column:4+1+1 parts of those proportions. Each part is cut.
+    column_gather    cut by columns, output gathered to be whole
+    row              nn.Linear cut by rows: its input is this rank's piece, its output whole
+    row_split        cut by rows; its input is whole
+    vocab            nn.Embedding cut by rows of the vocabulary
+    vocab_head       the layer that makes logits, cut by columns; use vocab_parallel_cross_entropy on them
+    heads:a,b        an attention module around column and row layers: it sees its own heads, and its numbers a and b
+                     (how many heads there are) are divided by tp. Also for nn.MultiheadAttention, as "heads".
+    experts          a module around expert weights that are cut themselves: its output is summed
+    summed           parameters that are whole, but whose gradients are computed in parts (norms of single heads)
+    whole            leave it alone
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any
+
+from torch import nn
+
+from unisono.errors import UsageError
+
+Rules = Mapping[str, str]
+
+KINDS = ("column", "column_gather", "row", "row_split", "vocab", "vocab_head", "heads", "experts", "summed", "whole")
+_PARTS = {"": (1,), "qkv": (1, 1, 1), "gate_up": (1, 1)}
+
+# The values that Hugging Face's plans use, in all their versions.
+_PUBLISHED = {
+    "colwise": "column",
+    "colwise_rep": "column_gather",
+    "colwise_gather_output": "column_gather",
+    "packed_colwise": "column:gate_up",
+    "rowwise": "row",
+    "rowwise_rep": "row_split",
+    "rowwise_split_input": "row_split",
+    "embedding_rowwise": "vocab",
+    "moe_tp_experts": "experts",
+    "replicated_with_grad_allreduce": "summed",
+    "replicate": "whole",
+}
+
+# Models that publish no plan, by the class of the module that the names are relative to.
+_KNOWN: dict[str, dict[str, str]] = {
+    "TransformerEncoderLayer": {"self_attn": "heads", "linear1": "column", "linear2": "row"},
+    "TransformerDecoderLayer": {
+        "self_attn": "heads",
+        "multihead_attn": "heads",
+        "linear1": "column",
+        "linear2": "row",
+    },
+    "GPT2Model": {"wte": "vocab"},
+    "GPT2Block": {
+        "attn": "heads:num_heads,split_size",
+        "attn.c_attn": "column:qkv",
+        "attn.c_proj": "row",
+        "mlp.c_fc": "column",
+        "mlp.c_proj": "row",
+    },
+    "BertLayer": {
+        "attention.self": "heads:num_attention_heads,all_head_size",
+        "attention.self.query": "column",
+        "attention.self.key": "column",
+        "attention.self.value": "column",
+        "attention.output.dense": "row",
+        "intermediate.dense": "column",
+        "output.dense": "row",
+    },
+}
+
+
+@dataclass(frozen=True)
+class Style:
+    """One rule's value, read."""
+
+    kind: str
+    parts: tuple[int, ...] = (1,)
+    attributes: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, pattern: str, text: str) -> Style:
+        kind, _, detail = text.partition(":")
+        if kind not in KINDS:
+            raise UsageError(f"rule {pattern!r}: {text!r}; expected one of {', '.join(KINDS)}")
+        if kind == "heads":
+            return cls(kind, attributes=tuple(filter(None, detail.split(","))))
+        if detail and kind != "column":
+            raise UsageError(f"rule {pattern!r}: {text!r}; only column and heads take more after a colon")
+        return cls(kind, parts=_parts(pattern, text, detail))
+
+    def __str__(self) -> str:
+        detail = ",".join(self.attributes) or "+".join(map(str, self.parts)) * (len(self.parts) > 1)
+        return f"{self.kind}:{detail}" if detail else self.kind
+
+
+def _parts(pattern: str, text: str, detail: str) -> tuple[int, ...]:
+    if detail in _PARTS:
+        return _PARTS[detail]
+    words = detail.split("+")
+    if not all(word.isdigit() and int(word) for word in words):
+        raise UsageError(f"rule {pattern!r}: {text!r}; expected column:qkv, column:gate_up or column:4+1+1")
+    return tuple(int(word) for word in words)
+
+
+Styles = dict[str, Style]  # by the name of a module, or of a parameter
+
+
+def matched(model: nn.Module, rules: Rules, *, every: bool = True) -> Styles:
+    """What the rules say of each module. With `every`, a rule that matches nothing is an error."""
+    read = {pattern: Style.parse(pattern, text) for pattern, text in rules.items()}
+    names = [name for name, _ in model.named_modules() if name]
+    styles, used = _matches(names, read)
+    # Expert weights and their like are parameters without a layer of their own: what matches no module may be one.
+    rest = {pattern: style for pattern, style in read.items() if pattern not in used}
+    more, also_used = _matches([name for name, _ in model.named_parameters(remove_duplicate=False)], rest)
+    unused = [pattern for pattern in rest if pattern not in also_used]
+    if every and unused:
+        raise UsageError(
+            f"rule {unused[0]!r} matches no module of {type(model).__name__}; "
+            f"its modules are {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
+        )
+    return styles | more
+
+
+def _matches(names: list[str], rules: Mapping[str, Style]) -> tuple[Styles, set[str]]:
+    styles: Styles = {}
+    used = set()
+    for name in names:
+        for pattern, style in rules.items():
+            if fnmatchcase(name, pattern) or fnmatchcase(f".{name}", pattern):
+                used.add(pattern)
+                styles.setdefault(name, style)
+    return styles, used
+
+
+def published(model: nn.Module) -> dict[str, str] | None:
+    """The model's own tensor-parallel plan, where it brings one, as rules."""
+    plan: Any = getattr(model, "tp_plan", None) or getattr(model, "_tp_plan", None)
+    if not plan:
+        plan = getattr(getattr(model, "config", None), "base_model_tp_plan", None)
+        prefix = getattr(model, "base_model_prefix", "")
+        if plan and prefix and hasattr(model, prefix):
+            plan = {f"{prefix}.{pattern}": style for pattern, style in plan.items()}
+    if not plan or not isinstance(plan, Mapping):
+        return None
+    for pattern, style in plan.items():
+        if style not in _PUBLISHED:
+            raise UsageError(
+                f"{type(model).__name__}'s own tensor-parallel plan says {style!r} of {pattern}, which unisono does "
+                "not know; pass rules"
+            )
+    return {pattern: _PUBLISHED[style] for pattern, style in plan.items()}
+
+
+def known(model: nn.Module) -> dict[str, str]:
+    """Rules for the layers that unisono knows by their class."""
+    rules = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.MultiheadAttention) and name:
+            rules[name] = "heads"
+        for relative, text in _KNOWN.get(type(module).__name__, {}).items():
+            rules[f"{name}.{relative}".lstrip(".")] = text
+    return rules

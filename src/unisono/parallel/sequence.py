@@ -1,0 +1,181 @@
+"""Sequence parallelism: between tensor-parallel regions, activations are cut along the sequence (dim 1).
+
+Plain tensor parallelism keeps everything outside its regions whole on every rank: norms, dropouts and residuals are
+computed, and their activations kept, tp times. They work token by token, so here every rank does its own tokens only:
+
+    plain        norm(all tokens)   ->  copy        [ column .. row ]  all-reduce      ->  dropout(all tokens)
+    sequence     norm(my tokens)    ->  all-gather  [ column .. row ]  reduce-scatter  ->  dropout(my tokens)
+
+A reduce-scatter and an all-gather are the two halves of an all-reduce: what is said stays the same, what is kept
+between regions is 1/tp. The model's blocks run this way: at the first one's entry hidden states are cut, at the last
+one's exit they are gathered. Parameters in between that are whole (norms, biases of row layers) see each rank's tokens
+only, so their gradients add up along "tp", which their layouts say.
+
+The sequence's length need not be a multiple of tp.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.parallel import conjugates
+from unisono.parallel.blocks import Blocks, find_blocks
+from unisono.parallel.layout import Split, layout_of
+from unisono.parallel.linear import is_linear
+from unisono.parallel.pieces import TP, add_up, lengths_of
+from unisono.parallel.region import Region
+from unisono.parallel.rules import Styles
+
+DIM = 1  # of the sequence
+
+
+class SequenceRegion(Region):
+    """Outside, every rank has its piece of the sequence."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__(comm)
+        self.length: int | None = None  # of the whole sequence that is in the blocks now
+        self._tokens: list[int] = []
+
+    def cut(self, x: torch.Tensor) -> torch.Tensor:
+        """This rank's piece of what is whole on every rank; the sequence enters the blocks."""
+        if x.dim() < 3:
+            raise UsageError(
+                f"sequence parallelism: the first block was given a tensor of shape {tuple(x.shape)}; "
+                "expected (batch, sequence, features)"
+            )
+        self.length = x.shape[DIM]
+        return conjugates.split(x, DIM, self.pieces(self.length), self.comm)
+
+    def join(self, x: torch.Tensor) -> torch.Tensor:
+        """The whole of what every rank has its piece of; the sequence leaves the blocks."""
+        return conjugates.gather(x, DIM, self._pieces_like(x), self.comm)
+
+    def pieces(self, length: int) -> list[int]:
+        return lengths_of(Split.even(TP, DIM, length, self.comm.size))
+
+    def leave(self, part: torch.Tensor) -> torch.Tensor:
+        return conjugates.reduce_to_piece(part, DIM, self.pieces(part.shape[DIM]), self.comm)
+
+    def _entered(self, x: torch.Tensor) -> torch.Tensor:
+        return conjugates.gather_to_use(x, DIM, self._pieces_like(x), self.comm)
+
+    def _pieces_like(self, x: torch.Tensor) -> list[int]:
+        """All ranks' pieces of the sequence of which x is this rank's one.
+
+        A stage of a pipeline that does not have the first block has not seen the whole: there the ranks ask each other.
+        """
+        mine = x.shape[DIM]
+        if self.length is None:
+            return [int(length) for length in self.comm.all_gather(torch.tensor([mine], device=self.comm.device))]
+        pieces = self.pieces(self.length)
+        if pieces[self.comm.rank] != mine:
+            raise UsageError(
+                f"sequence parallelism: a layer inside the blocks was given {mine} tokens; expected this rank's piece, "
+                f"{pieces[self.comm.rank]} of {self.length}"
+            )
+        return pieces
+
+    def enter_tokens(self, value: Any) -> Any:
+        if not isinstance(value, torch.Tensor):
+            return value
+        # Experts take (batch x my sequence) tokens in one dim, in any order.
+        mine = torch.tensor([len(value)], device=self.comm.device)
+        self._tokens = [int(tokens) for tokens in self.comm.all_gather(mine)]
+        return conjugates.gather_to_use(value, 0, self._tokens, self.comm)
+
+    def leave_tokens(self, part: torch.Tensor) -> torch.Tensor:
+        return conjugates.reduce_to_piece(part, 0, self._tokens, self.comm)
+
+
+class SequenceParallel:
+    """Sequence parallelism in a model's blocks."""
+
+    def __init__(self, blocks: Blocks, comm: Communicator) -> None:
+        self.blocks = blocks
+        self._inside = SequenceRegion(comm)
+        self._outside = Region(comm)
+
+    @classmethod
+    def of(cls, model: nn.Module, styles: Styles, mesh: Mesh) -> SequenceParallel:
+        blocks = _blocks(model)
+        for number, block in enumerate(blocks.modules):
+            _require_sound(blocks.name(number), block, styles)
+        return cls(blocks, mesh.comm("tp"))
+
+    def region_of(self, name: str) -> Region:
+        """The region of the layer of that name."""
+        return self._inside if f"{name}.".startswith(f"{self.blocks.path}.") else self._outside
+
+    def install(self) -> None:
+        """Cut at the first block's entry, join at the last one's exit; say whose gradients add up."""
+        first, last = self.blocks.modules[0], self.blocks.modules[-1]
+        region = self._inside
+
+        def cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+            if args:
+                return (_first_replaced(args, region.cut), kwargs)
+            key = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor))
+            return args, kwargs | {key: region.cut(kwargs[key])}
+
+        def join(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
+            return region.join(output) if isinstance(output, torch.Tensor) else _first_replaced(output, region.join)
+
+        first.register_forward_pre_hook(cut, with_kwargs=True)
+        last.register_forward_hook(join)
+        for block in self.blocks.modules:
+            for parameter in block.parameters():
+                if "tp" not in layout_of(parameter).axes:
+                    add_up(parameter, "tp")
+
+
+def _first_replaced(values: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
+    place = next(place for place, value in enumerate(values) if isinstance(value, torch.Tensor))
+    return (*values[:place], change(values[place]), *values[place + 1 :])
+
+
+def _blocks(model: nn.Module) -> Blocks:
+    try:
+        return find_blocks(model)
+    except UsageError:
+        raise UsageError(
+            f"sequence parallelism runs in a model's repeated blocks (an nn.ModuleList or nn.Sequential of one class), "
+            f"but {type(model).__name__} has none; leave sequence out"
+        ) from None
+
+
+_TOKEN_MIXERS = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvNd)
+
+
+def _require_sound(block_name: str, block: nn.Module, styles: Styles) -> None:
+    """Outside its regions a block must work token by token."""
+    if isinstance(block, nn.TransformerDecoderLayer):
+        raise UsageError(f"{block_name} attends to a second sequence, which sequence parallelism does not serve")
+    for inner_name, module in block.named_modules(prefix=block_name):
+        style = styles.get(inner_name)
+        if style is not None and style.kind in ("column_gather", "row_split", "vocab"):
+            raise UsageError(f"{inner_name}: {style} inside a block does not go with sequence parallelism")
+        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+            raise UsageError(
+                f"{inner_name} takes means over all tokens, and sequence parallelism gives it some of them"
+            )
+        if isinstance(module, nn.MultiheadAttention) and not module.batch_first:
+            raise UsageError(f"{inner_name} has the sequence in dim 0; sequence parallelism needs batch_first=True")
+        if isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+            continue  # nn.MultiheadAttention's own, cut with it
+        if style is None and (is_linear(module) or isinstance(module, _TOKEN_MIXERS)):
+            raise UsageError(
+                f"sequence parallelism would give {inner_name} a piece of the sequence, as no rule cuts it; if it "
+                f'works token by token, say so with the rule {{"{_pattern(inner_name)}": "whole"}}, else cut it'
+            )
+
+
+def _pattern(name: str) -> str:
+    return "*." + name.rpartition(".")[2]

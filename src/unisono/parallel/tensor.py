@@ -1,0 +1,245 @@
+"""Tensor parallelism: every layer is shared by the ranks of "tp", all of which see the same samples.
+
+Two matrix products with something elementwise (or attention, head by head) in between need one sum at the end, if the
+first matrix is cut by columns and the second by rows (see `linear`):
+
+    x  -- copy -->  f(x A_r)  -->  f(x A_r) B_r  -- all-reduce -->  y        rank r has A_r and B_r only
+    dx <-- all-reduce --                          <-- copy --       dy
+
+So a transformer's layer talks four times a step: one all-reduce of its activations in the forward and one in the
+backward, for attention and again for the MLP. With `sequence` the all-reduces are cut in two halves, reduce-scatter and
+all-gather, and what lies between the halves (norms, dropouts, residuals) is cut along the sequence: see `sequence`.
+
+Which layers are cut, and how, say `rules`. What is cut is cut in place, and parameters keep their names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.parallel import attention, vocabulary
+from unisono.parallel.attention import ParallelMultiheadAttention
+from unisono.parallel.linear import ColumnParallelLinear, RowParallelLinear, features, is_linear, part_lengths
+from unisono.parallel.pieces import Pieces, add_up, packed
+from unisono.parallel.region import Region
+from unisono.parallel.rules import Rules, Style, Styles, known, matched, published
+from unisono.parallel.sequence import SequenceParallel
+from unisono.parallel.vocabulary import VocabParallelEmbedding
+
+_LINEAR_KINDS = ("column", "column_gather", "vocab_head", "row", "row_split")
+_HEAD_SIZES = ("head_dim", "attention_head_size")
+
+Regions = Callable[[str], Region]
+
+
+def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None, sequence: bool = False) -> nn.Module:
+    """Share the model's layers between the ranks of the mesh's axis "tp", in place; returns the model.
+
+    Every rank passes the same whole model and keeps its pieces. Without rules, the model's own plan is used (Hugging
+    Face), then what is known of its classes, then what its blocks show.
+    """
+    ranks = mesh.size("tp")
+    styles = styles_of(model, ranks, rules)
+    _require_sound(model, styles, ranks)
+    if ranks == 1:
+        return model
+    parallel = SequenceParallel.of(model, styles, mesh) if sequence else None
+    comm = mesh.comm("tp")
+    plain = Region(comm)
+    _cut(model, styles, comm, parallel.region_of if parallel else lambda name: plain)
+    if parallel is not None:
+        parallel.install()
+    return model
+
+
+def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Styles:
+    """How each module of the model is to be cut, by its name."""
+    if rules is not None:
+        styles = matched(model, rules)
+        _follow_ties(model, styles, explicit=True)
+        return styles
+    theirs = published(model)
+    styles = matched(model, theirs if theirs is not None else known(model), every=False)
+    if all(style.kind == "whole" for style in styles.values()):
+        raise UsageError(
+            f"{type(model).__name__} brings no tensor-parallel plan and its layers are not known; pass rules such as "
+            '{"*.fc1": "column", "*.fc2": "row", "*.qkv": "column:qkv", "*.out": "row", "*.attention": "heads:heads"}'
+        )
+    _find_attentions(model, styles)
+    _follow_ties(model, styles, explicit=False)
+    return styles
+
+
+def _find_attentions(model: nn.Module, styles: Styles) -> None:
+    """Published plans name layers only: a module with a head size around column and row layers is an attention."""
+    for name, module in model.named_modules():
+        inside = {styles[child].kind for child in _children(name, module) if child in styles}
+        if name not in styles and {"column", "row"} <= inside and any(hasattr(module, size) for size in _HEAD_SIZES):
+            styles[name] = Style("heads")
+
+
+def _children(name: str, module: nn.Module) -> list[str]:
+    return [f"{name}.{child}".lstrip(".") for child, _ in module.named_children()]
+
+
+def _follow_ties(model: nn.Module, styles: Styles, *, explicit: bool) -> None:
+    """Layers that share a weight are cut alike: where nobody gave rules, the others follow the one that has one."""
+    layers = {name: module for name, module in model.named_modules() if is_linear(module) or _is_embedding(module)}
+    for name in [name for name in styles if name in layers and not _rowwise(styles[name])]:
+        for other, module in layers.items():
+            if other in styles or module is layers[name] or module.weight is not layers[name].weight:
+                continue
+            if explicit:
+                raise UsageError(
+                    f"{name} and {other} share one weight, but the rules cut {name} only; "
+                    f"add {other!r}: {'vocab' if _is_embedding(module) else 'column_gather'!r}"
+                )
+            styles[other] = Style("vocab" if _is_embedding(module) else "column_gather")
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding)
+
+
+def _rowwise(style: Style) -> bool:
+    return style.kind in ("row", "row_split")
+
+
+# ---- what cannot be right --------------------------------------------------------------------------------------------
+
+
+def _require_sound(model: nn.Module, styles: Styles, ranks: int) -> None:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, style in styles.items():
+        module = modules.get(name)
+        if module is None:
+            _require_expert_weight(name, model.get_parameter(name), style)
+        elif style.kind in _LINEAR_KINDS:
+            _require(is_linear(module), name, style, module, "an nn.Linear")
+            part_lengths(features(module)[1], style.parts)
+            _require_whole_heads(name, modules[name.rpartition(".")[0]], module, style, ranks)
+        elif style.kind == "vocab":
+            _require(_is_embedding(module), name, style, module, "an nn.Embedding")
+            vocabulary.require_plain(module)
+        elif style.kind == "heads" and isinstance(module, nn.MultiheadAttention):
+            attention.require_plain(name, module, ranks)
+        elif style.kind == "heads":
+            attention.require_shares(name, module, style.attributes, ranks)
+
+
+def _require(right: bool, name: str, style: Style, module: nn.Module, expected: str) -> None:
+    if not right:
+        raise UsageError(f"the rule for {name} says {style}, but it is a {type(module).__name__}; expected {expected}")
+
+
+def _require_expert_weight(name: str, weight: torch.Tensor, style: Style) -> None:
+    if style.kind not in ("column", "row", "summed") or (style.kind != "summed" and weight.dim() != 3):
+        raise UsageError(
+            f"the rule for {name} says {style}, but it is a parameter of shape {tuple(weight.shape)}; "
+            "expected column or row for expert weights (experts, outputs, inputs), summed, or a rule for its module"
+        )
+
+
+def _require_whole_heads(name: str, parent: nn.Module, linear: nn.Module, style: Style, ranks: int) -> None:
+    """A layer inside a module with a head size is cut between heads, not through them."""
+    if style.kind not in ("column", "row"):
+        return
+    inputs, outputs = features(linear)
+    length = inputs if style.kind == "row" else outputs // sum(style.parts)
+    for attribute in _HEAD_SIZES:
+        size = getattr(parent, attribute, None)
+        if isinstance(size, int) and size > 0 and length % size == 0 and (length // size) % ranks:
+            raise UsageError(
+                f"{name} has {length // size} heads of {size}, which tp={ranks} does not divide; use a tp that does"
+            )
+
+
+# ---- the cut -----------------------------------------------------------------------------------------------------
+
+
+def _cut(model: nn.Module, styles: Styles, comm: Communicator, region_of: Regions) -> None:
+    pieces = Pieces(comm.rank, comm.size)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    made: dict[nn.Module, nn.Module] = {}
+    for name, style in styles.items():
+        module = modules.get(name)
+        if module is None:
+            _cut_parameter(name, modules, style, pieces)
+        elif module not in made:
+            replacement = _replacement(module, style, region_of(name), pieces)
+            if replacement is not None:
+                made[module] = replacement
+    for parent in list(model.modules()):
+        for child_name, child in parent._modules.items():
+            if child in made:
+                parent._modules[child_name] = made[child]
+    _share_pieces(model, pieces)
+
+
+def _replacement(module: nn.Module, style: Style, region: Region, pieces: Pieces) -> nn.Module | None:
+    """The layer that takes the module's place; None where the module itself is changed."""
+    match style.kind:
+        case "column" | "column_gather" | "vocab_head":
+            gathers = style.kind == "column_gather"
+            return ColumnParallelLinear.from_linear(
+                module, region, gather_output=gathers, parts=style.parts, pieces=pieces
+            )
+        case "row" | "row_split":
+            parallel = style.kind == "row"
+            return RowParallelLinear.from_linear(module, region, input_is_parallel=parallel, pieces=pieces)
+        case "vocab":
+            assert isinstance(module, nn.Embedding)
+            return VocabParallelEmbedding.from_embedding(module, region.comm, pieces=pieces)
+        case "heads" if isinstance(module, nn.MultiheadAttention):
+            return ParallelMultiheadAttention.from_attention(module, region, pieces)
+        case "heads":
+            attention.by_heads(module, style.attributes, region)
+        case "experts":
+            _sum_experts(module, region)
+        case "summed":
+            for parameter in module.parameters():
+                add_up(parameter, "tp")
+    return None
+
+
+def _cut_parameter(name: str, modules: dict[str, nn.Module], style: Style, pieces: Pieces) -> None:
+    """Expert weights: (experts, outputs, inputs)."""
+    owner_name, _, parameter_name = name.rpartition(".")
+    owner = modules[owner_name]
+    whole: Any = getattr(owner, parameter_name)
+    if style.kind == "summed":
+        add_up(whole, "tp")
+        return
+    dim = 1 if style.kind == "column" else 2
+    split = packed(dim, part_lengths(whole.shape[dim], style.parts), pieces.ranks)
+    setattr(owner, parameter_name, pieces.cut(whole, split))
+
+
+def _sum_experts(module: nn.Module, region: Region) -> None:
+    """Every rank has a slice of every expert: tokens and their weights come in whole, and the outputs are summed."""
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(map(region.enter_tokens, args)), {key: region.enter_tokens(value) for key, value in kwargs.items()}
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return region.leave_tokens(output)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave)
+
+
+def _share_pieces(model: nn.Module, pieces: Pieces) -> None:
+    """Modules that only hold a parameter that a layer elsewhere uses hold its piece from now on."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in pieces.made:
+                module._parameters[name] = pieces.made[parameter][1]
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # it would reach past the layers' forward for their weights

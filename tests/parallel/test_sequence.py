@@ -1,0 +1,134 @@
+"""Sequence parallelism against the plain model, and what it says against plain tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.parallel.test_tensor import (
+    GPT_RULES,
+    Mlp,
+    counted_step,
+    encoder,
+    encoder_batch,
+    gpt,
+    gpt_of_twelve_heads,
+    next_tokens,
+    sentences,
+    squares,
+)
+from tests.parallel.training import check_training, seeded, tp_mesh
+from tests.ranks import RankPool
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.parallel.tensor import tensor_parallelize
+
+Pools = Callable[[str, int], RankPool]
+
+IN_BLOCKS = GPT_RULES | {"*.tokens": "whole", "*.head": "whole"}
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_gpt(pools: Pools, size: int) -> None:
+    """Eleven tokens divide by none of the sizes."""
+    build = gpt_of_twelve_heads if size == 3 else gpt
+    found = pools("gloo", size).run(check_training, build, sentences, next_tokens, GPT_RULES, True)[0]
+    assert {"blocks.0.norm1.weight", "blocks.0.attention.out.bias", "blocks.1.fc2.bias"} <= set(found["summed"])
+    assert not {"norm.weight", "positions.weight", "tokens.weight"} & set(found["summed"])
+    assert not set(found["cut"]) & set(found["summed"])
+
+
+def short_sentences() -> torch.Tensor:
+    return torch.randint(0, 37, (3, 4))
+
+
+def test_fewer_tokens_than_ranks(pools: Pools) -> None:
+    pools("gloo", 4).run(check_training, gpt, short_sentences, next_tokens, GPT_RULES, True)
+
+
+def test_torch_encoder(pools: Pools) -> None:
+    found = pools("gloo", 4).run(check_training, encoder, encoder_batch, squares, None, True)[0]
+    assert "layers.0.self_attn.out_proj.bias" in found["summed"]
+
+
+def check_traffic(comm: Communicator) -> None:
+    mesh = tp_mesh(comm)
+    plain, sequence = seeded(gpt), seeded(gpt)
+    tensor_parallelize(plain, mesh, IN_BLOCKS)
+    tensor_parallelize(sequence, mesh, IN_BLOCKS, sequence=True)
+    said, said_by_sequence = (counted_step(model, mesh, even_tokens) for model in (plain, sequence))
+    batch, length, width, layers = 3, 12, 24, 2
+    activations = batch * length * width * 8
+    # Each all-reduce is a reduce-scatter and an all-gather; besides there are the gradient's gather at the entry and
+    # the activations' at the exit, each half an all-reduce.
+    assert said_by_sequence.calls == {"reduce_scatter": 4 * layers, "all_gather": 4 * layers + 2}
+    half = activations * (comm.size - 1) / comm.size
+    assert said.sent == pytest.approx(4 * layers * 2 * half)
+    assert said_by_sequence.sent == pytest.approx(said.sent + 2 * half)
+
+
+def even_tokens(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    return model(tokens).square().mean()
+
+
+def test_says_as_much_as_plain_tensor_parallelism(pools: Pools) -> None:
+    pools("gloo", 4).run(check_traffic)
+
+
+def check_shapes(comm: Communicator) -> list[tuple[int, ...]]:
+    model = seeded(gpt)
+    tensor_parallelize(model, tp_mesh(comm), IN_BLOCKS, sequence=True)
+    seen = []
+    for module in (model.blocks[0].norm2, model.blocks[0].fc1, model.blocks[1], model.norm):
+        module.register_forward_hook(lambda module, args, output: seen.append(tuple(output.shape)))
+    model(torch.zeros(2, 5, dtype=torch.long))
+    return seen
+
+
+def test_activations_between_regions_are_pieces(pools: Pools) -> None:
+    shapes = pools("gloo", 2).run(check_shapes)
+    assert shapes[0] == [(2, 3, 24), (2, 5, 48), (2, 5, 24), (2, 5, 24)]
+    assert shapes[1] == [(2, 2, 24), (2, 5, 48), (2, 5, 24), (2, 5, 24)]
+
+
+class Stack(nn.Module):
+    def __init__(self, *middle: nn.Module) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(Mlp(), *middle) for _ in range(2))
+
+
+def refusals(comm: Communicator) -> list[str]:
+    mesh = tp_mesh(comm)
+    mlp = {"*.fc1": "column", "*.fc2": "row"}
+    cases = [
+        (Mlp(), mlp),
+        (gpt(), mlp),
+        (Stack(nn.BatchNorm1d(7)), mlp),
+        (Stack(nn.Conv1d(7, 7, 1)), mlp),
+        (Stack(), {"*.fc1": "column_gather", "*.fc2": "row_split"}),
+        (nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 2, enable_nested_tensor=False), None),
+    ]
+    messages = []
+    for model, rules in cases:
+        with pytest.raises(UsageError) as caught:
+            tensor_parallelize(model, mesh, rules, sequence=True)
+        messages.append(str(caught.value))
+    return messages
+
+
+def test_refusals(pools: Pools) -> None:
+    messages = pools("gloo", 2).run(refusals)[0]
+    expected = [
+        "Mlp has none; leave sequence out",
+        'blocks.0.attention.qkv a piece of the sequence, as no rule cuts it; if it works token by token, say so with '
+        'the rule {"*.qkv": "whole"}',
+        "blocks.0.1 takes means over all tokens",
+        "blocks.0.1 a piece of the sequence",
+        "blocks.0.0.fc1: column_gather inside a block",
+        "layers.0.self_attn has the sequence in dim 0",
+    ]
+    for message, part in zip(messages, expected, strict=True):
+        assert part in message

@@ -1,0 +1,94 @@
+"""Training the plain model and the parallel one side by side, and comparing all that comes of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.comm.communicator import Communicator
+from unisono.mesh.mesh import Mesh
+from unisono.parallel.layout import layout_of, whole_of
+from unisono.parallel.tensor import tensor_parallelize
+
+Build = Callable[[], nn.Module]
+Objective = Callable[[nn.Module, torch.Tensor], torch.Tensor]  # the loss of a model on a batch
+
+
+def seeded(build: Build) -> nn.Module:
+    torch.manual_seed(5)
+    return build().double()
+
+
+def tp_mesh(comm: Communicator) -> Mesh:
+    return Mesh((comm.size,), ("tp",))
+
+
+def sum_over_tp(model: nn.Module, mesh: Mesh) -> None:
+    """What a trainer does for gradients that tp ranks have parts of."""
+    for parameter in model.parameters():
+        if parameter.grad is not None and "tp" in layout_of(parameter).summed:
+            mesh.comm("tp").all_reduce(parameter.grad)
+
+
+def close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
+    assert got.shape == expected.shape, f"{what}: {tuple(got.shape)} instead of {tuple(expected.shape)}"
+    worst = (got - expected).abs().max() / expected.abs().max().clamp_min(1e-3) if got.numel() else torch.zeros(())
+    assert worst <= 1e-9, f"{what} is off by {worst:.1e} relative"
+
+
+def whole_gradients(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
+    found = {}
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None, f"{name} has no gradient"
+        found[name] = whole_of(parameter.grad, layout_of(parameter), mesh)
+    return found
+
+
+def whole_parameters(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
+    return {name: whole_of(parameter, layout_of(parameter), mesh) for name, parameter in model.named_parameters()}
+
+
+def check_training(
+    comm: Communicator,
+    build: Build,
+    batch: Callable[[], torch.Tensor],
+    objective: Objective,
+    rules: Mapping[str, str] | None = None,
+    sequence: bool = False,
+    optimizer: str = "AdamW",
+    parallel_objective: Objective | None = None,
+) -> dict[str, Any]:
+    """Three steps of both; returns the names of the parameters that were cut and of those summed over tp."""
+    mesh = tp_mesh(comm)
+    plain, parallel = seeded(build), seeded(build)
+    names = [name for name, _ in plain.named_parameters()]
+    tensor_parallelize(parallel, mesh, rules, sequence)
+    assert [name for name, _ in parallel.named_parameters()] == names
+    for name, whole in whole_parameters(parallel, mesh).items():
+        assert torch.equal(whole, plain.get_parameter(name)), f"{name} differs before the first step"
+    optimizers = [getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2) for model in (plain, parallel)]
+    for step in range(3):
+        torch.manual_seed(100 + step)
+        inputs = batch()
+        losses = []
+        for model, loss_of in ((plain, objective), (parallel, parallel_objective or objective)):
+            model.zero_grad()
+            loss = loss_of(model, inputs)
+            loss.backward()
+            losses.append(loss.detach())
+        sum_over_tp(parallel, mesh)
+        close(losses[1], losses[0], f"step {step}: the loss")
+        for name, grad in whole_gradients(parallel, mesh).items():
+            close(grad, plain.get_parameter(name).grad, f"step {step}: the gradient of {name}")
+        for each in optimizers:
+            each.step()
+        for name, whole in whole_parameters(parallel, mesh).items():
+            close(whole, plain.get_parameter(name).detach(), f"step {step}: parameter {name}")
+    layouts = {name: layout_of(parameter) for name, parameter in parallel.named_parameters()}
+    return {
+        "cut": [name for name, layout in layouts.items() if "tp" in layout.axes],
+        "summed": [name for name, layout in layouts.items() if "tp" in layout.summed],
+    }
