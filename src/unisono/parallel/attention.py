@@ -17,7 +17,7 @@ from torch import nn
 from unisono.errors import UsageError
 from unisono.parallel import conjugates
 from unisono.parallel.linear import RowParallelLinear
-from unisono.parallel.pieces import Pieces, packed
+from unisono.parallel.tensor_pieces import Pieces, packed
 from unisono.parallel.region import Region
 
 

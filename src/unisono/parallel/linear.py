@@ -21,7 +21,7 @@ from unisono.comm import world as worlds
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel import conjugates
-from unisono.parallel.pieces import Pieces, lengths_of, packed
+from unisono.parallel.tensor_pieces import Pieces, lengths_of, packed
 from unisono.parallel.region import Region
 
 Initialiser = Callable[[torch.Tensor], Any]

@@ -20,7 +20,7 @@ from unisono.errors import UsageError
 from unisono.parallel import conjugates
 from unisono.parallel.layout import Split
 from unisono.parallel.linear import Initialiser
-from unisono.parallel.pieces import TP, Pieces, lengths_of
+from unisono.parallel.tensor_pieces import TP, Pieces, lengths_of
 
 
 class VocabParallelEmbedding(nn.Module):
