@@ -142,10 +142,9 @@ class GlobalLoss:
             elif count != foretold:
                 raise UsageError(_ASTRAY)
 
-    @torch.no_grad()
     def _prove(self, outputs: Any, targets: Any) -> None:
         """That the loss of the whole is the sum of partial losses of two halves, on this very batch."""
-        outputs = tree_map(lambda leaf: leaf.detach() if isinstance(leaf, torch.Tensor) else leaf, outputs)
+        outputs = tree_map(_cut_off, outputs)
         for dim in self._dims:
             halves = _halves(outputs, targets, dim)
             if halves is None:
@@ -163,8 +162,8 @@ class GlobalLoss:
             gap = (whole - parts[0] - parts[1]).abs()
             if not bool(gap <= _TOLERANCE.get(whole.dtype, 1e-5) * scale):
                 raise UsageError(
-                    f"the loss {_name(self._loss)} on a batch is {float(whole):.6g}, but from two halves along dim "
-                    f"{dim} it comes to {float(parts[0] + parts[1]):.6g}: it is not made of sums and means over "
+                    f"the loss {_name(self._loss)} on a batch is {whole.item():.6g}, but from two halves along dim "
+                    f"{dim} it comes to {(parts[0] + parts[1]).item():.6g}: it is not made of sums and means over "
                     "samples. Take means with .mean(), reduction='mean' or sum / sum, rather than dividing by a size; a "
                     "loss that compares samples with each other, or has a term without samples, cannot be cut: "
                     "use dp=1, cp=1, microbatches=1"
@@ -186,6 +185,11 @@ def _blank(outputs: Any) -> Any:
         return zero.expand(leaf.shape)
 
     return tree_map(blank, outputs)
+
+
+def _cut_off(leaf: Any) -> Any:
+    """The tensor without its history; it still says whether it needs a gradient, which tells counts from values."""
+    return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
 def _halves(outputs: Any, targets: Any, dim: int) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:
