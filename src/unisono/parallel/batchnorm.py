@@ -14,8 +14,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.comm.communicator import Communicator
@@ -26,9 +27,10 @@ from unisono.plan.plan import DATA
 
 def convert(model: nn.Module, mesh: Mesh) -> nn.Module:
     """Make every BatchNorm of the model use the statistics of the batch over the mesh's data axes. In place."""
-    if mesh.size(*DATA) == 1:
+    axes = [axis for axis in DATA if axis in mesh.names]
+    if not axes or mesh.size(*axes) == 1:
         return model
-    comm = mesh.comm(*DATA)
+    comm = mesh.comm(*axes)
     for name, module in model.named_modules():
         if isinstance(module, _BatchNorm) and not isinstance(module, _Global):
             if type(module) not in _GLOBAL:
@@ -56,7 +58,8 @@ class _Global(_BatchNorm):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         if not _uses_batch(self):
-            return super().forward(input)
+            mean, variance = self.running_mean, self.running_var
+            return F.batch_norm(input, mean, variance, self.weight, self.bias, eps=self.eps)
         self._check_input_dim(input)
         channels = input.shape[1]
         output, mean, deviations, count = _Normalise.apply(input, self.eps, self._comm)
@@ -117,8 +120,8 @@ def _statistics(wide: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, t
     comm.all_gather_into(everyone, message)
     means, spreads, counts = everyone[:, :channels], everyone[:, channels:-1], everyone[:, -1:]
     count = counts.sum()
-    if int(count) < 2:
-        raise UsageError(f"BatchNorm needs more than one value per channel when training; the global batch has {count}")
+    if here < 2 and int(count) < 2:  # asks the device only where it may be so
+        raise UsageError(f"BatchNorm needs more than one value a channel to train; the global batch has {int(count)}")
     whole = (counts * means).sum(0) / count
     return whole, (spreads + counts * (means - whole) ** 2).sum(0), count
 
