@@ -1,0 +1,158 @@
+"""Batch normalisation over the global batch.
+
+BatchNorm's statistics are those of the batch, so a rank that sees a part of it must ask the others. Every rank gives its
+count, mean and sum of squared deviations for each channel; with them (Chan's formula)
+
+    count = sum n_r      mean = sum n_r mean_r / count      deviations = sum (d_r + n_r (mean_r - mean)^2)
+
+which stays exact where a sum of squares would cancel. The gradient of the normalised x is, with means over the global
+batch, (dy - mean(dy) - x mean(dy x)) / deviation: two sums a channel cross the ranks in the backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.plan.plan import DATA
+
+
+def convert(model: nn.Module, mesh: Mesh) -> nn.Module:
+    """Make every BatchNorm of the model use the statistics of the batch over the mesh's data axes. In place."""
+    axes = [axis for axis in DATA if axis in mesh.names]
+    if not axes or mesh.size(*axes) == 1:
+        return model
+    comm = mesh.comm(*axes)
+    for name, module in model.named_modules():
+        if isinstance(module, _BatchNorm) and not isinstance(module, _Global):
+            if type(module) not in _GLOBAL:
+                raise UsageError(
+                    f"{name} is a {type(module).__name__}; known are {', '.join(cls.__name__ for cls in _GLOBAL)}"
+                )
+            module.__class__ = _GLOBAL[type(module)]
+            module._comm = comm
+    return model
+
+
+def has_batchnorm(model: nn.Module) -> bool:
+    """Whether anything in the model depends on the batch as a whole, so that microbatches would change the result."""
+    return any(isinstance(module, _BatchNorm) and _uses_batch(module) for module in model.modules())
+
+
+def _uses_batch(module: _BatchNorm) -> bool:
+    return module.training or module.running_mean is None
+
+
+class _Global(_BatchNorm):
+    """A BatchNorm whose batch lies on several ranks."""
+
+    _comm: Communicator
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if not _uses_batch(self):
+            mean, variance = self.running_mean, self.running_var
+            return F.batch_norm(input, mean, variance, self.weight, self.bias, eps=self.eps)
+        self._check_input_dim(input)
+        channels = input.shape[1]
+        output, mean, deviations, count = _Normalise.apply(input, self.eps, self._comm)
+        if self.training and self.track_running_stats:
+            self._track(mean, deviations, count)
+        shape = (1, channels, *[1] * (input.ndim - 2))
+        if self.affine:
+            output = output * self.weight.to(output.dtype).view(shape) + self.bias.to(output.dtype).view(shape)
+        return output.to(input.dtype)
+
+    @torch.no_grad()
+    def _track(self, mean: torch.Tensor, deviations: torch.Tensor, count: torch.Tensor) -> None:
+        if self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+        if self.running_mean is None or self.running_var is None:
+            return
+        factor: Any = self.momentum
+        if factor is None:  # the average of all batches so far
+            factor = 1.0 / float(self.num_batches_tracked)  # type: ignore[arg-type]
+        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
+        self.running_var.lerp_((deviations / (count - 1)).to(self.running_var.dtype), factor)
+
+
+class _Normalise(torch.autograd.Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, input: torch.Tensor, eps: float, comm: Communicator
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        wide = input.double() if input.dtype == torch.float64 else input.float()
+        mean, deviations, count = _statistics(wide, comm)
+        scale = torch.rsqrt(deviations / count + eps)
+        normal = (wide - _wide_as(mean, wide)) * _wide_as(scale, wide)
+        ctx.save_for_backward(normal, scale, count)
+        ctx.comm = comm
+        ctx.mark_non_differentiable(mean, deviations, count)
+        ctx.dtype = input.dtype
+        return normal, mean, deviations, count
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None, None]:
+        normal, scale, count = ctx.saved_tensors
+        sums = torch.stack([_over_batch(gradient), _over_batch(gradient * normal)])
+        ctx.comm.all_reduce(sums)
+        straight, along = sums / count
+        slope = gradient - _wide_as(straight, normal) - normal * _wide_as(along, normal)
+        return (slope * _wide_as(scale, normal)).to(ctx.dtype), None, None
+
+
+def _statistics(wide: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The mean and the sum of squared deviations of each channel, and the count, over all ranks."""
+    channels = wide.shape[1]
+    here = wide.numel() // channels if channels else 0
+    mean = _over_batch(wide) / max(here, 1)
+    deviations = _over_batch((wide - _wide_as(mean, wide)) ** 2)
+    message = torch.cat([mean, deviations, mean.new_tensor([here])])
+    everyone = message.new_empty(comm.size, len(message))
+    comm.all_gather_into(everyone, message)
+    means, spreads, counts = everyone[:, :channels], everyone[:, channels:-1], everyone[:, -1:]
+    count = counts.sum()
+    if here < 2 and int(count) < 2:  # asks the device only where it may be so
+        raise UsageError(f"BatchNorm needs more than one value a channel to train; the global batch has {int(count)}")
+    whole = (counts * means).sum(0) / count
+    return whole, (spreads + counts * (means - whole) ** 2).sum(0), count
+
+
+def _over_batch(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.sum([dim for dim in range(tensor.ndim) if dim != 1])
+
+
+def _wide_as(channels: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+    return channels.view(1, -1, *[1] * (like.ndim - 2))
+
+
+class GlobalBatchNorm1d(_Global, nn.BatchNorm1d):
+    pass
+
+
+class GlobalBatchNorm2d(_Global, nn.BatchNorm2d):
+    pass
+
+
+class GlobalBatchNorm3d(_Global, nn.BatchNorm3d):
+    pass
+
+
+class GlobalSyncBatchNorm(_Global, nn.SyncBatchNorm):
+    pass
+
+
+_GLOBAL: dict[type[_BatchNorm], type[_Global]] = {
+    nn.BatchNorm1d: GlobalBatchNorm1d,
+    nn.BatchNorm2d: GlobalBatchNorm2d,
+    nn.BatchNorm3d: GlobalBatchNorm3d,
+    nn.SyncBatchNorm: GlobalSyncBatchNorm,
+}

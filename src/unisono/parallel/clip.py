@@ -1,0 +1,99 @@
+"""Clipping gradients, of which every rank holds some pieces, as if one process held them whole.
+
+A piece may lie on several ranks: on all replicas, or on the tensor-parallel ranks that keep a parameter whole. Of those,
+one counts it: the first along each axis that does not cut the parameter. So one message over the whole mesh gives the
+norm, whichever strategies cut what. Pipeline stages hold different parameters; one that is tied between stages is named
+in `uncounted` on all but one of them.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable
+
+import torch
+
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.parallel.layout import layout_of
+
+STAGES = "pp"  # the axis along which ranks hold different parameters, not different pieces
+
+
+def gradient_norm(
+    parameters: Iterable[torch.Tensor],
+    mesh: Mesh,
+    norm_type: float = 2.0,
+    uncounted: Collection[torch.Tensor] = (),
+) -> torch.Tensor:
+    """The norm of all gradients of the whole model. Every rank of the mesh calls it, after gradients are summed."""
+    norm_type = _checked(norm_type)
+    skipped = {id(parameter) for parameter in uncounted}
+    mine = [
+        parameter.grad.detach()
+        for parameter in _once(parameters)
+        if parameter.grad is not None and id(parameter) not in skipped and _counts(parameter, mesh)
+    ]
+    norms = [torch.linalg.vector_norm(gradient, norm_type).double() for gradient in mine if gradient.numel()]
+    comm = mesh.comm()
+    device = norms[0].device if norms else comm.device
+    stacked = torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, device=device).double()
+    if math.isinf(norm_type):
+        total = stacked.max()
+        return comm.all_reduce(total, "max") if comm.size > 1 else total
+    total = stacked.pow(norm_type).sum()
+    if comm.size > 1:
+        comm.all_reduce(total)
+    return total.pow(1.0 / norm_type)
+
+
+def clip_by_norm(
+    parameters: Iterable[torch.Tensor],
+    max_norm: float,
+    mesh: Mesh,
+    norm_type: float = 2.0,
+    *,
+    uncounted: Collection[torch.Tensor] = (),
+    error_if_nonfinite: bool = False,
+) -> torch.Tensor:
+    """Scale gradients in place so that their norm over the whole model is at most max_norm; returns the norm before.
+
+    What torch.nn.utils.clip_grad_norm_ does to the whole model in one process.
+    """
+    if not max_norm >= 0:
+        raise UsageError(f"clip: max_norm={max_norm}; expected a number of at least 0")
+    parameters = _once(parameters)
+    norm = gradient_norm(parameters, mesh, norm_type, uncounted)
+    if error_if_nonfinite and not bool(norm.isfinite()):
+        raise UsageError(f"the norm of the gradients is {float(norm)}; a loss or a learning rate may be too large")
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for parameter in parameters:
+        if parameter.grad is not None:
+            parameter.grad.detach().mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
+    return norm
+
+
+def clip_by_value(parameters: Iterable[torch.Tensor], limit: float) -> None:
+    """Bring every element of the gradients into [-limit, limit], in place; no rank needs another for it."""
+    if not limit >= 0:
+        raise UsageError(f"clip: limit={limit}; expected a number of at least 0")
+    for parameter in _once(parameters):
+        if parameter.grad is not None:
+            parameter.grad.detach().clamp_(-limit, limit)
+
+
+def _counts(parameter: torch.Tensor, mesh: Mesh) -> bool:
+    """Whether this rank counts its piece, rather than another rank that has the same."""
+    cut = (*layout_of(parameter).axes, STAGES)
+    return all(mesh.index(axis) == 0 for axis in mesh.names if axis not in cut)
+
+
+def _once(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:
+    return list({id(parameter): parameter for parameter in parameters}.values())
+
+
+def _checked(norm_type: float) -> float:
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise UsageError(f"clip: norm_type={norm_type}; expected a number above 0, or inf")
+    return norm_type

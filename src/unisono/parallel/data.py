@@ -1,0 +1,85 @@
+"""Data parallelism: every rank has the whole model and a share of the batch.
+
+Each rank computes the gradient of its part of the loss. The loss on the global batch is the sum of the parts (loss.py),
+so its gradient is the sum of theirs: after summing, all ranks take the same optimizer step and stay equal.
+
+`sum_gradients` is that sentence in code. `DataParallel` does the same while the backward is still running (reducer.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from unisono.comm.handle import Handle
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.parallel.layout import layout_of
+from unisono.parallel.reducer import BUCKET_BYTES, Bucket, Reducer, buckets_of, summed_axes
+from unisono.plan.plan import REPLICAS
+
+
+def sum_gradients(model: nn.Module, mesh: Mesh) -> None:
+    """The reference: sum every gradient over the ranks that hold parts of it, one after the other."""
+    for parameter in model.parameters():
+        axes = summed_axes(parameter, mesh)
+        if axes and parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            mesh.comm(*axes).all_reduce(parameter.grad)
+
+
+class DataParallel(Reducer):
+    """Sums gradients in buckets during the backward, each parameter's over the axes that its layout names.
+
+    replicas = DataParallel(model, mesh)
+    for microbatch in all but the last:
+        with replicas.hold():
+            loss(...).backward()
+    loss(...).backward()
+    replicas.finish()                # now every parameter's .grad is that of the global batch
+
+    Gradients of the step before must be gone (zero_grad) when a step's first backward begins.
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, bucket_bytes: int = BUCKET_BYTES) -> None:
+        super().__init__(buckets_of(list(model.named_parameters()), mesh, bucket_bytes))
+
+    def _leave(self, bucket: Bucket) -> Handle:
+        pieces = [
+            torch.zeros(parameter.numel(), dtype=bucket.dtype, device=parameter.device)
+            if parameter.grad is None
+            else parameter.grad.reshape(-1)
+            for parameter in bucket.parameters
+        ]
+        flat = torch.cat(pieces)
+        for parameter in bucket.parameters:
+            parameter.grad = None
+        return bucket.comm.all_reduce(flat, async_op=True)
+
+    def _settle(self, bucket: Bucket, total: torch.Tensor) -> None:
+        pieces = total.split([parameter.numel() for parameter in bucket.parameters])
+        for parameter, piece in zip(bucket.parameters, pieces, strict=True):
+            parameter.grad = piece.view(parameter.shape)
+
+
+def torch_data_parallel(model: nn.Module, mesh: Mesh, **options: Any) -> DistributedDataParallel:
+    """torch's own DistributedDataParallel, made to sum; for plans in which nothing but the batch is cut."""
+    for name, parameter in model.named_parameters():
+        if layout_of(parameter).splits or layout_of(parameter).summed != REPLICAS:
+            raise UsageError(f"{name} is cut, which torch's DistributedDataParallel knows nothing of; use DataParallel")
+    group = mesh.comm(*[axis for axis in REPLICAS if axis in mesh.names]).group
+    wrapped = DistributedDataParallel(
+        model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True, **options
+    )
+    wrapped.register_comm_hook(group, _sum)
+    return wrapped
+
+
+def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])

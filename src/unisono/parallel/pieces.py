@@ -1,0 +1,144 @@
+"""Pieces: which rows of each parameter a rank owns, and how the pieces of many travel in one message.
+
+A parameter is cut along dim 0. A message to or from all ranks has one chunk a rank, of equal size: the rank's rows of
+every parameter, one after the other, and padding.
+
+    gradients   [ chunk 0 | chunk 1 | ... ]   --reduce-scatter-->   my chunk, summed
+    parameters  my chunk   --all-gather-->   [ chunk 0 | chunk 1 | ... ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from unisono.comm.communicator import Communicator
+from unisono.comm.handle import Handle
+from unisono.parallel.layout import Axes, Layout, Split, layout_of
+from unisono.parallel.reducer import Bucket
+
+Held = tuple[range, ...]  # the rows of each rank
+
+
+def rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with a dim 0, which a number has not."""
+    return tensor if tensor.ndim else tensor.view(1)
+
+
+def dealt_by_row(shape: torch.Size, load: list[int]) -> Held:
+    """Every rank gets about as many rows; the ranks with the least load so far get one more where it does not divide."""
+    ranks = len(load)
+    if not shape:
+        return (range(1),) * ranks  # a single number is not worth a cut: all own it
+    small, extra = divmod(shape[0], ranks)
+    favoured = set(sorted(range(ranks), key=lambda rank: load[rank])[:extra])
+    held, first = [], 0
+    for rank in range(ranks):
+        last = first + small + (rank in favoured)
+        held.append(range(first, last))
+        load[rank] += (last - first) * shape[1:].numel()
+        first = last
+    return tuple(held)
+
+
+def dealt_whole(shape: torch.Size, load: list[int]) -> Held:
+    """The rank with the least load so far gets the whole: for optimizers that look at a parameter as a whole."""
+    if not shape:
+        return (range(1),) * len(load)
+    owner = load.index(min(load))
+    load[owner] += shape.numel()
+    return tuple(range(shape[0]) if rank == owner else range(0) for rank in range(len(load)))
+
+
+class Piece:
+    """One parameter, and the rows of it that each rank of its group owns."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, held: Held, axes: Axes, rank: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.held = held
+        self.mine = held[rank]
+        self.shape = parameter.shape
+        layout = layout_of(parameter)
+        self.whole_layout = layout
+        self.layout: Layout = layout.cut(Split(axes, 0, held)) if self.shape else layout
+        self.optimized = parameter  # what the optimizer sees: this rank's rows, perhaps in another precision
+
+    def of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """The rows of a rank, as a view."""
+        held = self.held[rank]
+        return rows(whole)[held.start : held.stop]
+
+    def size(self, rank: int) -> int:
+        return len(self.held[rank]) * self.shape[1:].numel()
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows, in the shape that the optimizer sees."""
+        return rows(whole)[self.mine.start : self.mine.stop].view(self.local_shape)
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return (len(self.mine), *self.shape[1:]) if self.shape else ()
+
+
+class PieceBucket(Bucket):
+    """Parameters whose pieces travel together."""
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], comm: Communicator, pieces: Sequence[Piece]
+    ) -> None:
+        super().__init__(names, parameters, comm)
+        self.pieces = list(pieces)
+        self.chunk = max(sum(piece.size(rank) for piece in pieces) for rank in range(comm.size))
+
+    def reduce_scatter(self, gradients: Sequence[torch.Tensor | None]) -> Handle:
+        """Sum whole gradients over the ranks; the handle gives this rank's chunk. A missing one counts as zeros."""
+        device = self.parameters[0].device
+        message = torch.zeros(self.comm.size * self.chunk, dtype=self.dtype, device=device)
+        targets, sources = [], []
+        for rank in range(self.comm.size):
+            for piece, place, gradient in zip(self.pieces, self._places(message, rank), gradients, strict=True):
+                if gradient is not None:
+                    targets.append(place)
+                    sources.append(piece.of(gradient, rank))
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        return self.comm.reduce_scatter(message, async_op=True)
+
+    def all_gather(self, locals_: Sequence[torch.Tensor], dtype: torch.dtype) -> Handle:
+        """Give every rank this rank's rows of every parameter; the handle gives the message."""
+        device = self.parameters[0].device
+        chunk = torch.zeros(self.chunk, dtype=dtype, device=device)
+        first = 0
+        for local in locals_:
+            chunk[first : first + local.numel()].copy_(local.reshape(-1))
+            first += local.numel()
+        return self.comm.all_gather_into(chunk.new_empty(self.comm.size * self.chunk), chunk, async_op=True)
+
+    @torch.no_grad()
+    def unpack(self, message: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
+        """Put what `all_gather` brought into whole tensors."""
+        targets, sources = [], []
+        for rank in range(self.comm.size):
+            for piece, place, whole in zip(self.pieces, self._places(message, rank), wholes, strict=True):
+                targets.append(piece.of(whole, rank))
+                sources.append(place)
+        torch._foreach_copy_(targets, sources)
+
+    def mine_in(self, chunk: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's rows of every parameter, in its chunk."""
+        sizes = [piece.size(self.comm.rank) for piece in self.pieces]
+        parts = chunk[: sum(sizes)].split(sizes)
+        return [part.view(piece.local_shape) for piece, part in zip(self.pieces, parts, strict=True)]
+
+    def _places(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Where the rows of a rank lie in a message, shaped as rows."""
+        first = rank * self.chunk
+        places = []
+        for piece in self.pieces:
+            last = first + piece.size(rank)
+            places.append(message[first:last].view(len(piece.held[rank]), *piece.shape[1:]))
+            first = last
+        return places

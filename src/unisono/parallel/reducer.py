@@ -1,0 +1,221 @@
+"""The reducer: gradients travel in buckets, while the backward still computes others.
+
+A parameter's gradient is ready when autograd has accumulated it. Parameters that become ready about the same time share
+a bucket; a full bucket leaves at once. Buckets leave in one fixed order on every rank, whatever order autograd works in,
+so that ranks whose models took different paths still meet; what is missing when the backward ends leaves as zeros.
+
+`DataParallel` and `Zero` say what leaving and arriving mean. How often gradients travel in a step is a property of the
+program, not of the data: once for every backward outside `hold`, or once at `finish` if there was none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.comm.communicator import Communicator
+from unisono.comm.handle import Handle
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.parallel.layout import Axes, layout_of
+
+BUCKET_BYTES = 25 * 2**20
+
+
+def summed_axes(parameter: torch.Tensor, mesh: Mesh) -> Axes:
+    """The axes along which ranks hold parts of this parameter's gradient: those of its layout that have several."""
+    return tuple(axis for axis in layout_of(parameter).summed if axis in mesh.names and mesh.size(axis) > 1)
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+class Bucket:
+    """Parameters of one dtype, device and group of ranks, whose gradients travel together."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], comm: Communicator) -> None:
+        self.names = list(names)
+        self.parameters = list(parameters)
+        self.comm = comm
+        self.missing = len(self.parameters)  # gradients of this round that are not there yet
+        self.handle: Handle | None = None
+        self.total: torch.Tensor | None = None  # what has arrived since the last finish
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return gradient_dtype(self.parameters[0])
+
+
+def buckets_of(
+    named: Iterable[tuple[str, nn.Parameter]],
+    mesh: Mesh,
+    most_bytes: int,
+    make: Callable[[Sequence[str], Sequence[nn.Parameter], Communicator], Any] = Bucket,
+) -> list[Any]:
+    """Deal parameters that need summing into buckets, last ones first: about the order in which backward gets them."""
+    kinds: dict[tuple[Axes, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        axes = summed_axes(parameter, mesh)
+        if axes and parameter.requires_grad:
+            kinds.setdefault((axes, gradient_dtype(parameter), parameter.device), []).append((name, parameter))
+    made: list[tuple[int, Any]] = []
+    places = {id(parameter): place for place, (_, parameter) in enumerate(named)}
+    for axes in sorted({axes for axes, _, _ in kinds}):
+        mesh.comm(*axes)  # groups are made in the same order on every rank
+    for (axes, _, _), members in kinds.items():
+        for group in _filled(reversed(members), most_bytes):
+            names, parameters = zip(*group, strict=True)
+            made.append((places[id(parameters[0])], make(names, parameters, mesh.comm(*axes))))
+    return [bucket for _, bucket in sorted(made, key=lambda entry: -entry[0])]
+
+
+def _filled(
+    members: Iterable[tuple[str, nn.Parameter]], most_bytes: int
+) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    group: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in members:
+        grown = size + parameter.numel() * gradient_dtype(parameter).itemsize
+        if group and grown > most_bytes:
+            yield group
+            group, grown = [], grown - size
+        group.append((name, parameter))
+        size = grown
+    if group:
+        yield group
+
+
+class Reducer:
+    """Sends buckets off during the backward.
+
+    Subclasses: `_leave` takes the gradients off a bucket's parameters and sends them; `_settle` gives the sum of all that
+    arrived in a step back. In between parameters hold only what has not been summed yet.
+    """
+
+    def __init__(self, buckets: Sequence[Bucket], watch: bool = True) -> None:
+        """`watch`: see by itself when gradients are ready; else the subclass sends buckets."""
+        self.buckets = list(buckets)
+        self._home = {id(parameter): bucket for bucket in buckets for parameter in bucket.parameters}
+        self._seen: set[int] = set()  # parameters that got a gradient since the last finish
+        self._next = 0  # the bucket that leaves next
+        self._rounds = 0  # since the last finish
+        self._is_held = False
+        self._has_held_back = False
+        self._is_under_way = False
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._ready)
+            for bucket in buckets
+            for parameter in bucket.parameters
+            if watch
+        ]
+
+    def _leave(self, bucket: Any) -> Handle:
+        raise AssertionError("a subclass says how a bucket leaves")
+
+    def _settle(self, bucket: Any, total: torch.Tensor) -> None:
+        raise AssertionError("a subclass says what becomes of a sum")
+
+    def _drop(self, name: str, parameter: nn.Parameter) -> None:
+        """No rank has a gradient for it: nor has one process."""
+        parameter.grad = None
+
+    def remove(self) -> None:
+        """Take the hooks off the parameters."""
+        for hook in self._hooks:
+            hook.remove()
+
+    @contextlib.contextmanager
+    def hold(self) -> Iterator[None]:
+        """In the block, backward only accumulates: for every microbatch but the last."""
+        before, self._is_held = self._is_held, True
+        try:
+            yield
+        finally:
+            self._is_held = before
+
+    def finish(self) -> None:
+        """Wait until all gradients are summed. Every rank calls it after the last backward of a step."""
+        self._is_under_way = False
+        self._complete()
+        for bucket in self.buckets:
+            self._land(bucket)
+            if bucket.total is not None:
+                self._settle(bucket, bucket.total)
+                bucket.total = None
+        self._agree_on_missing()
+        self._seen.clear()
+        self._rounds = 0
+
+    def _complete(self) -> None:
+        """Send what must be sent before a step can end."""
+        if self._rounds == 0 or self._has_held_back:
+            self._send_rest()
+
+    def _ready(self, parameter: torch.Tensor) -> None:
+        self._seen.add(id(parameter))
+        if self._is_held:
+            self._has_held_back = True
+            return
+        if not self._is_under_way:
+            self._is_under_way = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+        bucket = self._home[id(parameter)]
+        bucket.missing -= 1
+        if bucket.missing < 0:
+            raise UsageError(
+                f"{bucket.names[bucket.parameters.index(parameter)]} got a second gradient in one backward, after the "  # type: ignore[arg-type]
+                "first had been sent to other ranks; run backward in hold() and reduce at the end"
+            )
+        while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
+            self._send_next()
+
+    def _end_of_backward(self) -> None:
+        if self._is_under_way:  # else an exception ended it, and finish has cleaned up
+            self._send_rest()
+            self._is_under_way = False
+
+    def _send_rest(self) -> None:
+        while self._next < len(self.buckets):
+            self._send_next()
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+        self._next = 0
+        self._rounds += 1
+        self._has_held_back = False
+
+    def _send_next(self) -> None:
+        self._send(self.buckets[self._next])
+        self._next += 1
+
+    def _send(self, bucket: Bucket) -> None:
+        self._land(bucket)
+        for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+            if parameter.grad is not None and parameter.grad.layout != torch.strided:
+                raise UsageError(f"{name} has a sparse gradient; use nn.Embedding(sparse=False)")
+        bucket.handle = self._leave(bucket)
+
+    def _land(self, bucket: Bucket) -> None:
+        if bucket.handle is not None:
+            result = bucket.handle.wait()
+            bucket.handle = None
+            bucket.total = result if bucket.total is None else bucket.total.add_(result)
+
+    def _agree_on_missing(self) -> None:
+        """Tell a gradient of zeros from none: an optimizer passes over a parameter that has none on any rank."""
+        groups: dict[int, list[tuple[str, nn.Parameter]]] = {}
+        comms: dict[int, Communicator] = {}
+        for bucket in self.buckets:
+            comms[id(bucket.comm)] = bucket.comm
+            groups.setdefault(id(bucket.comm), []).extend(zip(bucket.names, bucket.parameters, strict=True))
+        for key, members in groups.items():
+            seen = torch.tensor([id(parameter) in self._seen for _, parameter in members], dtype=torch.uint8)
+            seen = seen.to(comms[key].device)
+            comms[key].all_reduce(seen, "max")
+            for (name, parameter), is_seen in zip(members, seen.tolist(), strict=True):
+                if not is_seen:
+                    self._drop(name, parameter)

@@ -1,0 +1,101 @@
+"""Optimizer state as one process would have it: whole tensors, by the names of the parameters.
+
+For a plain optimizer pass the model's named parameters; for ZeRO what it optimizes (`zero.optimized()`). Their layouts
+tell how they, and state tensors of their shape, lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.parallel.layout import layout_of, local_of, whole_of
+
+Named = Iterable[tuple[str, torch.Tensor]]
+_LIES = "as the parameter"
+
+
+def whole_shape(tensor: torch.Tensor) -> torch.Size:
+    """The shape of the whole of which this rank holds a piece."""
+    shape = list(tensor.shape)
+    for split in reversed(layout_of(tensor).splits):
+        shape[split.dim] = split.length
+    return torch.Size(shape)
+
+
+def whole_state(optimizer: Optimizer, named: Named, mesh: Mesh) -> dict[str, Any]:
+    """{"state": {name: {key: whole tensor or value}}, "param_groups": [...]}. Every rank of the mesh calls it."""
+    tensors = dict(named)
+    names = {id(tensor): name for name, tensor in tensors.items()}
+    groups = [
+        {**group, "params": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]}
+        for group in optimizer.param_groups
+    ]
+    return {
+        "state": {name: _whole(optimizer.state.get(tensor, {}), tensor, mesh) for name, tensor in tensors.items()},
+        "param_groups": groups,
+    }
+
+
+def _whole(state: dict[str, Any], tensor: torch.Tensor, mesh: Mesh) -> dict[str, Any]:
+    layout = layout_of(tensor)
+    told = {key: _told(value, tensor) for key, value in state.items()}
+    if not layout.axes:
+        return {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+    # A rank that owns nothing of a parameter may have no state for it: the others tell what there is.
+    merged: dict[str, Any] = {}
+    for theirs in mesh.comm(*_in_order(layout.axes, mesh)).all_gather_object(told):
+        for key, value in theirs.items():
+            merged.setdefault(key, value)
+    whole = {}
+    for key, value in merged.items():
+        if isinstance(value, tuple) and value[0] == _LIES:
+            local = state.get(key, tensor.new_empty(tensor.shape, dtype=value[1]))
+            whole[key] = whole_of(local, layout, mesh)
+        else:
+            whole[key] = value
+    return whole
+
+
+def _told(value: Any, tensor: torch.Tensor) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return (_LIES, value.dtype) if value.shape == tensor.shape and tensor.ndim else value.detach().cpu()
+
+
+def _in_order(axes: Iterable[str], mesh: Mesh) -> list[str]:
+    return [name for name in mesh.names if name in set(axes)]
+
+
+@torch.no_grad()
+def load_whole_state(optimizer: Optimizer, named: Named, mesh: Mesh, state: dict[str, Any]) -> None:
+    """Put whole state back, each rank keeping its piece; the plan may be another than the one that saved it."""
+    tensors = dict(named)
+    unknown = sorted(set(tensors) - set(state["state"]))
+    if unknown:
+        raise UsageError(f"the optimizer state to load has nothing for {', '.join(unknown[:3])}; is it another model's?")
+    if len(state["param_groups"]) != len(optimizer.param_groups):
+        raise UsageError(
+            f"the optimizer state to load has {len(state['param_groups'])} parameter groups, "
+            f"but the optimizer {len(optimizer.param_groups)}"
+        )
+    for group, loaded in zip(optimizer.param_groups, state["param_groups"], strict=True):
+        group.update({key: value for key, value in loaded.items() if key != "params"})
+    for name, tensor in tensors.items():
+        shape = whole_shape(tensor)
+        pieces = {key: _piece(value, tensor, shape, mesh) for key, value in state["state"][name].items()}
+        if pieces:
+            optimizer.state[tensor] = pieces
+
+
+def _piece(value: Any, tensor: torch.Tensor, shape: torch.Size, mesh: Mesh) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    if value.shape == shape and shape:
+        return local_of(value, layout_of(tensor), mesh).to(tensor.device, copy=True).contiguous()
+    return value.clone()

@@ -1,0 +1,240 @@
+"""Units: parts of a model whose parameters are whole only while they work (ZeRO's third stage).
+
+Between uses a parameter is this rank's rows. A unit's parameters are gathered just before its forward and freed after,
+and again for its backward, whose gradients are then sent off:
+
+    forward    gather(1) F1 free(1)  gather(2) F2 free(2)  ...            gathers run ahead by one unit
+    backward   ...  gather(2) B2 free(2) send(2)  gather(1) B1 free(1) send(1)
+
+Units are the children of the model's outermost lists (nn.Sequential, and nn.ModuleList of one class) that are called as
+modules; what is not in one, or in several, belongs to the root, which works as long as the whole model does.
+
+Note: freeing. Autograd keeps views of parameters for the backward. So a whole parameter keeps one storage for life:
+freeing shrinks it to nothing, gathering grows and fills it again, and the views are right once more when they are used.
+Filling goes through `.data`, which autograd does not count as a change.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves
+
+from unisono.comm.handle import Handle
+from unisono.errors import UsageError
+from unisono.parallel.layout import lay
+from unisono.parallel.pieces import Piece, PieceBucket
+
+
+class Unit:
+    """Parameters that are gathered and freed together."""
+
+    def __init__(self, module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
+        self.module = module
+        self.named = named
+        self.buckets: list[PieceBucket] = []
+        self.is_whole = False
+        self.is_in_backward = False
+        self._coming: list[Handle] | None = None
+        self._whole: dict[str, torch.Tensor] = {}
+        self._local: dict[str, torch.Tensor] = {}
+
+    def adopt(self, bucket: PieceBucket) -> bool:
+        self.buckets.append(bucket)
+        return True
+
+    def cut(self, piece: Piece, local: torch.Tensor) -> None:
+        """From now on the parameter is this rank's rows."""
+        parameter = piece.parameter
+        whole = torch.empty_like(parameter.data)
+        whole.untyped_storage().resize_(0)
+        self._whole[piece.name] = whole
+        self._local[piece.name] = local
+        parameter.data = local
+        lay(parameter, piece.layout)
+
+    def refresh(self, piece: Piece) -> None:
+        """Take over what the optimizer has made of this rank's rows, where it works on a copy of them."""
+        if piece.optimized is not piece.parameter:
+            self._local[piece.name].copy_(piece.optimized.detach())
+
+    def start_gather(self) -> None:
+        if not self.is_whole and self._coming is None:
+            self._coming = [
+                bucket.all_gather([self._local[piece.name] for piece in bucket.pieces], bucket.parameters[0].dtype)
+                for bucket in self.buckets
+            ]
+
+    @torch.no_grad()
+    def gather(self) -> None:
+        """Make the parameters whole."""
+        if self.is_whole:
+            return
+        self.start_gather()
+        for bucket, handle in zip(self.buckets, self._coming or (), strict=True):
+            message = handle.wait()
+            wholes = [self._whole[piece.name] for piece in bucket.pieces]
+            for whole in wholes:
+                whole.untyped_storage().resize_(whole.numel() * whole.element_size())
+            bucket.unpack(message, wholes)
+            for piece, whole in zip(bucket.pieces, wholes, strict=True):
+                piece.parameter.data = whole
+        self._coming = None
+        self.is_whole = True
+
+    def free(self) -> None:
+        """Keep this rank's rows only."""
+        if self._coming is not None:
+            self.gather()  # came for nothing, but must be received
+        if self.is_whole:
+            for bucket in self.buckets:
+                for piece in bucket.pieces:
+                    piece.parameter.data = self._local[piece.name]
+                    self._whole[piece.name].untyped_storage().resize_(0)
+            self.is_whole = False
+
+
+class Units:
+    """All units of a model, the root first."""
+
+    def __init__(self, model: nn.Module, chosen: list[nn.Module] | None = None) -> None:
+        modules = _listed(model) if chosen is None else chosen
+        homes: dict[int, list[nn.Module]] = {}
+        for module in modules:
+            for parameter in module.parameters():
+                homes.setdefault(id(parameter), []).append(module)
+        named: dict[int, list[tuple[str, nn.Parameter]]] = {id(module): [] for module in (model, *modules)}
+        for name, parameter in model.named_parameters():
+            home = homes.get(id(parameter), [])
+            named[id(home[0] if len(home) == 1 else model)].append((name, parameter))
+        self.root = Unit(model, named[id(model)])
+        self._units = [self.root, *[Unit(m, named[id(m)]) for m in modules if m is not model and named[id(m)]]]
+        self._home = {name: unit for unit in self._units for name, _ in unit.named}
+        self._order: list[Unit] = []  # of the forward, as far as it is known
+        self._is_under_way = False
+
+    def __iter__(self) -> Iterator[Unit]:
+        return iter(self._units)
+
+    def cut(self, piece: Piece, local: torch.Tensor) -> None:
+        self._home[piece.name].cut(piece, local)
+
+    @torch.no_grad()
+    def refresh(self, pieces: Iterable[Piece]) -> None:
+        for piece in pieces:
+            self._home[piece.name].refresh(piece)
+
+    def start(self, send: Callable[[PieceBucket], None], seen: set[int]) -> None:
+        """Put hooks on the units' modules and parameters.
+
+        `send` takes a bucket's gradients off; `seen` collects the ids of parameters that got any.
+        """
+        self._send = send
+        self._seen = seen
+        for unit in self._units:
+            unit.module.register_forward_pre_hook(self._before_forward(unit), prepend=True)
+            unit.module.register_forward_hook(self._after_forward(unit), always_call=True)
+            for bucket in unit.buckets:
+                for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
+                    parameter.register_post_accumulate_grad_hook(self._arrived(unit, name))
+
+    # ---- forward -------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, unit: Unit) -> Any:
+        def hook(*_: Any) -> None:
+            unit.gather()
+            if not unit.is_in_backward:
+                self._ahead(unit, 1)
+
+        return hook
+
+    def _after_forward(self, unit: Unit) -> Any:
+        def hook(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+            for leaf in tree_leaves(outputs):
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                    leaf.register_hook(self._before_backward(unit))
+            if unit.is_in_backward:  # a recomputation: the backward that follows needs the parameters
+                return
+            unit.free()
+            if unit is self.root:
+                for other in self._units:
+                    other.free()
+
+        return hook
+
+    def _ahead(self, unit: Unit, direction: int) -> None:
+        """Begin to gather the unit that comes next, if the order is known."""
+        if unit is self.root:
+            ahead = self._order[:1] if direction > 0 else self._order[-1:]
+        elif unit in self._order:
+            place = self._order.index(unit) + direction
+            ahead = self._order[max(place, 0) : place + 1]
+        else:
+            self._order.append(unit)
+            ahead = []
+        for other in ahead:
+            other.start_gather()
+
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    def _before_backward(self, unit: Unit) -> Any:
+        def hook(_gradient: torch.Tensor) -> None:
+            if not self._is_under_way:
+                self._is_under_way = True
+                torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+            if unit.is_in_backward:
+                return
+            # The unit after this one in the model is done: autograd has come down to this one's outputs.
+            for other in self._units:
+                if other.is_in_backward and other is not self.root:
+                    self._done(other)
+            unit.is_in_backward = True
+            unit.gather()
+            self._ahead(unit, -1)
+
+        return hook
+
+    def _arrived(self, unit: Unit, name: str) -> Any:
+        def hook(parameter: torch.Tensor) -> None:
+            self._seen.add(id(parameter))
+            if not unit.is_in_backward:
+                raise UsageError(
+                    f"{name} got a gradient after the backward of its module was over: something outside the module "
+                    "uses it; pass units= without that module"
+                )
+
+        return hook
+
+    def _done(self, unit: Unit) -> None:
+        for bucket in unit.buckets:
+            self._send(bucket)
+        unit.free()
+        unit.is_in_backward = False
+
+    def _end_of_backward(self) -> None:
+        self._is_under_way = False
+        for unit in self._units:
+            if unit.is_in_backward:
+                self._done(unit)
+        for unit in self._units:
+            unit.free()
+
+
+def _listed(model: nn.Module) -> list[nn.Module]:
+    """The children with parameters of the outermost lists."""
+    found: list[nn.Module] = []
+
+    def walk(module: nn.Module) -> None:
+        children = list(module.children())
+        is_list = isinstance(module, nn.ModuleList) and len({type(child) for child in children}) == 1
+        if children and (is_list or isinstance(module, nn.Sequential)):
+            found.extend(child for child in children if any(True for _ in child.parameters()))
+            return
+        for child in children:
+            walk(child)
+
+    walk(model)
+    return list({id(module): module for module in found}.values())

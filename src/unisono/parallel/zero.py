@@ -1,0 +1,220 @@
+"""ZeRO: replicas stop keeping the same things many times.
+
+Data-parallel ranks all hold the same parameters, gradients and optimizer state. Each needs its own copy of none of them
+at all times. With P parameters on N ranks, and Adam in mixed precision (2 bytes a parameter, 2 a gradient, 12 for the
+float32 copy and two moments), a rank holds
+
+    stage 0   everything                                         16 P          2 P elements communicated a step
+    stage 1   1/N of the optimizer state                    4 P + 12 P / N     reduce-scatter P + all-gather P
+    stage 2   ... and of the gradients                      2 P + 14 P / N     reduce-scatter P + all-gather P
+    stage 3   ... and of the parameters                         16 P / N       all-gather 2 P + reduce-scatter P
+
+The step: gradients are summed by reduce-scatter, so that each rank gets the sum for its own rows (pieces.py); the
+optimizer, which sees those rows only, updates them; the ranks gather each other's rows. Stage 1 keeps whole gradients
+while microbatches accumulate; stage 2 sends them off bucket by bucket in every backward; stage 3 also gathers parameters
+only where they are used (units.py).
+
+An optimizer that treats every element alone (SGD, Adam, ...) does to rows exactly what it would do to the whole. Others
+(Muon, Adafactor, ...) get whole parameters, dealt out to the ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.comm.communicator import Communicator
+from unisono.comm.handle import Handle
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.parallel.layout import lay
+from unisono.parallel.pieces import Piece, PieceBucket, dealt_by_row, dealt_whole
+from unisono.parallel.precision import HALVES
+from unisono.parallel.reducer import BUCKET_BYTES, Reducer, buckets_of, summed_axes
+from unisono.parallel.units import Units
+
+ELEMENTWISE: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.Adamax,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+)
+
+
+def is_elementwise(optimizer: Optimizer) -> bool:
+    """Whether each element's update depends on that element alone, so that a parameter may be cut anywhere."""
+    return type(optimizer) in ELEMENTWISE
+
+
+class Zero(Reducer):
+    """A model's optimizer, with its state (stage 1), gradients (2) and parameters (3) spread over the replicas.
+
+    zero = Zero(model, mesh, lambda parameters: torch.optim.AdamW(parameters, lr=3e-4), stage=2)
+    loss(...).backward()
+    zero.finish()                    # gradients of the global batch, each rank its rows: zero.pieces[name].optimized.grad
+    zero.optimizer.step()            # an ordinary torch optimizer, for schedulers too; parameters are up to date after
+    zero.optimizer.zero_grad()
+
+    Half parameters get a float32 copy of this rank's rows, which is what the optimizer updates. With `offload` the
+    optimizer's rows and state live, and are updated, in host memory.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        optimizer: Callable[[list[nn.Parameter]], Optimizer],
+        stage: int,
+        *,
+        offload: bool = False,
+        units: list[nn.Module] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        if stage not in (1, 2, 3):
+            raise UsageError(f"zero: stage {stage!r}; expected 1, 2 or 3")
+        self.stage = stage
+        self.mesh = mesh
+        self.optimizer = optimizer(list(model.parameters()))
+        _require_parameters_of(model, self.optimizer)
+        self._is_elementwise = is_elementwise(self.optimizer)
+        self._loads: dict[int, list[int]] = {}
+        self.pieces: dict[str, Piece] = {}
+        self._offload = offload
+        named = list(model.named_parameters())
+        if stage == 3:
+            self._units = Units(model, units)
+            buckets = [
+                bucket
+                for unit in self._units
+                for bucket in buckets_of(unit.named, mesh, 2**62, self._bucket)
+                if unit.adopt(bucket)
+            ]
+        else:
+            buckets = buckets_of(named, mesh, bucket_bytes, self._bucket)
+        self.alone = {name: p for name, p in named if p.requires_grad and not summed_axes(p, mesh)}
+        for bucket in buckets:
+            for piece in bucket.pieces:
+                self._take(piece)
+        self._hand_over()
+        super().__init__(buckets, watch=stage < 3)
+        if stage == 3:
+            self._units.start(self._send, self._seen)
+        self.optimizer.register_step_post_hook(lambda *_: self.publish())
+
+    def _bucket(self, names: Any, parameters: Any, comm: Communicator) -> PieceBucket:
+        load = self._loads.setdefault(id(comm), [0] * comm.size)
+        deal = dealt_by_row if self._is_elementwise else dealt_whole
+        pieces = [
+            Piece(name, parameter, deal(parameter.shape, load), summed_axes(parameter, self.mesh), comm.rank)
+            for name, parameter in zip(names, parameters, strict=True)
+        ]
+        self.pieces.update({piece.name: piece for piece in pieces})
+        return PieceBucket(names, parameters, comm, pieces)
+
+    def _take(self, piece: Piece) -> None:
+        """Make what the optimizer will see of a parameter."""
+        parameter = piece.parameter
+        local = piece.own(parameter.data)
+        if self.stage == 3:
+            local = local.clone()
+        needs_copy = parameter.dtype in HALVES or (self._offload and parameter.device.type != "cpu")
+        if needs_copy:
+            dtype = torch.float32 if parameter.dtype in HALVES else parameter.dtype
+            device = "cpu" if self._offload else parameter.device
+            piece.optimized = nn.Parameter(local.to(device, dtype, copy=True))
+        elif self.stage < 3:
+            piece.optimized = nn.Parameter(local)  # a view: what the optimizer writes is in the parameter
+        lay(piece.optimized, piece.layout)
+        if self.stage == 3:
+            self._units.cut(piece, local)
+
+    def _hand_over(self) -> None:
+        """Let the optimizer see pieces in the place of parameters, and cut the state that it has already."""
+        mine = {id(piece.parameter): piece for piece in self.pieces.values()}
+        for group in self.optimizer.param_groups:
+            group["params"] = [mine[id(p)].optimized if id(p) in mine else p for p in group["params"]]
+        for parameter in list(self.optimizer.state):
+            if id(parameter) in mine:
+                piece = mine[id(parameter)]
+                state = self.optimizer.state.pop(parameter)
+                self.optimizer.state[piece.optimized] = {key: _cut(value, piece) for key, value in state.items()}
+
+    # ---- gradients -----------------------------------------------------------------------------------------------
+
+    def hold(self) -> contextlib.AbstractContextManager[None]:
+        """As Reducer.hold in stage 1. Later stages have no room for whole gradients, and send them in every backward."""
+        return super().hold() if self.stage == 1 else contextlib.nullcontext()
+
+    def _complete(self) -> None:
+        if self.stage < 3:  # in stage 3 every backward has sent all it made
+            super()._complete()
+
+    def _leave(self, bucket: PieceBucket) -> Handle:
+        handle = bucket.reduce_scatter([parameter.grad for parameter in bucket.parameters])
+        for parameter in bucket.parameters:
+            parameter.grad = None
+        return handle
+
+    def _settle(self, bucket: PieceBucket, total: torch.Tensor) -> None:
+        for piece, gradient in zip(bucket.pieces, bucket.mine_in(total), strict=True):
+            piece.optimized.grad = gradient.to(piece.optimized.device, piece.optimized.dtype)
+
+    def _drop(self, name: str, parameter: nn.Parameter) -> None:
+        self.pieces[name].optimized.grad = None
+
+    def finish(self) -> None:
+        """Wait until all gradients are summed; then each rank has those of its pieces."""
+        super().finish()
+        if not self._is_elementwise:  # whoever owns nothing of a parameter has nothing to optimize
+            for piece in self.pieces.values():
+                if not len(piece.mine):
+                    piece.optimized.grad = None
+
+    # ---- parameters ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """After the optimizer's step: bring everybody's parameters up to date."""
+        if self.stage == 3:
+            self._units.refresh(self.pieces.values())
+            return
+        handles = [
+            bucket.all_gather([piece.optimized.detach() for piece in bucket.pieces], bucket.parameters[0].dtype)
+            for bucket in self.buckets
+        ]
+        for bucket, handle in zip(self.buckets, handles, strict=True):
+            bucket.unpack(handle.wait(), [parameter.data for parameter in bucket.parameters])
+
+    def optimized(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the optimizer sees, by name: pieces, and parameters that have no replicas. Layouts tell how they lie."""
+        for name, piece in self.pieces.items():
+            yield name, piece.optimized
+        yield from self.alone.items()
+
+
+def _require_parameters_of(model: nn.Module, optimizer: Optimizer) -> None:
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError("LBFGS looks at all parameters at once, so its state cannot be spread over ranks; use zero=0")
+    names = {id(parameter) for parameter in model.parameters()}
+    strangers = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise UsageError(f"the optimizer has {strangers} parameters that are not the model's; build it from those given")
+
+
+def _cut(value: Any, piece: Piece) -> Any:
+    """Optimizer state of the parameter's shape lies as the parameter does."""
+    if isinstance(value, torch.Tensor) and value.shape == piece.shape:
+        return piece.own(value).to(piece.optimized.device, piece.optimized.dtype, copy=True)
+    return value

@@ -1,0 +1,267 @@
+"""The partial losses of ranks and microbatches sum to the user's loss on the whole batch, whatever it counts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.ranks import RankPool
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.parallel.loss import GlobalLoss
+
+Pools = Callable[[str, int], RankPool]
+CLASSES = 5
+WEIGHT = torch.tensor([0.5, 2.0, 1.0, 0.25, 3.0], dtype=torch.float64)
+
+
+def masked(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    mask = targets != 0
+    each = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="none")
+    return (each * mask.flatten()).sum() / mask.sum().clamp(min=1)
+
+
+def two_means(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return flat(F.cross_entropy)(outputs, targets) + 0.1 * outputs.pow(2).mean() + outputs.mean(-1).abs().mean()
+
+
+def features_after_batch(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.mean(dim=(0, 1)) * WEIGHT).mean() + outputs.sum(0).mean() * 1e-3
+
+
+def only_sums(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.square().sum(-1) * (targets + 1)).sum()
+
+
+def nothing_but_weights(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    mask = (targets % 2).double()
+    return (outputs.logsumexp(-1) * mask / mask.sum()).sum()
+
+
+def flat(loss: Callable[..., torch.Tensor], **options: Any) -> Callable[..., torch.Tensor]:
+    def call(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return loss(outputs.flatten(0, 1), targets.flatten(), **options)
+
+    return call
+
+
+def dense(loss: Callable[..., torch.Tensor], **options: Any) -> Callable[..., torch.Tensor]:
+    """A loss whose targets are like the outputs."""
+
+    def call(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        wanted = (F.one_hot(targets.clamp(min=0), CLASSES).double() + 0.3) / (1 + 0.3 * CLASSES)
+        return loss(outputs, wanted, **options)
+
+    return call
+
+
+def probability(loss: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+    return lambda outputs, targets: dense(loss)(outputs.sigmoid(), targets)
+
+
+def log_nll(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    scores = outputs.log_softmax(-1).flatten(0, 1)
+    return F.nll_loss(scores, targets.flatten(), weight=WEIGHT, ignore_index=-100)
+
+
+def ctc(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    count = len(outputs)
+    words = targets.clamp(min=1)[:, :2]
+    lengths = torch.full((count,), outputs.shape[1]), 1 + targets.clamp(min=0)[:, 0] % 2
+    return F.ctc_loss(outputs.log_softmax(-1).transpose(0, 1), words, *lengths)
+
+
+LOSSES = {
+    "cross_entropy": flat(F.cross_entropy),
+    "cross_entropy_module": flat(nn.CrossEntropyLoss(ignore_index=-100)),
+    "weights": flat(F.cross_entropy, weight=WEIGHT),
+    "smoothing": flat(F.cross_entropy, label_smoothing=0.1),
+    "weights_and_smoothing": flat(F.cross_entropy, weight=WEIGHT, label_smoothing=0.2),
+    "old_words": flat(F.cross_entropy, size_average=True),
+    "summed": flat(F.cross_entropy, reduction="sum"),
+    "probabilities": dense(lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten(0, 1), weight=WEIGHT)),
+    "images": lambda o, t: F.cross_entropy(o.transpose(1, 2), t),
+    "nll": log_nll,
+    "mse": dense(F.mse_loss),
+    "l1": dense(nn.L1Loss()),
+    "smooth_l1": dense(F.smooth_l1_loss),
+    "huber": dense(F.huber_loss),
+    "bce": probability(F.binary_cross_entropy),
+    "bce_with_logits": dense(F.binary_cross_entropy_with_logits),
+    "kl": dense(F.kl_div, reduction="mean"),
+    "kl_batchmean": dense(F.kl_div, reduction="batchmean"),
+    "poisson": dense(F.poisson_nll_loss),
+    "multilabel": dense(lambda o, t: F.multilabel_soft_margin_loss(o.flatten(0, 1), t.flatten(0, 1).round())),
+    "ctc": ctc,
+    "by_hand": lambda o, t: ((o - t.unsqueeze(-1)) ** 2).mean(),
+    "masked": masked,
+    "two_means": two_means,
+    "features_after_batch": features_after_batch,
+    "only_sums": only_sums,
+    "nothing_but_weights": nothing_but_weights,
+}
+
+
+def batch(rows: int = 7, length: int = 4) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(3)
+    outputs = torch.randn(rows, length, CLASSES, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, CLASSES, (rows, length), generator=generator)
+    targets[1, 2:] = -100
+    targets[5] = -100  # a row, and so perhaps a part, of which nothing counts
+    return outputs, targets
+
+
+def whole(name: str) -> tuple[torch.Tensor, torch.Tensor]:
+    outputs, targets = batch()
+    if name not in ("cross_entropy", "weights", "smoothing", "weights_and_smoothing", "cross_entropy_module", "nll"):
+        targets = targets.clamp(min=0)
+    return outputs.requires_grad_(), targets
+
+
+def parted(name: str, cuts: list[list[int]], comm: Communicator | None, rank: int) -> tuple[float, torch.Tensor]:
+    """The total and the gradient, where rank r takes microbatches of cuts[r] rows, in the order of the ranks."""
+    outputs, targets = whole(name)
+    sizes = [size for row in cuts for size in row]
+    first = sum(len(row) for row in cuts[:rank])
+    pieces = list(zip(outputs.split(sizes), targets.split(sizes), strict=True))[first : first + len(cuts[rank])]
+    loss = GlobalLoss(LOSSES[name], comm)
+    loss.prepare(pieces)
+    partials = [loss(*piece) for piece in pieces]
+    sum(partials).backward()
+    return float(loss.total(partials)), outputs.grad
+
+
+def expected(name: str) -> tuple[float, torch.Tensor]:
+    outputs, targets = whole(name)
+    value = LOSSES[name](outputs, targets)
+    value.backward()
+    return float(value.detach()), outputs.grad
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_microbatches_of_one_rank(name: str) -> None:
+    value, gradient = expected(name)
+    for cut in ([[7]], [[3, 2, 2]], [[5, 1, 1]], [[1] * 7]):
+        total, parts = parted(name, cut, None, 0)
+        assert total == pytest.approx(value, rel=1e-12)
+        torch.testing.assert_close(parts, gradient, rtol=1e-11, atol=1e-14)
+
+
+def on_ranks(comm: Communicator, name: str, cuts: list[list[int]]) -> tuple[float, torch.Tensor]:
+    return parted(name, cuts, comm, comm.rank)
+
+
+def test_ranks_with_unequal_and_empty_shares(pools: Pools) -> None:
+    for name in LOSSES:
+        value, gradient = expected(name)
+        for cuts in ([[2, 2], [2, 1]], [[5, 1], [1]], [[7], [0]] if name != "ctc" else [[6], [1]]):
+            answers = pools("gloo", 2).run(on_ranks, name, cuts)
+            assert all(total == pytest.approx(value, rel=1e-12) for total, _ in answers), name
+            torch.testing.assert_close(sum(part for _, part in answers), gradient, rtol=1e-11, atol=1e-14)
+
+
+def test_a_floor_holds_for_the_count_of_the_whole() -> None:
+    outputs, targets = batch()
+    nobody = torch.zeros_like(targets)
+    loss = GlobalLoss(masked)
+    pieces = list(zip(outputs.split([3, 4]), nobody.split([3, 4]), strict=True))
+    loss.prepare(pieces)
+    assert loss.total([loss(*piece) for piece in pieces]) == masked(outputs, nobody) == 0
+
+
+def test_half_precision_sums_do_not_overflow() -> None:
+    outputs = torch.full((4, 4000), 8.0, dtype=torch.float16)
+    loss = GlobalLoss(F.mse_loss)
+    pieces = [(part, torch.zeros_like(part)) for part in outputs.split(2)]
+    loss.prepare(pieces)
+    assert float(loss.total([loss(*piece) for piece in pieces])) == 64.0
+
+
+def test_the_whole_batch_on_one_rank_meets_the_loss_as_it_is() -> None:
+    outputs, targets = batch()
+
+    def odd(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs.std() + outputs.sum() / len(outputs)
+
+    loss = GlobalLoss(odd)
+    loss.prepare([(outputs, targets)])
+    assert loss(outputs, targets) == odd(outputs, targets)
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda o, t: o.square().sum() / len(o),
+        lambda o, t: o.mean().square(),
+        lambda o, t: o.flatten(1).var(0).sum(),
+        lambda o, t: (o.flatten(1) @ o.flatten(1).T * 0.1).logsumexp(1).mean(),
+        lambda o, t: o.mean() + WEIGHT.square().sum(),
+        lambda o, t: o.sum() / o.square().sum(),
+    ],
+)
+def test_a_loss_that_cannot_be_cut_is_refused(loss: Any) -> None:
+    outputs, targets = batch()
+    normaliser = GlobalLoss(loss)
+    outputs.requires_grad_()
+    pieces = list(zip(outputs.split([3, 4]), targets.split([3, 4]), strict=True))
+    normaliser.prepare(pieces)
+    with pytest.raises(UsageError, match="not made of sums and means"):
+        normaliser(*pieces[0])
+
+
+def test_a_loss_that_cannot_be_cut_along_the_sequence_is_refused() -> None:
+    outputs, targets = batch()
+
+    def shifted(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return flat(F.cross_entropy)(outputs[:, :-1], targets[:, 1:])
+
+    pieces = list(zip(outputs.split([3, 4]), targets.split([3, 4]), strict=True))
+    normaliser = GlobalLoss(shifted)
+    normaliser.prepare(pieces)
+    normaliser(*pieces[0])  # along the batch it can
+    normaliser = GlobalLoss(shifted, dims=(0, 1))
+    normaliser.prepare(pieces)
+    with pytest.raises(UsageError, match="along dim 1"):
+        normaliser(*pieces[0])
+
+
+def test_a_count_that_depends_on_the_outputs_is_refused() -> None:
+    outputs, targets = batch()
+
+    def confident(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return outputs[outputs > 0.1].mean()
+
+    def confident_sum(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        sure = outputs.detach() > 0.1
+        return (outputs * sure).sum() / sure.sum()
+
+    for loss in (confident, confident_sum):
+        normaliser = GlobalLoss(loss)
+        pieces = list(zip(outputs.split([3, 4]), targets.split([3, 4]), strict=True))
+        normaliser.prepare(pieces)
+        with pytest.raises(UsageError, match="use microbatches=1"):
+            normaliser.total([normaliser(*piece) for piece in pieces])
+
+
+def test_errors_say_what_was_given() -> None:
+    outputs, targets = batch()
+    pieces = [(outputs[:3], targets[:3]), (outputs[3:], targets[3:])]
+    with pytest.raises(UsageError, match=r"cannot take what the model returns, float64\[\d, 4, 5\], .*int64\[\d, 4\]"):
+        wrong = GlobalLoss(F.cross_entropy)
+        wrong.prepare(pieces)
+        wrong(*pieces[0])
+    with pytest.raises(UsageError, match="expected one number"):
+        GlobalLoss(lambda o, t: o.sum(0)).prepare(pieces)
+    with pytest.raises(UsageError, match="at most 61"):
+        GlobalLoss(lambda o, t: sum(o.mean() for _ in range(99))).prepare(pieces)
+    with pytest.raises(UsageError, match="another number elsewhere"):
+        GlobalLoss(lambda o, t: sum(F.mse_loss(row, row) for row in o)).prepare(pieces)
+    loss = GlobalLoss(LOSSES["cross_entropy"])
+    loss.prepare(pieces)
+    with pytest.raises(UsageError, match="prepared for 2 microbatches"):
+        [loss(*piece) for piece in (*pieces, pieces[0])]
