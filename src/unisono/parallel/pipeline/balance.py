@@ -13,7 +13,7 @@ those blocks' costs, since it is done on those stages.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from unisono.errors import UsageError
 
@@ -40,7 +40,7 @@ def require_enough(blocks: int, stages: int, what: str = "the model") -> None:
 def checked(boundaries: Sequence[int], blocks: int, stages: int) -> tuple[int, ...]:
     """Boundaries that were given by hand, if they make sense."""
     given = tuple(boundaries)
-    rising = all(low < high for low, high in zip(given, given[1:], strict=False))
+    rising = all(low < high for low, high in pairwise(given))
     if len(given) != stages or given[:1] != (0,) or not rising or given[-1] >= blocks:
         raise UsageError(
             f"pipeline boundaries {list(given)}: expected the first block of each of {stages} stages, rising from 0 "
@@ -64,15 +64,16 @@ def _most_even(sums: Sequence[float], stages: int, peak: float) -> tuple[int, ..
     blocks = len(sums) - 1
     allowed = peak * (1 + _TOLERANCE)
     # best[n]: the least sum of squares of the first n blocks on so many stages, and where those stages begin
-    best: list[tuple[float, tuple[int, ...]]] = [(0.0, ())] + [(float("inf"), ())] * blocks
+    none: tuple[float, tuple[int, ...]] = (float("inf"), ())
+    best = [(0.0, none[1]), *[none] * blocks]
     for _ in range(stages):
-        following: list[tuple[float, tuple[int, ...]]] = [(float("inf"), ())]
+        following = [none]
         for n in range(1, blocks + 1):
             choices = [
                 (best[cut][0] + (sums[n] - sums[cut]) ** 2, (*best[cut][1], cut))
                 for cut in range(n)
                 if sums[n] - sums[cut] <= allowed
             ]
-            following.append(min(choices, default=(float("inf"), ())))
+            following.append(min(choices, default=none))
         best = following
     return best[blocks][1]

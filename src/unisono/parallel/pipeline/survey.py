@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -63,10 +64,10 @@ def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = 
             hook.remove()
     if here != count_of - 1:
         raise UsageError(
-            f"{type(model).__name__} did not run {blocks.name(here + 1)} on the example; a pipeline needs all blocks run"
+            f"{type(model).__name__} did not run {blocks.name(here + 1)} on the example; all blocks must run"
         )
     marks[0], marks[-1] = 0, counter.get_total_flops()
-    operations = tuple(end - start for start, end in zip(marks, marks[1:], strict=False)) if count else None
+    operations = tuple(end - start for start, end in pairwise(marks)) if count else None
     return Survey(_with_names(model, blocks, users), operations)
 
 
@@ -82,35 +83,24 @@ def _entering(enter: Any, number: int) -> Any:
     return hook
 
 
-def _with_names(model: nn.Module, blocks: Blocks, users: dict[StorageWeakRef, set[int]]) -> dict[int, frozenset[int]]:
-    """The segments of every parameter and buffer: those that were seen, those whose block holds it, or by order."""
-    number_of = {id(tensor): i for i, block in enumerate(blocks.modules) for tensor in held_by(block)}
-    last = len(blocks.modules) - 1
-    segments: dict[int, frozenset[int]] = {}
-    passed = False
-    for tensor in held_by(model):
-        seen: set[int] = set()
-        for storage in storages_of(tensor):
-            seen |= users.get(storage, set())
-        if id(tensor) in number_of:
-            passed = True
-            seen.add(number_of[id(tensor)])
-        segments[id(tensor)] = frozenset(seen or {last if passed else 0})
-    if not users:
-        _share_by_name(model, blocks, segments)
-    return segments
-
-
-def _share_by_name(model: nn.Module, blocks: Blocks, segments: dict[int, frozenset[int]]) -> None:
-    """A tied parameter is used wherever one of its names stands."""
-    prefix = f"{blocks.path}." if blocks.path else ""
-    last = len(blocks.modules) - 1
-    passed = False
-    for name, tensor in model.named_parameters(remove_duplicate=False):
-        inside = name.startswith(prefix) and name[len(prefix) :].split(".")[0].isdigit()
-        passed = passed or inside
-        place = int(name[len(prefix) :].split(".")[0]) if inside else (last if passed else 0)
-        segments[id(tensor)] |= {place}
+def _with_names(model: nn.Module, blocks: Blocks, seen: dict[StorageWeakRef, set[int]]) -> dict[int, frozenset[int]]:
+    """The segments of every parameter and buffer: where it was seen and where it is held; failing both, by order."""
+    number_of: dict[int, set[int]] = {}
+    for number, block in enumerate(blocks.modules):
+        for module in block.modules():
+            number_of.setdefault(id(module), set()).add(number)
+    place = 0  # of what is held outside the blocks
+    segments: dict[int, set[int]] = {}
+    places: dict[int, set[int]] = {}
+    for module in model.modules():
+        inside = number_of.get(id(module), set())
+        if inside:
+            place = len(blocks.modules) - 1
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                segments.setdefault(id(tensor), set()).update(inside, *(seen.get(s, ()) for s in storages_of(tensor)))
+                places.setdefault(id(tensor), set()).update(inside or {place})
+    return {key: frozenset(places[key] if not seen or not segments[key] else segments[key]) for key in segments}
 
 
 def held_by(module: nn.Module) -> Iterator[torch.Tensor]:
