@@ -1,0 +1,81 @@
+"""Which tensors depend on which: watched while a model runs, whether or not gradients are recorded.
+
+The pipeline has to know what flows from block to block (that travels between ranks) and what a model makes of its
+inputs alone (that every rank makes for itself: masks, positions, rotary tables). Autograd knows only a part of it: it
+is blind to integers, to frozen parameters and under no_grad. This looks at every operation instead: whatever has a
+dependent input gives dependent outputs. It is slow and used for one pass of each kind only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+_aten = torch.ops.aten
+# These take a tensor for its shape, dtype and device only.
+_LIKES = frozenset(
+    (
+        _aten.empty_like,
+        _aten.zeros_like,
+        _aten.ones_like,
+        _aten.full_like,
+        _aten.rand_like,
+        _aten.randn_like,
+        _aten.new_empty,
+        _aten.new_zeros,
+        _aten.new_ones,
+        _aten.new_full,
+    )
+)
+
+
+class Dependence(TorchDispatchMode):
+    """While active, follows what is computed from the tensors that were marked. Views of one memory count as one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._memory: set[StorageWeakRef] = set()  # weak, so that nothing lives longer for being watched
+
+    def mark(self, tree: Any) -> None:
+        """All tensors of the tree are dependent from now on."""
+        self._memory.update(storages_of(tree))
+
+    def __contains__(self, tensor: object) -> bool:
+        return any(storage in self._memory for storage in storages_of(tensor))
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        outcome = func(*args, **(kwargs or {}))
+        if func.overloadpacket not in _LIKES and (args, kwargs) in self:
+            self.mark(outcome)
+        return outcome
+
+
+class Touch(TorchDispatchMode):
+    """While active, tells `touched` about the memory of every operation's inputs."""
+
+    def __init__(self, touched: Callable[[StorageWeakRef], None]) -> None:
+        super().__init__()
+        self._touched = touched
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        for storage in storages_of((args, kwargs)):
+            self._touched(storage)
+        return func(*args, **(kwargs or {}))
+
+
+def storages_of(tree: Any) -> list[StorageWeakRef]:
+    """The memory of all tensors of a tree; of those that have none of their own (sparse ones), nothing."""
+    return [
+        StorageWeakRef(leaf.untyped_storage())
+        for leaf in tree_leaves(tree)
+        if isinstance(leaf, torch.Tensor) and torch._C._has_storage(leaf)
+    ]

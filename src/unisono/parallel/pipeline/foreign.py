@@ -1,0 +1,60 @@
+"""What a rank does not hold of a model: parameters of other stages, put away so that the model still runs.
+
+A stage runs the user's own forward, which reaches for the embedding even where the embedding is on another rank. So a
+foreign parameter is replaced by a hollow one, zeros of its shape in the memory of a single number, and is a parameter
+no longer: it is not in named_parameters(), state_dict() or any optimizer. Foreign buffers keep their values, since
+masks and positions may be made of them on every rank, but are not reported either.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container, Iterator
+
+import torch
+from torch import nn
+
+from unisono.parallel.pipeline.message import TensorForm
+
+
+class Foreign:
+    """Takes what is not owned out of the model, in place."""
+
+    def __init__(self, model: nn.Module, owned: Container[int]) -> None:
+        """`owned` are the ids of the parameters and buffers that stay."""
+        self._hollow: list[tuple[nn.Module, str]] = []
+        self._buffers: list[tuple[nn.Module, str]] = []
+        for module in model.modules():
+            for name, parameter in list(module._parameters.items()):
+                if parameter is not None and id(parameter) not in owned:
+                    del module._parameters[name]
+                    setattr(module, name, TensorForm.of(parameter).hollow(parameter.device))
+                    self._hollow.append((module, name))
+            for name, buffer in list(module._buffers.items()):
+                if buffer is not None and id(buffer) not in owned:
+                    del module._buffers[name]
+                    setattr(module, name, buffer)
+                    self._buffers.append((module, name))
+        self._reference = next((p for p in model.parameters() if p.is_floating_point()), None)
+        self._dtype = self._reference.dtype if self._reference is not None else None
+
+    def parameters(self) -> Iterator[torch.Tensor]:
+        """The hollow stand-ins."""
+        for module, name in self._hollow:
+            yield getattr(module, name)
+
+    def follow(self) -> None:
+        """Move to where the model has moved, as model.to() and model.double() no longer reach what is put away."""
+        reference = self._reference
+        if reference is None:
+            return
+        for module, name in self._hollow + self._buffers:
+            tensor = getattr(module, name)
+            dtype = reference.dtype if tensor.dtype == self._dtype else tensor.dtype
+            if (tensor.device, tensor.dtype) == (reference.device, dtype):
+                continue
+            if (module, name) in self._hollow:
+                moved = TensorForm(tuple(tensor.shape), dtype).hollow(reference.device)
+            else:
+                moved = tensor.to(reference.device, dtype)
+            setattr(module, name, moved)
+        self._dtype = reference.dtype

@@ -1,0 +1,85 @@
+"""The message from a stage to the next: the tensors that the next block needs, and a form that says how they lie.
+
+The form is sent ahead once for each kind of microbatch; afterwards both ends know what comes, and receives can be
+posted before anything is sent.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves, tree_map
+
+_PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
+Key = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class TensorForm:
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    differentiable: bool = False  # a gradient comes back for it
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> TensorForm:
+        return cls(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        return torch.empty(self.shape, dtype=self.dtype, device=device)
+
+    def hollow(self, device: torch.device) -> torch.Tensor:
+        """Zeros of that shape in the memory of one."""
+        return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a message lies among the arguments of the block that it is for."""
+
+    tensors: tuple[TensorForm, ...]
+    places: tuple[tuple[int, ...], ...]  # where each of them stands among the flattened arguments, perhaps twice
+    arguments: int  # how many flattened arguments there are
+    result: Any  # what the block before returns, with a TensorForm for each tensor
+
+    @property
+    def differentiable(self) -> tuple[TensorForm, ...]:
+        return tuple(form for form in self.tensors if form.differentiable)
+
+
+def form_of_result(result: Any) -> Any:
+    """What a block returned, without the numbers. Objects that only the model understands are left out."""
+
+    def leaf(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return TensorForm.of(value.detach())
+        return value if isinstance(value, _PLAIN) else None
+
+    return tree_map(leaf, result)
+
+
+def hollow_result(form: Any, device: torch.device) -> Any:
+    """Something of that form to pass along where nobody looks at the numbers."""
+    return tree_map(lambda leaf: leaf.hollow(device) if isinstance(leaf, TensorForm) else leaf, form)
+
+
+def kind_of(inputs: Any) -> Key:
+    """Microbatches of one kind make messages of one form. Both ends of a message have the inputs and agree."""
+    leaves: list[Any] = []
+    for leaf in tree_leaves(inputs):
+        if isinstance(leaf, torch.Tensor):
+            leaves.append((tuple(leaf.shape), leaf.dtype))
+        else:
+            leaves.append(leaf if isinstance(leaf, _PLAIN) else type(leaf).__qualname__)
+    return (torch.is_grad_enabled(), *leaves)
+
+
+def places_of(leaves: Sequence[Any], travels: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
+    """The positions of the leaves that travel; a tensor that stands in several places travels once."""
+    places: dict[int, list[int]] = {}
+    for position, (leaf, goes) in enumerate(zip(leaves, travels, strict=True)):
+        if goes:
+            places.setdefault(id(leaf), []).append(position)
+    return tuple(map(tuple, places.values()))

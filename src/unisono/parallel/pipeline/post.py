@@ -1,0 +1,72 @@
+"""The post between stages: messages and gradients under way from rank to rank."""
+
+from __future__ import annotations
+
+import pickle
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from unisono.comm.communicator import Communicator
+from unisono.comm.handle import Handle
+from unisono.parallel.pipeline.message import Form, TensorForm
+
+# How many messages to one rank may be under way. One would do; more only keep more memory.
+_UNDER_WAY = 2
+
+
+@dataclass
+class Delivery:
+    """Tensors on their way here."""
+
+    tensors: list[torch.Tensor]
+    handles: list[Handle]
+
+    def wait(self) -> list[torch.Tensor]:
+        for handle in self.handles:
+            handle.wait()
+        self.handles = []
+        return self.tensors
+
+
+class Post:
+    """Sends without waiting and receives without waiting, in the order of the calls between any two ranks."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+        self._sent: dict[int, deque[list[Handle]]] = {}
+
+    def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
+        """Empty tensors stay: both ends know from the form that nothing is in them."""
+        under_way = self._sent.setdefault(to, deque())
+        while len(under_way) >= _UNDER_WAY:
+            _finish(under_way.popleft())
+        under_way.append([self._comm.isend(tensor.detach(), to) for tensor in tensors if tensor.numel()])
+
+    def receive(self, forms: Sequence[TensorForm], source: int, device: torch.device) -> Delivery:
+        tensors = [form.empty(device) for form in forms]
+        return Delivery(tensors, [self._comm.irecv(tensor, source) for tensor in tensors if tensor.numel()])
+
+    def send_form(self, form: Form, to: int) -> None:
+        content = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._comm.device)
+        self.send([torch.tensor([content.numel()], device=self._comm.device), content], to)
+
+    def receive_form(self, source: int) -> Form:
+        """Waits for it."""
+        device = self._comm.device
+        (length,) = self.receive([TensorForm((1,), torch.int64)], source, device).wait()
+        (content,) = self.receive([TensorForm((int(length),), torch.uint8)], source, device).wait()
+        return pickle.loads(content.cpu().numpy().tobytes())
+
+    def settle(self) -> None:
+        """Wait until everything sent has arrived."""
+        for under_way in self._sent.values():
+            while under_way:
+                _finish(under_way.popleft())
+
+
+def _finish(handles: list[Handle]) -> None:
+    for handle in handles:
+        handle.wait()

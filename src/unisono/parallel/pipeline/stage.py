@@ -1,0 +1,244 @@
+"""A stage: some consecutive blocks of a model, run by the model's own forward.
+
+No model has to be rewritten for the pipeline. A stage calls the user's forward on its microbatch's inputs, with a gate
+before every block that decides what the block does:
+
+    blocks before the stage      are skipped: the gate returns hollow tensors of the right form
+    the first block of the stage gets the message from the stage before in the place of the hollow tensors
+    the blocks of the stage      run
+    the first block after it     is never entered: its arguments are the message to the next stage, and a private
+                                 exception ends the forward; the last stage has none and runs to the model's end
+
+Since inputs are on every rank, whatever the model makes of them (masks, positions, rotary tables, plain Python values)
+is made on every stage and need not travel. What travels is what depends on parameters; the first pass over microbatches
+of a new kind watches which arguments do (`dependence`), and also that nothing hollow finds its way into the result: a
+model that carries something round its blocks, instead of through them, is refused and not run wrong.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
+
+import torch
+from torch import nn
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+
+from unisono.errors import UsageError
+from unisono.parallel.blocks import Blocks
+from unisono.parallel.pipeline.dependence import Dependence
+from unisono.parallel.pipeline.foreign import Foreign
+from unisono.parallel.pipeline.inputs import call
+from unisono.parallel.pipeline.message import Form, Key, TensorForm, form_of_result, hollow_result, kind_of, places_of
+
+
+@dataclass
+class Outcome:
+    """What came of a forward: the model's output on the last stage, else the message to the next one."""
+
+    output: Any = None
+    tensors: list[torch.Tensor] = field(default_factory=list)
+    form: Form | None = None
+    is_new: bool = False  # the form has not been seen before: the next stage does not know it yet
+
+
+class _HandOver(BaseException):
+    """Ends a forward at the entry of a block; not an Exception, so that no model catches it."""
+
+
+@dataclass
+class _Run:
+    """One forward under way."""
+
+    received: Sequence[torch.Tensor]
+    received_form: Form | None
+    known: Form | None  # the form of the message, if it has been watched before
+    watching: bool
+    flow: Dependence = field(default_factory=Dependence)  # depends on parameters, hollow or not
+    hollow: Dependence = field(default_factory=Dependence)  # depends on what is not here
+    replaced: dict[int, torch.Tensor] = field(default_factory=dict)  # id of a hollow argument -> what was received
+    kept: list[Any] = field(default_factory=list)  # the hollow arguments, so that no other tensor gets their id
+    result: Any = None  # the form of what the last block that ran returned
+    message: tuple[Any, Any] | None = None
+
+
+class Stage:
+    """Stage `number` of a pipeline: the blocks `span` of the model, on this rank."""
+
+    def __init__(self, model: nn.Module, blocks: Blocks, number: int, span: range, foreign: Foreign) -> None:
+        self.model = model
+        self.number = number
+        self.span = span
+        self.is_first = span.start == 0
+        self.is_last = span.stop == len(blocks.modules)
+        self._blocks = blocks
+        self._foreign = foreign
+        self._gates = [_Gate(block, place, self) for place, block in enumerate(blocks.modules)]
+        self._forms: dict[Key, Form | None] = {}  # of the messages handed on, by kind of microbatch
+        self._run: _Run | None = None
+
+    def __repr__(self) -> str:
+        return f"Stage({self.number}, blocks {self.span.start} to {self.span.stop - 1})"
+
+    @property
+    def device(self) -> torch.device:
+        parameter = next(self.model.parameters(), None)
+        return torch.device("cpu") if parameter is None else parameter.device
+
+    def forward(self, inputs: Any, received: Sequence[torch.Tensor] = (), received_form: Form | None = None) -> Outcome:
+        """Run on one microbatch: its inputs, and (but for the first stage) the message of the stage before."""
+        self._foreign.follow()
+        kind = kind_of(inputs)
+        watching = kind not in self._forms
+        run = _Run(received, received_form, self._forms.get(kind), watching)
+        output, ended = None, False
+        with self._running(run):
+            try:
+                output = call(self.model, inputs)
+                ended = True
+            except _HandOver:
+                pass
+        if ended != self.is_last:
+            self._refuse(f"{self._name(self.span.stop)} was never run, but the forward ended")
+        if ended:
+            if watching:
+                self._require_real(run, output, "the model's output")
+                self._forms[kind] = None
+            return Outcome(output)
+        assert run.message is not None
+        leaves, _ = tree_flatten(run.message)
+        form = self._form(run, leaves) if run.known is None else run.known
+        tensors = [leaves[places[0]] for places in form.places]
+        if watching:
+            self._forms[kind] = form
+        elif tuple(map(TensorForm.of, tensors)) != form.tensors:
+            self._refuse(
+                f"the tensors for {self._name(self.span.stop)} were announced as {form.tensors}, but now are "
+                f"{tuple(map(TensorForm.of, tensors))}; if parameters were frozen or freed, call forget() on all ranks"
+            )
+        return Outcome(None, tensors, form, watching)
+
+    def forget(self) -> None:
+        """Watch and announce messages anew, as after freezing parameters."""
+        self._forms.clear()
+
+    @contextlib.contextmanager
+    def _running(self, run: _Run) -> Iterator[None]:
+        holder = self.model.get_submodule(self._blocks.path)._modules
+        names = list(holder)
+        blocks = dict(holder)
+        holder.update(zip(names, self._gates, strict=True))
+        self._run = run
+        try:
+            with contextlib.ExitStack() as modes:
+                if run.watching:
+                    run.flow.mark(list(self.model.parameters()))
+                    run.flow.mark(list(self._foreign.parameters()))
+                    run.hollow.mark(list(self._foreign.parameters()))
+                    run.flow.mark(list(run.received))
+                    modes.enter_context(run.flow)
+                    modes.enter_context(run.hollow)
+                yield
+        finally:
+            self._run = None
+            holder.update(blocks)
+
+    # ---- what the gates do ---------------------------------------------------------------------------------------
+
+    def pass_gate(self, place: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        run = self._run
+        assert run is not None
+        if place < self.span.start:
+            return self._skip(run)
+        if self.span.start > 0:
+            args, kwargs = self._replace(run, place, args, kwargs)
+        if run.watching:
+            self._require_real(run, (args, kwargs), f"the argument of {self._name(place)}")
+        if place == self.span.stop:
+            run.message = (args, kwargs)
+            raise _HandOver
+        result = block(*args, **kwargs)
+        if run.watching:
+            run.flow.mark(result)
+            if place == self.span.stop - 1:
+                run.result = form_of_result(result)
+        return result
+
+    def _skip(self, run: _Run) -> Any:
+        assert run.received_form is not None
+        result = hollow_result(run.received_form.result, self.device)
+        if run.watching:
+            run.hollow.mark(result)
+            run.flow.mark(result)
+        return result
+
+    def _replace(
+        self, run: _Run, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """Put what was received in the place of what is hollow: in the first block by position, later by identity."""
+        leaves, spec = tree_flatten((args, kwargs))
+        if place == self.span.start:
+            form = run.received_form
+            assert form is not None
+            if len(leaves) != form.arguments:
+                self._refuse(f"{self._name(place)} got {len(leaves)} arguments, but {form.arguments} were announced")
+            for tensor, places in zip(run.received, form.places, strict=True):
+                for position in places:
+                    self._note(run, leaves[position], tensor)
+                    leaves[position] = tensor
+        else:
+            leaves = [run.replaced.get(id(leaf), leaf) for leaf in leaves]
+        return tree_unflatten(leaves, spec)
+
+    @staticmethod
+    def _note(run: _Run, hollow: Any, tensor: torch.Tensor) -> None:
+        run.kept.append(hollow)
+        if run.replaced.setdefault(id(hollow), tensor) is not tensor:
+            del run.replaced[id(hollow)]  # two tensors look alike here: leave it, and have it found hollow later
+
+    def _form(self, run: _Run, leaves: Sequence[Any]) -> Form:
+        travels = [isinstance(leaf, torch.Tensor) and leaf in run.flow for leaf in leaves]
+        places = places_of(leaves, travels)
+        if not places:
+            self._refuse(f"nothing that depends on parameters reaches {self._name(self.span.stop)}")
+        tensors = tuple(TensorForm.of(leaves[positions[0]]) for positions in places)
+        return Form(tensors, places, len(leaves), run.result)
+
+    # ---- what is refused -----------------------------------------------------------------------------------------
+
+    def _require_real(self, run: _Run, tree: Any, what: str) -> None:
+        if not any(isinstance(leaf, torch.Tensor) and leaf in run.hollow for leaf in tree_leaves(tree)):
+            return
+        paths = [keystr(path) for path, leaf in tree_flatten_with_path(tree)[0] if leaf in run.hollow]
+        self._refuse(
+            f"{what} ({', '.join(path or 'itself' for path in paths)}) depends on layers of other stages by a way that "
+            "leads round the blocks; pass it through the blocks, as an argument or a result, or keep it in one stage"
+        )
+
+    def _refuse(self, why: str) -> NoReturn:
+        raise UsageError(f"pipeline: stage {self.number} of {type(self.model).__name__}: {why}")
+
+    def _name(self, place: int) -> str:
+        return self._blocks.name(place) if place < len(self._blocks.modules) else "the end of the model"
+
+
+class _Gate(nn.Module):
+    """Stands in a block's place while a stage runs; to the model it looks like the block."""
+
+    def __init__(self, block: nn.Module, place: int, stage: Stage) -> None:
+        super().__init__()
+        self.block = block
+        self.training = block.training
+        self._place = place
+        self._stage = stage
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._stage.pass_gate(self._place, self.block, args, kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.block, name)

@@ -1,0 +1,132 @@
+"""The survey of a model: which parameters and buffers each of its segments uses.
+
+The blocks cut a forward pass into segments: segment i runs from the entry of block i to the entry of block i+1, so
+that whatever the model does between two blocks belongs to the one before. What it does before block 0 (embeddings)
+counts to segment 0, and what it does after the last block (norm, head, ...) to the last segment.
+
+With an example the model is run once, without gradients, and watched: what a segment uses is what its operations read.
+Without one the order of registration decides, as most models are written in the order in which they run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.flop_counter import FlopCounterMode
+
+from unisono.errors import UsageError
+from unisono.parallel.blocks import Blocks
+from unisono.parallel.pipeline.dependence import Touch, storages_of
+from unisono.parallel.pipeline.inputs import call
+
+
+@dataclass(frozen=True)
+class Survey:
+    users: dict[int, frozenset[int]]  # the id of a parameter or buffer -> the segments that use it
+    operations: tuple[int, ...] | None = None  # floating-point operations of each segment, if they were counted
+
+
+def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = False) -> Survey:
+    """Run the model on the example, whose inputs are as a microbatch's. Random numbers and buffers are put back."""
+    count_of = len(blocks.modules)
+    users: dict[StorageWeakRef, set[int]] = {}
+    here = -1
+    counter = FlopCounterMode(display=False)
+    marks = [0] * (count_of + 1)
+
+    def enter(number: int) -> None:
+        nonlocal here
+        if number != here + 1:
+            raise UsageError(
+                f"{type(model).__name__} runs {blocks.name(number)} after "
+                f"{blocks.name(here) if here >= 0 else 'nothing'}; "
+                "a pipeline can cut only between blocks that run once each, in order"
+            )
+        here = number
+        marks[number] = counter.get_total_flops()
+
+    def touched(storage: StorageWeakRef) -> None:
+        users.setdefault(storage, set()).add(max(here, 0))
+
+    hooks = [block.register_forward_pre_hook(_entering(enter, i)) for i, block in enumerate(blocks.modules)]
+    try:
+        with _left_as_it_was(model), torch.no_grad(), counter if count else contextlib.nullcontext(), Touch(touched):
+            call(model, example)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if here != count_of - 1:
+        raise UsageError(
+            f"{type(model).__name__} did not run {blocks.name(here + 1)} on the example; all blocks must run"
+        )
+    marks[0], marks[-1] = 0, counter.get_total_flops()
+    operations = tuple(end - start for start, end in pairwise(marks)) if count else None
+    return Survey(_with_names(model, blocks, users), operations)
+
+
+def by_order(model: nn.Module, blocks: Blocks) -> Survey:
+    """Take the order in which parameters are registered for the order in which they are used."""
+    return Survey(_with_names(model, blocks, {}))
+
+
+def _entering(enter: Any, number: int) -> Any:
+    def hook(module: nn.Module, args: Any) -> None:
+        enter(number)
+
+    return hook
+
+
+def _with_names(model: nn.Module, blocks: Blocks, seen: dict[StorageWeakRef, set[int]]) -> dict[int, frozenset[int]]:
+    """The segments of every parameter and buffer: where it was seen and where it is held; failing both, by order."""
+    number_of: dict[int, set[int]] = {}
+    for number, block in enumerate(blocks.modules):
+        for module in block.modules():
+            number_of.setdefault(id(module), set()).add(number)
+    place = 0  # of what is held outside the blocks
+    segments: dict[int, set[int]] = {}
+    places: dict[int, set[int]] = {}
+    for module in model.modules():
+        inside = number_of.get(id(module), set())
+        if inside:
+            place = len(blocks.modules) - 1
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
+            if tensor is not None:
+                segments.setdefault(id(tensor), set()).update(inside, *(seen.get(s, ()) for s in storages_of(tensor)))
+                places.setdefault(id(tensor), set()).update(inside or {place})
+    return {key: frozenset(places[key] if not seen or not segments[key] else segments[key]) for key in segments}
+
+
+def held_by(module: nn.Module) -> Iterator[torch.Tensor]:
+    """Parameters and buffers, module by module, in the order in which they were registered."""
+    seen: set[int] = set()
+    for child in module.modules():
+        for tensor in (*child._parameters.values(), *child._buffers.values()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
+
+
+@contextlib.contextmanager
+def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+    on_gpu = {tensor.device for tensor in held_by(model) if tensor.is_cuda}
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    values = [buffer.clone() for _, _, buffer in buffers]
+    try:
+        with torch.random.fork_rng(devices=sorted(on_gpu, key=str)):
+            yield
+    finally:
+        with torch.no_grad():
+            for (module, name, buffer), value in zip(buffers, values, strict=True):
+                module._buffers[name] = buffer.copy_(value)
