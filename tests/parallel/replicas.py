@@ -144,4 +144,6 @@ def same(mine: Any, theirs: Any, what: str) -> None:
         return
     mine, theirs = torch.as_tensor(mine), torch.as_tensor(theirs)
     assert mine.shape == theirs.shape, f"{what}: {mine.shape} and {theirs.shape}"
-    torch.testing.assert_close(mine.double(), theirs.double(), rtol=1e-9, atol=1e-12, msg=lambda text: f"{what}: {text}")
+    torch.testing.assert_close(
+        mine.double(), theirs.double(), rtol=1e-9, atol=1e-12, msg=lambda text: f"{what}: {text}"
+    )

@@ -101,7 +101,7 @@ def check_attention(
     q, k, v = (x.clone().requires_grad_() for x in mine[:3])
     out = KINDS[kind](q, k, v, comm, causal, scale, tokens, mask)
     out.backward(mine[3])
-    for name, found, whole_one in zip("out dq dk dv".split(), [out, q.grad, k.grad, v.grad], expected, strict=True):
+    for name, found, whole_one in zip(["out", "dq", "dk", "dv"], [out, q.grad, k.grad, v.grad], expected, strict=True):
         torch.testing.assert_close(
             found, tokens.cut(whole_one, comm.rank, 2), rtol=1e-10, atol=1e-12, msg=lambda text, name=name: name + text
         )

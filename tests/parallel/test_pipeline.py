@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.parallel.cases import CASES, Job, agree, piped, plain
+from tests.parallel.cases import Job, agree, piped, plain
 from tests.ranks import RankPool
 from unisono.plan.activations import microbatches_alive
 from unisono.plan.schedule import schedule

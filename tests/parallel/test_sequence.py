@@ -123,7 +123,7 @@ def test_refusals(pools: Pools) -> None:
     messages = pools("gloo", 2).run(refusals)[0]
     expected = [
         "Mlp has none; leave sequence out",
-        'blocks.0.attention.qkv a piece of the sequence, as no rule cuts it; if it works token by token, say so with '
+        "blocks.0.attention.qkv a piece of the sequence, as no rule cuts it; if it works token by token, say so with "
         'the rule {"*.qkv": "whole"}',
         "blocks.0.1 takes means over all tokens",
         "blocks.0.1 a piece of the sequence",

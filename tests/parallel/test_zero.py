@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
-from torch import nn
 
 from tests.parallel import replicas
 from tests.ranks import RankPool
-from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
-from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.clip import clip_by_norm
 from unisono.parallel.layout import layout_of, whole_of
-from unisono.parallel.state import load_whole_state, whole_state
+from unisono.parallel.state import whole_state
 from unisono.parallel.zero import Zero
 
 Pools = Callable[[str, int], RankPool]

@@ -17,8 +17,8 @@ from torch import nn
 from unisono.errors import UsageError
 from unisono.parallel import conjugates
 from unisono.parallel.linear import RowParallelLinear
-from unisono.parallel.tensor_pieces import Pieces, packed
 from unisono.parallel.region import Region
+from unisono.parallel.tensor_pieces import Pieces, packed
 
 
 def by_heads(module: nn.Module, attributes: Sequence[str], region: Region) -> None:

@@ -21,8 +21,8 @@ from unisono.comm import world as worlds
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel import conjugates
-from unisono.parallel.tensor_pieces import Pieces, lengths_of, packed
 from unisono.parallel.region import Region
+from unisono.parallel.tensor_pieces import Pieces, lengths_of, packed
 
 Initialiser = Callable[[torch.Tensor], Any]
 

@@ -150,7 +150,9 @@ class GlobalLoss:
             if halves is None:
                 continue
             counts = [self._counted(*half, dry=False) for half in halves]
-            totals = [float(sum(pair)) for pair in zip(*counts, strict=True)] if len(counts[0]) == len(counts[1]) else []
+            totals = (
+                [float(sum(pair)) for pair in zip(*counts, strict=True)] if len(counts[0]) == len(counts[1]) else []
+            )
             parts = []
             for half in halves:
                 with Means(totals):

@@ -1,13 +1,13 @@
 """Training in half precision, with the same decisions on every rank.
 
-    with autocast(torch.bfloat16, device):          # matrix products in half, sums and norms in float32
-        outputs = model(inputs)
+with autocast(torch.bfloat16, device):          # matrix products in half, sums and norms in float32
+    outputs = model(inputs)
 
-    scaler = LossScaler(mesh)                       # for float16, whose smallest gradients vanish
-    scaler.scale(partial).backward()
-    if scaler.unscale(parameters):                  # the same answer on every rank: all finite, everywhere
-        optimizer.step()
-    scaler.update()
+scaler = LossScaler(mesh)                       # for float16, whose smallest gradients vanish
+scaler.scale(partial).backward()
+if scaler.unscale(parameters):                  # the same answer on every rank: all finite, everywhere
+    optimizer.step()
+scaler.update()
 """
 
 from __future__ import annotations

@@ -74,9 +74,7 @@ def buckets_of(
     return [bucket for _, bucket in sorted(made, key=lambda entry: -entry[0])]
 
 
-def _filled(
-    members: Iterable[tuple[str, nn.Parameter]], most_bytes: int
-) -> Iterator[list[tuple[str, nn.Parameter]]]:
+def _filled(members: Iterable[tuple[str, nn.Parameter]], most_bytes: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
     group: list[tuple[str, nn.Parameter]] = []
     size = 0
     for name, parameter in members:

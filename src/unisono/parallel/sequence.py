@@ -29,9 +29,9 @@ from unisono.parallel import conjugates
 from unisono.parallel.blocks import Blocks, find_blocks
 from unisono.parallel.layout import Split, layout_of
 from unisono.parallel.linear import is_linear
-from unisono.parallel.tensor_pieces import TP, add_up, lengths_of
 from unisono.parallel.region import Region
 from unisono.parallel.rules import Styles
+from unisono.parallel.tensor_pieces import TP, add_up, lengths_of
 
 DIM = 1  # of the sequence
 

@@ -151,7 +151,9 @@ def _require_torchs_own_rules(
     query: torch.Tensor, key: torch.Tensor, mask: torch.Tensor | None, is_causal: bool, enable_gqa: bool
 ) -> None:
     if query.dim() not in (3, 4):
-        raise UsageError(f"attention of {tuple(query.shape)} over spread tokens; expected (batch, heads, tokens, width)")
+        raise UsageError(
+            f"attention of {tuple(query.shape)} over spread tokens; expected (batch, heads, tokens, width)"
+        )
     if mask is not None and is_causal:
         raise UsageError("scaled_dot_product_attention was given attn_mask and is_causal; pass one of them")
     if query.shape[-3] != key.shape[-3] and not enable_gqa:

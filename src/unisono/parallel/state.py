@@ -46,7 +46,9 @@ def _whole(state: dict[str, Any], tensor: torch.Tensor, mesh: Mesh) -> dict[str,
     layout = layout_of(tensor)
     told = {key: _told(value, tensor) for key, value in state.items()}
     if not layout.axes:
-        return {key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()}
+        return {
+            key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
+        }
     # A rank that owns nothing of a parameter may have no state for it: the others tell what there is.
     merged: dict[str, Any] = {}
     for theirs in mesh.comm(*_in_order(layout.axes, mesh)).all_gather_object(told):
@@ -78,7 +80,9 @@ def load_whole_state(optimizer: Optimizer, named: Named, mesh: Mesh, state: dict
     tensors = dict(named)
     unknown = sorted(set(tensors) - set(state["state"]))
     if unknown:
-        raise UsageError(f"the optimizer state to load has nothing for {', '.join(unknown[:3])}; is it another model's?")
+        raise UsageError(
+            f"the optimizer state to load has nothing for {', '.join(unknown[:3])}; is it another model's?"
+        )
     if len(state["param_groups"]) != len(optimizer.param_groups):
         raise UsageError(
             f"the optimizer state to load has {len(state['param_groups'])} parameter groups, "

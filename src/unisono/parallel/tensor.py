@@ -27,10 +27,10 @@ from unisono.mesh.mesh import Mesh
 from unisono.parallel import attention, vocabulary
 from unisono.parallel.attention import ParallelMultiheadAttention
 from unisono.parallel.linear import ColumnParallelLinear, RowParallelLinear, features, is_linear, part_lengths
-from unisono.parallel.tensor_pieces import Pieces, add_up, packed
 from unisono.parallel.region import Region
 from unisono.parallel.rules import Rules, Style, Styles, known, matched, published
 from unisono.parallel.sequence import SequenceParallel
+from unisono.parallel.tensor_pieces import Pieces, add_up, packed
 from unisono.parallel.vocabulary import VocabParallelEmbedding
 
 _LINEAR_KINDS = ("column", "column_gather", "vocab_head", "row", "row_split")

@@ -93,16 +93,17 @@ def _heads_for_tokens(
     everyone = range(comm.size)
     parts = [[x[:, held[r].start : held[r].stop] for x, held in zip(tensors, heads, strict=True)] for r in everyone]
     shapes = [
-        [(x.shape[0], len(held[comm.rank]), tokens.count(r), x.shape[3]) for x, held in zip(tensors, heads, strict=True)]
+        [
+            (x.shape[0], len(held[comm.rank]), tokens.count(r), x.shape[3])
+            for x, held in zip(tensors, heads, strict=True)
+        ]
         for r in everyone
     ]
     arrived = _exchanged(parts, shapes, comm)
     return [tokens.join([arrived[r][i] for r in everyone], 2) for i in range(len(tensors))]
 
 
-def _tokens_for_heads(
-    out: torch.Tensor, heads: Sequence[range], comm: Communicator, tokens: Tokens
-) -> torch.Tensor:
+def _tokens_for_heads(out: torch.Tensor, heads: Sequence[range], comm: Communicator, tokens: Tokens) -> torch.Tensor:
     """The way back: all heads of this rank's tokens."""
     if comm.size == 1:
         return out

@@ -210,7 +210,9 @@ def _require_parameters_of(model: nn.Module, optimizer: Optimizer) -> None:
     names = {id(parameter) for parameter in model.parameters()}
     strangers = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
     if strangers:
-        raise UsageError(f"the optimizer has {strangers} parameters that are not the model's; build it from those given")
+        raise UsageError(
+            f"the optimizer has {strangers} parameters that are not the model's; build it from those given"
+        )
 
 
 def _cut(value: Any, piece: Piece) -> Any:
