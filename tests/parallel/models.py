@@ -142,4 +142,9 @@ def _as_head(layer: nn.Module, x: torch.Tensor) -> torch.Tensor:
 def tied_layers(width: int = 6) -> list[LayerSpec]:
     embedding = TiedSpec("words", nn.Embedding, 11, width)
     body = [LayerSpec(nn.Linear, width, width, bias=bool(i % 2)) for i in range(5)]
-    return [embedding, *body, LayerSpec(nn.LayerNorm, width), TiedSpec("words", nn.Embedding, 11, width, forward=_as_head)]
+    return [
+        embedding,
+        *body,
+        LayerSpec(nn.LayerNorm, width),
+        TiedSpec("words", nn.Embedding, 11, width, forward=_as_head),
+    ]
