@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
@@ -134,16 +134,16 @@ class PipelineRuntime:
 
     def _shared(self, output: Any) -> Any:
         """The last rank's output, on every rank."""
-        leaves, spec = tree_flatten(output)
         has_it = self.comm.rank == self.last_rank
-        forms = [TensorForm.of(leaf) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves]
-        forms, spec = self.comm.broadcast_object((forms, spec) if has_it else None, self.last_rank)
+        forms = tree_map(lambda leaf: TensorForm.of(leaf) if isinstance(leaf, torch.Tensor) else leaf, output)
+        leaves, spec = tree_flatten(self.comm.broadcast_object(forms, self.last_rank))
+        mine = tree_leaves(output) if has_it else leaves
         device = next(iter(self.stages.values())).device
-        for number, form in enumerate(forms):
+        for number, form in enumerate(leaves):
             if isinstance(form, TensorForm):
-                tensor = leaves[number] if has_it else form.empty(device)
-                forms[number] = self.comm.broadcast(tensor.contiguous(), self.last_rank)
-        return tree_unflatten(forms, spec)
+                tensor = mine[number].contiguous() if has_it else form.empty(device)
+                leaves[number] = self.comm.broadcast(tensor, self.last_rank)
+        return tree_unflatten(leaves, spec)
 
 
 class _Execution:

@@ -1,0 +1,157 @@
+"""Where a Plan meets a model: the one place that knows all strategies, and in which order they are applied.
+
+1. The model is built whole, from one seed, and its modules are named: random numbers go by those names.
+2. Experts, layers and sequences are shared out (ep, tp with sp, cp), in place, under the parameters' own names.
+3. Batch statistics become global, chosen modules are recomputed.
+4. The pipeline keeps this rank's stages.
+5. What is left of the model on this rank is replicated over the data ranks, plainly or by ZeRO.
+
+A combination that cannot give the result of one device is refused before any rank computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.comm import world
+from unisono.errors import UsageError
+from unisono.mesh.initial import build
+from unisono.mesh.mesh import Mesh
+from unisono.mesh.random import RandomState
+from unisono.parallel import batchnorm
+from unisono.parallel.context import context_parallelize
+from unisono.parallel.data import DataParallel
+from unisono.parallel.expert import expert_parallelize, needs_whole_batch
+from unisono.parallel.loss import GlobalLoss, Loss
+from unisono.parallel.pipeline.runtime import PipelineRuntime
+from unisono.parallel.pipeline.split import split
+from unisono.parallel.pipeline.tied import TiedGradients
+from unisono.parallel.share import rows_of, share, shares
+from unisono.parallel.tensor import tensor_parallelize
+from unisono.parallel.trainer import Trainer
+from unisono.parallel.zero import Zero
+from unisono.plan.plan import AXES, DATA, REPLICAS, Plan
+from unisono.plan.schedule import Schedule, schedule
+
+Model = nn.Module | Callable[[], nn.Module]
+
+
+def parallelize(
+    model: Model,
+    plan: Plan | str,
+    *,
+    loss: Loss,
+    optimizer: Callable[[Any], Optimizer],
+    example: tuple[Any, Any] | None = None,
+    rules: Any = None,
+    clip: float | None = None,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Trainer:
+    """Put a plain model under a plan; every rank calls it alike, and trains with the Trainer's `step`.
+
+    model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
+    torch.manual_seed(seed). loss(outputs, targets) gives a scalar, optimizer(parameters) a torch optimizer. example: a
+    batch (inputs, targets), which pipelines need to find their stages. rules: which layers tp cuts, and how. clip: the
+    largest norm of the gradients.
+    """
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    comm = world.world() if world.is_initialized() else world.init()
+    plan.fit(comm.size)
+    mesh = Mesh(plan.shape, AXES)
+    mesh.connect()
+    whole = _whole_model(model, seed, dtype)
+    if isinstance(model, nn.Module):
+        comm.broadcast_parameters(whole)
+    _refuse_what_cannot_be_right(plan, whole)
+    random = RandomState(seed)
+    random.name_modules(whole)
+    return _applied(whole, plan, mesh, random, loss, optimizer, example, rules, clip)
+
+
+def _whole_model(model: Model, seed: int, dtype: torch.dtype | None) -> nn.Module:
+    whole = model if isinstance(model, nn.Module) else build(model, seed)
+    if not isinstance(whole, nn.Module):
+        raise UsageError(
+            f"parallelize takes an nn.Module or a function that builds one; it gave {type(whole).__name__}"
+        )
+    return whole if dtype is None else whole.to(dtype)
+
+
+def _refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
+    if plan.microbatches > 1 and batchnorm.has_batchnorm(model):
+        raise UsageError(
+            f"microbatches={plan.microbatches}: BatchNorm takes its statistics over the whole batch at once, which "
+            "microbatches do not have; use microbatches=1, or another norm"
+        )
+    whole = needs_whole_batch(model)
+    if whole and (plan.microbatches > 1 or plan.pp > 1):
+        raise UsageError(
+            f"{whole[0]} has a capacity or an auxiliary loss over the whole batch at once; use microbatches=1 and pp=1, "
+            "or a dropless MoE with aux_weight=0"
+        )
+    if plan.pp > 1 and plan.zero >= 2:
+        raise UsageError(
+            f"zero={plan.zero} with pp={plan.pp}: a pipeline keeps its gradients until the last microbatch; use zero=1"
+        )
+    if plan.pp == 1 and plan.schedule != "1f1b":
+        raise UsageError(f"schedule={plan.schedule} orders the stages of a pipeline, but pp=1; leave it out")
+
+
+def _applied(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    random: RandomState,
+    loss: Loss,
+    optimizer: Callable[[Any], Optimizer],
+    example: tuple[Any, Any] | None,
+    rules: Any,
+    clip: float | None,
+) -> Trainer:
+    expert_parallelize(model, mesh)
+    if plan.tp > 1:
+        tensor_parallelize(model, mesh, rules, sequence=plan.sequence)
+    context = context_parallelize(model, mesh, plan.context) if plan.cp > 1 else None
+    if mesh.size(*DATA) > 1:
+        batchnorm.convert(model, mesh)
+    cut = None
+    order: Schedule | None = None
+    if plan.pp > 1:
+        order = schedule(plan.schedule, plan.pp, plan.microbatches, plan.chunks if plan.chunks > 1 else None)
+        with random:
+            cut = split(model, order, mesh.index("pp"), example=_example_inputs(plan, mesh, example))
+        random.step = 0
+    comm = mesh.comm(*REPLICAS)
+    normalised = GlobalLoss(loss, comm if comm.size > 1 else None, dims=(0, 1) if plan.cp > 1 else (0,))
+    if plan.zero:
+        zero = Zero(model, mesh, optimizer, plan.zero, offload=plan.offload)
+        trainer = Trainer(model, plan, mesh, normalised, zero.optimizer, random, zero, clip, context)
+    else:
+        stepping = optimizer(list(model.parameters()))
+        trainer = Trainer(model, plan, mesh, normalised, stepping, random, DataParallel(model, mesh), clip, context)
+    if cut is not None and order is not None:
+        trainer.pipeline = PipelineRuntime(
+            cut.stages, order, mesh.comm("pp"), trainer._partial_loss, around=trainer.around
+        )
+        trainer.tied = TiedGradients(model, cut.tied, mesh.comm("pp"))
+    return trainer
+
+
+def _example_inputs(plan: Plan, mesh: Mesh, example: tuple[Any, Any] | None) -> Any:
+    """The inputs of this rank's first microbatch of the example."""
+    if example is None:
+        raise UsageError("a pipeline needs an example batch to find its stages; pass example=(inputs, targets)")
+    parts = mesh.size(*DATA) * plan.microbatches
+    if rows_of(example) < parts:
+        raise UsageError(
+            f"the example has {rows_of(example)} samples for {mesh.size(*DATA)} data ranks x {plan.microbatches} "
+            f"microbatches; expected at least {parts}"
+        )
+    mine = share(example, mesh.index(*DATA), mesh.size(*DATA))
+    return shares(mine.batch, plan.microbatches)[0].batch[0]

@@ -1,0 +1,125 @@
+"""Recomputation: forget activations in the forward pass and compute them again in the backward pass.
+
+What is kept of a recomputed piece is its inputs; the price is to run it once more.
+
+    none        nothing
+    selective   attention's core, F.scaled_dot_product_attention: little work to repeat, and where it makes a matrix
+                of queries by keys, most of the memory
+    full        every block of the model: about a third more work, and only one tensor a block is kept
+    patterns    the modules whose names match, such as ("*.mlp", "encoder.*")
+
+The second run must give exactly what the first gave. Random numbers are drawn again as they were: torch's generators
+are put back, and a RandomState knows a repeated draw by that. Buffers that a forward changes, such as the running
+statistics of BatchNorm, change once: the second run works on copies.
+
+Modules are changed in place and keep their names, so recomputation composes with whatever else is done to them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatchcase
+from functools import partial, wraps
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from unisono.errors import UsageError
+from unisono.parallel.blocks import find_blocks
+from unisono.plan.plan import RECOMPUTE
+
+_MARK = "unisono_recomputed"
+
+
+def recompute(model: nn.Module, what: str | Sequence[str] = "full") -> nn.Module:
+    """Recompute parts of the model in its backward pass: none, selective, full, or module names with wildcards."""
+    if what == "none":
+        return model
+    if what == "selective":
+        return _wrap(model, partial(_with_core_recomputed, model.forward))
+    if what == "full":
+        chosen = list(find_blocks(model).modules)
+    elif isinstance(what, str):
+        raise UsageError(f"recompute={what!r}; expected one of {', '.join(RECOMPUTE)}, or a list of module patterns")
+    else:
+        chosen = _matching(model, what)
+    for module in chosen:
+        _wrap(module, partial(_recomputed, module, module.forward))
+    return model
+
+
+def is_recomputed(model: nn.Module) -> bool:
+    """Whether anything in the model is recomputed."""
+    return any(_MARK in vars(module) for module in model.modules())
+
+
+def _matching(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+    """The outermost modules that match: one inside another would only be run a third time."""
+    chosen: dict[str, nn.Module] = {}
+    for pattern in patterns:
+        names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
+        if not names:
+            known = ", ".join(name for name, _ in list(model.named_modules())[1:9])
+            raise UsageError(
+                f"recompute: no module of {type(model).__name__} matches {pattern!r}; its modules are {known}, ..."
+            )
+        chosen |= {name: model.get_submodule(name) for name in names}
+    return [module for name, module in chosen.items() if not any(name.startswith(f"{other}.") for other in chosen)]
+
+
+def _wrap(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
+    if _MARK in vars(module):
+        raise UsageError(f"recompute: a {type(module).__name__} would be recomputed twice; call recompute once")
+    module.forward = wraps(module.forward)(forward)  # type: ignore[method-assign]
+    setattr(module, _MARK, True)
+    return module
+
+
+def _recomputed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return forward(*args, **kwargs)
+    return checkpoint(
+        forward,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (contextlib.nullcontext(), _on_copies_of_buffers(module)),
+        **kwargs,
+    )
+
+
+def _with_core_recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Run a forward in which attention, in whatever form it is installed at the moment, is recomputed."""
+    attention = F.scaled_dot_product_attention
+
+    def core(*tensors: Any, **options: Any) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return attention(*tensors, **options)
+        return checkpoint(attention, *tensors, use_reentrant=False, **options)
+
+    F.scaled_dot_product_attention = core
+    try:
+        return forward(*args, **kwargs)
+    finally:
+        F.scaled_dot_product_attention = attention
+
+
+@contextlib.contextmanager
+def _on_copies_of_buffers(module: nn.Module) -> Iterator[None]:
+    # The originals are put back untouched, not written back: autograd may have saved them.
+    originals = [
+        (child, name, buffer)
+        for child in module.modules()
+        for name, buffer in child._buffers.items()
+        if buffer is not None
+    ]
+    for child, name, buffer in originals:
+        child._buffers[name] = buffer.clone()
+    try:
+        yield
+    finally:
+        for child, name, buffer in originals:
+            child._buffers[name] = buffer

@@ -1,0 +1,1 @@
+"""Training: tasks, and the proof that a plan changes nothing."""

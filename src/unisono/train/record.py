@@ -1,0 +1,187 @@
+"""A record of a few training steps: everything that must not depend on the plan.
+
+`plain_record` makes it on one device, with nothing of unisono but the random numbers; `planned_record` makes it under
+a plan, from the pieces of all ranks. Tensors are on the CPU, whole, by the parameters' names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from unisono.mesh.initial import build
+from unisono.mesh.mesh import Mesh
+from unisono.mesh.random import RandomState
+from unisono.parallel.apply import parallelize
+from unisono.parallel.expert import collect_aux
+from unisono.parallel.layout import layout_of, whole_of
+from unisono.parallel.pipeline.inputs import call
+from unisono.parallel.state import whole_state
+from unisono.parallel.trainer import Trainer
+from unisono.plan.plan import Plan
+from unisono.train.task import Task
+
+Tensors = dict[str, torch.Tensor]
+
+
+@dataclass
+class Record:
+    initial: Tensors = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    gradients: list[Tensors] = field(default_factory=list)  # a step each, before clipping
+    parameters: Tensors = field(default_factory=dict)
+    buffers: Tensors = field(default_factory=dict)
+    optimizer: Tensors = field(default_factory=dict)
+    activations: Tensors = field(default_factory=dict)  # of the first step: by module, in forward order
+
+
+def batch_of(task: Task, step: int, dtype: torch.dtype) -> tuple[Any, Any]:
+    """The step's global batch, its floating-point tensors in `dtype`."""
+
+    def cast(leaf: Any) -> Any:
+        return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
+
+    return tree_map(cast, task.batch(step))
+
+
+def plain_record(task: Task, steps: int, dtype: torch.dtype, seed: int = 0) -> Record:
+    """One device, one process, the plain model on the whole batch."""
+    model = build(task.model, seed).to(dtype)
+    random = RandomState(seed)
+    random.name_modules(model)
+    optimizer = task.optimizer(list(model.parameters()))
+    record = Record(initial=_copied(model.named_parameters()))
+    for step in range(steps):
+        inputs, targets = batch_of(task, step, dtype)
+        random.step = step
+        with random, _watched(model, record.activations if step == 0 else None):
+            loss = task.loss(call(model, inputs), targets)
+            aux = collect_aux(model)
+            loss = loss if aux is None else loss + aux
+            optimizer.zero_grad()
+            loss.backward()
+        record.losses.append(float(loss))
+        record.gradients.append(_gradients(model.named_parameters()))
+        if task.clip is not None:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip)
+        optimizer.step()
+    record.parameters = _copied(model.named_parameters())
+    record.buffers = _copied(model.named_buffers())
+    record.optimizer = _flat_state(
+        {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
+    )
+    return record
+
+
+def planned_record(
+    task: Task,
+    plan: Plan,
+    steps: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    prepare: Callable[[Trainer], None] | None = None,
+) -> Record:
+    """The same steps under the plan; every rank calls it and gets the whole record. Activations are this rank's."""
+    trainer = parallelize(
+        task.model,
+        plan,
+        loss=task.loss,
+        optimizer=task.optimizer,
+        example=batch_of(task, 0, dtype),
+        rules=task.rules,
+        clip=task.clip,
+        seed=seed,
+        dtype=dtype,
+    )
+    record = Record(initial=_whole(trainer, dict(trainer.optimized())))
+    if prepare is not None:
+        prepare(trainer)
+    for step in range(steps):
+        trainer.optimizer.zero_grad()
+        with _watched(trainer.model, record.activations if step == 0 else None):
+            record.losses.append(float(trainer.backward(batch_of(task, step, dtype))))
+        record.gradients.append(_whole(trainer, dict(trainer.optimized()), of_gradients=True))
+        trainer._clip()
+        trainer.optimizer.step()
+        trainer.steps += 1
+    record.parameters = _whole(trainer, dict(trainer.optimized()))
+    record.buffers = _merged(trainer.mesh, _copied(trainer.model.named_buffers()))
+    state = whole_state(trainer.optimizer, trainer.optimized(), trainer.mesh)["state"]
+    record.optimizer = _merged(trainer.mesh, _flat_state(state))
+    return record
+
+
+def _whole(trainer: Trainer, named: Tensors, of_gradients: bool = False) -> Tensors:
+    mine: Tensors = {}
+    for name, tensor in named.items():
+        local = tensor.grad if of_gradients else tensor
+        if local is None and of_gradients:
+            if not layout_of(tensor).axes:
+                continue
+            local = torch.zeros_like(tensor)
+        assert local is not None
+        mine[name] = whole_of(local, layout_of(tensor), trainer.mesh).cpu().clone()
+    return _merged(trainer.mesh, mine)
+
+
+def _merged(mesh: Mesh, mine: Tensors) -> Tensors:
+    """What all stages of the pipeline hold."""
+    if mesh.size("pp") == 1:
+        return mine
+    merged: Tensors = {}
+    for theirs in mesh.comm("pp").all_gather_object(mine):
+        merged.update(theirs)
+    return merged
+
+
+def _copied(named: Any) -> Tensors:
+    return {name: tensor.detach().cpu().clone() for name, tensor in named}
+
+
+def _gradients(named: Any) -> Tensors:
+    return {name: p.grad.detach().cpu().clone() for name, p in named if p.grad is not None}
+
+
+def _flat_state(state: dict[str, dict[str, Any]]) -> Tensors:
+    flat = {}
+    for name, values in state.items():
+        for key, value in values.items():
+            if isinstance(value, torch.Tensor | int | float):
+                flat[f"{name}:{key}"] = torch.as_tensor(value).detach().cpu().clone()
+    return flat
+
+
+class _watched:
+    """While open, notes the first output of every module that runs, in the order they finish."""
+
+    def __init__(self, model: nn.Module, into: Tensors | None) -> None:
+        self._model = model
+        self._into = into
+        self._hooks: list[Any] = []
+
+    def __enter__(self) -> None:
+        if self._into is not None:
+            for name, module in self._model.named_modules():
+                self._hooks.append(module.register_forward_hook(self._noting(name)))
+
+    def _noting(self, name: str) -> Callable[..., None]:
+        def note(_: nn.Module, __: Any, output: Any) -> None:
+            into = self._into
+            tensor = next(_tensors(output), None)
+            if into is not None and tensor is not None and name not in into:
+                into[name] = tensor.detach().cpu().clone()
+
+        return note
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _tensors(tree: Any) -> Iterator[torch.Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
