@@ -35,7 +35,7 @@ def in_parts(
 
 
 def at_once(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, causal: bool) -> list[torch.Tensor]:
-    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    q, k, v = (x.detach().double().clone().requires_grad_() for x in (q, k, v))
     out = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
     out.backward(grad.double())
     return [out, q.grad, k.grad, v.grad]  # type: ignore[list-item]
