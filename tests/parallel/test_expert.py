@@ -90,7 +90,7 @@ def test_auxiliary_loss_by_hand() -> None:
         for expert in token.topk(2).indices:
             visits[expert] += 1
     expected = 0.5 * 5 * sum(visits[e] / 14 * probability[:, e].mean() for e in range(5))
-    assert math.isclose(float(layer.aux_loss), float(expected), rel_tol=1e-12)
+    assert math.isclose(layer.aux_loss.item(), expected.item(), rel_tol=1e-12)
     assert collect_aux(layer) is not None
     assert collect_aux(layer) is None
     copy.deepcopy(layer)
@@ -101,7 +101,7 @@ def test_balanced_routing_gives_the_lowest_loss() -> None:
     with torch.no_grad():
         layer.router.weight.zero_()
     layer(torch.randn(10, WIDTH, dtype=torch.float64))
-    assert math.isclose(float(layer.aux_loss), 1.0, rel_tol=1e-12)
+    assert math.isclose(layer.aux_loss.item(), 1.0, rel_tol=1e-12)
 
 
 def test_complaints() -> None:

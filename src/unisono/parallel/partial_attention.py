@@ -155,7 +155,9 @@ class _Flash:
     forward_op: Callable[..., tuple[Any, ...]]
     backward_op: Callable[..., tuple[Any, ...]]
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, ...]:
+    def attend(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         alike = _Alike(q, k, rules.causal)
         out, lse = self.forward_op(alike.of_queries(q), alike.of_keys(k), alike.of_keys(v), rules)
         return out.reshape(q.shape).to(merging_dtype(q.dtype)), lse.reshape(q.shape[:-1])

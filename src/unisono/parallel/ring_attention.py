@@ -92,9 +92,8 @@ class _RingAttention(torch.autograd.Function):
             for source, (keys, values) in ring.visits(k, v):
                 added = _Pair.zeros(keys, values)
                 for rows, columns, rules in ring.parts(source):
-                    of_rows = (x[:, :, rows] for x in (grad, q))
-                    of_columns = (x[:, :, columns] for x in (keys, values))
-                    shares = attend_backward(*of_rows, *of_columns, out[:, :, rows], lse[:, :, rows], rules)
+                    part = (keys[:, :, columns], values[:, :, columns], out[:, :, rows], lse[:, :, rows])
+                    shares = attend_backward(grad[:, :, rows], q[:, :, rows], *part, rules)
                     dq[:, :, rows] += shares[0]
                     added.keys[:, :, columns] += shares[1]
                     added.values[:, :, columns] += shares[2]

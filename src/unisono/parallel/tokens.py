@@ -79,7 +79,7 @@ class Tokens:
         return joined.index_select(dim, torch.cat(self._positions).argsort().to(joined.device))
 
     def seen(self, rank: int, by: int, causal: bool) -> list[tuple[slice, slice]]:
-        """Which tokens of `rank` the tokens of another rank `by` may look at: pairs of (slice of by's, slice of rank's).
+        """Which tokens of `rank` those of another rank `by` may look at: pairs of (slice of by's, slice of rank's).
 
         All tokens of the first slice see all of the second, so no mask is needed within a pair. The zigzag gives one
         pair for any two ranks, half of each other's work.
