@@ -23,7 +23,9 @@ SPINS = 200  # tests of a request before the waiter begins to yield its core
 # whoever has nothing else to do should ask often.
 _WAITER_PATIENCE = 1.0
 _PROGRESS_PATIENCE = 5e-3
-_SLEEP = 5e-5
+# After that, asking comes in bursts with sleep between them: one question a sleep would move 16 KiB each time.
+_CYCLE = 4e-4
+_BURST = 2e-4
 
 
 class Operation:
@@ -286,10 +288,11 @@ def wait_for_devices(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def _give_way(waited: float, patience: float) -> None:
-    if waited < patience:
+    into_the_cycle = waited % _CYCLE
+    if waited < patience or into_the_cycle < _BURST:
         os.sched_yield()
     else:
-        time.sleep(_SLEEP)
+        time.sleep(_CYCLE - into_the_cycle)
 
 
 PROGRESS = Progress()
