@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from unisono.comm.world import world as world
     from unisono.comm.world import world_size as world_size
     from unisono.launch.spawn import spawn as spawn
+    from unisono.parallel.apply import parallelize as parallelize
+    from unisono.parallel.trainer import Trainer as Trainer
+    from unisono.plan.plan import Plan as Plan
+    from unisono.train.task import Task as Task
     from unisono.mesh.mesh import Mesh as Mesh
     from unisono.mesh.placement import Partial as Partial
     from unisono.mesh.placement import Replicate as Replicate
@@ -29,6 +33,10 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Communicator": "unisono.comm.communicator",
+    "Plan": "unisono.plan.plan",
+    "Task": "unisono.train.task",
+    "Trainer": "unisono.parallel.trainer",
+    "parallelize": "unisono.parallel.apply",
     "Mesh": "unisono.mesh.mesh",
     "Partial": "unisono.mesh.placement",
     "Replicate": "unisono.mesh.placement",

@@ -31,6 +31,7 @@ from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import split
 from unisono.parallel.pipeline.tied import TiedGradients
+from unisono.parallel.recompute import recompute
 from unisono.parallel.share import rows_of, share, shares
 from unisono.parallel.tensor import tensor_parallelize
 from unisono.parallel.trainer import Trainer
@@ -120,6 +121,7 @@ def _applied(
     context = context_parallelize(model, mesh, plan.context) if plan.cp > 1 else None
     if mesh.size(*DATA) > 1:
         batchnorm.convert(model, mesh)
+    recompute(model, plan.recompute)
     cut = None
     order: Schedule | None = None
     if plan.pp > 1:

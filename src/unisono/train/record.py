@@ -65,7 +65,7 @@ def plain_record(task: Task, steps: int, dtype: torch.dtype, seed: int = 0) -> R
             loss = loss if aux is None else loss + aux
             optimizer.zero_grad()
             loss.backward()
-        record.losses.append(float(loss))
+        record.losses.append(loss.item())
         record.gradients.append(_gradients(model.named_parameters()))
         if task.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip)
@@ -104,7 +104,7 @@ def planned_record(
     for step in range(steps):
         trainer.optimizer.zero_grad()
         with _watched(trainer.model, record.activations if step == 0 else None):
-            record.losses.append(float(trainer.backward(batch_of(task, step, dtype))))
+            record.losses.append(trainer.backward(batch_of(task, step, dtype)).item())
         record.gradients.append(_whole(trainer, dict(trainer.optimized()), of_gradients=True))
         trainer._clip()
         trainer.optimizer.step()

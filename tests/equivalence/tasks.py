@@ -1,0 +1,112 @@
+"""The models that every plan must leave as they are: small, but with everything that plans tend to break."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import unisono as uni
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from gpt import GPT, Config
+
+
+def _adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
+
+
+def _momentum(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
+
+
+class MLP(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(12, 16)
+        self.blocks = nn.ModuleList(MLPBlock(16) for _ in range(4))
+        self.last = nn.Linear(16, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+class MLPBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.fc1 = nn.Linear(width, 2 * width)
+        self.fc2 = nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.fc2(F.relu(self.fc1(x))))
+
+
+def _vectors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(13, 12, generator=generator), torch.randint(5, (13,), generator=generator)
+
+
+mlp = uni.Task(
+    model=MLP,
+    loss=F.cross_entropy,
+    optimizer=_momentum,
+    batch=_vectors,
+    rules={"blocks.*.fc1": "column", "blocks.*.fc2": "row"},
+    clip=0.5,
+    name="mlp",
+)
+
+
+class ConvNet(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.features = nn.Sequential(
+            nn.Conv2d(3, 6, 3), nn.BatchNorm2d(6), nn.ReLU(), nn.Conv2d(6, 8, 3), nn.BatchNorm2d(8), nn.ReLU()
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.features(x).mean((2, 3)))
+
+
+def _images(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(11, 3, 8, 8, generator=generator), torch.randint(4, (11,), generator=generator)
+
+
+conv = uni.Task(model=ConvNet, loss=F.cross_entropy, optimizer=_momentum, batch=_images, name="conv")
+
+
+def _tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(32, (9, 16), generator=generator)
+    targets = torch.randint(32, (9, 16), generator=generator)
+    targets[torch.rand(9, 16, generator=generator) < 0.3] = -100  # padding: other shares of it on every rank
+    return tokens, targets
+
+
+def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _gpt() -> nn.Module:
+    return GPT(Config(vocabulary=32, context=16, width=16, heads=4, layers=4, dropout=0.1))
+
+
+GPT_RULES = {
+    "blocks.*.attention": "heads:heads",
+    "blocks.*.attention.qkv": "column:qkv",
+    "blocks.*.attention.out": "row",
+    "blocks.*.fc1": "column",
+    "blocks.*.fc2": "row",
+}
+
+gpt = uni.Task(model=_gpt, loss=_token_loss, optimizer=_adam, batch=_tokens, rules=GPT_RULES, clip=0.3, name="gpt")
