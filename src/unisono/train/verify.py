@@ -113,6 +113,15 @@ def _compared(plan: Plan, plain: Record, planned: Record, dtype: str) -> Verdict
     return Verdict(str(plan), equal, worst)
 
 
+def _losses(record: Record) -> dict[str, torch.Tensor]:
+    return {f"step {step}": torch.tensor(loss, dtype=torch.float64) for step, loss in enumerate(record.losses)}
+
+
+def _gradients(record: Record) -> dict[str, torch.Tensor]:
+    steps = enumerate(record.gradients)
+    return {f"{name} (step {step})": gradient for step, named in steps for name, gradient in named.items()}
+
+
 def _worst(kind: str, plain: dict[str, torch.Tensor], planned: dict[str, torch.Tensor], exact: bool = False) -> Worst:
     missing = sorted(set(plain) ^ set(planned))
     if missing:

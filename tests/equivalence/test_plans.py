@@ -1,0 +1,87 @@
+"""Every strategy alone, every pair, and hybrids, on several models: the result of one device, in float64, to 1e-9."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from tests.equivalence import tasks
+from tests.ranks import RankPool
+from unisono.comm.communicator import Communicator
+from unisono.plan.plan import Plan
+from unisono.train.verify import Verdict, verify_here
+
+PLANS = {
+    "mlp": [
+        "dp=2",
+        "dp=4",
+        "dp=2,zero=1",
+        "dp=2,zero=2",
+        "dp=4,zero=3",
+        "dp=2,microbatches=3",
+        "tp=2",
+        "tp=4",
+        "dp=2,tp=2",
+        "dp=2,tp=2,zero=1",
+        "dp=2,tp=2,zero=3",
+        "pp=2,microbatches=4",
+        "pp=4,microbatches=4,schedule=f-then-b",
+        "pp=2,dp=2,microbatches=2",
+        "pp=2,tp=2,microbatches=4,schedule=zb1p",
+    ],
+    "conv": ["dp=2", "dp=4", "dp=2,zero=1", "dp=2,zero=2", "dp=4,zero=3"],
+    "gpt": [
+        "dp=2",
+        "dp=4,zero=1",
+        "dp=2,zero=2,microbatches=2",
+        "dp=2,zero=3,recompute=full",
+        "tp=2",
+        "tp=4",
+        "tp=2,sp",
+        "cp=2",
+        "cp=4",
+        "cp=2,context=ulysses",
+        "pp=2,microbatches=4",
+        "pp=4,microbatches=4",
+        "pp=2,microbatches=4,schedule=interleaved,chunks=2",
+        "pp=2,microbatches=4,schedule=zbv,chunks=2",
+        "pp=2,microbatches=1,schedule=naive",
+        "recompute=selective",
+        "recompute=full,microbatches=3",
+        "dp=2,tp=2",
+        "dp=2,tp=2,sp,zero=1",
+        "dp=2,cp=2",
+        "dp=2,cp=2,zero=3",
+        "dp=2,pp=2,microbatches=2,zero=1",
+        "tp=2,cp=2",
+        "tp=2,pp=2,microbatches=4",
+        "cp=2,pp=2,microbatches=2",
+        "dp=2,tp=2,pp=2,microbatches=2,zero=1,sp",
+        "dp=2,tp=2,cp=2",
+        "tp=2,cp=2,pp=2,microbatches=2",
+    ],
+}
+CASES = [(task, plan) for task, plans in PLANS.items() for plan in plans]
+
+
+def prove(comm: Communicator, task: str, plan: str) -> Verdict:
+    return verify_here(comm, getattr(tasks, task), Plan.parse(plan))
+
+
+def check(pool: RankPool, task: str, plan: str) -> None:
+    verdict = pool.run(prove, task, plan)[0]
+    assert verdict.equivalent, verdict
+
+
+@pytest.mark.parametrize(("task", "plan"), CASES)
+def test_a_plan_changes_nothing(pools: Callable[[str, int], RankPool], task: str, plan: str) -> None:
+    check(pools("gloo", Plan.parse(plan).world), task, plan)
+
+
+@pytest.mark.parametrize(
+    ("task", "plan"),
+    [("gpt", "dp=2,tp=2,sp,zero=1"), ("gpt", "cp=2,pp=2,microbatches=2"), ("conv", "dp=4,zero=3"), ("mlp", "dp=4")],
+)
+def test_on_mpi_too(pools: Callable[[str, int], RankPool], task: str, plan: str) -> None:
+    check(pools("mpi", 4), task, plan)
