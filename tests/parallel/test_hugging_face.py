@@ -53,7 +53,9 @@ def qwen3() -> nn.Module:
 
 
 def mixtral() -> nn.Module:
-    config = transformers.MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager")
+    config = transformers.MixtralConfig(
+        **GROUPED, num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager"
+    )
     return transformers.MixtralForCausalLM(config)
 
 
@@ -107,5 +109,5 @@ def test_heads_that_tp_does_not_divide() -> None:
 def test_a_plan_that_is_not_known() -> None:
     model = llama()
     model._tp_plan = {"model.layers.*.self_attn.q_proj": "mla_kv_a_proj"}
-    with pytest.raises(UsageError, match="own tensor-parallel plan says 'mla_kv_a_proj' of .* pass rules"):
+    with pytest.raises(UsageError, match=r"own tensor-parallel plan says 'mla_kv_a_proj' of .* pass rules"):
         styles_of(model, 2)

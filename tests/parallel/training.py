@@ -11,6 +11,7 @@ from torch.overrides import TorchFunctionMode
 
 from unisono.comm.communicator import Communicator
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.random import RandomState
 from unisono.parallel.layout import layout_of, whole_of
 from unisono.parallel.tensor import tensor_parallelize
 
@@ -84,15 +85,21 @@ def check_training(
     assert [name for name, _ in parallel.named_parameters()] == names
     for name, whole in whole_parameters(parallel, mesh).items():
         assert torch.equal(whole, plain.get_parameter(name)), f"{name} differs before the first step"
+    random = [RandomState(seed=7), RandomState(seed=7)]
+    for state, model in zip(random, (plain, parallel), strict=True):
+        state.name_modules(model)
     optimizers = [getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2) for model in (plain, parallel)]
     for step in range(3):
         torch.manual_seed(100 + step)
         inputs = batch()
         losses = []
-        for model, loss_of in ((plain, objective), (parallel, parallel_objective or objective)):
+        objectives = (objective, parallel_objective or objective)
+        for model, state, loss_of in zip((plain, parallel), random, objectives, strict=True):
             model.zero_grad()
-            loss = loss_of(model, inputs)
-            loss.backward()
+            state.step = step
+            with state:
+                loss = loss_of(model, inputs)
+                loss.backward()
             losses.append(loss.detach())
         sum_over_tp(parallel, mesh)
         close(losses[1], losses[0], f"step {step}: the loss")
