@@ -17,6 +17,7 @@ The sequence's length need not be a multiple of tp.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -36,6 +37,7 @@ from unisono.parallel.rules import Styles
 from unisono.parallel.tensor_pieces import TP, add_up, lengths_of
 
 DIM = 1  # of the sequence
+Forward = Callable[..., Any]
 
 
 class SequenceRegion(Region):
@@ -138,27 +140,30 @@ class SequenceParallel:
 
     def install(self) -> None:
         """Cut at the first block's entry, join at the last one's exit; say whose gradients add up."""
-        first, last = self.blocks.modules[0], self.blocks.modules[-1]
-        region = self._inside
-
-        def cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-            if args:
-                return (_first_replaced(args, region.cut), kwargs)
-            key = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor))
-            return args, kwargs | {key: region.cut(kwargs[key])}
-
-        def join(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            return region.join(output) if isinstance(output, torch.Tensor) else _first_replaced(output, region.join)
-
-        for block in self.blocks.modules:
-            block.register_forward_pre_hook(lambda module, args: region.locate_outside())
-            block.register_forward_hook(lambda module, args, output: region.locate_elsewhere())
-        first.register_forward_pre_hook(cut, with_kwargs=True)
-        last.register_forward_hook(join)
-        for block in self.blocks.modules:
+        last = len(self.blocks.modules) - 1
+        for number, block in enumerate(self.blocks.modules):
+            # What wraps a block from now on (context parallelism) is outside, and sees pieces between blocks.
+            block.forward = partial(self._run_block, block.forward, number == 0, number == last)
+            block.sequence_pieces = self._inside.pieces
             for parameter in block.parameters():
                 if "tp" not in layout_of(parameter).axes:
                     add_up(parameter, "tp")
+
+    def _run_block(self, forward: Forward, is_first: bool, is_last: bool, *args: Any, **kwargs: Any) -> Any:
+        region = self._inside
+        if is_first and args:
+            args = _first_replaced(args, region.cut)
+        elif is_first:
+            key = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor))
+            kwargs = kwargs | {key: region.cut(kwargs[key])}
+        region.locate_outside()
+        try:
+            outputs = forward(*args, **kwargs)
+        finally:
+            region.locate_elsewhere()
+        if not is_last:
+            return outputs
+        return region.join(outputs) if isinstance(outputs, torch.Tensor) else _first_replaced(outputs, region.join)
 
 
 def _first_replaced(values: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
