@@ -31,6 +31,14 @@ Pools = Callable[[str, int], RankPool]
 IN_BLOCKS = GPT_RULES | {"*.tokens": "whole", "*.head": "whole"}
 
 
+def gpt_with_dropout() -> nn.Module:
+    return gpt(4, 0.2)
+
+
+def encoder_with_dropout() -> nn.Module:
+    return encoder(0.2)
+
+
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_gpt(pools: Pools, size: int) -> None:
     """Eleven tokens divide by none of the sizes."""
@@ -39,6 +47,15 @@ def test_gpt(pools: Pools, size: int) -> None:
     assert {"blocks.0.norm1.weight", "blocks.0.attention.out.bias", "blocks.1.fc2.bias"} <= set(found["summed"])
     assert not {"norm.weight", "positions.weight", "tokens.weight"} & set(found["summed"])
     assert not set(found["cut"]) & set(found["summed"])
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize("build", [gpt_with_dropout, encoder_with_dropout])
+def test_dropout_masks_do_not_depend_on_tp(pools: Pools, build: Callable[[], nn.Module], sequence: bool) -> None:
+    """Residuals, attention weights, and in torch's encoder also between the MLP's layers: a piece of 30 features."""
+    is_gpt = build is gpt_with_dropout
+    batch, objective, rules = (sentences, next_tokens, GPT_RULES) if is_gpt else (encoder_batch, squares, None)
+    pools("gloo", 4).run(check_training, build, batch, objective, rules, sequence)
 
 
 def short_sentences() -> torch.Tensor:

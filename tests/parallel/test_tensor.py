@@ -47,8 +47,8 @@ class Mlp(nn.Module):
         return self.fc2(F.gelu(self.fc1(x)))
 
 
-def gpt(heads: int = 4) -> GPT:
-    return GPT(Config(vocabulary=VOCABULARY, context=16, width=24, heads=heads, layers=2))
+def gpt(heads: int = 4, dropout: float = 0.0) -> GPT:
+    return GPT(Config(vocabulary=VOCABULARY, context=16, width=24, heads=heads, layers=2, dropout=dropout))
 
 
 def gpt_of_twelve_heads() -> GPT:
@@ -102,8 +102,8 @@ def test_gpt_whose_logits_stay_in_pieces(pools: Pools, size: int) -> None:
     pools("gloo", size).run(check_training, gpt, sentences, next_tokens, rules, False, "AdamW", next_tokens_of_pieces)
 
 
-def encoder() -> nn.Module:
-    layer = nn.TransformerEncoderLayer(24, 4, 30, dropout=0.0, batch_first=True)
+def encoder(dropout: float = 0.0) -> nn.Module:
+    layer = nn.TransformerEncoderLayer(24, 4, 30, dropout=dropout, batch_first=True)
     return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
 
 

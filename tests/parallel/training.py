@@ -7,9 +7,11 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from unisono.comm.communicator import Communicator
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.random import RandomState
 from unisono.parallel.layout import layout_of, whole_of
 from unisono.parallel.tensor import tensor_parallelize
 
@@ -20,6 +22,20 @@ Objective = Callable[[nn.Module, torch.Tensor], torch.Tensor]  # the loss of a m
 def seeded(build: Build) -> nn.Module:
     torch.manual_seed(5)
     return build().double()
+
+
+class InDouble(TorchFunctionMode):
+    """Nothing is made float32 that a float64 model has: Hugging Face's norms and routers round to float32, and then a
+    difference in the last bit of a float64 may become one in the last bit of a float32."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.Tensor.float:
+            return args[0].double() if args[0].dtype == torch.float64 else func(*args, **kwargs)
+        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
+            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
+            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
+        return func(*args, **kwargs)
 
 
 def tp_mesh(comm: Communicator) -> Mesh:
@@ -69,15 +85,21 @@ def check_training(
     assert [name for name, _ in parallel.named_parameters()] == names
     for name, whole in whole_parameters(parallel, mesh).items():
         assert torch.equal(whole, plain.get_parameter(name)), f"{name} differs before the first step"
+    random = [RandomState(seed=7), RandomState(seed=7)]
+    for state, model in zip(random, (plain, parallel), strict=True):
+        state.name_modules(model)
     optimizers = [getattr(torch.optim, optimizer)(model.parameters(), lr=1e-2) for model in (plain, parallel)]
     for step in range(3):
         torch.manual_seed(100 + step)
         inputs = batch()
         losses = []
-        for model, loss_of in ((plain, objective), (parallel, parallel_objective or objective)):
+        objectives = (objective, parallel_objective or objective)
+        for model, state, loss_of in zip((plain, parallel), random, objectives, strict=True):
             model.zero_grad()
-            loss = loss_of(model, inputs)
-            loss.backward()
+            state.step = step
+            with state:
+                loss = loss_of(model, inputs)
+                loss.backward()
             losses.append(loss.detach())
         sum_over_tp(parallel, mesh)
         close(losses[1], losses[0], f"step {step}: the loss")

@@ -33,7 +33,7 @@ import contextlib
 import sys
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -44,6 +44,9 @@ from unisono.mesh.philox import Stream, words
 from unisono.mesh.region import Part, Positions, Runs, runs_of
 
 KINDS = ("dropout", "attention")
+# Set by a strategy that follows the forward pass and knows of each call, by its shape and kind, which part this rank
+# holds: given what the scopes say, it returns what holds.
+Locate = Callable[[Sequence[int], str, dict[int, Part]], dict[int, Part]]
 _CALL = torch.nn.Module._call_impl.__code__
 # How many random bits a number in [0, 1) of each dtype has.
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -115,6 +118,7 @@ class RandomState:
         if isinstance(step, bool) or not isinstance(step, int) or step < 0:
             raise UsageError(f"step {step!r}: expected a whole number of at least 0")
         self._step = step
+        self.locate: Locate | None = None
         self._calls: Counter[str] = Counter()
         self._calls_before: Counter[str] | None = None  # before the first of the microbatches that follow each other
         self._remembered: dict[int, Draw] = {}
@@ -183,6 +187,8 @@ class RandomState:
                     )
                 dim = scope.dim % len(shape)
                 parts[dim] = scope.part.within(parts[dim]) if dim in parts else scope.part
+        if self.locate is not None:
+            parts = self.locate(shape, kind, parts)
         return {dim: _fitted(part, shape, dim) for dim, part in parts.items()}
 
     # ---- drawing -------------------------------------------------------------------------------------------------

@@ -125,6 +125,7 @@ class ParallelMultiheadAttention(nn.Module):
         batched = query.dim() == 3
         q, k, v = (self._heads(x, which) for which, x in enumerate((query, key, value)))
         mask = self._mask(attn_mask, key_padding_mask, q, k)
+        self.region.locate_inside([self.embed_dim])
         dropout = self.dropout if self.training else 0.0
         weights = None
         if need_weights:

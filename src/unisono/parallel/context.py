@@ -60,6 +60,7 @@ def context_parallelize(model: nn.Module, mesh: Mesh, kind: str = "ring") -> Con
         blocks = find_blocks(model)
         for number, block in enumerate(blocks.modules):
             block.forward = partial(context._run_block, block.forward, blocks.name(number), number == 0)
+            context.cut_further = getattr(block, "sequence_pieces", context.cut_further)
         model.forward = partial(context._run_model, model.forward)
     return context
 
@@ -70,6 +71,8 @@ class Context:
     def __init__(self, comm: Communicator, kind: str) -> None:
         self.comm = comm
         self.kind = kind
+        # Between blocks, sequence parallelism cuts a rank's tokens into pieces of these lengths.
+        self.cut_further: Callable[[int], list[int]] = lambda length: []
         self._length = 0
         self._attentions: dict[int, SpreadAttention] = {}
         self._rest_of_model: contextlib.ExitStack | None = None  # open while the model runs
@@ -171,7 +174,7 @@ class Context:
 
     def _require_known_length(self, hidden: torch.Tensor, name: str, tokens: Tokens) -> None:
         mine = tokens.count(self.comm.rank)
-        if hidden.shape[1] not in (tokens.length, mine):
+        if hidden.shape[1] not in (tokens.length, mine, *self.cut_further(mine)):
             raise UsageError(
                 f"block {name} was given hidden states {tuple(hidden.shape)}; of a sequence of {tokens.length} "
                 f"expected all tokens, or this rank's {mine}, along dim 1"

@@ -148,7 +148,7 @@ class ColumnParallelLinear(_ParallelLinear):
         pieces = pieces or Pieces(region.comm.rank, region.comm.size)
         split = packed(int(self.transposed), part_lengths(self.out_features, parts), region.comm.size)
         self.lengths = lengths_of(split)
-        self.held = split.held[region.comm.rank]
+        self.totals = sorted({self.out_features, *part_lengths(self.out_features, parts)})
         self.weight = pieces.cut(linear.weight, split)  # type: ignore[arg-type]
         whole_bias: Any = linear.bias
         bias_split = packed(0, part_lengths(self.out_features, parts), region.comm.size)
@@ -158,7 +158,10 @@ class ColumnParallelLinear(_ParallelLinear):
         x = self.region.enter(x)
         self._require_width(x, self.in_features, "the whole of the input features")
         y = self._linear(x, self.bias)
-        return conjugates.gather(y, -1, self.lengths, self.region.comm) if self.gather_output else y
+        if self.gather_output:
+            return conjugates.gather(y, -1, self.lengths, self.region.comm)
+        self.region.locate_inside(self.totals)
+        return y
 
 
 class RowParallelLinear(_ParallelLinear):

@@ -16,7 +16,8 @@ The sequence's length need not be a multiple of tp.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,7 +25,9 @@ from torch import nn
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.mesh import dropout
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.region import Part
 from unisono.parallel import conjugates
 from unisono.parallel.blocks import Blocks, find_blocks
 from unisono.parallel.layout import Split, layout_of
@@ -34,6 +37,7 @@ from unisono.parallel.rules import Styles
 from unisono.parallel.tensor_pieces import TP, add_up, lengths_of
 
 DIM = 1  # of the sequence
+Forward = Callable[..., Any]
 
 
 class SequenceRegion(Region):
@@ -56,23 +60,23 @@ class SequenceRegion(Region):
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """The whole of what every rank has its piece of; the sequence leaves the blocks."""
-        return conjugates.gather(x, DIM, self._pieces_like(x), self.comm)
+        return conjugates.gather(x, DIM, self._pieces_of(x.shape[DIM]), self.comm)
 
     def pieces(self, length: int) -> list[int]:
         return lengths_of(Split.even(TP, DIM, length, self.comm.size))
 
     def leave(self, part: torch.Tensor) -> torch.Tensor:
+        self.locate_outside()
         return conjugates.reduce_to_piece(part, DIM, self.pieces(part.shape[DIM]), self.comm)
 
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
-        return conjugates.gather_to_use(x, DIM, self._pieces_like(x), self.comm)
+        return conjugates.gather_to_use(x, DIM, self._pieces_of(x.shape[DIM]), self.comm)
 
-    def _pieces_like(self, x: torch.Tensor) -> list[int]:
-        """All ranks' pieces of the sequence of which x is this rank's one.
+    def _pieces_of(self, mine: int) -> list[int]:
+        """All ranks' pieces of the sequence of which this rank's one is so long.
 
         A stage of a pipeline that does not have the first block has not seen the whole: there the ranks ask each other.
         """
-        mine = x.shape[DIM]
         if self.length is None:
             return [int(length) for length in self.comm.all_gather(torch.tensor([mine], device=self.comm.device))]
         pieces = self.pieces(self.length)
@@ -82,6 +86,26 @@ class SequenceRegion(Region):
                 f"{pieces[self.comm.rank]} of {self.length}"
             )
         return pieces
+
+    def locate_outside(self) -> None:
+        state = dropout.active()
+        if state is not None:
+            state.locate = self._outside
+
+    def locate_elsewhere(self) -> None:
+        """Dropouts from here on are not in the blocks."""
+        super().locate_outside()
+
+    def _outside(self, shape: Sequence[int], kind: str, parts: dict[int, Part]) -> dict[int, Part]:
+        if kind == "attention" or len(shape) < 3:
+            raise UsageError(
+                f"sequence parallelism: a dropout outside the tensor-parallel regions works on a tensor of shape "
+                f"{tuple(shape)}; expected (batch, sequence, features)"
+            )
+        pieces = self._pieces_of(shape[DIM])
+        first = sum(pieces[: self.comm.rank])
+        mine = Part(range(first, first + shape[DIM]), sum(pieces))
+        return parts | {DIM: mine.within(parts[DIM]) if DIM in parts else mine}
 
     def enter_tokens(self, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
@@ -116,24 +140,30 @@ class SequenceParallel:
 
     def install(self) -> None:
         """Cut at the first block's entry, join at the last one's exit; say whose gradients add up."""
-        first, last = self.blocks.modules[0], self.blocks.modules[-1]
-        region = self._inside
-
-        def cut(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-            if args:
-                return (_first_replaced(args, region.cut), kwargs)
-            key = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor))
-            return args, kwargs | {key: region.cut(kwargs[key])}
-
-        def join(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
-            return region.join(output) if isinstance(output, torch.Tensor) else _first_replaced(output, region.join)
-
-        first.register_forward_pre_hook(cut, with_kwargs=True)
-        last.register_forward_hook(join)
-        for block in self.blocks.modules:
+        last = len(self.blocks.modules) - 1
+        for number, block in enumerate(self.blocks.modules):
+            # What wraps a block from now on (context parallelism) is outside, and sees pieces between blocks.
+            block.forward = partial(self._run_block, block.forward, number == 0, number == last)
+            block.sequence_pieces = self._inside.pieces
             for parameter in block.parameters():
                 if "tp" not in layout_of(parameter).axes:
                     add_up(parameter, "tp")
+
+    def _run_block(self, forward: Forward, is_first: bool, is_last: bool, *args: Any, **kwargs: Any) -> Any:
+        region = self._inside
+        if is_first and args:
+            args = _first_replaced(args, region.cut)
+        elif is_first:
+            key = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor))
+            kwargs = kwargs | {key: region.cut(kwargs[key])}
+        region.locate_outside()
+        try:
+            outputs = forward(*args, **kwargs)
+        finally:
+            region.locate_elsewhere()
+        if not is_last:
+            return outputs
+        return region.join(outputs) if isinstance(outputs, torch.Tensor) else _first_replaced(outputs, region.join)
 
 
 def _first_replaced(values: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:

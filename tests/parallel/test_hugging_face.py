@@ -1,0 +1,113 @@
+"""Hugging Face models under tensor and sequence parallelism, from their own plans or by their classes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.parallel.training import InDouble, check_training
+from tests.ranks import RankPool
+from unisono.errors import UsageError
+from unisono.parallel.tensor import _require_sound, styles_of
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+Pools = Callable[[str, int], RankPool]
+VOCABULARY = 37
+SIZES: dict[str, Any] = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 42,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 8,
+    "max_position_embeddings": 16,
+    "attn_implementation": "sdpa",
+    "pad_token_id": None,
+    "bos_token_id": 0,
+    "eos_token_id": 1,
+}
+GROUPED = SIZES | {"num_key_value_heads": 4}
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED))
+
+
+def tied_llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**GROUPED, tie_word_embeddings=True))
+
+
+def qwen2() -> nn.Module:
+    """Has biases on queries, keys and values."""
+    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**GROUPED))
+
+
+def qwen3() -> nn.Module:
+    """Has norms of single heads, whose gradients are computed in parts."""
+    return transformers.Qwen3ForCausalLM(transformers.Qwen3Config(**GROUPED, head_dim=4))
+
+
+def mixtral() -> nn.Module:
+    config = transformers.MixtralConfig(
+        **GROUPED, num_local_experts=4, num_experts_per_tok=2, experts_implementation="eager"
+    )
+    return transformers.MixtralForCausalLM(config)
+
+
+def gpt2() -> nn.Module:
+    """Has Conv1D layers, queries, keys and values in one, and a tied head."""
+    options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**SIZES, **options))
+
+
+def bert() -> nn.Module:
+    options = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    return transformers.BertForMaskedLM(transformers.BertConfig(**SIZES, **options))
+
+
+def sentences() -> torch.Tensor:
+    return torch.randint(0, VOCABULARY, (2, 9))
+
+
+def next_tokens(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
+    options = {} if "Bert" in type(model).__name__ else {"use_cache": False}
+    with InDouble():
+        logits = model(input_ids=tokens, **options).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+
+
+MODELS = [llama, tied_llama, qwen2, qwen3, mixtral, gpt2, bert]
+CUT = {
+    llama: ["model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "lm_head.weight"],
+    tied_llama: ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"],
+    qwen2: ["model.layers.0.self_attn.q_proj.bias"],
+    qwen3: ["model.layers.0.self_attn.q_proj.weight"],
+    mixtral: ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"],
+    gpt2: ["transformer.wte.weight", "transformer.h.0.attn.c_attn.weight", "transformer.h.1.mlp.c_proj.weight"],
+    bert: ["bert.encoder.layer.0.attention.self.query.bias", "bert.encoder.layer.1.output.dense.weight"],
+}
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["tensor", "sequence"])
+@pytest.mark.parametrize("build", MODELS)
+def test_trains_as_the_plain_model(pools: Pools, build: Callable[[], nn.Module], sequence: bool) -> None:
+    found = pools("gloo", 4).run(check_training, build, sentences, next_tokens, None, sequence)[0]
+    assert set(CUT[build]) <= set(found["cut"])
+
+
+def test_heads_that_tp_does_not_divide() -> None:
+    model = llama()
+    with pytest.raises(UsageError, match="k_proj has 4 heads of 4, which tp=8 does not divide"):
+        _require_sound(model, styles_of(model, 8), 8)
+
+
+def test_a_plan_that_is_not_known() -> None:
+    model = llama()
+    model._tp_plan = {"model.layers.*.self_attn.q_proj": "mla_kv_a_proj"}
+    with pytest.raises(UsageError, match=r"own tensor-parallel plan says 'mla_kv_a_proj' of .* pass rules"):
+        styles_of(model, 2)
