@@ -187,10 +187,11 @@ class Units:
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
             if unit.is_in_backward:
                 return
-            # The unit after this one in the model is done: autograd has come down to this one's outputs.
-            for other in self._units:
-                if other.is_in_backward and other is not self.root:
-                    self._done(other)
+            if unit is not self.root:
+                # The unit after this one in the model is done: autograd has come down to this one's outputs.
+                for other in self._units:
+                    if other.is_in_backward and other is not self.root:
+                        self._done(other)
             unit.is_in_backward = True
             unit.gather()
             self._ahead(unit, -1)
