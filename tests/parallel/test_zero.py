@@ -16,7 +16,8 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.clip import clip_by_norm
-from unisono.parallel.layout import layout_of, whole_of
+from unisono.parallel.fsdp import torch_fully_shard
+from unisono.parallel.layout import Layout, Split, lay, layout_of, local_of, whole_of
 from unisono.parallel.precision import accumulate_in_float32
 from unisono.parallel.share import shares
 from unisono.parallel.state import load_whole_state, whole_state
@@ -169,6 +170,56 @@ def grouped(comm: Communicator, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_groups_schedules_and_clipping(pools: Pools, stage: int) -> None:
     pools("gloo", 2).run(grouped, stage)
+
+
+def with_tensor_parallel_pieces(comm: Communicator, stage: int) -> None:
+    """A parameter that tp has cut is cut again, and both cuts are in its layout."""
+    mesh = Mesh((2, 2), ("dp", "tp"))
+    torch.manual_seed(4)
+    wholes = {"columns": torch.randn(7, 3), "rows": torch.randn(4, 5), "partial": torch.randn(3)}
+    layouts = {
+        "columns": Layout((Split.even(("tp",), 0, 7, 2),)),
+        "rows": Layout((Split.even(("tp",), 1, 5, 2),)),
+        "partial": Layout(summed=("dp", "tp")),
+    }
+    model = Pieces({name: local_of(whole, layouts[name], mesh) for name, whole in wholes.items()})
+    for name, parameter in model.named_parameters():
+        lay(parameter, layouts[name])
+    zero = Zero(model, mesh, lambda p: torch.optim.Adam(p, lr=0.1), stage)
+    references = {name: nn.Parameter(whole.clone()) for name, whole in wholes.items()}
+    optimizer = torch.optim.Adam(references.values(), lr=0.1)
+    for _ in range(2):
+        zero.optimizer.zero_grad()
+        (model() * (1 + mesh.index("dp"))).backward()
+        zero.finish()
+        # Two replicas with weights 1 and 2; `partial` is also summed over both tp ranks.
+        times = {"columns": 3, "rows": 3, "partial": 6}
+        for name, reference in references.items():
+            reference.grad = 3 * times[name] * reference.detach() ** 2
+        norm = clip_by_norm([tensor for _, tensor in zero.optimized()], 1.0, mesh)
+        torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(references.values(), 1.0).double())
+        zero.optimizer.step()
+        optimizer.step()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(whole_of(parameter, layout_of(parameter), mesh), references[name].detach())
+    state = whole_state(zero.optimizer, zero.optimized(), mesh)["state"]
+    for name, reference in references.items():
+        torch.testing.assert_close(state[name]["exp_avg"], optimizer.state[reference]["exp_avg"])
+
+
+class Pieces(nn.Module):
+    def __init__(self, tensors: dict[str, torch.Tensor]) -> None:
+        super().__init__()
+        for name, tensor in tensors.items():
+            self.register_parameter(name, nn.Parameter(tensor))
+
+    def forward(self) -> torch.Tensor:
+        return sum((parameter**3).sum() for parameter in self.parameters())
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_pieces_of_pieces(pools: Pools, stage: int) -> None:
+    pools("gloo", 4).run(with_tensor_parallel_pieces, stage)
 
 
 # ---- what the stages cost --------------------------------------------------------------------------------------------
@@ -354,6 +405,31 @@ def test_recomputation(pools: Pools) -> None:
     pools("gloo", 2).run(recomputed, False)
     pools("gloo", 2).run(recomputed, True)
     pools("gloo", 2).run(recomputed_outside)
+
+
+def by_torch(comm: Communicator) -> None:
+    mesh = Mesh((comm.size, 1), ("dp", "tp"))
+    model, reference = even_model(torch.float64), even_model(torch.float64)
+    torch_fully_shard(model, mesh)
+    assert model[0].weight.to_local().shape == (WIDTH // comm.size, WIDTH)
+    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, reference)]
+    for step in range(2):
+        x = torch.randn(comm.size, 2, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
+        model(x[comm.rank]).square().sum().backward()
+        reference(x).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        replicas.same(parameter.full_tensor().detach(), expected.detach(), name)
+    with pytest.raises(UsageError, match="temperature is a single number"):
+        torch_fully_shard(replicas.net(), mesh)
+    with pytest.raises(UsageError, match="takes one axis of replicas"):
+        torch_fully_shard(reference, Mesh((1, comm.size), ("dp", "tp")))
+
+
+def test_fully_shard_sums(pools: Pools) -> None:
+    pools("gloo", 2).run(by_torch)
 
 
 def test_errors() -> None:

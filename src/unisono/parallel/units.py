@@ -101,7 +101,7 @@ class Units:
     """All units of a model, the root first."""
 
     def __init__(self, model: nn.Module, chosen: list[nn.Module] | None = None) -> None:
-        modules = _listed(model) if chosen is None else chosen
+        modules = listed_units(model) if chosen is None else chosen
         homes: dict[int, list[nn.Module]] = {}
         for module in modules:
             for parameter in module.parameters():
@@ -224,7 +224,7 @@ class Units:
             unit.free()
 
 
-def _listed(model: nn.Module) -> list[nn.Module]:
+def listed_units(model: nn.Module) -> list[nn.Module]:
     """The children with parameters of the outermost lists."""
     found: list[nn.Module] = []
 
