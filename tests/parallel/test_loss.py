@@ -251,9 +251,9 @@ def test_a_count_that_depends_on_the_outputs_is_refused() -> None:
 def test_errors_say_what_was_given() -> None:
     outputs, targets = batch()
     pieces = [(outputs[:3], targets[:3]), (outputs[3:], targets[3:])]
+    wrong = GlobalLoss(F.cross_entropy)
+    wrong.prepare(pieces)
     with pytest.raises(UsageError, match=r"cannot take what the model returns, float64\[\d, 4, 5\], .*int64\[\d, 4\]"):
-        wrong = GlobalLoss(F.cross_entropy)
-        wrong.prepare(pieces)
         wrong(*pieces[0])
     with pytest.raises(UsageError, match="expected one number"):
         GlobalLoss(lambda o, t: o.sum(0)).prepare(pieces)

@@ -1,7 +1,7 @@
 """Batch normalisation over the global batch.
 
-BatchNorm's statistics are those of the batch, so a rank that sees a part of it must ask the others. Every rank gives its
-count, mean and sum of squared deviations for each channel; with them (Chan's formula)
+BatchNorm's statistics are those of the batch, so a rank that sees a part of it must ask the others. Every rank tells
+its count, mean and sum of squared deviations for each channel; with them (Chan's formula)
 
     count = sum n_r      mean = sum n_r mean_r / count      deviations = sum (d_r + n_r (mean_r - mean)^2)
 
@@ -38,7 +38,7 @@ def convert(model: nn.Module, mesh: Mesh) -> nn.Module:
                     f"{name} is a {type(module).__name__}; known are {', '.join(cls.__name__ for cls in _GLOBAL)}"
                 )
             module.__class__ = _GLOBAL[type(module)]
-            module._comm = comm
+            setattr(module, "_comm", comm)  # noqa: B010 (mypy still takes the module for what it was)
     return model
 
 
@@ -78,14 +78,14 @@ class _Global(_BatchNorm):
             return
         factor: Any = self.momentum
         if factor is None:  # the average of all batches so far
-            factor = 1.0 / float(self.num_batches_tracked)  # type: ignore[arg-type]
+            factor = 1.0 / float(torch.as_tensor(self.num_batches_tracked))
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
         self.running_var.lerp_((deviations / (count - 1)).to(self.running_var.dtype), factor)
 
 
 class _Normalise(torch.autograd.Function):
     @staticmethod
-    def forward(  # type: ignore[override]
+    def forward(
         ctx: Any, input: torch.Tensor, eps: float, comm: Communicator
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = input.double() if input.dtype == torch.float64 else input.float()

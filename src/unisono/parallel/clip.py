@@ -1,9 +1,9 @@
 """Clipping gradients, of which every rank holds some pieces, as if one process held them whole.
 
-A piece may lie on several ranks: on all replicas, or on the tensor-parallel ranks that keep a parameter whole. Of those,
-one counts it: the first along each axis that does not cut the parameter. So one message over the whole mesh gives the
-norm, whichever strategies cut what. Pipeline stages hold different parameters; one that is tied between stages is named
-in `uncounted` on all but one of them.
+A piece may lie on several ranks: on all replicas, or on the tensor-parallel ranks that keep a parameter whole. Of
+those, one counts it: the first along each axis that does not cut the parameter. So one message over the whole mesh
+gives the norm, whichever strategies cut what. Pipeline stages hold different parameters; one that is tied between
+stages is named in `uncounted` on all but one of them.
 """
 
 from __future__ import annotations

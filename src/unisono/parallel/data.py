@@ -33,7 +33,7 @@ def sum_gradients(model: nn.Module, mesh: Mesh) -> None:
             mesh.comm(*axes).all_reduce(parameter.grad)
 
 
-class DataParallel(Reducer):
+class DataParallel(Reducer[Bucket]):
     """Sums gradients in buckets during the backward, each parameter's over the axes that its layout names.
 
     replicas = DataParallel(model, mesh)
@@ -76,7 +76,8 @@ def torch_data_parallel(model: nn.Module, mesh: Mesh, **options: Any) -> Distrib
     wrapped = DistributedDataParallel(
         model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True, **options
     )
-    wrapped.register_comm_hook(group, _sum)
+    # A lambda, because torch compares a hook's annotations with its own, and strings are not equal to types.
+    wrapped.register_comm_hook(group, lambda state, bucket: _sum(state, bucket))
     return wrapped
 
 

@@ -1,7 +1,7 @@
 """The loss of the global batch, from losses of its parts.
 
     loss = GlobalLoss(F.cross_entropy, mesh.comm("dp", "ep", "cp"))
-    loss.prepare([(outputs, targets), ...])           # once a step: one pair a microbatch; outputs for their shapes only
+    loss.prepare([(outputs, targets), ...])           # once a step: a pair a microbatch; outputs for their shapes only
     partial = loss(outputs, targets)                  # for each microbatch, in that order; backward through it
     value = loss.total(partials)                      # what the user's loss would be on the global batch
 
@@ -133,7 +133,7 @@ class GlobalLoss:
         return totals[: round(means / parts)] if parts else []
 
     def _compare(self, counts: list[Count], predicted: list[Count]) -> None:
-        """A count that follows from shapes is checked now; one on the device at `total`, so that nobody waits for it."""
+        """A count that follows from shapes is checked now; one on the device at `total`: nobody waits for it."""
         if len(counts) != len(predicted):
             raise UsageError(_ASTRAY)
         for count, foretold in zip(counts, predicted, strict=True):
@@ -166,8 +166,8 @@ class GlobalLoss:
                 raise UsageError(
                     f"the loss {_name(self._loss)} on a batch is {whole.item():.6g}, but from two halves along dim "
                     f"{dim} it comes to {(parts[0] + parts[1]).item():.6g}: it is not made of sums and means over "
-                    "samples. Take means with .mean(), reduction='mean' or sum / sum, rather than dividing by a size; a "
-                    "loss that compares samples with each other, or has a term without samples, cannot be cut: "
+                    "samples. Take means with .mean(), reduction='mean' or sum / sum, rather than dividing by a size; "
+                    "a loss that compares samples with each other, or has a term without samples, cannot be cut: "
                     "use dp=1, cp=1, microbatches=1"
                 )
         self._is_proved = True

@@ -50,7 +50,7 @@ _LOSSES: dict[Callable[..., Any], inspect.Signature] = {
     if name.endswith(("_loss", "_div", "cross_entropy", "_with_logits")) and inspect.isfunction(function)
     if "reduction" in inspect.signature(function).parameters
 }
-_OVER_CLASSES = [F.cross_entropy, F.nll_loss]
+_OVER_CLASSES: list[Callable[..., Any]] = [F.cross_entropy, F.nll_loss]
 if hasattr(F, "linear_cross_entropy"):  # PyTorch 2.12 has it, 2.11 has not
     _OVER_CLASSES.append(F.linear_cross_entropy)
 _ELEMENTWISE = (

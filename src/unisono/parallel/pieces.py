@@ -28,7 +28,7 @@ def rows(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def dealt_by_row(shape: torch.Size, load: list[int]) -> Held:
-    """Every rank gets about as many rows; the ranks with the least load so far get one more where it does not divide."""
+    """Every rank gets about as many rows; where it does not divide, those with the least load so far get one more."""
     ranks = len(load)
     if not shape:
         return (range(1),) * ranks  # a single number is not worth a cut: all own it

@@ -40,7 +40,7 @@ def accumulate_in_float32(parameters: Iterable[torch.nn.Parameter]) -> None:
     """
     for parameter in parameters:
         if parameter.dtype in HALVES and parameter.requires_grad:
-            parameter.grad_dtype = torch.float32  # type: ignore[attr-defined]
+            parameter.grad_dtype = torch.float32
 
 
 class LossScaler:

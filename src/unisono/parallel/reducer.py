@@ -1,8 +1,8 @@
 """The reducer: gradients travel in buckets, while the backward still computes others.
 
 A parameter's gradient is ready when autograd has accumulated it. Parameters that become ready about the same time share
-a bucket; a full bucket leaves at once. Buckets leave in one fixed order on every rank, whatever order autograd works in,
-so that ranks whose models took different paths still meet; what is missing when the backward ends leaves as zeros.
+a bucket; a full bucket leaves at once. Buckets leave in one fixed order on every rank, whatever order autograd works
+in, so that ranks whose models took different paths still meet; what is missing when the backward ends leaves as zeros.
 
 `DataParallel` and `Zero` say what leaving and arriving mean. How often gradients travel in a step is a property of the
 program, not of the data: once for every backward outside `hold`, or once at `finish` if there was none.
@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -88,14 +88,17 @@ def _filled(members: Iterable[tuple[str, nn.Parameter]], most_bytes: int) -> Ite
         yield group
 
 
-class Reducer:
+AnyBucket = TypeVar("AnyBucket", bound=Bucket)
+
+
+class Reducer(Generic[AnyBucket]):
     """Sends buckets off during the backward.
 
-    Subclasses: `_leave` takes the gradients off a bucket's parameters and sends them; `_settle` gives the sum of all that
-    arrived in a step back. In between parameters hold only what has not been summed yet.
+    Subclasses: `_leave` takes the gradients off a bucket's parameters and sends them; `_settle` gives back the sum of
+    all that arrived in a step. In between parameters hold only what has not been summed yet.
     """
 
-    def __init__(self, buckets: Sequence[Bucket], watch: bool = True) -> None:
+    def __init__(self, buckets: Sequence[AnyBucket], watch: bool = True) -> None:
         """`watch`: see by itself when gradients are ready; else the subclass sends buckets."""
         self.buckets = list(buckets)
         self._home = {id(parameter): bucket for bucket in buckets for parameter in bucket.parameters}
@@ -112,10 +115,10 @@ class Reducer:
             if watch
         ]
 
-    def _leave(self, bucket: Any) -> Handle:
+    def _leave(self, bucket: AnyBucket) -> Handle:
         raise AssertionError("a subclass says how a bucket leaves")
 
-    def _settle(self, bucket: Any, total: torch.Tensor) -> None:
+    def _settle(self, bucket: AnyBucket, total: torch.Tensor) -> None:
         raise AssertionError("a subclass says what becomes of a sum")
 
     def _drop(self, name: str, parameter: nn.Parameter) -> None:
@@ -127,9 +130,12 @@ class Reducer:
         for hook in self._hooks:
             hook.remove()
 
-    @contextlib.contextmanager
-    def hold(self) -> Iterator[None]:
+    def hold(self) -> contextlib.AbstractContextManager[None]:
         """In the block, backward only accumulates: for every microbatch but the last."""
+        return self._holding()
+
+    @contextlib.contextmanager
+    def _holding(self) -> Iterator[None]:
         before, self._is_held = self._is_held, True
         try:
             yield
@@ -190,14 +196,14 @@ class Reducer:
         self._send(self.buckets[self._next])
         self._next += 1
 
-    def _send(self, bucket: Bucket) -> None:
+    def _send(self, bucket: AnyBucket) -> None:
         self._land(bucket)
         for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise UsageError(f"{name} has a sparse gradient; use nn.Embedding(sparse=False)")
         bucket.handle = self._leave(bucket)
 
-    def _land(self, bucket: Bucket) -> None:
+    def _land(self, bucket: AnyBucket) -> None:
         if bucket.handle is not None:
             result = bucket.handle.wait()
             bucket.handle = None

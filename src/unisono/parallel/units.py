@@ -101,7 +101,7 @@ class Units:
     """All units of a model, the root first."""
 
     def __init__(self, model: nn.Module, chosen: list[nn.Module] | None = None) -> None:
-        modules = _listed(model) if chosen is None else chosen
+        modules = listed_units(model) if chosen is None else chosen
         homes: dict[int, list[nn.Module]] = {}
         for module in modules:
             for parameter in module.parameters():
@@ -187,10 +187,11 @@ class Units:
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
             if unit.is_in_backward:
                 return
-            # The unit after this one in the model is done: autograd has come down to this one's outputs.
-            for other in self._units:
-                if other.is_in_backward and other is not self.root:
-                    self._done(other)
+            if unit is not self.root:
+                # The unit after this one in the model is done: autograd has come down to this one's outputs.
+                for other in self._units:
+                    if other.is_in_backward and other is not self.root:
+                        self._done(other)
             unit.is_in_backward = True
             unit.gather()
             self._ahead(unit, -1)
@@ -223,7 +224,7 @@ class Units:
             unit.free()
 
 
-def _listed(model: nn.Module) -> list[nn.Module]:
+def listed_units(model: nn.Module) -> list[nn.Module]:
     """The children with parameters of the outermost lists."""
     found: list[nn.Module] = []
 

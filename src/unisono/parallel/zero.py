@@ -11,8 +11,8 @@ float32 copy and two moments), a rank holds
 
 The step: gradients are summed by reduce-scatter, so that each rank gets the sum for its own rows (pieces.py); the
 optimizer, which sees those rows only, updates them; the ranks gather each other's rows. Stage 1 keeps whole gradients
-while microbatches accumulate; stage 2 sends them off bucket by bucket in every backward; stage 3 also gathers parameters
-only where they are used (units.py).
+while microbatches accumulate; stage 2 sends them off bucket by bucket in every backward; stage 3 also gathers
+parameters only where they are used (units.py).
 
 An optimizer that treats every element alone (SGD, Adam, ...) does to rows exactly what it would do to the whole. Others
 (Muon, Adafactor, ...) get whole parameters, dealt out to the ranks.
@@ -58,12 +58,12 @@ def is_elementwise(optimizer: Optimizer) -> bool:
     return type(optimizer) in ELEMENTWISE
 
 
-class Zero(Reducer):
+class Zero(Reducer[PieceBucket]):
     """A model's optimizer, with its state (stage 1), gradients (2) and parameters (3) spread over the replicas.
 
     zero = Zero(model, mesh, lambda parameters: torch.optim.AdamW(parameters, lr=3e-4), stage=2)
     loss(...).backward()
-    zero.finish()                    # gradients of the global batch, each rank its rows: zero.pieces[name].optimized.grad
+    zero.finish()                    # each rank has the gradients of its rows: zero.pieces[name].optimized.grad
     zero.optimizer.step()            # an ordinary torch optimizer, for schedulers too; parameters are up to date after
     zero.optimizer.zero_grad()
 
@@ -154,7 +154,7 @@ class Zero(Reducer):
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
-        """As Reducer.hold in stage 1. Later stages have no room for whole gradients, and send them in every backward."""
+        """As Reducer.hold in stage 1. Later stages have no room for whole gradients: every backward sends its own."""
         return super().hold() if self.stage == 1 else contextlib.nullcontext()
 
     def _complete(self) -> None:

@@ -1,0 +1,100 @@
+"""BatchNorm with the statistics of the global batch, against one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.ranks import RankPool
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.parallel.batchnorm import convert, has_batchnorm
+from unisono.parallel.data import sum_gradients
+
+Pools = Callable[[str, int], RankPool]
+SHAPES = {nn.BatchNorm1d: (3,), nn.BatchNorm2d: (3, 4, 2), nn.BatchNorm3d: (3, 2, 2, 3)}
+
+
+def equal(mine: Any, theirs: Any) -> None:
+    torch.testing.assert_close(mine, theirs, rtol=1e-10, atol=1e-12)
+
+
+def normed(comm: Communicator, sizes: list[int], options: dict[str, Any]) -> None:
+    """Three steps and an evaluation, where rank r has sizes[r] samples."""
+    mesh = Mesh((comm.size,), ("dp",))
+    for cls, shape in SHAPES.items():
+        torch.manual_seed(2)
+        reference = nn.Sequential(nn.Identity(), cls(3, **options)).double()
+        if options.get("affine", True):
+            nn.init.normal_(reference[1].weight)
+        model = copy.deepcopy(reference)
+        assert convert(model, mesh) is model
+        assert model.state_dict().keys() == reference.state_dict().keys()
+        assert isinstance(model[1], cls)
+        for _ in range(3):
+            whole = (torch.randn(sum(sizes), *shape, dtype=torch.float64) + 50.0).requires_grad_()
+            weights = torch.randn_like(whole)
+            part = whole.detach().split(sizes)[comm.rank].clone().requires_grad_()
+            expected = reference(whole)
+            (expected * weights).sum().backward()
+            output = model(part)
+            (output * weights.split(sizes)[comm.rank]).sum().backward()
+            equal(output, expected.split(sizes)[comm.rank])
+            equal(part.grad, whole.grad.split(sizes)[comm.rank])
+        sum_gradients(model, mesh)
+        for name, parameter in model.named_parameters():
+            equal(parameter.grad, reference.get_parameter(name).grad)
+        for name, buffer in model.named_buffers():
+            equal(buffer, reference.get_buffer(name))
+        if options.get("track_running_stats", True):
+            equal(model.eval()(part), reference.eval()(whole).split(sizes)[comm.rank])
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"momentum": None}, {"affine": False}, {"track_running_stats": False, "eps": 0.1}]
+)
+def test_as_one_process(pools: Pools, options: dict[str, Any]) -> None:
+    pools("gloo", 2).run(normed, [3, 3], options)
+    pools("gloo", 4).run(normed, [3, 1, 0, 2], options)
+
+
+def odd_cases(comm: Communicator) -> None:
+    mesh = Mesh((comm.size,), ("dp",))
+    tiny = convert(nn.BatchNorm1d(2), mesh)
+    with pytest.raises(UsageError, match="more than one value a channel"):
+        tiny(torch.ones(int(comm.rank == 0), 2))
+    with pytest.raises(ValueError, match="expected 2D or 3D input"):
+        tiny(torch.ones(2, 2, 2, 2))
+    assert convert(tiny, mesh) is tiny  # once more changes nothing
+
+    class Own(nn.BatchNorm1d):
+        pass
+
+    with pytest.raises(UsageError, match=r"0 is a Own; known are BatchNorm1d"):
+        convert(nn.Sequential(Own(2)), mesh)
+    half = convert(nn.BatchNorm1d(2).half(), mesh)
+    x = torch.randn(64, 2, generator=torch.Generator().manual_seed(comm.rank)).half()
+    assert half(x).dtype == torch.float16
+    synced = convert(nn.SyncBatchNorm(2), mesh)
+    everyone = torch.stack(comm.all_gather(x.float())).flatten(0, 1)
+    expected = nn.BatchNorm1d(2)(everyone).split(64)[comm.rank]
+    torch.testing.assert_close(synced(x.float()), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(half(x).float(), expected, rtol=1e-2, atol=1e-2)
+    synced.eval()(x.float())
+
+
+def test_odd_cases(pools: Pools) -> None:
+    pools("gloo", 2).run(odd_cases)
+
+
+def test_has_batchnorm() -> None:
+    assert has_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    assert not has_batchnorm(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).eval())
+    assert has_batchnorm(nn.BatchNorm1d(2, track_running_stats=False).eval())
+    assert not has_batchnorm(nn.LayerNorm(2))
