@@ -93,12 +93,12 @@ def _refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
     whole = needs_whole_batch(model)
     if whole and (plan.microbatches > 1 or plan.pp > 1):
         raise UsageError(
-            f"{whole[0]} has a capacity or an auxiliary loss over the whole batch at once; use microbatches=1 and pp=1, "
+            f"{whole[0]} has a capacity or an auxiliary loss over the whole batch; use microbatches=1 and pp=1, "
             "or a dropless MoE with aux_weight=0"
         )
     if plan.pp > 1 and plan.zero >= 2:
         raise UsageError(
-            f"zero={plan.zero} with pp={plan.pp}: a pipeline keeps its gradients until the last microbatch; use zero=1"
+            f"zero={plan.zero} with pp={plan.pp}: a pipeline keeps gradients until the last microbatch; use zero=1"
         )
     if plan.pp == 1 and plan.schedule != "1f1b":
         raise UsageError(f"schedule={plan.schedule} orders the stages of a pipeline, but pp=1; leave it out")
