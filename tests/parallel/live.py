@@ -21,7 +21,9 @@ class Allocated(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        before = {leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        before = {
+            leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)
+        }
         outcome = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(outcome):
             if isinstance(leaf, torch.Tensor) and leaf.untyped_storage()._cdata not in before:

@@ -210,7 +210,7 @@ def test_the_finest_list_is_cut() -> None:
 
 def test_bad_requests_are_refused_before_anything_is_sent() -> None:
     made = schedule("1f1b", 4, 2)
-    with pytest.raises(UsageError, match="4 stages .* but GPT .blocks. has only 3 blocks"):
+    with pytest.raises(UsageError, match=r"4 stages .* but GPT \(blocks\) has only 3 blocks"):
         split(models.gpt(layers=3), made, 0)
     with pytest.raises(UsageError, match="the list of layers has only 2"):
         split_layers([LayerSpec(nn.ReLU), LayerSpec(nn.ReLU)], made, 0, 0)
@@ -225,7 +225,7 @@ def test_bad_requests_are_refused_before_anything_is_sent() -> None:
         split(models.gpt(), made, 0, cost=[1, 2, 3])
     with pytest.raises(UsageError, match="cost='time'"):
         split(models.gpt(), made, 0, cost="time")
-    with pytest.raises(UsageError, match="no nn.ModuleList or nn.Sequential at 'layers'"):
+    with pytest.raises(UsageError, match="at 'layers'"):
         split(models.gpt(), made, 0, blocks="layers")
 
 

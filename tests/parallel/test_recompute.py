@@ -90,7 +90,9 @@ def test_a_block_runs_twice_and_only_where_asked() -> None:
 def test_running_statistics_move_once() -> None:
     def made() -> nn.Sequential:
         torch.manual_seed(0)
-        return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True)) for _ in range(3)))
+        return nn.Sequential(
+            *(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.ReLU(inplace=True)) for _ in range(3))
+        )
 
     x = torch.randn(8, 4)
     plain, again = made(), recompute(made(), "full")

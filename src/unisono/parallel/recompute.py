@@ -18,7 +18,7 @@ Modules are changed in place and keep their names, so recomputation composes wit
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial, wraps
 from typing import Any
@@ -109,25 +109,35 @@ def _checkpointed(module: nn.Module | None, function: Callable[..., Any], *args:
         function,
         *args,
         use_reentrant=False,
-        context_fn=lambda: (contextlib.nullcontext(), _second_run(module, state)),
+        context_fn=lambda: (contextlib.nullcontext(), _SecondRun(module, state)),
     )
 
 
-@contextlib.contextmanager
-def _second_run(module: nn.Module | None, state: RandomState | None) -> Iterator[None]:
-    """With the first run's random numbers, also where the backward is outside their context, and on copied buffers."""
-    # The originals are put back untouched, not written back: autograd may have saved them.
-    originals = [
-        (child, name, buffer)
-        for child in (module.modules() if module is not None else ())
-        for name, buffer in child._buffers.items()
-        if buffer is not None
-    ]
-    for child, name, buffer in originals:
-        child._buffers[name] = buffer.clone()
-    try:
-        with state or contextlib.nullcontext():
-            yield
-    finally:
-        for child, name, buffer in originals:
+class _SecondRun:
+    """With the first run's random numbers, also where the backward is outside their context, and on copied buffers.
+
+    May be entered again: a backward in halves runs the piece once for each half.
+    """
+
+    def __init__(self, module: nn.Module | None, state: RandomState | None) -> None:
+        self._module = module
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._originals = [
+            (child, name, buffer)
+            for child in (self._module.modules() if self._module is not None else ())
+            for name, buffer in child._buffers.items()
+            if buffer is not None
+        ]
+        for child, name, buffer in self._originals:
+            child._buffers[name] = buffer.clone()
+        if self._state is not None:
+            self._state.__enter__()
+
+    def __exit__(self, *reason: object) -> None:
+        if self._state is not None:
+            self._state.__exit__(*reason)
+        # The originals are put back untouched, not written back: autograd may have saved them.
+        for child, name, buffer in self._originals:
             child._buffers[name] = buffer
