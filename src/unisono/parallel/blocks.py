@@ -39,7 +39,7 @@ def find_blocks(model: nn.Module) -> Blocks:
 
 def _is_repeated(module: nn.Module) -> bool:
     children = list(module.children())
-    return len(children) > 1 and len({type(child) for child in children}) == 1 and _weight_of(children[0]) > 0
+    return len(children) > 1 and len({type(child) for child in children}) == 1 and _weight_of(module) > 0
 
 
 def _weight(blocks: Blocks) -> int:

@@ -18,7 +18,7 @@ Modules are changed in place and keep their names, so recomputation composes wit
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fnmatch import fnmatchcase
 from functools import partial, wraps
 from typing import Any
@@ -29,6 +29,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from unisono.errors import UsageError
+from unisono.mesh import dropout
+from unisono.mesh.random import RandomState
 from unisono.parallel.blocks import find_blocks
 from unisono.plan.plan import RECOMPUTE
 
@@ -74,7 +76,7 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
 def _wrap(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
     if _MARK in vars(module):
         raise UsageError(f"recompute: a {type(module).__name__} would be recomputed twice; call recompute once")
-    module.forward = wraps(module.forward)(forward)  # type: ignore[method-assign]
+    module.forward = wraps(module.forward)(forward)
     setattr(module, _MARK, True)
     return module
 
@@ -82,13 +84,7 @@ def _wrap(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:
 def _recomputed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)
-    return checkpoint(
-        forward,
-        *args,
-        use_reentrant=False,
-        context_fn=lambda: (contextlib.nullcontext(), _on_copies_of_buffers(module)),
-        **kwargs,
-    )
+    return _checkpointed(module, partial(forward, **kwargs), *args)
 
 
 def _with_core_recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -98,7 +94,7 @@ def _with_core_recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any
     def core(*tensors: Any, **options: Any) -> torch.Tensor:
         if not torch.is_grad_enabled():
             return attention(*tensors, **options)
-        return checkpoint(attention, *tensors, use_reentrant=False, **options)
+        return _checkpointed(None, partial(attention, **options), *tensors)
 
     F.scaled_dot_product_attention = core
     try:
@@ -107,19 +103,41 @@ def _with_core_recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any
         F.scaled_dot_product_attention = attention
 
 
-@contextlib.contextmanager
-def _on_copies_of_buffers(module: nn.Module) -> Iterator[None]:
-    # The originals are put back untouched, not written back: autograd may have saved them.
-    originals = [
-        (child, name, buffer)
-        for child in module.modules()
-        for name, buffer in child._buffers.items()
-        if buffer is not None
-    ]
-    for child, name, buffer in originals:
-        child._buffers[name] = buffer.clone()
-    try:
-        yield
-    finally:
-        for child, name, buffer in originals:
+def _checkpointed(module: nn.Module | None, function: Callable[..., Any], *args: Any) -> Any:
+    state = dropout.active()
+    return checkpoint(
+        function,
+        *args,
+        use_reentrant=False,
+        context_fn=lambda: (contextlib.nullcontext(), _SecondRun(module, state)),
+    )
+
+
+class _SecondRun:
+    """With the first run's random numbers, also where the backward is outside their context, and on copied buffers.
+
+    May be entered again: a backward in halves runs the piece once for each half.
+    """
+
+    def __init__(self, module: nn.Module | None, state: RandomState | None) -> None:
+        self._module = module
+        self._state = state
+
+    def __enter__(self) -> None:
+        self._originals = [
+            (child, name, buffer)
+            for child in (self._module.modules() if self._module is not None else ())
+            for name, buffer in child._buffers.items()
+            if buffer is not None
+        ]
+        for child, name, buffer in self._originals:
+            child._buffers[name] = buffer.clone()
+        if self._state is not None:
+            self._state.__enter__()
+
+    def __exit__(self, *reason: object) -> None:
+        if self._state is not None:
+            self._state.__exit__(*reason)
+        # The originals are put back untouched, not written back: autograd may have saved them.
+        for child, name, buffer in self._originals:
             child._buffers[name] = buffer
