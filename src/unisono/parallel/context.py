@@ -59,8 +59,11 @@ def context_parallelize(model: nn.Module, mesh: Mesh, kind: str = "ring") -> Con
     if context.comm.size > 1:
         blocks = find_blocks(model)
         for number, block in enumerate(blocks.modules):
-            block.forward = partial(context._run_block, block.forward, blocks.name(number), number == 0)
-            context.cut_further = getattr(block, "sequence_pieces", context.cut_further)
+            name = blocks.name(number)
+            # Before the hooks of other strategies: what they see is this rank's sequence.
+            enter = partial(context._enter_block, name, number == 0)
+            block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            block.forward = partial(context._run_block, block.forward, name)
         model.forward = partial(context._run_model, model.forward)
     return context
 
@@ -71,8 +74,6 @@ class Context:
     def __init__(self, comm: Communicator, kind: str) -> None:
         self.comm = comm
         self.kind = kind
-        # Between blocks, sequence parallelism cuts a rank's tokens into pieces of these lengths.
-        self.cut_further: Callable[[int], list[int]] = lambda length: []
         self._length = 0
         self._attentions: dict[int, SpreadAttention] = {}
         self._rest_of_model: contextlib.ExitStack | None = None  # open while the model runs
@@ -125,16 +126,28 @@ class Context:
         self._require_tokens(outputs)
         return outputs
 
-    def _run_block(self, forward: Forward, name: str, is_first: bool, *args: Any, **kwargs: Any) -> Any:
+    def _enter_block(
+        self, name: str, is_first: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Cut a block's arguments. The hidden states are cut once, in the first block: the others get its outcome."""
         hidden = next((x for x in _tensors((args, kwargs)) if x.dim() == 3 and x.is_floating_point()), None)
         if hidden is None:
             raise UsageError(f"block {name} was given no hidden states; expected a tensor (batch, sequence, width)")
         if is_first:
             self._length = hidden.shape[1]
         spread = self._attention(self._length)
-        self._require_known_length(hidden, name, spread.tokens)
-        args, kwargs = _mapped((args, kwargs), lambda x: self._cut_argument(x, hidden, name, spread.tokens))
+
+        def cut(x: torch.Tensor) -> torch.Tensor:
+            if x is not hidden:
+                return self._cut_argument(x, hidden.shape[0], name, spread.tokens)
+            return spread.tokens.cut(x, self.comm.rank, 1) if is_first else x
+
         self._keep_for_rest_of_model(spread)
+        return _mapped((args, kwargs), cut)
+
+    def _run_block(self, forward: Forward, name: str, *args: Any, **kwargs: Any) -> Any:
+        # Within the block once more: a backward that runs it again does so without the model around it.
+        spread = self._attention(self._length)
         before = spread.calls
         with spread:
             outputs = forward(*args, **kwargs)
@@ -158,10 +171,8 @@ class Context:
             held = tokens.held(self.comm.rank)
             self._rest_of_model.enter_context(state.sharded(1, held, of=tokens.length, only="dropout"))
 
-    def _cut_argument(self, x: torch.Tensor, hidden: torch.Tensor, name: str, tokens: Tokens) -> torch.Tensor:
-        if x is hidden:
-            return tokens.cut(x, self.comm.rank, 1) if x.shape[1] == tokens.length else x
-        dim = _sequence_dim(x, tokens.length, hidden.shape[0])
+    def _cut_argument(self, x: torch.Tensor, batch: int, name: str, tokens: Tokens) -> torch.Tensor:
+        dim = _sequence_dim(x, tokens.length, batch)
         if dim is not None:
             return tokens.cut(x, self.comm.rank, dim)
         if x.dim() == 3 and x.is_floating_point() and x.shape[1] != tokens.length and x.shape[1] in tokens.counts:
@@ -171,14 +182,6 @@ class Context:
                 "pad it to another length, or use a plan with cp=1"
             )
         return x
-
-    def _require_known_length(self, hidden: torch.Tensor, name: str, tokens: Tokens) -> None:
-        mine = tokens.count(self.comm.rank)
-        if hidden.shape[1] not in (tokens.length, mine, *self.cut_further(mine)):
-            raise UsageError(
-                f"block {name} was given hidden states {tuple(hidden.shape)}; of a sequence of {tokens.length} "
-                f"expected all tokens, or this rank's {mine}, along dim 1"
-            )
 
     def _require_tokens(self, outputs: Any) -> None:
         first = next(_tensors(outputs), None)
