@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from unisono.comm.communicator import Communicator
-from unisono.errors import UsageError
+from unisono.errors import UnisonoError, UsageError
 from unisono.mesh import dropout
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.blocks import find_blocks
@@ -63,7 +63,8 @@ def context_parallelize(model: nn.Module, mesh: Mesh, kind: str = "ring") -> Con
             # Before the hooks of other strategies: what they see is this rank's sequence.
             enter = partial(context._enter_block, name, number == 0)
             block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-            block.forward = partial(context._run_block, block.forward, name)
+            is_last = number == len(blocks.modules) - 1
+            block.forward = partial(context._run_block, block.forward, name, is_last)
         model.forward = partial(context._run_model, model.forward)
     return context
 
@@ -78,6 +79,7 @@ class Context:
         self._attentions: dict[int, SpreadAttention] = {}
         self._rest_of_model: contextlib.ExitStack | None = None  # open while the model runs
         self._is_spread = False  # whether the model's run has reached the blocks
+        self._is_past_blocks = False
 
     def tokens(self, length: int) -> Tokens:
         """Which positions of a sequence of that length each rank holds."""
@@ -118,13 +120,24 @@ class Context:
         inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.dim() > 1]
         self._length = inputs[0].shape[1] if inputs else 0
         with contextlib.ExitStack() as self._rest_of_model:
-            self._is_spread = False
+            self._is_spread = self._is_past_blocks = False
             try:
                 outputs = forward(*args, **kwargs)
+            except RuntimeError as error:
+                if self._is_past_blocks and not isinstance(error, UnisonoError):
+                    raise self._needs_whole_sequence(error) from error
+                raise
             finally:
                 self._rest_of_model = None
         self._require_tokens(outputs)
         return outputs
+
+    def _needs_whole_sequence(self, error: RuntimeError) -> UsageError:
+        mine = self.tokens(self._length).count(self.comm.rank)
+        return UsageError(
+            f"after its blocks the model failed on this rank's {mine} of {self._length} tokens ({error}); expected "
+            "layers that take any sequence length (Hugging Face's GPT-2 is one that does not): use a plan with cp=1"
+        )
 
     def _enter_block(
         self, name: str, is_first: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -145,7 +158,7 @@ class Context:
         self._keep_for_rest_of_model(spread)
         return _mapped((args, kwargs), cut)
 
-    def _run_block(self, forward: Forward, name: str, *args: Any, **kwargs: Any) -> Any:
+    def _run_block(self, forward: Forward, name: str, is_last: bool, *args: Any, **kwargs: Any) -> Any:
         # Within the block once more: a backward that runs it again does so without the model around it.
         spread = self._attention(self._length)
         before = spread.calls
@@ -157,6 +170,7 @@ class Context:
                 "under context parallelism use that function (nn.MultiheadAttention does with need_weights=False, "
                 "Hugging Face models with attn_implementation='sdpa')"
             )
+        self._is_past_blocks |= is_last
         return outputs
 
     def _keep_for_rest_of_model(self, spread: SpreadAttention) -> None:
