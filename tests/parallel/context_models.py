@@ -102,6 +102,17 @@ class Pooled(nn.Module):
         return self.inner(tokens).mean(1)
 
 
+class Reshaping(nn.Module):
+    """After its blocks it counts on the length of the input, as GPT-2 does in transformers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Rotary()
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.inner(tokens).view(*tokens.shape, VOCABULARY)
+
+
 class HandWritten(nn.Module):
     """Attention without torch's function: it cannot be carried over ranks."""
 

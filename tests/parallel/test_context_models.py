@@ -121,6 +121,20 @@ def test_one_rank(pools: Pools) -> None:
     pools("gloo", 1).run(check_model, "gpt with dropout", "ring", 9)
 
 
+def check_order_of_hooks(comm: Communicator) -> None:
+    model = gpt()
+    seen: list[int] = []
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.register_forward_pre_hook(lambda block, args: seen.append(args[0].shape[1]))
+    context_parallelize(model, Mesh((2,), ("cp",)))
+    model(torch.ones(2, 8, dtype=torch.long))
+    assert seen == [4, 4]
+
+
+def test_other_strategies_see_the_cut_sequence(pools: Pools) -> None:
+    pools("gloo", 2).run(check_order_of_hooks)
+
+
 # ---- refusals ----------------------------------------------------------------------------------------------------
 
 
@@ -153,6 +167,7 @@ def check_refusals(comm: Communicator) -> None:
     hidden = torch.ones(2, 8, 8)
     refused: list[tuple[nn.Module, Any, str]] = [
         (models.Pooled(), tokens, "pooling over the sequence needs a plan with cp=1"),
+        (models.Reshaping(), tokens, "expected layers that take any sequence length"),
         (models.HandWritten(), tokens, r"block blocks.0 did not call F.scaled_dot_product_attention"),
         (WithMemory(4), hidden, "could not be told apart"),
         (WithMemory(3), hidden, "expected its own tokens in both"),

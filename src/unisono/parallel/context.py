@@ -27,7 +27,7 @@ import torch
 from torch import nn
 
 from unisono.comm.communicator import Communicator
-from unisono.errors import UsageError
+from unisono.errors import UnisonoError, UsageError
 from unisono.mesh import dropout
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.blocks import find_blocks
@@ -59,8 +59,12 @@ def context_parallelize(model: nn.Module, mesh: Mesh, kind: str = "ring") -> Con
     if context.comm.size > 1:
         blocks = find_blocks(model)
         for number, block in enumerate(blocks.modules):
-            block.forward = partial(context._run_block, block.forward, blocks.name(number), number == 0)
-            context.cut_further = getattr(block, "sequence_pieces", context.cut_further)
+            name = blocks.name(number)
+            # Before the hooks of other strategies: what they see is this rank's sequence.
+            enter = partial(context._enter_block, name, number == 0)
+            block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
+            is_last = number == len(blocks.modules) - 1
+            block.forward = partial(context._run_block, block.forward, name, is_last)
         model.forward = partial(context._run_model, model.forward)
     return context
 
@@ -71,12 +75,11 @@ class Context:
     def __init__(self, comm: Communicator, kind: str) -> None:
         self.comm = comm
         self.kind = kind
-        # Between blocks, sequence parallelism cuts a rank's tokens into pieces of these lengths.
-        self.cut_further: Callable[[int], list[int]] = lambda length: []
         self._length = 0
         self._attentions: dict[int, SpreadAttention] = {}
         self._rest_of_model: contextlib.ExitStack | None = None  # open while the model runs
         self._is_spread = False  # whether the model's run has reached the blocks
+        self._is_past_blocks = False
 
     def tokens(self, length: int) -> Tokens:
         """Which positions of a sequence of that length each rank holds."""
@@ -117,24 +120,47 @@ class Context:
         inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.dim() > 1]
         self._length = inputs[0].shape[1] if inputs else 0
         with contextlib.ExitStack() as self._rest_of_model:
-            self._is_spread = False
+            self._is_spread = self._is_past_blocks = False
             try:
                 outputs = forward(*args, **kwargs)
+            except RuntimeError as error:
+                if self._is_past_blocks and not isinstance(error, UnisonoError):
+                    raise self._needs_whole_sequence(error) from error
+                raise
             finally:
                 self._rest_of_model = None
         self._require_tokens(outputs)
         return outputs
 
-    def _run_block(self, forward: Forward, name: str, is_first: bool, *args: Any, **kwargs: Any) -> Any:
+    def _needs_whole_sequence(self, error: RuntimeError) -> UsageError:
+        mine = self.tokens(self._length).count(self.comm.rank)
+        return UsageError(
+            f"after its blocks the model failed on this rank's {mine} of {self._length} tokens ({error}); expected "
+            "layers that take any sequence length (Hugging Face's GPT-2 is one that does not): use a plan with cp=1"
+        )
+
+    def _enter_block(
+        self, name: str, is_first: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, Any]:
+        """Cut a block's arguments. The hidden states are cut once, in the first block: the others get its outcome."""
         hidden = next((x for x in _tensors((args, kwargs)) if x.dim() == 3 and x.is_floating_point()), None)
         if hidden is None:
             raise UsageError(f"block {name} was given no hidden states; expected a tensor (batch, sequence, width)")
         if is_first:
             self._length = hidden.shape[1]
         spread = self._attention(self._length)
-        self._require_known_length(hidden, name, spread.tokens)
-        args, kwargs = _mapped((args, kwargs), lambda x: self._cut_argument(x, hidden, name, spread.tokens))
+
+        def cut(x: torch.Tensor) -> torch.Tensor:
+            if x is not hidden:
+                return self._cut_argument(x, hidden.shape[0], name, spread.tokens)
+            return spread.tokens.cut(x, self.comm.rank, 1) if is_first else x
+
         self._keep_for_rest_of_model(spread)
+        return _mapped((args, kwargs), cut)
+
+    def _run_block(self, forward: Forward, name: str, is_last: bool, *args: Any, **kwargs: Any) -> Any:
+        # Within the block once more: a backward that runs it again does so without the model around it.
+        spread = self._attention(self._length)
         before = spread.calls
         with spread:
             outputs = forward(*args, **kwargs)
@@ -144,6 +170,7 @@ class Context:
                 "under context parallelism use that function (nn.MultiheadAttention does with need_weights=False, "
                 "Hugging Face models with attn_implementation='sdpa')"
             )
+        self._is_past_blocks |= is_last
         return outputs
 
     def _keep_for_rest_of_model(self, spread: SpreadAttention) -> None:
@@ -158,10 +185,8 @@ class Context:
             held = tokens.held(self.comm.rank)
             self._rest_of_model.enter_context(state.sharded(1, held, of=tokens.length, only="dropout"))
 
-    def _cut_argument(self, x: torch.Tensor, hidden: torch.Tensor, name: str, tokens: Tokens) -> torch.Tensor:
-        if x is hidden:
-            return tokens.cut(x, self.comm.rank, 1) if x.shape[1] == tokens.length else x
-        dim = _sequence_dim(x, tokens.length, hidden.shape[0])
+    def _cut_argument(self, x: torch.Tensor, batch: int, name: str, tokens: Tokens) -> torch.Tensor:
+        dim = _sequence_dim(x, tokens.length, batch)
         if dim is not None:
             return tokens.cut(x, self.comm.rank, dim)
         if x.dim() == 3 and x.is_floating_point() and x.shape[1] != tokens.length and x.shape[1] in tokens.counts:
@@ -171,14 +196,6 @@ class Context:
                 "pad it to another length, or use a plan with cp=1"
             )
         return x
-
-    def _require_known_length(self, hidden: torch.Tensor, name: str, tokens: Tokens) -> None:
-        mine = tokens.count(self.comm.rank)
-        if hidden.shape[1] not in (tokens.length, mine, *self.cut_further(mine)):
-            raise UsageError(
-                f"block {name} was given hidden states {tuple(hidden.shape)}; of a sequence of {tokens.length} "
-                f"expected all tokens, or this rank's {mine}, along dim 1"
-            )
 
     def _require_tokens(self, outputs: Any) -> None:
         first = next(_tensors(outputs), None)

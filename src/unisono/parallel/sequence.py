@@ -142,9 +142,8 @@ class SequenceParallel:
         """Cut at the first block's entry, join at the last one's exit; say whose gradients add up."""
         last = len(self.blocks.modules) - 1
         for number, block in enumerate(self.blocks.modules):
-            # What wraps a block from now on (context parallelism) is outside, and sees pieces between blocks.
+            # What wraps a block from now on is outside, and sees pieces between blocks.
             block.forward = partial(self._run_block, block.forward, number == 0, number == last)
-            block.sequence_pieces = self._inside.pieces  # type: ignore[assignment]
             for parameter in block.parameters():
                 if "tp" not in layout_of(parameter).axes:
                     add_up(parameter, "tp")
