@@ -58,7 +58,8 @@ def main() -> None:
         assert set(moved.values()) == {"ok"}, {cell: told for cell, told in moved.items() if told != "ok"}
     if comm.rank == 0:
         print(
-            f"{comm.backend}: {len(DTYPES)} dtypes x {len(OPS)} reductions on {torch.cuda.get_device_name()}: all as on CPU"
+        where = torch.cuda.get_device_name()
+        print(f"{comm.backend}: {len(DTYPES)} dtypes x {len(OPS)} reductions on {where}: all as on the CPU")
         )
     uni.shutdown()
 
