@@ -57,10 +57,8 @@ def main() -> None:
         moved = movements(on_gpu, False)  # type: ignore[arg-type]
         assert set(moved.values()) == {"ok"}, {cell: told for cell, told in moved.items() if told != "ok"}
     if comm.rank == 0:
-        print(
         where = torch.cuda.get_device_name()
         print(f"{comm.backend}: {len(DTYPES)} dtypes x {len(OPS)} reductions on {where}: all as on the CPU")
-        )
     uni.shutdown()
 
 
