@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from unisono.comm.world import world as world
     from unisono.comm.world import world_size as world_size
     from unisono.launch.spawn import spawn as spawn
+    from unisono.parallel.apply import parallelize as parallelize
+    from unisono.parallel.trainer import Trainer as Trainer
+    from unisono.plan.plan import Plan as Plan
+    from unisono.train.task import Task as Task
     from unisono.mesh.mesh import Mesh as Mesh
     from unisono.mesh.placement import Partial as Partial
     from unisono.mesh.placement import Replicate as Replicate
     from unisono.mesh.placement import Shard as Shard
     from unisono.mesh.reshard import reshard as reshard
     from unisono.mesh.reshard import shard_tensor as shard_tensor
-    from unisono.parallel.apply import parallelize as parallelize
-    from unisono.parallel.trainer import Trainer as Trainer
-    from unisono.plan.plan import Plan as Plan
-    from unisono.train.task import Task as Task
 
 __version__ = "0.1.0"
 
