@@ -96,6 +96,17 @@ def held_to_the_end(comm: Communicator) -> None:
         replicas.same(gradient, expected["gradients"][key], key)
 
 
+def set_by_hand(comm: Communicator) -> None:
+    """Gradients that no hook has seen, as those of a backward that is split in two."""
+    mesh = Mesh((comm.size,), ("dp",))
+    model = nn.Linear(2, 2)
+    data = DataParallel(model, mesh)
+    model.weight.grad = torch.ones_like(model.weight)
+    data.finish()
+    assert (model.weight.grad == comm.size).all()
+    assert model.bias.grad is None
+
+
 def by_reference(comm: Communicator) -> None:
     mesh = Mesh((comm.size,), ("dp",))
     model = replicas.net()
@@ -121,7 +132,7 @@ def by_torch(comm: Communicator) -> None:
 
 
 def test_other_ways_to_the_same_sums(pools: Pools) -> None:
-    for way in (held_to_the_end, by_reference, by_torch):
+    for way in (held_to_the_end, set_by_hand, by_reference, by_torch):
         pools("gloo", 2).run(way)
 
 

@@ -72,6 +72,11 @@ def test_every_optimizer(pools: Pools, name: str) -> None:
         pools("gloo", 2).run(trained, name, stage, 5)
 
 
+def test_over_mpi(pools: Pools) -> None:
+    for stage in (1, 3):
+        pools("mpi", 2).run(trained, "adamw", stage, 5)
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_sizes_and_microbatches(pools: Pools, stage: int) -> None:
     pools("gloo", 1).run(trained, "adamw", stage, 5, 2)

@@ -40,12 +40,18 @@ class GlobalLoss:
         self._is_proved = False
         self._astray: list[torch.Tensor] = []
 
+    def _require_no_surprise(self) -> None:
+        flags, self._astray = self._astray, []
+        if flags and bool(torch.stack(flags).any()):
+            raise UsageError(_ASTRAY)
+
     @property
     def ranks(self) -> int:
         return self._comm.size if self._comm is not None else 1
 
     def prepare(self, microbatches: Sequence[tuple[Any, Any]]) -> None:
         """Count what the loss will count on all of this rank's microbatches, and agree with the other ranks."""
+        self._require_no_surprise()
         self._next = 0
         self._predicted = []
         self._totals = None
@@ -71,10 +77,7 @@ class GlobalLoss:
 
     def total(self, partials: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss on the global batch. Every rank calls it, with the partial losses of all its microbatches."""
-        if any(bool(flag) for flag in self._astray):
-            self._astray.clear()
-            raise UsageError(_ASTRAY)
-        self._astray.clear()
+        self._require_no_surprise()
         device = self._comm.device if self._comm is not None else torch.device("cpu")
         total = torch.zeros((), dtype=torch.float64, device=partials[0].device if partials else device)
         for partial in partials:

@@ -102,7 +102,7 @@ class Reducer(Generic[AnyBucket]):
         """`watch`: see by itself when gradients are ready; else the subclass sends buckets."""
         self.buckets = list(buckets)
         self._home = {id(parameter): bucket for bucket in buckets for parameter in bucket.parameters}
-        self._seen: set[int] = set()  # parameters that got a gradient since the last finish
+        self._seen: set[int] = set()  # parameters that have sent a gradient since the last finish
         self._next = 0  # the bucket that leaves next
         self._rounds = 0  # since the last finish
         self._is_held = False
@@ -161,7 +161,6 @@ class Reducer(Generic[AnyBucket]):
             self._send_rest()
 
     def _ready(self, parameter: torch.Tensor) -> None:
-        self._seen.add(id(parameter))
         if self._is_held:
             self._has_held_back = True
             return
@@ -201,6 +200,8 @@ class Reducer(Generic[AnyBucket]):
         for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
             if parameter.grad is not None and parameter.grad.layout != torch.strided:
                 raise UsageError(f"{name} has a sparse gradient; use nn.Embedding(sparse=False)")
+            if parameter.grad is not None:
+                self._seen.add(id(parameter))
         bucket.handle = self._leave(bucket)
 
     def _land(self, bucket: AnyBucket) -> None:

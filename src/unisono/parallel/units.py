@@ -127,13 +127,9 @@ class Units:
         for piece in pieces:
             self._home[piece.name].refresh(piece)
 
-    def start(self, send: Callable[[PieceBucket], None], seen: set[int]) -> None:
-        """Put hooks on the units' modules and parameters.
-
-        `send` takes a bucket's gradients off; `seen` collects the ids of parameters that got any.
-        """
+    def start(self, send: Callable[[PieceBucket], None]) -> None:
+        """Put hooks on the units' modules and parameters; `send` takes a bucket's gradients off."""
         self._send = send
-        self._seen = seen
         for unit in self._units:
             unit.module.register_forward_pre_hook(self._before_forward(unit), prepend=True)
             unit.module.register_forward_hook(self._after_forward(unit), always_call=True)
@@ -199,8 +195,7 @@ class Units:
         return hook
 
     def _arrived(self, unit: Unit, name: str) -> Any:
-        def hook(parameter: torch.Tensor) -> None:
-            self._seen.add(id(parameter))
+        def hook(_parameter: torch.Tensor) -> None:
             if not unit.is_in_backward:
                 raise UsageError(
                     f"{name} got a gradient after the backward of its module was over: something outside the module "

@@ -110,7 +110,7 @@ class Zero(Reducer[PieceBucket]):
         self._hand_over()
         super().__init__(buckets, watch=stage < 3)
         if stage == 3:
-            self._units.start(self._send, self._seen)
+            self._units.start(self._send)
         self.optimizer.register_step_post_hook(lambda *_: self.publish())
 
     def _bucket(self, names: Any, parameters: Any, comm: Communicator) -> PieceBucket:
