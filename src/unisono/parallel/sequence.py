@@ -144,7 +144,7 @@ class SequenceParallel:
         for number, block in enumerate(self.blocks.modules):
             # What wraps a block from now on (context parallelism) is outside, and sees pieces between blocks.
             block.forward = partial(self._run_block, block.forward, number == 0, number == last)
-            block.sequence_pieces = self._inside.pieces
+            block.sequence_pieces = self._inside.pieces  # type: ignore[assignment]
             for parameter in block.parameters():
                 if "tp" not in layout_of(parameter).axes:
                     add_up(parameter, "tp")
