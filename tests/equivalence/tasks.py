@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import unisono as uni
+import unisono.nn as unn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt import GPT, Config
@@ -110,3 +111,70 @@ GPT_RULES = {
 }
 
 gpt = uni.Task(model=_gpt, loss=_token_loss, optimizer=_adam, batch=_tokens, rules=GPT_RULES, clip=0.3, name="gpt")
+
+
+def _even_vectors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    inputs, targets = _vectors(seed)
+    return inputs[:12], targets[:12]
+
+
+mlp2 = uni.Task(model=MLP, loss=F.cross_entropy, optimizer=_momentum, batch=_even_vectors, rules=mlp.rules, name="mlp2")
+
+
+class MoEBlock(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.moe = unn.MoE(width, 2 * width, experts=4, top_k=2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.moe(self.norm(x))
+
+
+class MoEGPT(nn.Module):
+    """A GPT whose every second layer is a mixture of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        config = Config(vocabulary=32, context=16, width=16, heads=4, layers=1, dropout=0.1)
+        self.tokens = nn.Embedding(32, 16)
+        self.positions = nn.Embedding(16, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(GPT(config).blocks[0], MoEBlock(16)) for _ in range(2))
+        self.head = nn.Linear(16, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+moe = uni.Task(model=MoEGPT, loss=_token_loss, optimizer=_adam, batch=_tokens, name="moe")
+
+
+def _llama() -> nn.Module:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=32,
+        attn_implementation="sdpa",
+    )
+    return LlamaForCausalLM(config)
+
+
+def _llama_batch(seed: int) -> tuple[dict[str, Any], torch.Tensor]:
+    tokens, targets = _tokens(seed)
+    return {"input_ids": tokens, "use_cache": False}, targets
+
+
+def _llama_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    return _token_loss(outputs.logits, targets)
+
+
+llama = uni.Task(model=_llama, loss=_llama_loss, optimizer=_adam, batch=_llama_batch, name="llama")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
 
 import pytest
@@ -62,6 +63,9 @@ PLANS = {
         "tp=2,cp=2,pp=2,microbatches=2",
     ],
 }
+PLANS["moe"] = ["dp=2", "dp=2,ep=2", "dp=4,ep=2", "dp=4,ep=4,zero=1", "dp=2,ep=2,cp=2"]
+if importlib.util.find_spec("transformers"):
+    PLANS["llama"] = ["dp=2", "dp=2,zero=3", "tp=2", "tp=2,sp", "cp=2", "pp=2,microbatches=4", "dp=2,tp=2,zero=1"]
 CASES = [(task, plan) for task, plans in PLANS.items() for plan in plans]
 
 

@@ -17,9 +17,10 @@ from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
+from unisono.parallel.derive import _candidates
 from unisono.parallel.layout import layout_of, whole_of
 from unisono.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from unisono.parallel.tensor import tensor_parallelize
+from unisono.parallel.tensor import _require_sound, styles_of, tensor_parallelize
 from unisono.parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 Pools = Callable[[str, int], RankPool]
@@ -173,6 +174,96 @@ def check_attention(comm: Communicator, options: dict[str, Any], calls: dict[str
 )
 def test_multihead_attention(pools: Pools, options: dict[str, Any], calls: dict[str, Any]) -> None:
     pools("gloo", 2).run(check_attention, options, calls)
+
+
+# ---- without rules ---------------------------------------------------------------------------------------------------
+
+
+def test_gpt_without_rules(pools: Pools) -> None:
+    """Attention and MLP are found in the blocks; the embeddings stay whole."""
+    found = pools("gloo", 4).run(check_training, gpt, sentences, next_tokens)[0]
+    block = [
+        "attention.qkv.weight",
+        "attention.qkv.bias",
+        "attention.out.weight",
+        "fc1.weight",
+        "fc1.bias",
+        "fc2.weight",
+    ]
+    assert found["cut"] == [f"blocks.{number}.{name}" for number in range(2) for name in block]
+
+
+class GatedBlock(nn.Module):
+    """Queries, keys and values apart with fewer key heads, a gated MLP in a module of its own."""
+
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.n_heads, self.n_kv_heads = 6, 2
+            self.wq, self.wk, self.wv = nn.Linear(24, 24), nn.Linear(24, 8), nn.Linear(24, 8)
+            self.wo = nn.Linear(24, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q = self.wq(x).unflatten(-1, (self.n_heads, 4)).transpose(1, 2)
+            k, v = (w(x).unflatten(-1, (self.n_kv_heads, 4)).transpose(1, 2) for w in (self.wk, self.wv))
+            y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+            return self.wo(y.transpose(1, 2).flatten(2))
+
+    class Feed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate, self.up, self.down = nn.Linear(24, 30), nn.Linear(24, 30), nn.Linear(30, 24)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(F.silu(self.gate(x)) * self.up(x))
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.feed = GatedBlock.Attention(), GatedBlock.Feed()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(x)
+        return x + self.feed(x)
+
+
+def gated() -> nn.Module:
+    return nn.Sequential(GatedBlock(), GatedBlock())
+
+
+def test_gated_blocks_without_rules(pools: Pools) -> None:
+    found = pools("gloo", 2).run(check_training, gated, encoder_batch, squares)[0]
+    assert {"0.attention.wk.bias", "0.feed.up.weight", "1.feed.down.weight"} <= set(found["cut"])
+
+
+class Misleading(nn.Module):
+    """By its shapes an MLP, but what stands in between is a norm over all hidden units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(6, 12), nn.Linear(12, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        return self.down(F.rms_norm(hidden, hidden.shape[-1:]))
+
+
+class Interleaved(nn.Module):
+    """Queries, keys and values in one layer, but head by head: cut in thirds it would be wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = 4, nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (self.heads, 3, 2)).permute(3, 0, 2, 1, 4)
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+@pytest.mark.parametrize("block", [Misleading, Interleaved])
+def test_what_shapes_suggest_is_tried(block: type[nn.Module]) -> None:
+    assert list(_candidates(block()))
+    with pytest.raises(UsageError, match="Sequential brings no tensor-parallel plan, and its blocks show none; pass"):
+        styles_of(nn.Sequential(block(), block()), 2)
 
 
 # ---- layers by hand ------------------------------------------------------------------------------------------------
@@ -342,8 +433,6 @@ def described(ranks: int) -> Mesh:
     ],
 )
 def test_rules_that_cannot_be_right(rules: dict[str, str], ranks: int, message: str | None) -> None:
-    from unisono.parallel.tensor import _require_sound, styles_of
-
     def check() -> None:
         model = gpt()
         _require_sound(model, styles_of(model, ranks, rules), ranks)

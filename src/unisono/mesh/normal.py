@@ -1,4 +1,4 @@
-"""Normal numbers from uniform ones, with the same bits on every device.
+"""Normal numbers from uniform ones, with the same bits on every CPU, and to rounding on GPUs (which fuse operations).
 
 Logarithm and sine differ in their last bits from one device's library to another's, so they are made here of sums,
 products, quotients and square roots alone, which IEEE 754 defines to the last bit.

@@ -96,6 +96,11 @@ def _refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
             f"{whole[0]} has a capacity or an auxiliary loss over the whole batch; use microbatches=1 and pp=1, "
             "or a dropless MoE with aux_weight=0"
         )
+    if whole and plan.sequence:
+        raise UsageError(
+            f"{whole[0]} has a capacity or an auxiliary loss over all tokens, but sp gives every tp rank a part of them; "
+            "leave sp out"
+        )
     if plan.pp > 1 and plan.zero >= 2:
         raise UsageError(
             f"zero={plan.zero} with pp={plan.pp}: a pipeline keeps gradients until the last microbatch; use zero=1"

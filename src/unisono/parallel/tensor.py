@@ -26,6 +26,7 @@ from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel import attention, vocabulary
 from unisono.parallel.attention import ParallelMultiheadAttention
+from unisono.parallel.derive import derived
 from unisono.parallel.linear import ColumnParallelLinear, RowParallelLinear, features, is_linear, part_lengths
 from unisono.parallel.region import Region
 from unisono.parallel.rules import Rules, Style, Styles, known, matched, published
@@ -67,14 +68,24 @@ def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Style
         return styles
     theirs = published(model)
     styles = matched(model, theirs if theirs is not None else known(model), every=False)
+    if not styles and ranks > 1:
+        styles = matched(model, derived(model, ranks, _cut_alone))
     if all(style.kind == "whole" for style in styles.values()):
         raise UsageError(
-            f"{type(model).__name__} brings no tensor-parallel plan and its layers are not known; pass rules such as "
+            f"{type(model).__name__} brings no tensor-parallel plan, and its blocks show none; pass rules such as "
             '{"*.fc1": "column", "*.fc2": "row", "*.qkv": "column:qkv", "*.out": "row", "*.attention": "heads:heads"}'
         )
     _find_attentions(model, styles)
     _follow_ties(model, styles, explicit=False)
     return styles
+
+
+def _cut_alone(module: nn.Module, rules: Rules, comm: Any) -> None:
+    """Share one module by rules, without a mesh."""
+    styles = matched(module, rules)
+    _require_sound(module, styles, comm.size)
+    region = Region(comm)
+    _cut(module, styles, comm, lambda name: region)
 
 
 def _find_attentions(model: nn.Module, styles: Styles) -> None:

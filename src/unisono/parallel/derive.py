@@ -1,0 +1,169 @@
+"""Rules for models that nobody wrote rules for: read off the blocks' layers, then tried.
+
+Two patterns cover most blocks: layers up to a hidden width and one back down (an MLP, plain or gated), and an attention
+that counts its heads, with queries, keys and values in one layer or in three. Whether the module computes what its
+layers' shapes suggest is not guessed: each candidate is cut among a few simulated ranks, in this process, and kept only
+if on random input they give what the whole module gives.
+"""
+
+from __future__ import annotations
+
+import copy
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.errors import UsageError
+from unisono.parallel.blocks import Blocks, find_blocks
+from unisono.parallel.linear import features, is_linear
+from unisono.parallel.rules import Rules
+
+_HEADS = ("heads", "num_heads", "n_head", "n_heads", "num_attention_heads", "nhead")
+_KEY_HEADS = ("kv_heads", "num_kv_heads", "n_kv_head", "n_kv_heads", "num_key_value_heads")
+
+
+def derived(model: nn.Module, ranks: int, cut: Any) -> dict[str, str]:
+    """Rules for the model's repeated blocks; empty where none can be shown to hold.
+
+    cut(module, rules, comm) shares a module between the ranks of a communicator.
+    """
+    blocks = _blocks(model)
+    if blocks is None:
+        return {}
+    found: dict[str, str] = {}
+    for name, module, rules in _candidates(blocks.modules[0]):
+        if _holds(module, rules, _smallest_factor(ranks), cut):
+            found |= {f"{name}.{relative}".strip("."): text for relative, text in rules.items()}
+    return {
+        f"{blocks.name(number)}.{name}": text for number in range(len(blocks.modules)) for name, text in found.items()
+    }
+
+
+def _blocks(model: nn.Module) -> Blocks | None:
+    try:
+        return find_blocks(model)
+    except UsageError:
+        return None
+
+
+def _smallest_factor(number: int) -> int:
+    """As few ranks as show whether a module can be shared: where they divide something, `number` does."""
+    return next((factor for factor in range(2, number + 1) if number % factor == 0), 1)
+
+
+# ---- what shapes suggest -------------------------------------------------------------------------------------------
+
+
+def _candidates(block: nn.Module) -> Iterator[tuple[str, nn.Module, dict[str, str]]]:
+    for name, module in block.named_modules():
+        layers = {child: features(layer) for child, layer in module.named_children() if is_linear(layer)}
+        heads = [attribute for attribute in _HEADS if type(getattr(module, attribute, None)) is int]
+        rules = _attention(module, heads[0], layers) if heads else _mlp(layers)
+        if rules:
+            yield name, module, rules
+
+
+def _mlp(layers: dict[str, tuple[int, int]]) -> dict[str, str]:
+    """Layers from one width to another, and after them one back."""
+    names = list(layers)
+    for place, down in enumerate(names):
+        hidden, width = layers[down]
+        ups = [name for name in names[:place] if layers[name] == (width, hidden)]
+        if ups and hidden != width:
+            return {**dict.fromkeys(ups, "column"), down: "row"}
+    return {}
+
+
+def _attention(module: nn.Module, heads: str, layers: dict[str, tuple[int, int]]) -> dict[str, str]:
+    """Either (width, 3 width) and (width, width), or three from the width and one back to it, in this order."""
+    names = list(layers)
+    if len(names) not in (2, 4):
+        return {}
+    *projections, out = names
+    width = layers[out][1]
+    if len(projections) == 1:
+        if layers[projections[0]] != (width, 3 * width) or layers[out][0] != width:
+            return {}
+        inside = {projections[0]: "column:qkv"}
+    else:
+        inside = dict.fromkeys(projections, "column")
+    numbers = [heads, *(name for name in _KEY_HEADS if type(getattr(module, name, None)) is int)]
+    return {"": f"heads:{','.join(numbers)}", **inside, out: "row"}
+
+
+# ---- whether it holds ------------------------------------------------------------------------------------------------
+
+
+def _holds(module: nn.Module, rules: Rules, ranks: int, cut: Any) -> bool:
+    """Whether simulated ranks that share the module give what it gives alone."""
+    layer = next(layer for layer in module.children() if is_linear(layer))
+    if layer.weight.is_meta:
+        return False
+    whole = copy.deepcopy(module).double().cpu().eval()
+    x = torch.randn(2, 5, features(layer)[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    try:
+        with torch.no_grad():
+            expected = _first(whole(x))
+            if not isinstance(expected, torch.Tensor):
+                return False
+            outcomes = _together(whole, rules, ranks, x, cut)
+    except Exception:  # a module that takes other arguments, or cannot be cut this way: not derivable
+        return False
+    return all(outcome.shape == expected.shape and torch.allclose(outcome, expected) for outcome in outcomes)
+
+
+def _first(output: Any) -> Any:
+    return output[0] if isinstance(output, tuple | list) else output
+
+
+def _together(whole: nn.Module, rules: Rules, ranks: int, x: torch.Tensor, cut: Any) -> list[torch.Tensor]:
+    """What each simulated rank computes; the first error of any of them."""
+    meeting = _Meeting(ranks)
+    holder = nn.ModuleDict({"probed": whole})
+    named = {f"probed.{relative}".strip("."): text for relative, text in rules.items()}
+    shared = [copy.deepcopy(holder) for _ in range(ranks)]
+    for rank, module in enumerate(shared):
+        cut(module, named, _SimulatedRank(rank, meeting))
+    outcomes: list[Any] = [None] * ranks
+
+    def run(rank: int) -> None:
+        try:
+            with torch.no_grad():
+                outcomes[rank] = _first(shared[rank]["probed"](x.clone()))
+        except Exception as error:
+            outcomes[rank] = error
+            meeting.barrier.abort()
+
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for outcome in outcomes:
+        if isinstance(outcome, Exception):
+            raise outcome
+    return outcomes
+
+
+class _Meeting:
+    def __init__(self, ranks: int) -> None:
+        self.barrier = threading.Barrier(ranks)
+        self.brought: list[Any] = [None] * ranks
+
+
+class _SimulatedRank:
+    """As much of a Communicator as a layer needs in its forward."""
+
+    def __init__(self, rank: int, meeting: _Meeting) -> None:
+        self.rank, self.size = rank, meeting.barrier.parties
+        self._meeting = meeting
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._meeting.brought[self.rank] = tensor.clone()
+        self._meeting.barrier.wait()
+        tensor.copy_(torch.stack(self._meeting.brought).sum(0))
+        self._meeting.barrier.wait()
+        return tensor
