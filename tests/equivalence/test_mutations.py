@@ -40,7 +40,11 @@ def keep_buffers_stale(trainer: Trainer) -> None:
     """A stale buffer: running statistics are not updated."""
     for module in trainer.model.modules():
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
-            module.register_forward_hook(lambda m, *_: m.running_mean.zero_())
+            module.register_forward_hook(_forget_mean)
+
+
+def _forget_mean(module: Any, *_: Any) -> None:
+    module.running_mean.zero_()
 
 
 def draw_other_masks(trainer: Trainer) -> None:

@@ -98,7 +98,7 @@ def _refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
         )
     if whole and plan.sequence:
         raise UsageError(
-            f"{whole[0]} has a capacity or an auxiliary loss over all tokens, but sp gives every tp rank a part of them; "
+            f"{whole[0]} has a capacity or an auxiliary loss over all tokens, but sp gives a tp rank a part of them; "
             "leave sp out"
         )
     if plan.pp > 1 and plan.zero >= 2:
