@@ -58,12 +58,22 @@ def _powers(samples: int, generator: torch.Generator) -> dict[str, Any]:
     return {"x": torch.randn(samples, 2, 3, dtype=torch.float64, generator=generator), "power": 2}
 
 
+def _padded(samples: int, generator: torch.Generator) -> dict[str, Any]:
+    mask = torch.arange(7) < torch.randint(3, 8, (samples, 1), generator=generator)
+    return {"input_ids": _tokens(17)(samples, generator), "attention_mask": mask.long()}
+
+
 CASES = {
     "mlp": Case(models.mlp, _features(4), _classes),
     "structured": Case(models.structured, _features(4), _classes),
     "two times": Case(models.two_times, _features(4), _classes),
     "gpt": Case(lambda: models.gpt(layers=8), _tokens(17), _next_tokens),
     "relay": Case(lambda: models.Relay(depth=8), _powers, _relayed),
+    "llama": Case(
+        lambda: models.llama(tie_word_embeddings=True).double(),
+        _padded,
+        lambda out, aims: _next_tokens(out.logits, aims),
+    ),
     "tied layers": Case(
         lambda: build_whole(models.tied_layers(), SEED), _tokens(11), _next_tokens, layers=models.tied_layers
     ),

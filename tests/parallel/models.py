@@ -148,3 +148,12 @@ def tied_layers(width: int = 6) -> list[LayerSpec]:
         LayerSpec(nn.LayerNorm, width),
         TiedSpec("words", nn.Embedding, 11, width, forward=_as_head),
     ]
+
+
+def llama(**options: Any) -> nn.Module:
+    """Hugging Face's own, as it is: keyword arguments, rotary tables, masks, a cache, grouped heads."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    sizes = {"vocab_size": 17, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    return LlamaForCausalLM(LlamaConfig(**sizes, **heads, bos_token_id=1, eos_token_id=2, **options))

@@ -55,6 +55,13 @@ def test_the_result_is_that_of_one_process(pools: Pools, ranks: int, job: Job) -
         assert report.peaks == {stage: microbatches_alive(made, stage) for stage in made.stages_of(rank)}
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb1p", "zbv"])
+def test_a_hugging_face_model_as_it_is(pools: Pools, name: str) -> None:
+    pytest.importorskip("transformers", reason="Hugging Face's transformers is not installed")
+    job = Job("llama", name, (2, 1, 1))
+    agree(pools("gloo", 2).run(piped, job), plain("llama", sum(job.sizes)))
+
+
 def test_tied_parameters_lie_on_both_ends_and_count_once(pools: Pools) -> None:
     for case, name in (("gpt", "tokens.weight"), ("tied layers", "0.weight")):
         first, last = pools("gloo", 2).run(piped, Job(case, "1f1b", (2, 1)))

@@ -53,6 +53,15 @@ def test_stages_in_a_row_compute_what_the_model_computes(name: str, stages: int,
             torch.testing.assert_close(_in_a_row(cuts, inputs), called(model, inputs), rtol=0, atol=0)
 
 
+def test_of_a_hugging_face_model_only_hidden_states_travel() -> None:
+    pytest.importorskip("transformers", reason="Hugging Face's transformers is not installed")
+    inputs = batch(CASES["llama"], 3, 0)[0]
+    cuts = _cuts("llama", schedule("1f1b", 3, 1), example=inputs)
+    output = _in_a_row(cuts, inputs)
+    torch.testing.assert_close(output.logits, build(CASES["llama"])(**inputs).logits, rtol=0, atol=0)  # type: ignore[attr-defined]
+    assert [tensor.shape for tensor in cuts[0].stages[0].forward(inputs).tensors] == [(3, 7, 8)]
+
+
 def test_parameters_lie_where_they_are_used_and_keep_their_names_and_values() -> None:
     plain = dict(build(CASES["gpt"]).named_parameters())
     for example in (None, batch(CASES["gpt"], 2, 0)[0]):

@@ -35,7 +35,7 @@ class Foreign:
                     setattr(module, name, buffer)
                     self._buffers.append((module, name))
         self._reference = next((p for p in model.parameters() if p.is_floating_point()), None)
-        self._dtype = self._reference.dtype if self._reference is not None else None
+        self._lies = _lies(self._reference)
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """The hollow stand-ins."""
@@ -44,17 +44,19 @@ class Foreign:
 
     def follow(self) -> None:
         """Move to where the model has moved, as model.to() and model.double() no longer reach what is put away."""
-        reference = self._reference
-        if reference is None:
+        reference, before = self._reference, self._lies
+        if reference is None or before == _lies(reference):
             return
         for module, name in self._hollow + self._buffers:
             tensor = getattr(module, name)
-            dtype = reference.dtype if tensor.dtype == self._dtype else tensor.dtype
-            if (tensor.device, tensor.dtype) == (reference.device, dtype):
-                continue
+            dtype = reference.dtype if (tensor.device, tensor.dtype) == before else tensor.dtype
             if (module, name) in self._hollow:
                 moved = TensorForm(tuple(tensor.shape), dtype).hollow(reference.device)
             else:
                 moved = tensor.to(reference.device, dtype)
             setattr(module, name, moved)
-        self._dtype = reference.dtype
+        self._lies = _lies(reference)
+
+
+def _lies(parameter: torch.Tensor | None) -> tuple[torch.device, torch.dtype] | None:
+    return None if parameter is None else (parameter.device, parameter.dtype)
