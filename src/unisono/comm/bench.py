@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -74,7 +74,9 @@ def _measure(backend: str, sizes: tuple[int, ...], ops: tuple[str, ...], rounds:
 
 def _take_turns(comm: Communicator, op: str, size: int, rounds: int) -> list[Figure]:
     count = max(1, size // 4 // comm.size) * comm.size
-    contenders = {"unisono": _ours(comm, op, count)} | _raw(comm, op, count)
+    # All contenders use the same memory: where it lies can matter more than who moves it.
+    buffers = Buffers(torch.ones(count), torch.ones(count // comm.size), torch.empty(count))
+    contenders = {"unisono": _ours(comm, op, buffers)} | _raw(comm, op, buffers)
     loops = {name: _calibrated(comm, call) for name, call in contenders.items()}
     times: dict[str, list[float]] = {name: [] for name in contenders}
     for _ in range(rounds):
@@ -110,10 +112,15 @@ def _timed(comm: Communicator, call: Call, loops: int) -> float:
     return (time.perf_counter() - start) / loops
 
 
-def _ours(comm: Communicator, op: str, count: int) -> Call:
-    whole, part = torch.ones(count), torch.ones(count // comm.size)
+class Buffers(NamedTuple):
+    whole: torch.Tensor
+    part: torch.Tensor
+    received: torch.Tensor
+
+
+def _ours(comm: Communicator, op: str, buffers: Buffers) -> Call:
+    whole, part, received = buffers
     chunks = list(whole.chunk(comm.size)) if comm.rank == 0 else None
-    received = torch.empty(count)
     peer = comm.rank ^ 1
     calls: dict[str, Call] = {
         "all_reduce": lambda: comm.all_reduce(whole, "max"),
@@ -144,15 +151,15 @@ OPS = (
 )
 
 
-def _raw(comm: Communicator, op: str, count: int) -> dict[str, Call]:
-    through_torch = _raw_torch(comm, op, count)
+def _raw(comm: Communicator, op: str, buffers: Buffers) -> dict[str, Call]:
+    through_torch = _raw_torch(comm, op, buffers)
     if comm.backend == "mpi":
-        return {"raw mpi4py": _raw_mpi4py(comm, op, count), "torch.distributed": through_torch}
+        return {"raw mpi4py": _raw_mpi4py(comm, op, buffers), "torch.distributed": through_torch}
     return {f"raw {comm.backend}": through_torch}
 
 
-def _raw_torch(comm: Communicator, op: str, count: int) -> Call:
-    whole, part, received = torch.ones(count), torch.ones(count // comm.size), torch.empty(count)
+def _raw_torch(comm: Communicator, op: str, buffers: Buffers) -> Call:
+    whole, part, received = buffers
     root = comm.rank == 0
     chunks = list(whole.chunk(comm.size)) if root else None
     places = [torch.empty_like(part) for _ in range(comm.size)] if root else None
@@ -179,12 +186,11 @@ def _raw_torch(comm: Communicator, op: str, count: int) -> Call:
     return calls[op]
 
 
-def _raw_mpi4py(comm: Communicator, op: str, count: int) -> Call:
+def _raw_mpi4py(comm: Communicator, op: str, buffers: Buffers) -> Call:
     from mpi4py import MPI
 
     mpi = MPI.COMM_WORLD
-    # numpy arrays, as mpi4py's users have them
-    whole, part, received = (torch.ones(n).numpy() for n in (count, count // comm.size, count))
+    whole, part, received = (tensor.numpy() for tensor in buffers)  # as mpi4py's users have them
     root = comm.rank == 0
     peer = comm.rank ^ 1
 

@@ -28,17 +28,16 @@ if TYPE_CHECKING:
     from unisono.comm.mpi_group import MPIProcessGroup
 
 
+Memory = tuple[Any, Any]  # MPI's memory and datatype
+
+
 class MPICommunicator(Communicator):
     """As Communicator; only quicker."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self._mpi = cast("MPIProcessGroup", self.group)
-
-    @property
-    def _is_observed(self) -> bool:
-        """Whether anyone checks or counts operations before they start."""
-        return self._watch.check is not None or bool(traffic.counters)
+        self._raw = self._mpi.comm
 
     def _do(
         self,
@@ -91,19 +90,24 @@ class MPICommunicator(Communicator):
         """
         log = self._log
         log.count = number = log.count + 1
-        if always or not soon_done(request):
-            log.append((number, op, detail, tensor.shape, tensor.dtype, frame.f_code, frame.f_lasti))
-            if not (always and soon_done(request)):
-                request.Wait()
+        try:
+            if always or not soon_done(request):
+                log.append((number, op, detail, tensor.shape, tensor.dtype, frame.f_code, frame.f_lasti))
+                if not (always and soon_done(request)):
+                    request.Wait()
+        except RuntimeError as error:
+            raise self._watch.explained(error) from error
         log.left = number
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0, *, async_op: bool = False) -> Outcome:
-        self._require_rank("root", root)
-        memory = None if async_op or self._is_observed else memory_of(tensor)
-        if memory is not None:
-            request = self._mpi.comm.Ibcast(memory, root)
-            self._settle("broadcast", detail_of_root(root), tensor, request, sys._getframe(1), always=True)
-            return tensor
+        if not 0 <= root < self.size:
+            self._require_rank("root", root)
+        if not async_op and self._watch.check is None and not traffic.counters:
+            memory = memory_of(tensor)
+            if memory is not None:
+                request = self._raw.Ibcast(memory, root)
+                self._settle("broadcast", f"root={root}" if root else "", tensor, request, sys._getframe(1), True)
+                return tensor
         return self._do(
             "broadcast",
             detail_of_root(root),
@@ -210,10 +214,10 @@ class MPICommunicator(Communicator):
 
     def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Outcome:
         self._require_room(out, tensor)
-        if not async_op and not self._is_observed:
+        if not async_op and self._watch.check is None and not traffic.counters:
             received, sent = memory_of(out), memory_of(tensor)
-            if received is not None and sent is not None and apart(out, tensor):
-                request = self._mpi.comm.Iallgather(sent, received)
+            if received is not None and sent is not None and apart(received, sent):
+                request = self._raw.Iallgather(sent, received)
                 self._settle("all_gather_into", "", tensor, request, sys._getframe(1))
                 return out
         return self._do(
@@ -233,10 +237,11 @@ class MPICommunicator(Communicator):
             shape = (self.size, *tensor.shape)
             joined = torch.empty(shape, dtype=tensor.dtype, device=tensor.device) if is_root else None
             pieces = None if joined is None else list(joined.unbind())
-            sent = None if async_op or self._is_observed else memory_of(tensor)
+            quick = not async_op and self._watch.check is None and not traffic.counters
+            sent = memory_of(tensor) if quick else None
             if sent is not None:
                 received = None if joined is None else memory_of(joined)
-                request = self._mpi.comm.Igather(sent, received, root)
+                request = self._raw.Igather(sent, received, root)
                 self._settle("gather", detail_of_root(root), tensor, request, sys._getframe(1), always=True)
                 return pieces
             return self._call(
@@ -268,10 +273,11 @@ class MPICommunicator(Communicator):
     ) -> Outcome:
         self._require_rank("root", root)
         whole = joined_view(self._require_chunks(out, chunks)) if self.rank == root else None
-        received = None if async_op or self._is_observed else memory_of(out)
+        quick = not async_op and self._watch.check is None and not traffic.counters
+        received = memory_of(out) if quick else None
         sent = None if received is None or whole is None else memory_of(whole)
-        if received is not None and (sent is not None or self.rank != root) and (whole is None or apart(out, whole)):
-            request = self._mpi.comm.Iscatter(sent, received, root)
+        if received is not None and (whole is None or (sent is not None and apart(received, sent))):
+            request = self._raw.Iscatter(sent, received, root)
             self._settle("scatter", detail_of_root(root), out, request, sys._getframe(1), always=True)
             return out
         return self._call(
@@ -281,13 +287,27 @@ class MPICommunicator(Communicator):
     def exchange(self, sends: Sequence[Piece] = (), recvs: Sequence[Piece] = (), *, async_op: bool = False) -> Outcome:
         for _, peer in (*sends, *recvs):
             self._require_peer(peer)
+        log, watch = self._letters, self._watch
+        received = [tensor for tensor, _ in recvs]
+        if not async_op and not traffic.counters:
+            into, of = [memory_of(tensor) for tensor in received], [memory_of(tensor) for tensor, _ in sends]
+            if None not in into and None not in of:
+                requests = [self._raw.Irecv(place, source) for place, (_, source) in zip(into, recvs, strict=True)]
+                requests += [self._raw.Isend(piece, to) for piece, (_, to) in zip(of, sends, strict=True)]
+                log.enter("exchange", "", None, 2)
+                try:
+                    for request in requests:
+                        if not soon_done(request):
+                            request.Wait()
+                except RuntimeError as error:
+                    raise watch.explained(error) from error
+                log.left = log.count
+                return received
         if traffic.counters:
             for tensor, _ in sends:
                 traffic.note("send", self.size, tensor)
         peers = ",".join(str(peer) for peer in sorted({peer for _, peer in (*sends, *recvs)}))
-        log, watch = self._letters, self._watch
         log.enter(f"exchange with ranks {peers}", "", None, 2)
-        received = [tensor for tensor, _ in recvs]
         made = [calls.receive(tensor, source, 0) for tensor, source in recvs]
         made += [calls.send(tensor, to, 0) for tensor, to in sends]
         try:
@@ -315,11 +335,11 @@ class MPICommunicator(Communicator):
         out = self._room("reduce_scatter", out, tensor, parts[self.rank])
         even = len(set(parts)) == 1
         plain = PLAIN.get((tensor.dtype, op))
-        if even and plain is not None and not async_op and not self._is_observed:
+        if even and plain is not None and not async_op and self._watch.check is None and not traffic.counters:
             received, sent = memory_of(out), memory_of(tensor)
-            if received is not None and sent is not None and apart(out, tensor):
+            if received is not None and sent is not None and apart(received, sent):
                 _, datatype, mpi_op = plain
-                start = self._mpi.comm.Ireduce_scatter_block
+                start = self._raw.Ireduce_scatter_block
                 request = start((sent[0], datatype), (received[0], datatype), mpi_op)
                 self._settle("reduce_scatter", detail_of_op(op), tensor, request, sys._getframe(1))
                 return out
@@ -347,16 +367,18 @@ class MPICommunicator(Communicator):
         out: torch.Tensor | None = None,
         async_op: bool = False,
     ) -> Outcome:
+        even = send_sizes is None and recv_sizes is None
+        if even and out is not None and not async_op and self._watch.check is None and not traffic.counters:
+            received, sent = memory_of(out), memory_of(tensor)
+            if received is not None and sent is not None and apart(received, sent):
+                shape = tensor.shape
+                if shape and shape[0] % self.size == 0 and out.shape == shape and out.dtype == tensor.dtype:
+                    request = self._raw.Ialltoall(sent, received)
+                    self._settle("all_to_all", "", tensor, request, sys._getframe(1))
+                    return out
         outgoing = self._parts("all_to_all", tensor, send_sizes)
         incoming = self._incoming(outgoing, send_sizes, recv_sizes)
         out = self._room("all_to_all", out, tensor, sum(incoming))
-        even = send_sizes is None and recv_sizes is None
-        if even and not async_op and not self._is_observed:
-            received, sent = memory_of(out), memory_of(tensor)
-            if received is not None and sent is not None and apart(out, tensor):
-                request = self._mpi.comm.Ialltoall(sent, received)
-                self._settle("all_to_all", "", tensor, request, sys._getframe(1))
-                return out
         return self._do(
             "all_to_all",
             "" if even else UNEVEN,
@@ -375,9 +397,10 @@ class MPICommunicator(Communicator):
         return self._do("barrier", "", None, None, async_op, self._mpi.barrier_now, calls.barrier)
 
 
-def apart(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous tensors share no memory, which MPI forbids."""
-    return one.data_ptr() + one.nbytes <= other.data_ptr() or other.data_ptr() + other.nbytes <= one.data_ptr()
+def apart(one: Memory, other: Memory) -> bool:
+    """Whether two pieces of memory do not overlap, which MPI forbids."""
+    first, second = one[0], other[0]
+    return first.address + first.nbytes <= second.address or second.address + second.nbytes <= first.address
 
 
 def joined_view(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
