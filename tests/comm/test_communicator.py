@@ -266,3 +266,31 @@ def some_wait_and_some_do_not(comm: Communicator) -> None:
 
 def test_some_ranks_may_wait_at_once_and_others_later(ranks4: RankPool) -> None:
     ranks4.run(some_wait_and_some_do_not)
+
+
+def outcomes_in_place(comm: Communicator) -> None:
+    mine = torch.full((2, 3), float(comm.rank))
+    table = torch.empty(comm.size, 2, 3) if comm.rank == 1 else None
+    gathered = comm.gather(mine, 1, out=table)
+    assert gathered is table
+    if table is not None:
+        assert table[:, 0, 0].tolist() == list(range(comm.size))
+    rows = torch.arange(comm.size * 2.0).view(comm.size, 2) if comm.rank == 0 else None
+    assert comm.scatter(torch.empty(2), rows).tolist() == [2.0 * comm.rank, 2.0 * comm.rank + 1]
+    assert comm.scatter(torch.empty(2), rows, async_op=True).wait().tolist() == [2.0 * comm.rank, 2.0 * comm.rank + 1]
+    whole = torch.arange(float(comm.size))
+    part = torch.empty(1)
+    assert comm.reduce_scatter(whole, out=part) is part
+    assert part.item() == comm.size * comm.rank
+    received = torch.empty(comm.size)
+    assert comm.all_to_all(whole, out=received) is received
+    assert received.tolist() == [float(comm.rank)] * comm.size
+    with pytest.raises(UsageError, match="all_to_all: out is"):
+        comm.all_to_all(whole, out=torch.empty(2))
+    with pytest.raises(UsageError, match="gather: out is"):
+        comm.gather(mine, comm.rank, out=torch.empty(2))
+    comm.barrier()
+
+
+def test_outcomes_in_memory_of_the_callers(ranks4: RankPool) -> None:
+    ranks4.run(outcomes_in_place)

@@ -120,8 +120,9 @@ class Buffers(NamedTuple):
 
 def _ours(comm: Communicator, op: str, buffers: Buffers) -> Call:
     whole, part, received = buffers
-    chunks = list(whole.chunk(comm.size)) if comm.rank == 0 else None
+    rows = whole.view(comm.size, -1) if comm.rank == 0 else None
     peer = comm.rank ^ 1
+    table = received.view(comm.size, -1) if comm.rank == 0 else None
     calls: dict[str, Call] = {
         "all_reduce": lambda: comm.all_reduce(whole, "max"),
         "reduce": lambda: comm.reduce(whole, 0, "max"),
@@ -129,8 +130,8 @@ def _ours(comm: Communicator, op: str, buffers: Buffers) -> Call:
         "all_gather": lambda: comm.all_gather_into(received, part),
         "reduce_scatter": lambda: comm.reduce_scatter(whole, "max", out=part),
         "all_to_all": lambda: comm.all_to_all(whole, out=received),
-        "gather": lambda: comm.gather(part),
-        "scatter": lambda: comm.scatter(part, chunks),
+        "gather": lambda: comm.gather(part, out=table),
+        "scatter": lambda: comm.scatter(part, rows),
         "exchange": lambda: comm.exchange([(whole, peer)], [(received, peer)]) if peer < comm.size else None,
         "barrier": lambda: comm.barrier(),
     }

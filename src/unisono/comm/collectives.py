@@ -129,13 +129,26 @@ class Collectives(Operations):
 
         return self._run("all_gather_into", tensor, start, finish, async_op)
 
-    def gather(self, tensor: torch.Tensor, root: int = 0, *, uneven: bool = False, async_op: bool = False) -> Outcome:
-        """On the root a list of every rank's tensor, None elsewhere. With `uneven` the shapes may differ."""
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        root: int = 0,
+        *,
+        uneven: bool = False,
+        out: torch.Tensor | None = None,
+        async_op: bool = False,
+    ) -> Outcome:
+        """On the root a list of every rank's tensor, None elsewhere. With `uneven` the shapes may differ.
+
+        `out`, which the root may pass where they do not, is the place for all, (size, *shape), and then the outcome.
+        """
         self._require_rank("root", root)
         shapes = self._shapes(tensor) if uneven else [tuple(tensor.shape)] * self.size
         is_root = self.rank == root
         mine, _ = self._moving(tensor)
-        pieces = [self._moving(tensor.new_empty(shape)) for shape in shapes] if is_root else []
+        places = list(self._gathering_place(out, tensor)) if is_root and not uneven else []
+        places = places or ([tensor.new_empty(shape) for shape in shapes] if is_root else [])
+        pieces = [self._moving(place) for place in places]
         wires = [wire for wire, _ in pieces]
 
         def start() -> list[dist.Work]:
@@ -152,8 +165,9 @@ class Collectives(Operations):
                 ]
             return [work for work in works if work is not None]
 
-        def finish() -> list[torch.Tensor] | None:
-            return [finish_piece() for _, finish_piece in pieces] if is_root else None
+        def finish() -> list[torch.Tensor] | torch.Tensor | None:
+            finished = [finish_piece() for _, finish_piece in pieces]
+            return (finished if out is None or uneven else out) if is_root else None
 
         detail = (UNEVEN if uneven else "") + detail_of_root(root)
         return self._run("gather", tensor, start, finish, async_op, detail)
@@ -161,12 +175,12 @@ class Collectives(Operations):
     def scatter(
         self,
         out: torch.Tensor,
-        chunks: Sequence[torch.Tensor] | None = None,
+        chunks: Sequence[torch.Tensor] | torch.Tensor | None = None,
         root: int = 0,
         *,
         async_op: bool = False,
     ) -> Outcome:
-        """`out` becomes chunks[rank] of the root; only the root passes `chunks`."""
+        """`out` becomes chunks[rank] of the root; only the root passes `chunks`, a list or one tensor of rows."""
         self._require_rank("root", root)
         given = self._require_chunks(out, chunks) if self.rank == root else []
         wire, finish = self._moving(out)
@@ -265,13 +279,28 @@ class Collectives(Operations):
                 f"{self.size} x {tensor.numel()}"
             )
 
-    def _require_chunks(self, out: torch.Tensor, chunks: Sequence[torch.Tensor] | None) -> list[torch.Tensor]:
-        given = [(chunk.dtype, tuple(chunk.shape)) for chunk in chunks or ()]
-        if given != [(out.dtype, tuple(out.shape))] * self.size:
+    def _gathering_place(self, out: torch.Tensor | None, tensor: torch.Tensor) -> torch.Tensor:
+        """Where the root gathers tensors of equal shape, one after the other."""
+        shape = (self.size, *tensor.shape)
+        if out is None:
+            return torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
+        if out.shape != shape or out.dtype != tensor.dtype or not out.is_contiguous():
+            raise UsageError(
+                f"gather: out is {out.dtype} {tuple(out.shape)}; expected {tensor.dtype} {shape}, contiguous"
+            )
+        return out
+
+    def _require_chunks(
+        self, out: torch.Tensor, chunks: Sequence[torch.Tensor] | torch.Tensor | None
+    ) -> list[torch.Tensor]:
+        shape, dtype = out.shape, out.dtype
+        chunks = () if chunks is None else chunks
+        if len(chunks) != self.size or any(chunk.shape != shape or chunk.dtype != dtype for chunk in chunks):
+            given = [(chunk.dtype, tuple(chunk.shape)) for chunk in chunks]
             raise UsageError(
                 f"scatter: the root needs {self.size} chunks of {out.dtype} {tuple(out.shape)}, but got {given}"
             )
-        return list(chunks or ())
+        return list(chunks if chunks is not None else ())
 
     def _incoming(
         self, outgoing: list[int], send_sizes: Sequence[int] | None, recv_sizes: Sequence[int] | None

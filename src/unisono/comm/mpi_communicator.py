@@ -230,13 +230,20 @@ class MPICommunicator(Communicator):
             lambda: calls.all_gather_single(out, tensor, self.rank, self.size),
         )
 
-    def gather(self, tensor: torch.Tensor, root: int = 0, *, uneven: bool = False, async_op: bool = False) -> Outcome:
+    def gather(
+        self,
+        tensor: torch.Tensor,
+        root: int = 0,
+        *,
+        uneven: bool = False,
+        out: torch.Tensor | None = None,
+        async_op: bool = False,
+    ) -> Outcome:
         self._require_rank("root", root)
         is_root = self.rank == root
         if not uneven:
-            shape = (self.size, *tensor.shape)
-            joined = torch.empty(shape, dtype=tensor.dtype, device=tensor.device) if is_root else None
-            pieces = None if joined is None else list(joined.unbind())
+            joined = self._gathering_place(out, tensor) if is_root else None
+            pieces: Any = joined if joined is None or out is not None else list(joined.unbind())
             quick = not async_op and self._watch.check is None and not traffic.counters
             sent = memory_of(tensor) if quick else None
             if sent is not None:
@@ -266,13 +273,13 @@ class MPICommunicator(Communicator):
     def scatter(
         self,
         out: torch.Tensor,
-        chunks: Sequence[torch.Tensor] | None = None,
+        chunks: Sequence[torch.Tensor] | torch.Tensor | None = None,
         root: int = 0,
         *,
         async_op: bool = False,
     ) -> Outcome:
         self._require_rank("root", root)
-        whole = joined_view(self._require_chunks(out, chunks)) if self.rank == root else None
+        whole = self._whole_of(out, chunks) if self.rank == root else None
         quick = not async_op and self._watch.check is None and not traffic.counters
         received = memory_of(out) if quick else None
         sent = None if received is None or whole is None else memory_of(whole)
@@ -283,6 +290,11 @@ class MPICommunicator(Communicator):
         return self._call(
             "scatter", detail_of_root(root), out, out, async_op, lambda: calls.scatter_even(out, whole, root)
         )
+
+    def _whole_of(self, out: torch.Tensor, chunks: Sequence[torch.Tensor] | torch.Tensor | None) -> torch.Tensor:
+        if isinstance(chunks, torch.Tensor) and chunks.dtype == out.dtype and chunks.shape == (self.size, *out.shape):
+            return chunks.detach()
+        return joined_view(self._require_chunks(out, chunks))
 
     def exchange(self, sends: Sequence[Piece] = (), recvs: Sequence[Piece] = (), *, async_op: bool = False) -> Outcome:
         for _, peer in (*sends, *recvs):

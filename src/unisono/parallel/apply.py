@@ -31,7 +31,7 @@ from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import split
 from unisono.parallel.pipeline.tied import TiedGradients
-from unisono.parallel.recompute import recompute
+from unisono.parallel.recompute import is_recomputed, recompute
 from unisono.parallel.share import rows_of, share, shares
 from unisono.parallel.tensor import tensor_parallelize
 from unisono.parallel.trainer import Trainer
@@ -144,7 +144,12 @@ def _applied(
         trainer = Trainer(model, plan, mesh, normalised, stepping, random, DataParallel(model, mesh), clip, context)
     if cut is not None and order is not None:
         trainer.pipeline = PipelineRuntime(
-            cut.stages, order, mesh.comm("pp"), trainer._partial_loss, around=trainer.around
+            cut.stages,
+            order,
+            mesh.comm("pp"),
+            trainer._partial_loss,
+            around=trainer.around,
+            split_backward=not is_recomputed(model),
         )
         trainer.tied = TiedGradients(model, cut.tied, mesh.comm("pp"))
     return trainer
