@@ -294,3 +294,16 @@ def outcomes_in_place(comm: Communicator) -> None:
 
 def test_outcomes_in_memory_of_the_callers(ranks4: RankPool) -> None:
     ranks4.run(outcomes_in_place)
+
+
+def chunks_that_lie_side_by_side(comm: Communicator) -> None:
+    """Allocators put small tensors next to each other; they are no slices of one tensor for that."""
+    for _ in range(200):
+        chunks = [torch.full((12,), float(rank)) for rank in range(comm.size)] if comm.rank == 0 else None
+        assert comm.scatter(torch.empty(12), chunks).tolist() == [float(comm.rank)] * 12
+    slices = list(torch.arange(4.0 * comm.size).chunk(comm.size)) if comm.rank == 0 else None
+    assert comm.scatter(torch.empty(4), slices).tolist() == [4.0 * comm.rank + i for i in range(4)]
+
+
+def test_scattering_many_small_chunks(ranks4: RankPool) -> None:
+    ranks4.run(chunks_that_lie_side_by_side)

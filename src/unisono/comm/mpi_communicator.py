@@ -416,11 +416,17 @@ def apart(one: Memory, other: Memory) -> bool:
 
 
 def joined_view(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The chunks one after the other in memory: as they are, where they lie so already, else copied together."""
+    """The chunks one after the other in memory: as they are, where they lie so in one storage, else copied together."""
     first = chunks[0]
-    step = first.nbytes
-    if all(c.is_contiguous() and c.data_ptr() == first.data_ptr() + i * step for i, c in enumerate(chunks)) and not (
-        first.is_complex() and any(chunk.is_conj() for chunk in chunks)
-    ):
+    start, step, storage = first.data_ptr(), first.nbytes, first.untyped_storage().data_ptr()
+    lie_so = all(
+        chunk.is_contiguous()
+        and chunk.data_ptr() == start + number * step
+        and chunk.untyped_storage().data_ptr() == storage  # others may lie there by chance
+        and not chunk.is_conj()
+        and not chunk.is_neg()
+        for number, chunk in enumerate(chunks)
+    )
+    if lie_so:
         return first.detach().as_strided((len(chunks) * first.numel(),), (1,), first.storage_offset())
     return torch.stack([chunk.detach() for chunk in chunks])
