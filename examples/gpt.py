@@ -13,9 +13,9 @@ from torch import nn
 class Config:
     vocabulary: int = 256
     context: int = 64
-    width: int = 96
+    width: int = 64
     heads: int = 4
-    layers: int = 3
+    layers: int = 2
     dropout: float = 0.0
 
 
