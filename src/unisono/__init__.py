@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from unisono import nn as nn
     from unisono.comm.communicator import Communicator as Communicator
     from unisono.comm.ring import ring_all_reduce as ring_all_reduce
     from unisono.comm.world import init as init
@@ -53,10 +54,12 @@ _HOME = {
     "world_size": "unisono.comm.world",
 }
 
-__all__ = ["__version__", *_HOME]
+__all__ = ["__version__", "nn", *_HOME]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "nn":
+        return importlib.import_module("unisono.nn")
     if name not in _HOME:
         raise AttributeError(f"module 'unisono' has no attribute {name!r}")
     return getattr(importlib.import_module(_HOME[name]), name)

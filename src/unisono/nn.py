@@ -1,7 +1,21 @@
-"""Layers to build models with by hand."""
+"""Layers to build parallel models from by hand."""
 
 from __future__ import annotations
 
 from unisono.parallel.expert import MoE as MoE
+from unisono.parallel.linear import ColumnParallelLinear as ColumnParallelLinear
+from unisono.parallel.linear import RowParallelLinear as RowParallelLinear
+from unisono.parallel.pipeline.layers import LayerSpec as LayerSpec
+from unisono.parallel.pipeline.layers import TiedSpec as TiedSpec
+from unisono.parallel.vocabulary import VocabParallelEmbedding as VocabParallelEmbedding
+from unisono.parallel.vocabulary import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
 
-__all__ = ["MoE"]
+__all__ = [
+    "ColumnParallelLinear",
+    "LayerSpec",
+    "MoE",
+    "RowParallelLinear",
+    "TiedSpec",
+    "VocabParallelEmbedding",
+    "vocab_parallel_cross_entropy",
+]
