@@ -242,15 +242,15 @@ class MPICommunicator(Communicator):
         self._require_rank("root", root)
         is_root = self.rank == root
         if not uneven:
+            if not async_op and self._watch.check is None and not traffic.counters:
+                sent = memory_of(tensor)
+                received = memory_of(out) if is_root and out is not None else None
+                if sent is not None and (not is_root or fits(received, out, sent, tensor, self.size)):
+                    request = self._raw.Igather(sent, received, root)
+                    self._settle("gather", detail_of_root(root), tensor, request, sys._getframe(1), always=True)
+                    return out if is_root else None
             joined = self._gathering_place(out, tensor) if is_root else None
             pieces: Any = joined if joined is None or out is not None else list(joined.unbind())
-            quick = not async_op and self._watch.check is None and not traffic.counters
-            sent = memory_of(tensor) if quick else None
-            if sent is not None:
-                received = None if joined is None else memory_of(joined)
-                request = self._raw.Igather(sent, received, root)
-                self._settle("gather", detail_of_root(root), tensor, request, sys._getframe(1), always=True)
-                return pieces
             return self._call(
                 "gather",
                 detail_of_root(root),
@@ -279,22 +279,18 @@ class MPICommunicator(Communicator):
         async_op: bool = False,
     ) -> Outcome:
         self._require_rank("root", root)
-        whole = self._whole_of(out, chunks) if self.rank == root else None
-        quick = not async_op and self._watch.check is None and not traffic.counters
-        received = memory_of(out) if quick else None
-        sent = None if received is None or whole is None else memory_of(whole)
-        if received is not None and (whole is None or (sent is not None and apart(received, sent))):
-            request = self._raw.Iscatter(sent, received, root)
-            self._settle("scatter", detail_of_root(root), out, request, sys._getframe(1), always=True)
-            return out
+        if not async_op and self._watch.check is None and not traffic.counters:
+            received = memory_of(out)
+            rows = chunks if isinstance(chunks, torch.Tensor) else None
+            sent = memory_of(rows) if self.rank == root and rows is not None else None
+            if received is not None and (self.rank != root or fits(sent, rows, received, out, self.size)):
+                request = self._raw.Iscatter(sent, received, root)
+                self._settle("scatter", detail_of_root(root), out, request, sys._getframe(1), always=True)
+                return out
+        whole = joined_view(self._require_chunks(out, chunks)) if self.rank == root else None
         return self._call(
             "scatter", detail_of_root(root), out, out, async_op, lambda: calls.scatter_even(out, whole, root)
         )
-
-    def _whole_of(self, out: torch.Tensor, chunks: Sequence[torch.Tensor] | torch.Tensor | None) -> torch.Tensor:
-        if isinstance(chunks, torch.Tensor) and chunks.dtype == out.dtype and chunks.shape == (self.size, *out.shape):
-            return chunks.detach()
-        return joined_view(self._require_chunks(out, chunks))
 
     def exchange(self, sends: Sequence[Piece] = (), recvs: Sequence[Piece] = (), *, async_op: bool = False) -> Outcome:
         for _, peer in (*sends, *recvs):
@@ -407,6 +403,13 @@ class MPICommunicator(Communicator):
 
     def barrier(self, *, async_op: bool = False) -> Outcome:
         return self._do("barrier", "", None, None, async_op, self._mpi.barrier_now, calls.barrier)
+
+
+def fits(whole: Memory | None, of_whole: torch.Tensor | None, part: Memory, of_part: torch.Tensor, ranks: int) -> bool:
+    """Whether `whole` is memory for one part a rank, apart from the part itself."""
+    if whole is None or of_whole is None or of_whole.dtype != of_part.dtype:
+        return False
+    return whole[0].nbytes == ranks * part[0].nbytes and of_whole.shape[:1] == (ranks,) and apart(whole, part)
 
 
 def apart(one: Memory, other: Memory) -> bool:
