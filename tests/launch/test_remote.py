@@ -187,7 +187,7 @@ def test_a_python_without_unisono_or_with_another_version(hosts: Hosts, tmp_path
     bare = tmp_path / "bare"
     subprocess.run([_base_python(), "-m", "venv", "--without-pip", str(bare)], check=True)
     python = str(bare / "bin" / "python")
-    alone = write_script(tmp_path, f'#!/bin/sh\nPYTHONPATH= exec {python} "$@"\n', "alone")
+    alone = write_script(tmp_path, f'#!/bin/sh\nPYTHONPATH= PYTHONDONTWRITEBYTECODE=1 exec {python} "$@"\n', "alone")
     alone.chmod(0o755)
     done = _run(hosts, tmp_path, "--python", str(alone), "-H", "node1:1", "script.py").finish()
     assert done.stderr.endswith("  node1: unisono is not installed for its python\n")
