@@ -465,7 +465,7 @@ def test_the_gpu_draws_the_same() -> None:
                 torch.testing.assert_close(
                     gpu.normal(*shape, dtype=dtype, device="cuda").cpu(), cpu.normal(*shape, dtype=dtype)
                 )
-                x = torch.randn(*shape, dtype=dtype)
+                x = torch.rand(*shape).add(1).to(dtype)  # never 0, so that zeros are what was dropped
                 there = x.cuda().requires_grad_()
                 dropped = gpu.dropout(there, 0.3)
                 here = cpu.dropout(x, 0.3)
