@@ -19,6 +19,7 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.comm.communicator import Communicator
+from unisono.comm.handle import Handle
 from unisono.errors import UsageError
 from unisono.parallel.means import Count, Means
 
@@ -35,7 +36,8 @@ class GlobalLoss:
         self._comm = comm
         self._dims = tuple(dims)
         self._predicted: list[list[Count]] = []
-        self._totals: list[float] | None = None
+        self._totals: _Totals | None = None
+        self._sum: tuple[torch.Tensor, Handle | None] | None = None  # of the partial losses, on its way
         self._next = 0
         self._is_proved = False
         self._astray: list[torch.Tensor] = []
@@ -55,10 +57,11 @@ class GlobalLoss:
         self._next = 0
         self._predicted = []
         self._totals = None
+        self._sum = None
         if self.ranks == 1 and len(microbatches) == 1:
             return  # the batch is whole here: the user's loss serves as it is
         self._predicted = [self._counted(_blank(outputs), targets) for outputs, targets in microbatches]
-        self._totals = self._summed(self._predicted)
+        self._totals = _Totals(self._loss, self._predicted, self._comm)
 
     def __call__(self, outputs: Any, targets: Any) -> torch.Tensor:
         """This microbatch's part of the loss."""
@@ -71,6 +74,7 @@ class GlobalLoss:
         means = Means(self._totals)
         with means:
             partial = self._evaluated(outputs, targets)
+        self._totals()  # also a loss that takes no mean hears where others take some
         self._compare(means.counts, self._predicted[self._next])
         self._next += 1
         return partial
@@ -78,13 +82,22 @@ class GlobalLoss:
     def total(self, partials: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss on the global batch. Every rank calls it, with the partial losses of all its microbatches."""
         self._require_no_surprise()
+        if self._sum is None:
+            self.start_total(partials)
+        assert self._sum is not None
+        (total, handle), self._sum = self._sum, None
+        if handle is not None:
+            handle.wait()
+        return total.to(partials[0].dtype) if partials else total
+
+    def start_total(self, partials: Sequence[torch.Tensor]) -> None:
+        """Begin to sum before the last backward, which `total` can then be spared to wait for."""
         device = self._comm.device if self._comm is not None else torch.device("cpu")
         total = torch.zeros((), dtype=torch.float64, device=partials[0].device if partials else device)
         for partial in partials:
             total += partial.detach()
-        if self.ranks > 1 and self._comm is not None:
-            self._comm.all_reduce(total)
-        return total.to(partials[0].dtype) if partials else total
+        handle = self._comm.all_reduce(total, async_op=True) if self._comm is not None and self.ranks > 1 else None
+        self._sum = (total, handle)
 
     def _evaluated(self, outputs: Any, targets: Any) -> torch.Tensor:
         try:
@@ -110,30 +123,6 @@ class GlobalLoss:
                 "take one mean over the batch, not one a sample"
             )
         return means.counts
-
-    def _summed(self, predicted: list[list[Count]]) -> list[float]:
-        """The counts of all microbatches and ranks, in one message, with a check that all take the same means."""
-        kinds = {len(counts) for counts in predicted} or {0}
-        most = max(kinds)
-        device = next((c.device for counts in predicted for c in counts if isinstance(c, torch.Tensor)), None)
-        if device is None and self._comm is not None:
-            device = self._comm.device
-        message = torch.zeros(3 + MOST_MEANS, dtype=torch.float64, device=device)
-        for counts in predicted:
-            message[0] += 1
-            message[1] += len(counts)
-            message[2] += len(counts) ** 2
-            for number, count in enumerate(counts):
-                message[3 + number] += count
-        if self.ranks > 1 and self._comm is not None:
-            self._comm.all_reduce(message)
-        parts, means, squares, *totals = message.tolist()
-        if parts * squares != means**2:
-            raise UsageError(
-                f"the loss {_name(self._loss)} takes {most} means on some of this rank's part of the batch and another "
-                "number elsewhere; a loss must take the same means whatever the batch's size"
-            )
-        return totals[: round(means / parts)] if parts else []
 
     def _compare(self, counts: list[Count], predicted: list[Count]) -> None:
         """A count that follows from shapes is checked now; one on the device at `total`: nobody waits for it."""
@@ -174,6 +163,46 @@ class GlobalLoss:
                     "use dp=1, cp=1, microbatches=1"
                 )
         self._is_proved = True
+
+
+class _Totals:
+    """The counts of all microbatches and ranks, in one message, which travels while the loss is computed."""
+
+    def __init__(self, loss: Loss, predicted: list[list[Count]], comm: Communicator | None) -> None:
+        self._loss = loss
+        self._most = max((len(counts) for counts in predicted), default=0)
+        self._agreed: list[float] | None = None
+        device = next((c.device for counts in predicted for c in counts if isinstance(c, torch.Tensor)), None)
+        if device is None and comm is not None:
+            device = comm.device
+        self._message = torch.zeros(3 + MOST_MEANS, dtype=torch.float64, device=device)
+        for counts in predicted:
+            squares = len(counts) ** 2
+            self._message[:3] += torch.tensor([1, len(counts), squares], dtype=torch.float64, device=device)
+            for number, count in enumerate(counts):
+                self._message[3 + number] += count
+        self._handle: Handle | None = None
+        if comm is not None and comm.size > 1:
+            self._handle = comm.all_reduce(self._message, async_op=True)
+        else:
+            self._agreed = self._read()
+
+    def __call__(self) -> list[float]:
+        """What all have counted, for each mean."""
+        if self._agreed is None:
+            if self._handle is not None:
+                self._handle.wait()
+            self._agreed = self._read()
+        return self._agreed
+
+    def _read(self) -> list[float]:
+        parts, means, squares, *totals = self._message.tolist()
+        if parts * squares != means**2:
+            raise UsageError(
+                f"the loss {_name(self._loss)} takes {self._most} means on some of this rank's part of the batch and "
+                "another number elsewhere; a loss must take the same means whatever the batch's size"
+            )
+        return totals[: round(means / parts)] if parts else []
 
 
 _ASTRAY = "the loss's count depends on the outputs, so it cannot be known before all are there; use microbatches=1"

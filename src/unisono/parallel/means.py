@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from unisono.errors import UsageError
 
 Count = float | torch.Tensor
+Totals = Sequence[float] | Callable[[], Sequence[float]]
 
 _MEANS = {torch.mean, torch.Tensor.mean}
 _SUMS = {torch.sum, torch.Tensor.sum}
@@ -85,11 +86,12 @@ def _marked(tensor: torch.Tensor, is_sum: bool, floor: float | None = None) -> t
 class Means(TorchFunctionMode):
     """While active, means divide by `totals`, one a mean in the order of the calls.
 
-    Without totals they divide by their own counts. Either way `counts` tells what this part counted. With `dry`, losses
-    of torch.nn.functional are counted and, where that needs no values, not computed.
+    Without totals they divide by their own counts. Totals that are still to be agreed on are given as a function, asked
+    at the first division. Either way `counts` tells what this part counted. With `dry`, losses of torch.nn.functional
+    are counted and, where that needs no values, not computed.
     """
 
-    def __init__(self, totals: Sequence[float] | None = None, dry: bool = False) -> None:
+    def __init__(self, totals: Totals | None = None, dry: bool = False) -> None:
         super().__init__()
         self.counts: list[Count] = []
         self._totals = totals
@@ -120,12 +122,13 @@ class Means(TorchFunctionMode):
         self.counts.append(count)
         divisor = count
         if self._totals is not None:
-            if number >= len(self._totals):
+            totals = self._totals() if callable(self._totals) else self._totals
+            if number >= len(totals):
                 raise UsageError(
-                    f"the loss took more means than the {len(self._totals)} that were counted before; "
+                    f"the loss took more means than the {len(totals)} that were counted before; "
                     "a loss must take the same means on every microbatch: use microbatches=1"
                 )
-            divisor = self._totals[number]
+            divisor = totals[number]
         if floor is not None:
             divisor = divisor.clamp(min=floor) if isinstance(divisor, torch.Tensor) else max(divisor, floor)
         return _marked(part / divisor, is_sum=False)

@@ -146,12 +146,13 @@ class Reducer(Generic[AnyBucket]):
         """Wait until all gradients are summed. Every rank calls it after the last backward of a step."""
         self._is_under_way = False
         self._complete()
+        asked = self._ask_for_missing()
         for bucket in self.buckets:
             self._land(bucket)
             if bucket.total is not None:
                 self._settle(bucket, bucket.total)
                 bucket.total = None
-        self._agree_on_missing()
+        self._drop_missing(asked)
         self._seen.clear()
         self._rounds = 0
 
@@ -210,17 +211,27 @@ class Reducer(Generic[AnyBucket]):
             bucket.handle = None
             bucket.total = result if bucket.total is None else bucket.total.add_(result)
 
-    def _agree_on_missing(self) -> None:
-        """Tell a gradient of zeros from none: an optimizer passes over a parameter that has none on any rank."""
+    def _ask_for_missing(self) -> list[tuple[Handle, list[tuple[str, nn.Parameter]]]]:
+        """Tell a gradient of zeros from none: an optimizer passes over a parameter that has none on any rank.
+
+        The question travels beside the last gradients, so that nobody waits for the answer alone.
+        """
         groups: dict[int, list[tuple[str, nn.Parameter]]] = {}
         comms: dict[int, Communicator] = {}
         for bucket in self.buckets:
             comms[id(bucket.comm)] = bucket.comm
             groups.setdefault(id(bucket.comm), []).extend(zip(bucket.names, bucket.parameters, strict=True))
+        asked = []
         for key, members in groups.items():
             seen = torch.tensor([id(parameter) in self._seen for _, parameter in members], dtype=torch.uint8)
-            seen = seen.to(comms[key].device)
-            comms[key].all_reduce(seen, "max")
+            asked.append((comms[key].all_reduce(seen.to(comms[key].device), "max", async_op=True), members))
+        return asked
+
+    def _drop_missing(self, asked: list[tuple[Handle, list[tuple[str, nn.Parameter]]]]) -> None:
+        for handle, members in asked:
+            seen = handle.wait()
+            if all(id(parameter) in self._seen for _, parameter in members):
+                continue  # all are there, also without looking at the answer, which may be on a GPU
             for (name, parameter), is_seen in zip(members, seen.tolist(), strict=True):
                 if not is_seen:
                     self._drop(name, parameter)

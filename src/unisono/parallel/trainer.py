@@ -123,8 +123,10 @@ class Trainer:
                 if number < last:
                     stack.enter_context(self.replicas.hold())
                 partial = self._partial_loss(call(self.model, self._inputs(part)), number)
-                partial.backward()
                 self._partials.append(partial.detach())
+                if number == last:
+                    self.loss.start_total(self._partials)
+                partial.backward()
 
     def _microbatch(self, number: int) -> contextlib.AbstractContextManager[None]:
         part = self._microbatches[number]
