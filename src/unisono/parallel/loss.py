@@ -21,11 +21,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
+from unisono.parallel.counts import MOST_MEANS, Exchanged, Foretold, joined, summed
 from unisono.parallel.means import Count, Means
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
-MOST_MEANS = 61  # that a loss may take; so many counts travel in one message
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
@@ -36,7 +36,12 @@ class GlobalLoss:
         self._comm = comm
         self._dims = tuple(dims)
         self._predicted: list[list[Count]] = []
-        self._totals: _Totals | None = None
+        self._totals: Exchanged | Foretold | None = None
+        self._whole: Foretold | None = None
+        self._foretells = False  # whether all ranks have seen that each can count the whole by itself
+        self._made = 0  # elements of the tensors that the last counting made
+        self._microbatches = 0
+        self._counts: list[list[Count]] = []  # of the microbatches so far
         self._sum: tuple[torch.Tensor, Handle | None] | None = None  # of the partial losses, on its way
         self._next = 0
         self._is_proved = False
@@ -51,31 +56,52 @@ class GlobalLoss:
     def ranks(self) -> int:
         return self._comm.size if self._comm is not None else 1
 
-    def prepare(self, microbatches: Sequence[tuple[Any, Any]]) -> None:
-        """Count what the loss will count on all of this rank's microbatches, and agree with the other ranks."""
+    def prepare(self, microbatches: Sequence[tuple[Any, Any]], whole: tuple[Any, Any] | None = None) -> None:
+        """Count what the loss will count on all of this rank's microbatches, and agree with the other ranks.
+
+        `whole`: outputs and targets of the global batch, where this rank has them all; again for their shapes only.
+        """
         self._require_no_surprise()
         self._next = 0
-        self._predicted = []
-        self._totals = None
-        self._sum = None
+        self._microbatches = len(microbatches)
+        self._predicted, self._counts = [], []
+        self._totals, self._whole, self._sum = None, None, None
         if self.ranks == 1 and len(microbatches) == 1:
             return  # the batch is whole here: the user's loss serves as it is
+        if self._foretells and whole is not None:
+            self._whole = self._totals = Foretold(self._counted(_blank(whole[0]), whole[1]))
+            return
         self._predicted = [self._counted(_blank(outputs), targets) for outputs, targets in microbatches]
-        self._totals = _Totals(self._loss, self._predicted, self._comm)
+        self._totals = Exchanged(_name(self._loss), self._predicted, self._comm)
+        if whole is not None and self._is_quickly_counted(microbatches[-1][1]):
+            self._whole = self._foretold(*whole)
+
+    def _foretold(self, outputs: Any, targets: Any) -> Foretold | None:
+        try:
+            return Foretold(self._counted(_blank(outputs), targets))
+        except UsageError:
+            return None  # outputs whose shape does not follow from the number of samples: the ranks ask each other
+
+    def _is_quickly_counted(self, targets: Any) -> bool:
+        """Whether counting, as it was done last, looks at targets only and makes nothing of the outputs' size."""
+        size = sum(leaf.numel() for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor))
+        return self._made <= 4 * size
 
     def __call__(self, outputs: Any, targets: Any) -> torch.Tensor:
         """This microbatch's part of the loss."""
         if self._totals is None:
             return self._evaluated(outputs, targets)
-        if self._next >= len(self._predicted):
-            raise UsageError(f"the loss was prepared for {len(self._predicted)} microbatches, but called once more")
+        if self._next >= self._microbatches:
+            raise UsageError(f"the loss was prepared for {self._microbatches} microbatches, but called once more")
         if not self._is_proved:
             self._prove(outputs, targets)
         means = Means(self._totals)
         with means:
             partial = self._evaluated(outputs, targets)
         self._totals()  # also a loss that takes no mean hears where others take some
-        self._compare(means.counts, self._predicted[self._next])
+        self._counts.append(means.counts)
+        if self._predicted:
+            self._compare(means.counts, self._predicted[self._next])
         self._next += 1
         return partial
 
@@ -85,19 +111,33 @@ class GlobalLoss:
         if self._sum is None:
             self.start_total(partials)
         assert self._sum is not None
-        (total, handle), self._sum = self._sum, None
+        (message, handle), self._sum = self._sum, None
         if handle is not None:
             handle.wait()
-        return total.to(partials[0].dtype) if partials else total
+            if self._whole is not None:
+                self._learn(message[1:].tolist())
+        return message[0].to(partials[0].dtype) if partials else message[0]
 
     def start_total(self, partials: Sequence[torch.Tensor]) -> None:
-        """Begin to sum before the last backward, which `total` can then be spared to wait for."""
+        """Begin to sum, before the last backward, so that `total` need not wait."""
         device = self._comm.device if self._comm is not None else torch.device("cpu")
-        total = torch.zeros((), dtype=torch.float64, device=partials[0].device if partials else device)
-        for partial in partials:
-            total += partial.detach()
-        handle = self._comm.all_reduce(total, async_op=True) if self._comm is not None and self.ranks > 1 else None
-        self._sum = (total, handle)
+        device = partials[0].device if partials else device
+        value = sum((partial.detach().double() for partial in partials), torch.zeros((), device=device).double())
+        if self._comm is None or self.ranks == 1:
+            self._sum = (value.reshape(1), None)
+            return
+        agrees = self._whole is not None and self._totals is not None and self._whole.agrees(self._totals())
+        message = joined([value, agrees, *summed(self._counts)], device)
+        self._sum = (message, self._comm.all_reduce(message, async_op=True))
+
+    def _learn(self, told: list[float]) -> None:
+        """All ranks are told the same here: how many of them could count the whole, and what was counted in fact."""
+        agreeing, *counts = told
+        foretold, self._foretells = self._foretells, agreeing == self.ranks
+        assert self._whole is not None
+        if foretold and not self._whole.agrees(counts):
+            self._foretells = False
+            raise UsageError(_ASTRAY)
 
     def _evaluated(self, outputs: Any, targets: Any) -> torch.Tensor:
         try:
@@ -122,6 +162,7 @@ class GlobalLoss:
                 f"the loss {_name(self._loss)} takes {len(means.counts)} means; expected at most {MOST_MEANS}: "
                 "take one mean over the batch, not one a sample"
             )
+        self._made = means.made
         return means.counts
 
     def _compare(self, counts: list[Count], predicted: list[Count]) -> None:
@@ -163,46 +204,6 @@ class GlobalLoss:
                     "use dp=1, cp=1, microbatches=1"
                 )
         self._is_proved = True
-
-
-class _Totals:
-    """The counts of all microbatches and ranks, in one message, which travels while the loss is computed."""
-
-    def __init__(self, loss: Loss, predicted: list[list[Count]], comm: Communicator | None) -> None:
-        self._loss = loss
-        self._most = max((len(counts) for counts in predicted), default=0)
-        self._agreed: list[float] | None = None
-        device = next((c.device for counts in predicted for c in counts if isinstance(c, torch.Tensor)), None)
-        if device is None and comm is not None:
-            device = comm.device
-        self._message = torch.zeros(3 + MOST_MEANS, dtype=torch.float64, device=device)
-        for counts in predicted:
-            squares = len(counts) ** 2
-            self._message[:3] += torch.tensor([1, len(counts), squares], dtype=torch.float64, device=device)
-            for number, count in enumerate(counts):
-                self._message[3 + number] += count
-        self._handle: Handle | None = None
-        if comm is not None and comm.size > 1:
-            self._handle = comm.all_reduce(self._message, async_op=True)
-        else:
-            self._agreed = self._read()
-
-    def __call__(self) -> list[float]:
-        """What all have counted, for each mean."""
-        if self._agreed is None:
-            if self._handle is not None:
-                self._handle.wait()
-            self._agreed = self._read()
-        return self._agreed
-
-    def _read(self) -> list[float]:
-        parts, means, squares, *totals = self._message.tolist()
-        if parts * squares != means**2:
-            raise UsageError(
-                f"the loss {_name(self._loss)} takes {self._most} means on some of this rank's part of the batch and "
-                "another number elsewhere; a loss must take the same means whatever the batch's size"
-            )
-        return totals[: round(means / parts)] if parts else []
 
 
 _ASTRAY = "the loss's count depends on the outputs, so it cannot be known before all are there; use microbatches=1"

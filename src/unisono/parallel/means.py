@@ -94,13 +94,19 @@ class Means(TorchFunctionMode):
     def __init__(self, totals: Totals | None = None, dry: bool = False) -> None:
         super().__init__()
         self.counts: list[Count] = []
+        self.made = 0  # with dry: how many elements were computed all the same
         self._totals = totals
         self._dry = dry
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        out = self._handled(func, args, kwargs or {})
+        if self._dry and isinstance(out, torch.Tensor):
+            self.made += _made(out, _tensors_in(args, kwargs or {}))
+        return out
+
+    def _handled(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         marks = [mark for mark in map(_mark_of, _tensors_in(args, kwargs)) if mark is not None]
         if func in _DIVISIONS and len(args) == 2 and not kwargs:
             mark = _mark_of(args[1])
@@ -175,6 +181,13 @@ def _tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     for value in (*args, *kwargs.values()):
         found.extend(value) if isinstance(value, list | tuple) else found.append(value)
     return found
+
+
+def _made(out: torch.Tensor, given: list[Any]) -> int:
+    """How many elements are new: none in a view."""
+    place = out.untyped_storage().data_ptr()
+    is_view = any(isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() == place for leaf in given)
+    return 0 if is_view else out.numel()
 
 
 def _passed_on(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], marks: Sequence[_Mark]) -> Any:

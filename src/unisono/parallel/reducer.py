@@ -24,6 +24,8 @@ from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import Axes, layout_of
 
 BUCKET_BYTES = 25 * 2**20
+LEAST_BUCKET_BYTES = 2**20
+BUCKETS = 8  # of a model that is too small to fill large ones: so many leave, one after the other, in the backward
 
 
 def summed_axes(parameter: torch.Tensor, mesh: Mesh) -> Axes:
@@ -33,6 +35,12 @@ def summed_axes(parameter: torch.Tensor, mesh: Mesh) -> Axes:
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def bucket_bytes_for(model: nn.Module) -> int:
+    """How much travels in one message: the most that pays, but so that messages leave before the backward is over."""
+    size = sum(p.numel() * gradient_dtype(p).itemsize for p in model.parameters() if p.requires_grad)
+    return min(max(size // BUCKETS, LEAST_BUCKET_BYTES), BUCKET_BYTES)
 
 
 class Bucket:

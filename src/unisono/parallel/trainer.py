@@ -50,6 +50,7 @@ class Trainer:
     tied: TiedGradients | None = None
     steps: int = 0
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
+    _batch: tuple[Any, Any] = ((), ())
     _microbatches: list[Share] = field(default_factory=list)
     _partials: list[torch.Tensor] = field(default_factory=list)
 
@@ -104,6 +105,7 @@ class Trainer:
         self._require_rows(rows)
         self._microbatches = shares(mine.batch, self.plan.microbatches)
         self._partials = []
+        self._batch = batch
         self.random.step = self.steps
         with self.random, self.random.sharded(0, mine.positions, mine.of):
             yield
@@ -149,8 +151,12 @@ class Trainer:
         """This microbatch's part of the loss. The first one counts what all of them will count."""
         if number == 0:
             first = rows_of(self._microbatches[0].batch)
+            whole = None
+            if self.pipeline is None and self.context is None:
+                whole = (_with_rows(outputs, first, rows_of(self._batch)), self._batch[1])
             self.loss.prepare(
-                [(_with_rows(outputs, first, rows_of(part.batch)), self._targets(part)) for part in self._microbatches]
+                [(_with_rows(outputs, first, rows_of(part.batch)), self._targets(part)) for part in self._microbatches],
+                whole,
             )
         partial = self.loss(outputs, self._targets(self._microbatches[number]))
         aux = collect_aux(self.model)
