@@ -109,7 +109,7 @@ def optimizer(parameters: Any) -> torch.optim.Optimizer:
 @dataclass
 class Contestant:
     step: Callable[[Batch], torch.Tensor | None]
-    # What a rank's loss is: of the whole batch, of its share (all ranks' mean is the whole's), or on the last rank only.
+    # Of what the loss on a rank is: the whole batch, its share (then the ranks' mean is the whole's), the last rank's.
     loss_is: Literal["whole", "share", "last"]
 
 

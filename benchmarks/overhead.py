@@ -18,6 +18,7 @@ import platform
 import statistics
 import sys
 import time
+import warnings
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -91,6 +92,7 @@ def whole_losses(entrant: Contestant, values: list[torch.Tensor | None]) -> list
 def compete(group: str, config: Config, rounds: int) -> dict[str, Any]:
     """On each rank: build a group's contestants and let them take turns."""
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning)  # torch's and DeepSpeed's own, about torch's new names
     uni.init("gloo")
     entrants: dict[str, Contestant] = {}
     absent: dict[str, str] = {}

@@ -191,9 +191,7 @@ def _piece_of_sum(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicato
     return _start_piece_of_sum(x, dim, lengths, comm)()
 
 
-def _start_piece_of_sum(
-    x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator
-) -> Callable[[], torch.Tensor]:
+def _start_piece_of_sum(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> Callable[[], torch.Tensor]:
     longest = max(lengths)
     rows = x.movedim(dim, 0)
     if min(lengths) < longest:
