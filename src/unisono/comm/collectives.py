@@ -205,10 +205,12 @@ class Collectives(Operations):
         parts = self._parts("reduce_scatter", tensor, sizes)
         carriage = self._carriage(tensor, op)
         wire = self._reducing(carriage, tensor, factor)
+        is_ours = out is None  # else it may be a part of `tensor`
         out = self._room("reduce_scatter", out, tensor, parts[self.rank])
 
         def deliver(reduced: torch.Tensor) -> torch.Tensor:
-            carriage.from_wire(reduced, out, self.size)
+            if reduced is not out:
+                carriage.from_wire(reduced, out, self.size)
             return out
 
         if carriage.gathers:
@@ -219,7 +221,8 @@ class Collectives(Operations):
             return self._gather_and_fold("reduce_scatter", tensor, carriage, wire, deliver_part, async_op)
         if len(set(parts)) > 1:
             return self._reduce_each_part(tensor, carriage, wire, parts, deliver, async_op)
-        mine = wire.new_empty((parts[self.rank], *wire.shape[1:]))
+        arrives_there = is_ours and carriage.is_plain and wire.device == out.device
+        mine = out if arrives_there else wire.new_empty((parts[self.rank], *wire.shape[1:]))
 
         def start() -> list[dist.Work]:
             return [_reduce_scatter_single(mine, wire, op=carriage.wire_op, group=self.group, async_op=True)]
