@@ -38,8 +38,14 @@ def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
 
 
 def bucket_bytes_for(model: nn.Module) -> int:
-    """How much travels in one message: the most that pays, but so that messages leave before the backward is over."""
-    size = sum(p.numel() * gradient_dtype(p).itemsize for p in model.parameters() if p.requires_grad)
+    """How much travels in one message: the most that pays, but so that messages leave before the backward is over.
+
+    Unless the model is on a CPU: there messages take the time of the cores that compute, and few of them cost least.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if all(parameter.is_cpu for parameter in parameters):
+        return BUCKET_BYTES
+    size = sum(parameter.numel() * gradient_dtype(parameter).itemsize for parameter in parameters)
     return min(max(size // BUCKETS, LEAST_BUCKET_BYTES), BUCKET_BYTES)
 
 
