@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm.backends import Carriage, moved_elements
+from unisono.comm.log import detail_of_op, detail_of_root
 from unisono.comm.operation import Operations, Outcome
 from unisono.comm.reduction import Factor
 from unisono.errors import UsageError
@@ -22,14 +23,6 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 UNEVEN = "uneven"  # marks operations whose shapes may differ between ranks
-
-
-def detail_of_root(root: int) -> str:
-    return f"root={root}" if root else ""
-
-
-def detail_of_op(op: str) -> str:
-    return "" if op == "sum" else op
 
 
 class Collectives(Operations):
