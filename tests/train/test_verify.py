@@ -12,7 +12,7 @@ import pytest
 from unisono.errors import UsageError
 from unisono.plan.plan import Plan
 from unisono.train.task import load_task
-from unisono.train.verify_command import plans_for
+from unisono.train.shapes import plans_for
 
 TASKS = Path(__file__).parents[1] / "equivalence" / "tasks.py"
 

@@ -24,6 +24,7 @@ from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.state import whole_state
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
+from unisono.train.double import InDouble
 from unisono.train.task import Task
 
 Tensors = dict[str, torch.Tensor]
@@ -59,7 +60,7 @@ def plain_record(task: Task, steps: int, dtype: torch.dtype, seed: int = 0) -> R
     for step in range(steps):
         inputs, targets = batch_of(task, step, dtype)
         random.step = step
-        with random, _watched(model, record.activations if step == 0 else None):
+        with InDouble(dtype), random, _watched(model, record.activations if step == 0 else None):
             loss = task.loss(call(model, inputs), targets)
             aux = collect_aux(model)
             loss = loss if aux is None else loss + aux
@@ -87,24 +88,27 @@ def planned_record(
     prepare: Callable[[Trainer], None] | None = None,
 ) -> Record:
     """The same steps under the plan; every rank calls it and gets the whole record. Activations are this rank's."""
-    trainer = parallelize(
-        task.model,
-        plan,
-        loss=task.loss,
-        optimizer=task.optimizer,
-        example=batch_of(task, 0, dtype),
-        rules=task.rules,
-        clip=task.clip,
-        seed=seed,
-        dtype=dtype,
-    )
+    whole, example = build(task.model, seed), batch_of(task, 0, dtype)  # the user's own dtypes, so not within InDouble
+    with InDouble(dtype):
+        trainer = parallelize(
+            lambda: whole,
+            plan,
+            loss=task.loss,
+            optimizer=task.optimizer,
+            example=example,
+            rules=task.rules,
+            clip=task.clip,
+            seed=seed,
+            dtype=dtype,
+        )
     record = Record(initial=_whole(trainer, dict(trainer.optimized())))
     if prepare is not None:
         prepare(trainer)
     for step in range(steps):
         trainer.optimizer.zero_grad()
-        with _watched(trainer.model, record.activations if step == 0 else None):
-            record.losses.append(trainer.backward(batch_of(task, step, dtype)).item())
+        batch = batch_of(task, step, dtype)
+        with InDouble(dtype), _watched(trainer.model, record.activations if step == 0 else None):
+            record.losses.append(trainer.backward(batch).item())
         record.gradients.append(_whole(trainer, dict(trainer.optimized()), of_gradients=True))
         trainer._clip()
         trainer.optimizer.step()
