@@ -124,6 +124,8 @@ def _applied(
     if plan.tp > 1:
         tensor_parallelize(model, mesh, rules, sequence=plan.sequence)
     context = context_parallelize(model, mesh, plan.context) if plan.cp > 1 else None
+    if context is not None and example is not None:
+        context.expect(*example)
     if mesh.size(*DATA) > 1:
         batchnorm.convert(model, mesh)
     recompute(model, plan.recompute)

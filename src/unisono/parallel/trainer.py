@@ -104,6 +104,9 @@ class Trainer:
         self._require_rows(rows)
         self._microbatches = shares(mine.batch, self.plan.microbatches)
         self._partials = []
+        if self.context is not None:
+            self.context.expect(*batch)
+            self.loss.dims = self.context.dims
         self.random.step = self.steps
         with self.random, self.random.sharded(0, mine.positions, mine.of):
             yield
@@ -143,13 +146,17 @@ class Trainer:
         targets = part.batch[1]
         return targets if self.context is None else self.context.cut_targets(targets)
 
+    def _rows(self, part: Share) -> int:
+        """How many samples of the outputs for this part the rank has."""
+        rows = rows_of(part.batch)
+        return rows if self.context is None else self.context.rows(rows)
+
     def _partial_loss(self, outputs: Any, number: int) -> torch.Tensor:
         """This microbatch's part of the loss. The first one counts what all of them will count."""
         if number == 0:
-            first = rows_of(self._microbatches[0].batch)
-            self.loss.prepare(
-                [(_with_rows(outputs, first, rows_of(part.batch)), self._targets(part)) for part in self._microbatches]
-            )
+            rows = [self._rows(part) for part in self._microbatches]
+            likes = [_with_rows(outputs, rows[0], count) for count in rows]
+            self.loss.prepare([(like, self._targets(p)) for like, p in zip(likes, self._microbatches, strict=True)])
         partial = self.loss(outputs, self._targets(self._microbatches[number]))
         aux = collect_aux(self.model)
         return partial if aux is None else partial + aux
