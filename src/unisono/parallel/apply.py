@@ -29,11 +29,12 @@ from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import expert_parallelize, needs_whole_batch
 from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.pipeline.runtime import PipelineRuntime
-from unisono.parallel.pipeline.split import split
+from unisono.parallel.pipeline.split import require_stages, split
 from unisono.parallel.pipeline.tied import TiedGradients
+from unisono.parallel.preview import require_fitting_loss
 from unisono.parallel.recompute import is_recomputed, recompute
 from unisono.parallel.share import rows_of, share, shares
-from unisono.parallel.tensor import tensor_parallelize
+from unisono.parallel.tensor import require_shareable, tensor_parallelize
 from unisono.parallel.trainer import Trainer
 from unisono.parallel.zero import Zero
 from unisono.plan.plan import AXES, DATA, REPLICAS, Plan
@@ -64,12 +65,15 @@ def parallelize(
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     comm = world.world() if world.is_initialized() else world.init()
     plan.fit(comm.size)
-    mesh = Mesh(plan.shape, AXES)
-    mesh.connect()
     whole = _whole_model(model, seed, dtype)
+    _refuse_what_cannot_be_right(plan, whole)
+    if plan.tp > 1:
+        require_shareable(whole, plan.tp, rules)
+    if example is not None:
+        require_fitting_loss(whole, loss, example)
+    mesh = Mesh(plan.shape, AXES).connect()  # the first time that ranks communicate
     if isinstance(model, nn.Module):
         comm.broadcast_parameters(whole)
-    _refuse_what_cannot_be_right(plan, whole)
     random = RandomState(seed)
     random.name_modules(whole)
     return _applied(whole, plan, mesh, random, loss, optimizer, example, rules, clip)
@@ -107,6 +111,8 @@ def _refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
         )
     if plan.pp == 1 and plan.schedule != "1f1b":
         raise UsageError(f"schedule={plan.schedule} orders the stages of a pipeline, but pp=1; leave it out")
+    if plan.pp > 1:
+        require_stages(model, _order(plan))
 
 
 def _applied(
@@ -132,7 +138,7 @@ def _applied(
     cut = None
     order: Schedule | None = None
     if plan.pp > 1:
-        order = schedule(plan.schedule, plan.pp, plan.microbatches, plan.chunks if plan.chunks > 1 else None)
+        order = _order(plan)
         with random:
             cut = split(model, order, mesh.index("pp"), example=_example_inputs(plan, mesh, example))
         random.step = 0
@@ -155,6 +161,10 @@ def _applied(
         )
         trainer.tied = TiedGradients(model, cut.tied, mesh.comm("pp"))
     return trainer
+
+
+def _order(plan: Plan) -> Schedule:
+    return schedule(plan.schedule, plan.pp, plan.microbatches, plan.chunks if plan.chunks > 1 else None)
 
 
 def _example_inputs(plan: Plan, mesh: Mesh, example: tuple[Any, Any] | None) -> Any:

@@ -47,8 +47,7 @@ def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None,
     Face), then what is known of its classes, then what its blocks show.
     """
     ranks = mesh.size("tp")
-    styles = styles_of(model, ranks, rules)
-    _require_sound(model, styles, ranks)
+    styles = require_shareable(model, ranks, rules)
     if ranks == 1:
         return model
     parallel = SequenceParallel.of(model, styles, mesh) if sequence else None
@@ -58,6 +57,14 @@ def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None,
     if parallel is not None:
         parallel.install()
     return model
+
+
+def require_shareable(model: nn.Module, ranks: int, rules: Rules | None = None) -> Styles:
+    """How each module is to be cut; UsageError where so many ranks cannot share it, as with heads that they do not
+    divide."""
+    styles = styles_of(model, ranks, rules)
+    _require_sound(model, styles, ranks)
+    return styles
 
 
 def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Styles:

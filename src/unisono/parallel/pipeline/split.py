@@ -60,8 +60,7 @@ def split(
     operations (needs an example), or what is given for each block; embedding and head count to the first and last.
     blocks: the path of the list of blocks, where it should not be found automatically.
     """
-    found = _blocks(model, blocks)
-    require_enough(len(found.modules), schedule.stages, f"{type(model).__name__} ({found.path or 'its children'})")
+    found = require_stages(model, schedule, blocks)
     if cost == "operations" and example is None:
         raise UsageError("pipeline: to balance stages by operations, pass an example of the model's inputs")
     counts = cost == "operations" and boundaries is None
@@ -71,6 +70,13 @@ def split(
     else:
         starts = checked(boundaries, len(found.modules), schedule.stages)
     return _keep(model, found, survey, starts, schedule, rank)
+
+
+def require_stages(model: nn.Module, schedule: Schedule, blocks: str | None = None) -> Blocks:
+    """The model's blocks, of which the schedule's stages must each get one at least."""
+    found = _blocks(model, blocks)
+    require_enough(len(found.modules), schedule.stages, f"{type(model).__name__} ({found.path or 'its children'})")
+    return found
 
 
 def _blocks(model: nn.Module, path: str | None) -> Blocks:
