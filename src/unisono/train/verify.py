@@ -25,6 +25,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import LaunchError, UsageError
 from unisono.launch.spawn import spawn
 from unisono.plan.plan import Plan
+from unisono.train.agreement import with_agreement
 from unisono.train.follow import Follower
 from unisono.train.parting import first_parting, guess_fault
 from unisono.train.record import Record, plain_record, planned_record
@@ -144,6 +145,7 @@ def verify_here(
         verdict = compared(plan, plain or plain_record(task, steps, kind), planned, dtype)
     verdict = comm.broadcast_object(verdict)
     assert verdict is not None
+    verdict = with_agreement(comm, planned, verdict, TOLERANCE[dtype])
     if verdict.equivalent:
         return verdict
     first = plain_record(task, 1, kind)
