@@ -71,6 +71,9 @@ PLANS["moe"] = [
     "dp=2,ep=2,tp=2,sp",
     "dp=2,ep=2,pp=2,microbatches=2",
 ]
+PLANS["vocabulary"] = ["tp=2", "dp=2,tp=2,sp", "tp=2,pp=2,microbatches=2", "tp=2,cp=2"]
+PLANS["vocabulary_reshaped"] = ["tp=4", "dp=2,tp=2,microbatches=2"]
+PLANS["vocabulary_whole"] = ["dp=2,tp=2"]
 if importlib.util.find_spec("transformers"):
     PLANS["llama"] = ["dp=2", "dp=2,zero=3", "tp=2", "tp=2,sp", "cp=2", "pp=2,microbatches=4", "dp=2,tp=2,zero=1"]
 CASES = [(task, plan) for task, plans in PLANS.items() for plan in plans]

@@ -46,6 +46,11 @@ class GlobalLoss:
             raise UsageError(_ASTRAY)
 
     @property
+    def loss(self) -> Loss:
+        """The user's own."""
+        return self._loss
+
+    @property
     def ranks(self) -> int:
         return self._comm.size if self._comm is not None else 1
 

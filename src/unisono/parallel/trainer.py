@@ -23,6 +23,7 @@ from unisono.parallel.clip import clip_by_norm
 from unisono.parallel.context import Context
 from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import collect_aux
+from unisono.parallel.logits import Proof, in_pieces
 from unisono.parallel.loss import GlobalLoss
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.runtime import PipelineRuntime
@@ -51,7 +52,11 @@ class Trainer:
     steps: int = 0
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
     _microbatches: list[Share] = field(default_factory=list)
+    logits: Proof = field(init=False)
     _partials: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.logits = Proof(self.loss.loss)
 
     def step(self, batch: tuple[Any, Any]) -> torch.Tensor:
         """One training step on a global batch (inputs, targets), given alike to all ranks; the loss on all of it."""
@@ -108,7 +113,8 @@ class Trainer:
             self.context.expect(*batch)
             self.loss.dims = self.context.dims
         self.random.step = self.steps
-        with self.random, self.random.sharded(0, mine.positions, mine.of):
+        # Who has targets is after a loss: it needs no whole logits.
+        with self.random, self.random.sharded(0, mine.positions, mine.of), in_pieces(batch[1] is not None):
             yield
 
     def _require_rows(self, rows: int) -> None:
@@ -153,6 +159,7 @@ class Trainer:
 
     def _partial_loss(self, outputs: Any, number: int) -> torch.Tensor:
         """This microbatch's part of the loss. The first one counts what all of them will count."""
+        outputs = self.logits.fitting(outputs, self._targets(self._microbatches[number]))
         if number == 0:
             rows = [self._rows(part) for part in self._microbatches]
             likes = [_with_rows(outputs, rows[0], count) for count in rows]
