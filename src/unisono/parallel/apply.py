@@ -31,10 +31,11 @@ from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import split
 from unisono.parallel.pipeline.tied import TiedGradients
+from unisono.parallel.precision import Precision
 from unisono.parallel.recompute import is_recomputed, recompute
 from unisono.parallel.share import rows_of, share, shares
 from unisono.parallel.tensor import tensor_parallelize
-from unisono.parallel.trainer import Trainer
+from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.parallel.zero import Zero
 from unisono.plan.plan import AXES, DATA, REPLICAS, Plan
 from unisono.plan.schedule import Schedule, schedule
@@ -53,14 +54,17 @@ def parallelize(
     clip: float | None = None,
     seed: int = 0,
     dtype: torch.dtype | None = None,
+    precision: str | Precision = "fp32",
 ) -> Trainer:
     """Put a plain model under a plan; every rank calls it alike, and trains with the Trainer's `step`.
 
     model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
     torch.manual_seed(seed). loss(outputs, targets) gives a scalar, optimizer(parameters) a torch optimizer. example: a
     batch (inputs, targets), which pipelines need to find their stages. rules: which layers tp cuts, and how. clip: the
-    largest norm of the gradients.
+    largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed from float32
+    parameters; "fp32" leaves the model's own dtype.
     """
+    precision = Precision.of(precision)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     comm = world.world() if world.is_initialized() else world.init()
     plan.fit(comm.size)
@@ -70,9 +74,18 @@ def parallelize(
     if isinstance(model, nn.Module):
         comm.broadcast_parameters(whole)
     _refuse_what_cannot_be_right(plan, whole)
+    precision.require_float32(whole)
     random = RandomState(seed)
     random.name_modules(whole)
-    return _applied(whole, plan, mesh, random, loss, optimizer, example, rules, clip)
+    trainer = _applied(whole, plan, mesh, random, loss, optimizer, example, rules, clip)
+    trainer.precision = precision
+    trainer.scaler = precision.scaler(mesh)
+    if trainer.scaler is not None and takes_closure(trainer.optimizer):
+        raise UsageError(
+            f"precision=fp16 with {type(trainer.optimizer).__name__}, which evaluates the model several times in a "
+            "step: one that overflows could not be taken back; use bf16 or fp32"
+        )
+    return trainer
 
 
 def _whole_model(model: Model, seed: int, dtype: torch.dtype | None) -> nn.Module:
@@ -147,7 +160,7 @@ def _applied(
             cut.stages,
             order,
             mesh.comm("pp"),
-            trainer._partial_loss,
+            trainer.pipeline_loss,
             around=trainer.around,
             split_backward=not is_recomputed(model),
         )

@@ -7,6 +7,7 @@ has the gradients summed, clips, and lets the optimizer step. It returns the los
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,6 +28,7 @@ from unisono.parallel.loss import GlobalLoss
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.tied import TiedGradients
+from unisono.parallel.precision import LossScaler, Precision, autocast
 from unisono.parallel.share import Share, rows_of, share, shares
 from unisono.parallel.zero import Zero
 from unisono.plan.action import Action
@@ -48,22 +50,38 @@ class Trainer:
     context: Context | None = None
     pipeline: PipelineRuntime | None = None
     tied: TiedGradients | None = None
+    precision: Precision = Precision()
+    scaler: LossScaler | None = None
     steps: int = 0
+    skipped: int = 0  # steps whose gradients overflowed (fp16)
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
     _microbatches: list[Share] = field(default_factory=list)
     _partials: list[torch.Tensor] = field(default_factory=list)
 
     def step(self, batch: tuple[Any, Any]) -> torch.Tensor:
         """One training step on a global batch (inputs, targets), given alike to all ranks; the loss on all of it."""
+        if takes_closure(self.optimizer):
+            return self._step_with_closure(batch)
         self.optimizer.zero_grad()
         loss = self.backward(batch)
-        self._clip()
-        self.optimizer.step()
-        self.steps += 1
+        self.update()
         return loss
 
+    def _step_with_closure(self, batch: tuple[Any, Any]) -> torch.Tensor:
+        """For optimizers that evaluate the model several times in a step, each time with the step's random numbers."""
+
+        def evaluated() -> torch.Tensor:
+            self.optimizer.zero_grad()
+            loss = self.backward(batch)
+            self._clip()
+            return loss
+
+        loss: Any = self.optimizer.step(evaluated)
+        self.steps += 1
+        return torch.as_tensor(loss).detach()
+
     def backward(self, batch: tuple[Any, Any]) -> torch.Tensor:
-        """Forward and backward only; after it, gradients are those of the global batch."""
+        """Forward and backward only; after it, gradients are those of the global batch, before clipping."""
         with self._cut(batch):
             if self.pipeline is None:
                 self._run_microbatches()
@@ -72,10 +90,25 @@ class Trainer:
                 with self.replicas.hold():
                     loss = self.pipeline.step([self._inputs(part) for part in self._microbatches])
                 loss = self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
+                if self.scaler is not None:
+                    loss /= self.scaler.value
         if self.tied is not None:
             self.tied.sum()
         self.replicas.finish()
+        if self.scaler is not None:
+            self.scaler.unscale(parameter for _, parameter in self.optimized())
         return loss
+
+    def update(self) -> None:
+        """Clip and let the optimizer step; where gradients overflowed on any rank, no rank does."""
+        if self.scaler is None or self.scaler.is_finite:
+            self._clip()
+            self.optimizer.step()
+        else:
+            self.skipped += 1
+        if self.scaler is not None:
+            self.scaler.update()
+        self.steps += 1
 
     @torch.no_grad()
     def evaluate(self, batch: tuple[Any, Any]) -> torch.Tensor:
@@ -88,7 +121,7 @@ class Trainer:
                     loss = self.pipeline.evaluate([self._inputs(part) for part in self._microbatches])
                     return self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
                 for number, part in enumerate(self._microbatches):
-                    with self._microbatch(number):
+                    with self._microbatch(number), self._computing():
                         self._partials.append(self._partial_loss(call(self.model, self._inputs(part)), number))
                 return self.loss.total(self._partials)
         finally:
@@ -122,8 +155,9 @@ class Trainer:
             with self._microbatch(number), contextlib.ExitStack() as stack:
                 if number < last:
                     stack.enter_context(self.replicas.hold())
-                partial = self._partial_loss(call(self.model, self._inputs(part)), number)
-                partial.backward()
+                with self._computing():
+                    partial = self._partial_loss(call(self.model, self._inputs(part)), number)
+                self._scaled(partial).backward()
                 self._partials.append(partial.detach())
 
     def _microbatch(self, number: int) -> contextlib.AbstractContextManager[None]:
@@ -132,9 +166,25 @@ class Trainer:
             return contextlib.nullcontext()
         return self.random.microbatch(part.positions, of=part.of)
 
-    def around(self, action: Action) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def around(self, action: Action) -> Iterator[None]:
         """The scope of what the pipeline computes for an action."""
-        return self._microbatch(action.microbatch)
+        is_forward = action.kind == "F"
+        with self._microbatch(action.microbatch), self._computing() if is_forward else contextlib.nullcontext():
+            yield
+
+    def _computing(self) -> contextlib.AbstractContextManager[None]:
+        """The scope of a forward; a backward follows it by itself."""
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        return autocast(self.precision.dtype, device)
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def pipeline_loss(self, outputs: Any, number: int) -> torch.Tensor:
+        """What the last stage runs backward from."""
+        partial = self._partial_loss(outputs, number)
+        return self._scaled(partial) if torch.is_grad_enabled() else partial
 
     def _inputs(self, part: Share) -> Any:
         return part.batch[0]
@@ -168,6 +218,12 @@ class Trainer:
             yield from self.replicas.optimized()
         else:
             yield from self.model.named_parameters()
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Whether its step cannot do without a function that evaluates the model anew."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _with_rows(outputs: Any, rows: int, wanted: int) -> Any:

@@ -21,10 +21,14 @@ from unisono.train.parting import first_parting, guess_fault
 from unisono.train.record import Record, plain_record, planned_record
 from unisono.train.task import Task, load_task
 
-TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+# Halves: the dtype of what is computed; parameters, gradients and optimizer state are then float32. Rounding alone sends
+# a ReLU or a sign in Adam to the other side now and then, so these compare norms, and prove less than float64 does.
+HALVES = {"bfloat16": "bf16", "float16": "fp16"}
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.2, "float16": 0.05}
+LOSS_TOLERANCE = TOLERANCE | {"bfloat16": 1e-2, "float16": 2e-3}
 KINDS = ("initial parameters", "loss", "gradients", "parameters", "buffers", "optimizer state")
 # A tensor this much smaller than the largest of its kind is zero but for rounding; its relative deviation says nothing.
-_NEGLIGIBLE = 1e-6
+_NEGLIGIBLE = {"float64": 1e-6, "float32": 1e-6, "bfloat16": 0.05, "float16": 0.05}
 
 
 @dataclass(frozen=True)
@@ -85,16 +89,17 @@ def verify_here(
     comm: Communicator, task: Task, plan: Plan, steps: int = 3, dtype: str = "float64", prepare: Any = None
 ) -> Verdict:
     """verify among ranks that are up already; every rank calls it and gets the verdict."""
-    kind = getattr(torch, dtype)
-    planned = planned_record(task, plan, steps, kind, prepare=prepare)
+    kind = torch.float32 if dtype in HALVES else getattr(torch, dtype)
+    precision = HALVES.get(dtype, "fp32")
+    planned = planned_record(task, plan, steps, kind, prepare=prepare, precision=precision)
     verdict = None
     if comm.rank == 0:
-        verdict = _compared(plan, plain_record(task, steps, kind), planned, dtype)
+        verdict = _compared(plan, plain_record(task, steps, kind, precision=precision), planned, dtype)
     verdict = comm.broadcast_object(verdict)
     assert verdict is not None
     if verdict.equivalent:
         return verdict
-    plain = plain_record(task, 1, kind)
+    plain = plain_record(task, 1, kind, precision=precision)
     parting = first_parting(comm, plan, plain.activations, planned.activations, 10 * TOLERANCE[dtype])
     guess = guess_fault(plan, plain, planned)
     return Verdict(verdict.plan, False, verdict.worst, parting, guess)
@@ -102,19 +107,26 @@ def verify_here(
 
 def _compared(plan: Plan, plain: Record, planned: Record, dtype: str) -> Verdict:
     worst = [
-        _worst("initial parameters", plain.initial, planned.initial, exact=True),
-        _worst("loss", _losses(plain), _losses(planned)),
-        _worst("gradients", _gradients(plain), _gradients(planned)),
-        _worst("parameters", plain.parameters, planned.parameters),
-        _worst("buffers", plain.buffers, planned.buffers),
-        _worst("optimizer state", plain.optimizer, planned.optimizer),
+        _worst("initial parameters", plain.initial, planned.initial, dtype, exact=True),
+        _worst("loss", _by_step(plain.losses), _by_step(planned.losses), dtype),
+        _worst("gradients", _gradients(plain), _gradients(planned), dtype),
+        _worst("parameters", plain.parameters, planned.parameters, dtype),
+        _worst("buffers", plain.buffers, planned.buffers, dtype),
+        _worst("optimizer state", plain.optimizer, planned.optimizer, dtype),
     ]
-    equal = worst[0].deviation == 0 and all(each.deviation <= TOLERANCE[dtype] for each in worst)
-    return Verdict(str(plan), equal, worst)
+    if dtype == "float16":
+        worst.append(_worst("loss scale", _by_step(plain.scales), _by_step(planned.scales), dtype, exact=True))
+    return Verdict(str(plan), all(each.deviation <= _allowed(each.kind, dtype) for each in worst), worst)
 
 
-def _losses(record: Record) -> dict[str, torch.Tensor]:
-    return {f"step {step}": torch.tensor(loss, dtype=torch.float64) for step, loss in enumerate(record.losses)}
+def _allowed(kind: str, dtype: str) -> float:
+    if kind in ("initial parameters", "loss scale"):
+        return 0.0
+    return (LOSS_TOLERANCE if kind == "loss" else TOLERANCE)[dtype]
+
+
+def _by_step(numbers: list[float]) -> dict[str, torch.Tensor]:
+    return {f"step {step}": torch.tensor(number, dtype=torch.float64) for step, number in enumerate(numbers)}
 
 
 def _gradients(record: Record) -> dict[str, torch.Tensor]:
@@ -122,12 +134,21 @@ def _gradients(record: Record) -> dict[str, torch.Tensor]:
     return {f"{name} (step {step})": gradient for step, named in steps for name, gradient in named.items()}
 
 
-def _worst(kind: str, plain: dict[str, torch.Tensor], planned: dict[str, torch.Tensor], exact: bool = False) -> Worst:
+def _worst(
+    kind: str,
+    plain: dict[str, torch.Tensor],
+    planned: dict[str, torch.Tensor],
+    dtype: str,
+    exact: bool = False,
+) -> Worst:
     missing = sorted(set(plain) ^ set(planned))
     if missing:
         where = "under the plan" if missing[0] in plain else "on one device"
         return Worst(kind, float("inf"), f"{missing[0]} is missing {where}", len(plain))
-    scale = max((float(t.abs().max()) for t in plain.values() if t.numel()), default=0.0)
+    scales: dict[str, float] = {}  # of an optimizer's states of each name, of other kinds altogether
+    for key, reference in plain.items():
+        if reference.numel():
+            scales[_family(key)] = max(scales.get(_family(key), 0.0), float(reference.abs().max()))
     worst, name = 0.0, ""
     for key, reference in plain.items():
         if exact:
@@ -135,19 +156,27 @@ def _worst(kind: str, plain: dict[str, torch.Tensor], planned: dict[str, torch.T
                 0.0 if torch.equal(reference, planned[key]) else max(_deviation(reference, planned[key], 0), 1e-300)
             )
         else:
-            deviation = _deviation(reference, planned[key], _NEGLIGIBLE * scale)
+            floor = _NEGLIGIBLE[dtype] * scales.get(_family(key), 0.0)
+            deviation = _deviation(reference, planned[key], floor, of_norms=dtype in HALVES)
         if deviation > worst:
             worst, name = deviation, key
     return Worst(kind, worst, name, len(plain))
 
 
-def _deviation(reference: torch.Tensor, got: torch.Tensor, floor: float) -> float:
+def _family(key: str) -> str:
+    return key.partition(":")[2]
+
+
+def _deviation(reference: torch.Tensor, got: torch.Tensor, floor: float, of_norms: bool = False) -> float:
+    """The largest difference beside the largest value; with `of_norms`, norm beside norm."""
     if reference.shape != got.shape:
         return float("inf")
     if not reference.numel():
         return 0.0
     reference, got = reference.double(), got.double()
-    difference = (reference - got).abs().max()
-    if not bool(difference.isfinite()):
+    difference = reference - got
+    if not bool(difference.isfinite().all()):
         return 0.0 if torch.equal(reference, got) else float("inf")
-    return float(difference / max(float(reference.abs().max()), floor, 1e-300))
+    if of_norms:
+        return float(difference.norm() / max(float(reference.norm()), floor * reference.numel() ** 0.5, 1e-300))
+    return float(difference.abs().max() / max(float(reference.abs().max()), floor, 1e-300))
