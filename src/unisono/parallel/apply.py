@@ -114,10 +114,6 @@ def _refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
             f"{whole[0]} has a capacity or an auxiliary loss over all tokens, but sp gives a tp rank a part of them; "
             "leave sp out"
         )
-    if plan.pp > 1 and plan.zero >= 2:
-        raise UsageError(
-            f"zero={plan.zero} with pp={plan.pp}: a pipeline keeps gradients until the last microbatch; use zero=1"
-        )
     if plan.pp == 1 and plan.schedule != "1f1b":
         raise UsageError(f"schedule={plan.schedule} orders the stages of a pipeline, but pp=1; leave it out")
 
@@ -150,7 +146,11 @@ def _applied(
     comm = mesh.comm(*REPLICAS)
     normalised = GlobalLoss(loss, comm if comm.size > 1 else None, dims=(0, 1) if plan.cp > 1 else (0,))
     if plan.zero:
-        zero = Zero(model, mesh, optimizer, plan.zero, offload=plan.offload)
+        in_pipeline: dict[str, Any] = {}
+        if cut is not None:
+            in_pipeline["units"] = [block for stage in cut.stages for block in stage.modules]
+            in_pipeline |= {"users": cut.users, "tied": [each.name for each in cut.tied]}
+        zero = Zero(model, mesh, optimizer, plan.zero, offload=plan.offload, **in_pipeline)
         trainer = Trainer(model, plan, mesh, normalised, zero.optimizer, random, zero, clip, context)
     else:
         stepping = optimizer(list(model.parameters()))
@@ -162,9 +162,9 @@ def _applied(
             mesh.comm("pp"),
             trainer.pipeline_loss,
             around=trainer.around,
-            split_backward=not is_recomputed(model),
+            split_backward=not is_recomputed(model) and plan.zero < 3,
         )
-        trainer.tied = TiedGradients(model, cut.tied, mesh.comm("pp"))
+        trainer.tied = TiedGradients(cut.tied, mesh.comm("pp"))
     return trainer
 
 

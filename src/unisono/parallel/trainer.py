@@ -92,9 +92,9 @@ class Trainer:
                 loss = self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
                 if self.scaler is not None:
                     loss /= self.scaler.value
-        if self.tied is not None:
-            self.tied.sum()
         self.replicas.finish()
+        if self.tied is not None:
+            self.tied.sum(dict(self.optimized()))
         if self.scaler is not None:
             self.scaler.unscale(parameter for _, parameter in self.optimized())
         return loss
@@ -169,8 +169,12 @@ class Trainer:
     @contextlib.contextmanager
     def around(self, action: Action) -> Iterator[None]:
         """The scope of what the pipeline computes for an action."""
-        is_forward = action.kind == "F"
-        with self._microbatch(action.microbatch), self._computing() if is_forward else contextlib.nullcontext():
+        with contextlib.ExitStack() as scopes:
+            scopes.enter_context(self._microbatch(action.microbatch))
+            if isinstance(self.replicas, Zero):
+                scopes.enter_context(self.replicas.at_work(action.stage, action.kind))
+            if action.kind == "F":
+                scopes.enter_context(self._computing())
             yield
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
