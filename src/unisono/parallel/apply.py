@@ -32,6 +32,7 @@ from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import split
 from unisono.parallel.pipeline.tied import TiedGradients
 from unisono.parallel.precision import Precision
+from unisono.parallel.reach import require_whole
 from unisono.parallel.recompute import is_recomputed, recompute
 from unisono.parallel.share import rows_of, share, shares
 from unisono.parallel.tensor import tensor_parallelize
@@ -154,6 +155,7 @@ def _applied(
         trainer = Trainer(model, plan, mesh, normalised, zero.optimizer, random, zero, clip, context)
     else:
         stepping = optimizer(list(model.parameters()))
+        require_whole(stepping, optimizer, model, is_spread=plan.pp > 1)
         trainer = Trainer(model, plan, mesh, normalised, stepping, random, DataParallel(model, mesh), clip, context)
     if cut is not None and order is not None:
         trainer.pipeline = PipelineRuntime(

@@ -81,6 +81,11 @@ class Context:
         self._is_spread = False  # whether the model's run has reached the blocks
         self._is_past_blocks = False
 
+    @property
+    def length(self) -> int:
+        """Of the sequences that the model saw last."""
+        return self._length
+
     def tokens(self, length: int) -> Tokens:
         """Which positions of a sequence of that length each rank holds."""
         return self._attention(length).tokens

@@ -71,6 +71,9 @@ class Precision:
                 )
 
 
+FULL = Precision()
+
+
 def autocast(dtype: torch.dtype | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """torch's autocast for a half dtype; nothing for None and whole precisions."""
     if dtype is None or dtype in (torch.float32, torch.float64):

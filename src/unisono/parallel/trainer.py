@@ -25,11 +25,14 @@ from unisono.parallel.context import Context
 from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import collect_aux
 from unisono.parallel.loss import GlobalLoss
+from unisono.parallel.outputs import joined, with_whole_sequences
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.tied import TiedGradients
-from unisono.parallel.precision import LossScaler, Precision, autocast
+from unisono.parallel.precision import FULL, LossScaler, Precision, autocast
 from unisono.parallel.share import Share, rows_of, share, shares
+from unisono.parallel.snapshot import load_tensors, whole_optimizer, whole_tensors
+from unisono.parallel.state import load_whole_state
 from unisono.parallel.zero import Zero
 from unisono.plan.action import Action
 from unisono.plan.plan import DATA, REPLICAS, Plan
@@ -50,7 +53,7 @@ class Trainer:
     context: Context | None = None
     pipeline: PipelineRuntime | None = None
     tied: TiedGradients | None = None
-    precision: Precision = Precision()
+    precision: Precision = FULL
     scaler: LossScaler | None = None
     steps: int = 0
     skipped: int = 0  # steps whose gradients overflowed (fp16)
@@ -62,21 +65,27 @@ class Trainer:
         """One training step on a global batch (inputs, targets), given alike to all ranks; the loss on all of it."""
         if takes_closure(self.optimizer):
             return self._step_with_closure(batch)
-        self.optimizer.zero_grad()
+        self.zero_grad()
         loss = self.backward(batch)
         self.update()
         return loss
+
+    def zero_grad(self) -> None:
+        """Forget all gradients, also of parameters that the optimizer was not given."""
+        self.optimizer.zero_grad()
+        for _, parameter in self.optimized():
+            parameter.grad = None
 
     def _step_with_closure(self, batch: tuple[Any, Any]) -> torch.Tensor:
         """For optimizers that evaluate the model several times in a step, each time with the step's random numbers."""
 
         def evaluated() -> torch.Tensor:
-            self.optimizer.zero_grad()
+            self.zero_grad()
             loss = self.backward(batch)
             self._clip()
             return loss
 
-        loss: Any = self.optimizer.step(evaluated)
+        loss: Any = self.optimizer.step(evaluated)  # type: ignore[arg-type]  # torch takes tensors, and says floats
         self.steps += 1
         return torch.as_tensor(loss).detach()
 
@@ -113,19 +122,39 @@ class Trainer:
     @torch.no_grad()
     def evaluate(self, batch: tuple[Any, Any]) -> torch.Tensor:
         """The loss on a global batch, without gradients, in evaluation mode."""
-        was_training = self.model.training
-        self.model.eval()
-        try:
-            with self._cut(batch):
-                if self.pipeline is not None:
-                    loss = self.pipeline.evaluate([self._inputs(part) for part in self._microbatches])
-                    return self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
+        with self._evaluating(), self._cut(batch):
+            if self.pipeline is not None:
+                loss = self.pipeline.evaluate([self._inputs(part) for part in self._microbatches])
+                return self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
+            for number, part in enumerate(self._microbatches):
+                with self._microbatch(number), self._computing():
+                    self._partials.append(self._partial_loss(call(self.model, self._inputs(part)), number))
+            return self.loss.total(self._partials)
+
+    @torch.no_grad()
+    def predict(self, inputs: Any) -> Any:
+        """The model's outputs for a global batch of inputs, in its order, on every rank; in evaluation mode."""
+        with self._evaluating(), self._cut((inputs, None)):
+            if self.pipeline is not None:
+                outputs = self.pipeline.predict([self._inputs(part) for part in self._microbatches])
+            else:
+                outputs = []
                 for number, part in enumerate(self._microbatches):
                     with self._microbatch(number), self._computing():
-                        self._partials.append(self._partial_loss(call(self.model, self._inputs(part)), number))
-                return self.loss.total(self._partials)
+                        outputs.append(call(self.model, self._inputs(part)))
+            rows = [rows_of(part.batch) for part in self._microbatches]
+        outputs = [with_whole_sequences(part, self.context) for part in outputs]
+        return joined(outputs, rows, self.mesh.comm(*DATA))
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self.model.modules()]
+        self.model.eval()
+        try:
+            yield
         finally:
-            self.model.train(was_training)
+            for module, is_training in modes:
+                module.training = is_training
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -222,6 +251,28 @@ class Trainer:
             yield from self.replicas.optimized()
         else:
             yield from self.model.named_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training goes on from, whole and by name, on every rank; every rank calls it."""
+        optimized = dict(self.optimized())
+        return {
+            "model": whole_tensors(self.model, optimized, self.mesh),
+            "optimizer": whole_optimizer(self.optimizer, optimized, self.mesh),
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state of the same model, saved under this or another plan; every rank calls it."""
+        optimized = dict(self.optimized())
+        load_tensors(self.model, optimized, self.mesh, state["model"])
+        if isinstance(self.replicas, Zero):
+            self.replicas.publish()
+        load_whole_state(self.optimizer, optimized.items(), self.mesh, state["optimizer"])
+        self.steps, self.skipped = state["steps"], state["skipped"]
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
 
 
 def takes_closure(optimizer: Optimizer) -> bool:

@@ -15,7 +15,7 @@ while microbatches accumulate; stage 2 sends them off bucket by bucket in every 
 parameters only where they are used (units.py). In a pipeline a backward is that of one stage on one microbatch.
 
 An optimizer that treats every element alone (SGD, Adam, ...) does to rows exactly what it would do to the whole. Others
-(Muon, Adafactor, ...) get whole parameters, dealt out to the ranks.
+(Muon, Adafactor, ...) get whole parameters, dealt out to the ranks (reach.py).
 """
 
 from __future__ import annotations
@@ -35,27 +35,9 @@ from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import lay
 from unisono.parallel.pieces import Piece, PieceBucket, dealt_by_row, dealt_whole
 from unisono.parallel.precision import HALVES
+from unisono.parallel.reach import Reach, require_whole
 from unisono.parallel.reducer import BUCKET_BYTES, Reducer, buckets_of, summed_axes
 from unisono.parallel.units import Units
-
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.ASGD,
-)
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether each element's update depends on that element alone, so that a parameter may be cut anywhere."""
-    return type(optimizer) in ELEMENTWISE
 
 
 class Zero(Reducer[PieceBucket]):
@@ -92,7 +74,8 @@ class Zero(Reducer[PieceBucket]):
         self.mesh = mesh
         self.optimizer = optimizer(list(model.parameters()))
         _require_parameters_of(model, self.optimizer)
-        self._is_elementwise = is_elementwise(self.optimizer)
+        reach = require_whole(self.optimizer, optimizer, model, is_spread=True)
+        self._is_elementwise = reach is Reach.ELEMENT
         self._loads: dict[int, list[int]] = {}
         self.pieces: dict[str, Piece] = {}
         self._offload = offload
@@ -249,8 +232,6 @@ class Zero(Reducer[PieceBucket]):
 
 
 def _require_parameters_of(model: nn.Module, optimizer: Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError("LBFGS looks at all parameters at once, so its state cannot be spread over ranks; use zero=0")
     names = {id(parameter) for parameter in model.parameters()}
     strangers = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
     if strangers:

@@ -77,7 +77,7 @@ def plain_record(
                 loss = task.loss(call(model, inputs), targets)
                 aux = collect_aux(model)
                 loss = loss if aux is None else loss + aux
-            optimizer.zero_grad()
+            model.zero_grad()
             scaler.scale(loss).backward()
         return loss.detach()
 
@@ -141,7 +141,7 @@ def planned_record(
             record.losses.append(trainer.step(batch).item())
             record.gradients.append(_whole(trainer, dict(trainer.optimized()), of_gradients=True))
             continue
-        trainer.optimizer.zero_grad()
+        trainer.zero_grad()
         with _watched(trainer.model, record.activations if step == 0 else None):
             record.losses.append(trainer.backward(batch).item())
         record.gradients.append(_whole(trainer, dict(trainer.optimized()), of_gradients=True))

@@ -21,8 +21,8 @@ from unisono.train.parting import first_parting, guess_fault
 from unisono.train.record import Record, plain_record, planned_record
 from unisono.train.task import Task, load_task
 
-# Halves: the dtype of what is computed; parameters, gradients and optimizer state are then float32. Rounding alone sends
-# a ReLU or a sign in Adam to the other side now and then, so these compare norms, and prove less than float64 does.
+# Halves: the dtype of what is computed; parameters, gradients and optimizer state are then float32. Rounding alone
+# sends a ReLU, or a sign in Adam, to the other side now and then: so norms are compared, and less is proved.
 HALVES = {"bfloat16": "bf16", "float16": "fp16"}
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.2, "float16": 0.05}
 LOSS_TOLERANCE = TOLERANCE | {"bfloat16": 1e-2, "float16": 2e-3}

@@ -31,7 +31,16 @@ from unisono.parallel.blocks import Blocks
 from unisono.parallel.pipeline.dependence import Dependence
 from unisono.parallel.pipeline.foreign import Foreign
 from unisono.parallel.pipeline.inputs import call
-from unisono.parallel.pipeline.message import Form, Key, TensorForm, form_of_result, hollow_result, is_hollow, kind_of, places_of
+from unisono.parallel.pipeline.message import (
+    Form,
+    Key,
+    TensorForm,
+    form_of_result,
+    hollow_result,
+    is_hollow,
+    kind_of,
+    places_of,
+)
 
 
 @dataclass
