@@ -1,4 +1,4 @@
-"""Hugging Face models as they are, tiny, as tasks: their norms, rotary tables, routers and softmaxes round to float32."""
+"""Tiny Hugging Face models as they are, as tasks: norms, rotary tables, routers and softmaxes round to float32."""
 
 from __future__ import annotations
 

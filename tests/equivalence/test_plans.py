@@ -28,6 +28,7 @@ PLANS = {
         "pp=4,microbatches=4,schedule=f-then-b",
         "pp=2,dp=2,microbatches=2",
         "pp=2,tp=2,microbatches=4,schedule=zb1p",
+        "dp=2,pp=2,microbatches=3,zero=2",
     ],
     "conv": ["dp=2", "dp=4", "dp=2,zero=1", "dp=2,zero=2", "dp=4,zero=3"],
     "gpt": [
@@ -59,6 +60,12 @@ PLANS = {
         "dp=2,tp=2,pp=2,microbatches=2,zero=1,sp",
         "dp=2,tp=2,cp=2",
         "tp=2,cp=2,pp=2,microbatches=2",
+        "dp=2,pp=2,microbatches=2,zero=3",
+        "dp=2,pp=2,microbatches=4,zero=2,schedule=interleaved,chunks=2",
+        "dp=2,pp=2,microbatches=4,zero=3,schedule=interleaved,chunks=2",
+        "dp=2,pp=2,microbatches=4,zero=2,schedule=zbv,chunks=2",
+        "cp=2,pp=2,microbatches=2,zero=3,recompute=full",
+        "dp=2,tp=2,pp=2,microbatches=2,zero=3",
     ],
 }
 PLANS["moe"] = [

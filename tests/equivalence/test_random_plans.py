@@ -95,9 +95,7 @@ def task_of(spec: Spec) -> uni.Task:
             return x, torch.randint(classes, (spec["rows"],), generator=generator)
 
         rules = {"blocks.*.fc1": "column", "blocks.*.fc2": "row"}
-        return uni.Task(
-            lambda: Stack(*spec["sizes"]), F.cross_entropy, _adam, vectors, rules=rules, clip=spec["clip"]
-        )
+        return uni.Task(lambda: Stack(*spec["sizes"]), F.cross_entropy, _adam, vectors, rules=rules, clip=spec["clip"])
 
     config = Config(
         vocabulary=spec["vocabulary"],

@@ -26,7 +26,6 @@ REFUSALS = [
     (2, "conv", "dp=2,microbatches=2", {}, "BatchNorm takes its statistics over the whole batch"),
     (2, "mlp", "pp=2,microbatches=4", {"example": None}, "needs an example batch"),
     (2, "conv", "pp=2,microbatches=1", {}, "BatchNorm|blocks|stage"),
-    (2, "mlp", "pp=2,zero=2,microbatches=2", {}, "use zero=1"),
     (2, "mlp", "dp=2,schedule=zb1p", {}, "but pp=1; leave it out"),
     (2, "mlp", "pp=2,microbatches=4,schedule=naive", {}, "naive"),
     (2, "mlp", "dp=2,ep=2", {}, "has no uni.nn.MoE"),
@@ -95,9 +94,7 @@ def refused_alone(comm: Communicator, name: str, plan: str, changes: dict[str, A
         return ""
     task = dataclasses.replace(getattr(tasks, name), **changes)
     with pytest.raises(UsageError) as caught:
-        parallelize(
-            task.model, plan, loss=task.loss, optimizer=task.optimizer, example=task.batch(0), rules=task.rules
-        )
+        parallelize(task.model, plan, loss=task.loss, optimizer=task.optimizer, example=task.batch(0), rules=task.rules)
     return str(caught.value)
 
 

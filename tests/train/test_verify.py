@@ -11,8 +11,8 @@ import pytest
 
 from unisono.errors import UsageError
 from unisono.plan.plan import Plan
-from unisono.train.task import load_task
 from unisono.train.shapes import plans_for
+from unisono.train.task import load_task
 
 TASKS = Path(__file__).parents[1] / "equivalence" / "tasks.py"
 

@@ -91,11 +91,17 @@ class Context:
         self._is_spread = False  # whether the model's run has reached the blocks
         self._is_past_blocks = False
         self.is_whole = False  # whether the tokens are gathered after the blocks
+        self._has_targets = True
 
     def expect(self, inputs: Any, targets: Any) -> None:
-        """Prepare for batches like this one: are its targets of tokens, or of whole sequences?"""
+        """Prepare for batches like this one: are its targets of tokens, or of whole sequences?
+
+        Without targets (None) it is as before, and all samples of the outputs are given.
+        """
         lengths = {tuple(tensor.shape[:2]) for tensor in _tensors(inputs) if tensor.dim() > 1}
-        self.is_whole = any(tuple(target.shape[:2]) not in lengths for target in _tensors(targets))
+        self._has_targets = next(_tensors(targets), None) is not None
+        if self._has_targets:
+            self.is_whole = any(tuple(target.shape[:2]) not in lengths for target in _tensors(targets))
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -108,6 +114,11 @@ class Context:
 
     def _rows(self, count: int) -> range:
         return share(torch.empty(count, device="meta"), self.comm.rank, self.comm.size).positions
+
+    @property
+    def length(self) -> int:
+        """Of the sequences that the model saw last."""
+        return self._length
 
     def tokens(self, length: int) -> Tokens:
         """Which positions of a sequence of that length each rank holds."""
@@ -164,6 +175,8 @@ class Context:
                 raise
             finally:
                 self._rest_of_model = None
+        if self.is_whole and not self._has_targets:
+            return outputs
         if self.is_whole:
             return tree_map(lambda leaf: self._cut_rows(leaf) if _has_rows(leaf, batch) else leaf, outputs)
         self._require_tokens(outputs)
@@ -222,7 +235,7 @@ class Context:
         hidden = next((x for x in _tensors(outputs) if x.dim() == 3 and x.is_floating_point()), None)
 
         def gathered(x: Any) -> Any:
-            if x is not hidden:
+            if x is not hidden or not isinstance(x, torch.Tensor):
                 return x
             return tokens.ordered(conjugates.gather_to_use(x, 1, tokens.counts, self.comm), 1)
 

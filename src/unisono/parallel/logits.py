@@ -1,7 +1,7 @@
 """Logits that stay in pieces: a head shared by columns whose output nobody gathers, unless somebody must see it whole.
 
-A head gives each rank its piece of the vocabulary's logits. For a loss they need not be gathered (see `vocabulary`), but
-the user's loss is written for whole logits. So within `in_pieces()` the head returns a LogitsPiece: to its reader a
+A head gives each rank its piece of the vocabulary's logits. A loss need not gather them (see `vocabulary`), but the
+user's loss is written for whole logits. So within `in_pieces()` the head returns a LogitsPiece: to its reader a
 tensor of the whole shape, which reshapes and slices as one, and of which F.cross_entropy is taken piece by piece. Any
 other function is given the whole, gathered on the spot: slower, never wrong.
 
@@ -29,14 +29,9 @@ from unisono.parallel.vocabulary import vocab_parallel_cross_entropy
 _is_wanted = False
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
+_ATTRIBUTES = ("dtype", "device", "ndim", "requires_grad", "grad_fn", "is_cuda", "layout")
 _AS_THEY_ARE = {  # what is the same of a piece and the whole
-    torch.Tensor.dtype.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.device.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.ndim.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.requires_grad.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.grad_fn.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.is_cuda.__get__,  # type: ignore[attr-defined]
-    torch.Tensor.layout.__get__,  # type: ignore[attr-defined]
+    *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
     torch.Tensor.dim,
     torch.Tensor.is_floating_point,
     torch.is_floating_point,

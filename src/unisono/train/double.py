@@ -1,7 +1,7 @@
 """Double precision that stays double, also in models that ask for single.
 
 Many models round on their way: norms, rotary tables, routers and softmaxes are computed in float32 "for safety", which
-is right when the model is in bfloat16 and wrong when it is in float64: two float64 numbers that differ in their last bit
+is right when the model is in bfloat16 and wrong when it is in float64: two float64 numbers that differ in the last bit
 may round to two float32 numbers that differ in theirs, a billion times more. So a proof in float64 runs within
 
     with InDouble(torch.float64): ...

@@ -10,12 +10,16 @@ import torch
 from unisono.plan.plan import Plan
 from unisono.train.record import Record, Tensors
 
-TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
+# Halves: the dtype of what is computed; parameters, gradients and optimizer state are then float32. Rounding alone
+# sends a ReLU, or a sign in Adam, to the other side now and then: so norms are compared, and less is proved.
+HALVES = {"bfloat16": "bf16", "float16": "fp16"}
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.2, "float16": 0.05}
+LOSS_TOLERANCE = TOLERANCE | {"bfloat16": 1e-2, "float16": 2e-3}
 KINDS = ("initial parameters", "loss", "gradients", "parameters", "buffers", "optimizer state")
 # A tensor this much smaller than the largest of its kind is zero but for rounding; its relative deviation says nothing.
-_NEGLIGIBLE = 1e-6
-# A gradient this much smaller than the largest is nothing but rounding, in units of the tolerance: that of a key's bias,
-# which softmax cancels, is one. What Adam makes of it, and of its parameter, is of no size of its own.
+_NEGLIGIBLE = {"float64": 1e-6, "float32": 1e-6, "bfloat16": 0.05, "float16": 0.05}
+# A gradient this much smaller than the largest (in units of the tolerance) is nothing but rounding: that of a key's
+# bias, which softmax cancels, is one. What Adam makes of it, and of its parameter, is of no size of its own.
 _NOISE = 1e-3
 
 
@@ -53,22 +57,28 @@ class Verdict:
 
 def compared(plan: Plan, plain: Record, planned: Record, dtype: str) -> Verdict:
     """The verdict on a run, without the search for what went wrong."""
-    tolerance = TOLERANCE[dtype]
-    noise = _driven_by_noise(plain, _NOISE * tolerance)
+    noise = _driven_by_noise(plain, _NOISE * TOLERANCE[dtype])
     worst = [
-        _worst("initial parameters", plain.initial, planned.initial, exact=True),
-        _worst("loss", _losses(plain), _losses(planned)),
-        _worst("gradients", _gradients(plain), _gradients(planned)),
-        _worst("parameters", plain.parameters, planned.parameters, noise=noise),
-        _worst("buffers", plain.buffers, planned.buffers),
-        _worst("optimizer state", plain.optimizer, planned.optimizer, noise=noise),
+        _worst("initial parameters", plain.initial, planned.initial, dtype, exact=True),
+        _worst("loss", _by_step(plain.losses), _by_step(planned.losses), dtype),
+        _worst("gradients", _gradients(plain), _gradients(planned), dtype),
+        _worst("parameters", plain.parameters, planned.parameters, dtype, noise=noise),
+        _worst("buffers", plain.buffers, planned.buffers, dtype),
+        _worst("optimizer state", plain.optimizer, planned.optimizer, dtype, noise=noise),
     ]
-    equal = worst[0].deviation == 0 and all(each.deviation <= tolerance for each in worst)
-    return Verdict(str(plan), equal, worst)
+    if dtype == "float16":
+        worst.append(_worst("loss scale", _by_step(plain.scales), _by_step(planned.scales), dtype, exact=True))
+    return Verdict(str(plan), all(each.deviation <= _allowed(each.kind, dtype) for each in worst), worst)
 
 
-def _losses(record: Record) -> Tensors:
-    return {f"step {step}": torch.tensor(loss, dtype=torch.float64) for step, loss in enumerate(record.losses)}
+def _allowed(kind: str, dtype: str) -> float:
+    if kind in ("initial parameters", "loss scale"):
+        return 0.0
+    return (LOSS_TOLERANCE if kind == "loss" else TOLERANCE)[dtype]
+
+
+def _by_step(numbers: list[float]) -> Tensors:
+    return {f"step {step}": torch.tensor(number, dtype=torch.float64) for step, number in enumerate(numbers)}
 
 
 def _gradients(record: Record) -> Tensors:
@@ -86,13 +96,20 @@ def _driven_by_noise(plain: Record, limit: float) -> frozenset[str]:
 
 
 def _worst(
-    kind: str, plain: Tensors, planned: Tensors, exact: bool = False, noise: frozenset[str] = frozenset()
+    kind: str,
+    plain: Tensors,
+    planned: Tensors,
+    dtype: str,
+    exact: bool = False,
+    noise: frozenset[str] = frozenset(),
 ) -> Worst:
     missing = sorted(set(plain) ^ set(planned))
     if missing:
         where = "under the plan" if missing[0] in plain else "on one device"
         return Worst(kind, float("inf"), f"{missing[0]} is missing {where}", len(plain))
-    scale = _largest(plain)
+    scales: dict[str, float] = {}  # of an optimizer's states of each name, of other kinds altogether
+    for key, reference in plain.items():
+        scales[_family(key)] = max(scales.get(_family(key), 0.0), _largest_of(reference))
     worst, name = 0.0, ""
     for key, reference in plain.items():
         if exact:
@@ -100,10 +117,15 @@ def _worst(
             deviation = 0.0 if equal else max(_deviation(reference, planned[key], 0), 1e-300)
         else:
             of_noise = key.partition(":")[0] in noise  # optimizer states are called parameter:state
-            deviation = _deviation(reference, planned[key], scale if of_noise else _NEGLIGIBLE * scale)
+            floor = scales[_family(key)] * (1 if of_noise else _NEGLIGIBLE[dtype])
+            deviation = _deviation(reference, planned[key], floor, of_norms=dtype in HALVES)
         if deviation > worst:
             worst, name = deviation, key
     return Worst(kind, worst, name, len(plain))
+
+
+def _family(key: str) -> str:
+    return key.partition(":")[2]
 
 
 def _largest(tensors: Tensors) -> float:
@@ -114,13 +136,16 @@ def _largest_of(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _deviation(reference: torch.Tensor, got: torch.Tensor, floor: float) -> float:
+def _deviation(reference: torch.Tensor, got: torch.Tensor, floor: float, of_norms: bool = False) -> float:
+    """The largest difference beside the largest value; with `of_norms`, norm beside norm."""
     if reference.shape != got.shape:
         return float("inf")
     if not reference.numel():
         return 0.0
     reference, got = reference.double(), got.double()
-    difference = (reference - got).abs().max()
-    if not bool(difference.isfinite()):
+    difference = reference - got
+    if not bool(difference.isfinite().all()):
         return 0.0 if torch.equal(reference, got) else float("inf")
-    return float(difference / max(float(reference.abs().max()), floor, 1e-300))
+    if of_norms:
+        return float(difference.norm() / max(float(reference.norm()), floor * reference.numel() ** 0.5, 1e-300))
+    return float(difference.abs().max() / max(float(reference.abs().max()), floor, 1e-300))

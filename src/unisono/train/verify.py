@@ -30,7 +30,7 @@ from unisono.train.follow import Follower
 from unisono.train.parting import first_parting, guess_fault
 from unisono.train.record import Record, plain_record, planned_record
 from unisono.train.task import Task, load_task
-from unisono.train.verdict import TOLERANCE, Verdict, compared
+from unisono.train.verdict import HALVES, TOLERANCE, Verdict, compared
 
 _REFUSED = "unisono.errors.UsageError: "
 _PATIENCE = 10.0  # seconds in which all ranks refuse a plan, if they all do
@@ -98,7 +98,7 @@ def _on_rank(task: Task | str, plans: Sequence[str], steps: int, dtype: str, fol
     comm = world.init()
     try:
         loaded = load_task(task) if isinstance(task, str) else task
-        plain = plain_record(loaded, steps, getattr(torch, dtype)) if comm.rank == 0 else None
+        plain = _plain(loaded, steps, dtype) if comm.rank == 0 else None
         for number, text in enumerate(plans):
             try:
                 verdict = verify_here(comm, loaded, Plan.parse(text), steps, dtype, plain=plain)
@@ -138,16 +138,24 @@ def verify_here(
 
     plain: the record of the plain model on rank 0, where it is known from another plan.
     """
-    kind = getattr(torch, dtype)
-    planned = planned_record(task, plan, steps, kind, prepare=prepare)
+    planned = planned_record(task, plan, steps, _kept(dtype), prepare=prepare, precision=HALVES.get(dtype, "fp32"))
     verdict = None
     if comm.rank == 0:
-        verdict = compared(plan, plain or plain_record(task, steps, kind), planned, dtype)
+        verdict = compared(plan, plain or _plain(task, steps, dtype), planned, dtype)
     verdict = comm.broadcast_object(verdict)
     assert verdict is not None
     verdict = with_agreement(comm, planned, verdict, TOLERANCE[dtype])
     if verdict.equivalent:
         return verdict
-    first = plain_record(task, 1, kind)
+    first = _plain(task, 1, dtype)
     parting = first_parting(comm, plan, first.activations, planned.activations, 10 * TOLERANCE[dtype])
     return Verdict(verdict.plan, False, verdict.worst, parting, guess_fault(plan, first, planned))
+
+
+def _plain(task: Task, steps: int, dtype: str) -> Record:
+    return plain_record(task, steps, _kept(dtype), precision=HALVES.get(dtype, "fp32"))
+
+
+def _kept(dtype: str) -> torch.dtype:
+    """The dtype of parameters, where `dtype` is that of what is computed."""
+    return torch.float32 if dtype in HALVES else getattr(torch, dtype)

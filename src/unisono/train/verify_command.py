@@ -24,7 +24,7 @@ def add_parser(subparsers: Any) -> None:
     add("-n", "-np", dest="n", type=int, metavar="N", help="ranks (default: what the plan needs)")
     add("--backend", choices=("gloo", "nccl", "mpi"), help="default: gloo")
     add("--steps", type=int, default=3, metavar="K", help="training steps (default: 3)")
-    add("--dtype", choices=("float64", "float32"), default="float64")
+    add("--dtype", choices=("float64", "float32", "bfloat16", "float16"), default="float64")
     add("--json", action="store_true", help="print the verdict as JSON")
     parser.set_defaults(handler=run)
 

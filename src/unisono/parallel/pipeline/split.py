@@ -15,7 +15,7 @@ of its names, and is foreign everywhere else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -41,6 +41,7 @@ class Cut:
     stages: tuple[Stage, ...]  # this rank's, in forward order
     boundaries: tuple[int, ...]  # the first block of every stage of the pipeline
     tied: tuple[Tied, ...]  # parameters that this rank shares with others of the pipeline
+    users: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of a parameter here: this rank's stages
 
 
 def split(
@@ -126,4 +127,8 @@ def _keep(
     )
     foreign = Foreign(model, {key for key, holders in ranks.items() if rank in holders})
     stages = tuple(Stage(model, blocks, number, spans[number], foreign) for number in schedule.stages_of(rank))
-    return Cut(model, stages, starts, tied)
+    users = {
+        name: tuple(stage.number for stage in stages if not survey.users[id(parameter)].isdisjoint(stage.span))
+        for name, parameter in model.named_parameters()
+    }
+    return Cut(model, stages, starts, tied, users)
