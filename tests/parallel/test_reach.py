@@ -77,7 +77,7 @@ def test_strangers_are_tried_out() -> None:
     with pytest.raises(UsageError, match="Noisy draws random numbers"):
         reach_of(Noisy(pair), Noisy)
     picky = lambda parameters: Lars([{"params": parameters[:1]}, {"params": [parameters[7]]}])  # noqa: E731
-    with pytest.raises(UsageError, match="could not be tried out on two matrices .IndexError"):
+    with pytest.raises(UsageError, match="could not be tried out on two matrices"):
         reach_of(Lars(pair), picky)
 
 
