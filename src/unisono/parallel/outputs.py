@@ -22,12 +22,12 @@ def joined(parts: Sequence[Any], rows: Sequence[int], comm: Communicator) -> Any
     """
     if len(parts) == 1 and comm.size == 1:
         return parts[0]
+    # A part may look right by chance: so that no rank waits for one that refuses, all hear what each has found.
+    wrong = next(filter(None, comm.all_gather_object(_fault(parts, rows))), None)
+    if wrong:
+        raise UsageError(f"predict: {wrong}")
     flat = [tree_flatten(part) for part in parts]
     leaves, spec = flat[0]
-    for number, (_, other) in enumerate(flat):
-        if other != spec:
-            raise UsageError(f"the model's output for microbatch {number} has another structure than for the first")
-    _require_rows(parts, rows)
     for place, leaf in enumerate(leaves):
         if isinstance(leaf, torch.Tensor):
             mine = torch.cat([each[place] for each, _ in flat])
@@ -35,19 +35,23 @@ def joined(parts: Sequence[Any], rows: Sequence[int], comm: Communicator) -> Any
     return tree_unflatten(leaves, spec)
 
 
-def _require_rows(parts: Sequence[Any], rows: Sequence[int]) -> None:
+def _fault(parts: Sequence[Any], rows: Sequence[int]) -> str:
+    """Why outputs cannot be joined; empty where they can."""
+    if any(tree_flatten(part)[1] != tree_flatten(parts[0])[1] for part in parts):
+        return "the structure of the model's output differs between microbatches"
     for part, count in zip(parts, rows, strict=True):
         for path, leaf in tree_flatten_with_path(part)[0]:
             if isinstance(leaf, torch.Tensor) and (not leaf.ndim or leaf.shape[0] != count):
-                raise UsageError(
+                return (
                     f"the model's output{keystr(path)} is of shape {tuple(leaf.shape)} for {count} samples; to join "
                     "the outputs of all ranks and microbatches, each must have a row a sample"
                 )
-            if not isinstance(leaf, torch.Tensor | _PLAIN):
-                raise UsageError(
+            if not isinstance(leaf, (torch.Tensor, *_PLAIN)):
+                return (
                     f"the model's output{keystr(path)} is a {type(leaf).__name__}, which cannot be joined from the "
                     "parts of a batch; have the model leave it out (Hugging Face: use_cache=False)"
                 )
+    return ""
 
 
 def with_whole_sequences(outputs: Any, context: Context | None) -> Any:

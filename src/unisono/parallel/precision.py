@@ -133,7 +133,7 @@ class LossScaler:
             gradient.mul_(1.0 / self.value)
             found = torch.maximum(found, (~gradient.isfinite()).any().float().to(found.device))
         if comm.size > 1:
-            comm.all_reduce(found, "max")
+            found = comm.all_reduce(found.to(comm.device), "max")
         self.is_finite = not bool(found)
         return self.is_finite
 

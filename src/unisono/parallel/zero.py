@@ -32,7 +32,7 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.layout import lay
+from unisono.parallel.layout import lay, layout_of
 from unisono.parallel.pieces import Piece, PieceBucket, dealt_by_row, dealt_whole
 from unisono.parallel.precision import HALVES
 from unisono.parallel.reach import Reach, require_whole
@@ -96,6 +96,7 @@ class Zero(Reducer[PieceBucket]):
         else:
             buckets = buckets_of(named, mesh, bucket_bytes, self._bucket)
         self.alone = {name: p for name, p in named if p.requires_grad and not summed_axes(p, mesh)}
+        self._copies = {name: self._copy(p, p.data) for name, p in self.alone.items() if self._needs_copy(p)}
         for bucket in buckets:
             for piece in bucket.pieces:
                 self._take(piece)
@@ -137,22 +138,31 @@ class Zero(Reducer[PieceBucket]):
         local = piece.own(parameter.data)
         if self.stage == 3:
             local = local.clone()
-        needs_copy = parameter.dtype in HALVES or (self._offload and parameter.device.type != "cpu")
-        if needs_copy:
-            dtype = torch.float32 if parameter.dtype in HALVES else parameter.dtype
-            device = "cpu" if self._offload else parameter.device
-            piece.optimized = nn.Parameter(local.to(device, dtype, copy=True))
+        if self._needs_copy(parameter):
+            piece.optimized = self._copy(parameter, local)
         elif self.stage < 3:
             piece.optimized = nn.Parameter(local)  # a view: what the optimizer writes is in the parameter
         lay(piece.optimized, piece.layout)
         if self.stage == 3:
             self._units.cut(piece, local)
 
+    def _needs_copy(self, parameter: nn.Parameter) -> bool:
+        return parameter.dtype in HALVES or (self._offload and parameter.device.type != "cpu")
+
+    def _copy(self, parameter: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
+        """What the optimizer has of a parameter that is half, or on a device with little memory."""
+        dtype = torch.float32 if parameter.dtype in HALVES else parameter.dtype
+        copy = nn.Parameter(local.to("cpu" if self._offload else parameter.device, dtype, copy=True))
+        lay(copy, layout_of(parameter))
+        return copy
+
     def _hand_over(self) -> None:
         """Let the optimizer see pieces in the place of parameters, and cut the state that it has already."""
         mine = {id(piece.parameter): piece for piece in self.pieces.values()}
+        seen = {key: piece.optimized for key, piece in mine.items()}
+        seen |= {id(self.alone[name]): copy for name, copy in self._copies.items()}
         for group in self.optimizer.param_groups:
-            group["params"] = [mine[id(p)].optimized if id(p) in mine else p for p in group["params"]]
+            group["params"] = [seen.get(id(p), p) for p in group["params"]]
         for parameter in list(self.optimizer.state):
             if id(parameter) in mine:
                 piece = mine[id(parameter)]
@@ -204,6 +214,10 @@ class Zero(Reducer[PieceBucket]):
     def finish(self) -> None:
         """Wait until all gradients are summed; then each rank has those of its pieces."""
         super().finish()
+        for name, copy in self._copies.items():
+            gradient = self.alone[name].grad
+            copy.grad = None if gradient is None else gradient.to(copy.device, copy.dtype)
+            self.alone[name].grad = None
         if not self._is_elementwise:  # whoever owns nothing of a parameter has nothing to optimize
             for piece in self.pieces.values():
                 if not len(piece.mine):
@@ -214,6 +228,8 @@ class Zero(Reducer[PieceBucket]):
     @torch.no_grad()
     def publish(self) -> None:
         """After the optimizer's step: bring everybody's parameters up to date."""
+        for name, copy in self._copies.items():
+            self.alone[name].copy_(copy)
         if self.stage == 3:
             self._units.refresh(self.pieces.values())
             return
@@ -228,7 +244,8 @@ class Zero(Reducer[PieceBucket]):
         """What the optimizer sees, by name: pieces, and parameters that have no replicas. Layouts tell how they lie."""
         for name, piece in self.pieces.items():
             yield name, piece.optimized
-        yield from self.alone.items()
+        for name, parameter in self.alone.items():
+            yield name, self._copies.get(name, parameter)
 
 
 def _require_parameters_of(model: nn.Module, optimizer: Optimizer) -> None:
