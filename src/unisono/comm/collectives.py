@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm.backends import GLOO, Carriage, moved_elements
+from unisono.comm.log import detail_of_op, detail_of_root
 from unisono.comm.operation import Operations, Outcome
 from unisono.comm.reduction import Factor
 from unisono.errors import UsageError
@@ -23,14 +24,6 @@ _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.re
 
 _FEW = 16  # ranks: up to so many, a message to each of them costs less than it saves
 UNEVEN = "uneven"  # marks operations whose shapes may differ between ranks
-
-
-def detail_of_root(root: int) -> str:
-    return f"root={root}" if root else ""
-
-
-def detail_of_op(op: str) -> str:
-    return "" if op == "sum" else op
 
 
 class Collectives(Operations):

@@ -34,7 +34,7 @@ class GlobalLoss:
         """`comm` joins the ranks that share the batch; `dims` are those along which outputs are cut between them."""
         self._loss = loss
         self._comm = comm
-        self._dims = tuple(dims)
+        self.dims = tuple(dims)
         self._predicted: list[list[Count]] = []
         self._totals: Exchanged | Foretold | None = None
         self._whole: Foretold | None = None
@@ -51,6 +51,11 @@ class GlobalLoss:
         flags, self._astray = self._astray, []
         if flags and bool(torch.stack(flags).any()):
             raise UsageError(_ASTRAY)
+
+    @property
+    def loss(self) -> Loss:
+        """The user's own."""
+        return self._loss
 
     @property
     def ranks(self) -> int:
@@ -178,7 +183,7 @@ class GlobalLoss:
     def _prove(self, outputs: Any, targets: Any) -> None:
         """That the loss of the whole is the sum of partial losses of two halves, on this very batch."""
         outputs = tree_map(_cut_off, outputs)
-        for dim in self._dims:
+        for dim in self.dims:
             halves = _halves(outputs, targets, dim)
             if halves is None:
                 continue

@@ -185,9 +185,13 @@ def _tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
 
 def _made(out: torch.Tensor, given: list[Any]) -> int:
     """How many elements are new: none in a view."""
-    place = out.untyped_storage().data_ptr()
-    is_view = any(isinstance(leaf, torch.Tensor) and leaf.untyped_storage().data_ptr() == place for leaf in given)
-    return 0 if is_view else out.numel()
+    place = _place(out)
+    return 0 if place is not None and place in map(_place, given) else out.numel()
+
+
+def _place(value: Any) -> int | None:
+    """Where a plain tensor lies."""
+    return value.untyped_storage().data_ptr() if type(value) is torch.Tensor else None
 
 
 def _passed_on(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], marks: Sequence[_Mark]) -> Any:
