@@ -141,13 +141,13 @@ def _sliced(kind: Gate, fixed: dict[int, int]) -> tuple[Gate, tuple[Affine, ...]
     index = tuple(fixed.get(number, slice(None)) for number in range(kind.targets))
     left = kind.targets - len(fixed)
     if kind.diagonal:
-        entries = kind.entries().reshape((2,) * kind.targets)[index]
-        if left:
-            return diagonal(entries.reshape(-1)), ()
-        angle = cmath.phase(complex(entries))
+        array = kind.entries().reshape((2,) * kind.targets)[index]
+    else:
+        array = kind.matrix().reshape((2,) * (2 * kind.targets))[index + index]
+    if not left:
+        angle = cmath.phase(complex(array))
         return (gate("gphase"), (Affine(angle),)) if angle else None
-    matrix = kind.matrix().reshape((2,) * (2 * kind.targets))[index + index]
-    return unitary(matrix.reshape(2**left, 2**left)), ()
+    return diagonal(array.reshape(-1)) if kind.diagonal else unitary(array.reshape(2**left, 2**left)), ()
 
 
 def _phase(angle: float) -> list[Operation]:
