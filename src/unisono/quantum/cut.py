@@ -99,7 +99,7 @@ def _grow(
 
 def _needs(operation: Operation, relabel: bool) -> Needs:
     mixed = frozenset(w for w, letter in zip(operation.wires, letters(operation), strict=True) if letter != "Z")
-    permutes = relabel and bool(mixed) and moves(operation.gate) is not None
+    permutes = relabel and bool(mixed) and not operation.condition and moves(operation.gate) is not None
     if permutes and len(operation.wires) == 1:
         return frozenset(), False  # held or local, X and Y always run
     return mixed, permutes
