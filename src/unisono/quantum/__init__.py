@@ -12,6 +12,13 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono.quantum.circuit import Circuit as Circuit
+    from unisono.quantum.observable import Hermitian as Hermitian
+    from unisono.quantum.observable import I as I
+    from unisono.quantum.observable import PauliSum as PauliSum
+    from unisono.quantum.observable import Projector as Projector
+    from unisono.quantum.observable import X as X
+    from unisono.quantum.observable import Y as Y
+    from unisono.quantum.observable import Z as Z
     from unisono.quantum.operation import Operation as Operation
     from unisono.quantum.parameter import Affine as Affine
     from unisono.quantum.parameter import feature as feature
@@ -20,7 +27,14 @@ if TYPE_CHECKING:
 _HOME = {
     "Affine": "parameter",
     "Circuit": "circuit",
+    "Hermitian": "observable",
+    "I": "observable",
     "Operation": "operation",
+    "PauliSum": "observable",
+    "Projector": "observable",
+    "X": "observable",
+    "Y": "observable",
+    "Z": "observable",
     "feature": "parameter",
     "weight": "parameter",
 }

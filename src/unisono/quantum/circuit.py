@@ -186,14 +186,14 @@ class Circuit(GateMethods):
             return NotImplemented
         return (self.wires, self.bits, self.operations) == (other.wires, other.bits, other.operations)
 
-    __hash__ = None
+    __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
         return f"Circuit({self.wires} wires, {len(self)} operations, {self.weights} weights, {self.features} features)"
 
 
 def _wires(targets: int | Sequence[int]) -> tuple[int, ...]:
-    return (int(targets),) if hasattr(targets, "__index__") else tuple(targets)  # type: ignore[arg-type]
+    return (int(targets),) if hasattr(targets, "__index__") else tuple(targets)
 
 
 def _pairs(controls: Mapping[int, int] | Sequence[int]) -> Controls:

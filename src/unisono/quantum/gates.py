@@ -26,7 +26,7 @@ UNITARY_TOLERANCE = 1e-6  # entries of U U^+ - 1; a matrix typed with seven digi
 LARGEST_DENSE = 13  # targets of a gate whose dense matrix is built on demand (1 GiB at 13)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Gate:
     """A kind of operation. `spectra[j]` holds the eigenvalues g of the generator of parameter j: U ~ exp(i g angle)."""
 
@@ -53,8 +53,11 @@ class Gate:
         """The gate and parameters that undo this gate with `parameters`."""
         raise UsageError(f"{self.name} has no inverse")
 
+    def __repr__(self) -> str:
+        return self.name
 
-@dataclass(frozen=True, eq=False)
+
+@dataclass(frozen=True, eq=False, repr=False)
 class StandardGate(Gate):
     """A gate of the table below, found by its name."""
 
@@ -80,7 +83,7 @@ class StandardGate(Gate):
         return gate, (self.name,)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class PauliRotation(Gate):
     """exp(-i angle/2 P) for a word P such as "XYZ", a letter a target."""
 
@@ -108,7 +111,7 @@ class PauliRotation(Gate):
         return pauli_rotation, (self.word,)
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class ArrayGate(Gate):
     """An explicit unitary (`array` of two dimensions) or diagonal (of one)."""
 
@@ -341,7 +344,7 @@ def _table() -> dict[str, Gate]:
 GATES: dict[str, Gate] = _table()
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, repr=False)
 class Marker(Gate):
     """What is no gate: a measurement, a reset, a barrier. `targets` is 0 where any number of wires will do."""
 
