@@ -11,14 +11,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 
 from unisono.errors import UsageError
 from unisono.quantum.circuit import Circuit
+from unisono.quantum.commutation import mixed_wires
 from unisono.quantum.cut import cut
 from unisono.quantum.operation import Operation
 from unisono.quantum.paging import Pages, Tier
 from unisono.quantum.step import Event, Exchange, Segment, Step, Tile
 from unisono.quantum.tracks import Tracks, tracks
+
+if TYPE_CHECKING:
+    from unisono.quantum.forecast import Forecast, Rates
 
 
 @dataclass(frozen=True)
@@ -34,6 +41,7 @@ class Schedule:
     finish: tuple[int, ...]
     steps: tuple[Step, ...]
     prepare: tuple[tuple[Operation, ...], ...]
+    in_order: int = 0  # exchanges of the circuit in program order, a gate that mixes a held wire costing one
 
     @classmethod
     def of(
@@ -50,7 +58,9 @@ class Schedule:
         pages = Pages.fresh(circuit.wires, tiers) if start is None else Pages(start, tiers)
         begin = tuple(pages.wires)
         steps = tuple(_merged(_steps(pieces, pages)))
-        return cls(circuit.wires, held, begin, _finish(ready, pages), steps, ready.leading)
+        return cls(
+            circuit.wires, held, begin, _finish(ready, pages), steps, ready.leading, _in_order(circuit.operations, held)
+        )
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -59,6 +69,12 @@ class Schedule:
     @property
     def is_unitary(self) -> bool:
         return not any(isinstance(step, Event) for step in self.steps)
+
+    def describe(self, dtype: torch.dtype = torch.complex64, rates: Rates | None = None) -> Forecast:
+        """What it will cost, before anything runs; print it, or read its fields."""
+        from unisono.quantum.forecast import Forecast  # it looks at schedules, so it imports this module
+
+        return Forecast.of(self, dtype, rates)
 
     def inverse(self) -> Schedule:
         """The schedule that undoes this one, but for `prepare`."""
@@ -136,6 +152,10 @@ def _undone(step: Step) -> Step:
     if isinstance(step, Segment):
         return Segment(tuple(operation.inverse() for operation in reversed(step.operations)))
     return step
+
+
+def _in_order(operations: Sequence[Operation], held: int) -> int:
+    return sum(1 for each in operations if each.is_unitary and min(mixed_wires(each), default=held) < held)
 
 
 def _held(wires: int, ranks: int) -> int:

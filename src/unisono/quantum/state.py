@@ -69,7 +69,7 @@ class State:
         self.local = torch.zeros(1 << (wires - self.held), dtype=dtype, device=self.device)
         self.layout: tuple[int, ...] = tuple(range(wires))
         self.holdings = Holdings(self.held)
-        self._draws = np.random.default_rng(seed)
+        self.draws = np.random.default_rng(seed)
         self._begin(self.layout, [np.array([1, 0])] * wires)
         self.fresh = True
 
@@ -126,9 +126,9 @@ class State:
             return
         trade(self.local, step, self.comm, self.chunk)
         norm = self.norm()
-        if not abs(norm - self._norm) <= DRIFT[self.dtype] * self._norm:
+        if not abs(norm - self.norm_expected) <= DRIFT[self.dtype] * self.norm_expected:
             raise NormError(
-                f"after an exchange the norm is {norm:.12g}, but it was {self._norm:.12g}: a gate is not unitary, or "
+                f"after an exchange the norm is {norm:.12g}, but it was {self.norm_expected:.12g}: a gate is not unitary, or "
                 "amplitudes were damaged on the way"
             )
 
@@ -169,7 +169,7 @@ class State:
             raise UsageError(f"amplitudes of shape {tuple(amplitudes.shape)}: expected ({1 << self.wires},)")
         whole = amplitudes.to(self.device, self.dtype).reshape((2,) * self.wires).permute(self.layout)
         self.local.copy_(whole.reshape(1 << self.held, -1)[int(self.holdings.table[self.rank])])
-        self._norm = self.norm()
+        self.norm_expected = self.norm()
         self.fresh = False
         return self
 
@@ -198,7 +198,7 @@ class State:
             if low != 1:
                 self.local[:filled] *= complex(low)
             filled *= 2
-        self._norm = 1.0
+        self.norm_expected = 1.0
 
     def _measure(self, step: Measure) -> None:
         """Draw an outcome, the same on all ranks, keep its part of the state, and put a reset wire back to 0."""
@@ -206,12 +206,11 @@ class State:
             ones = _squares(self.local) * step.value
         else:
             ones = _squares(block(self.local, [step.axis], 1))
-        both = self.total(torch.stack([ones, _squares(self.local)]))
-        chance = float(both[0] / both[1])
-        outcome = int(self._draws.random() < chance)
+        one, both = self.total(torch.stack([ones, _squares(self.local)])).tolist()
+        outcome = int(self.draws.random() < one / both)
         if self.comm is not None:  # sums may differ in the last bit between ranks; the outcome must not
             outcome = int(self.comm.broadcast(torch.tensor([outcome], device=self.device)))
-        kept = self._norm / float(both[outcome] if outcome else both[1] - both[0]) ** 0.5
+        kept = self.norm_expected / (one if outcome else both - one) ** 0.5
         if step.axis is None:
             self.local *= kept * (step.value == outcome)
         else:
