@@ -1,7 +1,7 @@
 """The one algorithm of the scheduler: cut operations into segments, each of which mixes few wires.
 
 The same cut serves every level: wires that fit a node, wires that fit a rank, axes that fit a cache, axes of a fused block.
-A segment is grown in program order: an operation joins when nothing it must follow is left out and its mixed wires fit
+A segment is grown in program order (or, from the end, against it): an operation joins when nothing it must follow is left out and its mixed wires fit
 beside those taken already. Operations that commute with what is left out overtake it; so a cut is delayed as long as any
 operation can go first.
 """
@@ -57,10 +57,25 @@ class Order:
 
 
 def cut(operations: Sequence[Operation], capacity: int, *, relabel: bool = False) -> list[Cut]:
-    """Segments that mix at most `capacity` wires each and together are the operations.
+    """Segments that mix at most `capacity` wires each and together are the operations: grown from the front, or from the
+    back where that makes fewer.
 
     With `relabel`, wires that are not active are held by ranks, which may be renamed: gates that only permute basis states
     are free there."""
+    forwards = _cut(operations, capacity, relabel)
+    if len(forwards) <= 2:
+        return forwards
+    backwards = _cut(operations[::-1], capacity, relabel)
+    if len(backwards) >= len(forwards):
+        return forwards
+    last = len(operations) - 1
+    return [
+        Cut(piece.active, piece.operations[::-1], [last - number for number in reversed(piece.numbers)])
+        for piece in reversed(backwards)
+    ]
+
+
+def _cut(operations: Sequence[Operation], capacity: int, relabel: bool) -> list[Cut]:
     order = Order(operations)
     needs = [_needs(operation, relabel) for operation in operations]
     left: list[int] = list(range(len(operations)))
