@@ -154,7 +154,9 @@ def test_refusals() -> None:
     with pytest.raises(UsageError, match="no more nodes than ranks"):
         Schedule.of(Circuit(3), 2, nodes=4)
     wide = Circuit(4).unitary(np.linalg.qr(np.random.default_rng(0).normal(size=(8, 8)))[0], [0, 1, 2])
-    with pytest.raises(UsageError, match="unitary mixes 3 of 4 wires, but a rank holds only 2 of them; use at most 2 ranks"):
+    with pytest.raises(
+        UsageError, match="unitary mixes 3 of 4 wires, but a rank holds only 2 of them; use at most 2 ranks"
+    ):
         Schedule.of(wide, 4)
 
 

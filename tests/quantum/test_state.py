@@ -126,11 +126,13 @@ def damage(comm: Any) -> str:
     state = State(6, comm)
     program = Program.of(state.schedule(Circuit(6).qft().qft()), state.rank)
     state.begin(program.schedule)
-    with pytest.raises(NormError) as caught:
+    try:
         for step in program.steps:
             state.do(step)
             state.local *= 1.01
-    return str(caught.value)
+    except NormError as error:
+        return str(error)
+    return "no error"
 
 
 def test_a_norm_that_drifts_is_an_error(pools: Pools) -> None:
@@ -139,9 +141,11 @@ def test_a_norm_that_drifts_is_an_error(pools: Pools) -> None:
 
 
 def test_a_state_that_does_not_fit_is_refused_with_what_would_do() -> None:
-    with pytest.raises(UsageError, match=r"a state of 45 wires in complex64 needs 256.0 TiB .* (\d+) ranks with as much"):
+    with pytest.raises(
+        UsageError, match=r"a state of 45 wires in complex64 needs 256.0 TiB .* (\d+) ranks with as much"
+    ):
         State(45, dtype=torch.complex64)
-    with pytest.raises(UsageError, match="expected torch.complex64 or torch.complex128"):
+    with pytest.raises(UsageError, match=r"expected torch\.complex64 or torch\.complex128"):
         State(3, dtype=torch.float32)
 
 

@@ -75,7 +75,10 @@ def test_a_manifest_that_is_wrong_is_refused(tmp_path: Path) -> None:
         load(path)
     save(State(3), path)
     good = json.loads((path / "manifest.json").read_text())
-    for change, words in (({"format": "other"}, "has the format 'other'"), ({"layout": [0, 0, 1]}, "contradicts itself")):
+    for change, words in (
+        ({"format": "other"}, "has the format 'other'"),
+        ({"layout": [0, 0, 1]}, "contradicts itself"),
+    ):
         (path / "manifest.json").write_text(json.dumps(good | change))
         with pytest.raises(DamagedStateError, match=words):
             load(path)

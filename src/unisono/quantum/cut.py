@@ -1,9 +1,9 @@
 """The one algorithm of the scheduler: cut operations into segments, each of which mixes few wires.
 
-The same cut serves every level: wires that fit a node, wires that fit a rank, axes that fit a cache, axes of a fused block.
-A segment is grown in program order (or, from the end, against it): an operation joins when nothing it must follow is left out and its mixed wires fit
-beside those taken already. Operations that commute with what is left out overtake it; so a cut is delayed as long as any
-operation can go first.
+The same cut serves every level: wires that fit a node, wires that fit a rank, axes that fit a cache. A segment is grown
+in program order (or, from the end, against it): an operation joins when nothing it must follow is left out and its
+mixed wires fit beside those taken already. Operations that commute with what is left out overtake it; so a cut is
+delayed as long as any operation can go first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Cut:
 
 
 class Order:
-    """What must follow what. On each wire, operations with equal letters form a group; a group waits for the one before."""
+    """What must follow what: on each wire, operations with equal letters form a group that waits for the one before."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self._open: dict[Hashable, int] = {}  # the group of each wire that may run now
@@ -57,11 +57,11 @@ class Order:
 
 
 def cut(operations: Sequence[Operation], capacity: int, *, relabel: bool = False) -> list[Cut]:
-    """Segments that mix at most `capacity` wires each and together are the operations: grown from the front, or from the
-    back where that makes fewer.
+    """Segments that mix at most `capacity` wires each and together are the operations: grown from the front, or from
+    the back where that makes fewer.
 
-    With `relabel`, wires that are not active are held by ranks, which may be renamed: gates that only permute basis states
-    are free there."""
+    With `relabel`, wires that are not active are held by ranks, which may be renamed: gates that only permute basis
+    states are free there."""
     forwards = _cut(operations, capacity, relabel)
     if len(forwards) <= 2:
         return forwards

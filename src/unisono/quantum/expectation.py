@@ -1,7 +1,7 @@
 """Expectation values of observables on a spread state.
 
-A word P sends amplitude i to i ^ x with the sign (-1)^(i & z) and a power of i, x and z being masks of its letters. Words
-with one x share the products conj(psi[i ^ x]) psi[i]; their signed sums share additions (`signed_sums`).
+A word P sends amplitude i to i ^ x with the sign (-1)^(i & z) and a power of i, x and z being masks of its letters.
+Words with one x share the products conj(psi[i ^ x]) psi[i]; their signed sums share additions (`signed_sums`).
 """
 
 from __future__ import annotations

@@ -23,8 +23,8 @@ TILE = 12  # axes that a sweep mixes: 64 KiB of complex128, which a core's own c
 
 @dataclass(frozen=True)
 class Rates:
-    """Of one rank: bytes a second read and written by a sweep, amplitudes a second through one operation, bytes a second
-    sent while receiving as many, seconds until a message arrives."""
+    """Of one rank: bytes a second read and written by a sweep, amplitudes a second through one operation, bytes a
+    second sent while receiving as many, seconds until a message arrives."""
 
     memory: float = 10e9
     arithmetic: float = 1.5e9
@@ -69,7 +69,12 @@ class Forecast:
 
     @classmethod
     def of(
-        cls, schedule: Schedule, dtype: torch.dtype, rates: Rates | None = None, tile: int = TILE, chunk: int = DEFAULT_CHUNK
+        cls,
+        schedule: Schedule,
+        dtype: torch.dtype,
+        rates: Rates | None = None,
+        tile: int = TILE,
+        chunk: int = DEFAULT_CHUNK,
     ) -> Forecast:
         rates = rates or Rates()
         shard = local_bytes(schedule.wires, schedule.held, dtype)
@@ -99,12 +104,13 @@ class Forecast:
     def __str__(self) -> str:
         ranks = 2**self.schedule.held
         spread = f"{ranks} ranks" if ranks > 1 else "one rank"
+        shard = local_bytes(self.schedule.wires, self.schedule.held, self.dtype)
         lines = [
             f"{self.schedule.wires} wires in {str(self.dtype).removeprefix('torch.')} on {spread}, each: "
             f"{self.operations} operations",
             f"exchanges    {self.exchanges} (in order: {self.in_order_exchanges})",
             f"bytes sent   {shown_bytes(self.sent)} (in order: {shown_bytes(self.in_order_sent)})",
-            f"sweeps       {self.sweeps} over {shown_bytes(local_bytes(self.schedule.wires, self.schedule.held, self.dtype))}",
+            f"sweeps       {self.sweeps} over {shown_bytes(shard)}",
             f"peak memory  {shown_bytes(self.memory)}",
             f"time         about {_shown_seconds(self.seconds)} ({self.rates.source})",
         ]

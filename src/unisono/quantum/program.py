@@ -1,6 +1,7 @@
 """A schedule as one rank runs it: operations on local axes, and blocks traded with partners. Static, so made once.
 
-Walked forwards it runs the circuit; walked backwards, with each operation undone, it goes back: a trade is its own inverse.
+Walked forwards it runs the circuit; walked backwards, with each operation undone, it goes back: a trade is its own
+inverse.
 """
 
 from __future__ import annotations
@@ -105,8 +106,8 @@ def _measure(step: Event, holdings: Holdings, rank: int) -> Measure:
 def trades(exchange: Exchange, holdings: Holdings, rank: int) -> Trades:
     """Who trades which block with whom.
 
-    Positions trade places in pairs, so amplitude i and amplitude s(i) do, s being its own inverse. A rank's block v, the
-    bits taken being t, goes to the rank whose bits are v, and is its block t."""
+    Positions trade places in pairs, so amplitude i and amplitude s(i) do, s being its own inverse. A rank's block v,
+    the bits taken being t, goes to the rank whose bits are v, and is its block t."""
     held = holdings.held
     local = [(give, take) for give, take in zip(exchange.give, exchange.take, strict=True) if give >= held]
     index = int(holdings.table[rank])

@@ -6,8 +6,8 @@ A word is read without exchange where it is diagonal on every held wire. What to
               every word that has that letter or none on the wires now held is read without exchange
     a shift   pairs each rank with the one whose held index differs by a mask: reads every word that flips that mask
 
-Stages are chosen greedily, for the most words each; then as many are kept as make the fewest exchanges together with the
-shifts that the words left over need. There are at most 2^g - 1 shifts, however many the words.
+Stages are chosen greedily, for the most words each; then as many are kept as make the fewest exchanges together with
+the shifts that the words left over need. There are at most 2^g - 1 shifts, however many the words.
 """
 
 from __future__ import annotations

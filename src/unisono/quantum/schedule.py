@@ -3,8 +3,8 @@
     schedule = Schedule.of(circuit, ranks=32)
     schedule.exchanges, schedule.steps
 
-Operations are put on tracks (tracks.py), cut at each level into segments that mix few wires (cut.py), and the wires of each
-segment are paged in (paging.py). A rank cuts its part of a segment again, into tiles that fit its cache (`tiles`).
+Operations are put on tracks (tracks.py), cut at each level into segments that mix few wires (cut.py), and the wires of
+each segment are paged in (paging.py). A rank cuts its part of a segment again, into tiles that fit its cache (`tiles`).
 """
 
 from __future__ import annotations
@@ -44,9 +44,7 @@ class Schedule:
     in_order: int = 0  # exchanges of the circuit in program order, a gate that mixes a held wire costing one
 
     @classmethod
-    def of(
-        cls, circuit: Circuit, ranks: int = 1, *, nodes: int = 1, start: Sequence[int] | None = None
-    ) -> Schedule:
+    def of(cls, circuit: Circuit, ranks: int = 1, *, nodes: int = 1, start: Sequence[int] | None = None) -> Schedule:
         """The schedule of a circuit on `ranks` ranks in `nodes` nodes, both powers of two.
 
         Without `start` the state begins as |0...0>, in any layout that suits; with it, as any state in that layout."""
@@ -98,9 +96,7 @@ def tiles(operations: Sequence[Operation], capacity: int) -> list[Tile]:
 Piece = tuple[tuple[int, ...], list[Operation]]  # the number of the segment on each tier, and its operations
 
 
-def _levels(
-    operations: Sequence[Operation], wires: int, outer: int, held: int
-) -> tuple[list[Tier], list[Piece]]:
+def _levels(operations: Sequence[Operation], wires: int, outer: int, held: int) -> tuple[list[Tier], list[Piece]]:
     """The same cut at each level: what fits a node, and within that what fits a rank."""
     flat = outer in (0, held)
     whole = cut(operations, wires - (held if flat else outer), relabel=True)

@@ -1,8 +1,8 @@
 """A state vector spread over ranks.
 
-    state = State(28, comm)                     # |0...0>
-    state.run(circuit, weights)                 # scheduled, exchanged, applied
-    state.amplitudes()                          # the whole vector, on every rank, in the order of wires
+state = State(28, comm)                     # |0...0>
+state.run(circuit, weights)                 # scheduled, exchanged, applied
+state.amplitudes()                          # the whole vector, on every rank, in the order of wires
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class NormError(ArithmeticError):
 class State:
     """2^wires amplitudes over the 2^held ranks of `comm` (None: all here).
 
-    `local` are this rank's; `layout[p]` is the wire at position p: the first `held` positions are bits of the held index
-    that `holdings` knows for each rank, the others are the axes of `local`. Every method is called by all ranks alike."""
+    `local` are this rank's; `layout[p]` is the wire at position p: the first `held` positions are bits of the held
+    index that `holdings` knows for each rank, the others are the axes of `local`. All ranks call every method alike."""
 
     def __init__(
         self,
@@ -106,7 +106,9 @@ class State:
             self._begin(schedule.start, [_prepared(gates) for gates in schedule.prepare])
             self.fresh = False
         elif schedule.start != self.layout or any(schedule.prepare):
-            raise UsageError("the schedule begins with another layout than the state has; make it with state.schedule()")
+            raise UsageError(
+                "the schedule begins with another layout than the state has; make it with state.schedule()"
+            )
 
     def do(self, step: LocalStep, weights: Any = (), features: Any = ()) -> None:
         """One step of a program."""
@@ -128,8 +130,8 @@ class State:
         norm = self.norm()
         if not abs(norm - self.norm_expected) <= DRIFT[self.dtype] * self.norm_expected:
             raise NormError(
-                f"after an exchange the norm is {norm:.12g}, but it was {self.norm_expected:.12g}: a gate is not unitary, or "
-                "amplitudes were damaged on the way"
+                f"after an exchange the norm is {norm:.12g}, but it was {self.norm_expected:.12g}: a gate is not "
+                "unitary, or amplitudes were damaged on the way"
             )
 
     # ---- looking ------------------------------------------------------------------------------------------------
@@ -232,7 +234,9 @@ class State:
         hosts = [self.comm._hosts[rank] for rank in self.comm.ranks]
         nodes = len(set(hosts))
         each = len(hosts) // nodes
-        regular = nodes & (nodes - 1) == 0 and all(len(set(hosts[i : i + each])) == 1 for i in range(0, len(hosts), each))
+        regular = nodes & (nodes - 1) == 0 and all(
+            len(set(hosts[i : i + each])) == 1 for i in range(0, len(hosts), each)
+        )
         return nodes if regular else 1
 
 

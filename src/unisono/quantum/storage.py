@@ -1,7 +1,7 @@
 """States on disk: a folder with one array a rank and a manifest, readable by any number of ranks.
 
-A physical index is the held index followed by the local one, so the arrays, in the order of held indices, are the state in
-one line; another number of ranks cuts that line elsewhere. Blocks have digests; a reader checks those it reads.
+A physical index is the held index followed by the local one, so the arrays, in the order of held indices, are the state
+in one line; another number of ranks cuts that line elsewhere. Blocks have digests; a reader checks those it reads.
 """
 
 from __future__ import annotations
