@@ -56,13 +56,19 @@ class Order:
                 self._open[wire] = group + 1
 
 
-def cut(operations: Sequence[Operation], capacity: int, *, relabel: bool = False) -> list[Cut]:
+def cut(
+    operations: Sequence[Operation],
+    capacity: int,
+    *,
+    relabel: bool = False,
+    bundle: frozenset[int] = frozenset(),
+) -> list[Cut]:
     """Segments that mix at most `capacity` wires each and together are the operations.
 
     With `relabel`, wires that are not active are held by ranks, which may be renamed: gates that only permute basis states
-    are free there."""
+    are free there. Wires of `bundle` are active all together or not at all."""
     order = Order(operations)
-    needs = [_needs(operation, relabel) for operation in operations]
+    needs = [_bundled(_needs(operation, relabel), bundle) for operation in operations]
     left: list[int] = list(range(len(operations)))
     cuts = []
     while left:
@@ -103,6 +109,11 @@ def _needs(operation: Operation, relabel: bool) -> Needs:
     if permutes and len(operation.wires) == 1:
         return frozenset(), False  # held or local, X and Y always run
     return mixed, permutes
+
+
+def _bundled(needs: Needs, bundle: frozenset[int]) -> Needs:
+    mixed, permutes = needs
+    return (mixed | bundle if mixed & bundle else mixed), permutes
 
 
 def _touched(operation: Operation) -> Iterable[tuple[Hashable, str]]:
