@@ -56,16 +56,22 @@ class Order:
                 self._open[wire] = group + 1
 
 
-def cut(operations: Sequence[Operation], capacity: int, *, relabel: bool = False) -> list[Cut]:
+def cut(
+    operations: Sequence[Operation],
+    capacity: int,
+    *,
+    relabel: bool = False,
+    bundle: frozenset[int] = frozenset(),
+) -> list[Cut]:
     """Segments that mix at most `capacity` wires each and together are the operations: grown from the front, or from
     the back where that makes fewer.
 
     With `relabel`, wires that are not active are held by ranks, which may be renamed: gates that only permute basis
-    states are free there."""
-    forwards = _cut(operations, capacity, relabel)
+    states are free there. Wires of `bundle` are active all together or not at all."""
+    forwards = _cut(operations, capacity, relabel, bundle)
     if len(forwards) <= 2:
         return forwards
-    backwards = _cut(operations[::-1], capacity, relabel)
+    backwards = _cut(operations[::-1], capacity, relabel, bundle)
     if len(backwards) >= len(forwards):
         return forwards
     last = len(operations) - 1
@@ -75,9 +81,9 @@ def cut(operations: Sequence[Operation], capacity: int, *, relabel: bool = False
     ]
 
 
-def _cut(operations: Sequence[Operation], capacity: int, relabel: bool) -> list[Cut]:
+def _cut(operations: Sequence[Operation], capacity: int, relabel: bool, bundle: frozenset[int]) -> list[Cut]:
     order = Order(operations)
-    needs = [_needs(operation, relabel) for operation in operations]
+    needs = [_bundled(_needs(operation, relabel), bundle) for operation in operations]
     left: list[int] = list(range(len(operations)))
     cuts = []
     while left:
@@ -118,6 +124,11 @@ def _needs(operation: Operation, relabel: bool) -> Needs:
     if permutes and len(operation.wires) == 1:
         return frozenset(), False  # held or local, X and Y always run
     return mixed, permutes
+
+
+def _bundled(needs: Needs, bundle: frozenset[int]) -> Needs:
+    mixed, permutes = needs
+    return (mixed | bundle if mixed & bundle else mixed), permutes
 
 
 def _touched(operation: Operation) -> Iterable[tuple[Hashable, str]]:

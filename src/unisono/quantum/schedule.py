@@ -9,7 +9,7 @@ each segment are paged in (paging.py). A rank cuts its part of a segment again, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -88,9 +88,11 @@ class Schedule:
         )
 
 
-def tiles(operations: Sequence[Operation], capacity: int) -> list[Tile]:
-    """One rank's operations, on its axes, cut into sweeps that mix at most `capacity` axes each."""
-    return [Tile(tuple(sorted(piece.active)), tuple(piece.operations)) for piece in cut(operations, capacity)]
+def tiles(operations: Sequence[Operation], capacity: int, bundle: Iterable[int] = ()) -> list[Tile]:
+    """One rank's operations, on its axes, cut into sweeps that mix at most `capacity` axes each; those of `bundle` all
+    together or not at all."""
+    pieces = cut(operations, capacity, bundle=frozenset(bundle))
+    return [Tile(tuple(sorted(piece.active)), tuple(piece.operations)) for piece in pieces]
 
 
 Piece = tuple[tuple[int, ...], list[Operation]]  # the number of the segment on each tier, and its operations
