@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from unisono.quantum.circuit import Circuit as Circuit
+    from unisono.quantum.expectation import expectations as expectations
     from unisono.quantum.observable import Hermitian as Hermitian
     from unisono.quantum.observable import I as I
     from unisono.quantum.observable import PauliSum as PauliSum
@@ -23,6 +24,11 @@ if TYPE_CHECKING:
     from unisono.quantum.parameter import Affine as Affine
     from unisono.quantum.parameter import feature as feature
     from unisono.quantum.parameter import weight as weight
+    from unisono.quantum.schedule import Schedule as Schedule
+    from unisono.quantum.sharing import share as share
+    from unisono.quantum.state import State as State
+    from unisono.quantum.storage import load as load
+    from unisono.quantum.storage import save as save
 
 _HOME = {
     "Affine": "parameter",
@@ -32,10 +38,16 @@ _HOME = {
     "Operation": "operation",
     "PauliSum": "observable",
     "Projector": "observable",
+    "Schedule": "schedule",
+    "State": "state",
     "X": "observable",
     "Y": "observable",
     "Z": "observable",
+    "expectations": "expectation",
     "feature": "parameter",
+    "load": "storage",
+    "save": "storage",
+    "share": "sharing",
     "weight": "parameter",
 }
 
