@@ -48,7 +48,7 @@ def observables() -> list[PauliSum]:
 
 
 def read(comm: Any, seed: int, chunk: int, restore: bool) -> tuple[np.ndarray, np.ndarray, bool]:
-    state = State(7, comm, chunk=chunk).run(random_circuit(7, 40, seed))
+    state = State(7, comm, chunk=chunk, kernel="reference").run(random_circuit(7, 40, seed))
     layout = state.layout
     values = expectations(state, observables(), restore=restore).numpy()
     return values, state.amplitudes().numpy(), state.layout == layout
@@ -66,7 +66,7 @@ def test_values_equal_the_dense_reference(pools: Pools, backend: str, size: int)
 
 
 def read_words(comm: Any, words: list[Word]) -> tuple[np.ndarray, int]:
-    state = State(8, comm).run(random_circuit(8, 60, 5))
+    state = State(8, comm, kernel="reference").run(random_circuit(8, 60, 5))
     plan = reading(words, state.layout, state.held)
     return words_values(state, words, restore=False).numpy(), len(plan.stages)
 

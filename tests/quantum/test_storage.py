@@ -23,11 +23,11 @@ Pools = Callable[[str, int], RankPool]
 
 
 def save_half(comm: Any, path: str) -> None:
-    save(State(7, comm).run(random_circuit(7, 30, 1)), path)
+    save(State(7, comm, kernel="reference").run(random_circuit(7, 30, 1)), path)
 
 
 def resume(comm: Any, path: str) -> np.ndarray:
-    return load(path, comm).run(random_circuit(7, 30, 2)).amplitudes().numpy()
+    return load(path, comm, kernel="reference").run(random_circuit(7, 30, 2)).amplitudes().numpy()
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 8), (1, 4), (8, 1)])

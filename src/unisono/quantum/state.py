@@ -27,6 +27,7 @@ from unisono.quantum.schedule import Schedule
 
 DRIFT = {torch.complex64: 1e-3, torch.complex128: 1e-9}  # of the norm, before it is an error
 _LARGEST_GATHERED = 30  # wires
+_PIECE = 1 << 19  # numbers whose squares are added in their own precision
 
 
 class NormError(ArithmeticError):
@@ -236,7 +237,7 @@ class State:
         """Hosts, where each has the same power of two of consecutive ranks; else one."""
         if self.comm is None:
             return 1
-        hosts = [self.comm._hosts[rank] for rank in self.comm.ranks]
+        hosts = self.comm.hosts
         nodes = len(set(hosts))
         each = len(hosts) // nodes
         regular = nodes & (nodes - 1) == 0 and all(
@@ -253,5 +254,9 @@ def _prepared(gates: Sequence[Any]) -> np.ndarray:
 
 
 def _squares(amplitudes: torch.Tensor) -> torch.Tensor:
-    """The sum of squared moduli, in float64."""
-    return torch.linalg.vector_norm(torch.view_as_real(amplitudes), dtype=torch.float64) ** 2
+    """The sum of squared moduli, in float64: added up in pieces, each short enough for its own precision."""
+    parts = torch.view_as_real(amplitudes)
+    if amplitudes.is_contiguous():
+        parts = parts.view(-1)
+    norms = [torch.linalg.vector_norm(piece) for piece in parts.split(_PIECE)]
+    return torch.stack(norms).double().square().sum()
