@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from unisono.quantum.blocks import block
 from unisono.quantum.circuit import Circuit
-from unisono.quantum.exchange import block
 from unisono.quantum.kernels import reference
 from unisono.quantum.program import Program, Run, Trades
 from unisono.quantum.schedule import Schedule

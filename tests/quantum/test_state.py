@@ -16,7 +16,7 @@ from unisono.errors import UsageError
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.holdings import Holdings
 from unisono.quantum.program import Program, Run, Trades
-from unisono.quantum.spread import spread
+from unisono.quantum.sharing import share
 from unisono.quantum.state import NormError, State
 
 Pools = Callable[[str, int], RankPool]
@@ -150,7 +150,7 @@ def test_a_state_that_does_not_fit_is_refused_with_what_would_do() -> None:
 
 
 def surplus(comm: Any, batch: int) -> tuple[int, int, int, str]:
-    found = spread(comm, 10, batch=batch)
+    found = share(comm, 10, batch=batch)
     if found.group >= 0:
         State(10, found.comm).run(Circuit(10).qft())
     return found.held, found.groups, found.group, found.note

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import torch
 
-from unisono.quantum.exchange import block
+from unisono.quantum.blocks import block
 from unisono.quantum.observable import PauliSum, Word
 from unisono.quantum.state import State
 

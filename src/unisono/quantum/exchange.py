@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
+from unisono.quantum.blocks import block
 from unisono.quantum.program import Trades
 
 DEFAULT_CHUNK = 64 << 20  # bytes of all buffers together
@@ -30,18 +31,6 @@ def trade(local: torch.Tensor, step: Trades, comm: Communicator, chunk: int = DE
         _unpack(waiting)
         waiting = (handle, piece, into)
     _unpack(waiting)
-
-
-def block(local: torch.Tensor, axes: Sequence[int], value: int) -> torch.Tensor:
-    """The part of a local array where `axes` read `value` (first axis most significant): a view of few dimensions."""
-    bits = {axis: value >> (len(axes) - 1 - number) & 1 for number, axis in enumerate(axes)}
-    shape, index = [], []
-    past = 0
-    for axis in sorted(bits):
-        shape += [2 ** (axis - past), 2]
-        index += [slice(None), bits[axis]]
-        past = axis + 1
-    return local.view(*shape, -1)[tuple(index)]
 
 
 def _unpack(waiting: tuple[Handle, torch.Tensor, torch.Tensor] | None) -> None:

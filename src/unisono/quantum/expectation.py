@@ -12,11 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from unisono.quantum.exchange import block
+from unisono.quantum.blocks import block
 from unisono.quantum.gates import gate
 from unisono.quantum.observable import PauliSum, Word
 from unisono.quantum.operation import Operation
-from unisono.quantum.program import trades
+from unisono.quantum.program import Run, trades
 from unisono.quantum.reading import Reading, Shift, Stage, Turns, reading
 from unisono.quantum.state import State
 
@@ -79,7 +79,7 @@ def _turn(state: State, turns: Turns, *, back: bool) -> None:
         assert axis is not None, f"wire {wire} is turned while it is held"
         operations.append(Operation(gate(_TURN[letter][back]), (axis,)))
     if operations:
-        state.kernel(state.local, operations, (), ())
+        state.apply(Run(tuple(operations)))
 
 
 @dataclass(frozen=True)

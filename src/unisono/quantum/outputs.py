@@ -19,8 +19,8 @@ import torch
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.quantum.application import applied, inner
+from unisono.quantum.blocks import block
 from unisono.quantum.circuit import Circuit
-from unisono.quantum.exchange import block
 from unisono.quantum.expectation import words_values
 from unisono.quantum.gates import PAULIS
 from unisono.quantum.observable import observables

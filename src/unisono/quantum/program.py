@@ -7,9 +7,12 @@ inverse.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from unisono.quantum.holdings import Holdings
+from unisono.quantum.kernels import Runner, runner
 from unisono.quantum.operation import Operation
 from unisono.quantum.schedule import Schedule
 from unisono.quantum.step import Event, Exchange, Segment
@@ -20,6 +23,14 @@ class Run:
     """Unitary operations on local axes, in order; a gphase without controls scales the whole local array."""
 
     operations: tuple[Operation, ...]
+    runners: dict[tuple[object, ...], Runner] = field(default_factory=dict, compare=False, repr=False)
+
+    def runner(self, axes: int, dtype: torch.dtype, device: torch.device, kernel: str) -> Runner:
+        """The operations made ready for a kernel; made once."""
+        key = (axes, dtype, device.type, kernel)
+        if key not in self.runners:
+            self.runners[key] = runner(self.operations, axes, dtype, device, kernel)
+        return self.runners[key]
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ def _levels(operations: Sequence[Operation], wires: int, outer: int, held: int) 
         needed = tuple(frozenset(piece.active) for piece in whole)
         return [Tier(0, held, needed)], [((number,), piece.operations) for number, piece in enumerate(whole)]
     pieces: list[Piece] = []
-    inner_needed = []
+    inner_needed: list[frozenset[int]] = []
     for number, part in enumerate(whole):
         for piece in cut(part.operations, wires - held, relabel=True):
             pieces.append(((number, len(inner_needed)), piece.operations))

@@ -7,7 +7,8 @@ state.amplitudes()                          # the whole vector, on every rank, i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,15 +16,15 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.quantum.blocks import block
 from unisono.quantum.circuit import Circuit
-from unisono.quantum.exchange import DEFAULT_CHUNK, block, trade
+from unisono.quantum.exchange import DEFAULT_CHUNK, trade
 from unisono.quantum.holdings import Holdings
-from unisono.quantum.kernels import reference
+from unisono.quantum.kernels import require_kernel
 from unisono.quantum.memory import require_room
 from unisono.quantum.program import Conditional, LocalStep, Measure, Program, Run, Trades
 from unisono.quantum.schedule import Schedule
 
-Kernel = Callable[[torch.Tensor, Sequence[Any], Any, Any], None]  # (local, operations on axes, weights, features)
 DRIFT = {torch.complex64: 1e-3, torch.complex128: 1e-9}  # of the norm, before it is an error
 _LARGEST_GATHERED = 30  # wires
 
@@ -46,7 +47,7 @@ class State:
         dtype: torch.dtype = torch.complex128,
         device: torch.device | str | None = None,
         chunk: int = DEFAULT_CHUNK,
-        kernel: Kernel | None = None,
+        kernel: str = "auto",
         seed: int = 0,
     ) -> None:
         if dtype not in DRIFT:
@@ -57,13 +58,13 @@ class State:
         if size != 1 << self.held or self.held > wires:
             raise UsageError(
                 f"{size} ranks for a state of {wires} wires: expected a power of two of at most {2**wires}; "
-                "uq.spread(comm, wires) gives a group that fits"
+                "uq.share(comm, wires) gives a group that fits"
             )
         self.comm = comm if size > 1 else None
         self.rank = comm.rank if comm is not None else 0
         self.device = torch.device(device) if device is not None else comm.device if comm else torch.device("cpu")
         self.chunk = chunk
-        self.kernel: Kernel = kernel or reference.run
+        self.kernel = require_kernel(kernel)
         self.bits: dict[int, int] = {}
         require_room(wires, self.held, dtype, self.device, chunk, self.comm)
         self.local = torch.zeros(1 << (wires - self.held), dtype=dtype, device=self.device)
@@ -113,14 +114,18 @@ class State:
     def do(self, step: LocalStep, weights: Any = (), features: Any = ()) -> None:
         """One step of a program."""
         if isinstance(step, Run):
-            self.kernel(self.local, step.operations, weights, features)
+            self.apply(step, weights, features)
         elif isinstance(step, Trades):
             self.exchange(step)
         elif isinstance(step, Measure):
             if self._holds(step.condition):
                 self._measure(step)
         elif isinstance(step, Conditional) and self._holds(step.operation.condition):
-            self.kernel(self.local, [step.operation], weights, features)
+            self.apply(Run((replace(step.operation, condition=()),)), weights, features)
+
+    def apply(self, run: Run, weights: Any = (), features: Any = ()) -> None:
+        """Operations on local axes, with this state's kernel."""
+        run.runner(self.wires - self.held, self.dtype, self.device, self.kernel)(self.local, weights, features)
 
     def exchange(self, step: Trades) -> None:
         """Trade blocks with other ranks; the norm must be the same after as it was at the start."""
@@ -191,7 +196,7 @@ class State:
         for position in range(self.held):
             factor *= complex(vectors[layout[position]][self.holdings.bit(self.rank, position)])
         self.local.zero_()
-        self.local[0] = factor
+        self.local[:1] = factor
         filled = 1  # from the least significant axis up: [v0 * x, v1 * x]
         for position in reversed(range(self.held, self.wires)):
             low, high = vectors[layout[position]]

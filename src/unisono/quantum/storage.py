@@ -124,4 +124,4 @@ def _shard(index: int) -> str:
 
 
 def _digest(amplitudes: np.ndarray) -> str:
-    return hashlib.blake2b(np.ascontiguousarray(amplitudes).view(np.uint8), digest_size=16).hexdigest()
+    return hashlib.blake2b(np.ascontiguousarray(amplitudes).data, digest_size=16).hexdigest()
