@@ -187,6 +187,12 @@ class Circuit(GateMethods):
             raise UsageError(f'draw({kind!r}): expected "text" or "svg"')
         return text(self, width or 120) if kind == "text" else svg(self, width or 1200)
 
+    def to_qasm(self, version: int = 3) -> str:
+        """The circuit as OpenQASM 2 or 3."""
+        from unisono.quantum.qasm.writer import dumps
+
+        return dumps(self, version)
+
     def __len__(self) -> int:
         return len(self._operations)
 
