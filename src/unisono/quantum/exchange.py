@@ -30,6 +30,27 @@ def trade(local: torch.Tensor, step: Trades, comm: Communicator, chunk: int = DE
             _send(list(_split(block(local, step.axes, each.block), limit)), each.partner, comm)
 
 
+def borrow(
+    local: torch.Tensor, partner: int, comm: Communicator, chunk: int = DEFAULT_CHUNK
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The partner's array, which it lends a chunk at a time while it borrows this rank's: (place, chunk) pairs."""
+    shared = staging(comm, min(chunk, 2 * local.nbytes)) if local.device.type == "cpu" else None
+    if shared is not None and shared.reaches(partner):
+        yield from shared.borrow(chunks(local, _BUFFERS * shared.slot), partner)
+        return
+    for place, mine in chunks(local, chunk):
+        theirs = torch.empty_like(mine)
+        comm.exchange([(mine, partner)], [(theirs, partner)])
+        yield place, theirs
+
+
+def chunks(local: torch.Tensor, chunk: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """The array in parts of a power of two, so that four of them make a chunk, with their places."""
+    width = 1 << (max(1, chunk // (_BUFFERS * local.element_size())).bit_length() - 1)
+    for place in range(0, len(local), width):
+        yield place, local[place : place + width]
+
+
 def _send(pieces: list[torch.Tensor], partner: int, comm: Communicator) -> None:
     """Trade pieces as messages: while one pair of buffers travels, the other is packed."""
     size = max(piece.numel() for piece in pieces)

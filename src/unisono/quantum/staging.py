@@ -50,6 +50,14 @@ class Staging:
             piece.copy_(self.place(partner, number, piece))
         self._meet(partner)
 
+    def borrow(self, pieces: Iterator[tuple[int, torch.Tensor]], partner: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The partner's pieces, where it put them, while it looks at this rank's; `trade` says when a slot is free."""
+        for number, (place, piece) in enumerate(pieces):
+            self.place(self._comm.rank, number, piece).copy_(piece)
+            self._meet(partner)
+            yield place, self.place(partner, number, piece)
+        self._meet(partner)
+
     def _meet(self, partner: int) -> None:
         token, theirs = torch.zeros(1, dtype=torch.uint8), torch.zeros(1, dtype=torch.uint8)
         self._comm.exchange([(token, partner)], [(theirs, partner)])

@@ -7,7 +7,7 @@ state.amplitudes()                          # the whole vector, on every rank, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.quantum.blocks import block
 from unisono.quantum.circuit import Circuit
-from unisono.quantum.exchange import DEFAULT_CHUNK, trade
+from unisono.quantum.exchange import DEFAULT_CHUNK, borrow, chunks, trade
 from unisono.quantum.holdings import Holdings
 from unisono.quantum.kernels import require_kernel
 from unisono.quantum.memory import require_room
@@ -139,6 +139,15 @@ class State:
                 f"after an exchange the norm is {norm:.12g}, but it was {self.norm_expected:.12g}: a gate is not "
                 "unitary, or amplitudes were damaged on the way"
             )
+
+    def partner_chunks(self, flip: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The amplitudes of the rank whose held index differs by `flip`, a chunk at a time, with each chunk's place.
+
+        A chunk is only there until the next is asked for, and all of them must be."""
+        partner = self.holdings.rank_of(int(self.holdings.table[self.rank]) ^ flip)
+        if flip and self.comm is not None:
+            return borrow(self.local, partner, self.comm, self.chunk)
+        return chunks(self.local, self.chunk)
 
     # ---- looking ------------------------------------------------------------------------------------------------
 
