@@ -5,12 +5,11 @@ A word P sends |i> to f(i) |i ^ x>, f a sign and a power of i; words that flip t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 
 from unisono.quantum.blocks import block
 from unisono.quantum.observable import PauliSum, Word
+from unisono.quantum.partner import flipped, partner_chunks
 from unisono.quantum.state import State
 
 Masked = tuple[int, int, complex]  # bits that a word flips, bits whose sign counts, its coefficient and power of i
@@ -42,21 +41,6 @@ def inner(left: State, right: State) -> complex:
     return complex(*parts.tolist())
 
 
-def partner_chunks(state: State, flip: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """The amplitudes of the rank whose held index differs by `flip`, a chunk at a time, with each chunk's place."""
-    width = 1 << ((max(1, state.chunk // (4 * state.local.element_size()))).bit_length() - 1)
-    width = min(width, len(state.local))
-    partner = state.holdings.rank_of(int(state.holdings.table[state.rank]) ^ flip)
-    for place in range(0, len(state.local), width):
-        mine = state.local[place : place + width]
-        if flip and state.comm is not None:
-            theirs = torch.empty_like(mine)
-            state.comm.exchange([(mine, partner)], [(theirs, partner)])
-            yield place, theirs
-        else:
-            yield place, mine
-
-
 def _add(into: torch.Tensor, state: State, place: int, theirs: torch.Tensor, group: list[Masked], flip: int) -> None:
     """Add what the words make of the partner's amplitudes at `place`."""
     axes, width = state.wires - state.held, len(theirs)
@@ -80,19 +64,6 @@ def _add_signs(scale: torch.Tensor, mask: int, factor: complex) -> None:
     for bit in range(len(scale).bit_length() - 1):
         signs = torch.cat([signs, -signs if mask >> bit & 1 else signs])
     scale.add_(signs, alpha=factor)
-
-
-def flipped(amplitudes: torch.Tensor, mask: int) -> torch.Tensor:
-    """amplitudes[i ^ mask], for all i: bits that are flipped become dimensions to reverse."""
-    shape, dims, run = [], [], 1
-    for bit in reversed(range(len(amplitudes).bit_length() - 1)):
-        if mask >> bit & 1:
-            shape += [run, 2]
-            dims.append(len(shape) - 1)
-            run = 1
-        else:
-            run *= 2
-    return amplitudes.view(*shape, run).flip(dims).reshape(-1) if mask else amplitudes
 
 
 def _masked(coefficient: float, word: Word, state: State) -> Masked:

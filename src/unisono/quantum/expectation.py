@@ -6,7 +6,7 @@ Words with one x share the products conj(psi[i ^ x]) psi[i]; their signed sums s
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,6 +16,7 @@ from unisono.quantum.blocks import block
 from unisono.quantum.gates import gate
 from unisono.quantum.observable import PauliSum, Word
 from unisono.quantum.operation import Operation
+from unisono.quantum.partner import flipped, partner_chunks
 from unisono.quantum.program import Run, trades
 from unisono.quantum.reading import Reading, Shift, Stage, Turns, reading
 from unisono.quantum.state import State
@@ -117,44 +118,16 @@ def _read(state: State, stage: Stage, shift: Shift, words: Sequence[Word], value
     for number in shift.words:
         masks = _masks(words[number], stage)
         groups.setdefault(masks.flip & local, []).append((number, masks))
-    for place, theirs in _partner_chunks(state, shift.flip):
+    for place, theirs in partner_chunks(state, shift.flip):
         width = len(theirs)
         for flip, members in groups.items():
             mine_at = place ^ (flip & ~(width - 1))
-            products = _flipped(theirs, flip & (width - 1)).conj() * state.local[mine_at : mine_at + width]
+            products = flipped(theirs, flip & (width - 1)).conj() * state.local[mine_at : mine_at + width]
             signs = np.array([masks.sign & (width - 1) for _, masks in members])
             sums = signed_sums(products, signs)
             for (number, masks), total in zip(members, sums.tolist(), strict=True):
                 outside = (held_index << axes | mine_at) & masks.sign & ~(width - 1)
                 values[number] += (masks.factor * total).real * (-1) ** outside.bit_count()
-
-
-def _partner_chunks(state: State, flip: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """The partner's amplitudes, a chunk at a time, with the place of each chunk; one's own where flip is 0."""
-    width = 1 << ((max(1, state.chunk // (4 * state.local.element_size()))).bit_length() - 1)
-    width = min(width, len(state.local))
-    partner = state.holdings.rank_of(int(state.holdings.table[state.rank]) ^ flip)
-    for place in range(0, len(state.local), width):
-        mine = state.local[place : place + width]
-        if flip and state.comm is not None:
-            theirs = torch.empty_like(mine)
-            state.comm.exchange([(mine, partner)], [(theirs, partner)])
-            yield place, theirs
-        else:
-            yield place, mine
-
-
-def _flipped(amplitudes: torch.Tensor, mask: int) -> torch.Tensor:
-    """amplitudes[i ^ mask], for all i: bits that are flipped become dimensions to reverse."""
-    shape, dims, run = [], [], 1
-    for bit in reversed(range(len(amplitudes).bit_length() - 1)):
-        if mask >> bit & 1:
-            shape += [run, 2]
-            dims.append(len(shape) - 1)
-            run = 1
-        else:
-            run *= 2
-    return amplitudes.view(*shape, run).flip(dims).reshape(-1) if mask else amplitudes
 
 
 def signed_sums(values: torch.Tensor, masks: np.ndarray) -> torch.Tensor:
