@@ -116,6 +116,8 @@ def test_words_fast_and_plain(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtyp
     for fast in (True, False):
         monkeypatch.setattr(words, "_fast", lambda _, fast=fast: fast)
         np.testing.assert_allclose(words.word_sums(mine, theirs, flip, signs), expected, atol=tolerance)
+        np.testing.assert_allclose(words.word_sums(mine, theirs, flip, signs[:3]), expected[:3], atol=tolerance)
+        assert words.word_sums(mine, mine, 0, signs)[0].imag == pytest.approx(0, abs=tolerance)
         into = mine.clone()
         words.add_words(into, theirs, flip, signs, factors)
         np.testing.assert_allclose(into.numpy(), added, atol=tolerance)

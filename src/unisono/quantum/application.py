@@ -53,8 +53,8 @@ def _add(into: torch.Tensor, state: State, place: int, theirs: torch.Tensor, gro
         shifts.setdefault(flips & ((1 << axes) - 1), []).append((signs & (width - 1), sign * factor))
     for flips, members in shifts.items():
         at = place ^ (flips & ~(width - 1))
-        signs, factors = np.array([sign for sign, _ in members]), np.array([factor for _, factor in members])
-        add_words(into[at : at + width], theirs, flips & (width - 1), signs, factors)
+        masks, scales = np.array([mask for mask, _ in members]), np.array([scale for _, scale in members])
+        add_words(into[at : at + width], theirs, flips & (width - 1), masks, scales)
 
 
 def _masked(coefficient: float, word: Word, state: State) -> Masked:

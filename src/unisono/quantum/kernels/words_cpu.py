@@ -10,6 +10,8 @@ from typing import Any
 import numba
 import numpy as np
 
+FEW = 6  # words up to which each is added up on its own
+
 jit: Any = numba.njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
 
 
@@ -19,6 +21,27 @@ def odd(word):  # type: ignore[no-untyped-def]
     for shift in (32, 16, 8, 4, 2, 1):
         word ^= word >> shift
     return word & 1
+
+
+@jit
+def dot(left, right):  # type: ignore[no-untyped-def]
+    total = left[0] * 0
+    for place in range(len(left)):
+        total += left[place] * right[place]
+    return total
+
+
+@jit
+def transform(values):  # type: ignore[no-untyped-def]
+    """values[mask] becomes the sum of values[i] * (-1)^popcount(i & mask): Walsh and Hadamard's transform."""
+    step = len(values) // 2
+    while step:
+        for begin in range(0, len(values), 2 * step):
+            for place in range(begin, begin + step):
+                low, high = values[place], values[place + step]
+                values[place] = low + high
+                values[place + step] = low - high
+        step //= 2
 
 
 @jit
@@ -33,12 +56,15 @@ def sums(mine, theirs, flip, signs, low, begin, end, out):  # type: ignore[no-un
             i, j = 2 * (base + place), 2 * (other + (place ^ inside))
             real[place] = theirs[j] * mine[i] + theirs[j + 1] * mine[i + 1]
             imaginary[place] = theirs[j] * mine[i + 1] - theirs[j + 1] * mine[i]
+        if len(signs) > FEW:
+            transform(real)
+            if flip:  # without a flip, products are real
+                transform(imaginary)
         for word in range(len(signs)):
-            row = low[word]
-            first, second = row[0] * 0, row[0] * 0
-            for place in range(size):
-                first += row[place] * real[place]
-                second += row[place] * imaginary[place]
+            if len(signs) > FEW:
+                first, second = real[signs[word] & (size - 1)], imaginary[signs[word] & (size - 1)]
+            else:
+                first, second = dot(low[word], real), dot(low[word], imaginary)
             sign = 1.0 - 2.0 * odd(base & signs[word])
             out[word, 0] += sign * first
             out[word, 1] += sign * second
