@@ -62,13 +62,14 @@ def cut(
     *,
     relabel: bool = False,
     bundle: frozenset[int] = frozenset(),
+    free: frozenset[int] = frozenset(),
 ) -> list[Cut]:
     """Segments that mix at most `capacity` wires each and together are the operations.
 
     With `relabel`, wires that are not active are held by ranks, which may be renamed: gates that only permute basis states
-    are free there. Wires of `bundle` are active all together or not at all."""
+    are free there. Wires of `bundle` are active all together or not at all; wires that are `free` need no room."""
     order = Order(operations)
-    needs = [_bundled(_needs(operation, relabel), bundle) for operation in operations]
+    needs = [_bundled(_needs(operation, relabel), bundle, free) for operation in operations]
     left: list[int] = list(range(len(operations)))
     cuts = []
     while left:
@@ -111,8 +112,8 @@ def _needs(operation: Operation, relabel: bool) -> Needs:
     return mixed, permutes
 
 
-def _bundled(needs: Needs, bundle: frozenset[int]) -> Needs:
-    mixed, permutes = needs
+def _bundled(needs: Needs, bundle: frozenset[int], free: frozenset[int]) -> Needs:
+    mixed, permutes = needs[0] - free, needs[1]
     return (mixed | bundle if mixed & bundle else mixed), permutes
 
 
