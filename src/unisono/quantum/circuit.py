@@ -178,6 +178,21 @@ class Circuit(GateMethods):
         """How often each gate occurs, "c" in front for each control: {"ry": 8, "cx": 4}."""
         return dict(Counter("c" * len(each.controls) + each.name for each in self._operations))
 
+    def draw(self, kind: str = "text", width: int | None = None) -> str:
+        """The drawing as text or as SVG, wrapped to `width` characters or pixels."""
+        from unisono.quantum.drawing import text
+        from unisono.quantum.drawing_svg import svg
+
+        if kind not in ("text", "svg"):
+            raise UsageError(f'draw({kind!r}): expected "text" or "svg"')
+        return text(self, width or 120) if kind == "text" else svg(self, width or 1200)
+
+    def to_qasm(self, version: int = 3) -> str:
+        """The circuit as OpenQASM 2 or 3."""
+        from unisono.quantum.qasm.writer import dumps
+
+        return dumps(self, version)
+
     def __len__(self) -> int:
         return len(self._operations)
 

@@ -1,8 +1,8 @@
 """What an operation does to each of its wires, and so what it commutes with.
 
-An operation has a letter for each wire: Z where it is diagonal (a control, a phase), X or Y where it only mixes along that
-axis (the target of a CNOT, a rotation), * where it does anything else. Operations whose letters agree, and are no *, on
-every wire they share commute: on those wires both live in one commutative algebra.
+An operation has a letter for each wire: Z where it is diagonal (a control, a phase), X or Y where it only mixes along
+that axis (the target of a CNOT, a rotation), * where it does anything else. Operations whose letters agree, and are no
+*, on every wire they share commute: on those wires both live in one commutative algebra.
 """
 
 from __future__ import annotations

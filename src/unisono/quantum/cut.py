@@ -1,9 +1,9 @@
 """The one algorithm of the scheduler: cut operations into segments, each of which mixes few wires.
 
-The same cut serves every level: wires that fit a node, wires that fit a rank, axes that fit a cache, axes of a fused block.
-A segment is grown in program order: an operation joins when nothing it must follow is left out and its mixed wires fit
-beside those taken already. Operations that commute with what is left out overtake it; so a cut is delayed as long as any
-operation can go first.
+The same cut serves every level: wires that fit a node, wires that fit a rank, axes that fit a cache. A segment is grown
+in program order (or, from the end, against it): an operation joins when nothing it must follow is left out and its
+mixed wires fit beside those taken already. Operations that commute with what is left out overtake it; so a cut is
+delayed as long as any operation can go first.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Cut:
 
 
 class Order:
-    """What must follow what. On each wire, operations with equal letters form a group; a group waits for the one before."""
+    """What must follow what: on each wire, operations with equal letters form a group that waits for the one before."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self._open: dict[Hashable, int] = {}  # the group of each wire that may run now
@@ -64,10 +64,28 @@ def cut(
     bundle: frozenset[int] = frozenset(),
     free: frozenset[int] = frozenset(),
 ) -> list[Cut]:
-    """Segments that mix at most `capacity` wires each and together are the operations.
+    """Segments that mix at most `capacity` wires each and together are the operations: grown from the front, or from
+    the back where that makes fewer.
 
-    With `relabel`, wires that are not active are held by ranks, which may be renamed: gates that only permute basis states
-    are free there. Wires of `bundle` are active all together or not at all; wires that are `free` need no room."""
+    With `relabel`, wires that are not active are held by ranks, which may be renamed: gates that only permute basis
+    states are free there. Wires of `bundle` are active all together or not at all; wires that
+    are `free` need no room."""
+    forwards = _cut(operations, capacity, relabel, bundle, free)
+    if len(forwards) <= 2:
+        return forwards
+    backwards = _cut(operations[::-1], capacity, relabel, bundle, free)
+    if len(backwards) >= len(forwards):
+        return forwards
+    last = len(operations) - 1
+    return [
+        Cut(piece.active, piece.operations[::-1], [last - number for number in reversed(piece.numbers)])
+        for piece in reversed(backwards)
+    ]
+
+
+def _cut(
+    operations: Sequence[Operation], capacity: int, relabel: bool, bundle: frozenset[int], free: frozenset[int]
+) -> list[Cut]:
     order = Order(operations)
     needs = [_bundled(_needs(operation, relabel), bundle, free) for operation in operations]
     left: list[int] = list(range(len(operations)))

@@ -1,8 +1,8 @@
 """Which held index each rank has, and what is left of an operation for a rank that knows its held bits.
 
-    rank r, with g held bits h = holds[r], sees
-    a phase or control on held wires        the phase or control with those bits put in
-    X, CNOT, SWAP, Toffoli on held wires    another h, for every rank: no amplitude moves
+rank r, with g held bits h = holds[r], sees
+a phase or control on held wires        the phase or control with those bits put in
+X, CNOT, SWAP, Toffoli on held wires    another h, for every rank: no amplitude moves
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ class Holdings:
 
 
 def _put_in(operation: Operation, fixed: dict[int, int]) -> tuple[Gate, tuple[Affine, ...]] | None:
-    """The gate that is left when the bits of some targets, on which it is diagonal, are known; None: nothing is left."""
+    """The gate that is left when the bits of targets on which it is diagonal are known; None: nothing is left."""
     kind, parameters = operation.gate, operation.parameters
     gate_wires = letters(operation)[len(operation.controls) :]
     if any(gate_wires[number] != "Z" for number in fixed):

@@ -18,7 +18,7 @@ def local_bytes(wires: int, held: int, dtype: torch.dtype) -> int:
 
 
 def free_bytes(device: torch.device) -> int:
-    """What can still be allocated: on a GPU, its free memory; else the host's, or the container's where that is less."""
+    """What can still be allocated: a GPU's free memory; else the host's, or the container's where that is less."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
@@ -50,12 +50,12 @@ def require_room(
     elif dtype == torch.complex128 and local_bytes(wires, held, torch.complex64) + buffers <= room:
         hint += ", or dtype=torch.complex64"
     raise UsageError(
-        f"a state of {wires} wires in {str(dtype).removeprefix('torch.')} needs {_shown(need)} on each of {2**held} "
-        f"rank{'s' if held else ''}, but {_shown(room)} is free; {hint}"
+        f"a state of {wires} wires in {str(dtype).removeprefix('torch.')} needs {shown_bytes(need)} on each of "
+        f"{2**held} rank{'s' if held else ''}, but {shown_bytes(room)} is free; {hint}"
     )
 
 
-def _shown(size: int) -> str:
+def shown_bytes(size: int) -> str:
     for unit, scale in (("PiB", 50), ("TiB", 40), ("GiB", 30)):
         if size >= 1 << scale:
             return f"{size / (1 << scale):.1f} {unit}"

@@ -1,14 +1,18 @@
 """A schedule as one rank runs it: operations on local axes, and blocks traded with partners. Static, so made once.
 
-Walked forwards it runs the circuit; walked backwards, with each operation undone, it goes back: a trade is its own inverse.
+Walked forwards it runs the circuit; walked backwards, with each operation undone, it goes back: a trade is its own
+inverse.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+
+import torch
 
 from unisono.quantum.holdings import Holdings
+from unisono.quantum.kernels import Runner, runner
 from unisono.quantum.operation import Operation
 from unisono.quantum.schedule import Schedule
 from unisono.quantum.step import Event, Exchange, Segment
@@ -19,6 +23,14 @@ class Run:
     """Unitary operations on local axes, in order; a gphase without controls scales the whole local array."""
 
     operations: tuple[Operation, ...]
+    runners: dict[tuple[object, ...], Runner] = field(default_factory=dict, compare=False, repr=False)
+
+    def runner(self, axes: int, dtype: torch.dtype, device: torch.device, kernel: str) -> Runner:
+        """The operations made ready for a kernel; made once."""
+        key = (axes, dtype, device.type, kernel)
+        if key not in self.runners:
+            self.runners[key] = runner(self.operations, axes, dtype, device, kernel)
+        return self.runners[key]
 
 
 @dataclass(frozen=True)
@@ -105,8 +117,8 @@ def _measure(step: Event, holdings: Holdings, rank: int) -> Measure:
 def trades(exchange: Exchange, holdings: Holdings, rank: int) -> Trades:
     """Who trades which block with whom.
 
-    Positions trade places in pairs, so amplitude i and amplitude s(i) do, s being its own inverse. A rank's block v, the
-    bits taken being t, goes to the rank whose bits are v, and is its block t."""
+    Positions trade places in pairs, so amplitude i and amplitude s(i) do, s being its own inverse. A rank's block v,
+    the bits taken being t, goes to the rank whose bits are v, and is its block t."""
     held = holdings.held
     local = [(give, take) for give, take in zip(exchange.give, exchange.take, strict=True) if give >= held]
     index = int(holdings.table[rank])

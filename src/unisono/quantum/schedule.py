@@ -3,22 +3,29 @@
     schedule = Schedule.of(circuit, ranks=32)
     schedule.exchanges, schedule.steps
 
-Operations are put on tracks (tracks.py), cut at each level into segments that mix few wires (cut.py), and the wires of each
-segment are paged in (paging.py). A rank cuts its part of a segment again, into tiles that fit its cache (`tiles`).
+Operations are put on tracks (tracks.py), cut at each level into segments that mix few wires (cut.py), and the wires of
+each segment are paged in (paging.py). A rank cuts its part of a segment again, into tiles that fit its cache (`tiles`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
 
 from unisono.errors import UsageError
 from unisono.quantum.circuit import Circuit
+from unisono.quantum.commutation import mixed_wires
 from unisono.quantum.cut import cut
 from unisono.quantum.operation import Operation
 from unisono.quantum.paging import Pages, Tier
 from unisono.quantum.step import Event, Exchange, Segment, Step, Tile
 from unisono.quantum.tracks import Tracks, tracks
+
+if TYPE_CHECKING:
+    from unisono.quantum.forecast import Forecast, Rates
 
 
 @dataclass(frozen=True)
@@ -34,11 +41,10 @@ class Schedule:
     finish: tuple[int, ...]
     steps: tuple[Step, ...]
     prepare: tuple[tuple[Operation, ...], ...]
+    in_order: int = 0  # exchanges of the circuit in program order, a gate that mixes a held wire costing one
 
     @classmethod
-    def of(
-        cls, circuit: Circuit, ranks: int = 1, *, nodes: int = 1, start: Sequence[int] | None = None
-    ) -> Schedule:
+    def of(cls, circuit: Circuit, ranks: int = 1, *, nodes: int = 1, start: Sequence[int] | None = None) -> Schedule:
         """The schedule of a circuit on `ranks` ranks in `nodes` nodes, both powers of two.
 
         Without `start` the state begins as |0...0>, in any layout that suits; with it, as any state in that layout."""
@@ -50,7 +56,9 @@ class Schedule:
         pages = Pages.fresh(circuit.wires, tiers) if start is None else Pages(start, tiers)
         begin = tuple(pages.wires)
         steps = tuple(_merged(_steps(pieces, pages)))
-        return cls(circuit.wires, held, begin, _finish(ready, pages), steps, ready.leading)
+        return cls(
+            circuit.wires, held, begin, _finish(ready, pages), steps, ready.leading, _in_order(circuit.operations, held)
+        )
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -59,6 +67,12 @@ class Schedule:
     @property
     def is_unitary(self) -> bool:
         return not any(isinstance(step, Event) for step in self.steps)
+
+    def describe(self, dtype: torch.dtype = torch.complex64, rates: Rates | None = None) -> Forecast:
+        """What it will cost, before anything runs; print it, or read its fields."""
+        from unisono.quantum.forecast import Forecast  # it looks at schedules, so it imports this module
+
+        return Forecast.of(self, dtype, rates)
 
     def inverse(self) -> Schedule:
         """The schedule that undoes this one, but for `prepare`."""
@@ -86,9 +100,7 @@ def tiles(
 Piece = tuple[tuple[int, ...], list[Operation]]  # the number of the segment on each tier, and its operations
 
 
-def _levels(
-    operations: Sequence[Operation], wires: int, outer: int, held: int
-) -> tuple[list[Tier], list[Piece]]:
+def _levels(operations: Sequence[Operation], wires: int, outer: int, held: int) -> tuple[list[Tier], list[Piece]]:
     """The same cut at each level: what fits a node, and within that what fits a rank."""
     flat = outer in (0, held)
     whole = cut(operations, wires - (held if flat else outer), relabel=True)
@@ -96,7 +108,7 @@ def _levels(
         needed = tuple(frozenset(piece.active) for piece in whole)
         return [Tier(0, held, needed)], [((number,), piece.operations) for number, piece in enumerate(whole)]
     pieces: list[Piece] = []
-    inner_needed = []
+    inner_needed: list[frozenset[int]] = []
     for number, part in enumerate(whole):
         for piece in cut(part.operations, wires - held, relabel=True):
             pieces.append(((number, len(inner_needed)), piece.operations))
@@ -140,6 +152,10 @@ def _undone(step: Step) -> Step:
     if isinstance(step, Segment):
         return Segment(tuple(operation.inverse() for operation in reversed(step.operations)))
     return step
+
+
+def _in_order(operations: Sequence[Operation], held: int) -> int:
+    return sum(1 for each in operations if each.is_unitary and min(mixed_wires(each), default=held) < held)
 
 
 def _held(wires: int, ranks: int) -> int:

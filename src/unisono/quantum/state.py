@@ -1,13 +1,14 @@
 """A state vector spread over ranks.
 
-    state = State(28, comm)                     # |0...0>
-    state.run(circuit, weights)                 # scheduled, exchanged, applied
-    state.amplitudes()                          # the whole vector, on every rank, in the order of wires
+state = State(28, comm)                     # |0...0>
+state.run(circuit, weights)                 # scheduled, exchanged, applied
+state.amplitudes()                          # the whole vector, on every rank, in the order of wires
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,17 +16,18 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.quantum.blocks import block
 from unisono.quantum.circuit import Circuit
-from unisono.quantum.exchange import DEFAULT_CHUNK, block, trade
+from unisono.quantum.exchange import DEFAULT_CHUNK, borrow, chunks, trade
 from unisono.quantum.holdings import Holdings
-from unisono.quantum.kernels import reference
+from unisono.quantum.kernels import require_kernel
 from unisono.quantum.memory import require_room
 from unisono.quantum.program import Conditional, LocalStep, Measure, Program, Run, Trades
 from unisono.quantum.schedule import Schedule
 
-Kernel = Callable[[torch.Tensor, Sequence[Any], Any, Any], None]  # (local, operations on axes, weights, features)
 DRIFT = {torch.complex64: 1e-3, torch.complex128: 1e-9}  # of the norm, before it is an error
 _LARGEST_GATHERED = 30  # wires
+_PIECE = 1 << 19  # numbers whose squares are added in their own precision
 
 
 class NormError(ArithmeticError):
@@ -35,8 +37,8 @@ class NormError(ArithmeticError):
 class State:
     """2^wires amplitudes over the 2^held ranks of `comm` (None: all here).
 
-    `local` are this rank's; `layout[p]` is the wire at position p: the first `held` positions are bits of the held index
-    that `holdings` knows for each rank, the others are the axes of `local`. Every method is called by all ranks alike."""
+    `local` are this rank's; `layout[p]` is the wire at position p: the first `held` positions are bits of the held
+    index that `holdings` knows for each rank, the others are the axes of `local`. All ranks call every method alike."""
 
     def __init__(
         self,
@@ -46,7 +48,7 @@ class State:
         dtype: torch.dtype = torch.complex128,
         device: torch.device | str | None = None,
         chunk: int = DEFAULT_CHUNK,
-        kernel: Kernel | None = None,
+        kernel: str = "auto",
         seed: int = 0,
     ) -> None:
         if dtype not in DRIFT:
@@ -57,19 +59,19 @@ class State:
         if size != 1 << self.held or self.held > wires:
             raise UsageError(
                 f"{size} ranks for a state of {wires} wires: expected a power of two of at most {2**wires}; "
-                "uq.spread(comm, wires) gives a group that fits"
+                "uq.share(comm, wires) gives a group that fits"
             )
         self.comm = comm if size > 1 else None
         self.rank = comm.rank if comm is not None else 0
         self.device = torch.device(device) if device is not None else comm.device if comm else torch.device("cpu")
         self.chunk = chunk
-        self.kernel: Kernel = kernel or reference.run
+        self.kernel = require_kernel(kernel)
         self.bits: dict[int, int] = {}
         require_room(wires, self.held, dtype, self.device, chunk, self.comm)
         self.local = torch.zeros(1 << (wires - self.held), dtype=dtype, device=self.device)
         self.layout: tuple[int, ...] = tuple(range(wires))
         self.holdings = Holdings(self.held)
-        self._draws = np.random.default_rng(seed)
+        self.draws = np.random.default_rng(seed)
         self._begin(self.layout, [np.array([1, 0])] * wires)
         self.fresh = True
 
@@ -106,19 +108,25 @@ class State:
             self._begin(schedule.start, [_prepared(gates) for gates in schedule.prepare])
             self.fresh = False
         elif schedule.start != self.layout or any(schedule.prepare):
-            raise UsageError("the schedule begins with another layout than the state has; make it with state.schedule()")
+            raise UsageError(
+                "the schedule begins with another layout than the state has; make it with state.schedule()"
+            )
 
     def do(self, step: LocalStep, weights: Any = (), features: Any = ()) -> None:
         """One step of a program."""
         if isinstance(step, Run):
-            self.kernel(self.local, step.operations, weights, features)
+            self.apply(step, weights, features)
         elif isinstance(step, Trades):
             self.exchange(step)
         elif isinstance(step, Measure):
             if self._holds(step.condition):
                 self._measure(step)
         elif isinstance(step, Conditional) and self._holds(step.operation.condition):
-            self.kernel(self.local, [step.operation], weights, features)
+            self.apply(Run((replace(step.operation, condition=()),)), weights, features)
+
+    def apply(self, run: Run, weights: Any = (), features: Any = ()) -> None:
+        """Operations on local axes, with this state's kernel."""
+        run.runner(self.wires - self.held, self.dtype, self.device, self.kernel)(self.local, weights, features)
 
     def exchange(self, step: Trades) -> None:
         """Trade blocks with other ranks; the norm must be the same after as it was at the start."""
@@ -126,11 +134,20 @@ class State:
             return
         trade(self.local, step, self.comm, self.chunk)
         norm = self.norm()
-        if not abs(norm - self._norm) <= DRIFT[self.dtype] * self._norm:
+        if not abs(norm - self.norm_expected) <= DRIFT[self.dtype] * self.norm_expected:
             raise NormError(
-                f"after an exchange the norm is {norm:.12g}, but it was {self._norm:.12g}: a gate is not unitary, or "
-                "amplitudes were damaged on the way"
+                f"after an exchange the norm is {norm:.12g}, but it was {self.norm_expected:.12g}: a gate is not "
+                "unitary, or amplitudes were damaged on the way"
             )
+
+    def partner_chunks(self, flip: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The amplitudes of the rank whose held index differs by `flip`, a chunk at a time, with each chunk's place.
+
+        A chunk is only there until the next is asked for, and all of them must be."""
+        partner = self.holdings.rank_of(int(self.holdings.table[self.rank]) ^ flip)
+        if flip and self.comm is not None:
+            return borrow(self.local, partner, self.comm, self.chunk)
+        return chunks(self.local, self.chunk)
 
     # ---- looking ------------------------------------------------------------------------------------------------
 
@@ -169,7 +186,7 @@ class State:
             raise UsageError(f"amplitudes of shape {tuple(amplitudes.shape)}: expected ({1 << self.wires},)")
         whole = amplitudes.to(self.device, self.dtype).reshape((2,) * self.wires).permute(self.layout)
         self.local.copy_(whole.reshape(1 << self.held, -1)[int(self.holdings.table[self.rank])])
-        self._norm = self.norm()
+        self.norm_expected = self.norm()
         self.fresh = False
         return self
 
@@ -189,7 +206,7 @@ class State:
         for position in range(self.held):
             factor *= complex(vectors[layout[position]][self.holdings.bit(self.rank, position)])
         self.local.zero_()
-        self.local[0] = factor
+        self.local[:1] = factor
         filled = 1  # from the least significant axis up: [v0 * x, v1 * x]
         for position in reversed(range(self.held, self.wires)):
             low, high = vectors[layout[position]]
@@ -198,7 +215,7 @@ class State:
             if low != 1:
                 self.local[:filled] *= complex(low)
             filled *= 2
-        self._norm = 1.0
+        self.norm_expected = 1.0
 
     def _measure(self, step: Measure) -> None:
         """Draw an outcome, the same on all ranks, keep its part of the state, and put a reset wire back to 0."""
@@ -206,12 +223,11 @@ class State:
             ones = _squares(self.local) * step.value
         else:
             ones = _squares(block(self.local, [step.axis], 1))
-        both = self.total(torch.stack([ones, _squares(self.local)]))
-        chance = float(both[0] / both[1])
-        outcome = int(self._draws.random() < chance)
+        one, both = self.total(torch.stack([ones, _squares(self.local)])).tolist()
+        outcome = int(self.draws.random() < one / both)
         if self.comm is not None:  # sums may differ in the last bit between ranks; the outcome must not
             outcome = int(self.comm.broadcast(torch.tensor([outcome], device=self.device)))
-        kept = self._norm / float(both[outcome] if outcome else both[1] - both[0]) ** 0.5
+        kept = self.norm_expected / (one if outcome else both - one) ** 0.5
         if step.axis is None:
             self.local *= kept * (step.value == outcome)
         else:
@@ -230,10 +246,12 @@ class State:
         """Hosts, where each has the same power of two of consecutive ranks; else one."""
         if self.comm is None:
             return 1
-        hosts = [self.comm._hosts[rank] for rank in self.comm.ranks]
+        hosts = self.comm.hosts
         nodes = len(set(hosts))
         each = len(hosts) // nodes
-        regular = nodes & (nodes - 1) == 0 and all(len(set(hosts[i : i + each])) == 1 for i in range(0, len(hosts), each))
+        regular = nodes & (nodes - 1) == 0 and all(
+            len(set(hosts[i : i + each])) == 1 for i in range(0, len(hosts), each)
+        )
         return nodes if regular else 1
 
 
@@ -245,5 +263,9 @@ def _prepared(gates: Sequence[Any]) -> np.ndarray:
 
 
 def _squares(amplitudes: torch.Tensor) -> torch.Tensor:
-    """The sum of squared moduli, in float64."""
-    return torch.linalg.vector_norm(torch.view_as_real(amplitudes), dtype=torch.float64) ** 2
+    """The sum of squared moduli, in float64: added up in pieces, each short enough for its own precision."""
+    parts = torch.view_as_real(amplitudes)
+    if amplitudes.is_contiguous():
+        parts = parts.view(-1)
+    norms = [torch.linalg.vector_norm(piece) for piece in parts.split(_PIECE)]
+    return torch.stack(norms).double().square().sum()

@@ -1,9 +1,9 @@
 """The steps of a schedule: pure data, read alike by the plan, by the state that runs it and by the gradient.
 
-Note: positions. The physical index of an amplitude has n bits; position 0 is the most significant. The first g positions
-are the *held* bits, which a rank has in common for all its amplitudes; the others are the axes of its local array, axis
-a = position - g, axis 0 the most significant. A held index h belongs to the rank r with holds[r] == h: permuting gates on
-held positions only change that table, and cost nothing.
+Note: positions. The physical index of an amplitude has n bits; position 0 is the most significant. The first g
+positions are the *held* bits, which a rank has in common for all its amplitudes; the others are the axes of its local
+array, axis a = position - g, axis 0 the most significant. A held index h belongs to the rank r with holds[r] == h:
+permuting gates on held positions only change that table, and cost nothing.
 """
 
 from __future__ import annotations

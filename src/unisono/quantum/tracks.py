@@ -66,7 +66,7 @@ def _without_leading(operations: list[Operation], leading: list[list[Operation]]
     rest = []
     touched: set[int] = set()
     for operation in operations:
-        alone = len(operation.wires) == 1 and operation.is_unitary and operation.is_constant
+        alone = len(operation.targets) == len(operation.wires) == 1 and operation.is_unitary and operation.is_constant
         if alone and operation.targets[0] not in touched:
             leading[operation.targets[0]].append(operation)
         else:

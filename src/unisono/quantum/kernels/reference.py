@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.quantum.exchange import block
+from unisono.quantum.blocks import block
 from unisono.quantum.gates import PauliRotation
 from unisono.quantum.operation import Operation
 

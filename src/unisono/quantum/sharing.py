@@ -9,8 +9,8 @@ from unisono.comm.communicator import Communicator
 
 
 @dataclass(frozen=True)
-class Spread:
-    """`comm` is the group of 2^held ranks that share one state, this rank among them; None where there is only one rank.
+class Share:
+    """`comm` is the group of 2^held ranks that share one state, this rank among them; None where that is one rank.
 
     There are `groups` such groups, for different samples of a batch; this rank is in number `group`, or, being surplus,
     in none (-1). `note` says what is unusual, or is empty."""
@@ -22,11 +22,11 @@ class Spread:
     note: str = ""
 
 
-def spread(comm: Communicator | None, wires: int, *, batch: int = 1, narrowest: int = 1) -> Spread:
+def share(comm: Communicator | None, wires: int, *, batch: int = 1, narrowest: int = 1) -> Share:
     """Spread states of `wires` wires over all ranks, or over as many as a power of two allows.
 
-    A rank keeps at least `narrowest` wires. With a batch, a number of ranks that is no power of two makes several groups,
-    each with its own samples, so that no rank is idle."""
+    A rank keeps at least `narrowest` wires. With a batch, a number of ranks that is no power of two makes several
+    groups, each with its own samples, so that no rank is idle."""
     size = 1 if comm is None else comm.size
     most = min(size.bit_length() - 1, max(0, wires - narrowest))
     held = most
@@ -37,15 +37,15 @@ def spread(comm: Communicator | None, wires: int, *, batch: int = 1, narrowest: 
     groups = min(size // width, max(1, batch))
     note = ""
     if groups * width < size:
-        note = f"{groups * width} of {size} ranks share the state; the others are idle (a state takes a power of two of them)"
+        note = f"{groups * width} of {size} ranks share the state, which takes a power of two; the others are idle"
     elif groups > 1:
         note = f"{size} ranks in {groups} groups of {width}: each group simulates its own samples of the batch"
     if comm is None or size == 1:
-        return Spread(None, 0, 1, 0)
+        return Share(None, 0, 1, 0)
     if note and comm.rank == 0:
         warnings.warn(note, stacklevel=2)
     if width == size:
-        return Spread(comm, held, 1, 0, note)
+        return Share(comm, held, 1, 0, note)
     mine = comm.split([list(range(g * width, (g + 1) * width)) for g in range(groups)]) if width > 1 else None
     group = comm.rank // width
-    return Spread(mine, held, groups, group if group < groups else -1, note)
+    return Share(mine, held, groups, group if group < groups else -1, note)
