@@ -102,16 +102,30 @@ class Compiled:
         self.padding = lane_bits if bits - lane_bits < max(4, min(bits, widest + lane_bits)) else 0
         self.code = assemble(operations, bits + self.padding, lane_bits)
         self.angles = Angles(self.code.angles)
+        self._last: Bound | None = None  # a gradient comes with the angles of the run before
 
 
     def bind(self, weights: Any = (), features: Any = ()) -> Bound:
         """The program with these numbers as angles."""
         given = [np.asarray(values, dtype=np.float64).reshape(-1) for values in (weights, features)]
-        return Bound(self, self.angles.values(*given))
+        angles = self.angles.values(*given)
+        if self._last is None or not np.array_equal(self._last.angles, angles):
+            self._last = Bound(self, angles)
+        return self._last
 
-    def run(self, local: torch.Tensor, weights: Any = (), features: Any = ()) -> None:
+    def __call__(self, local: torch.Tensor, weights: Any = (), features: Any = ()) -> None:
         """Apply the operations to 2^bits amplitudes, in place."""
         self.bind(weights, features).run(local)
+
+    run = __call__
+
+    def reverse(
+        self, local: torch.Tensor, costate: torch.Tensor, weights: Any = (), features: Any = ()
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Undo the operations on a state and a co-state, in place; the gradients of weights and of features."""
+        of_angles = self.bind(weights, features).reverse(local, costate)
+        of_weights, of_features = self.angles.gradients(of_angles, np.size(weights), np.size(features))
+        return of_weights, of_features
 
 
 class Bound:
