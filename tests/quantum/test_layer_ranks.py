@@ -30,6 +30,7 @@ def evaluate(comm: Any, kernel: str) -> Found:
     return out.detach().numpy(), layer.weights.grad.numpy(), x.grad.numpy()
 
 
+@pytest.mark.usefixtures("compiled_kernels")
 @pytest.mark.filterwarnings("ignore:.*ranks")
 @pytest.mark.parametrize(
     ("backend", "size", "kernel"), [("gloo", 2, "cpu"), ("gloo", 4, "reference"), ("mpi", 2, "cpu")]

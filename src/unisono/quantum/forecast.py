@@ -125,7 +125,12 @@ class Forecast:
 
 
 def forecast(
-    circuit: Circuit, ranks: int = 1, *, nodes: int = 1, dtype: torch.dtype = torch.complex64, rates: Rates | None = None
+    circuit: Circuit,
+    ranks: int = 1,
+    *,
+    nodes: int = 1,
+    dtype: torch.dtype = torch.complex64,
+    rates: Rates | None = None,
 ) -> Forecast:
     """What a circuit will cost on so many ranks, from |0...0>."""
     return Forecast.of(Schedule.of(circuit, ranks, nodes=nodes), dtype, rates)
