@@ -88,7 +88,9 @@ class Compiled:
 
     A small state is padded with idle lanes: its amplitudes stand 2^lane_bits apart."""
 
-    def __init__(self, operations: Sequence[Operation], bits: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, operations: Sequence[Operation], bits: int, dtype: torch.dtype, *, row_bits: int = ROW_BITS
+    ) -> None:
         if dtype not in LANE_BITS:
             raise UsageError(f"dtype {dtype}: expected torch.complex64 or torch.complex128")
         try:
@@ -100,7 +102,7 @@ class Compiled:
         operations = [part for each in operations for part in _narrowed(each)]
         widest = max((len(mixed_wires(each)) for each in operations), default=0)
         self.padding = lane_bits if bits - lane_bits < max(4, min(bits, widest + lane_bits)) else 0
-        self.code = assemble(operations, bits + self.padding, lane_bits)
+        self.code = assemble(operations, bits + self.padding, lane_bits, row_bits)
         self.angles = Angles(self.code.angles)
         self._last: Bound | None = None  # a gradient comes with the angles of the run before
 

@@ -24,6 +24,7 @@ from unisono.quantum.compiled import LANE_BITS
 from unisono.quantum.measuring import Output, output_of
 from unisono.quantum.observable import observables as parsed
 from unisono.quantum.program import Program
+from unisono.quantum.schedule import Schedule
 from unisono.quantum.sharing import Share, share
 from unisono.quantum.shifting import finite_differences, parameter_shift
 from unisono.quantum.state import State
@@ -84,9 +85,9 @@ class Layer(nn.Module):
 
     def plan(self) -> str:
         """What a forward will do: sweeps, exchanges, memory."""
-        from unisono.quantum.forecast import forecast
+        from unisono.quantum.forecast import Forecast
 
-        return str(forecast(self.circuit, 1 << self.share(1).held, dtype=self.dtype))
+        return str(Forecast.of(Schedule.of(self.circuit, 1 << self.share(1).held), self.dtype))
 
     def share(self, batch: int) -> Share:
         """Which ranks share a state, for a batch of this size."""
