@@ -1,0 +1,312 @@
+"""From tiles to arrays of instructions (kernels/code.py), made once for a circuit; angles are filled in for each run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from unisono.quantum.frame import Basis, Frame, Layout, skew
+from unisono.quantum.kernels import code
+from unisono.quantum.lowering import Primitive
+from unisono.quantum.parameter import Affine
+from unisono.quantum.stages import Mix, Stage, Term, stages
+
+TOGETHER = 3  # bits turned in one pass: 8 rows fill the registers
+
+
+@dataclass(frozen=True)
+class Code:
+    """A program for a state of 2^bits amplitudes with rows of 2^lane_bits.
+
+    `angles[i]` is the angle of turn i, for i < turns, and of phase term i - turns after that. `constants` are the numbers
+    of `values` that do not depend on angles. `terms` are records of the phases, as kernels/bind.py reads them."""
+
+    bits: int
+    lane_bits: int
+    row_bits: int
+    sweeps: NDArray[np.int64]
+    ops: NDArray[np.int64]
+    rows: NDArray[np.int32]
+    pairs: NDArray[np.int64]
+    places: NDArray[np.int64]
+    angles: tuple[Affine, ...]
+    turns: int
+    constants: NDArray[np.float64]
+    terms: NDArray[np.int64]
+    term_constants: NDArray[np.float64]
+    term_slopes: NDArray[np.float64]
+    term_angles: NDArray[np.int64]  # of each entry of the terms' tables: the number of its angle, or -1
+    sums: int  # how many sums over rows the phases' gradients need
+    spare: int  # amplitudes of scratch, for dense matrices
+
+
+class Assembler:
+    """Collects the arrays of a Code, sweep by sweep."""
+
+    def __init__(self, bits: int, lane_bits: int, row_bits: int) -> None:
+        self.bits, self.lane_bits = bits, lane_bits
+        self.width = 1 << lane_bits
+        self._ops: list[list[int]] = []
+        self._sweeps: list[list[int]] = []
+        self._rows: list[NDArray[np.int32]] = []
+        self._pairs: list[tuple[int, int]] = []
+        self._places: list[NDArray[np.int64]] = []
+        self._constants: list[NDArray[np.float64]] = []
+        self._turn_angles: list[Affine] = []
+        self._term_angles: list[Affine] = []
+        self._records: list[list[int]] = []
+        self._term_tables: list[tuple[Sequence[float], Sequence[float]]] = []
+        self._term_numbers: list[int] = []
+        self._sizes = dict.fromkeys(("rows", "places", "values", "records", "tables", "sums"), 0)
+        self.row_bits = row_bits
+        self._spare = 1
+        self._add("rows", _xors(skew(row_bits)[0]).astype(np.int32))
+
+    def sweep(self, primitives: Iterable[Primitive], layout: Layout) -> None:
+        """Add a tile's program, and how the tiles lie in the state."""
+        made, frame = stages(primitives, layout, self.bits - 1)
+        count = len(layout.rows)
+        fields = [0] * code.SWEEP_FIELDS
+        fields[code.FIRST] = len(self._ops)
+        for stage in made:
+            self._stage(stage, count)
+        fields[code.LAST] = len(self._ops)
+        fields[code.ROW_BITS], fields[code.OUTSIDE_BITS] = count, len(layout.outside)
+        fields[code.PLACES] = self._add("places", _spread(2 << bit for bit in layout.rows))
+        straight = layout.lanes == tuple(range(self.lane_bits))
+        fields[code.LANES] = -1 if straight else self._add("places", _spread(2 << bit for bit in layout.lanes))
+        fields[code.OUTSIDE] = self._add("places", np.array([2 << bit for bit in layout.outside], dtype=np.int64))
+        self._finish(fields, layout, frame)
+        self._sweeps.append(fields)
+
+    def code(self) -> Code:
+        turns = len(self._turn_angles)
+        return Code(
+            self.bits,
+            self.lane_bits,
+            self.row_bits,
+            np.array(self._sweeps, dtype=np.int64).reshape(-1, code.SWEEP_FIELDS),
+            np.array(self._ops, dtype=np.int64).reshape(-1, code.FIELDS),
+            _joined(self._rows, np.int32),
+            np.array(self._pairs, dtype=np.int64).reshape(-1, 2),
+            _joined(self._places, np.int64),
+            (*self._turn_angles, *self._term_angles),
+            turns,
+            _joined(self._constants, np.float64),
+            np.array([number for record in self._records for number in record], dtype=np.int64),
+            np.array([value for table, _ in self._term_tables for value in table], dtype=np.float64),
+            np.array([value for _, slopes in self._term_tables for value in slopes], dtype=np.float64),
+            np.array(self._term_numbers, dtype=np.int64),
+            self._sizes["sums"],
+            self._spare,
+        )
+
+    # ---- stages -------------------------------------------------------------------------------------------------
+
+    def _stage(self, stage: Stage, row_bits: int) -> None:
+        for level in stage.levels():
+            plain = [mix for mix in level if mix.plain]
+            for start in range(0, len(plain), TOGETHER):
+                self._turns(plain[start : start + TOGETHER], row_bits)
+            for mix in level:
+                if not mix.plain:
+                    self._dense(mix, row_bits) if mix.matrix is not None else self._pair(mix, row_bits)
+        if stage.terms:
+            self._phases(stage.terms, row_bits)
+
+    def _turns(self, mixes: Sequence[Mix], row_bits: int) -> None:
+        op = self._op(code.TURNS, mixes, row_bits)
+        op[code.COUNT] = len(mixes)
+        for number, mix in enumerate(mixes):
+            op[code.MASK0 + number] = mix.masks[0]
+        op[code.VALUES] = self._add("values", np.zeros(len(mixes)))
+        op[code.SLOT] = self._turn_slot(mixes)
+
+    def _pair(self, mix: Mix, row_bits: int) -> None:
+        """Entries 00, 01, 10, 11 and weights, for each lane; those of a turn are filled in with its angle."""
+        op = self._op(code.PAIR, [mix], row_bits)
+        op[code.COUNT], op[code.MASK0] = 1, mix.masks[0]
+        weights = self._lane_weights(mix)
+        swapped = np.concatenate([1 - weights, weights, weights, 1 - weights, weights])
+        op[code.VALUES] = self._add("values", swapped)
+        op[code.SLOT] = self._turn_slot([mix]) if mix.angle is not None else -1
+
+    def _dense(self, mix: Mix, row_bits: int) -> None:
+        size = 1 << len(mix.masks)
+        self._add("rows", _xors(reversed(mix.masks)).astype(np.int32))
+        op = self._op(code.DENSE, [mix], row_bits)
+        assert mix.matrix is not None
+        op[code.COUNT] = len(mix.masks)
+        entries = np.stack([mix.matrix.real, mix.matrix.imag], axis=-1).reshape(-1)
+        op[code.VALUES] = self._add("values", np.concatenate([self._lane_weights(mix), entries]))
+        self._spare = max(self._spare, size * self.width)
+
+    def _op(self, kind: int, mixes: Sequence[Mix], row_bits: int) -> list[int]:
+        """An instruction on the rows where all bits read 0 and all guards hold, outside bits being 0."""
+        op = [0] * code.FIELDS
+        self._ops.append(op)
+        op[code.KIND], op[code.SLOT] = kind, -1
+        wanted = [(parity.rows, 0) for mix in mixes for parity in mix.bits]
+        flips = [(bit.outside, mask) for mix in mixes for bit, mask in zip(mix.bits, mix.masks, strict=True)]
+        conditions = []
+        for mix in mixes:
+            for number, (parity, value) in enumerate(mix.guards):
+                if parity.rows:
+                    wanted.append((parity.rows, value))
+                    flips.append((parity.outside, mix.guard_masks[number]))
+                elif not parity.lanes:
+                    conditions.append((parity.outside, value))
+        rows = _chosen(wanted, row_bits)
+        op[code.ROWS], op[code.ROW_COUNT] = self._add("rows", rows), len(rows)
+        self._flips(op, flips, conditions)
+        return op
+
+    def _flips(self, op: list[int], flips: Iterable[tuple[int, int]], conditions: Sequence[tuple[int, int]]) -> None:
+        real = [(outside, mask) for outside, mask in flips if outside]
+        op[code.FLIPS], op[code.FLIP_COUNT] = self._add_pairs(real), len(real)
+        op[code.CONDITIONS], op[code.CONDITION_COUNT] = self._add_pairs(conditions), len(conditions)
+
+    def _lane_weights(self, mix: Mix) -> NDArray[np.float64]:
+        weights = np.ones(self.width)
+        for parity, value in mix.guards:
+            if parity.lanes:
+                lanes = np.bitwise_count(np.arange(self.width) & parity.lanes) & 1
+                weights *= lanes == value
+        return weights
+
+    def _turn_slot(self, mixes: Sequence[Mix]) -> int:
+        slot = len(self._turn_angles)
+        self._turn_angles += [mix.angle for mix in mixes if mix.angle is not None]
+        return slot
+
+    # ---- phases -------------------------------------------------------------------------------------------------
+
+    def _phases(self, terms: Sequence[Term], row_bits: int) -> None:
+        """One instruction for all terms that need no condition on outside bits, and one for each condition."""
+        basis = Basis()
+        for term in terms:
+            for parity in (*(parity for parity, _ in term.guards), *term.bits):
+                basis.reduce(parity)
+        groups: dict[tuple[tuple[int, int], ...], list[list[int]]] = {}
+        lanes: dict[tuple[tuple[int, int], ...], bool] = {}
+        for term in terms:
+            angle = self._term_angle(term)
+            for conditions, record, touches_lanes in self._cases(term, basis, angle):
+                groups.setdefault(conditions, []).append(record)
+                lanes[conditions] = lanes.get(conditions, False) or touches_lanes
+        for conditions, records in groups.items():
+            self._phase(conditions, records, lanes[conditions], basis, row_bits)
+
+    def _phase(
+        self,
+        conditions: tuple[tuple[int, int], ...],
+        records: list[list[int]],
+        lanes: bool,
+        basis: Basis,
+        row_bits: int,
+    ) -> None:
+        op = [0] * code.FIELDS
+        self._ops.append(op)
+        op[code.KIND] = code.LANE_PHASE if lanes else code.PHASE
+        entries = 1 << (row_bits + (self.lane_bits if lanes else 0))
+        op[code.VALUES] = self._skip("values", 2 * entries)
+        op[code.ROW_COUNT] = 1 << row_bits
+        differentiable = any(record[3] for record in records)
+        op[code.SLOT] = self._skip("sums", entries) if differentiable else -1
+        self._flips(op, basis.flips, conditions)
+        op[code.ROWS], op[code.COUNT] = self._sizes["records"], len(records)
+        for record in records:
+            self._records.append(record)
+            self._sizes["records"] += len(record)
+
+    def _term_angle(self, term: Term) -> tuple[int, int]:
+        """Where the term's table begins, and the number of its angle (-1: it has none)."""
+        phase = term.phase
+        slopes = phase.slopes or (0.0,) * len(phase.constants)
+        table = self._sizes["tables"]
+        self._term_tables.append((phase.constants, slopes))
+        self._sizes["tables"] += len(phase.constants)
+        number = -1
+        if any(slopes):
+            number = len(self._term_angles)
+            self._term_angles.append(phase.angle)
+        self._term_numbers += [number] * len(phase.constants)
+        return table, number
+
+    def _cases(
+        self, term: Term, basis: Basis, angle: tuple[int, int]
+    ) -> Iterable[tuple[tuple[tuple[int, int], ...], list[int], bool]]:
+        """(conditions, record, whether lanes matter) for each value of the outside bits that shifting rows cannot meet.
+
+        A record: its length, table, angle, whether it has a gradient, how many guards, how many bits; for each of these
+        the row mask, the lane mask and a flip (of a guard: the value it must have)."""
+        parities = [*(parity for parity, _ in term.guards), *term.bits]
+        left = [basis.reduce(parity) for parity in parities]
+        known = sorted({outside & ~code.ONE for outside in left} - {0})
+        table, number = angle
+        touches_lanes = any(parity.lanes for parity in parities)
+        for case in range(1 << len(known)):
+            value = {outside: case >> i & 1 for i, outside in enumerate(known)} | {0: 0}
+            flips = [value[each & ~code.ONE] ^ (each & code.ONE != 0) for each in left]
+            record = [0, table, number, int(not term.phase.angle.is_constant), len(term.guards), len(term.bits)]
+            possible = True
+            for i, parity in enumerate(parities):
+                wanted = term.guards[i][1] if i < len(term.guards) else 0
+                if i < len(term.guards) and not parity.rows and not parity.lanes:
+                    possible &= flips[i] == wanted
+                record += [parity.rows, parity.lanes, flips[i] ^ wanted]
+            record[0] = len(record)
+            if possible:
+                yield tuple((outside, value[outside]) for outside in known), record, touches_lanes
+
+    # ---- arrays -------------------------------------------------------------------------------------------------
+
+    def _finish(self, fields: list[int], layout: Layout, frame: Frame) -> None:
+        masks = [frame.mask[bit] for bit in layout.rows]
+        fields[code.ORDER] = self._add("rows", _xors(masks).astype(np.int32))
+        flips = [(frame.parity[bit].outside, frame.mask[bit]) for bit in layout.rows]
+        real = [(outside, mask) for outside, mask in flips if outside]
+        fields[code.SWEEP_FLIPS], fields[code.SWEEP_FLIP_COUNT] = self._add_pairs(real), len(real)
+
+    def _add(self, pool: str, array: NDArray) -> int:
+        lists: dict[str, list] = {"rows": self._rows, "places": self._places, "values": self._constants}
+        lists[pool].append(array)
+        return self._skip(pool, len(array), filled=True)
+
+    def _skip(self, pool: str, count: int, *, filled: bool = False) -> int:
+        begin = self._sizes[pool]
+        self._sizes[pool] += count
+        if pool == "values" and not filled:
+            self._constants.append(np.zeros(count))
+        return begin
+
+    def _add_pairs(self, pairs: Sequence[tuple[int, int]]) -> int:
+        begin = len(self._pairs)
+        self._pairs += pairs
+        return begin
+
+
+def _xors(masks: Iterable[int]) -> NDArray[np.int64]:
+    """Entry i is the exclusive or of masks[j] over the bits j of i."""
+    made = np.zeros(1, dtype=np.int64)
+    for mask in masks:
+        made = np.concatenate([made, made ^ mask])
+    return made
+
+
+_spread = _xors  # disjoint weights: adding is the same
+
+
+def _chosen(wanted: Sequence[tuple[int, int]], row_bits: int) -> NDArray[np.int32]:
+    """The rows in which each parity has its value."""
+    rows = np.arange(1 << row_bits, dtype=np.int32)
+    for mask, value in wanted:
+        rows = rows[(np.bitwise_count(rows & np.int32(mask)) & 1) == value]
+    return rows
+
+
+def _joined(parts: Sequence[NDArray], dtype: type) -> NDArray:
+    return np.concatenate([*parts, np.zeros(1)]).astype(dtype)  # never empty: kernels take its address

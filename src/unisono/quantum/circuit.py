@@ -1,0 +1,221 @@
+"""A circuit: wires, and the operations on them in order.
+
+    circuit = Circuit(3).h(0).cnot(0, 1).rz(2, weight(0))
+    circuit.compose(other, wires=(2, 0)).inverse()
+
+Every method that adds something returns the circuit, so calls chain. The gates' methods are in gate_methods.py.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from unisono.errors import UsageError
+from unisono.quantum.gate_methods import GateMethods
+from unisono.quantum.gates import BARRIER, CONTROLLED, Gate, gate
+from unisono.quantum.operation import Controls, Operation
+from unisono.quantum.parameter import Angle, affine
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+class Circuit(GateMethods):
+    """`wires` qubits that start in |0...0>, and `bits` classical bits that measurements write."""
+
+    def __init__(self, wires: int, bits: int = 0) -> None:
+        if isinstance(wires, bool) or not hasattr(wires, "__index__") or wires < 1:
+            raise UsageError(f"Circuit({wires!r}): expected a number of wires of 1 or more")
+        self.wires = int(wires)
+        self.bits = bits
+        self._operations: list[Operation] = []
+        self._tuple: tuple[Operation, ...] | None = ()
+
+    @property
+    def operations(self) -> tuple[Operation, ...]:
+        if self._tuple is None:
+            self._tuple = tuple(self._operations)
+        return self._tuple
+
+    @property
+    def weights(self) -> int:
+        """How many trainable weights the circuit reads: the highest index and one."""
+        return 1 + max((index for each in self._operations for index, _ in each.terms()[0]), default=-1)
+
+    @property
+    def features(self) -> int:
+        """How many inputs the circuit reads: the highest index and one."""
+        return 1 + max((index for each in self._operations for index, _ in each.terms()[1]), default=-1)
+
+    @property
+    def is_unitary(self) -> bool:
+        """No measurement, no reset, nothing that depends on a bit."""
+        return all(each.is_unitary or each.name == "barrier" for each in self._operations)
+
+    def append(self, operation: Operation) -> Self:
+        """Add an operation after checking it against the circuit and its gate."""
+        kind = operation.gate
+        if len(operation.targets) != kind.targets and kind is not BARRIER:
+            raise UsageError(f"{kind.name} acts on {kind.targets} wires, but got {_listed(operation.targets)}")
+        if len(operation.parameters) != kind.parameters:
+            raise UsageError(f"{kind.name} takes {kind.parameters} angles, but got {len(operation.parameters)}")
+        for wire in operation.wires:
+            if isinstance(wire, bool) or not hasattr(wire, "__index__") or not 0 <= wire < self.wires:
+                raise UsageError(f"{kind.name} on wire {wire!r}: the circuit has wires 0 to {self.wires - 1}")
+        if len(set(operation.wires)) != len(operation.wires):
+            raise UsageError(f"{kind.name} names a wire twice: {_listed(operation.wires)}")
+        for bit in (*operation.bits, *(bit for bit, _ in operation.condition)):
+            if not 0 <= bit < self.bits:
+                raise UsageError(
+                    f"{kind.name} uses bit {bit}, but the circuit has {self.bits}; make it with bits={bit + 1}"
+                )
+        for where, value in (*operation.controls, *operation.condition):
+            if value not in (0, 1):
+                raise UsageError(f"{kind.name} is controlled on value {value!r} of {where}: expected 0 or 1")
+        self._operations.append(operation)
+        self._tuple = None
+        return self
+
+    def apply(
+        self,
+        kind: str | Gate,
+        targets: int | Sequence[int] = (),
+        *angles: Angle,
+        controls: Mapping[int, int] | Sequence[int] = (),
+        condition: Mapping[int, int] | None = None,
+    ) -> Self:
+        """Any gate, by name or as a Gate, under any controls: a sequence of wires, or {wire: 0 or 1}.
+
+        Named controlled gates ("cx", "ccx", "crz", ...) take their controls as first targets."""
+        wires = _wires(targets)
+        pairs = _pairs(controls)
+        if isinstance(kind, str) and kind in CONTROLLED:
+            kind, count = CONTROLLED[kind]
+            pairs += tuple((wire, 1) for wire in wires[:count])
+            wires = wires[count:]
+        kind = gate(kind) if isinstance(kind, str) else kind
+        parameters = tuple(affine(angle) for angle in angles)
+        return self.append(Operation(kind, wires, pairs, parameters, condition=_pairs(condition or {})))
+
+    def compose(
+        self,
+        other: Circuit,
+        wires: Sequence[int] | None = None,
+        controls: Mapping[int, int] | Sequence[int] = (),
+    ) -> Self:
+        """Add all operations of `other`, its wire i as wires[i] (default: the same wires), under further controls.
+
+        Weights and features keep their indices; see `shifted` for another circuit's own weights."""
+        wires = range(other.wires) if wires is None else [*wires]
+        if len(wires) != other.wires:
+            raise UsageError(f"compose: {other.wires} wires to place, but wires={_listed(tuple(wires))}")
+        pairs = _pairs(controls)
+        self.bits = max(self.bits, other.bits)
+        for operation in other.operations:
+            placed = operation.on(wires)
+            self.append(placed.controlled(pairs) if pairs else placed)
+        return self
+
+    def inverse(self) -> Circuit:
+        """A new circuit that undoes this one."""
+        undone = type(self)(self.wires, self.bits)
+        for operation in reversed(self._operations):
+            undone.append(operation.inverse())
+        return undone
+
+    def copy(self) -> Circuit:
+        return type(self)(self.wires, self.bits).compose(self)
+
+    def __add__(self, other: Circuit) -> Circuit:
+        """A new circuit: this one, then `other`."""
+        if not isinstance(other, Circuit):
+            return NotImplemented
+        if other.wires > self.wires:
+            raise UsageError(
+                f"cannot add a circuit of {other.wires} wires to one of {self.wires}; use compose(wires=...)"
+            )
+        return self.copy().compose(other, range(other.wires))
+
+    def bound(self, weights: Sequence[float] = (), features: Sequence[float] = ()) -> Circuit:
+        """A new circuit with numbers in place of weights and features."""
+        self.check_values(weights, features)
+        bound = type(self)(self.wires, self.bits)
+        for each in self._operations:
+            parameters = tuple(affine(angle) for angle in each.angles(weights, features))
+            bound.append(replace(each, parameters=parameters))
+        return bound
+
+    def shifted(self, weights: int = 0, features: int = 0) -> Circuit:
+        """A new circuit that reads weight i + `weights` where this one reads weight i, and features likewise."""
+        shifted = type(self)(self.wires, self.bits)
+        for each in self._operations:
+            parameters = tuple(parameter.shifted(weights, features) for parameter in each.parameters)
+            shifted.append(replace(each, parameters=parameters))
+        return shifted
+
+    def check_values(self, weights: Any = (), features: Any = ()) -> None:
+        """Refuse vectors that are not as long as the circuit needs."""
+        for kind, given, needed in (("weights", weights, self.weights), ("features", features, self.features)):
+            if len(given) < needed:
+                raise UsageError(f"the circuit reads {needed} {kind}, but {len(given)} were given")
+
+    def depth(self) -> int:
+        """Layers of operations, when each goes as early as its wires allow."""
+        level = [0] * self.wires
+        for each in self._operations:
+            wires = each.wires or range(self.wires)
+            if each.name == "gphase" and not each.controls:
+                continue
+            top = max(level[wire] for wire in wires) + (each.name != "barrier")
+            for wire in wires:
+                level[wire] = top
+        return max(level)
+
+    def counts(self) -> dict[str, int]:
+        """How often each gate occurs, "c" in front for each control: {"ry": 8, "cx": 4}."""
+        return dict(Counter("c" * len(each.controls) + each.name for each in self._operations))
+
+    def draw(self, kind: str = "text", width: int | None = None) -> str:
+        """The drawing as text or as SVG, wrapped to `width` characters or pixels."""
+        from unisono.quantum.drawing import text
+        from unisono.quantum.drawing_svg import svg
+
+        if kind not in ("text", "svg"):
+            raise UsageError(f'draw({kind!r}): expected "text" or "svg"')
+        return text(self, width or 120) if kind == "text" else svg(self, width or 1200)
+
+    def to_qasm(self, version: int = 3) -> str:
+        """The circuit as OpenQASM 2 or 3."""
+        from unisono.quantum.qasm.writer import dumps
+
+        return dumps(self, version)
+
+    def __len__(self) -> int:
+        return len(self._operations)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Circuit):
+            return NotImplemented
+        return (self.wires, self.bits, self.operations) == (other.wires, other.bits, other.operations)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Circuit({self.wires} wires, {len(self)} operations, {self.weights} weights, {self.features} features)"
+
+
+def _wires(targets: int | Sequence[int]) -> tuple[int, ...]:
+    return (int(targets),) if hasattr(targets, "__index__") else tuple(targets)
+
+
+def _pairs(controls: Mapping[int, int] | Sequence[int]) -> Controls:
+    if isinstance(controls, Mapping):
+        return tuple((wire, value) for wire, value in controls.items())
+    return tuple((wire, 1) for wire in controls)
+
+
+def _listed(wires: tuple[int, ...]) -> str:
+    return f"{len(wires)} ({', '.join(map(str, wires))})" if wires else "none"

@@ -1,0 +1,280 @@
+"""Operations on one array of amplitudes, compiled once and run many times with other angles."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from unisono.errors import MissingPackageError, UsageError
+from unisono.quantum.assembly import Assembler, Code
+from unisono.quantum.commutation import mixed_wires
+from unisono.quantum.frame import Layout
+from unisono.quantum.kernels.threads import count, together
+from unisono.quantum.lowering import lower
+from unisono.quantum.operation import Operation
+from unisono.quantum.schedule import tiles
+from unisono.quantum.step import Tile
+
+LANE_BITS = {torch.complex64: 3, torch.complex128: 2}
+NEAR = 3  # bits above the lanes that every tile has: 2^3 cache lines lie side by side
+ROW_BITS = 12  # of a tile: 2^11 rows of 64 bytes, two of them for gradients, fit a core's second-level cache
+_PARTS = {torch.complex64: np.float32, torch.complex128: np.float64}
+
+
+class Angles:
+    """Affine angles of weights and features, evaluated and differentiated all at once."""
+
+    def __init__(self, angles: Sequence[Any]) -> None:
+        self.constants = np.array([angle.constant for angle in angles], dtype=np.float64)
+        self._terms = []
+        for kind in ("weights", "features"):
+            found = [(i, index, factor) for i, angle in enumerate(angles) for index, factor in getattr(angle, kind)]
+            at, indices, factors = zip(*found, strict=True) if found else ((), (), ())
+            self._terms.append((np.array(at, np.int64), np.array(indices, np.int64), np.array(factors, np.float64)))
+
+    def values(self, weights: NDArray, features: NDArray) -> NDArray[np.float64]:
+        total = self.constants.copy()
+        for (at, indices, factors), given in zip(self._terms, (weights, features), strict=True):
+            if len(at):
+                total += np.bincount(at, factors * given[indices], minlength=len(total))
+        return total
+
+    def gradients(self, of_angles: NDArray[np.float64], weights: int, features: int) -> list[NDArray[np.float64]]:
+        """Gradients of weights and of features from those of the angles."""
+        return [
+            np.bincount(indices, factors * of_angles[at], minlength=size) if len(at) else np.zeros(size)
+            for (at, indices, factors), size in zip(self._terms, (weights, features), strict=True)
+        ]
+
+
+def assemble(operations: Sequence[Operation], bits: int, lane_bits: int, row_bits: int = ROW_BITS) -> Code:
+    """The program of operations on axes 0 (most significant) to bits - 1."""
+    widest = max((len(mixed_wires(each)) for each in operations), default=0)
+    low = frozenset(range(bits - lane_bits, bits))
+    capacity = min(max(row_bits, widest + lane_bits), bits - lane_bits)
+    near = max(0, min(NEAR, capacity - widest - lane_bits))
+    always = frozenset(range(bits - lane_bits - near, bits - lane_bits))
+    assembler = Assembler(bits, lane_bits, capacity)
+    for tile in tiles(operations, capacity - near, low, always):
+        layout = layout_of(tile, bits, lane_bits, near, capacity)
+        assembler.sweep((primitive for each in tile.operations for primitive in lower(each)), layout)
+    return assembler.code()
+
+
+def layout_of(tile: Tile, bits: int, lane_bits: int, near: int, capacity: int) -> Layout:
+    """Lanes are the lowest bits where the tile leaves those alone; else bits that no operation uses to decide."""
+    active = {bits - 1 - axis for axis in tile.active} | set(range(lane_bits, lane_bits + near))
+    deciding = {bits - 1 - axis for each in tile.operations if not each.is_diagonal for axis, _ in each.controls}
+    low = set(range(lane_bits))
+    straight = not low & active and (not low & deciding or len(low | active) > capacity)
+    rows = set(active) if straight else active | low
+    if straight:
+        lanes = sorted(low)
+    else:
+        idle = sorted(set(range(bits)) - rows, key=lambda bit: (bit in deciding, bit))
+        lanes = sorted(idle[:lane_bits])
+    spare = sorted(set(range(bits)) - rows - set(lanes))
+    rows |= set(spare[: capacity - len(rows)])
+    outside = sorted(set(range(bits)) - rows - set(lanes))
+    return Layout(tuple(sorted(rows)), tuple(lanes), tuple(outside))
+
+
+class Compiled:
+    """A run of unitary operations on the axes of a state of 2^bits amplitudes.
+
+    A small state is padded with idle lanes: its amplitudes stand 2^lane_bits apart."""
+
+    def __init__(
+        self, operations: Sequence[Operation], bits: int, dtype: torch.dtype, *, row_bits: int = ROW_BITS
+    ) -> None:
+        if dtype not in LANE_BITS:
+            raise UsageError(f"dtype {dtype}: expected torch.complex64 or torch.complex128")
+        try:
+            import numba  # noqa: F401
+        except ImportError as error:
+            raise MissingPackageError("numba", "the CPU kernel for circuits", "quantum") from error
+        self.bits, self.dtype, self.part = bits, dtype, _PARTS[dtype]
+        lane_bits = LANE_BITS[dtype]
+        operations = [part for each in operations for part in _narrowed(each)]
+        widest = max((len(mixed_wires(each)) for each in operations), default=0)
+        self.padding = lane_bits if bits - lane_bits < max(4, min(bits, widest + lane_bits)) else 0
+        self.code = assemble(operations, bits + self.padding, lane_bits, row_bits)
+        self.angles = Angles(self.code.angles)
+        self._last: Bound | None = None  # a gradient comes with the angles of the run before
+
+
+    def bind(self, weights: Any = (), features: Any = ()) -> Bound:
+        """The program with these numbers as angles."""
+        given = [np.asarray(values, dtype=np.float64).reshape(-1) for values in (weights, features)]
+        angles = self.angles.values(*given)
+        if self._last is None or not np.array_equal(self._last.angles, angles):
+            self._last = Bound(self, angles)
+        return self._last
+
+    def __call__(self, local: torch.Tensor, weights: Any = (), features: Any = ()) -> None:
+        """Apply the operations to 2^bits amplitudes, in place."""
+        self.bind(weights, features).run(local)
+
+    run = __call__
+
+    def reverse(
+        self, local: torch.Tensor, costate: torch.Tensor, weights: Any = (), features: Any = ()
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Undo the operations on a state and a co-state, in place; the gradients of weights and of features."""
+        of_angles = self.bind(weights, features).reverse(local, costate)
+        of_weights, of_features = self.angles.gradients(of_angles, np.size(weights), np.size(features))
+        return of_weights, of_features
+
+
+class Bound:
+    """A compiled run with its angles filled in."""
+
+    def __init__(self, compiled: Compiled, angles: NDArray[np.float64]) -> None:
+        from unisono.quantum.kernels.bind import bind
+
+        code = compiled.code
+        self.compiled = compiled
+        self.angles = angles
+        self.ops = code.ops.copy()
+        self.values = code.constants.astype(compiled.part)
+        self.order = np.zeros(code.turns, dtype=np.int64)
+        self.steps = np.ones(len(code.ops))
+        self.scales = np.ones(len(code.sweeps))
+        tables = code.term_constants + code.term_slopes * _at(angles[code.turns :], code.term_angles)
+        scratch = np.empty(1 << (code.row_bits + code.lane_bits))
+        bind(
+            code.sweeps,
+            self.ops,
+            code.terms,
+            tables,
+            angles,
+            self.order,
+            self.values,
+            self.scales,
+            self.steps,
+            1 << code.lane_bits,
+            scratch,
+        )
+
+    def run(self, local: torch.Tensor) -> None:
+        from unisono.quantum.kernels.cpu import forward
+
+        code = self.compiled.code
+        state = self._parts(local)
+        scales = self.scales.astype(state.dtype)
+        threads = self._threads()
+        counters = np.zeros(2 * len(code.sweeps) + 1, dtype=np.int64)
+
+        def call(number: int) -> None:
+            tile, spare = self._tile(), self._tile(code.spare)
+            forward(
+                state,
+                code.sweeps,
+                self.ops,
+                code.rows,
+                code.pairs,
+                code.places,
+                self.values,
+                scales,
+                tile,
+                spare,
+                counters,
+                threads,
+            )
+
+        together(call, threads)
+        self._put(local, state)
+
+    def reverse(self, local: torch.Tensor, costate: torch.Tensor) -> NDArray[np.float64]:
+        """Undo the operations on a state and its co-state, in place; the gradient of each angle."""
+        from unisono.quantum.kernels.bind import phase_gradients
+        from unisono.quantum.kernels.cpu_reverse import reverse
+
+        code = self.compiled.code
+        state, other = self._parts(local), self._parts(costate)
+        turns = self.angles[: code.turns] / 2
+        halves = np.append(np.stack([np.cos(turns), np.sin(turns)], axis=-1), [1.0]).astype(state.dtype)
+        threads = self._threads()
+        counters = np.zeros(2 * len(code.sweeps) + 1, dtype=np.int64)
+        gradients = np.zeros((threads, code.turns + 1))
+        sums = np.zeros((threads, code.sums + 1))
+
+        def call(number: int) -> None:
+            reverse(
+                state,
+                other,
+                code.sweeps,
+                code.ops,
+                code.rows,
+                code.pairs,
+                code.places,
+                self.values,
+                halves,
+                self._tile(),
+                self._tile(),
+                self._tile(code.spare),
+                gradients[number],
+                sums[number],
+                counters,
+                threads,
+            )
+
+        together(call, threads)
+        self._put(local, state)
+        self._put(costate, other)
+        of_angles = np.zeros(len(self.angles))
+        of_angles[: code.turns] = gradients.sum(axis=0)[:-1]
+        of_terms = of_angles[code.turns :]
+        phase_gradients(code.ops, code.terms, code.term_slopes, sums.sum(axis=0), 1 << code.lane_bits, of_terms)
+        return of_angles
+
+    def _threads(self) -> int:
+        code = self.compiled.code
+        tiles = 1 << (code.bits - code.lane_bits - code.row_bits)
+        return min(count(), tiles)
+
+    def _tile(self, amplitudes: int = 0) -> NDArray:
+        code = self.compiled.code
+        amplitudes = amplitudes or 1 << (code.row_bits + code.lane_bits)
+        return aligned(2 * amplitudes, self.compiled.part)
+
+    def _parts(self, local: torch.Tensor) -> NDArray:
+        """The amplitudes as a flat array of their parts, padded where the program wants it."""
+        compiled = self.compiled
+        if local.shape != (1 << compiled.bits,) or local.dtype != compiled.dtype or local.device.type != "cpu":
+            raise UsageError(
+                f"amplitudes {local.dtype} {tuple(local.shape)} on {local.device}: "
+                f"expected {compiled.dtype} ({1 << compiled.bits},) on cpu"
+            )
+        if not compiled.padding:
+            return torch.view_as_real(local).view(-1).numpy()
+        padded = local.new_zeros((1 << compiled.bits, 1 << compiled.padding))
+        padded[:, 0] = local
+        return torch.view_as_real(padded).view(-1).numpy()
+
+    def _put(self, local: torch.Tensor, state: NDArray) -> None:
+        if self.compiled.padding:
+            padded = torch.view_as_complex(torch.from_numpy(state).view(-1, 2))
+            local.copy_(padded.view(1 << self.compiled.bits, -1)[:, 0])
+
+
+def aligned(size: int, dtype: Any) -> NDArray:
+    """An array of zeros that begins at a cache line."""
+    room = np.zeros(size + 64 // np.dtype(dtype).itemsize, dtype=dtype)
+    start = -room.ctypes.data % 64 // room.itemsize
+    return room[start : start + size]
+
+
+def _at(angles: NDArray[np.float64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
+    return np.append(angles, 0.0)[numbers]
+
+
+_WIDEST_WORD = 6  # X and Y of a Pauli rotation; a wider one is taken apart
+
+
+def _narrowed(operation: Operation) -> Sequence[Operation]:
+    return operation.lowered() if len(mixed_wires(operation)) > _WIDEST_WORD else (operation,)

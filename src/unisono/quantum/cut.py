@@ -1,0 +1,146 @@
+"""The one algorithm of the scheduler: cut operations into segments, each of which mixes few wires.
+
+The same cut serves every level: wires that fit a node, wires that fit a rank, axes that fit a cache. A segment is grown
+in program order (or, from the end, against it): an operation joins when nothing it must follow is left out and its
+mixed wires fit beside those taken already. Operations that commute with what is left out overtake it; so a cut is
+delayed as long as any operation can go first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from unisono.quantum.commutation import letters, moves
+from unisono.quantum.operation import Operation
+
+
+@dataclass
+class Cut:
+    """A segment: the wires it mixes, its operations in an order that may be run, and where in the input each stood."""
+
+    active: set[int] = field(default_factory=set)
+    operations: list[Operation] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+
+
+class Order:
+    """What must follow what: on each wire, operations with equal letters form a group that waits for the one before."""
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self._open: dict[Hashable, int] = {}  # the group of each wire that may run now
+        self._left: dict[Hashable, list[int]] = {}  # how many operations each group still has
+        self._groups: list[list[tuple[Hashable, int]]] = []
+        last: dict[Hashable, str] = {}
+        for operation in operations:
+            mine = []
+            for wire, letter in _touched(operation):
+                counts = self._left.setdefault(wire, [])
+                if letter == "*" or last.get(wire) != letter:
+                    counts.append(0)
+                    last[wire] = letter
+                counts[-1] += 1
+                mine.append((wire, len(counts) - 1))
+            self._groups.append(mine)
+        self._open = dict.fromkeys(self._left, 0)
+
+    def ready(self, number: int) -> bool:
+        opened = self._open
+        return all(opened[wire] == group for wire, group in self._groups[number])
+
+    def finish(self, number: int) -> None:
+        for wire, group in self._groups[number]:
+            counts = self._left[wire]
+            counts[group] -= 1
+            if not counts[group]:
+                self._open[wire] = group + 1
+
+
+def cut(
+    operations: Sequence[Operation],
+    capacity: int,
+    *,
+    relabel: bool = False,
+    bundle: frozenset[int] = frozenset(),
+    free: frozenset[int] = frozenset(),
+) -> list[Cut]:
+    """Segments that mix at most `capacity` wires each and together are the operations: grown from the front, or from
+    the back where that makes fewer.
+
+    With `relabel`, wires that are not active are held by ranks, which may be renamed: gates that only permute basis
+    states are free there. Wires of `bundle` are active all together or not at all; wires that
+    are `free` need no room."""
+    forwards = _cut(operations, capacity, relabel, bundle, free)
+    if len(forwards) <= 2:
+        return forwards
+    backwards = _cut(operations[::-1], capacity, relabel, bundle, free)
+    if len(backwards) >= len(forwards):
+        return forwards
+    last = len(operations) - 1
+    return [
+        Cut(piece.active, piece.operations[::-1], [last - number for number in reversed(piece.numbers)])
+        for piece in reversed(backwards)
+    ]
+
+
+def _cut(
+    operations: Sequence[Operation], capacity: int, relabel: bool, bundle: frozenset[int], free: frozenset[int]
+) -> list[Cut]:
+    order = Order(operations)
+    needs = [_bundled(_needs(operation, relabel), bundle, free) for operation in operations]
+    left: list[int] = list(range(len(operations)))
+    cuts = []
+    while left:
+        piece, left = _grow(operations, left, needs, order, capacity)
+        cuts.append(piece)
+    return cuts
+
+
+Needs = tuple[frozenset[int], bool]  # the wires an operation mixes, and whether it may run with all of its wires held
+
+
+def _grow(
+    operations: Sequence[Operation], left: list[int], needs: list[Needs], order: Order, capacity: int
+) -> tuple[Cut, list[int]]:
+    piece = Cut()
+    later = []
+    for number in left:
+        mixed, permutes = needs[number]
+        outside = mixed - piece.active
+        fits = len(piece.active) + len(outside) <= capacity
+        if not fits and permutes and len(piece.active) == capacity:
+            fits, outside = piece.active.isdisjoint(operations[number].wires), frozenset()
+        if fits and order.ready(number):
+            order.finish(number)
+            piece.active |= outside
+            piece.operations.append(operations[number])
+            piece.numbers.append(number)
+        else:
+            later.append(number)
+    if not piece.operations:
+        raise AssertionError(f"no operation fits {capacity} wires; the caller checks the widest first")
+    return piece, later
+
+
+def _needs(operation: Operation, relabel: bool) -> Needs:
+    mixed = frozenset(w for w, letter in zip(operation.wires, letters(operation), strict=True) if letter != "Z")
+    permutes = relabel and bool(mixed) and not operation.condition and moves(operation.gate) is not None
+    if permutes and len(operation.wires) == 1:
+        return frozenset(), False  # held or local, X and Y always run
+    return mixed, permutes
+
+
+def _bundled(needs: Needs, bundle: frozenset[int], free: frozenset[int]) -> Needs:
+    mixed, permutes = needs[0] - free, needs[1]
+    return (mixed | bundle if mixed & bundle else mixed), permutes
+
+
+def _touched(operation: Operation) -> Iterable[tuple[Hashable, str]]:
+    """(wire, letter) pairs; classical bits, and the order of random draws, are wires of their own kind."""
+    yield from zip(operation.wires, letters(operation), strict=True)
+    for bit in operation.bits:
+        yield ("bit", bit), "*"
+    for bit, _ in operation.condition:
+        yield ("bit", bit), "Z"
+    if operation.name in ("measure", "reset"):
+        yield "draws", "*"

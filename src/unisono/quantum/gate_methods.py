@@ -1,0 +1,224 @@
+"""The methods that add gates to a circuit; each returns the circuit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+from numpy.typing import ArrayLike
+
+from unisono.errors import UsageError
+from unisono.quantum import gates
+from unisono.quantum.gates import Gate
+from unisono.quantum.operation import Operation
+from unisono.quantum.parameter import Angle, affine
+
+if TYPE_CHECKING:
+    from typing import Self
+
+
+class GateMethods:
+    """Mixed into Circuit, which has `wires`, `bits`, `append` and `apply`."""
+
+    wires: int
+    bits: int
+
+    if TYPE_CHECKING:
+
+        def append(self, operation: Operation) -> Self: ...
+
+        def apply(
+            self,
+            kind: str | Gate,
+            targets: int | Sequence[int] = (),
+            *angles: Angle,
+            controls: Mapping[int, int] | Sequence[int] = (),
+            condition: Mapping[int, int] | None = None,
+        ) -> Self: ...
+
+    def id(self, wire: int) -> Self:
+        return self.apply("id", wire)
+
+    def x(self, wire: int) -> Self:
+        return self.apply("x", wire)
+
+    def y(self, wire: int) -> Self:
+        return self.apply("y", wire)
+
+    def z(self, wire: int) -> Self:
+        return self.apply("z", wire)
+
+    def h(self, wire: int) -> Self:
+        return self.apply("h", wire)
+
+    def s(self, wire: int) -> Self:
+        return self.apply("s", wire)
+
+    def sdg(self, wire: int) -> Self:
+        return self.apply("sdg", wire)
+
+    def t(self, wire: int) -> Self:
+        return self.apply("t", wire)
+
+    def tdg(self, wire: int) -> Self:
+        return self.apply("tdg", wire)
+
+    def sx(self, wire: int) -> Self:
+        return self.apply("sx", wire)
+
+    def sxdg(self, wire: int) -> Self:
+        return self.apply("sxdg", wire)
+
+    def rx(self, wire: int, angle: Angle) -> Self:
+        return self.apply("rx", wire, angle)
+
+    def ry(self, wire: int, angle: Angle) -> Self:
+        return self.apply("ry", wire, angle)
+
+    def rz(self, wire: int, angle: Angle) -> Self:
+        return self.apply("rz", wire, angle)
+
+    def p(self, wire: int, angle: Angle) -> Self:
+        """diag(1, exp(i angle)); also known as u1 and phase."""
+        return self.apply("p", wire, angle)
+
+    u1 = phase = p
+
+    def u2(self, wire: int, phi: Angle, lam: Angle) -> Self:
+        return self.apply("u2", wire, phi, lam)
+
+    def u3(self, wire: int, theta: Angle, phi: Angle, lam: Angle) -> Self:
+        """p(phi) ry(theta) p(lam), the rightmost first."""
+        return self.apply("u3", wire, theta, phi, lam)
+
+    def rot(self, wire: int, phi: Angle, theta: Angle, omega: Angle) -> Self:
+        """rz(omega) ry(theta) rz(phi), the rightmost first."""
+        return self.apply("rot", wire, phi, theta, omega)
+
+    def cnot(self, control: int, target: int) -> Self:
+        return self.apply("cx", (control, target))
+
+    cx = cnot
+
+    def cy(self, control: int, target: int) -> Self:
+        return self.apply("cy", (control, target))
+
+    def cz(self, control: int, target: int) -> Self:
+        return self.apply("cz", (control, target))
+
+    def ch(self, control: int, target: int) -> Self:
+        return self.apply("ch", (control, target))
+
+    def swap(self, first: int, second: int) -> Self:
+        return self.apply("swap", (first, second))
+
+    def iswap(self, first: int, second: int) -> Self:
+        return self.apply("iswap", (first, second))
+
+    def cswap(self, control: int, first: int, second: int) -> Self:
+        return self.apply("cswap", (control, first, second))
+
+    def toffoli(self, first: int, second: int, target: int) -> Self:
+        return self.apply("ccx", (first, second, target))
+
+    ccx = toffoli
+
+    def crx(self, control: int, target: int, angle: Angle) -> Self:
+        return self.apply("crx", (control, target), angle)
+
+    def cry(self, control: int, target: int, angle: Angle) -> Self:
+        return self.apply("cry", (control, target), angle)
+
+    def crz(self, control: int, target: int, angle: Angle) -> Self:
+        return self.apply("crz", (control, target), angle)
+
+    def cphase(self, control: int, target: int, angle: Angle) -> Self:
+        return self.apply("cp", (control, target), angle)
+
+    cp = cu1 = cphase
+
+    def cu3(self, control: int, target: int, theta: Angle, phi: Angle, lam: Angle) -> Self:
+        return self.apply("cu3", (control, target), theta, phi, lam)
+
+    def rxx(self, first: int, second: int, angle: Angle) -> Self:
+        return self.apply("rxx", (first, second), angle)
+
+    def ryy(self, first: int, second: int, angle: Angle) -> Self:
+        return self.apply("ryy", (first, second), angle)
+
+    def rzz(self, first: int, second: int, angle: Angle) -> Self:
+        return self.apply("rzz", (first, second), angle)
+
+    def rzx(self, first: int, second: int, angle: Angle) -> Self:
+        """exp(-i angle/2 Z(first) X(second))."""
+        return self.apply("rzx", (first, second), angle)
+
+    def pauli_rotation(self, word: str, wires: Sequence[int], angle: Angle) -> Self:
+        """exp(-i angle/2 P), P such as "XYZ" with a letter for each wire; "I" letters are allowed."""
+        if len(word) != len(wires) or set(word) - set("IXYZ"):
+            raise UsageError(f"Pauli word {word!r} on {len(wires)} wires: expected one of I, X, Y, Z for each wire")
+        pairs = [(letter, wire) for letter, wire in zip(word, wires, strict=True) if letter != "I"]
+        if not pairs:
+            return self.global_phase(affine(angle) * -0.5)
+        kind = gates.pauli_rotation("".join(letter for letter, _ in pairs))
+        return self.apply(kind, [wire for _, wire in pairs], angle)
+
+    def unitary(self, matrix: ArrayLike, wires: int | Sequence[int]) -> Self:
+        """An explicit unitary; the first wire is the most significant bit of its index."""
+        return self.apply(gates.unitary(matrix), wires)
+
+    def diagonal(self, entries: ArrayLike, wires: int | Sequence[int]) -> Self:
+        return self.apply(gates.diagonal(entries), wires)
+
+    def global_phase(self, angle: Angle) -> Self:
+        """Multiply the state by exp(i angle)."""
+        return self.apply("gphase", (), angle)
+
+    def measure(self, wire: int, bit: int | None = None) -> Self:
+        """Measure in the middle of the circuit into a classical bit (default: a new one)."""
+        bit = self.bits if bit is None else bit
+        if isinstance(bit, bool) or not hasattr(bit, "__index__") or bit < 0:
+            raise UsageError(f"measure into bit {bit!r}: expected an index of 0 or more")
+        self.bits = max(self.bits, bit + 1)
+        return self.append(Operation(gates.MEASURE, (wire,), bits=(int(bit),)))
+
+    def measure_all(self) -> Self:
+        """Measure every wire w into bit w."""
+        for wire in range(self.wires):
+            self.measure(wire, wire)
+        return self
+
+    def reset(self, wire: int) -> Self:
+        """Put a wire back to |0>."""
+        return self.append(Operation(gates.RESET, (wire,)))
+
+    def barrier(self, *wires: int) -> Self:
+        """Keep what stands before it before, on these wires (default: all)."""
+        return self.append(Operation(gates.BARRIER, wires or tuple(range(self.wires))))
+
+    def cnot_line(self, wires: Iterable[int] | None = None) -> Self:
+        """CNOTs from each wire to the next."""
+        order = [*range(self.wires)] if wires is None else [*wires]
+        for control, target in pairwise(order):
+            self.cnot(control, target)
+        return self
+
+    def cnot_ring(self, wires: Iterable[int] | None = None) -> Self:
+        """CNOTs from each wire to the next, and from the last to the first (with two wires: one CNOT)."""
+        order = [*range(self.wires)] if wires is None else [*wires]
+        self.cnot_line(order)
+        return self.cnot(order[-1], order[0]) if len(order) > 2 else self
+
+    def qft(self, wires: Iterable[int] | None = None, swaps: bool = True) -> Self:
+        """The quantum Fourier transform, the first wire most significant; `swaps=False` leaves the bits reversed."""
+        order = [*range(self.wires)] if wires is None else [*wires]
+        for position, wire in enumerate(order):
+            self.h(wire)
+            for distance, control in enumerate(order[position + 1 :], start=2):
+                self.cphase(control, wire, 2 * math.pi / 2**distance)
+        if swaps:
+            for first, second in zip(order[: len(order) // 2], reversed(order), strict=False):
+                self.swap(first, second)
+        return self

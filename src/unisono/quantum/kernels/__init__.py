@@ -1,0 +1,49 @@
+"""What applies operations to a rank's amplitudes: the readable kernel in torch, and the fast ones."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+
+from unisono.errors import UsageError
+from unisono.quantum.kernels import reference
+from unisono.quantum.operation import Operation
+
+
+
+class Runner(Protocol):
+    """Operations on a rank's amplitudes, ready to be run in place, and to be undone on a state and a co-state at once,
+    which gives the gradients of weights and of features."""
+
+    def __call__(self, local: torch.Tensor, weights: Any = (), features: Any = ()) -> None: ...
+
+    def reverse(
+        self, local: torch.Tensor, costate: torch.Tensor, weights: Any = (), features: Any = ()
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+
+
+KERNELS = ("auto", "cpu", "reference")
+
+
+def runner(operations: Sequence[Operation], axes: int, dtype: torch.dtype, device: torch.device, kernel: str) -> Runner:
+    """Operations on the axes of 2^axes amplitudes, made ready to be run many times.
+
+    "auto" is the fastest kernel there is for the device: "cpu" (numba) where it is installed, else "reference"."""
+    if kernel == "auto":
+        fast = device.type == "cpu" and axes > 0 and importlib.util.find_spec("numba") is not None
+        kernel = "cpu" if fast else "reference"
+    if kernel == "cpu":
+        from unisono.quantum.compiled import Compiled  # numba is optional
+
+        return Compiled(operations, axes, dtype)
+    return reference.Reference(operations)
+
+
+def require_kernel(kernel: str) -> str:
+    if kernel not in KERNELS:
+        raise UsageError(f"kernel {kernel!r}: expected one of {', '.join(KERNELS)}")
+    return kernel

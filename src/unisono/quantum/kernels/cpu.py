@@ -1,0 +1,364 @@
+"""The CPU kernel: a tile at a time is copied into cache, every instruction of its program runs there, and it goes back."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from unisono.quantum.kernels import code
+from unisono.quantum.kernels.vector import (
+    deinterleave,
+    fetch_add,
+    fma,
+    fnma,
+    gather_block,
+    give_way,
+    interleave,
+    load,
+    mul,
+    prefetch,
+    scatter_block,
+    splat,
+    store,
+    sub,
+    width,
+)
+
+inline = njit(nogil=True, inline="never", error_model="numpy")
+
+KIND, COUNT, FORM = code.KIND, code.COUNT, code.FORM
+MASK0, MASK1, MASK2 = code.MASK0, code.MASK1, code.MASK2
+ROWS, ROW_COUNT, VALUES = code.ROWS, code.ROW_COUNT, code.VALUES
+FLIPS, FLIP_COUNT = code.FLIPS, code.FLIP_COUNT
+CONDITIONS, CONDITION_COUNT = code.CONDITIONS, code.CONDITION_COUNT
+TURNS, PAIR, PHASE, LANE_PHASE = code.TURNS, code.PAIR, code.PHASE, code.LANE_PHASE
+FIRST, LAST, ROW_BITS, OUTSIDE_BITS = code.FIRST, code.LAST, code.ROW_BITS, code.OUTSIDE_BITS
+PLACES, LANES, OUTSIDE, ORDER = code.PLACES, code.LANES, code.OUTSIDE, code.ORDER
+SWEEP_FLIPS, SWEEP_FLIP_COUNT = code.SWEEP_FLIPS, code.SWEEP_FLIP_COUNT
+ONE = code.ONE
+AHEAD = 32  # rows
+
+
+@inline
+def parity(word):  # type: ignore[no-untyped-def]
+    word ^= word >> 32
+    word ^= word >> 16
+    word ^= word >> 8
+    word ^= word >> 4
+    word ^= word >> 2
+    word ^= word >> 1
+    return word & 1
+
+
+@inline
+def flipped(pairs, begin, count, outside):  # type: ignore[no-untyped-def]
+    """The shift of rows that the outside bits ask for."""
+    shift = np.int64(0)
+    for i in range(begin, begin + count):
+        if parity(pairs[i, 0] & outside):
+            shift ^= pairs[i, 1]
+    return shift
+
+
+@inline
+def holds(pairs, begin, count, outside):  # type: ignore[no-untyped-def]
+    for i in range(begin, begin + count):
+        if parity(pairs[i, 0] & outside) != pairs[i, 1]:
+            return False
+    return True
+
+
+@inline
+def _tan(a, b, t):  # type: ignore[no-untyped-def]
+    """A turn, divided by the cosine."""
+    return fnma(t, b, a), fma(t, a, b)
+
+
+@inline
+def _cot(a, b, t):  # type: ignore[no-untyped-def]
+    """A turn, divided by the sine."""
+    return sub(mul(t, a), b), fma(t, b, a)
+
+
+def _turn1(f0: Any) -> Any:
+    @inline
+    def turn1(tile, rows, begin, count, shift, m0, s0):  # type: ignore[no-untyped-def]
+        w = width(tile)
+        t0 = splat(s0)
+        for i in range(begin, begin + count):
+            row = np.int64(rows[i]) ^ shift
+            p0, p1 = 2 * w * row, 2 * w * (row ^ m0)
+            for h in range(0, 2 * w, w):
+                a0, a1 = f0(load(tile, p0 + h), load(tile, p1 + h), t0)
+                store(tile, p0 + h, a0)
+                store(tile, p1 + h, a1)
+
+    return turn1
+
+
+def _turn2(f0: Any, f1: Any) -> Any:
+    @inline
+    def turn2(tile, rows, begin, count, shift, m0, m1, s0, s1):  # type: ignore[no-untyped-def]
+        w = width(tile)
+        t0, t1 = splat(s0), splat(s1)
+        for i in range(begin, begin + count):
+            row = np.int64(rows[i]) ^ shift
+            p0, p1 = 2 * w * row, 2 * w * (row ^ m0)
+            p2, p3 = 2 * w * (row ^ m1), 2 * w * (row ^ m0 ^ m1)
+            for h in range(0, 2 * w, w):
+                a0, a1 = f0(load(tile, p0 + h), load(tile, p1 + h), t0)
+                a2, a3 = f0(load(tile, p2 + h), load(tile, p3 + h), t0)
+                a0, a2 = f1(a0, a2, t1)
+                a1, a3 = f1(a1, a3, t1)
+                store(tile, p0 + h, a0)
+                store(tile, p1 + h, a1)
+                store(tile, p2 + h, a2)
+                store(tile, p3 + h, a3)
+
+    return turn2
+
+
+def _turn3(f0: Any, f1: Any, f2: Any) -> Any:
+    @inline
+    def turn3(tile, rows, begin, count, shift, m0, m1, m2, s0, s1, s2):  # type: ignore[no-untyped-def]
+        w = width(tile)
+        t0, t1, t2 = splat(s0), splat(s1), splat(s2)
+        for i in range(begin, begin + count):
+            row = np.int64(rows[i]) ^ shift
+            p0, p1 = 2 * w * row, 2 * w * (row ^ m0)
+            p2, p3 = 2 * w * (row ^ m1), 2 * w * (row ^ m0 ^ m1)
+            p4, p5 = 2 * w * (row ^ m2), 2 * w * (row ^ m0 ^ m2)
+            p6, p7 = 2 * w * (row ^ m1 ^ m2), 2 * w * (row ^ m0 ^ m1 ^ m2)
+            for h in range(0, 2 * w, w):
+                a0, a1 = f0(load(tile, p0 + h), load(tile, p1 + h), t0)
+                a2, a3 = f0(load(tile, p2 + h), load(tile, p3 + h), t0)
+                a4, a5 = f0(load(tile, p4 + h), load(tile, p5 + h), t0)
+                a6, a7 = f0(load(tile, p6 + h), load(tile, p7 + h), t0)
+                a0, a2 = f1(a0, a2, t1)
+                a1, a3 = f1(a1, a3, t1)
+                a4, a6 = f1(a4, a6, t1)
+                a5, a7 = f1(a5, a7, t1)
+                a0, a4 = f2(a0, a4, t2)
+                a1, a5 = f2(a1, a5, t2)
+                a2, a6 = f2(a2, a6, t2)
+                a3, a7 = f2(a3, a7, t2)
+                store(tile, p0 + h, a0)
+                store(tile, p1 + h, a1)
+                store(tile, p2 + h, a2)
+                store(tile, p3 + h, a3)
+                store(tile, p4 + h, a4)
+                store(tile, p5 + h, a5)
+                store(tile, p6 + h, a6)
+                store(tile, p7 + h, a7)
+
+    return turn3
+
+
+_turn1_0, _turn1_1 = _turn1(_tan), _turn1(_cot)
+_turn2_0, _turn2_1, _turn2_2 = _turn2(_tan, _tan), _turn2(_cot, _tan), _turn2(_cot, _cot)
+_turn3_0, _turn3_1 = _turn3(_tan, _tan, _tan), _turn3(_cot, _tan, _tan)
+_turn3_2, _turn3_3 = _turn3(_cot, _cot, _tan), _turn3(_cot, _cot, _cot)
+
+
+@inline
+def turns(tile, op, rows, shift, values):  # type: ignore[no-untyped-def]
+    """One to three bits turned in one pass; the cotangent forms come first."""
+    begin, count, v, form = op[ROWS], op[ROW_COUNT], op[VALUES], op[FORM]
+    m0, m1, m2 = op[MASK0], op[MASK1], op[MASK2]
+    if op[COUNT] == 3:
+        s0, s1, s2 = values[v], values[v + 1], values[v + 2]
+        if form == 0:
+            _turn3_0(tile, rows, begin, count, shift, m0, m1, m2, s0, s1, s2)
+        elif form == 1:
+            _turn3_1(tile, rows, begin, count, shift, m0, m1, m2, s0, s1, s2)
+        elif form == 2:
+            _turn3_2(tile, rows, begin, count, shift, m0, m1, m2, s0, s1, s2)
+        else:
+            _turn3_3(tile, rows, begin, count, shift, m0, m1, m2, s0, s1, s2)
+    elif op[COUNT] == 2:
+        s0, s1 = values[v], values[v + 1]
+        if form == 0:
+            _turn2_0(tile, rows, begin, count, shift, m0, m1, s0, s1)
+        elif form == 1:
+            _turn2_1(tile, rows, begin, count, shift, m0, m1, s0, s1)
+        else:
+            _turn2_2(tile, rows, begin, count, shift, m0, m1, s0, s1)
+    elif form == 0:
+        _turn1_0(tile, rows, begin, count, shift, m0, values[v])
+    else:
+        _turn1_1(tile, rows, begin, count, shift, m0, values[v])
+
+
+@inline
+def pair(tile, op, rows, shift, values, transposed):  # type: ignore[no-untyped-def]
+    """A real 2 x 2 matrix, whose entries may differ from lane to lane, on chosen rows."""
+    w = width(tile)
+    v = op[VALUES]
+    k00, k01 = load(values, v), load(values, v + w)
+    k10, k11 = load(values, v + 2 * w), load(values, v + 3 * w)
+    if transposed:
+        k01, k10 = k10, k01
+    for i in range(op[ROWS], op[ROWS] + op[ROW_COUNT]):
+        row = np.int64(rows[i]) ^ shift
+        p0, p1 = 2 * w * row, 2 * w * (row ^ op[MASK0])
+        for h in range(0, 2 * w, w):
+            a0, a1 = load(tile, p0 + h), load(tile, p1 + h)
+            store(tile, p0 + h, fma(k00, a0, mul(k01, a1)))
+            store(tile, p1 + h, fma(k11, a1, mul(k10, a0)))
+
+
+@inline
+def phase(tile, op, count, shift, values):  # type: ignore[no-untyped-def]
+    """Each row times a number of its own."""
+    w = width(tile)
+    for row in range(count):
+        p, v = 2 * w * row, op[VALUES] + 2 * (row ^ shift)
+        re, im = load(tile, p), load(tile, p + w)
+        c, s = splat(values[v]), splat(values[v + 1])
+        store(tile, p, fnma(s, im, mul(c, re)))
+        store(tile, p + w, fma(s, re, mul(c, im)))
+
+
+@inline
+def lane_phase(tile, op, count, shift, values):  # type: ignore[no-untyped-def]
+    """Each amplitude times a number of its own."""
+    w = width(tile)
+    for row in range(count):
+        p, v = 2 * w * row, op[VALUES] + 2 * w * (row ^ shift)
+        re, im = load(tile, p), load(tile, p + w)
+        c, s = load(values, v), load(values, v + w)
+        store(tile, p, fnma(s, im, mul(c, re)))
+        store(tile, p + w, fma(s, re, mul(c, im)))
+
+
+@inline
+def dense(tile, op, rows, shift, values, spare, adjoint):  # type: ignore[no-untyped-def]
+    """A complex matrix on chosen rows, each lane with a weight of 1 or 0. The row masks of its index come before the rows."""
+    w = width(tile)
+    size = 1 << op[COUNT]
+    masks = op[ROWS] - size
+    lanes = load(values, op[VALUES])
+    entries = op[VALUES] + w
+    for i in range(op[ROWS], op[ROWS] + op[ROW_COUNT]):
+        row = np.int64(rows[i]) ^ shift
+        for j in range(size):
+            re = im = splat(values[entries] - values[entries])
+            for k in range(size):
+                p = 2 * w * (row ^ np.int64(rows[masks + k]))
+                xr, xi = load(tile, p), load(tile, p + w)
+                e = entries + 2 * (k * size + j if adjoint else j * size + k)
+                c, s = splat(values[e]), splat(-values[e + 1] if adjoint else values[e + 1])
+                re = fma(c, xr, fnma(s, xi, re))
+                im = fma(c, xi, fma(s, xr, im))
+            store(spare, 2 * w * j, re)
+            store(spare, 2 * w * j + w, im)
+        for j in range(size):
+            p = 2 * w * (row ^ np.int64(rows[masks + j]))
+            for h in range(0, 2 * w, w):
+                old = load(tile, p + h)
+                store(tile, p + h, fma(lanes, sub(load(spare, 2 * w * j + h), old), old))
+
+
+@inline
+def gather(state, start, sweep, places, rows, order, tile, shift):  # type: ignore[no-untyped-def]
+    """Copy a tile; place i of it becomes row rows[order + i] ^ shift."""
+    w = width(tile)
+    count = 1 << sweep[ROW_BITS]
+    begin = sweep[PLACES]
+    if sweep[LANES] < 0:
+        for i in range(count):
+            p = start + places[begin + i]
+            prefetch(state, start + places[begin + ((i + AHEAD) & (count - 1))])
+            row = 2 * w * (np.int64(rows[order + i]) ^ shift)
+            re, im = deinterleave(load(state, p), load(state, p + w))
+            store(tile, row, re)
+            store(tile, row + w, im)
+    else:
+        lanes = places[sweep[LANES] : sweep[LANES] + w]
+        for i in range(0, count, w):
+            gather_block(state, start + places[begin + i], lanes, tile, rows, order + i, shift)
+
+
+@inline
+def scatter(state, start, sweep, places, rows, order, tile, shift, scale):  # type: ignore[no-untyped-def]
+    """Copy a tile back: place i of it is row rows[order + i] ^ shift."""
+    w = width(tile)
+    count = 1 << sweep[ROW_BITS]
+    begin = sweep[PLACES]
+    factor = splat(scale)
+    if sweep[LANES] < 0:
+        for i in range(count):
+            p = start + places[begin + i]
+            prefetch(state, start + places[begin + ((i + AHEAD) & (count - 1))])
+            row = 2 * w * (np.int64(rows[order + i]) ^ shift)
+            first, second = interleave(mul(load(tile, row), factor), mul(load(tile, row + w), factor))
+            store(state, p, first)
+            store(state, p + w, second)
+    else:
+        lanes = places[sweep[LANES] : sweep[LANES] + w]
+        for i in range(0, count, w):
+            scatter_block(state, start + places[begin + i], lanes, tile, rows, order + i, shift, factor)
+
+
+@inline
+def start_of(sweep, places, number):  # type: ignore[no-untyped-def]
+    """Where in the state tile `number` begins."""
+    start = np.int64(0)
+    for bit in range(sweep[OUTSIDE_BITS]):
+        if number >> bit & 1:
+            start += places[sweep[OUTSIDE] + bit]
+    return start
+
+
+@inline
+def meet(counters, index, threads):  # type: ignore[no-untyped-def]
+    """Wait until all threads are here."""
+    fetch_add(counters, index, 1)
+    spins = 0
+    while fetch_add(counters, index, 0) < threads:
+        spins += 1
+        if spins > 2000:
+            give_way()
+
+
+@inline
+def _tile(tile, spare, first, last, outside, count, ops, rows, pairs, values):  # type: ignore[no-untyped-def]
+    for number in range(first, last):
+        op = ops[number]
+        if not holds(pairs, op[CONDITIONS], op[CONDITION_COUNT], outside):
+            continue
+        shift = flipped(pairs, op[FLIPS], op[FLIP_COUNT], outside)
+        kind = op[KIND]
+        if kind == TURNS:
+            turns(tile, op, rows, shift, values)
+        elif kind == PHASE:
+            phase(tile, op, count, shift, values)
+        elif kind == PAIR:
+            pair(tile, op, rows, shift, values, False)
+        elif kind == LANE_PHASE:
+            lane_phase(tile, op, count, shift, values)
+        else:
+            dense(tile, op, rows, shift, values, spare, False)
+
+
+@njit(nogil=True, cache=True, error_model="numpy")
+def forward(state, sweeps, ops, rows, pairs, places, values, scales, tile, spare, counters, threads):  # type: ignore[no-untyped-def]
+    """Run all sweeps, together with threads - 1 other calls that share everything but `tile` and `spare`.
+
+    `rows` begins with the rows in which a tile begins."""
+    for number in range(len(sweeps)):
+        sweep = sweeps[number]
+        tiles = 1 << sweep[OUTSIDE_BITS]
+        while True:
+            mine = fetch_add(counters, 2 * number, 1)
+            if mine >= tiles:
+                break
+            start = start_of(sweep, places, mine)
+            outside = mine | ONE
+            gather(state, start, sweep, places, rows, 0, tile, 0)
+            _tile(tile, spare, sweep[FIRST], sweep[LAST], outside, 1 << sweep[ROW_BITS], ops, rows, pairs, values)
+            shift = flipped(pairs, sweep[SWEEP_FLIPS], sweep[SWEEP_FLIP_COUNT], outside)
+            scatter(state, start, sweep, places, rows, sweep[ORDER], tile, shift, scales[number])
+        meet(counters, 2 * number + 1, threads)

@@ -1,0 +1,65 @@
+"""Whether a state fits, before anything is allocated."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+
+_CGROUP = Path("/sys/fs/cgroup")
+_ALWAYS = 32 << 20  # bytes that are never asked about: layers make many small states
+
+
+def local_bytes(wires: int, held: int, dtype: torch.dtype) -> int:
+    """Bytes of one rank's part of a state."""
+    return dtype.itemsize << (wires - held)
+
+
+def free_bytes(device: torch.device) -> int:
+    """What can still be allocated: a GPU's free memory; else the host's, or the container's where that is less."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) << 10
+    limit, used = _CGROUP / "memory.max", _CGROUP / "memory.current"
+    if limit.exists() and limit.read_text().strip() != "max":
+        free = min(free, int(limit.read_text()) - int(used.read_text()))
+    return free
+
+
+def require_room(
+    wires: int, held: int, dtype: torch.dtype, device: torch.device, buffers: int, comm: Communicator | None
+) -> None:
+    """Refuse, on all ranks alike, a state that does not fit; say what it needs and how many ranks would do."""
+    need = local_bytes(wires, held, dtype) + (min(buffers, 2 * local_bytes(wires, held, dtype)) if held else 0)
+    if need <= _ALWAYS:
+        return
+    sharing = comm.local_size if comm is not None and device.type == "cpu" else 1
+    free = torch.tensor([free_bytes(device) // sharing], dtype=torch.int64, device=device)
+    if comm is not None and comm.size > 1:
+        comm.all_reduce(free, op="min")
+    room = int(free)
+    if need <= room:
+        return
+    enough = held
+    while enough < wires and local_bytes(wires, enough, dtype) + buffers > room:
+        enough += 1
+    hint = f"{2**enough} ranks with as much free memory each would do"
+    if local_bytes(wires, enough, dtype) + buffers > room:
+        hint = "no number of ranks with so little memory would do"
+    elif dtype == torch.complex128 and local_bytes(wires, held, torch.complex64) + buffers <= room:
+        hint += ", or dtype=torch.complex64"
+    raise UsageError(
+        f"a state of {wires} wires in {str(dtype).removeprefix('torch.')} needs {shown_bytes(need)} on each of "
+        f"{2**held} rank{'s' if held else ''}, but {shown_bytes(room)} is free; {hint}"
+    )
+
+
+def shown_bytes(size: int) -> str:
+    for unit, scale in (("PiB", 50), ("TiB", 40), ("GiB", 30)):
+        if size >= 1 << scale:
+            return f"{size / (1 << scale):.1f} {unit}"
+    return f"{size / (1 << 20):.1f} MiB"

@@ -1,0 +1,307 @@
+"""What can be read off a state. Every rank calls alike and gets the same answer, whatever the number of ranks.
+
+state = simulate(circuit, weights, comm=comm)
+probabilities(state, (0, 3))      samples(state, 1000, seed=7)      variances(state, ["Z0 Z1"])
+density(state, (2, 5))            amplitudes(state, ["0000", "1111"])      fidelity(state, other)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import reduce
+from itertools import product
+from typing import Any
+
+import numpy as np
+import torch
+
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.quantum.application import applied, inner
+from unisono.quantum.blocks import block
+from unisono.quantum.circuit import Circuit
+from unisono.quantum.expectation import words_values
+from unisono.quantum.gates import PAULIS
+from unisono.quantum.observable import observables
+from unisono.quantum.program import trades
+from unisono.quantum.state import State
+from unisono.quantum.step import Exchange
+
+MOST_PROBABILITIES = 26  # wires
+MOST_DENSITY = 10  # wires
+_PART = 22  # bits of a part of the state that is looked at in one go
+_FIRST, _NEXT = 16, 8  # wires that are sampled together: at first, and then for each outcome so far
+
+
+def simulate(
+    circuit: Circuit,
+    weights: Any = (),
+    features: Any = (),
+    *,
+    comm: Communicator | None = None,
+    dtype: torch.dtype = torch.complex128,
+    **options: Any,
+) -> State:
+    """The state that the circuit makes of |0...0>, spread over the ranks of `comm`. Options are those of State."""
+    circuit.check_values(weights, features)
+    return State(circuit.wires, comm, dtype=dtype, **options).run(circuit, weights, features)
+
+
+def variances(state: State, of: Any) -> torch.Tensor:
+    """<O^2> - <O>^2 of one or several observables, float64."""
+    found = []
+    for each in observables(of):
+        made = applied(state, each.check(state.wires))
+        mean = inner(state, made).real
+        found.append(max(0.0, inner(made, made).real - mean**2))
+    return torch.tensor(found, dtype=torch.float64)
+
+
+def probabilities(state: State, wires: Sequence[int] | None = None) -> torch.Tensor:
+    """The probability of each reading of these wires (default: all), float64, the first wire most significant."""
+    chosen = _checked(state, wires, MOST_PROBABILITIES)
+    return state.total(_marginal(state, chosen, {})).cpu()
+
+
+def samples(state: State, shots: int, *, seed: int = 0, wires: Sequence[int] | None = None) -> torch.Tensor:
+    """`shots` readings of these wires (default: all), uint8, (shots, wires). The state is not changed.
+
+    Wires are drawn in the order given, a few at a time, each group given the bits before it."""
+    chosen = _checked(state, wires, state.wires)
+    if isinstance(shots, bool) or shots != int(shots) or shots < 0:
+        raise UsageError(f"{shots!r} shots: expected a whole number of 0 or more")
+    draws = np.random.default_rng(seed)
+    read = np.zeros((shots, len(chosen)), dtype=np.uint8)
+    for start, stop in _groups(len(chosen)):
+        uniform = draws.random(shots)
+        before, which = np.unique(read[:, :start], axis=0, return_inverse=True)
+        which = which.reshape(-1)
+        picks = np.zeros(shots, dtype=np.int64)
+        per_batch = max(1, 1 << (_PART - (stop - start)))
+        for first in range(0, len(before), per_batch):
+            known = [dict(zip(chosen[:start], row.tolist(), strict=True)) for row in before[first : first + per_batch]]
+            tables = state.total(torch.stack([_marginal(state, chosen[start:stop], fixed) for fixed in known]))
+            for number, table in enumerate(tables.cpu().numpy(), start=first):
+                shots_here = np.flatnonzero(which == number)
+                picks[shots_here] = _drawn(table, uniform[shots_here])
+        picks = _agreed(state, picks)  # sums may differ in the last bit between ranks; readings must not
+        for place in range(start, stop):
+            read[:, place] = picks >> (stop - 1 - place) & 1
+    return torch.from_numpy(read)
+
+
+def counts(read: torch.Tensor) -> dict[str, int]:
+    """How often each string of bits was read, the most frequent first."""
+    rows, times = np.unique(read.numpy(), axis=0, return_counts=True)
+    found = {"".join(map(str, row)): int(number) for row, number in zip(rows.tolist(), times, strict=True)}
+    return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
+
+
+def amplitudes(state: State, strings: Sequence[str]) -> torch.Tensor:
+    """The amplitudes of basis states such as "0110", wire 0 first."""
+    found = torch.zeros(len(strings), dtype=torch.complex128, device=state.device)
+    for number, bits in enumerate(strings):
+        if len(bits) != state.wires or set(bits) - {"0", "1"}:
+            raise UsageError(f"basis state {bits!r}: expected {state.wires} characters 0 or 1")
+        index = 0
+        for wire in state.layout:
+            index = index << 1 | int(bits[wire])
+        axes = state.wires - state.held
+        if index >> axes == int(state.holdings.table[state.rank]):
+            found[number] = state.local[index & ((1 << axes) - 1)]
+    return torch.view_as_complex(state.total(torch.view_as_real(found))).to(state.dtype).cpu()
+
+
+def density(state: State, wires: Sequence[int]) -> torch.Tensor:
+    """The reduced density matrix of a few wires, complex128, the first wire most significant."""
+    chosen = _checked(state, wires, MOST_DENSITY)
+    if len(chosen) > state.wires - state.held:
+        return _density_from_words(state, chosen)
+    with _local(state, chosen):
+        total = torch.zeros((1 << len(chosen),) * 2, dtype=torch.complex128, device=state.device)
+        for part, _, free in _parts(state, {}, whole=chosen):
+            rest = [wire for wire in free if wire not in chosen]
+            matrix = _permuted(part, [free.index(wire) for wire in (*chosen, *rest)]).view(1 << len(chosen), -1)
+            total += matrix.to(torch.complex128) @ matrix.to(torch.complex128).conj().T
+    return torch.view_as_complex(state.total(torch.view_as_real(total))).cpu()
+
+
+def shard(state: State) -> torch.Tensor:
+    """This rank's share of all amplitudes in the order of wires: rank r has the r-th of equal consecutive pieces.
+
+    (`state.local` is in the layout that the circuit left; `state.amplitudes()` gathers the whole on every rank.)"""
+    with _local(state, range(state.held, state.wires)):
+        order = [state.layout.index(wire) - state.held for wire in range(state.held, state.wires)]
+        mine = _permuted(state.local, order)
+        if state.comm is None:
+            return mine
+        target = [_ordered(state, int(index)) for index in state.holdings.table]
+        received = torch.empty_like(mine)
+        if target[state.rank] == state.rank:
+            return mine
+        state.comm.exchange([(mine, target[state.rank])], [(received, target.index(state.rank))])
+        return received
+
+
+def overlap(left: State, right: State | torch.Tensor) -> complex:
+    """<left|right>; `right` may be all amplitudes in the order of wires, given alike on every rank."""
+    if isinstance(right, State):
+        if (right.wires, right.held) != (left.wires, left.held):
+            raise UsageError(
+                f"states of {left.wires} and {right.wires} wires on {1 << left.held} and {1 << right.held} ranks: "
+                "expected alike"
+            )
+        if left.layout == right.layout and np.array_equal(left.holdings.table, right.holdings.table):
+            return inner(left, right)
+        theirs = shard(right)
+    else:
+        if right.shape != (1 << left.wires,):
+            raise UsageError(f"amplitudes of shape {tuple(right.shape)}: expected ({1 << left.wires},)")
+        size = 1 << (left.wires - left.held)
+        theirs = right[left.rank * size : (left.rank + 1) * size].to(left.device)
+    product_ = torch.vdot(shard(left).to(torch.complex128), theirs.to(torch.complex128))
+    return complex(*left.total(torch.view_as_real(product_).clone()).tolist())
+
+
+def fidelity(left: State, right: State | torch.Tensor) -> float:
+    """|<left|right>|^2."""
+    return abs(overlap(left, right)) ** 2
+
+
+# ---- inside ---------------------------------------------------------------------------------------------------------
+
+
+def _checked(state: State, wires: Sequence[int] | None, most: int) -> tuple[int, ...]:
+    chosen = tuple(range(state.wires)) if wires is None else tuple(wires)
+    bad = [wire for wire in chosen if not 0 <= wire < state.wires]
+    if bad or len(set(chosen)) != len(chosen):
+        raise UsageError(f"wires {chosen}: expected different wires of 0 to {state.wires - 1}")
+    if len(chosen) > most:
+        raise UsageError(f"{len(chosen)} wires at once: at most {most} can be read so; name fewer")
+    return chosen
+
+
+def _groups(wires: int) -> Iterator[tuple[int, int]]:
+    start = 0
+    while start < wires:
+        stop = min(wires, start + (_NEXT if start else _FIRST))
+        yield start, stop
+        start = stop
+
+
+def _drawn(table: np.ndarray, uniform: np.ndarray) -> np.ndarray:
+    """Outcomes with the probabilities of a table that need not sum to one; never one of probability zero."""
+    edges = np.cumsum(table)
+    picks = np.searchsorted(edges, uniform * edges[-1], side="right")
+    return np.minimum(picks, np.flatnonzero(table)[-1])
+
+
+def _agreed(state: State, picks: np.ndarray) -> np.ndarray:
+    if state.comm is None:
+        return picks
+    return state.comm.broadcast(torch.from_numpy(picks).to(state.device)).cpu().numpy()
+
+
+def _marginal(state: State, wires: Sequence[int], fixed: Mapping[int, int]) -> torch.Tensor:
+    """This rank's part of the probabilities of `wires` together with the fixed bits."""
+    out = torch.zeros((2,) * len(wires), dtype=torch.float64, device=state.device)
+    held = {wire: state.value(wire) for wire in state.layout[: state.held]}
+    if all(held.get(wire, bit) == bit for wire, bit in fixed.items()):
+        for part, known, free in _parts(state, {**held, **fixed}):
+            chances = part.real.double() ** 2 + part.imag.double() ** 2
+            totals = _summed(chances, [wire in wires for wire in free])
+            kept = [wire for wire in free if wire in wires]
+            index = tuple(known.get(wire, slice(None)) for wire in wires)
+            out[index] += totals.view((2,) * len(kept)).permute([kept.index(wire) for wire in wires if wire in kept])
+    return out.view(-1)
+
+
+def _parts(
+    state: State, known: Mapping[int, int], whole: Sequence[int] = ()
+) -> Iterator[tuple[torch.Tensor, dict[int, int], list[int]]]:
+    """The local amplitudes where known wires have their bits, in parts of bounded size, not cut at `whole`.
+
+    With each part come all bits that are known of it and the wires that are its axes."""
+    free = [wire for wire in state.layout[state.held :] if wire not in known]
+    cut = [wire for wire in free if wire not in whole][: max(0, len(free) - _PART)]
+    axes = [axis for axis, wire in enumerate(state.layout[state.held :]) if wire in known or wire in cut]
+    for bits in product((0, 1), repeat=len(cut)):
+        all_known = {**known, **dict(zip(cut, bits, strict=True))}
+        index = 0
+        for axis in axes:
+            index = index << 1 | all_known[state.layout[state.held + axis]]
+        part = block(state.local, axes, index) if axes else state.local
+        yield part.reshape(-1), all_known, [wire for wire in free if wire not in cut]
+
+
+def _summed(values: torch.Tensor, kept: Sequence[bool]) -> torch.Tensor:
+    """Sum over the bits that are not kept; runs of like bits are one dimension."""
+    shape: list[int] = []
+    sums: list[int] = []
+    last: bool | None = None
+    for keep in kept:
+        if keep is last:
+            shape[-1] *= 2
+        else:
+            sums += [] if keep else [len(shape)]
+            shape.append(2)
+        last = keep
+    return values.view(shape).sum(sums).reshape(-1) if sums else values
+
+
+def _density_from_words(state: State, wires: Sequence[int]) -> torch.Tensor:
+    """For states whose ranks have fewer wires than are asked for: from the values of all Pauli words."""
+    letters = [*product("IXYZ", repeat=len(wires))]
+    words = [tuple(sorted((w, c) for w, c in zip(wires, each, strict=True) if c != "I")) for each in letters]
+    values = words_values(state, words).tolist()
+    total: Any = 0
+    for each, value in zip(letters, values, strict=True):
+        total = total + value * reduce(np.kron, [PAULIS[letter] for letter in each])  # type: ignore[arg-type]
+    return torch.from_numpy(total / 2 ** len(wires))
+
+
+@contextmanager
+def _local(state: State, wires: Sequence[int]) -> Iterator[None]:
+    """Within, all of `wires` are local; afterwards the layout is what it was."""
+    wanted, before = set(wires), state.layout
+    leave = [position for position in range(state.held) if state.layout[position] in wanted]
+    spare = [position for position in range(state.held, state.wires) if state.layout[position] not in wanted]
+    if not leave:
+        yield
+        return
+    exchange = Exchange(tuple(spare[: len(leave)]), tuple(leave))
+    layout = list(before)
+    for give, take in zip(exchange.give, exchange.take, strict=True):
+        layout[give], layout[take] = layout[take], layout[give]
+    state.exchange(trades(exchange, state.holdings, state.rank))
+    state.layout = tuple(layout)
+    try:
+        yield
+    finally:
+        state.exchange(trades(exchange, state.holdings, state.rank))
+        state.layout = before
+
+
+def _permuted(amplitudes: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """A copy with axis order[i] as axis i; neighbours that stay neighbours move as one."""
+    if list(order) == sorted(order):
+        return amplitudes.clone()
+    runs: list[list[int]] = []
+    for axis in order:
+        if runs and axis == runs[-1][-1] + 1:
+            runs[-1].append(axis)
+        else:
+            runs.append([axis])
+    by_axis = sorted(runs)
+    shape = [1 << len(run) for run in by_axis]
+    return amplitudes.view(shape).permute([by_axis.index(run) for run in runs]).reshape(-1)
+
+
+def _ordered(state: State, held_index: int) -> int:
+    """The held index with its bits in the order of wires."""
+    bits = {wire: held_index >> (state.held - 1 - place) & 1 for place, wire in enumerate(state.layout[: state.held])}
+    index = 0
+    for wire in sorted(bits):
+        index = index << 1 | bits[wire]
+    return index

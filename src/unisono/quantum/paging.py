@@ -1,0 +1,78 @@
+"""Which wires a rank holds, segment by segment: paging, with the qubits as pages.
+
+The wire that is needed last is given away (Belady). Tiers of held positions, a node's bits before its ranks' bits, are
+served by the same rule, the outer tier first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from unisono.quantum.step import Exchange
+
+NEVER = 1 << 60
+
+
+@dataclass(frozen=True)
+class Tier:
+    """Held positions begin..end-1, and the sets of wires that must stand below them, one a segment, in order."""
+
+    begin: int
+    end: int
+    needed: tuple[frozenset[int], ...]
+
+
+class Pages:
+    """wires[p] is the wire at position p, now."""
+
+    def __init__(self, wires: Sequence[int], tiers: Sequence[Tier]) -> None:
+        self.wires = list(wires)
+        self._tiers = tiers
+        self._uses = [_uses(tier.needed) for tier in tiers]
+
+    @classmethod
+    def fresh(cls, count: int, tiers: Sequence[Tier]) -> Pages:
+        """Wires placed where the first segments want them: what is needed last is held outermost; else in order."""
+        pages = cls(range(count), tiers)
+        left = list(range(count))
+        held: list[int] = []
+        for level, tier in enumerate(tiers):
+            left.sort(key=lambda wire: (pages._next_use(level, wire, 0), wire))
+            size = tier.end - tier.begin
+            held += sorted(left[len(left) - size :])
+            left = left[: len(left) - size]
+        pages.wires = held + sorted(left)
+        return pages
+
+    def enter(self, segment: Sequence[int]) -> list[Exchange]:
+        """Make segment[level] of each tier runnable; the exchanges that does it."""
+        made = []
+        for level, tier in enumerate(self._tiers):
+            if exchange := self._serve(level, tier, segment[level]):
+                made.append(exchange)
+        return made
+
+    def _serve(self, level: int, tier: Tier, segment: int) -> Exchange | None:
+        needed = tier.needed[segment]
+        take = [position for position in range(tier.begin, tier.end) if self.wires[position] in needed]
+        if not take:
+            return None
+        idle = [p for p in range(tier.end, len(self.wires)) if self.wires[p] not in needed]
+        idle.sort(key=lambda position: (-self._next_use(level, self.wires[position], segment), position))
+        give = sorted(idle[: len(take)])
+        for mine, theirs in zip(give, take, strict=True):
+            self.wires[mine], self.wires[theirs] = self.wires[theirs], self.wires[mine]
+        return Exchange(tuple(give), tuple(take))
+
+    def _next_use(self, level: int, wire: int, segment: int) -> int:
+        uses = self._uses[level].get(wire, [])
+        return next((use for use in uses if use >= segment), NEVER)
+
+
+def _uses(needed: Sequence[frozenset[int]]) -> dict[int, list[int]]:
+    uses: dict[int, list[int]] = {}
+    for segment, wires in enumerate(needed):
+        for wire in wires:
+            uses.setdefault(wire, []).append(segment)
+    return uses

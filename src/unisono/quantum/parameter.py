@@ -1,0 +1,155 @@
+"""Angles of gates: numbers, trainable weights, inputs, and affine expressions of them.
+
+circuit.ry(0, uq.weight(3)).rz(1, 2 * uq.feature(0) - uq.weight(1) / 2 + 0.1)
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, SupportsFloat
+
+from unisono.errors import UsageError
+
+Terms = tuple[tuple[int, float], ...]
+
+
+@dataclass(frozen=True)
+class Affine:
+    """constant + sum of coefficient * weight[index] + sum of coefficient * feature[index].
+
+    Terms are sorted by index and never carry a zero coefficient, so equal expressions compare equal.
+    """
+
+    constant: float = 0.0
+    weights: Terms = ()
+    features: Terms = ()
+
+    @property
+    def is_constant(self) -> bool:
+        return not self.weights and not self.features
+
+    def evaluate(self, weights: Any = (), features: Any = ()) -> Any:
+        """The value, given anything that can be indexed; a float when the entries are."""
+        value: Any = self.constant
+        for index, coefficient in self.weights:
+            value = value + coefficient * weights[index]
+        for index, coefficient in self.features:
+            value = value + coefficient * features[index]
+        return value
+
+    def shifted(self, weights: int, features: int) -> Affine:
+        """The same expression of weight i + `weights` and feature i + `features`."""
+        return Affine(
+            self.constant,
+            tuple((index + weights, coefficient) for index, coefficient in self.weights),
+            tuple((index + features, coefficient) for index, coefficient in self.features),
+        )
+
+    def __add__(self, other: Angle) -> Affine:
+        if not _is_angle(other):
+            return NotImplemented
+        right = affine(other)
+        return Affine(
+            self.constant + right.constant,
+            _merge(self.weights, right.weights),
+            _merge(self.features, right.features),
+        )
+
+    def __mul__(self, factor: SupportsFloat) -> Affine:
+        if isinstance(factor, Affine):
+            if not (factor.is_constant or self.is_constant):
+                raise UsageError(f"({self}) * ({factor}) is not affine; an angle may only scale weights and features")
+            return self * factor.constant if factor.is_constant else factor * self.constant
+        if not _is_angle(factor):
+            return NotImplemented
+        number = _number(factor)
+        return Affine(self.constant * number, _scale(self.weights, number), _scale(self.features, number))
+
+    def __truediv__(self, divisor: SupportsFloat) -> Affine:
+        if not _is_angle(divisor) or isinstance(divisor, Affine):
+            return NotImplemented
+        return self * (1.0 / _number(divisor))
+
+    def __neg__(self) -> Affine:
+        return self * -1.0
+
+    def __pos__(self) -> Affine:
+        return self
+
+    def __sub__(self, other: Angle) -> Affine:
+        return self + -affine(other) if _is_angle(other) else NotImplemented
+
+    def __rsub__(self, other: Angle) -> Affine:
+        return -self + other
+
+    __radd__ = __add__
+    __rmul__ = __mul__
+
+    def __str__(self) -> str:
+        words = []
+        for letter, terms in (("w", self.weights), ("x", self.features)):
+            for index, coefficient in terms:
+                scale = {1.0: "", -1.0: "-"}.get(coefficient, f"{coefficient:g}*")
+                words.append(f"{scale}{letter}{index}")
+        if self.constant or not words:
+            words.append(f"{self.constant:.6g}")
+        return "+".join(words).replace("+-", "-")
+
+
+Angle = Affine | SupportsFloat
+
+
+def weight(index: int) -> Affine:
+    """Entry `index` of the trainable weights."""
+    return Affine(weights=((_index("weight", index), 1.0),))
+
+
+def feature(index: int) -> Affine:
+    """Entry `index` of one sample of the input."""
+    return Affine(features=((_index("feature", index), 1.0),))
+
+
+def affine(angle: Angle) -> Affine:
+    """Any angle as an Affine; refuses what is not one finite real number."""
+    return angle if isinstance(angle, Affine) else Affine(_number(angle))
+
+
+def _is_angle(value: object) -> bool:
+    return isinstance(value, Affine) or (hasattr(value, "__float__") and not isinstance(value, str))
+
+
+def _number(value: SupportsFloat) -> float:
+    if getattr(value, "requires_grad", False):
+        raise UsageError("an angle that needs a gradient is written weight(i) or feature(i), not as a tensor")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"angle {value!r}: expected one real number, weight(i), feature(i) or a sum of them") from None
+    if not math.isfinite(number):
+        raise UsageError(f"angle {value!r} is not finite")
+    return number
+
+
+def _index(kind: str, index: int) -> int:
+    if isinstance(index, bool) or not hasattr(index, "__index__") or index < 0:
+        raise UsageError(f"{kind}({index!r}): expected an index of 0 or more")
+    return int(index)
+
+
+def _scale(terms: Terms, factor: float) -> Terms:
+    return tuple((index, coefficient * factor) for index, coefficient in terms if coefficient * factor)
+
+
+def _merge(left: Terms, right: Terms) -> Terms:
+    if not right:
+        return left
+    merged: dict[int, float] = dict(left)
+    for index, coefficient in right:
+        merged[index] = merged.get(index, 0.0) + coefficient
+    return _sorted(merged)
+
+
+def _sorted(terms: Mapping[int, float]) -> Terms:
+    return tuple((index, terms[index]) for index in sorted(terms) if terms[index])

@@ -1,0 +1,147 @@
+"""A schedule as one rank runs it: operations on local axes, and blocks traded with partners. Static, so made once.
+
+Walked forwards it runs the circuit; walked backwards, with each operation undone, it goes back: a trade is its own
+inverse.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+
+from unisono.quantum.holdings import Holdings
+from unisono.quantum.kernels import Runner, runner
+from unisono.quantum.operation import Operation
+from unisono.quantum.schedule import Schedule
+from unisono.quantum.step import Event, Exchange, Segment
+
+
+@dataclass(frozen=True)
+class Run:
+    """Unitary operations on local axes, in order; a gphase without controls scales the whole local array."""
+
+    operations: tuple[Operation, ...]
+    runners: dict[tuple[object, ...], Runner] = field(default_factory=dict, compare=False, repr=False)
+
+    def runner(self, axes: int, dtype: torch.dtype, device: torch.device, kernel: str) -> Runner:
+        """The operations made ready for a kernel; made once."""
+        key = (axes, dtype, device.type, kernel)
+        if key not in self.runners:
+            self.runners[key] = runner(self.operations, axes, dtype, device, kernel)
+        return self.runners[key]
+
+
+@dataclass(frozen=True)
+class Trade:
+    """The block of the local array where `axes` read `block` (first axis most significant) goes to `partner`, whose own
+    block comes in its place."""
+
+    partner: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Trades:
+    """All trades of an exchange, in rounds in which ranks pair up."""
+
+    axes: tuple[int, ...]
+    trades: tuple[Trade, ...]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A wire is measured, into classical `bits`, or reset. The wire is `axis`, or this rank holds its `value`."""
+
+    axis: int | None
+    value: int
+    bits: tuple[int, ...]
+    condition: tuple[tuple[int, int], ...]
+    reset: bool
+
+
+@dataclass(frozen=True)
+class Conditional:
+    """An operation on local axes that happens when classical bits have the values of its condition."""
+
+    operation: Operation
+
+
+LocalStep = Run | Trades | Measure | Conditional
+
+
+@dataclass(frozen=True)
+class Program:
+    """`holdings` is the table of held indices after the last step."""
+
+    schedule: Schedule
+    rank: int
+    steps: tuple[LocalStep, ...]
+    holdings: Holdings
+
+    @classmethod
+    def of(cls, schedule: Schedule, rank: int = 0, holdings: Holdings | None = None) -> Program:
+        table = Holdings(schedule.held) if holdings is None else holdings.copy()
+        steps = tuple(_local_steps(schedule, rank, table))
+        return cls(schedule, rank, steps, table)
+
+
+def _local_steps(schedule: Schedule, rank: int, holdings: Holdings) -> Iterator[LocalStep]:
+    for step in schedule.steps:
+        if isinstance(step, Segment):
+            if operations := holdings.restrict(step.operations, rank):
+                yield Run(tuple(operations))
+        elif isinstance(step, Exchange):
+            yield trades(step, holdings, rank)
+        elif step.operation.gate.unitary:
+            for operation in holdings.restrict([step.operation], rank):
+                yield Conditional(operation)
+        else:
+            yield _measure(step, holdings, rank)
+
+
+def _measure(step: Event, holdings: Holdings, rank: int) -> Measure:
+    operation = step.operation
+    (position,) = operation.targets
+    local = position >= holdings.held
+    return Measure(
+        position - holdings.held if local else None,
+        0 if local else holdings.bit(rank, position),
+        operation.bits,
+        operation.condition,
+        operation.name == "reset",
+    )
+
+
+def trades(exchange: Exchange, holdings: Holdings, rank: int) -> Trades:
+    """Who trades which block with whom.
+
+    Positions trade places in pairs, so amplitude i and amplitude s(i) do, s being its own inverse. A rank's block v,
+    the bits taken being t, goes to the rank whose bits are v, and is its block t."""
+    held = holdings.held
+    local = [(give, take) for give, take in zip(exchange.give, exchange.take, strict=True) if give >= held]
+    index = int(holdings.table[rank])
+    for give, take in zip(exchange.give, exchange.take, strict=True):
+        if give < held:
+            index = _swapped(index, held - 1 - give, held - 1 - take)
+    rank_of = {int(other): number for number, other in enumerate(holdings.table)}
+    mine = 0
+    for _, take in local:
+        mine = mine << 1 | (index >> (held - 1 - take) & 1)
+    made = []
+    for step in range(2 ** len(local)):
+        block = mine ^ step
+        target = index
+        for number, (_, take) in enumerate(reversed(local)):
+            shift = held - 1 - take
+            target = (target & ~(1 << shift)) | ((block >> number & 1) << shift)
+        if rank_of[target] != rank:
+            made.append(Trade(rank_of[target], block))
+    return Trades(tuple(give - held for give, _ in local), tuple(made))
+
+
+def _swapped(index: int, first: int, second: int) -> int:
+    if (index >> first ^ index >> second) & 1:
+        index ^= 1 << first | 1 << second
+    return index

@@ -1,0 +1,167 @@
+"""From a circuit to steps: which operations run where, and when ranks exchange qubits.
+
+    schedule = Schedule.of(circuit, ranks=32)
+    schedule.exchanges, schedule.steps
+
+Operations are put on tracks (tracks.py), cut at each level into segments that mix few wires (cut.py), and the wires of
+each segment are paged in (paging.py). A rank cuts its part of a segment again, into tiles that fit its cache (`tiles`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from unisono.errors import UsageError
+from unisono.quantum.circuit import Circuit
+from unisono.quantum.commutation import mixed_wires
+from unisono.quantum.cut import cut
+from unisono.quantum.operation import Operation
+from unisono.quantum.paging import Pages, Tier
+from unisono.quantum.step import Event, Exchange, Segment, Step, Tile
+from unisono.quantum.tracks import Tracks, tracks
+
+if TYPE_CHECKING:
+    from unisono.quantum.forecast import Forecast, Rates
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """Steps for a state whose first `held` positions are spread over ranks (step.py says what a position is).
+
+    `start[p]` is the wire at position p before the first step, `finish[p]` after the last. `prepare[w]` are constant
+    gates on wire w alone that make the product state that the first step begins with."""
+
+    wires: int
+    held: int
+    start: tuple[int, ...]
+    finish: tuple[int, ...]
+    steps: tuple[Step, ...]
+    prepare: tuple[tuple[Operation, ...], ...]
+    in_order: int = 0  # exchanges of the circuit in program order, a gate that mixes a held wire costing one
+
+    @classmethod
+    def of(cls, circuit: Circuit, ranks: int = 1, *, nodes: int = 1, start: Sequence[int] | None = None) -> Schedule:
+        """The schedule of a circuit on `ranks` ranks in `nodes` nodes, both powers of two.
+
+        Without `start` the state begins as |0...0>, in any layout that suits; with it, as any state in that layout."""
+        held, outer = _held(circuit.wires, ranks), _held(circuit.wires, nodes)
+        if outer > held:
+            raise UsageError(f"{nodes} nodes for {ranks} ranks: expected no more nodes than ranks")
+        ready = tracks(circuit.operations, circuit.wires, circuit.wires - held, lead=start is None)
+        tiers, pieces = _levels(ready.operations, circuit.wires, outer, held)
+        pages = Pages.fresh(circuit.wires, tiers) if start is None else Pages(start, tiers)
+        begin = tuple(pages.wires)
+        steps = tuple(_merged(_steps(pieces, pages)))
+        return cls(
+            circuit.wires, held, begin, _finish(ready, pages), steps, ready.leading, _in_order(circuit.operations, held)
+        )
+
+    @property
+    def exchanges(self) -> tuple[Exchange, ...]:
+        return tuple(step for step in self.steps if isinstance(step, Exchange))
+
+    @property
+    def is_unitary(self) -> bool:
+        return not any(isinstance(step, Event) for step in self.steps)
+
+    def describe(self, dtype: torch.dtype = torch.complex64, rates: Rates | None = None) -> Forecast:
+        """What it will cost, before anything runs; print it, or read its fields."""
+        from unisono.quantum.forecast import Forecast  # it looks at schedules, so it imports this module
+
+        return Forecast.of(self, dtype, rates)
+
+    def inverse(self) -> Schedule:
+        """The schedule that undoes this one, but for `prepare`."""
+        if not self.is_unitary:
+            raise UsageError("a schedule with measurements has no inverse")
+        return Schedule(
+            self.wires,
+            self.held,
+            self.finish,
+            self.start,
+            tuple(_undone(step) for step in reversed(self.steps)),
+            ((),) * self.wires,
+        )
+
+
+def tiles(
+    operations: Sequence[Operation], capacity: int, bundle: Iterable[int] = (), free: Iterable[int] = ()
+) -> list[Tile]:
+    """One rank's operations, on its axes, cut into sweeps that mix at most `capacity` axes each; those of `bundle` all
+    together or not at all, and those that are `free` besides."""
+    pieces = cut(operations, capacity, bundle=frozenset(bundle), free=frozenset(free))
+    return [Tile(tuple(sorted(piece.active)), tuple(piece.operations)) for piece in pieces]
+
+
+Piece = tuple[tuple[int, ...], list[Operation]]  # the number of the segment on each tier, and its operations
+
+
+def _levels(operations: Sequence[Operation], wires: int, outer: int, held: int) -> tuple[list[Tier], list[Piece]]:
+    """The same cut at each level: what fits a node, and within that what fits a rank."""
+    flat = outer in (0, held)
+    whole = cut(operations, wires - (held if flat else outer), relabel=True)
+    if flat:
+        needed = tuple(frozenset(piece.active) for piece in whole)
+        return [Tier(0, held, needed)], [((number,), piece.operations) for number, piece in enumerate(whole)]
+    pieces: list[Piece] = []
+    inner_needed: list[frozenset[int]] = []
+    for number, part in enumerate(whole):
+        for piece in cut(part.operations, wires - held, relabel=True):
+            pieces.append(((number, len(inner_needed)), piece.operations))
+            inner_needed.append(frozenset(piece.active))
+    needed = tuple(frozenset(piece.active) for piece in whole)
+    return [Tier(0, outer, needed), Tier(outer, held, tuple(inner_needed))], pieces
+
+
+def _steps(pieces: Sequence[Piece], pages: Pages) -> Iterator[Step]:
+    for numbers, operations in pieces:
+        yield from pages.enter(numbers)
+        position_of = [0] * len(pages.wires)
+        for position, wire in enumerate(pages.wires):
+            position_of[wire] = position
+        for operation in operations:
+            placed = operation.on(position_of)
+            yield Segment((placed,)) if operation.is_unitary else Event(placed)
+
+
+def _merged(steps: Iterator[Step]) -> Iterator[Step]:
+    """Neighbouring segments as one."""
+    run: list[Operation] = []
+    for step in steps:
+        if isinstance(step, Segment):
+            run.extend(step.operations)
+            continue
+        if run:
+            yield Segment(tuple(run))
+            run = []
+        yield step
+    if run:
+        yield Segment(tuple(run))
+
+
+def _finish(ready: Tracks, pages: Pages) -> tuple[int, ...]:
+    wire_on = {track: wire for wire, track in enumerate(ready.ends)}
+    return tuple(wire_on[track] for track in pages.wires)
+
+
+def _undone(step: Step) -> Step:
+    if isinstance(step, Segment):
+        return Segment(tuple(operation.inverse() for operation in reversed(step.operations)))
+    return step
+
+
+def _in_order(operations: Sequence[Operation], held: int) -> int:
+    return sum(1 for each in operations if each.is_unitary and min(mixed_wires(each), default=held) < held)
+
+
+def _held(wires: int, ranks: int) -> int:
+    if ranks < 1 or ranks & (ranks - 1):
+        raise UsageError(f"{ranks} ranks: expected a power of two")
+    held = ranks.bit_length() - 1
+    if held > wires:
+        raise UsageError(f"{ranks} ranks would hold {held} wires, but the circuit has {wires}; use {2**wires} or fewer")
+    return held

@@ -1,0 +1,271 @@
+"""A state vector spread over ranks.
+
+state = State(28, comm)                     # |0...0>
+state.run(circuit, weights)                 # scheduled, exchanged, applied
+state.amplitudes()                          # the whole vector, on every rank, in the order of wires
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.quantum.blocks import block
+from unisono.quantum.circuit import Circuit
+from unisono.quantum.exchange import DEFAULT_CHUNK, borrow, chunks, trade
+from unisono.quantum.holdings import Holdings
+from unisono.quantum.kernels import require_kernel
+from unisono.quantum.memory import require_room
+from unisono.quantum.program import Conditional, LocalStep, Measure, Program, Run, Trades
+from unisono.quantum.schedule import Schedule
+
+DRIFT = {torch.complex64: 1e-3, torch.complex128: 1e-9}  # of the norm, before it is an error
+_LARGEST_GATHERED = 30  # wires
+_PIECE = 1 << 19  # numbers whose squares are added in their own precision
+
+
+class NormError(ArithmeticError):
+    """The state's norm is not what it was: amplitudes were damaged, or an operation is not unitary."""
+
+
+class State:
+    """2^wires amplitudes over the 2^held ranks of `comm` (None: all here).
+
+    `local` are this rank's; `layout[p]` is the wire at position p: the first `held` positions are bits of the held
+    index that `holdings` knows for each rank, the others are the axes of `local`. All ranks call every method alike."""
+
+    def __init__(
+        self,
+        wires: int,
+        comm: Communicator | None = None,
+        *,
+        dtype: torch.dtype = torch.complex128,
+        device: torch.device | str | None = None,
+        chunk: int = DEFAULT_CHUNK,
+        kernel: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        if dtype not in DRIFT:
+            raise UsageError(f"dtype {dtype}: expected torch.complex64 or torch.complex128")
+        size = 1 if comm is None else comm.size
+        self.wires = wires
+        self.held = size.bit_length() - 1
+        if size != 1 << self.held or self.held > wires:
+            raise UsageError(
+                f"{size} ranks for a state of {wires} wires: expected a power of two of at most {2**wires}; "
+                "uq.share(comm, wires) gives a group that fits"
+            )
+        self.comm = comm if size > 1 else None
+        self.rank = comm.rank if comm is not None else 0
+        self.device = torch.device(device) if device is not None else comm.device if comm else torch.device("cpu")
+        self.chunk = chunk
+        self.kernel = require_kernel(kernel)
+        self.bits: dict[int, int] = {}
+        require_room(wires, self.held, dtype, self.device, chunk, self.comm)
+        self.local = torch.zeros(1 << (wires - self.held), dtype=dtype, device=self.device)
+        self.layout: tuple[int, ...] = tuple(range(wires))
+        self.holdings = Holdings(self.held)
+        self.draws = np.random.default_rng(seed)
+        self._begin(self.layout, [np.array([1, 0])] * wires)
+        self.fresh = True
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.local.dtype
+
+    # ---- running ------------------------------------------------------------------------------------------------
+
+    def schedule(self, circuit: Circuit, *, nodes: int | None = None) -> Schedule:
+        """The schedule of a circuit from this state: free to choose the layout while the state is still |0...0>."""
+        if circuit.wires != self.wires:
+            raise UsageError(f"a circuit of {circuit.wires} wires for a state of {self.wires}")
+        start = None if self.fresh else self.layout
+        return Schedule.of(circuit, 1 << self.held, nodes=self._nodes() if nodes is None else nodes, start=start)
+
+    def run(self, circuit: Circuit | Schedule | Program, weights: Any = (), features: Any = ()) -> State:
+        """Run a circuit, or a schedule or program made before for a state like this one."""
+        if isinstance(circuit, Circuit):
+            circuit.check_values(weights, features)
+            circuit = self.schedule(circuit)
+        if isinstance(circuit, Schedule):
+            circuit = Program.of(circuit, self.rank, None if self.fresh else self.holdings)
+        self.begin(circuit.schedule)
+        for step in circuit.steps:
+            self.do(step, weights, features)
+        self.layout = circuit.schedule.finish
+        self.holdings = circuit.holdings.copy()
+        return self
+
+    def begin(self, schedule: Schedule) -> None:
+        """Take the layout, and the product state, that a schedule begins with."""
+        if self.fresh:
+            self._begin(schedule.start, [_prepared(gates) for gates in schedule.prepare])
+            self.fresh = False
+        elif schedule.start != self.layout or any(schedule.prepare):
+            raise UsageError(
+                "the schedule begins with another layout than the state has; make it with state.schedule()"
+            )
+
+    def do(self, step: LocalStep, weights: Any = (), features: Any = ()) -> None:
+        """One step of a program."""
+        if isinstance(step, Run):
+            self.apply(step, weights, features)
+        elif isinstance(step, Trades):
+            self.exchange(step)
+        elif isinstance(step, Measure):
+            if self._holds(step.condition):
+                self._measure(step)
+        elif isinstance(step, Conditional) and self._holds(step.operation.condition):
+            self.apply(Run((replace(step.operation, condition=()),)), weights, features)
+
+    def apply(self, run: Run, weights: Any = (), features: Any = ()) -> None:
+        """Operations on local axes, with this state's kernel."""
+        run.runner(self.wires - self.held, self.dtype, self.device, self.kernel)(self.local, weights, features)
+
+    def exchange(self, step: Trades) -> None:
+        """Trade blocks with other ranks; the norm must be the same after as it was at the start."""
+        if self.comm is None:
+            return
+        trade(self.local, step, self.comm, self.chunk)
+        norm = self.norm()
+        if not abs(norm - self.norm_expected) <= DRIFT[self.dtype] * self.norm_expected:
+            raise NormError(
+                f"after an exchange the norm is {norm:.12g}, but it was {self.norm_expected:.12g}: a gate is not "
+                "unitary, or amplitudes were damaged on the way"
+            )
+
+    def partner_chunks(self, flip: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The amplitudes of the rank whose held index differs by `flip`, a chunk at a time, with each chunk's place.
+
+        A chunk is only there until the next is asked for, and all of them must be."""
+        partner = self.holdings.rank_of(int(self.holdings.table[self.rank]) ^ flip)
+        if flip and self.comm is not None:
+            return borrow(self.local, partner, self.comm, self.chunk)
+        return chunks(self.local, self.chunk)
+
+    # ---- looking ------------------------------------------------------------------------------------------------
+
+    def axis(self, wire: int) -> int | None:
+        """The axis of `local` that a wire is, or None where ranks hold it."""
+        position = self.layout.index(wire)
+        return position - self.held if position >= self.held else None
+
+    def value(self, wire: int) -> int:
+        """This rank's bit of a wire that ranks hold."""
+        return self.holdings.bit(self.rank, self.layout.index(wire))
+
+    def norm(self) -> float:
+        return float(self.total(_squares(self.local))) ** 0.5
+
+    def total(self, value: torch.Tensor) -> torch.Tensor:
+        """The sum over ranks, on every rank."""
+        if self.comm is not None:
+            self.comm.all_reduce(value)
+        return value
+
+    def amplitudes(self) -> torch.Tensor:
+        """All amplitudes in the order of wires, on every rank: for states that fit one."""
+        if self.wires > _LARGEST_GATHERED:
+            raise UsageError(f"{self.wires} wires: at most {_LARGEST_GATHERED} are gathered; read `local` on each rank")
+        parts = [self.local] if self.comm is None else self.comm.all_gather(self.local)
+        whole = torch.empty((1 << self.held, len(self.local)), dtype=self.dtype, device=self.device)
+        for rank, part in enumerate(parts):
+            whole[int(self.holdings.table[rank])] = part
+        order = [self.layout.index(wire) for wire in range(self.wires)]
+        return whole.reshape((2,) * self.wires).permute(order).reshape(-1)
+
+    def set_amplitudes(self, amplitudes: torch.Tensor) -> State:
+        """Begin with these 2^wires amplitudes, given alike on every rank, in the order of wires."""
+        if amplitudes.shape != (1 << self.wires,):
+            raise UsageError(f"amplitudes of shape {tuple(amplitudes.shape)}: expected ({1 << self.wires},)")
+        whole = amplitudes.to(self.device, self.dtype).reshape((2,) * self.wires).permute(self.layout)
+        self.local.copy_(whole.reshape(1 << self.held, -1)[int(self.holdings.table[self.rank])])
+        self.norm_expected = self.norm()
+        self.fresh = False
+        return self
+
+    def like(self, local: torch.Tensor) -> State:
+        """A state with the same layout and other amplitudes: a co-state, a copy."""
+        other = object.__new__(State)
+        other.__dict__.update(self.__dict__)
+        other.local, other.bits, other.holdings = local, dict(self.bits), self.holdings.copy()
+        return other
+
+    # ---- inside -------------------------------------------------------------------------------------------------
+
+    def _begin(self, layout: tuple[int, ...], vectors: Sequence[np.ndarray]) -> None:
+        """A product state: a vector of two amplitudes for each wire."""
+        self.layout, self.holdings = layout, Holdings(self.held)
+        factor = complex(1)
+        for position in range(self.held):
+            factor *= complex(vectors[layout[position]][self.holdings.bit(self.rank, position)])
+        self.local.zero_()
+        self.local[:1].fill_(factor)
+        filled = 1  # from the least significant axis up: [v0 * x, v1 * x]
+        for position in reversed(range(self.held, self.wires)):
+            low, high = vectors[layout[position]]
+            if high:
+                torch.mul(self.local[:filled], complex(high), out=self.local[filled : 2 * filled])
+            if low != 1:
+                self.local[:filled] *= complex(low)
+            filled *= 2
+        self.norm_expected = 1.0
+
+    def _measure(self, step: Measure) -> None:
+        """Draw an outcome, the same on all ranks, keep its part of the state, and put a reset wire back to 0."""
+        if step.axis is None:
+            ones = _squares(self.local) * step.value
+        else:
+            ones = _squares(block(self.local, [step.axis], 1))
+        one, both = self.total(torch.stack([ones, _squares(self.local)])).tolist()
+        outcome = int(self.draws.random() < one / both)
+        if self.comm is not None:  # sums may differ in the last bit between ranks; the outcome must not
+            outcome = int(self.comm.broadcast(torch.tensor([outcome], device=self.device)))
+        kept = self.norm_expected / (one if outcome else both - one) ** 0.5
+        if step.axis is None:
+            self.local *= kept * (step.value == outcome)
+        else:
+            block(self.local, [step.axis], outcome).mul_(kept)
+            block(self.local, [step.axis], 1 - outcome).zero_()
+            if step.reset and outcome:
+                block(self.local, [step.axis], 0).copy_(block(self.local, [step.axis], 1))
+                block(self.local, [step.axis], 1).zero_()
+        for bit in step.bits:
+            self.bits[bit] = outcome
+
+    def _holds(self, condition: Sequence[tuple[int, int]]) -> bool:
+        return all(self.bits.get(bit, 0) == value for bit, value in condition)
+
+    def _nodes(self) -> int:
+        """Hosts, where each has the same power of two of consecutive ranks; else one."""
+        if self.comm is None:
+            return 1
+        hosts = self.comm.hosts
+        nodes = len(set(hosts))
+        each = len(hosts) // nodes
+        regular = nodes & (nodes - 1) == 0 and all(
+            len(set(hosts[i : i + each])) == 1 for i in range(0, len(hosts), each)
+        )
+        return nodes if regular else 1
+
+
+def _prepared(gates: Sequence[Any]) -> np.ndarray:
+    vector = np.array([1, 0], dtype=np.complex128)
+    for operation in gates:
+        vector = operation.matrix(operation.angles()) @ vector
+    return vector
+
+
+def _squares(amplitudes: torch.Tensor) -> torch.Tensor:
+    """The sum of squared moduli, in float64: added up in pieces, each short enough for its own precision."""
+    parts = torch.view_as_real(amplitudes)
+    if amplitudes.is_contiguous():
+        parts = parts.view(-1)
+    norms = [torch.linalg.vector_norm(piece) for piece in parts.split(_PIECE)]
+    return torch.stack(norms).double().square().sum()

@@ -1,0 +1,75 @@
+"""A circuit made ready to be cut: operations on tracks.
+
+A track is a wire that SWAP does not touch: swapping two wires renames their tracks, and costs nothing. Identities and
+barriers are gone, an iSWAP is a phase and a renaming, and a gate that mixes more wires than a rank holds is taken apart
+or refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from unisono.errors import UsageError
+from unisono.quantum.commutation import mixed_wires
+from unisono.quantum.gates import diagonal
+from unisono.quantum.operation import Operation
+
+_SWAPS = {"swap": (), "iswap": (1, 1j, 1j, 1), "iswapdg": (1, -1j, -1j, 1)}  # the phases that come with the renaming
+
+
+@dataclass(frozen=True)
+class Tracks:
+    """`operations` on tracks; wire w begins on track w and ends on track `ends[w]`; `leading[t]` are the constant gates
+    on track t alone that come before all others, where they were asked for."""
+
+    operations: tuple[Operation, ...]
+    ends: tuple[int, ...]
+    leading: tuple[tuple[Operation, ...], ...]
+
+
+def tracks(operations: Sequence[Operation], wires: int, capacity: int, *, lead: bool) -> Tracks:
+    track_of = list(range(wires))
+    on_tracks: list[Operation] = []
+    for operation in operations:
+        if operation.name in ("barrier", "id"):
+            continue
+        placed = operation.on(track_of)
+        if operation.name in _SWAPS and not operation.controls and not operation.condition:
+            if phases := _SWAPS[operation.name]:
+                on_tracks.append(replace(placed, gate=diagonal(phases)))
+            first, second = operation.targets
+            track_of[first], track_of[second] = track_of[second], track_of[first]
+        else:
+            on_tracks.extend(_fitting(placed, wires, capacity))
+    leading: list[list[Operation]] = [[] for _ in range(wires)]
+    if lead:
+        on_tracks = _without_leading(on_tracks, leading)
+    return Tracks(tuple(on_tracks), tuple(track_of), tuple(map(tuple, leading)))
+
+
+def _fitting(operation: Operation, wires: int, capacity: int) -> tuple[Operation, ...]:
+    if len(mixed_wires(operation)) <= capacity:
+        return (operation,)
+    parts = operation.lowered()
+    widest = max(len(mixed_wires(part)) for part in parts)
+    if widest > capacity:
+        ranks = 2 ** (wires - widest)
+        raise UsageError(
+            f"{operation.name} mixes {widest} of {wires} wires, but a rank holds only {capacity} of them; "
+            f"use at most {ranks} rank{'s' if ranks > 1 else ''}"
+        )
+    return parts
+
+
+def _without_leading(operations: list[Operation], leading: list[list[Operation]]) -> list[Operation]:
+    rest = []
+    touched: set[int] = set()
+    for operation in operations:
+        alone = len(operation.targets) == len(operation.wires) == 1 and operation.is_unitary and operation.is_constant
+        if alone and operation.targets[0] not in touched:
+            leading[operation.targets[0]].append(operation)
+        else:
+            touched.update(operation.wires)
+            rest.append(operation)
+    return rest

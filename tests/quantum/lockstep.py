@@ -1,0 +1,62 @@
+"""All ranks of a schedule in one process: programs run step by step, trades done by copying. No messages, so any number
+of ranks and nodes is cheap; the real exchange is tested in test_state.py."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from unisono.quantum.blocks import block
+from unisono.quantum.circuit import Circuit
+from unisono.quantum.kernels import reference
+from unisono.quantum.program import Program, Run, Trades
+from unisono.quantum.schedule import Schedule
+
+
+def amplitudes(circuit: Circuit, schedule: Schedule, weights: Any = (), features: Any = ()) -> torch.Tensor:
+    """What 2^held ranks make of |0...0>; the circuit's leading constant gates are run as a state does, as a product."""
+    ranks = 2**schedule.held
+    programs = [Program.of(schedule, rank) for rank in range(ranks)]
+    local = _begin(schedule)
+    for steps in _aligned(programs):
+        if isinstance(steps[0], Trades):
+            _trade(local, steps)
+        else:
+            for part, runs in zip(local, steps, strict=True):
+                for run in runs:
+                    reference.run(part, run.operations, weights, features)
+    whole = torch.empty_like(local)
+    for rank in range(ranks):
+        whole[int(programs[rank].holdings.table[rank])] = local[rank]
+    order = [schedule.finish.index(wire) for wire in range(circuit.wires)]
+    return whole.reshape((2,) * circuit.wires).permute(order).reshape(-1)
+
+
+def _begin(schedule: Schedule) -> torch.Tensor:
+    whole = torch.zeros(2**schedule.wires, dtype=torch.complex128)
+    whole[0] = 1
+    for wire, operations in enumerate(schedule.prepare):
+        reference.run(whole, [operation.on({wire: schedule.start.index(wire)}) for operation in operations])
+    return whole.view(2**schedule.held, -1)
+
+
+def _aligned(programs: list[Program]) -> list[list[Any]]:
+    """Steps between exchanges, and exchanges, of all ranks side by side: a rank may have nothing to run."""
+    queues = [list(program.steps) for program in programs]
+    found: list[list[Any]] = []
+    while any(queues):
+        runs = [[queue.pop(0)] if queue and isinstance(queue[0], Run) else [] for queue in queues]
+        found.append(runs)
+        if any(queues):
+            found.append([queue.pop(0) for queue in queues])
+    return found
+
+
+def _trade(local: torch.Tensor, steps: list[Trades]) -> None:
+    before = local.clone()
+    for rank, step in enumerate(steps):
+        for trade in step.trades:
+            other = steps[trade.partner]
+            (back,) = [each for each in other.trades if each.partner == rank]
+            block(local[rank], step.axes, trade.block).copy_(block(before[trade.partner], other.axes, back.block))

@@ -1,0 +1,187 @@
+"""Circuits: what their methods add, composition, inverses, and what they refuse."""
+
+from __future__ import annotations
+
+import math
+import pickle
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.quantum import dense
+from tests.quantum.circuits import random_circuit
+from unisono import quantum as uq
+from unisono.errors import UsageError
+from unisono.quantum.circuit import Circuit
+from unisono.quantum.parameter import Affine
+
+SEEDS = st.integers(0, 2**32 - 1)
+
+
+def test_methods_add_what_they_say() -> None:
+    c = Circuit(3)
+    c.id(0).x(0).y(1).z(2).h(0).s(1).sdg(2).t(0).tdg(1).sx(2).sxdg(0)
+    c.rx(0, 0.1).ry(1, 0.2).rz(2, 0.3).p(0, 0.4).u1(1, 0.5).u2(0, 0.6, 0.7).u3(1, 0.8, 0.9, 1).rot(2, 1.1, 1.2, 1.3)
+    c.cnot(0, 1).cx(0, 1).cy(1, 2).cz(0, 2).ch(0, 2).swap(0, 1).iswap(1, 2).cswap(0, 1, 2).toffoli(2, 1, 0)
+    c.crx(0, 1, 1.4).cry(0, 1, 1.5).crz(0, 1, 1.6).cphase(0, 1, 1.7).cu3(0, 1, 1.8, 1.9, 2)
+    c.rxx(0, 1, 2.1).ryy(0, 1, 2.2).rzz(0, 1, 2.3).rzx(0, 1, 2.4).pauli_rotation("XIY", (0, 1, 2), 2.5)
+    c.global_phase(2.6).barrier()
+    counts = c.counts()
+    assert counts["cx"] == 2
+    assert counts["ccx"] == counts["cswap"] == counts["cu3"] == counts["pauli_rotation"] == 1
+    assert counts["p"] == 2
+    assert sum(counts.values()) == len(c) == len(c.operations) == 40
+    (rotation,) = (each for each in c.operations if each.name == "pauli_rotation")
+    assert rotation.targets == (0, 2)
+    assert [each.parameters[0].constant for each in c.operations if each.name == "rzx"] == [2.4]
+
+
+def test_first_wire_is_most_significant() -> None:
+    assert np.argmax(np.abs(dense.state(Circuit(3).x(0)))) == 0b100
+    assert np.argmax(np.abs(dense.state(Circuit(3).x(2)))) == 0b001
+    toggled = Circuit(3).apply("x", 1, controls={0: 0, 2: 0})
+    assert np.argmax(np.abs(dense.state(toggled))) == 0b010
+
+
+def test_qft_is_the_fourier_matrix() -> None:
+    n = 4
+    index = np.arange(2**n)
+    fourier = np.exp(2j * math.pi * np.outer(index, index) / 2**n) / 2 ** (n / 2)
+    assert np.allclose(dense.unitary(Circuit(n).qft()), fourier)
+    part = Circuit(n).qft(wires=(2, 0))
+    assert np.allclose(dense.unitary(part), dense.spread(fourier_of(2), (2, 0), n))
+    assert Circuit(n).qft(swaps=False).counts() == {"h": 4, "cp": 6}
+
+
+def fourier_of(n: int) -> np.ndarray:
+    index = np.arange(2**n)
+    return np.exp(2j * math.pi * np.outer(index, index) / 2**n) / 2 ** (n / 2)
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 4), seed=SEEDS)
+def test_inverse_undoes(n: int, seed: int) -> None:
+    circuit = random_circuit(n, 12, seed, weights=3, features=2)
+    weights, features = np.random.default_rng(seed).normal(size=(2, 3))
+    whole = dense.unitary(circuit + circuit.inverse(), weights, features)
+    assert np.allclose(whole, np.eye(2**n), atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(n=st.integers(1, 3), seed=SEEDS)
+def test_compose_places_and_controls(n: int, seed: int) -> None:
+    circuit = random_circuit(n, 8, seed, weights=2)
+    weights = np.random.default_rng(seed).normal(size=2)
+    wires = np.random.default_rng(seed).permutation(n + 1).tolist()
+    inner = dense.unitary(circuit, weights)
+    placed = Circuit(n + 1).compose(circuit, wires=wires[:n])
+    assert np.allclose(dense.unitary(placed, weights), dense.spread(inner, wires[:n], n + 1), atol=1e-12)
+    controlled = Circuit(n + 1).compose(circuit, wires=wires[:n], controls={wires[n]: 0})
+    both = np.kron(np.diag([1, 0]), inner) + np.kron(np.diag([0, 1]), np.eye(2**n))
+    expected = dense.spread(both, [wires[n], *wires[:n]], n + 1)
+    assert np.allclose(dense.unitary(controlled, weights), expected, atol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(seed=SEEDS)
+def test_bound_shifted_and_travelled(seed: int) -> None:
+    circuit = random_circuit(3, 10, seed, weights=3, features=2)
+    weights, features = np.random.default_rng(seed).normal(size=(2, 3))
+    expected = dense.state(circuit, weights, features)
+    bound = circuit.bound(weights, features)
+    assert (bound.weights, bound.features) == (0, 0)
+    assert np.allclose(dense.state(bound), expected, atol=1e-12)
+    moved = circuit.shifted(weights=2, features=1)
+    assert np.allclose(dense.state(moved, [9, 9, *weights], [9, *features]), expected, atol=1e-12)
+    assert pickle.loads(pickle.dumps(circuit)) == circuit
+
+
+def test_depth() -> None:
+    assert Circuit(3).depth() == 0
+    assert Circuit(3).h(0).h(1).h(2).depth() == 1
+    assert Circuit(3).h(0).cnot(0, 1).cnot(1, 2).depth() == 3
+    assert Circuit(2).h(0).barrier().h(1).depth() == 2
+    assert Circuit(2).h(0).global_phase(1).h(1).depth() == 1
+
+
+def test_weights_and_features_are_counted() -> None:
+    circuit = Circuit(2).rx(0, 2 * uq.weight(4) - uq.feature(1)).rz(1, uq.weight(0))
+    assert (circuit.weights, circuit.features) == (5, 2)
+    assert repr(circuit) == "Circuit(2 wires, 2 operations, 5 weights, 2 features)"
+
+
+def test_rings_and_lines() -> None:
+    assert [each.wires for each in Circuit(3).cnot_ring().operations] == [(0, 1), (1, 2), (2, 0)]
+    assert len(Circuit(2).cnot_ring()) == 1
+    assert [each.wires for each in Circuit(4).cnot_line((3, 1)).operations] == [(3, 1)]
+
+
+def test_affine_algebra() -> None:
+    w, x = uq.weight, uq.feature
+    angle = 2 * w(1) - x(0) / 4 + 0.5 - (w(1) + w(0))
+    assert angle == Affine(0.5, ((0, -1.0), (1, 1.0)), ((0, -0.25),))
+    assert angle.evaluate([1.0, 2.0], [4.0]) == 0.5
+    assert 1 - w(0) == Affine(1.0, ((0, -1.0),))
+    assert w(0) - w(0) == Affine()
+    assert (np.float64(3) * w(2)).weights == ((2, 3.0),)
+    assert str(-w(3) + 2 * x(1) + 1) == "-w3+2*x1+1"
+    assert str(Affine()) == "0"
+    assert angle.evaluate(torch.tensor([1.0, 2.0]), torch.tensor([4.0])).item() == 0.5
+    assert w(0).evaluate(np.array([[1.0, 2.0]])).tolist() == [1.0, 2.0]
+
+
+REFUSED: list[tuple[Callable[[], object], str]] = [
+    (lambda: Circuit(0), r"Circuit\(0\)"),
+    (lambda: Circuit(2.5), r"Circuit\(2.5\)"),  # type: ignore[arg-type]
+    (lambda: Circuit(2).x(2), "x on wire 2: the circuit has wires 0 to 1"),
+    (lambda: Circuit(2).x(-1), "wire -1"),
+    (lambda: Circuit(2).x("0"), "wire '0'"),  # type: ignore[arg-type]
+    (lambda: Circuit(2).cnot(1, 1), "names a wire twice"),
+    (lambda: Circuit(2).apply("x", 0, controls={0: 1}), "names a wire twice"),
+    (lambda: Circuit(2).apply("x", 0, controls={1: 2}), "value 2 of 1: expected 0 or 1"),
+    (lambda: Circuit(2).apply("rx", 0), "rx takes 1 angles, but got 0"),
+    (lambda: Circuit(2).apply("rx", 0, 1, 2), "rx takes 1 angles, but got 2"),
+    (lambda: Circuit(2).apply("swap", 0), "swap acts on 2 wires, but got 1"),
+    (lambda: Circuit(2).apply("gphase", 0, 1.0), "gphase acts on 0 wires"),
+    (lambda: Circuit(2).apply("nothing", 0), "'nothing' is not known"),
+    (lambda: Circuit(2).unitary(np.eye(4), 0), "unitary acts on 2 wires"),
+    (lambda: Circuit(2).unitary([[1, 1], [1, 1]], 0), "not unitary"),
+    (lambda: Circuit(2).rx(0, "a"), "angle 'a'"),  # type: ignore[arg-type]
+    (lambda: Circuit(2).rx(0, float("inf")), "not finite"),
+    (lambda: Circuit(2).rx(0, 1j), "expected one real number"),  # type: ignore[arg-type]
+    (lambda: Circuit(2).rx(0, torch.ones(1, requires_grad=True)), "weight"),
+    (lambda: Circuit(2).pauli_rotation("XQ", (0, 1), 1), "'XQ' on 2 wires"),
+    (lambda: Circuit(2).pauli_rotation("X", (0, 1), 1), "'X' on 2 wires"),
+    (lambda: uq.weight(-1), r"weight\(-1\)"),
+    (lambda: uq.feature(1.5), r"feature\(1.5\)"),  # type: ignore[arg-type]
+    (lambda: uq.weight(0) * uq.weight(1), "not affine"),
+    (lambda: Circuit(1) + Circuit(2), "2 wires to one of 1"),
+    (lambda: Circuit(3).compose(Circuit(2), wires=(0,)), "2 wires to place"),
+    (lambda: Circuit(3).compose(Circuit(2).h(1), wires=(0, 7)), "wire 7"),
+    (lambda: Circuit(2).measure(0).inverse(), "measure has no inverse"),
+    (lambda: Circuit(3).compose(Circuit(2).measure(0), controls=(2,)), "cannot be controlled"),
+    (lambda: Circuit(2).apply("x", 0, condition={0: 1}), "uses bit 0, but the circuit has 0"),
+    (lambda: Circuit(2, bits=1).apply("x", 0, condition={0: 1}).inverse(), "depends on a measured bit"),
+    (lambda: Circuit(2).measure(0, -1), "bit -1"),
+    (lambda: Circuit(2).rx(0, uq.weight(3)).bound([1.0, 2.0]), "reads 4 weights, but 2 were given"),
+    (lambda: Circuit(2).rx(0, uq.feature(0)).bound(), "reads 1 features, but 0 were given"),
+]
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_refused(make: Callable[[], object], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make()
+
+
+def test_measurement_and_conditions() -> None:
+    circuit = Circuit(2).h(0).measure(0).apply("x", 1, condition={0: 1}).reset(0).measure(1)
+    assert circuit.bits == 2
+    assert not circuit.is_unitary
+    assert Circuit(2).h(0).barrier().is_unitary
+    courses = dense.branches(circuit)
+    assert {(round(chance, 9), bits) for chance, bits, _ in courses} == {(0.5, (0, 0)), (0.5, (1, 1))}

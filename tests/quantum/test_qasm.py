@@ -1,0 +1,279 @@
+"""OpenQASM: what is read, what is refused and where, and that what is written reads back."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.quantum import dense
+from tests.quantum.circuits import random_circuit
+from unisono.errors import UsageError
+from unisono.quantum.circuit import Circuit
+from unisono.quantum.parameter import feature, weight
+from unisono.quantum.qasm import QasmError, from_qasm, load_qasm
+from unisono.quantum.qasm.library import FILES
+
+TWO = 'OPENQASM 2.0;\ninclude "qelib1.inc";\n'
+THREE = 'OPENQASM 3.0;\ninclude "stdgates.inc";\n'
+
+
+def same(left: np.ndarray, right: np.ndarray, phase: bool = True) -> bool:
+    """Equal matrices, up to a global phase when `phase` is False."""
+    turn = 1 if phase else np.exp(1j * np.angle(np.vdot(left, right)))
+    return bool(np.allclose(left * turn, right, atol=1e-9))
+
+
+@settings(max_examples=40, deadline=None)
+@given(n=st.integers(1, 4), seed=st.integers(0, 2**32 - 1), version=st.sampled_from([2, 3]))
+def test_round_trip_keeps_the_unitary(n: int, seed: int, version: int) -> None:
+    circuit = random_circuit(n, 8, seed, controls=3)
+    read = from_qasm(circuit.to_qasm(version))
+    assert read.wires == n
+    assert same(dense.unitary(read), dense.unitary(circuit), phase=version == 3)
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_round_trip_of_free_angles(seed: int) -> None:
+    circuit = random_circuit(3, 10, seed, weights=4, features=3, arrays=False)
+    weights, features = np.random.default_rng(seed).normal(size=(2, 4))
+    read = from_qasm(circuit.to_qasm(3))
+    assert (read.weights, read.features) == (circuit.weights, circuit.features)
+    assert same(dense.unitary(read, weights, features), dense.unitary(circuit, weights, features))
+
+
+def test_round_trip_of_named_gates_is_exact() -> None:
+    circuit = Circuit(3, bits=3).h(0).cnot(0, 1).rx(2, 0.1 + 1e-17).ry(1, math.pi / 3).rz(0, -1e-7).u3(1, 1, 2, 3).t(2)
+    circuit.toffoli(0, 1, 2).cswap(0, 1, 2).crz(0, 1, 0.25).cphase(1, 2, math.pi / 8).swap(0, 2).cry(2, 0, -0.3)
+    circuit.rzz(0, 1, 0.4).rxx(1, 2, 0.5).ryy(0, 2, 0.6).rzx(2, 1, 0.7).rot(0, 1.1, 1.2, 1.3).iswap(0, 2).sx(1).sxdg(1)
+    circuit.barrier(0, 2).measure(0, 2).reset(1).measure(1, 0)
+    for version in (2, 3):
+        assert from_qasm(circuit.to_qasm(version)) == circuit
+    free = Circuit(2).rx(0, 0.5 * weight(2) - feature(1) + 0.25).apply("y", 1, controls={0: 0})
+    assert from_qasm(free.to_qasm(3)) == free
+
+
+@pytest.mark.parametrize("version", [2, 3])
+def test_round_trip_of_conditions(version: int) -> None:
+    circuit = Circuit(3).h(0).measure(0).apply("x", 1, condition={0: 1}).measure(1)
+    circuit.apply("rz", 2, 0.5, controls={0: 0}, condition={1: 0})
+    read = from_qasm(circuit.to_qasm(version))
+    found, expected = dense.branches(read), dense.branches(circuit)
+    assert [(round(chance, 12), bits) for chance, bits, _ in found] == [
+        (round(chance, 12), bits) for chance, bits, _ in expected
+    ]
+    assert all(
+        same(a[:, None], b[:, None], phase=version == 3) for (_, _, a), (_, _, b) in zip(found, expected, strict=True)
+    )
+    both = Circuit(1, bits=2).apply("x", 0, condition={0: 1, 1: 0})
+    assert from_qasm(both.to_qasm(3)) == both
+    with pytest.raises(UsageError, match="several bits"):
+        both.to_qasm(2)
+
+
+def test_every_gate_of_the_libraries() -> None:
+    angles = (0.3, -0.7, 1.9, 0.4)
+    for head, library in ((TWO, "qelib1.inc"), (THREE, "stdgates.inc")):
+        for name, known in FILES[library].items():
+            written = f"({', '.join(map(str, angles[: known.parameters]))})" if known.parameters else ""
+            wires = ", ".join(f"q[{wire}]" for wire in range(known.operands))
+            circuit = from_qasm(f"{head}qreg q[{known.operands}]; {name}{written} {wires};")
+            assert circuit.wires == known.operands
+            assert len(circuit) == (2 if known.special == "cu" else 1)
+
+
+def test_openqasm_2_program(tmp_path: Path) -> None:
+    path = tmp_path / "teleport.qasm"
+    path.write_text(
+        TWO
+        + """
+        // a comment
+        gate bell(a) p, q { h p; cx p, q; /* inner */ rz(a/2 - pi^2 + sin(0.5)) q; barrier p, q; }
+        qreg q[3]; qreg r[2];
+        creg c0[1]; creg c1[1];
+        u3(0.3,0.2,0.1) q[0];
+        bell(1.5) q[1], q[2];
+        cx q[0], q[1]; h q[0];
+        measure q[0] -> c0[0];
+        measure q[1] -> c1[0];
+        if (c0==1) z q[2];
+        if(c1==1) x q[2];
+        h r;
+        cx r, q[2];
+        """.replace("cx r, q[2];", "CX r[0], r[1];")
+    )
+    circuit = load_qasm(path)
+    assert (circuit.wires, circuit.bits) == (5, 2)
+    assert circuit.counts() == {"u3": 1, "h": 4, "cx": 3, "rz": 1, "measure": 2, "z": 1, "x": 1}
+    (rz,) = (each for each in circuit.operations if each.name == "rz")
+    assert rz.parameters[0].constant == pytest.approx(0.75 - math.pi**2 + math.sin(0.5))
+    assert [each.condition for each in circuit.operations if each.condition] == [((0, 1),), ((1, 1),)]
+
+
+def test_register_comparison_has_bit_zero_least_significant() -> None:
+    circuit = from_qasm(TWO + "qreg q[1]; creg c[3]; if (c==6) x q[0];")
+    assert circuit.operations[0].condition == ((0, 0), (1, 1), (2, 1))
+
+
+def test_broadcast() -> None:
+    circuit = from_qasm(
+        TWO + "qreg a[3]; qreg b[3]; creg c[3]; h a; cx a, b; cx a[0], b; barrier a, b[1]; measure b -> c;"
+    )
+    assert [each.wires for each in circuit.operations[3:9]] == [(0, 3), (1, 4), (2, 5), (0, 3), (0, 4), (0, 5)]
+    assert circuit.operations[9].targets == (0, 1, 2, 4)
+    assert [each.bits for each in circuit.operations[10:]] == [(0,), (1,), (2,)]
+
+
+def test_openqasm_3_program() -> None:
+    circuit = from_qasm(
+        THREE
+        + """
+        #pragma anything at all
+        input float[64] theta;
+        input angle phi;
+        const int n = 4;
+        const float step = pi / n;
+        qubit[n] q; qubit extra;
+        bit[n] c; bit flag;
+        gate twist(a) p, r { ctrl @ rx(2*a) p, r; inv @ s r; pow(2) @ t p; gphase(a); }
+        for int i in [0:n-2] { twist(step * i) q[i], q[i+1]; }
+        for uint i in {0, 3} rx(theta/2 - i) q[i];
+        @annotated by somebody
+        ctrl @x extra, q[0];
+        negctrl(2) @ ctrl @ p(phi) q[0], q[1], q[2], q[3];
+        let middle = q[1:2];
+        h middle; reset q[-1];
+        c[0:1] = measure middle;
+        flag = measure extra;
+        if (flag) { x q[0]; z q[1]; } else { y q[0]; }
+        if (c[0] == 0 && !flag) x q[3];
+        if (c == 5) h extra;
+        barrier;
+        """
+    )
+    assert (circuit.wires, circuit.bits, circuit.weights) == (5, 5, 2)
+    assert circuit.counts() == {
+        "crx": 3, "sdg": 3, "t": 6, "gphase": 3, "rx": 2, "cx": 1, "cccp": 1, "h": 3, "reset": 1, "measure": 3,
+        "x": 2, "z": 1, "y": 1, "barrier": 1,
+    }  # fmt: skip
+    by_name = {each.name: each for each in circuit.operations}
+    assert by_name["p"].controls == ((0, 0), (1, 0), (2, 1))
+    assert by_name["y"].condition == ((4, 0),)
+    assert by_name["rx"].parameters[0] == 0.5 * weight(0) - 3
+    assert [each.condition for each in circuit.operations if each.condition][-2:] == [
+        ((0, 0), (4, 0)),
+        ((0, 1), (1, 0), (2, 1), (3, 0)),
+    ]
+    assert by_name["reset"].targets == (3,)
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("ctrl @ U(0.3, 0.2, 0.1) q[0], q[1];", "p(0.15) q[0]; cu(0.3, 0.2, 0.1, 0) q[0], q[1];"),
+        ("ctrl @ u3(0.3, 0.2, 0.1) q[0], q[1];", "p(-0.15) q[0]; cu(0.3, 0.2, 0.1, 0) q[0], q[1];"),
+        ("ctrl @ gphase(0.4) q[1];", "p(0.4) q[1];"),
+        ("pow(3) @ sx q[0];", "inv @ sx q[0]; x q[0]; x q[0]; x q[0]; x q[0];"),
+        ("pow(0.5) @ z q[0];", "s q[0];"),
+        ("pow(-2) @ t q[0];", "sdg q[0];"),
+        ("pow(0.5) @ rx(0.6) q[0];", "rx(0.3) q[0];"),
+        ("inv @ ctrl @ s q[0], q[1];", "cp(-pi/2) q[0], q[1];"),
+        ("gate g(a) p { U(a, 0, 0) p; } ctrl @ g(0.8) q[0], q[1];", "p(0.4) q[0]; cry(0.8) q[0], q[1];"),
+        ("negctrl @ x q[0], q[1];", "x q[0]; cx q[0], q[1]; x q[0];"),
+    ],
+)
+def test_modifiers_are_exact_in_phase(source: str, expected: str) -> None:
+    left, right = (dense.unitary(from_qasm(f"{THREE}qubit[2] q; {text}")) for text in (source, expected))
+    assert same(left, right, phase=True)
+
+
+def test_definitions_of_known_gates_become_one_operation() -> None:
+    text = "gate rzz(t) a,b { cx a,b; u1(t) b; cx a,b; } qreg q[2]; rzz(0.3) q[0],q[1];"
+    circuit = from_qasm(TWO + text)
+    assert circuit.counts() == {"rzz": 1}
+    other = from_qasm(TWO + text.replace("u1(t)", "u1(2*t)"))
+    assert other.counts() == {"cx": 2, "p": 1}
+
+
+def test_include_of_a_file(tmp_path: Path) -> None:
+    (tmp_path / "mine.inc").write_text('include "qelib1.inc"; gate twice a { h a; h a; }')
+    path = tmp_path / "main.qasm"
+    path.write_text('OPENQASM 2.0; include "mine.inc"; qreg q[1]; twice q[0];')
+    assert load_qasm(path).counts() == {"h": 2}
+    (tmp_path / "loop.inc").write_text('include "loop.inc";')
+    path.write_text('OPENQASM 2.0; include "loop.inc";')
+    with pytest.raises(QasmError, match=r"loop.inc:1:9: include 'loop.inc' includes itself"):
+        load_qasm(path)
+    with pytest.raises(UsageError, match="cannot read"):
+        load_qasm(tmp_path / "absent.qasm")
+
+
+@pytest.mark.parametrize(
+    ("text", "where", "message"),
+    [
+        ("OPENQASM 4.0;", "1:10", "version 4.0"),
+        ("OPENQASM 2.0;", "1:14", "declares no qubits"),
+        ("OPENQASM 2.0;\nqreg q[2];\nh q[0];", "3:1", "gate 'h' is not defined; is `include \"qelib1.inc\";` missing"),
+        (TWO + "qreg q[2];\nfoo q[0];", "4:1", "gate 'foo' is not defined"),
+        (TWO + "qreg q[2];\ncx q[0], q[2];", "4:12", "index 2 is out of range; the register has 2"),
+        (TWO + "qreg q[2];\ncx q[0], q[0];", "4:1", "names a qubit twice"),
+        (TWO + "qreg q[2];\ncx q[0];", "4:1", "acts on 2 qubits here, but got 1"),
+        (TWO + "qreg q[2];\nrx q[0];", "4:1", "takes 1 angles, but got 0"),
+        (TWO + "qreg q[2];\nrx(1, 2) q[0];", "4:1", "takes 1 angles, but got 2"),
+        (TWO + "qreg q[2];\nrx(1/0) q[0];", "4:5", "cannot compute '/'"),
+        (TWO + "qreg q[2];\nrx(ln(-1)) q[0];", "4:4", "cannot compute 'ln'"),
+        (TWO + "qreg q[2];\nrx(foo) q[0];", "4:4", "'foo' is not defined"),
+        (TWO + "qreg q[2];\nrx(2*) q[0];", "4:6", "expected a number"),
+        (TWO + "qreg q[2];\nh q[0]", "4:7", "expected ';', but found the end of the file"),
+        (TWO + "qreg q[2];\nh q[0;", "4:6", "expected ']', but found ';'"),
+        (TWO + "qreg q[2]\nh q[0];", "4:1", "expected ';', but found 'h'"),
+        (TWO + "qreg q[2];\nqreg q[3];", "4:6", "'q' is already declared"),
+        (TWO + "qreg q[0];", "3:8", "a register of 0"),
+        (TWO + "qreg q[2]; creg c[1];\nmeasure q -> c;", "4:9", "2 qubits are measured into 1 bits"),
+        (TWO + "qreg q[2]; qreg r[3];\ncx q, r;", "4:1", r"registers of different sizes: \[2, 3\]"),
+        (TWO + "qreg q[1]; creg c[2];\nh c[0];", "4:3", "'c' is no qubit"),
+        (TWO + "qreg q[1]; creg c[2];\nif(c==4) h q[0];", "4:7", "2 bits are never 4"),
+        (TWO + "gate g a { h a;\nqreg q[1];", "3:10", "this block is never closed"),
+        (TWO + "gate g a { h b; }\nqreg q[1];", "3:14", "'b' is not defined"),
+        (TWO + "gate g a { measure a; }", "3:12", "cannot stand inside a gate"),
+        (TWO + "gate g a, a { h a; }", "3:6", "uses a name twice"),
+        (TWO + "qreg q[1];\nh q[0]; ~ h", "4:9", "expected a statement, but found '~'"),
+        (TWO + "qreg q[1];\nh q[0]; ´", "4:9", "'´' is not OpenQASM"),
+        (TWO + "qreg q[1];\n/* no end", "4:1", "a comment that never ends"),
+        ('OPENQASM 2.0;\ninclude "other.inc";', "2:9", "include 'other.inc': no such file"),
+        (THREE + "qubit[2] q;\nwhile (true) { h q[0]; }", "4:1", "'while' is not in the part"),
+        (THREE + "qubit[2] q;\npow(0.5) @ h q[0];", "4:12", "expected a whole number"),
+        (THREE + "qubit[2] q;\nctrl(0) @ h q[0];", "4:1", "expected a number of 1 or more"),
+        (THREE + "qubit[2] q; bit c;\nc = 1;", "4:5", "can only be assigned a measurement"),
+        (THREE + "qubit[2] q; bit[2] c;\nif (c) x q[0];", "4:5", "a register is compared with =="),
+        (THREE + "qubit[2] q; bit[2] c;\nif (c == 1) x q[0]; else h q[0];", "4:4", "one bit only"),
+        (THREE + "qubit q; bit c;\nif (c) { c = measure q; x q; }", "4:25", "under its own condition"),
+        (THREE + "qubit q;\nq[0];", "4:1", "gate 'q' is not defined"),
+        (THREE + "input float a;\nqubit q;\nrx(sin(a)) q;", "5:4", "'sin' of an input is not affine"),
+        (THREE + "input float a;\nqubit q;\nrx(a*a) q;", "5:5", "not affine"),
+        (THREE + "qubit[3] q;\nx q[1:7];", "4:7", "index 7 is out of range"),
+        (THREE + "qubit q;\nx q[0];", "4:4", "single qubit and has no elements"),
+    ],
+)
+def test_errors_name_line_and_column(text: str, where: str, message: str) -> None:
+    with pytest.raises(QasmError, match=f"^qasm:{where}: .*{message}"):
+        from_qasm(text)
+
+
+def test_writer_refuses() -> None:
+    with pytest.raises(UsageError, match="bind the circuit first"):
+        Circuit(1).rx(0, weight(0)).to_qasm(2)
+    with pytest.raises(UsageError, match="version 4"):
+        Circuit(1).to_qasm(4)
+
+
+def test_integers_divide_as_the_version_says() -> None:
+    two = from_qasm(TWO + "qreg q[1]; rx(1/2) q[0];")
+    three = from_qasm(THREE + "qubit q; rx(3/2) q; rx(3.0/2) q; rx(2**3) q;")
+    assert two.operations[0].parameters[0].constant == 0.5
+    assert [each.parameters[0].constant for each in three.operations] == [1, 1.5, 8]

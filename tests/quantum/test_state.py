@@ -1,0 +1,192 @@
+"""Many ranks, one state: random circuits give the amplitudes that one dense vector gives."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.quantum import dense
+from tests.quantum.circuits import random_circuit
+from tests.ranks import RankPool
+from unisono.errors import UsageError
+from unisono.quantum import staging
+from unisono.quantum.circuit import Circuit
+from unisono.quantum.holdings import Holdings
+from unisono.quantum.program import Program, Run, Trades
+from unisono.quantum.sharing import share
+from unisono.quantum.state import NormError, State
+
+Pools = Callable[[str, int], RankPool]
+SIZES = [("gloo", 1), ("gloo", 2), ("gloo", 4), ("gloo", 8), ("mpi", 2), ("mpi", 4)]
+WEIGHTS, FEATURES = (0.3, -1.1, 2.0), (0.7, 0.2)
+
+
+def run_random(comm: Any, n: int, gates: int, seeds: list[int], kernel: str) -> list[tuple[np.ndarray, int]]:
+    found = []
+    for seed in seeds:
+        if seed % 2:
+            staging._kept[comm] = None  # messages, as between hosts
+        else:
+            staging._kept.pop(comm, None)
+        circuit = random_circuit(n, gates, seed, weights=3, features=2)
+        state = State(n, comm, chunk=64 * (seed % 5 + 1), kernel=kernel)  # buffers of a few amplitudes: many pieces
+        schedule = state.schedule(circuit)
+        found.append((state.run(schedule, WEIGHTS, FEATURES).amplitudes().numpy(), len(schedule.exchanges)))
+    return found
+
+
+@functools.cache
+def dense_random(n: int, gates: int, seed: int) -> np.ndarray:
+    return dense.state(random_circuit(n, gates, seed, weights=3, features=2), WEIGHTS, FEATURES)
+
+
+@pytest.mark.usefixtures("compiled_kernels")
+@pytest.mark.parametrize(("backend", "size"), SIZES)
+def test_random_circuits_equal_the_dense_reference(pools: Pools, backend: str, size: int) -> None:
+    seeds = list(range(8))
+    n, gates = 7, 60
+    kernel = "cpu" if (backend, size) == ("gloo", 2) else "reference"
+    answers = pools(backend, size).run(run_random, n, gates, seeds, kernel)
+    exchanges = 0
+    for seed in seeds:
+        expected = dense_random(n, gates, seed)
+        for answer in answers:
+            np.testing.assert_allclose(answer[seed][0], expected, atol=1e-12)
+        exchanges += answers[0][seed][1]
+    assert (exchanges > 0) == (size > 1)
+
+
+def run_in_two_parts(comm: Any, seed: int) -> np.ndarray:
+    state = State(6, comm, kernel="reference")
+    state.run(random_circuit(6, 25, seed)).run(random_circuit(6, 25, seed + 1))
+    return state.amplitudes().numpy()
+
+
+def test_a_second_circuit_goes_on_from_the_first(pools: Pools) -> None:
+    for seed in range(20, 26, 2):
+        expected = dense.state(random_circuit(6, 25, seed) + random_circuit(6, 25, seed + 1))
+        for answer in pools("gloo", 4).run(run_in_two_parts, seed):
+            np.testing.assert_allclose(answer, expected, atol=1e-12)
+
+
+def there_and_back(comm: Any, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """The inverse schedule, and the walk of the adjoint: the same program backwards, each operation undone."""
+    circuit = random_circuit(6, 40, seed)
+    vector = random_vector(6, seed)
+    state = State(6, comm, kernel="reference").set_amplitudes(vector)
+    schedule = state.schedule(circuit)
+    inverted = state.like(state.local.clone())
+    inverted.run(schedule).run(schedule.inverse())
+    walked = state.like(state.local.clone())
+    program = Program.of(schedule, walked.rank)
+    for step in program.steps:
+        walked.do(step)
+    for step in reversed(program.steps):
+        assert isinstance(step, Run | Trades)
+        undone = Run(tuple(o.inverse() for o in reversed(step.operations))) if isinstance(step, Run) else step
+        walked.do(undone)
+    return inverted.amplitudes().numpy(), walked.amplitudes().numpy()
+
+
+def random_vector(n: int, seed: int) -> torch.Tensor:
+    vector = torch.randn(2**n, dtype=torch.complex128, generator=torch.Generator().manual_seed(seed))
+    return vector / torch.linalg.vector_norm(vector)
+
+
+@pytest.mark.parametrize("size", [1, 4])
+def test_a_schedule_can_be_undone(pools: Pools, size: int) -> None:
+    for seed in range(30, 34):
+        for inverted, walked in pools("gloo", size).run(there_and_back, seed):
+            np.testing.assert_allclose(inverted, random_vector(6, seed).numpy(), atol=1e-12)
+            np.testing.assert_allclose(walked, random_vector(6, seed).numpy(), atol=1e-12)
+
+
+def measured_circuit() -> Circuit:
+    circuit = Circuit(5, bits=4)
+    for wire in range(5):
+        circuit.ry(wire, 0.4 + 0.3 * wire)
+    circuit.cnot_ring().measure(0, 0).measure(4, 1)
+    circuit.apply("x", 1, condition={0: 1}).apply("rz", 0, 0.7, condition={1: 1}).apply("ry", 4, 1.3, condition={1: 0})
+    return circuit.cnot_line().reset(2).rx(2, 0.4).measure(2, 2).reset(0).cnot(3, 0).measure(3, 3)
+
+
+def run_measured(comm: Any, seed: int) -> tuple[tuple[int, ...], np.ndarray]:
+    state = State(5, comm, seed=seed, kernel="reference").run(measured_circuit())
+    return tuple(state.bits.get(bit, 0) for bit in range(4)), state.amplitudes().numpy()
+
+
+def test_measurements_and_resets_follow_a_branch_of_the_reference(pools: Pools) -> None:
+    branches = {bits: [] for _, bits, _ in dense.branches(measured_circuit())}
+    for _, bits, vector in dense.branches(measured_circuit()):
+        branches[bits].append(vector)
+    seen = set()
+    for seed in range(8):
+        alone, *_ = pools("gloo", 1).run(run_measured, seed)
+        seen.add(alone[0])
+        assert any(np.abs(alone[1] - vector).max() < 1e-12 for vector in branches[alone[0]])
+        for bits, vector in pools("gloo", 4).run(run_measured, seed):
+            assert bits == alone[0]
+            np.testing.assert_allclose(vector, alone[1], atol=1e-12)
+    assert len(seen) > 1
+
+
+def damage(comm: Any) -> str:
+    state = State(6, comm, kernel="reference")
+    program = Program.of(state.schedule(Circuit(6).qft().qft()), state.rank)
+    state.begin(program.schedule)
+    try:
+        for step in program.steps:
+            state.do(step)
+            state.local *= 1.01
+    except NormError as error:
+        return str(error)
+    return "no error"
+
+
+def test_a_norm_that_drifts_is_an_error(pools: Pools) -> None:
+    for message in pools("gloo", 2).run(damage):
+        assert "after an exchange the norm is" in message
+
+
+def test_a_state_that_does_not_fit_is_refused_with_what_would_do() -> None:
+    with pytest.raises(
+        UsageError, match=r"a state of 45 wires in complex64 needs 256.0 TiB .* (\d+) ranks with as much"
+    ):
+        State(45, dtype=torch.complex64)
+    with pytest.raises(UsageError, match=r"expected torch\.complex64 or torch\.complex128"):
+        State(3, dtype=torch.float32)
+
+
+def surplus(comm: Any, batch: int) -> tuple[int, int, int, str]:
+    found = share(comm, 10, batch=batch)
+    if found.group >= 0:
+        State(10, found.comm, kernel="reference").run(Circuit(10).qft())
+    return found.held, found.groups, found.group, found.note
+
+
+@pytest.mark.filterwarnings("ignore:.*ranks")
+def test_a_number_of_ranks_that_is_no_power_of_two(pools: Pools) -> None:
+    answers = pools("gloo", 3).run(surplus, 1)
+    assert [group for _, _, group, _ in answers] == [0, 0, -1]
+    assert all("2 of 3 ranks share the state" in note for _, _, _, note in answers)
+    answers = pools("gloo", 3).run(surplus, 8)
+    assert [(held, groups, group) for held, groups, group, _ in answers] == [(0, 3, 0), (0, 3, 1), (0, 3, 2)]
+
+
+def test_permutations_of_held_bits_move_no_amplitude() -> None:
+    holdings = Holdings(3)
+    circuit = Circuit(3).x(0).cnot(0, 2).toffoli(0, 2, 1).cswap(1, 0, 2)
+    expected = dense.unitary(circuit).real.argmax(axis=0)
+    assert holdings.restrict(circuit.operations, 5) == []
+    np.testing.assert_array_equal(holdings.table, expected)
+
+
+def test_a_schedule_from_another_layout_is_refused() -> None:
+    state = State(3).run(Circuit(3).swap(0, 1))
+    with pytest.raises(UsageError, match="begins with another layout"):
+        state.run(State(3).schedule(Circuit(3).h(0)))

@@ -1,0 +1,95 @@
+"""States on disk: saved by some ranks, resumed by others; damage is noticed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.quantum import dense
+from tests.quantum.circuits import random_circuit
+from tests.ranks import RankPool
+from unisono.errors import UsageError
+from unisono.quantum.circuit import Circuit
+from unisono.quantum.state import State
+from unisono.quantum.storage import DamagedStateError, load, save
+
+Pools = Callable[[str, int], RankPool]
+
+
+def save_half(comm: Any, path: str) -> None:
+    save(State(7, comm, kernel="reference").run(random_circuit(7, 30, 1)), path)
+
+
+def resume(comm: Any, path: str) -> np.ndarray:
+    return load(path, comm, kernel="reference").run(random_circuit(7, 30, 2)).amplitudes().numpy()
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 8), (1, 4), (8, 1)])
+def test_saved_by_some_ranks_and_resumed_by_others(pools: Pools, tmp_path: Path, before: int, after: int) -> None:
+    pools("gloo", before).run(save_half, str(tmp_path / "half"))
+    assert len(list((tmp_path / "half").glob("*.npy"))) == before
+    expected = dense.state(random_circuit(7, 30, 1) + random_circuit(7, 30, 2))
+    for amplitudes in pools("gloo", after).run(resume, str(tmp_path / "half")):
+        np.testing.assert_allclose(amplitudes, expected, atol=1e-12)
+
+
+def test_measured_bits_and_further_draws_are_kept(tmp_path: Path) -> None:
+    first = Circuit(3, bits=1).h(0).h(1).measure(0, 0)
+    second = Circuit(3, bits=2).h(2).measure(1, 1)
+    for seed in range(5):
+        state = State(3, seed=seed, dtype=torch.complex64, kernel="reference").run(first)
+        save(state, tmp_path / f"{seed}")
+        loaded = load(tmp_path / f"{seed}", kernel="reference")
+        assert loaded.dtype == torch.complex64
+        assert loaded.run(second).bits == state.run(second).bits
+        assert torch.equal(loaded.amplitudes(), state.amplitudes())
+
+
+def test_damage_is_noticed(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    save(State(5).run(random_circuit(5, 20, 3)), path)
+    with pytest.raises(UsageError, match="exists; pass overwrite=True"):
+        save(State(5), path)
+    array = np.load(path / "000000.npy")
+    array[3] += 1e-9
+    np.save(path / "000000.npy", array)
+    with pytest.raises(DamagedStateError, match="damaged: the amplitudes from 0 on"):
+        load(path)
+    np.save(path / "000000.npy", array[:4])
+    with pytest.raises(DamagedStateError, match=r"shape \(4,\), but the manifest says complex128 \(32,\)"):
+        load(path)
+    (path / "000000.npy").write_bytes(b"nothing")
+    with pytest.raises(DamagedStateError, match=r"000000\.npy"):
+        load(path)
+
+
+def test_a_manifest_that_is_wrong_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    with pytest.raises(UsageError, match=r"no manifest\.json"):
+        load(path)
+    save(State(3), path)
+    good = json.loads((path / "manifest.json").read_text())
+    for change, words in (
+        ({"format": "other"}, "has the format 'other'"),
+        ({"layout": [0, 0, 1]}, "contradicts itself"),
+    ):
+        (path / "manifest.json").write_text(json.dumps(good | change))
+        with pytest.raises(DamagedStateError, match=words):
+            load(path)
+    (path / "manifest.json").write_text('{"format"')
+    with pytest.raises(DamagedStateError, match="cannot be read"):
+        load(path)
+
+
+def test_overwriting_leaves_the_new_state(tmp_path: Path) -> None:
+    path = tmp_path / "state"
+    save(State(4), path)
+    save(State(4).run(Circuit(4).x(1)), path, overwrite=True)
+    assert load(path).amplitudes().abs().argmax() == 4
+    assert not (tmp_path / "state.partial").exists()
