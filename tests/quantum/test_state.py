@@ -45,6 +45,7 @@ def dense_random(n: int, gates: int, seed: int) -> np.ndarray:
     return dense.state(random_circuit(n, gates, seed, weights=3, features=2), WEIGHTS, FEATURES)
 
 
+@pytest.mark.usefixtures("compiled_kernels")
 @pytest.mark.parametrize(("backend", "size"), SIZES)
 def test_random_circuits_equal_the_dense_reference(pools: Pools, backend: str, size: int) -> None:
     seeds = list(range(8))

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from unisono.comm.communicator import Communicator
+from unisono.quantum.circuit import Circuit
 from unisono.quantum.exchange import DEFAULT_CHUNK
 from unisono.quantum.kernels import runner
 from unisono.quantum.memory import local_bytes, shown_bytes
@@ -121,6 +122,18 @@ class Forecast:
             f"time         about {_shown_seconds(self.seconds)} ({self.rates.source})",
         ]
         return "\n".join(lines)
+
+
+def forecast(
+    circuit: Circuit,
+    ranks: int = 1,
+    *,
+    nodes: int = 1,
+    dtype: torch.dtype = torch.complex64,
+    rates: Rates | None = None,
+) -> Forecast:
+    """What a circuit will cost on so many ranks, from |0...0>."""
+    return Forecast.of(Schedule.of(circuit, ranks, nodes=nodes), dtype, rates)
 
 
 def _work(schedule: Schedule, rank: int, tile: int) -> tuple[int, int]:

@@ -206,7 +206,7 @@ class State:
         for position in range(self.held):
             factor *= complex(vectors[layout[position]][self.holdings.bit(self.rank, position)])
         self.local.zero_()
-        self.local[:1] = factor
+        self.local[:1].fill_(factor)
         filled = 1  # from the least significant axis up: [v0 * x, v1 * x]
         for position in reversed(range(self.held, self.wires)):
             low, high = vectors[layout[position]]
