@@ -14,7 +14,8 @@ from tests.quantum.circuits import random_circuit
 from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.quantum.circuit import Circuit
-from unisono.quantum.expectation import expectations, signed_sums, words_values
+from unisono.quantum.expectation import expectations, words_values
+from unisono.quantum.kernels import words
 from unisono.quantum.observable import Hermitian, PauliSum, Projector, Word, X, Y, Z
 from unisono.quantum.reading import reading
 from unisono.quantum.state import State
@@ -48,7 +49,7 @@ def observables() -> list[PauliSum]:
 
 
 def read(comm: Any, seed: int, chunk: int, restore: bool) -> tuple[np.ndarray, np.ndarray, bool]:
-    state = State(7, comm, chunk=chunk).run(random_circuit(7, 40, seed))
+    state = State(7, comm, chunk=chunk, kernel="reference").run(random_circuit(7, 40, seed))
     layout = state.layout
     values = expectations(state, observables(), restore=restore).numpy()
     return values, state.amplitudes().numpy(), state.layout == layout
@@ -66,7 +67,7 @@ def test_values_equal_the_dense_reference(pools: Pools, backend: str, size: int)
 
 
 def read_words(comm: Any, words: list[Word]) -> tuple[np.ndarray, int]:
-    state = State(8, comm).run(random_circuit(8, 60, 5))
+    state = State(8, comm, kernel="reference").run(random_circuit(8, 60, 5))
     plan = reading(words, state.layout, state.held)
     return words_values(state, words, restore=False).numpy(), len(plan.stages)
 
@@ -99,13 +100,27 @@ def test_a_reading_reads_every_word_once() -> None:
             assert sorted(read) == list(range(300))
 
 
-def test_signed_sums() -> None:
-    draw = np.random.default_rng(0)
-    values = torch.randn(2**11, dtype=torch.complex128, generator=torch.Generator().manual_seed(0))
-    masks = draw.integers(0, 2**11, size=50)
-    index = np.arange(2**11)
-    signs = np.array([[(-1) ** int(i & mask).bit_count() for i in index.tolist()] for mask in masks.tolist()])
-    np.testing.assert_allclose(signed_sums(values, masks).numpy(), signs @ values.numpy(), atol=1e-11)
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+@pytest.mark.parametrize("bits", [3, 11])
+def test_words_fast_and_plain(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, bits: int) -> None:
+    draw = np.random.default_rng(bits)
+    mine, theirs = (torch.from_numpy(draw.normal(size=(2**bits, 2))).to(dtype.to_real()) for _ in range(2))
+    mine, theirs = torch.view_as_complex(mine), torch.view_as_complex(theirs)
+    signs, flip = draw.integers(0, 2**bits, size=20), int(draw.integers(2**bits))
+    factors = draw.normal(size=20) + 1j * draw.normal(size=20)
+    index = np.arange(2**bits)
+    table = np.array([[(-1) ** int(i & mask).bit_count() for i in index.tolist()] for mask in signs.tolist()])
+    expected = table @ (theirs.numpy()[index ^ flip].conj() * mine.numpy())
+    added = mine.numpy() + ((factors @ table) * theirs.numpy())[index ^ flip]
+    tolerance = 1e-3 if dtype == torch.complex64 else 1e-11
+    for fast in (True, False):
+        monkeypatch.setattr(words, "_fast", lambda _, fast=fast: fast)
+        np.testing.assert_allclose(words.word_sums(mine, theirs, flip, signs), expected, atol=tolerance)
+        np.testing.assert_allclose(words.word_sums(mine, theirs, flip, signs[:3]), expected[:3], atol=tolerance)
+        assert words.word_sums(mine, mine, 0, signs)[0].imag == pytest.approx(0, abs=tolerance)
+        into = mine.clone()
+        words.add_words(into, theirs, flip, signs, factors)
+        np.testing.assert_allclose(into.numpy(), added, atol=tolerance)
 
 
 def test_an_observable_on_a_missing_wire_is_refused() -> None:

@@ -23,11 +23,11 @@ Pools = Callable[[str, int], RankPool]
 
 
 def save_half(comm: Any, path: str) -> None:
-    save(State(7, comm).run(random_circuit(7, 30, 1)), path)
+    save(State(7, comm, kernel="reference").run(random_circuit(7, 30, 1)), path)
 
 
 def resume(comm: Any, path: str) -> np.ndarray:
-    return load(path, comm).run(random_circuit(7, 30, 2)).amplitudes().numpy()
+    return load(path, comm, kernel="reference").run(random_circuit(7, 30, 2)).amplitudes().numpy()
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 8), (1, 4), (8, 1)])
@@ -43,9 +43,9 @@ def test_measured_bits_and_further_draws_are_kept(tmp_path: Path) -> None:
     first = Circuit(3, bits=1).h(0).h(1).measure(0, 0)
     second = Circuit(3, bits=2).h(2).measure(1, 1)
     for seed in range(5):
-        state = State(3, seed=seed, dtype=torch.complex64).run(first)
+        state = State(3, seed=seed, dtype=torch.complex64, kernel="reference").run(first)
         save(state, tmp_path / f"{seed}")
-        loaded = load(tmp_path / f"{seed}")
+        loaded = load(tmp_path / f"{seed}", kernel="reference")
         assert loaded.dtype == torch.complex64
         assert loaded.run(second).bits == state.run(second).bits
         assert torch.equal(loaded.amplitudes(), state.amplitudes())

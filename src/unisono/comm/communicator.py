@@ -72,6 +72,11 @@ class Communicator(Collectives):
         return f"Communicator(rank={self.rank}, size={self.size}, backend={self.backend!r}, host={self.host!r})"
 
     @property
+    def hosts(self) -> tuple[str, ...]:
+        """The host of each rank of the group."""
+        return tuple(self._hosts[rank] for rank in self.ranks)
+
+    @property
     def device(self) -> torch.device:
         """Where this rank's tensors live best."""
         return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")

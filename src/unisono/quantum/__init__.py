@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unisono.quantum.circuit import Circuit as Circuit
     from unisono.quantum.expectation import expectations as expectations
+    from unisono.quantum.layer import Layer as Layer
     from unisono.quantum.observable import Hermitian as Hermitian
     from unisono.quantum.observable import I as I
     from unisono.quantum.observable import PauliSum as PauliSum
@@ -54,6 +55,7 @@ _HOME = {
     "Circuit": "circuit",
     "Hermitian": "observable",
     "I": "observable",
+    "Layer": "layer",
     "Operation": "operation",
     "PauliSum": "observable",
     "Projector": "observable",

@@ -5,11 +5,12 @@ A word P sends |i> to f(i) |i ^ x>, f a sign and a power of i; words that flip t
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from unisono.quantum.blocks import block
+from unisono.quantum.kernels.words import add_words
 from unisono.quantum.observable import PauliSum, Word
-from unisono.quantum.partner import flipped, partner_chunks
 from unisono.quantum.state import State
 
 Masked = tuple[int, int, complex]  # bits that a word flips, bits whose sign counts, its coefficient and power of i
@@ -27,7 +28,7 @@ def applied(state: State, observable: PauliSum) -> State:
         masked = _masked(coefficient, word, state)
         by_flip.setdefault(masked[0] >> axes, []).append(masked)
     for flip, group in sorted(by_flip.items()):
-        for place, theirs in partner_chunks(state, flip):
+        for place, theirs in state.partner_chunks(flip):
             _add(made.local, state, place, theirs, group, flip)
     for coefficient, values in observable.projectors:
         _project(made.local, state, coefficient, dict(values))
@@ -51,19 +52,9 @@ def _add(into: torch.Tensor, state: State, place: int, theirs: torch.Tensor, gro
         sign = -1 if (above & signs & ~(width - 1)).bit_count() % 2 else 1
         shifts.setdefault(flips & ((1 << axes) - 1), []).append((signs & (width - 1), sign * factor))
     for flips, members in shifts.items():
-        scale = torch.zeros(width, dtype=into.dtype, device=into.device)
-        for signs, factor in members:
-            _add_signs(scale, signs, factor)
         at = place ^ (flips & ~(width - 1))
-        into[at : at + width] += flipped(theirs * scale, flips & (width - 1))
-
-
-def _add_signs(scale: torch.Tensor, mask: int, factor: complex) -> None:
-    """scale[i] += factor * (-1)^popcount(i & mask), by doubling."""
-    signs = torch.ones(1, dtype=scale.dtype, device=scale.device)
-    for bit in range(len(scale).bit_length() - 1):
-        signs = torch.cat([signs, -signs if mask >> bit & 1 else signs])
-    scale.add_(signs, alpha=factor)
+        masks, scales = np.array([mask for mask, _ in members]), np.array([scale for _, scale in members])
+        add_words(into[at : at + width], theirs, flips & (width - 1), masks, scales)
 
 
 def _masked(coefficient: float, word: Word, state: State) -> Masked:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.quantum.frame import Basis, Frame, Layout, Parity
+from unisono.quantum.frame import Basis, Frame, Layout, skew
 from unisono.quantum.kernels import code
 from unisono.quantum.lowering import Primitive
 from unisono.quantum.parameter import Affine
@@ -63,7 +63,7 @@ class Assembler:
         self._sizes = dict.fromkeys(("rows", "places", "values", "records", "tables", "sums"), 0)
         self.row_bits = row_bits
         self._spare = 1
-        self._add("rows", np.arange(1 << row_bits, dtype=np.int32))
+        self._add("rows", _xors(skew(row_bits)[0]).astype(np.int32))
 
     def sweep(self, primitives: Iterable[Primitive], layout: Layout) -> None:
         """Add a tile's program, and how the tiles lie in the state."""

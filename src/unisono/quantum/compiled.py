@@ -20,7 +20,8 @@ from unisono.quantum.schedule import tiles
 from unisono.quantum.step import Tile
 
 LANE_BITS = {torch.complex64: 3, torch.complex128: 2}
-ROW_BITS = 11  # of a tile: 2^11 rows of 64 bytes, two of them for gradients, fit a core's second-level cache
+NEAR = 3  # bits above the lanes that every tile has: 2^3 cache lines lie side by side
+ROW_BITS = 12  # of a tile: 2^11 rows of 64 bytes, two of them for gradients, fit a core's second-level cache
 _PARTS = {torch.complex64: np.float32, torch.complex128: np.float64}
 
 
@@ -55,16 +56,18 @@ def assemble(operations: Sequence[Operation], bits: int, lane_bits: int, row_bit
     widest = max((len(mixed_wires(each)) for each in operations), default=0)
     low = frozenset(range(bits - lane_bits, bits))
     capacity = min(max(row_bits, widest + lane_bits), bits - lane_bits)
+    near = max(0, min(NEAR, capacity - widest - lane_bits))
+    always = frozenset(range(bits - lane_bits - near, bits - lane_bits))
     assembler = Assembler(bits, lane_bits, capacity)
-    for tile in tiles(operations, capacity, low):
-        layout = layout_of(tile, bits, lane_bits, capacity)
+    for tile in tiles(operations, capacity - near, low, always):
+        layout = layout_of(tile, bits, lane_bits, near, capacity)
         assembler.sweep((primitive for each in tile.operations for primitive in lower(each)), layout)
     return assembler.code()
 
 
-def layout_of(tile: Tile, bits: int, lane_bits: int, capacity: int) -> Layout:
+def layout_of(tile: Tile, bits: int, lane_bits: int, near: int, capacity: int) -> Layout:
     """Lanes are the lowest bits where the tile leaves those alone; else bits that no operation uses to decide."""
-    active = {bits - 1 - axis for axis in tile.active}
+    active = {bits - 1 - axis for axis in tile.active} | set(range(lane_bits, lane_bits + near))
     deciding = {bits - 1 - axis for each in tile.operations if not each.is_diagonal for axis, _ in each.controls}
     low = set(range(lane_bits))
     straight = not low & active and (not low & deciding or len(low | active) > capacity)
@@ -85,7 +88,9 @@ class Compiled:
 
     A small state is padded with idle lanes: its amplitudes stand 2^lane_bits apart."""
 
-    def __init__(self, operations: Sequence[Operation], bits: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, operations: Sequence[Operation], bits: int, dtype: torch.dtype, *, row_bits: int = ROW_BITS
+    ) -> None:
         if dtype not in LANE_BITS:
             raise UsageError(f"dtype {dtype}: expected torch.complex64 or torch.complex128")
         try:
@@ -97,18 +102,32 @@ class Compiled:
         operations = [part for each in operations for part in _narrowed(each)]
         widest = max((len(mixed_wires(each)) for each in operations), default=0)
         self.padding = lane_bits if bits - lane_bits < max(4, min(bits, widest + lane_bits)) else 0
-        self.code = assemble(operations, bits + self.padding, lane_bits)
+        self.code = assemble(operations, bits + self.padding, lane_bits, row_bits)
         self.angles = Angles(self.code.angles)
+        self._last: Bound | None = None  # a gradient comes with the angles of the run before
 
 
     def bind(self, weights: Any = (), features: Any = ()) -> Bound:
         """The program with these numbers as angles."""
         given = [np.asarray(values, dtype=np.float64).reshape(-1) for values in (weights, features)]
-        return Bound(self, self.angles.values(*given))
+        angles = self.angles.values(*given)
+        if self._last is None or not np.array_equal(self._last.angles, angles):
+            self._last = Bound(self, angles)
+        return self._last
 
-    def run(self, local: torch.Tensor, weights: Any = (), features: Any = ()) -> None:
+    def __call__(self, local: torch.Tensor, weights: Any = (), features: Any = ()) -> None:
         """Apply the operations to 2^bits amplitudes, in place."""
         self.bind(weights, features).run(local)
+
+    run = __call__
+
+    def reverse(
+        self, local: torch.Tensor, costate: torch.Tensor, weights: Any = (), features: Any = ()
+    ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Undo the operations on a state and a co-state, in place; the gradients of weights and of features."""
+        of_angles = self.bind(weights, features).reverse(local, costate)
+        of_weights, of_features = self.angles.gradients(of_angles, np.size(weights), np.size(features))
+        return of_weights, of_features
 
 
 class Bound:
@@ -119,6 +138,7 @@ class Bound:
 
         code = compiled.code
         self.compiled = compiled
+        self.angles = angles
         self.ops = code.ops.copy()
         self.values = code.constants.astype(compiled.part)
         self.order = np.zeros(code.turns, dtype=np.int64)
@@ -168,6 +188,49 @@ class Bound:
 
         together(call, threads)
         self._put(local, state)
+
+    def reverse(self, local: torch.Tensor, costate: torch.Tensor) -> NDArray[np.float64]:
+        """Undo the operations on a state and its co-state, in place; the gradient of each angle."""
+        from unisono.quantum.kernels.bind import phase_gradients
+        from unisono.quantum.kernels.cpu_reverse import reverse
+
+        code = self.compiled.code
+        state, other = self._parts(local), self._parts(costate)
+        turns = self.angles[: code.turns] / 2
+        halves = np.append(np.stack([np.cos(turns), np.sin(turns)], axis=-1), [1.0]).astype(state.dtype)
+        threads = self._threads()
+        counters = np.zeros(2 * len(code.sweeps) + 1, dtype=np.int64)
+        gradients = np.zeros((threads, code.turns + 1))
+        sums = np.zeros((threads, code.sums + 1))
+
+        def call(number: int) -> None:
+            reverse(
+                state,
+                other,
+                code.sweeps,
+                code.ops,
+                code.rows,
+                code.pairs,
+                code.places,
+                self.values,
+                halves,
+                self._tile(),
+                self._tile(),
+                self._tile(code.spare),
+                gradients[number],
+                sums[number],
+                counters,
+                threads,
+            )
+
+        together(call, threads)
+        self._put(local, state)
+        self._put(costate, other)
+        of_angles = np.zeros(len(self.angles))
+        of_angles[: code.turns] = gradients.sum(axis=0)[:-1]
+        of_terms = of_angles[code.turns :]
+        phase_gradients(code.ops, code.terms, code.term_slopes, sums.sum(axis=0), 1 << code.lane_bits, of_terms)
+        return of_angles
 
     def _threads(self) -> int:
         code = self.compiled.code

@@ -62,16 +62,18 @@ def cut(
     *,
     relabel: bool = False,
     bundle: frozenset[int] = frozenset(),
+    free: frozenset[int] = frozenset(),
 ) -> list[Cut]:
     """Segments that mix at most `capacity` wires each and together are the operations: grown from the front, or from
     the back where that makes fewer.
 
     With `relabel`, wires that are not active are held by ranks, which may be renamed: gates that only permute basis
-    states are free there. Wires of `bundle` are active all together or not at all."""
-    forwards = _cut(operations, capacity, relabel, bundle)
+    states are free there. Wires of `bundle` are active all together or not at all; wires that
+    are `free` need no room."""
+    forwards = _cut(operations, capacity, relabel, bundle, free)
     if len(forwards) <= 2:
         return forwards
-    backwards = _cut(operations[::-1], capacity, relabel, bundle)
+    backwards = _cut(operations[::-1], capacity, relabel, bundle, free)
     if len(backwards) >= len(forwards):
         return forwards
     last = len(operations) - 1
@@ -81,9 +83,11 @@ def cut(
     ]
 
 
-def _cut(operations: Sequence[Operation], capacity: int, relabel: bool, bundle: frozenset[int]) -> list[Cut]:
+def _cut(
+    operations: Sequence[Operation], capacity: int, relabel: bool, bundle: frozenset[int], free: frozenset[int]
+) -> list[Cut]:
     order = Order(operations)
-    needs = [_bundled(_needs(operation, relabel), bundle) for operation in operations]
+    needs = [_bundled(_needs(operation, relabel), bundle, free) for operation in operations]
     left: list[int] = list(range(len(operations)))
     cuts = []
     while left:
@@ -126,8 +130,8 @@ def _needs(operation: Operation, relabel: bool) -> Needs:
     return mixed, permutes
 
 
-def _bundled(needs: Needs, bundle: frozenset[int]) -> Needs:
-    mixed, permutes = needs
+def _bundled(needs: Needs, bundle: frozenset[int], free: frozenset[int]) -> Needs:
+    mixed, permutes = needs[0] - free, needs[1]
     return (mixed | bundle if mixed & bundle else mixed), permutes
 
 

@@ -1,4 +1,6 @@
-"""Trading blocks of the state between ranks, in place, through buffers of bounded size."""
+"""Trading blocks of the state between ranks, in place, through buffers of bounded size.
+
+Ranks of one host trade through shared memory (staging.py), others by messages."""
 
 from __future__ import annotations
 
@@ -10,6 +12,7 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.quantum.blocks import block
 from unisono.quantum.program import Trades
+from unisono.quantum.staging import staging
 
 DEFAULT_CHUNK = 64 << 20  # bytes of all buffers together
 _BUFFERS = 4  # two to send and two to receive: one pair travels while the other is packed
@@ -17,13 +20,43 @@ _BUFFERS = 4  # two to send and two to receive: one pair travels while the other
 
 def trade(local: torch.Tensor, step: Trades, comm: Communicator, chunk: int = DEFAULT_CHUNK) -> None:
     """Do one exchange. A pair of ranks walks the same pieces in the same order, so each piece finds its place."""
-    pieces = [(piece, each.partner) for each in step.trades for piece in _pieces(local, step, each.block, chunk)]
-    if not pieces:
+    shared = staging(comm, min(chunk, 2 * local.nbytes)) if local.device.type == "cpu" else None
+    for each in step.trades:
+        if shared is not None and shared.reaches(each.partner):
+            pieces = _split(block(local, step.axes, each.block), max(1, shared.slot // local.element_size()))
+            shared.trade(pieces, each.partner)
+        else:
+            limit = max(1, chunk // (_BUFFERS * local.element_size()))
+            _send(list(_split(block(local, step.axes, each.block), limit)), each.partner, comm)
+
+
+def borrow(
+    local: torch.Tensor, partner: int, comm: Communicator, chunk: int = DEFAULT_CHUNK
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """The partner's array, which it lends a chunk at a time while it borrows this rank's: (place, chunk) pairs."""
+    shared = staging(comm, min(chunk, 2 * local.nbytes)) if local.device.type == "cpu" else None
+    if shared is not None and shared.reaches(partner):
+        yield from shared.borrow(chunks(local, _BUFFERS * shared.slot), partner)
         return
-    size = max(piece.numel() for piece, _ in pieces)
-    buffers = [torch.empty(size, dtype=local.dtype, device=local.device) for _ in range(min(_BUFFERS, 2 * len(pieces)))]
+    for place, mine in chunks(local, chunk):
+        theirs = torch.empty_like(mine)
+        comm.exchange([(mine, partner)], [(theirs, partner)])
+        yield place, theirs
+
+
+def chunks(local: torch.Tensor, chunk: int) -> Iterator[tuple[int, torch.Tensor]]:
+    """The array in parts of a power of two, so that four of them make a chunk, with their places."""
+    width = 1 << (max(1, chunk // (_BUFFERS * local.element_size())).bit_length() - 1)
+    for place in range(0, len(local), width):
+        yield place, local[place : place + width]
+
+
+def _send(pieces: list[torch.Tensor], partner: int, comm: Communicator) -> None:
+    """Trade pieces as messages: while one pair of buffers travels, the other is packed."""
+    size = max(piece.numel() for piece in pieces)
+    buffers = [pieces[0].new_empty(size) for _ in range(min(_BUFFERS, 2 * len(pieces)))]
     waiting: tuple[Handle, torch.Tensor, torch.Tensor] | None = None
-    for number, (piece, partner) in enumerate(pieces):
+    for number, piece in enumerate(pieces):
         out, into = buffers[2 * (number % 2)], buffers[2 * (number % 2) + 1]
         out, into = out[: piece.numel()], into[: piece.numel()]
         out.view(piece.shape).copy_(piece)
@@ -38,11 +71,6 @@ def _unpack(waiting: tuple[Handle, torch.Tensor, torch.Tensor] | None) -> None:
         handle, piece, into = waiting
         handle.wait()
         piece.copy_(into.view(piece.shape))
-
-
-def _pieces(local: torch.Tensor, step: Trades, value: int, chunk: int) -> Iterator[torch.Tensor]:
-    limit = max(1, chunk // (_BUFFERS * local.element_size()))
-    return _split(block(local, step.axes, value), limit)
 
 
 def _split(view: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:

@@ -1,7 +1,7 @@
 """Expectation values of observables on a spread state.
 
 A word P sends amplitude i to i ^ x with the sign (-1)^(i & z) and a power of i, x and z being masks of its letters.
-Words with one x share the products conj(psi[i ^ x]) psi[i]; their signed sums share additions (`signed_sums`).
+Words with one x share the products conj(psi[i ^ x]) psi[i]; their signed sums are taken together (kernels/words.py).
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 
 from unisono.quantum.blocks import block
 from unisono.quantum.gates import gate
+from unisono.quantum.kernels.words import word_sums
 from unisono.quantum.observable import PauliSum, Word
 from unisono.quantum.operation import Operation
-from unisono.quantum.partner import flipped, partner_chunks
 from unisono.quantum.program import Run, trades
 from unisono.quantum.reading import Reading, Shift, Stage, Turns, reading
 from unisono.quantum.state import State
@@ -26,7 +26,6 @@ _IN_FRAME = {  # what a letter is once the wire is turned, and its sign
     "X": {"X": ("Z", 1), "Z": ("X", 1), "Y": ("Y", -1)},
     "Y": {"Y": ("Z", 1), "Z": ("Y", -1), "X": ("X", 1)},
 }
-_SMALL = 8  # bits of a sum that is done as one product with a matrix of signs
 
 
 def expectations(state: State, observables: Sequence[PauliSum], *, restore: bool = True) -> torch.Tensor:
@@ -118,43 +117,15 @@ def _read(state: State, stage: Stage, shift: Shift, words: Sequence[Word], value
     for number in shift.words:
         masks = _masks(words[number], stage)
         groups.setdefault(masks.flip & local, []).append((number, masks))
-    for place, theirs in partner_chunks(state, shift.flip):
+    for place, theirs in state.partner_chunks(shift.flip):
         width = len(theirs)
         for flip, members in groups.items():
             mine_at = place ^ (flip & ~(width - 1))
-            products = flipped(theirs, flip & (width - 1)).conj() * state.local[mine_at : mine_at + width]
             signs = np.array([masks.sign & (width - 1) for _, masks in members])
-            sums = signed_sums(products, signs)
+            sums = word_sums(state.local[mine_at : mine_at + width], theirs, flip & (width - 1), signs)
             for (number, masks), total in zip(members, sums.tolist(), strict=True):
                 outside = (held_index << axes | mine_at) & masks.sign & ~(width - 1)
                 values[number] += (masks.factor * total).real * (-1) ** outside.bit_count()
-
-
-def signed_sums(values: torch.Tensor, masks: np.ndarray) -> torch.Tensor:
-    """For each mask, the sum of values[i] * (-1)^popcount(i & mask), in complex128; masks share what they can."""
-    bits = len(values).bit_length() - 1
-    out = torch.zeros(len(masks), dtype=torch.complex128, device=values.device)
-    _sum_into(out, values, bits, masks, np.arange(len(masks)))
-    return out
-
-
-def _sum_into(out: torch.Tensor, values: torch.Tensor, bits: int, masks: np.ndarray, which: np.ndarray) -> None:
-    if not len(which):
-        return
-    if bits <= _SMALL:
-        index = np.arange(1 << bits)
-        both = masks[which, None] & index & ((1 << bits) - 1)
-        parity = np.zeros_like(both)
-        for bit in range(bits):
-            parity ^= both >> bit & 1
-        signs = torch.from_numpy(1.0 - 2.0 * parity).to(out)
-        out[torch.from_numpy(which)] = signs @ values.to(out.dtype)
-        return
-    half = values.view(2, -1)
-    odd = (masks[which] >> (bits - 1) & 1).astype(bool)
-    for chosen, signed in ((which[~odd], torch.add), (which[odd], torch.sub)):
-        if len(chosen):
-            _sum_into(out, signed(half[0], half[1]), bits - 1, masks, chosen)
 
 
 def _projected(state: State, values: Sequence[tuple[int, int]]) -> float:

@@ -8,16 +8,21 @@ Time is what the sweeps over memory, the arithmetic and the messages take at giv
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from unisono.comm.communicator import Communicator
+from unisono.quantum.circuit import Circuit
 from unisono.quantum.exchange import DEFAULT_CHUNK
+from unisono.quantum.kernels import runner
 from unisono.quantum.memory import local_bytes, shown_bytes
 from unisono.quantum.program import Program, Run
 from unisono.quantum.schedule import Schedule, tiles
+from unisono.quantum.templates import hardware_efficient
 
+_PROBE = 20  # wires of the state that rates are measured with
 TILE = 12  # axes that a sweep mixes: 64 KiB of complex128, which a core's own cache holds
 
 
@@ -27,27 +32,29 @@ class Rates:
     second sent while receiving as many, seconds until a message arrives."""
 
     memory: float = 10e9
-    arithmetic: float = 1.5e9
+    arithmetic: float = 5e9
     link: float = 1e9
     latency: float = 50e-6
-    source: str = "stated rates: memory 10 GB/s, 1.5e9 amplitudes/s an operation, link 1 GB/s"
+    source: str = "stated rates of a core: memory 10 GB/s, 5e9 amplitudes/s an operation; link 1 GB/s"
 
     @classmethod
-    def measured(cls, comm: Communicator | None = None, size: int = 32 << 20) -> Rates:
-        """Measured in a fraction of a second; every rank calls it. The arithmetic rate is scaled from memory's."""
-        data = torch.zeros(size // 4)
-        memory = 2 * size / _seconds(lambda: data.mul_(1.5))
+    def measured(cls, comm: Communicator | None = None, dtype: torch.dtype = torch.complex64) -> Rates:
+        """Measured in about a second; every rank calls it, and all get the rates of the slowest."""
+        local = torch.zeros(1 << _PROBE, dtype=dtype)
+        memory = 2 * local.nbytes / _seconds(lambda: local.mul_(1.5))
+        circuit = hardware_efficient(_PROBE, 2)
+        run = runner(circuit.operations, _PROBE, dtype, local.device, "auto")
+        angles = [0.1] * circuit.weights
+        arithmetic = len(circuit) * len(local) / _seconds(lambda: run(local, angles, ()))
         link = cls.link
         if comm is not None and comm.size > 1:
-            partner = comm.rank ^ 1
-            piece, into = data[: size // 16], torch.empty(size // 16)
+            partner, into = comm.rank ^ 1, torch.empty_like(local)
             if partner < comm.size:
-                link = size / 4 / _seconds(lambda: comm.exchange([(piece, partner)], [(into, partner)]))
-            slowest = torch.tensor([memory, link], dtype=torch.float64)
+                link = local.nbytes / _seconds(lambda: comm.exchange([(local, partner)], [(into, partner)]))
+            slowest = torch.tensor([memory, arithmetic, link], dtype=torch.float64)
             comm.all_reduce(slowest, op="min")
-            memory, link = slowest.tolist()
-        arithmetic = memory * (cls.arithmetic / cls.memory)
-        text = f"measured: memory {memory / 1e9:.1f} GB/s, link {link / 1e9:.2f} GB/s"
+            memory, arithmetic, link = slowest.tolist()
+        text = f"measured: memory {memory / 1e9:.1f} GB/s, {arithmetic:.2g} amplitudes/s, link {link / 1e9:.2f} GB/s"
         return cls(memory, arithmetic, link, cls.latency, text)
 
 
@@ -117,6 +124,18 @@ class Forecast:
         return "\n".join(lines)
 
 
+def forecast(
+    circuit: Circuit,
+    ranks: int = 1,
+    *,
+    nodes: int = 1,
+    dtype: torch.dtype = torch.complex64,
+    rates: Rates | None = None,
+) -> Forecast:
+    """What a circuit will cost on so many ranks, from |0...0>."""
+    return Forecast.of(Schedule.of(circuit, ranks, nodes=nodes), dtype, rates)
+
+
 def _work(schedule: Schedule, rank: int, tile: int) -> tuple[int, int]:
     runs = [step for step in Program.of(schedule, rank).steps if isinstance(step, Run)]
     capacity = max(1, min(tile, schedule.wires - schedule.held))
@@ -127,8 +146,8 @@ def _shown_seconds(seconds: float) -> str:
     return f"{seconds:.3g} s" if seconds >= 0.1 else f"{seconds * 1e3:.3g} ms"
 
 
-def _seconds(action: object) -> float:
-    assert callable(action)
+def _seconds(action: Callable[[], object]) -> float:
+    """The second run's time: the first compiles, and touches memory for the first time."""
     action()
     begin = time.perf_counter()
     action()

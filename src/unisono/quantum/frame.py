@@ -33,15 +33,28 @@ class Layout:
     outside: tuple[int, ...]
 
 
+SKEW = 8  # 2^8 rows of 64 bytes: as many as the first-level cache has sets
+
+
+def skew(count: int) -> tuple[list[int], list[int]]:
+    """Where a tile's rows begin: the mask and the parity of each of `count` row bits.
+
+    Row bit j + SKEW also moves a row by bit j, so that rows that differ in high bits alone do not meet in one cache set."""
+    masks = [1 << j | (1 << (j - SKEW) if j >= SKEW else 0) for j in range(count)]
+    parities = [sum(1 << i for i in range(j, count, SKEW)) for j in range(count)]
+    return masks, parities
+
+
 class Frame:
     """`parity[b]` is what bit b is now; `mask[b]`, for a row bit, the rows that differ in bit b and in no other."""
 
     def __init__(self, layout: Layout) -> None:
         self.parity: dict[int, Parity] = {}
         self.mask: dict[int, int] = {}
+        masks, parities = skew(len(layout.rows))
         for number, bit in enumerate(layout.rows):
-            self.parity[bit] = Parity(rows=1 << number)
-            self.mask[bit] = 1 << number
+            self.parity[bit] = Parity(rows=parities[number])
+            self.mask[bit] = masks[number]
         for number, bit in enumerate(layout.lanes):
             self.parity[bit] = Parity(lanes=1 << number)
         for number, bit in enumerate(layout.outside):

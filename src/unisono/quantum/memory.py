@@ -10,6 +10,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 
 _CGROUP = Path("/sys/fs/cgroup")
+_ALWAYS = 32 << 20  # bytes that are never asked about: layers make many small states
 
 
 def local_bytes(wires: int, held: int, dtype: torch.dtype) -> int:
@@ -33,12 +34,14 @@ def require_room(
     wires: int, held: int, dtype: torch.dtype, device: torch.device, buffers: int, comm: Communicator | None
 ) -> None:
     """Refuse, on all ranks alike, a state that does not fit; say what it needs and how many ranks would do."""
+    need = local_bytes(wires, held, dtype) + (min(buffers, 2 * local_bytes(wires, held, dtype)) if held else 0)
+    if need <= _ALWAYS:
+        return
     sharing = comm.local_size if comm is not None and device.type == "cpu" else 1
     free = torch.tensor([free_bytes(device) // sharing], dtype=torch.int64, device=device)
     if comm is not None and comm.size > 1:
         comm.all_reduce(free, op="min")
     room = int(free)
-    need = local_bytes(wires, held, dtype) + (buffers if held else 0)
     if need <= room:
         return
     enough = held

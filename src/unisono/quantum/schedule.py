@@ -88,10 +88,12 @@ class Schedule:
         )
 
 
-def tiles(operations: Sequence[Operation], capacity: int, bundle: Iterable[int] = ()) -> list[Tile]:
+def tiles(
+    operations: Sequence[Operation], capacity: int, bundle: Iterable[int] = (), free: Iterable[int] = ()
+) -> list[Tile]:
     """One rank's operations, on its axes, cut into sweeps that mix at most `capacity` axes each; those of `bundle` all
-    together or not at all."""
-    pieces = cut(operations, capacity, bundle=frozenset(bundle))
+    together or not at all, and those that are `free` besides."""
+    pieces = cut(operations, capacity, bundle=frozenset(bundle), free=frozenset(free))
     return [Tile(tuple(sorted(piece.active)), tuple(piece.operations)) for piece in pieces]
 
 

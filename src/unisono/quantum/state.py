@@ -7,7 +7,7 @@ state.amplitudes()                          # the whole vector, on every rank, i
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.quantum.blocks import block
 from unisono.quantum.circuit import Circuit
-from unisono.quantum.exchange import DEFAULT_CHUNK, trade
+from unisono.quantum.exchange import DEFAULT_CHUNK, borrow, chunks, trade
 from unisono.quantum.holdings import Holdings
 from unisono.quantum.kernels import require_kernel
 from unisono.quantum.memory import require_room
@@ -27,6 +27,7 @@ from unisono.quantum.schedule import Schedule
 
 DRIFT = {torch.complex64: 1e-3, torch.complex128: 1e-9}  # of the norm, before it is an error
 _LARGEST_GATHERED = 30  # wires
+_PIECE = 1 << 19  # numbers whose squares are added in their own precision
 
 
 class NormError(ArithmeticError):
@@ -139,6 +140,15 @@ class State:
                 "unitary, or amplitudes were damaged on the way"
             )
 
+    def partner_chunks(self, flip: int) -> Iterator[tuple[int, torch.Tensor]]:
+        """The amplitudes of the rank whose held index differs by `flip`, a chunk at a time, with each chunk's place.
+
+        A chunk is only there until the next is asked for, and all of them must be."""
+        partner = self.holdings.rank_of(int(self.holdings.table[self.rank]) ^ flip)
+        if flip and self.comm is not None:
+            return borrow(self.local, partner, self.comm, self.chunk)
+        return chunks(self.local, self.chunk)
+
     # ---- looking ------------------------------------------------------------------------------------------------
 
     def axis(self, wire: int) -> int | None:
@@ -196,7 +206,7 @@ class State:
         for position in range(self.held):
             factor *= complex(vectors[layout[position]][self.holdings.bit(self.rank, position)])
         self.local.zero_()
-        self.local[:1] = factor
+        self.local[:1].fill_(factor)
         filled = 1  # from the least significant axis up: [v0 * x, v1 * x]
         for position in reversed(range(self.held, self.wires)):
             low, high = vectors[layout[position]]
@@ -236,7 +246,7 @@ class State:
         """Hosts, where each has the same power of two of consecutive ranks; else one."""
         if self.comm is None:
             return 1
-        hosts = [self.comm._hosts[rank] for rank in self.comm.ranks]
+        hosts = self.comm.hosts
         nodes = len(set(hosts))
         each = len(hosts) // nodes
         regular = nodes & (nodes - 1) == 0 and all(
@@ -253,5 +263,9 @@ def _prepared(gates: Sequence[Any]) -> np.ndarray:
 
 
 def _squares(amplitudes: torch.Tensor) -> torch.Tensor:
-    """The sum of squared moduli, in float64."""
-    return torch.linalg.vector_norm(torch.view_as_real(amplitudes), dtype=torch.float64) ** 2
+    """The sum of squared moduli, in float64: added up in pieces, each short enough for its own precision."""
+    parts = torch.view_as_real(amplitudes)
+    if amplitudes.is_contiguous():
+        parts = parts.view(-1)
+    norms = [torch.linalg.vector_norm(piece) for piece in parts.split(_PIECE)]
+    return torch.stack(norms).double().square().sum()

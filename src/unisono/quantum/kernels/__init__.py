@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 
 from unisono.errors import UsageError
 from unisono.quantum.kernels import reference
 from unisono.quantum.operation import Operation
 
-Runner = Callable[[torch.Tensor, Any, Any], None]  # (local amplitudes, weights, features): in place
+
+
+class Runner(Protocol):
+    """Operations on a rank's amplitudes, ready to be run in place, and to be undone on a state and a co-state at once,
+    which gives the gradients of weights and of features."""
+
+    def __call__(self, local: torch.Tensor, weights: Any = (), features: Any = ()) -> None: ...
+
+    def reverse(
+        self, local: torch.Tensor, costate: torch.Tensor, weights: Any = (), features: Any = ()
+    ) -> tuple[np.ndarray, np.ndarray]: ...
+
+
 KERNELS = ("auto", "cpu", "reference")
 
 
@@ -26,8 +39,8 @@ def runner(operations: Sequence[Operation], axes: int, dtype: torch.dtype, devic
     if kernel == "cpu":
         from unisono.quantum.compiled import Compiled  # numba is optional
 
-        return Compiled(operations, axes, dtype).run
-    return lambda local, weights, features: reference.run(local, operations, weights, features)
+        return Compiled(operations, axes, dtype)
+    return reference.Reference(operations)
 
 
 def require_kernel(kernel: str) -> str:

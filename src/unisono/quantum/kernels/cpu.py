@@ -18,6 +18,7 @@ from unisono.quantum.kernels.vector import (
     interleave,
     load,
     mul,
+    prefetch,
     scatter_block,
     splat,
     store,
@@ -37,6 +38,7 @@ FIRST, LAST, ROW_BITS, OUTSIDE_BITS = code.FIRST, code.LAST, code.ROW_BITS, code
 PLACES, LANES, OUTSIDE, ORDER = code.PLACES, code.LANES, code.OUTSIDE, code.ORDER
 SWEEP_FLIPS, SWEEP_FLIP_COUNT = code.SWEEP_FLIPS, code.SWEEP_FLIP_COUNT
 ONE = code.ONE
+AHEAD = 32  # rows
 
 
 @inline
@@ -268,6 +270,7 @@ def gather(state, start, sweep, places, rows, order, tile, shift):  # type: igno
     if sweep[LANES] < 0:
         for i in range(count):
             p = start + places[begin + i]
+            prefetch(state, start + places[begin + ((i + AHEAD) & (count - 1))])
             row = 2 * w * (np.int64(rows[order + i]) ^ shift)
             re, im = deinterleave(load(state, p), load(state, p + w))
             store(tile, row, re)
@@ -288,6 +291,7 @@ def scatter(state, start, sweep, places, rows, order, tile, shift, scale):  # ty
     if sweep[LANES] < 0:
         for i in range(count):
             p = start + places[begin + i]
+            prefetch(state, start + places[begin + ((i + AHEAD) & (count - 1))])
             row = 2 * w * (np.int64(rows[order + i]) ^ shift)
             first, second = interleave(mul(load(tile, row), factor), mul(load(tile, row + w), factor))
             store(state, p, first)
@@ -343,7 +347,7 @@ def _tile(tile, spare, first, last, outside, count, ops, rows, pairs, values):  
 def forward(state, sweeps, ops, rows, pairs, places, values, scales, tile, spare, counters, threads):  # type: ignore[no-untyped-def]
     """Run all sweeps, together with threads - 1 other calls that share everything but `tile` and `spare`.
 
-    `rows` begins with the numbers from 0."""
+    `rows` begins with the rows in which a tile begins."""
     for number in range(len(sweeps)):
         sweep = sweeps[number]
         tiles = 1 << sweep[OUTSIDE_BITS]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,7 @@ import torch
 from unisono.quantum.blocks import block
 from unisono.quantum.gates import PauliRotation
 from unisono.quantum.operation import Operation
+from unisono.quantum.parameter import Affine
 
 _WIDEST_MATRIX = 4  # targets; wider Pauli rotations are taken apart
 
@@ -47,3 +50,59 @@ def _controlled(local: torch.Tensor, operation: Operation, value: int) -> torch.
     for _, bit in operation.controls:
         prefix = prefix << 1 | bit
     return block(local, operation.wires, prefix << len(operation.targets) | value)
+
+
+def reverse(
+    local: torch.Tensor, costate: torch.Tensor, operations: Sequence[Operation], weights: Any = (), features: Any = ()
+) -> tuple[np.ndarray, np.ndarray]:
+    """Undo the operations on a state and a co-state, in place; the gradients of weights and of features.
+
+    With U' the derivative of an operation U and psi the state before it, its angle has the gradient
+    2 Re <costate|U' psi>."""
+    found = np.zeros(np.size(weights)), np.zeros(np.size(features))
+    for operation in reversed(operations):
+        angles = [float(angle) for angle in operation.angles(weights, features)]
+        undo = [operation.inverse()]
+        run(local, undo, weights, features)
+        for which, parameter in enumerate(operation.parameters):
+            if not parameter.is_constant:
+                moved = _derived(local, operation, which, angles)
+                slope = 2 * float(torch.vdot(costate, moved).real)
+                for total, terms in zip(found, (parameter.weights, parameter.features), strict=True):
+                    for index, factor in terms:
+                        total[index] += factor * slope
+        run(costate, undo, weights, features)
+    return found
+
+
+def _derived(local: torch.Tensor, operation: Operation, which: int, angles: list[float]) -> torch.Tensor:
+    """U' psi: zero where the controls do not hold."""
+    moved = torch.zeros_like(local)
+    if isinstance(operation.gate, PauliRotation):  # half of the same rotation, by pi more
+        half = local.clone()
+        shifted = replace(operation, parameters=(Affine(angles[0] + math.pi),))
+        run(half, [shifted])
+        acting = replace(operation, targets=())
+        _controlled(moved, acting, 0).copy_(_controlled(half, acting, 0) / 2)
+        return moved
+    matrix = torch.from_numpy(operation.derivative(which, angles)).to(local)
+    old = torch.stack([_controlled(local, operation, value).reshape(-1) for value in range(len(matrix))])
+    for value, amplitudes in enumerate(matrix @ old):
+        part = _controlled(moved, operation, value)
+        part.copy_(amplitudes.view(part.shape))
+    return moved
+
+
+class Reference:
+    """Operations for this kernel, called as those of the fast ones are."""
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self.operations = operations
+
+    def __call__(self, local: torch.Tensor, weights: Any = (), features: Any = ()) -> None:
+        run(local, self.operations, weights, features)
+
+    def reverse(
+        self, local: torch.Tensor, costate: torch.Tensor, weights: Any = (), features: Any = ()
+    ) -> tuple[np.ndarray, np.ndarray]:
+        return reverse(local, costate, self.operations, weights, features)

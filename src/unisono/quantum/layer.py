@@ -1,0 +1,208 @@
+"""A circuit as a layer of a network.
+
+    layer = uq.Layer(circuit, observables=[uq.Z(0), "X1 X2"], comm=comm)
+    out = layer(x)                  # (batch, observables); out.sum().backward() is the adjoint method
+
+Over a communicator, every rank calls the layer with the same batch and gets the whole output and the whole gradient. Ranks
+share each state; where the batch is large enough and their number is no power of two, groups of them share the samples.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.quantum.adjoint import gradients
+from unisono.quantum.circuit import Circuit
+from unisono.quantum.compiled import LANE_BITS
+from unisono.quantum.measuring import Output, output_of
+from unisono.quantum.observable import observables as parsed
+from unisono.quantum.program import Program
+from unisono.quantum.schedule import Schedule
+from unisono.quantum.sharing import Share, share
+from unisono.quantum.shifting import finite_differences, parameter_shift
+from unisono.quantum.state import State
+
+METHODS = ("adjoint", "parameter-shift", "finite-diff")
+KEPT = 256 << 20  # bytes of final states that a forward keeps for its backward; beyond, circuits are run again
+
+
+class Layer(nn.Module):
+    """(batch, features) -> (batch, observables), or amplitudes or probabilities with output="state", "probabilities".
+
+    `weights` is the trainable parameter: the circuit's weight(i), drawn uniformly from [0, 2 pi) with `seed` unless given."""
+
+    def __init__(
+        self,
+        circuit: Circuit,
+        observables: Any = (),
+        comm: Communicator | None = None,
+        *,
+        dtype: torch.dtype = torch.complex64,
+        diff: str = "adjoint",
+        output: str = "expectations",
+        weights: Any = None,
+        kernel: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        if diff not in METHODS:
+            raise UsageError(f"diff={diff!r}: expected one of {', '.join(METHODS)}")
+        if dtype not in LANE_BITS:
+            raise UsageError(f"dtype {dtype}: expected torch.complex64 or torch.complex128")
+        if not circuit.is_unitary:
+            raise UsageError("a layer's circuit must not measure, reset or depend on measured bits")
+        self.circuit, self.comm, self.diff, self.kernel, self.dtype = circuit.copy(), comm, diff, kernel, dtype
+        given = parsed(observables) if not isinstance(observables, tuple | list) or observables else ()
+        self.output: Output = output_of(output, given, circuit.wires, dtype)
+        if diff == "parameter-shift" and not self.output.shiftable:
+            raise UsageError("amplitudes have no parameter-shift rule; use diff='adjoint'")
+        self.features = circuit.features
+        self.weights = nn.Parameter(_initial(weights, circuit.weights, self.real_dtype, seed))
+        self._programs: dict[int, Program] = {}
+        self._shares: dict[bool, Share] = {}
+
+    @property
+    def real_dtype(self) -> torch.dtype:
+        return torch.float32 if self.dtype == torch.complex64 else torch.float64
+
+    def forward(self, x: torch.Tensor | None = None) -> torch.Tensor:
+        """x: (batch, features), or (features,) for one sample, or None for a circuit without features."""
+        if x is None:
+            x = self.weights.new_zeros((1, 0))
+            return self(x)[0] if not self.features else self._refuse(x)
+        if x.dim() == 1:
+            return self(x[None])[0]
+        if x.dim() != 2 or x.shape[1] < self.features:
+            return self._refuse(x)
+        return _Evaluate.apply(self.weights, x, self)
+
+    def plan(self) -> str:
+        """What a forward will do: sweeps, exchanges, memory."""
+        from unisono.quantum.forecast import Forecast
+
+        return str(Forecast.of(Schedule.of(self.circuit, 1 << self.share(1).held), self.dtype))
+
+    def share(self, batch: int) -> Share:
+        """Which ranks share a state, for a batch of this size."""
+        several = batch > 1
+        if several not in self._shares:
+            self._shares[several] = share(self.comm, self.circuit.wires, batch=batch)
+        return self._shares[several]
+
+    def run(self, weights: np.ndarray, features: np.ndarray, ranks: Share) -> State:
+        """The state that the circuit makes for one sample."""
+        state = self.fresh(ranks)
+        return state.run(self.program(state, ranks), weights, features)
+
+    def fresh(self, ranks: Share) -> State:
+        return State(self.circuit.wires, ranks.comm, dtype=self.dtype, kernel=self.kernel)
+
+    def program(self, state: State, ranks: Share) -> Program:
+        if ranks.held not in self._programs:
+            self._programs[ranks.held] = Program.of(state.schedule(self.circuit), state.rank)
+        return self._programs[ranks.held]
+
+    def extra_repr(self) -> str:
+        return f"{self.circuit!r}, outputs={self.output.width}, dtype={self.dtype}, diff={self.diff!r}"
+
+    def _refuse(self, x: torch.Tensor) -> torch.Tensor:
+        raise UsageError(f"input of shape {tuple(x.shape)}: expected (batch, {self.features}) for the circuit's features")
+
+
+class _Evaluate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: torch.Tensor, x: torch.Tensor, layer: Layer) -> torch.Tensor:  # type: ignore[override]
+        ctx.layer = layer
+        ctx.save_for_backward(weights, x)
+        ctx.kept = {}
+        numbers, samples = _numbers(weights), _numbers(x)
+        ranks = layer.share(len(samples))
+        room = KEPT // (torch.empty(0, dtype=layer.dtype).element_size() << layer.circuit.wires >> ranks.held)
+        out = torch.zeros(len(samples), layer.output.width, dtype=layer.output.dtype)
+        needed = any(ctx.needs_input_grad) and layer.diff == "adjoint"
+        for sample in _mine(ranks, len(samples)):
+            state = layer.run(numbers, samples[sample], ranks)
+            out[sample] = layer.output.read(state)
+            if needed and len(ctx.kept) < max(1, room):
+                ctx.kept[sample] = state
+        return _gathered(out, layer, ranks).to(x.device)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+        layer: Layer = ctx.layer
+        weights, x = ctx.saved_tensors
+        numbers, samples = _numbers(weights), _numbers(x)
+        ranks = layer.share(len(samples))
+        of_weights, of_samples = np.zeros(len(numbers)), np.zeros(samples.shape)
+        for sample in _mine(ranks, len(samples)):
+            given = (numbers, samples[sample])
+            if layer.diff == "adjoint":
+                state = ctx.kept.pop(sample, None) or layer.run(*given, ranks)
+                parts = _adjoint(layer, state, gradient[sample].detach().cpu(), given, ranks)
+            else:
+                parts = _by_running(layer, gradient[sample].detach().cpu(), given, ranks)
+            of_weights += parts[0]
+            of_samples[sample] = parts[1]
+        both = torch.from_numpy(np.concatenate([of_weights, of_samples.reshape(-1)]))
+        if layer.comm is not None and layer.comm.size > 1:
+            layer.comm.all_reduce(both)
+        first = both[: len(numbers)].to(weights)
+        return first, both[len(numbers) :].view(x.shape).to(x), None
+
+
+def _adjoint(layer: Layer, state: State, gradient: torch.Tensor, given: tuple, ranks: Share) -> tuple:
+    costate = layer.output.costate(state, torch.empty(0), gradient)
+    return gradients(layer.program(state, ranks), state, costate, *given)
+
+
+def _by_running(layer: Layer, gradient: torch.Tensor, given: tuple, ranks: Share) -> tuple:
+    """Gradients of Re <gradient, output>; every rank of a state has them whole, so each reports its share."""
+
+    def evaluate(circuit: Circuit, weights: np.ndarray, features: np.ndarray) -> float:
+        output = layer.output.read(layer.fresh(ranks).run(circuit, weights, features))
+        return float((gradient.conj() * output).real.double().sum())
+
+    weights, features = given[0].copy(), given[1].copy()
+    if layer.diff == "parameter-shift":
+        found = parameter_shift(layer.circuit, evaluate, weights, features)
+    else:
+        step = 1e-6 if layer.dtype == torch.complex128 else 1e-3
+        found = finite_differences(layer.circuit, evaluate, weights, features, step)
+    return found[0] / (1 << ranks.held), found[1] / (1 << ranks.held)
+
+
+def _mine(ranks: Share, batch: int) -> range:
+    """The samples of this rank's group; surplus ranks have none."""
+    return range(ranks.group, batch, ranks.groups) if ranks.group >= 0 else range(0)
+
+
+def _gathered(out: torch.Tensor, layer: Layer, ranks: Share) -> torch.Tensor:
+    """Every sample's output on every rank; a group's own rank 0 tells."""
+    if layer.comm is None or (ranks.groups == 1 and layer.comm.size == 1 << ranks.held):
+        return out
+    if ranks.comm is not None and ranks.comm.rank:
+        out.zero_()
+    layer.comm.all_reduce(out)
+    return out
+
+
+def _numbers(values: torch.Tensor) -> np.ndarray:
+    return values.detach().cpu().double().numpy()
+
+
+def _initial(weights: Any, count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+    if weights is None:
+        generator = torch.Generator().manual_seed(seed)
+        return (2 * math.pi * torch.rand(count, generator=generator, dtype=torch.float64)).to(dtype)
+    given = torch.as_tensor(weights, dtype=dtype).detach().clone().reshape(-1)
+    if len(given) != count:
+        raise UsageError(f"{len(given)} weights were given, but the circuit reads {count}")
+    return given

@@ -1,0 +1,168 @@
+"""The CPU kernel against the readable one: amplitudes and gradients, with tiles so small that every path is taken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+import torch
+
+from tests.quantum import dense
+from tests.quantum.circuits import NAMES, random_circuit, random_unitary
+from unisono.errors import UsageError
+from unisono.quantum import Circuit, weight
+from unisono.quantum.compiled import Compiled
+from unisono.quantum.gates import GATES
+from unisono.quantum.kernels import code, reference
+from unisono.quantum.observable import observable
+from unisono.quantum.parameter import Affine
+from unisono.quantum.words import Words
+
+WEIGHTS, FEATURES = np.array([0.3, -1.1, 2.0, 4.4, -2.9]), np.array([0.7, 0.2])
+TOLERANCE = {torch.complex64: 2e-5, torch.complex128: 1e-12}
+DTYPES = list(TOLERANCE)
+
+
+def random_state(bits: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    state = torch.randn(1 << bits, dtype=torch.complex128, generator=draw)
+    return (state / state.norm()).to(dtype)
+
+
+def close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    torch.testing.assert_close(found.to(expected), expected, atol=TOLERANCE[found.dtype], rtol=0)
+
+
+@pytest.fixture(params=[1, 2])
+def threads(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(request.param)
+    yield request.param
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", NAMES)
+def test_every_gate_on_low_and_high_axes_with_controls(name: str, dtype: torch.dtype) -> None:
+    bits, kind = 8, GATES[name]
+    draw = np.random.default_rng(1)
+    for controls in range(3):
+        for _ in range(3):
+            wires = [int(wire) for wire in draw.permutation(bits)]
+            values = {wires[kind.targets + i]: int(draw.integers(2)) for i in range(controls)}
+            angles = [float(angle) for angle in draw.uniform(-7, 7, kind.parameters)]
+            circuit = Circuit(bits).apply(name, wires[: kind.targets], *angles, controls=values)
+            found, expected = random_state(bits, dtype), random_state(bits, torch.complex128)
+            Compiled(circuit.operations, bits, dtype, row_bits=4).run(found)
+            reference.run(expected, circuit.operations)
+            close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "row_bits"), [(1, 11), (2, 11), (5, 11), (8, 5), (9, 5), (10, 6), (10, 11)])
+def test_random_circuits(bits: int, row_bits: int, dtype: torch.dtype, threads: int) -> None:
+    for seed in range(4):
+        circuit = random_circuit(bits, 80, seed, weights=5, features=2)
+        found, expected = random_state(bits, dtype), random_state(bits, torch.complex128)
+        Compiled(circuit.operations, bits, dtype, row_bits=row_bits).run(found, WEIGHTS, FEATURES)
+        reference.run(expected, circuit.operations, WEIGHTS, FEATURES)
+        close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("bits", "row_bits"), [(3, 11), (8, 5), (10, 6)])
+def test_gradients_of_random_circuits(bits: int, row_bits: int, dtype: torch.dtype, threads: int) -> None:
+    for seed in range(4):
+        circuit = random_circuit(bits, 60, seed, weights=5, features=2)
+        states = [random_state(bits, dtype, 1), random_state(bits, dtype, 2)]
+        expected_states = [state.to(torch.complex128, copy=True) for state in states]
+        compiled = Compiled(circuit.operations, bits, dtype, row_bits=row_bits)
+        found = compiled.reverse(*states, WEIGHTS, FEATURES)
+        expected = reference.reverse(*expected_states, circuit.operations, WEIGHTS, FEATURES)
+        for mine, theirs in zip(found, expected, strict=True):
+            np.testing.assert_allclose(mine, theirs, atol=50 * TOLERANCE[dtype])
+        for mine, theirs in zip(states, expected_states, strict=True):
+            close(mine, theirs)
+
+
+def test_all_kinds_of_instructions_occur() -> None:
+    """The circuits above exercise what they claim to."""
+    kinds, conditions, flips, transposed, straight = set(), 0, 0, 0, 0
+    for seed in range(4):
+        circuit = random_circuit(9, 80, seed, weights=5, features=2)
+        made = Compiled(circuit.operations, 9, torch.complex64, row_bits=5).code
+        kinds |= set(made.ops[:, code.KIND].tolist())
+        conditions += int(made.ops[:, code.CONDITION_COUNT].sum())
+        flips += int(made.ops[:, code.FLIP_COUNT].sum())
+        transposed += int((made.sweeps[:, code.LANES] >= 0).sum())
+        straight += int((made.sweeps[:, code.LANES] < 0).sum())
+    assert kinds == {code.TURNS, code.PAIR, code.PHASE, code.LANE_PHASE, code.DENSE}
+    assert min(conditions, flips, transposed, straight) > 0
+
+
+def test_wide_words_and_unitaries() -> None:
+    bits = 10
+    circuit = Circuit(bits).pauli_rotation("XYXXYXZX", range(8), 0.7)
+    circuit.unitary(random_unitary(np.random.default_rng(0), 32), (9, 1, 4, 6, 2))
+    found, expected = random_state(bits, torch.complex128), random_state(bits, torch.complex128)
+    Compiled(circuit.operations, bits, torch.complex128, row_bits=4).run(found)
+    reference.run(expected, circuit.operations)
+    close(found, expected)
+
+
+def test_runs_of_gates_need_few_passes() -> None:
+    """CNOT, X and SWAP are free, turns run three at a time, all phases of a layer are one pass."""
+    circuit = Circuit(8)
+    for wire in range(8):
+        circuit.ry(wire, weight(0)).rz(wire, weight(1)).rz(wire, 0.5)
+    for wire in range(8):
+        circuit.cnot(wire, (wire + 1) % 8)
+    circuit.swap(0, 3).x(2)
+    made = Compiled(circuit.operations, 8, torch.complex128).code
+    assert len(made.sweeps) == 2  # 6 rows: four lanes are left alone each time
+    assert sorted(made.ops[:, code.KIND]) == [code.TURNS] * 3 + [code.PHASE] * 2
+
+
+def test_turns_by_every_angle_keep_the_norm() -> None:
+    circuit = Circuit(8)
+    for number, angle in enumerate([0, np.pi / 2, np.pi, 3 * np.pi / 2, 2 * np.pi, -np.pi, 1e-9, 3.0]):
+        circuit.ry(number, Affine(float(angle))).cry(number, (number + 1) % 8, Affine(float(angle)))
+    found, expected = random_state(8, torch.complex128), random_state(8, torch.complex128)
+    compiled = Compiled(circuit.operations, 8, torch.complex128)
+    for _ in range(50):
+        compiled.run(found)
+        reference.run(expected, circuit.operations)
+    close(found, expected)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pauli_words(dtype: torch.dtype, threads: int) -> None:
+    draw = np.random.default_rng(0)
+    for bits in (1, 4, 12):
+        texts = [" ".join(f"{draw.choice([*'IXYZ'])}{wire}" for wire in range(bits)) for _ in range(6)]
+        made = [observable({text: float(draw.normal())}) for text in texts]
+        made[1] = made[1] + made[0] + 0.5
+        layout = [int(wire) for wire in draw.permutation(bits)]
+        state = random_state(bits, dtype)
+        words = Words(made, layout, dtype)
+        ordered = state.to(torch.complex128).reshape((2,) * bits).permute([layout.index(w) for w in range(bits)])
+        vector = ordered.reshape(-1).numpy()
+        found = words.values(state)
+        weights = draw.normal(size=len(made))
+        applied = words.applied(state, weights.tolist())
+        total = sum(float(weight) * each for weight, each in zip(weights, made, strict=True))
+        if bits < 10:
+            expected = [dense.expectation(vector, each) for each in made]
+            np.testing.assert_allclose(found, expected, atol=10 * TOLERANCE[dtype])
+        overlap = torch.vdot(state, applied).real.item()
+        np.testing.assert_allclose(overlap, found @ weights, atol=10 * TOLERANCE[dtype])
+        np.testing.assert_allclose(Words([total], layout, dtype).values(state)[0], overlap, atol=10 * TOLERANCE[dtype])
+
+
+def test_bad_amplitudes_are_refused() -> None:
+    compiled = Compiled(Circuit(3).h(0).operations, 3, torch.complex64)
+    with pytest.raises(UsageError, match=r"expected torch\.complex64 \(8,\)"):
+        compiled.run(torch.zeros(8, dtype=torch.complex128))
+    with pytest.raises(UsageError, match="expected torch.complex64 or torch.complex128"):
+        Compiled((), 3, torch.float32)

@@ -1,0 +1,52 @@
+"""Many ranks, one gradient: a layer on several ranks gives the outputs and gradients of one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.quantum.circuits import random_circuit
+from tests.ranks import RankPool
+from unisono.quantum.layer import Layer
+from unisono.quantum.observable import X, Y, Z
+
+Pools = Callable[[str, int], RankPool]
+Found = tuple[np.ndarray, np.ndarray, np.ndarray]
+
+
+def evaluate(comm: Any, kernel: str) -> Found:
+    circuit = random_circuit(6, 50, 11, weights=4, features=2)
+    observables = [Z(0), X(1) @ Y(5) - 0.5 * Z(2), X(0) @ X(1) @ X(2)]
+    layer = Layer(circuit, observables, comm, dtype=torch.complex128, kernel=kernel)
+    x = torch.tensor([[0.3, -0.7], [1.1, 0.2], [0.0, 0.9]], dtype=torch.float64, requires_grad=True)
+    out = layer(x)
+    (out * torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)).sum().backward()
+    assert layer.weights.grad is not None
+    assert x.grad is not None
+    return out.detach().numpy(), layer.weights.grad.numpy(), x.grad.numpy()
+
+
+@pytest.mark.usefixtures("compiled_kernels")
+@pytest.mark.filterwarnings("ignore:.*ranks")
+@pytest.mark.parametrize(
+    ("backend", "size", "kernel"), [("gloo", 2, "cpu"), ("gloo", 4, "reference"), ("mpi", 2, "cpu")]
+)
+def test_outputs_and_gradients_do_not_depend_on_the_number_of_ranks(
+    pools: Pools, backend: str, size: int, kernel: str
+) -> None:
+    alone = evaluate(None, "reference")
+    for answer in pools(backend, size).run(evaluate, kernel):
+        for found, expected in zip(answer, alone, strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:.*ranks")
+def test_three_ranks_share_the_batch(pools: Pools) -> None:
+    alone = evaluate(None, "reference")
+    for answer in pools("gloo", 3).run(evaluate, "reference"):
+        for found, expected in zip(answer, alone, strict=True):
+            np.testing.assert_allclose(found, expected, atol=1e-11)
