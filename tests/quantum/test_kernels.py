@@ -164,5 +164,5 @@ def test_bad_amplitudes_are_refused() -> None:
     compiled = Compiled(Circuit(3).h(0).operations, 3, torch.complex64)
     with pytest.raises(UsageError, match=r"expected torch\.complex64 \(8,\)"):
         compiled.run(torch.zeros(8, dtype=torch.complex128))
-    with pytest.raises(UsageError, match="expected torch.complex64 or torch.complex128"):
+    with pytest.raises(UsageError, match=r"expected torch\.complex64 or torch\.complex128"):
         Compiled((), 3, torch.float32)

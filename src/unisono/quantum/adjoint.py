@@ -1,7 +1,7 @@
 """Gradients by the adjoint method: the program walked backwards with a state and a co-state.
 
-For E = <psi|O|psi>, or anything else with dE = 2 Re <lambda|d psi>, one walk gives the gradient of every angle: about three
-times the work of running the circuit, whatever the number of parameters. Nothing is stored on the way.
+For E = <psi|O|psi>, or anything else with dE = 2 Re <lambda|d psi>, one walk gives the gradient of every angle: about
+three times the work of running the circuit, whatever the number of parameters. Nothing is stored on the way.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""From tiles to arrays of instructions (kernels/code.py), made once for a circuit; angles are filled in for each run."""
+"""From tiles to arrays of instructions (kernels/code.py), made once for a circuit; angles come with each run."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ TOGETHER = 3  # bits turned in one pass: 8 rows fill the registers
 class Code:
     """A program for a state of 2^bits amplitudes with rows of 2^lane_bits.
 
-    `angles[i]` is the angle of turn i, for i < turns, and of phase term i - turns after that. `constants` are the numbers
-    of `values` that do not depend on angles. `terms` are records of the phases, as kernels/bind.py reads them."""
+    `angles[i]` is the angle of turn i, for i < turns, and of phase term i - turns after that. `constants` are the
+    numbers of `values` that do not depend on angles. `terms` are records of the phases, as kernels/bind.py reads
+    them."""
 
     bits: int
     lane_bits: int

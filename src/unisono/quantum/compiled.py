@@ -43,7 +43,7 @@ class Angles:
                 total += np.bincount(at, factors * given[indices], minlength=len(total))
         return total
 
-    def gradients(self, of_angles: NDArray[np.float64], weights: int, features: int) -> list[NDArray[np.float64]]:
+    def gradients(self, of_angles: NDArray[np.float64], weights: int, features: int) -> list[NDArray]:
         """Gradients of weights and of features from those of the angles."""
         return [
             np.bincount(indices, factors * of_angles[at], minlength=size) if len(at) else np.zeros(size)
@@ -105,7 +105,6 @@ class Compiled:
         self.code = assemble(operations, bits + self.padding, lane_bits, row_bits)
         self.angles = Angles(self.code.angles)
         self._last: Bound | None = None  # a gradient comes with the angles of the run before
-
 
     def bind(self, weights: Any = (), features: Any = ()) -> Bound:
         """The program with these numbers as angles."""

@@ -1,7 +1,7 @@
 """Bits of a tile as parities of its rows: how CNOT, X and SWAP cost nothing.
 
-Within a tile, the bit of an axis is the parity of some row bits, lane bits and outside bits (kernels/code.py says what those
-are). A CNOT adds the parity of its control to that of its target, and nothing moves.
+Within a tile, the bit of an axis is the parity of some row bits, lane bits and outside bits (kernels/code.py says what
+those are). A CNOT adds the parity of its control to that of its target, and nothing moves.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ SKEW = 8  # 2^8 rows of 64 bytes: as many as the first-level cache has sets
 def skew(count: int) -> tuple[list[int], list[int]]:
     """Where a tile's rows begin: the mask and the parity of each of `count` row bits.
 
-    Row bit j + SKEW also moves a row by bit j, so that rows that differ in high bits alone do not meet in one cache set."""
+    Row bit j + SKEW also moves a row by bit j, so that rows that differ in high bits alone do not meet in one cache
+    set."""
     masks = [1 << j | (1 << (j - SKEW) if j >= SKEW else 0) for j in range(count)]
     parities = [sum(1 << i for i in range(j, count, SKEW)) for j in range(count)]
     return masks, parities

@@ -3,8 +3,9 @@
     layer = uq.Layer(circuit, observables=[uq.Z(0), "X1 X2"], comm=comm)
     out = layer(x)                  # (batch, observables); out.sum().backward() is the adjoint method
 
-Over a communicator, every rank calls the layer with the same batch and gets the whole output and the whole gradient. Ranks
-share each state; where the batch is large enough and their number is no power of two, groups of them share the samples.
+Over a communicator, every rank calls the layer with the same batch and gets the whole output and the whole gradient.
+Ranks share each state; where the batch is large enough and their number is no power of two, groups of them share the
+samples.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ KEPT = 256 << 20  # bytes of final states that a forward keeps for its backward;
 class Layer(nn.Module):
     """(batch, features) -> (batch, observables), or amplitudes or probabilities with output="state", "probabilities".
 
-    `weights` is the trainable parameter: the circuit's weight(i), drawn uniformly from [0, 2 pi) with `seed` unless given."""
+    `weights` is the trainable parameter: the circuit's weight(i), drawn uniformly from [0, 2 pi) with `seed` unless
+    given."""
 
     def __init__(
         self,
@@ -113,12 +115,14 @@ class Layer(nn.Module):
         return f"{self.circuit!r}, outputs={self.output.width}, dtype={self.dtype}, diff={self.diff!r}"
 
     def _refuse(self, x: torch.Tensor) -> torch.Tensor:
-        raise UsageError(f"input of shape {tuple(x.shape)}: expected (batch, {self.features}) for the circuit's features")
+        raise UsageError(
+            f"input of shape {tuple(x.shape)}: expected (batch, {self.features}) for the circuit's features"
+        )
 
 
 class _Evaluate(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, weights: torch.Tensor, x: torch.Tensor, layer: Layer) -> torch.Tensor:  # type: ignore[override]
+    def forward(ctx: Any, weights: torch.Tensor, x: torch.Tensor, layer: Layer) -> torch.Tensor:
         ctx.layer = layer
         ctx.save_for_backward(weights, x)
         ctx.kept = {}
@@ -136,7 +140,7 @@ class _Evaluate(torch.autograd.Function):
 
     @staticmethod
     @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         layer: Layer = ctx.layer
         weights, x = ctx.saved_tensors
         numbers, samples = _numbers(weights), _numbers(x)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import cmath
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,6 +23,7 @@ from unisono.quantum.operation import Controls, Operation
 from unisono.quantum.parameter import Affine
 
 HALF_PI = math.pi / 2
+NONE = Affine()
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Phase:
     parities: tuple[tuple[int, ...], ...]
     constants: tuple[float, ...]
     slopes: tuple[float, ...] = ()
-    angle: Affine = Affine()
+    angle: Affine = NONE
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ def _pauli_rotation(word: str, targets: tuple[int, ...], controls: Controls, ang
     before += [Flip(target, pivot) for target in others]
     if letters[pivot] == "X":
         before.append(_s(pivot, 1))
-    after = [_s(step.parities[0][0], 1) if _is_s(step) else step for step in before if not _is_pivot_s(step, pivot)]
+    after = [_undone(step) for step in before if not _is_pivot_s(step, pivot)]
     if letters[pivot] == "X":
         after.append(_s(pivot, -1))
     return [*before, Turn(pivot, controls, angle), *reversed(after)]
@@ -99,8 +100,11 @@ def _s(axis: int, sign: int) -> Phase:
     return Phase((), ((axis,),), (0.0, sign * HALF_PI))
 
 
-def _is_s(step: Primitive) -> bool:
-    return isinstance(step, Phase) and len(step.parities) == 1
+def _undone(step: Primitive) -> Primitive:
+    """CNOT and CZ undo themselves; S turns the other way."""
+    if isinstance(step, Phase) and len(step.parities) == 1:
+        return replace(step, constants=tuple(-angle for angle in step.constants))
+    return step
 
 
 def _is_pivot_s(step: Primitive, pivot: int) -> bool:

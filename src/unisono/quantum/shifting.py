@@ -1,4 +1,4 @@
-"""Gradients by running the circuit again: the parameter-shift rule, and finite differences. For checks, and small circuits."""
+"""Gradients by running the circuit again: the parameter-shift rule, and finite differences. For small circuits."""
 
 from __future__ import annotations
 

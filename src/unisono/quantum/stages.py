@@ -1,7 +1,7 @@
 """The primitives of a tile in few passes: stages of turns that run together, each followed by one merged phase.
 
-In terms of rows (frame.py) a turn changes rows by its mask, and a turn or phase reads parities. Two items conflict when one
-changes what the other reads. Everything goes to the earliest stage that its conflicts allow.
+In terms of rows (frame.py) a turn changes rows by its mask, and a turn or phase reads parities. Two items conflict when
+one changes what the other reads. Everything goes to the earliest stage that its conflicts allow.
 """
 
 from __future__ import annotations
@@ -132,7 +132,8 @@ def _place(made: list[Stage], mix: Mix) -> None:
     mix.level = 1 + max((other.level for other in before), default=-1)
     last = [other for other in before if other.level == mix.level - 1]
     if len(last) == 1 and last[0].absorbs(mix):
-        assert last[0].angle is not None and mix.angle is not None
+        assert last[0].angle is not None
+        assert mix.angle is not None
         last[0].angle = last[0].angle + mix.angle
         return
     stage.mixes.append(mix)

@@ -36,7 +36,7 @@ class Words:
         """The expectation of each observable."""
         owners, groups = self._groups({}, merged=False)
         found = self._call(groups, local, np.zeros(0, self._part))
-        return np.bincount(owners, found, minlength=self.observables)
+        return np.bincount(owners, found, minlength=self.observables).astype(np.float64)
 
     def applied(self, local: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
         """(sum of weight * observable) |local>."""

@@ -14,7 +14,6 @@ from unisono.quantum.kernels import reference
 from unisono.quantum.operation import Operation
 
 
-
 class Runner(Protocol):
     """Operations on a rank's amplitudes, ready to be run in place, and to be undone on a state and a co-state at once,
     which gives the gradients of weights and of features."""

@@ -1,13 +1,13 @@
 """The instructions of a tile's program, as integers: what the compiler writes and the kernels read.
 
-Note: rows. A tile holds 2^T rows of W amplitudes each, the W real parts before the W imaginary parts: one cache line. The T
-row bits are the axes that the tile's operations mix. The W amplitudes of a row differ in lane bits, which no operation of
-the tile mixes, so a row is treated as one. All other bits are outside: they number the tiles, and within a tile they are
-known. `outside` words have ONE set as well, so that a parity with ONE in its mask is flipped.
+Note: rows. A tile holds 2^T rows of W amplitudes each, the W real parts before the W imaginary parts: one cache line.
+The T row bits are the axes that the tile's operations mix. The W amplitudes of a row differ in lane bits, which no
+operation of the tile mixes, so a row is treated as one. All other bits are outside: they number the tiles, and within a
+tile they are known. `outside` words have ONE set as well, so that a parity with ONE in its mask is flipped.
 
-Note: flips. CNOT and X move no amplitude. They change which row stands for which bits, linearly: a turn of a bit pairs row r
-with r ^ mask. Where a row's place also depends on outside bits, `FLIPS` lists (outside mask, row mask) pairs: for each whose
-parity is odd, all rows of the instruction are shifted by the row mask.
+Note: flips. CNOT and X move no amplitude. They change which row stands for which bits, linearly: a turn of a bit pairs
+row r with r ^ mask. Where a row's place also depends on outside bits, `FLIPS` lists (outside mask, row mask) pairs: for
+each whose parity is odd, all rows of the instruction are shifted by the row mask.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The CPU kernel: a tile at a time is copied into cache, every instruction of its program runs there, and it goes back."""
+"""The CPU kernel: tile by tile, amplitudes are copied into cache, all instructions run there, and they go back."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from unisono.quantum.kernels.vector import (
     width,
 )
 
-inline = njit(nogil=True, inline="never", error_model="numpy")
+inline: Any = njit(nogil=True, error_model="numpy")
 
 KIND, COUNT, FORM = code.KIND, code.COUNT, code.FORM
 MASK0, MASK1, MASK2 = code.MASK0, code.MASK1, code.MASK2
@@ -64,7 +64,7 @@ def flipped(pairs, begin, count, outside):  # type: ignore[no-untyped-def]
 
 @inline
 def holds(pairs, begin, count, outside):  # type: ignore[no-untyped-def]
-    for i in range(begin, begin + count):
+    for i in range(begin, begin + count):  # noqa: SIM110 - kernels have no generators
         if parity(pairs[i, 0] & outside) != pairs[i, 1]:
             return False
     return True
@@ -235,7 +235,9 @@ def lane_phase(tile, op, count, shift, values):  # type: ignore[no-untyped-def]
 
 @inline
 def dense(tile, op, rows, shift, values, spare, adjoint):  # type: ignore[no-untyped-def]
-    """A complex matrix on chosen rows, each lane with a weight of 1 or 0. The row masks of its index come before the rows."""
+    """A complex matrix on chosen rows, each lane with a weight of 1 or 0.
+
+    The masks of the rows that its index chooses stand before the rows."""
     w = width(tile)
     size = 1 << op[COUNT]
     masks = op[ROWS] - size

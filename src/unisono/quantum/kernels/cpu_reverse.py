@@ -1,8 +1,8 @@
 """The gradient's kernel: the program backwards, on a state and its co-state at once while their tile is in cache.
 
 With E = <psi|O|psi> and the co-state lambda = O psi carried back beside psi, a turn by angle a has
-dE/da = sum of lambda1 psi0 - lambda0 psi1 over its pairs of rows, and a phase exp(i f) has dE/df = -2 Im(conj(lambda) psi)
-for each amplitude: sums over rows from which the angles of all merged phases follow (bind.py).
+dE/da = sum of lambda1 psi0 - lambda0 psi1 over its pairs of rows, and a phase exp(i f) has dE/df = -2 Im(conj(lambda)
+psi) for each amplitude: sums over rows from which the angles of all merged phases follow (bind.py).
 """
 
 from __future__ import annotations
@@ -204,11 +204,27 @@ def _tile(psi, lam, spare, first, last, outside, count, ops, rows, pairs, values
 
 @njit(nogil=True, cache=True, error_model="numpy")
 def reverse(  # type: ignore[no-untyped-def]
-    state, costate, sweeps, ops, rows, pairs, places, values, halves, psi, lam, spare, gradients, sums, counters, threads
+    state,
+    costate,
+    sweeps,
+    ops,
+    rows,
+    pairs,
+    places,
+    values,
+    halves,
+    psi,
+    lam,
+    spare,
+    gradients,
+    sums,
+    counters,
+    threads,
 ):
     """Undo all sweeps on both states; this thread's share of the turns' gradients and of the phases' sums is added.
 
-    `halves` has the cosine and sine of half of each turn's angle, and a 1 at the end; `ops` has the turns' masks in the order of `halves`."""
+    `halves` has the cosine and sine of half of each turn's angle, and a 1 at the end; `ops` has the turns' masks in the
+    order of `halves`."""
     one = halves[len(halves) - 1]
     for number in range(len(sweeps) - 1, -1, -1):
         sweep = sweeps[number]

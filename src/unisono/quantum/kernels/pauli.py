@@ -1,8 +1,8 @@
 """Sums of Pauli words on one array of amplitudes: their values, and what they make of the state.
 
 A word sends amplitude i ^ x to i with a factor c (-1)^popcount(i & z). Words with one x are a group: one pass over the
-amplitudes multiplies by the sum of their factors. The factor is built a block of 2^BLOCK amplitudes at a time: words whose z
-lies within the block give the same table for every block, the others are signs times tables.
+amplitudes multiplies by the sum of their factors. The factor is built a block of 2^BLOCK amplitudes at a time: words
+whose z lies within the block give the same table for every block, the others are signs times tables.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ def _factor(re, im, group, begin, end, high, fixed, signs, factors, tables, plac
 def apply_words(state, costate, flips, starts, signs, factors, fixed, tables, places, re, im, values, counters):  # type: ignore[no-untyped-def]
     """Add each group's part of <state|O|state> to `values`; write O|state> to `costate` unless that is empty.
 
-    Arrays of amplitudes are flat, parts interleaved. Group g has terms starts[g] to starts[g + 1]. `places[t]` is the row of
-    `tables` for term t (row 0: all ones), or -1 where the term is in `fixed`. Threads share `counters`."""
+    Arrays of amplitudes are flat, parts interleaved. Group g has terms starts[g] to starts[g + 1]. `places[t]` is the
+    row of `tables` for term t (row 0: all ones), or -1 where the term is in `fixed`. Threads share `counters`."""
     size = len(re)
     write = len(costate) > 0
     zero = re[0] - re[0]

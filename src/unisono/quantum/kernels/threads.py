@@ -1,4 +1,4 @@
-"""Threads for kernels that release the interpreter: as many as torch uses, started when first needed, anew after a fork."""
+"""Threads for kernels that release the interpreter: as many as torch uses, started on first use, anew after a fork."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Vectors of one row's width as values inside numba functions, because loops over rows do not vectorise by themselves.
 
-A vector is 32 bytes: 8 float32 or 4 float64. `load(array, i)` reads the vector that begins at element i of a flat array;
-its element type follows the array's. Everything compiles to plain LLVM vector instructions, split or widened by LLVM to
-what the processor has.
+A vector is 32 bytes: 8 float32 or 4 float64. `load(array, i)` reads the vector that begins at element i of a flat
+array; its element type follows the array's. Everything compiles to plain LLVM vector instructions, split or widened by
+LLVM to what the processor has.
 """
 
 from __future__ import annotations
@@ -11,11 +11,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from llvmlite import ir
+from numba import extending
 from numba.core import cgutils, types
 from numba.core.datamodel import models
-from numba.extending import intrinsic, register_model
 
 BYTES = 32
+
+intrinsic: Any = extending.intrinsic
 
 
 class Vector(types.Type):
@@ -25,7 +27,7 @@ class Vector(types.Type):
         super().__init__(name=f"Vector({element} x {self.width})")
 
 
-@register_model(Vector)
+@extending.register_model(Vector)
 class VectorModel(models.PrimitiveModel):
     def __init__(self, manager: Any, kind: Vector) -> None:
         super().__init__(manager, kind, _backend(kind))
@@ -45,7 +47,7 @@ def _address(context: Any, builder: Any, kind: types.Array, array: Any, index: A
 
 
 def _align(kind: types.Array) -> int:
-    return kind.dtype.bitwidth // 8
+    return _KINDS[kind.dtype].element.bitwidth // 8
 
 
 @intrinsic
@@ -112,9 +114,7 @@ def mul(typing: Any, a: Any, b: Any) -> Any:
 def _fma(builder: Any, args: Sequence[Any], backend: ir.VectorType) -> Any:
     bits = 32 if isinstance(backend.element, ir.FloatType) else 64
     kind = ir.FunctionType(backend, [backend] * 3)
-    return builder.call(
-        cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{backend.count}f{bits}"), args
-    )
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.fma.v{backend.count}f{bits}"), args)
 
 
 @intrinsic
@@ -182,9 +182,7 @@ def width(typing: Any, array: Any) -> Any:
 
 
 @intrinsic
-def gather_block(
-    typing: Any, state: Any, index: Any, offsets: Any, tile: Any, rows: Any, first: Any, flip: Any
-) -> Any:
+def gather_block(typing: Any, state: Any, index: Any, offsets: Any, tile: Any, rows: Any, first: Any, flip: Any) -> Any:
     """Rows `rows[first + i] ^ flip` of a tile from a square of amplitudes, transposed and with the parts apart.
 
     `width` amplitudes lie side by side at each of `width` places, `offsets` elements beyond `index`; the places become

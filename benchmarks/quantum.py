@@ -1,0 +1,375 @@
+"""unisono's circuits against the peers': one run, both cores, single precision, side by side.
+
+    pip install -c constraints.txt -e '.[quantum,peers-quantum]'
+    python benchmarks/quantum.py --rows hea-20,grad-z-16 --rounds 3 --json out.json
+
+Each contestant runs in a process of its own, so that its peak memory can be told, and the contestants take turns within
+a row. The start (imports, compilation or loading of kernels, a circuit of 5 wires) and a row's setup (its circuit, a
+first evaluation) are timed apart; a round is one evaluation with new angles, the reading of the observable included.
+qulacs has double precision only on a CPU; aer has no adjoint gradient.
+
+Rows: hea-N (hardware-efficient ansatz of depth 10), qft-N, random-N (depth 20), grad-z-N and grad-p-N (gradient of sum
+Z, and of a sum of 20 Pauli words, for the ansatz).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import resource
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+DEPTH, RANDOM_DEPTH, TERMS, THREADS = 10, 20, 20, 2
+PATIENCE = 100  # seconds for one answer
+DEFAULT_ROWS = (
+    "hea-20,hea-22,hea-24,hea-26,qft-24,random-24,grad-z-16,grad-z-20,grad-z-22,grad-p-16,grad-p-20,grad-p-22"
+)
+Step = tuple[str, tuple[int, ...], tuple[int, ...]]  # gate, wires, which angles
+Evaluate = Callable[[np.ndarray], float | np.ndarray]
+
+
+# ---- what is computed -----------------------------------------------------------------------------------------------
+
+
+def steps_of(row: str) -> tuple[int, list[Step], int]:
+    """Wires, gates and the number of angles of a row's circuit."""
+    kind, wires = row.rsplit("-", 1)
+    n = int(wires)
+    made: list[Step] = []
+    count = 0
+    if kind == "qft":
+        for wire in range(n):
+            made.append(("ry", (wire,), (wire,)))
+        for wire in range(n):
+            made.append(("h", (wire,), ()))
+            made += [("cp", (wire, other), (n + other - wire,)) for other in range(wire + 1, n)]
+        made += [("swap", (wire, n - 1 - wire), ()) for wire in range(n // 2)]
+        return n, made, 2 * n
+    for layer in range(RANDOM_DEPTH if kind == "random" else DEPTH):
+        for wire in range(n):
+            if kind == "random":
+                made.append(("u3", (wire,), (count, count + 1, count + 2)))
+                count += 3
+            else:
+                made += [("ry", (wire,), (count,)), ("rz", (wire,), (count + 1,))]
+                count += 2
+        if kind == "random":
+            made += [("cz", (wire, wire + 1), ()) for wire in range(layer % 2, n - 1, 2)]
+        else:
+            made += [("cx", (wire, (wire + 1) % n), ()) for wire in range(n)]
+    return n, made, count
+
+
+def angles_of(row: str, count: int, seed: int) -> np.ndarray:
+    angles = np.random.default_rng(seed).uniform(0, 2 * np.pi, count)
+    if row.startswith("qft"):
+        angles[count // 2 :] = [np.pi / 2**k for k in range(count - count // 2)]
+    return angles
+
+
+def words_of(row: str) -> list[tuple[float, list[tuple[int, str]]]]:
+    """(coefficient, letters) of the row's observable."""
+    n = int(row.rsplit("-", 1)[1])
+    if row.startswith("grad-z"):
+        return [(1.0, [(wire, "Z")]) for wire in range(n)]
+    if row.startswith("grad-p"):
+        draw = np.random.default_rng(7)
+        chosen = [sorted(int(wire) for wire in draw.choice(n, 4, replace=False)) for _ in range(TERMS)]
+        return [(float(draw.normal()), [(wire, "XYZ"[draw.integers(3)]) for wire in wires]) for wires in chosen]
+    return [(1.0, [(0, "Z")])]
+
+
+# ---- contestants ----------------------------------------------------------------------------------------------------
+
+
+def unisono(row: str) -> Evaluate:
+    import torch
+
+    from unisono import quantum as uq
+
+    torch.set_num_threads(THREADS)
+    n, steps, _ = steps_of(row)
+    circuit = uq.Circuit(n)
+    for name, wires, which in steps:
+        circuit.apply(name, wires, *[uq.weight(index) for index in which])
+    observable = {" ".join(f"{letter}{wire}" for wire, letter in letters): c for c, letters in words_of(row)}
+    layer = uq.Layer(circuit, observable, weights=np.zeros(circuit.weights))
+
+    def evaluate(angles: np.ndarray) -> float | np.ndarray:
+        with torch.no_grad():
+            layer.weights.copy_(torch.from_numpy(angles[: circuit.weights]))
+        if not row.startswith("grad"):
+            with torch.no_grad():
+                return float(layer())
+        layer.weights.grad = None
+        layer().sum().backward()
+        assert layer.weights.grad is not None
+        return layer.weights.grad.numpy()
+
+    return evaluate
+
+
+def lightning(row: str, device: str = "lightning.qubit") -> Evaluate:
+    import pennylane as qml
+
+    n, steps, _ = steps_of(row)
+    gates = {
+        "ry": qml.RY, "rz": qml.RZ, "cx": qml.CNOT, "h": qml.Hadamard, "cp": qml.ControlledPhaseShift,
+        "swap": qml.SWAP, "u3": qml.U3, "cz": qml.CZ,
+    }  # fmt: skip
+    letters = {"X": qml.PauliX, "Y": qml.PauliY, "Z": qml.PauliZ}
+    words = words_of(row)
+    factors = [qml.prod(*[letters[letter](wire) for wire, letter in word]) for _, word in words]
+    observable = qml.Hamiltonian([c for c, _ in words], factors) if len(words) > 1 else factors[0]
+    machine = qml.device(device, wires=n, c_dtype=np.complex64)
+
+    def tape(angles: np.ndarray) -> Any:
+        made = [gates[name](*[angles[i] for i in which], wires=list(wires)) for name, wires, which in steps]
+        return qml.tape.QuantumScript(made, [qml.expval(observable)])
+
+    if not row.startswith("grad"):
+        return lambda angles: float(machine.execute(tape(angles)))
+    config = qml.devices.ExecutionConfig(gradient_method="adjoint", use_device_gradient=True)
+
+    def evaluate(angles: np.ndarray) -> np.ndarray:
+        return np.array(machine.compute_derivatives(tape(angles), config)).reshape(-1)
+
+    return evaluate
+
+
+def kokkos(row: str) -> Evaluate:
+    return lightning(row, "lightning.kokkos")
+
+
+def qulacs(row: str) -> Evaluate:
+    from qulacs import Observable, ParametricQuantumCircuit, QuantumCircuit, QuantumState
+    from qulacs.circuit import QuantumCircuitOptimizer
+    from qulacs.gate import U3, DenseMatrix
+
+    n, steps, _ = steps_of(row)
+    observable = Observable(n)
+    for coefficient, word in words_of(row):
+        observable.add_operator(coefficient, " ".join(f"{letter} {wire}" for wire, letter in word))
+
+    def fill(circuit: Any, angles: np.ndarray, parametric: bool) -> Any:
+        for name, wires, which in steps:
+            if name in ("ry", "rz"):
+                kind = ("add_parametric_%s_gate" if parametric else "add_%s_gate") % name.upper()
+                getattr(circuit, kind)(wires[0], -angles[which[0]])  # qulacs turns the other way
+            elif name == "u3":
+                theta, phi, lam = (angles[i] for i in which)
+                circuit.add_gate(U3(wires[0], theta, phi, lam))
+            elif name == "cp":
+                gate = DenseMatrix(wires[0], np.diag([1, np.exp(1j * angles[which[0]])]))
+                gate.add_control_qubit(wires[1], 1)
+                circuit.add_gate(gate)
+            else:
+                adds = {"cx": "add_CNOT_gate", "cz": "add_CZ_gate", "swap": "add_SWAP_gate", "h": "add_H_gate"}
+                getattr(circuit, adds[name])(*wires)
+        return circuit
+
+    if row.startswith("grad"):
+        return lambda angles: -np.array(fill(ParametricQuantumCircuit(n), angles, True).backprop(observable))
+
+    def evaluate(angles: np.ndarray) -> float:
+        circuit = fill(QuantumCircuit(n), angles, False)
+        QuantumCircuitOptimizer().optimize(circuit, 1)  # the best of none, light, 1, 2 and 3 for these rows
+        state = QuantumState(n)
+        circuit.update_quantum_state(state)
+        return observable.get_expectation_value(state).real
+
+    return evaluate
+
+
+def aer(row: str) -> Evaluate:
+    from qiskit import QuantumCircuit
+    from qiskit.quantum_info import SparsePauliOp
+    from qiskit_aer import AerSimulator
+
+    if row.startswith("grad"):
+        raise NotImplementedError("qiskit-aer has no adjoint gradient")
+    n, steps, _ = steps_of(row)
+    word = "I" * (n - 1) + "Z"  # the first wire is qiskit's last letter
+    fused = row.startswith(("qft", "random"))  # fusion costs more than it brings on the ansatz
+    machine = AerSimulator(method="statevector", precision="single", max_parallel_threads=THREADS, fusion_enable=fused)
+
+    def evaluate(angles: np.ndarray) -> float:
+        circuit = QuantumCircuit(n)
+        for name, wires, which in steps:
+            getattr(circuit, "u" if name == "u3" else name)(*[float(angles[i]) for i in which], *wires)
+        circuit.save_expectation_value(SparsePauliOp(word), range(n))
+        return float(machine.run(circuit).result().data()["expectation_value"])
+
+    return evaluate
+
+
+def tensorcircuit(row: str) -> Evaluate:
+    np.ComplexWarning = np.exceptions.ComplexWarning  # type: ignore[attr-defined] # the package is older than numpy 2
+    original = np.reshape
+    np.reshape = lambda a, shape=None, order="C", newshape=None, **more: original(  # type: ignore[assignment]
+        a, newshape if shape is None else shape, order=order, **more
+    )
+    import jax
+    import tensorcircuit as tc
+
+    tc.set_backend("jax")
+    tc.set_dtype("complex64")
+    n, steps, _ = steps_of(row)
+    words = words_of(row)
+
+    def value(angles: Any) -> Any:
+        circuit = tc.Circuit(n)
+        for name, wires, which in steps:
+            given = [angles[i] for i in which]
+            keys = {"u3": ("theta", "phi", "lbd"), "cp": ("theta",)}.get(name, ("theta",))
+            named = dict(zip(keys, given, strict=False))
+            getattr(circuit, {"u3": "u", "cp": "cphase", "cx": "cnot"}.get(name, name))(*wires, **named)
+        total = 0.0
+        for coefficient, word in words:
+            sets = {axis: [wire for wire, letter in word if letter == axis.upper()] for axis in "xyz"}
+            total = total + coefficient * tc.backend.real(circuit.expectation_ps(**sets))
+        return total
+
+    compiled = jax.jit(jax.grad(value) if row.startswith("grad") else value)
+    return lambda angles: np.asarray(jax.block_until_ready(compiled(angles.astype(np.float32))))
+
+
+CONTESTANTS: dict[str, Callable[[str], Evaluate]] = {
+    "unisono": unisono,
+    "lightning": lightning,
+    "kokkos": kokkos,
+    "qulacs": qulacs,
+    "aer": aer,
+    "tensorcircuit": tensorcircuit,
+}
+
+
+# ---- running --------------------------------------------------------------------------------------------------------
+
+
+def work(name: str, row: str) -> None:
+    """A contestant's process: sets up, then evaluates once for each line it is sent."""
+    _, _, count = steps_of(row)
+    started = time.perf_counter()
+    try:
+        small = f"{row.rsplit('-', 1)[0]}-5"  # what the libraries themselves take is not the row's
+        CONTESTANTS[name](small)(angles_of(small, steps_of(small)[2], 0))
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        begin = time.perf_counter()
+        evaluate = CONTESTANTS[name](row)
+        first = np.atleast_1d(evaluate(angles_of(row, count, 0)))
+    except (ImportError, NotImplementedError) as error:
+        print(json.dumps({"missing": str(error)}), flush=True)
+        return
+    now = time.perf_counter()
+    times = {"start": begin - started, "setup": now - begin}
+    print(json.dumps(times | {"check": first[:6].tolist()}), flush=True)
+    for line in sys.stdin:
+        angles = angles_of(row, count, int(line))
+        begin = time.perf_counter()
+        evaluate(angles)
+        seconds = time.perf_counter() - begin
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        print(json.dumps({"seconds": seconds, "peak_mib": (peak - before) / 1024}), flush=True)
+
+
+def ask(process: subprocess.Popen) -> dict[str, Any]:
+    """The next answer that is one; libraries talk as well. Who is not done in time is out of the row."""
+    assert process.stdout is not None
+    timer = threading.Timer(PATIENCE, process.kill)
+    timer.start()
+    try:
+        for line in process.stdout:
+            if line.startswith("{"):
+                return json.loads(line)
+        status = process.wait()
+        return {"missing": f"not done in {PATIENCE} s" if status == -9 else f"ended with status {status}"}
+    finally:
+        timer.cancel()
+
+
+def race(row: str, names: list[str], rounds: int) -> dict[str, Any]:
+    env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "OMP_PROC_BIND": "false"}
+    found: dict[str, Any] = {}
+    processes = {}
+    for name in names:  # one after the other: setups are timed too
+        words = [sys.executable, os.path.abspath(__file__), "--worker", name, "--rows", row]
+        process = subprocess.Popen(
+            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env
+        )
+        found[name] = ask(process)
+        if "missing" not in found[name]:
+            processes[name] = process
+            found[name]["times"] = []
+    for number in range(rounds):
+        for name, process in processes.items():
+            if "missing" in found[name]:
+                continue
+            assert process.stdin is not None
+            process.stdin.write(f"{number + 1}\n")
+            process.stdin.flush()
+            answer = ask(process)
+            if "missing" in answer:
+                found[name]["missing"] = answer["missing"]
+                continue
+            found[name]["times"].append(answer["seconds"])
+            found[name]["peak_mib"] = answer["peak_mib"]
+    for process in processes.values():
+        process.communicate()
+    for result in found.values():
+        if result.get("times"):
+            result["median"] = statistics.median(result["times"])
+            result["spread"] = max(result["times"]) - min(result["times"])
+    return found
+
+
+def shown(row: str, found: dict[str, Any]) -> str:
+    lines = [f"{row}"]
+    best = min((r["median"] for name, r in found.items() if name != "unisono" and "median" in r), default=None)
+    for name, result in found.items():
+        if "median" not in result:
+            lines.append(f"  {name:14} - {result.get('missing', '')[:80]}")
+            continue
+        ratio = f"  {best / result['median']:.1f}x the best peer" if name == "unisono" and best else ""
+        lines.append(
+            f"  {name:14} {result['median']:9.4f} s  spread {result['spread']:.4f}  "
+            f"start {result['start']:5.1f} s  setup {result['setup']:6.2f} s  "
+            f"memory {result['peak_mib']:7.0f} MiB{ratio}"
+        )
+    checks = {name: np.array(r["check"]) for name, r in found.items() if "check" in r}
+    worst = max((float(np.abs(v - checks["unisono"]).max()) for v in checks.values()), default=0.0)
+    return "\n".join([*lines, f"  answers differ by at most {worst:.1e}"])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default=DEFAULT_ROWS)
+    parser.add_argument("--only", default=",".join(CONTESTANTS), help="contestants, with commas between")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--json", help="add the results to this file")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.worker:
+        work(options.worker, options.rows)
+        return
+    for row in options.rows.split(","):
+        found = race(row, options.only.split(","), options.rounds)
+        print(shown(row, found), flush=True)
+        if options.json:
+            kept = json.loads(Path(options.json).read_text()) if os.path.exists(options.json) else {}
+            with open(options.json, "w") as file:
+                json.dump(kept | {row: found}, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
