@@ -25,8 +25,7 @@ def _shapes(ranks: int, experts: bool) -> Iterator[Plan]:
         if plain.cp > 1:
             yield plain.but(context="ulysses")
         for stage in (1, 2, 3) if dp * plain.cp > 1 else ():
-            if pp == 1 or stage == 1:
-                yield plain.but(zero=stage)
+            yield plain.but(zero=stage)
         if experts and dp > 1:
             yield plain.but(ep=dp)
     yield from _alone(ranks)
