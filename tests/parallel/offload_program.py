@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ def batch(step: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def trained(plan: str, precision: str) -> tuple[Trainer, list[float], int]:
+    gc.collect()  # an earlier trainer's memory is not to be counted as given back by this one
     before = torch.cuda.memory_allocated()
     trainer = uni.parallelize(
         model,
@@ -54,10 +56,13 @@ def compare(plan: str, precision: str) -> None:
     assert {parameter.device.type for parameter in other.model.parameters()} == {"cuda"}
     moments = sum(tensor.numel() * tensor.element_size() for tensor in state_of(other))
     assert held - held_there > 0.9 * moments, (held, held_there, moments)
-    torch.testing.assert_close(losses_there, losses, rtol=1e-4, atol=0)
+    # AdamW's first steps are signs, and rounding to halves turns some: only norms can be held against each other there.
+    allowed = 1e-4 if precision == "fp32" else 2e-2
+    torch.testing.assert_close(losses_there, losses, rtol=allowed, atol=0)
     one, two = plain.state_dict(), other.state_dict()
     for name, tensor in one["model"].items():
-        torch.testing.assert_close(two["model"][name].cuda(), tensor.cuda(), rtol=1e-3, atol=1e-5, msg=name)
+        deviation = (two["model"][name].cuda() - tensor.cuda()).norm() / tensor.norm().cuda()
+        assert deviation < allowed, (name, deviation)
     tell: dict[str, Any] = {"plan": plan, "precision": precision, "bytes on the GPU": held, "offloaded": held_there}
     print(tell if uni.world().rank == 0 else "", flush=True)
 
@@ -65,6 +70,7 @@ def compare(plan: str, precision: str) -> None:
 def main() -> None:
     comm = uni.init()
     torch.backends.cuda.matmul.allow_tf32 = False
+    trained(f"dp={comm.size}", "fp32")  # what CUDA's libraries keep for themselves is allocated by the first
     for stage in (1, 2, 3):
         compare(f"dp={comm.size},zero={stage}", "fp32")
     compare(f"dp={comm.size},zero=3", "fp16")

@@ -86,10 +86,13 @@ def run(chosen: argparse.Namespace) -> int:
 
 def _found(job: Any, ranks: int, backend: str | None) -> dict[str, Any]:
     from unisono.launch.spawn import spawn
-    from unisono.quantum.job import on_rank, read
+    from unisono.quantum.circuit import Circuit
+    from unisono.quantum.job import Job, on_rank, read
 
     if ranks == 1 and backend is None:
         return read(job, None)
+    # Kernels that are not in the cache yet are compiled here, once, instead of on every rank.
+    read(Job(Circuit(6).h(0).cnot(0, 1), ("X0 Z1",), dtype=job.dtype), None)
     try:
         return spawn(on_rank, ranks, backend, (job,))[0]
     except LaunchError as error:
