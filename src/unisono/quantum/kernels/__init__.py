@@ -56,6 +56,14 @@ def _fastest(operations: Sequence[Operation], axes: int, device: torch.device) -
     return "cpu" if device.type == "cpu" and importlib.util.find_spec("numba") is not None else "reference"
 
 
+def require_device(device: torch.device) -> torch.device:
+    """The device, if it is here."""
+    found = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= found:
+        raise UsageError(f"device {str(device)!r}: torch sees {found} CUDA GPUs here; use device='cpu'")
+    return device
+
+
 def require_kernel(kernel: str) -> str:
     if kernel not in KERNELS:
         raise UsageError(f"kernel {kernel!r}: expected one of {', '.join(KERNELS)}")

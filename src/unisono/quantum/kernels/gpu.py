@@ -6,7 +6,7 @@ A row of a tile is one amplitude, so there are no lanes, and every bit can be mi
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache
+from functools import cache
 from importlib.resources import files
 from typing import Any
 
@@ -19,10 +19,12 @@ from unisono.quantum.assembly import Code
 from unisono.quantum.commutation import mixed_wires
 from unisono.quantum.compiled import Angles, assemble, narrowed, with_angles
 from unisono.quantum.kernels import code as fields
+from unisono.quantum.kernels import require_device
 from unisono.quantum.operation import Operation
 
 THREADS = 256  # of a block
-BLOCKS, BLOCKS_BACK = 4, 3  # that a multiprocessor has at a time: what registers, and shared memory, allow
+BLOCKS = {torch.complex64: 4, torch.complex128: 3}  # that a multiprocessor has at a time: as registers allow
+BLOCKS_BACK = {torch.complex64: 3, torch.complex128: 2}  # for gradients
 WIDEST = 11  # wires of a matrix: a block has 2^11 new amplitudes in registers
 ROW_BITS = {torch.complex64: 12, torch.complex128: 11}  # 32 KiB a tile; two of them for gradients
 NEAR = {torch.complex64: 4, torch.complex128: 3}  # low bits that every tile has: 128 bytes lie side by side
@@ -33,27 +35,27 @@ _REALS = {torch.complex64: (torch.float32, "float"), torch.complex128: (torch.fl
 Launch = Callable[..., None]
 
 
-def require_gpu(device: torch.device) -> None:
-    """Raises unless `device` is a GPU that is here."""
-    if device.type != "cuda":
-        raise UsageError(f"kernel 'gpu' for a state on {device}: expected device='cuda'")
-    if not torch.cuda.is_available():
-        raise UsageError(f"a state on {device}: torch sees no CUDA GPU here; use device='cpu'")
-
-
-@lru_cache(maxsize=None)
+@cache
 def _kernel(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     """A compiled kernel of tiles.cu; shared memory as large as the device gives is allowed."""
     real = _REALS[dtype][1]
     defined = {name: value for name, value in vars(fields).items() if name.isupper()}
-    defined |= {"THREADS": THREADS, "BLOCKS": BLOCKS, "BLOCKS_BACK": BLOCKS_BACK, "ONE": f"{fields.ONE}LL", "EACH": EACH[dtype]}
+    defined |= {
+        "THREADS": THREADS,
+        "BLOCKS": BLOCKS[dtype],
+        "BLOCKS_BACK": BLOCKS_BACK[dtype],
+        "ONE": f"{fields.ONE}LL",
+        "EACH": EACH[dtype],
+    }
     head = [f"#define {key} {value}" for key, value in defined.items()]
     head += [f"typedef {real} real;", f"typedef {real}2 amplitude;"]
     source = "\n".join([*head, files(__package__).joinpath("tiles.cu").read_text()])
     try:
         kernel = torch.cuda._compile_kernel(source, name)
     except (AttributeError, OSError) as error:
-        raise UsageError(f"the GPU kernel cannot be compiled here: {error}; kernel='reference' needs no compiler") from error
+        raise UsageError(
+            f"the GPU kernel cannot be compiled here: {error}; kernel='reference' needs no compiler"
+        ) from error
     kernel.set_shared_memory_config(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
     return kernel
 
@@ -77,7 +79,9 @@ class GpuCompiled:
     ) -> None:
         if dtype not in ROW_BITS:
             raise UsageError(f"dtype {dtype}: expected torch.complex64 or torch.complex128")
-        require_gpu(device)
+        if device.type != "cuda":
+            raise UsageError(f"kernel 'gpu' for a state on {device}: expected device='cuda'")
+        require_device(device)
         if not fits(operations):
             raise UsageError(f"the GPU kernel mixes at most {WIDEST} wires in one operation; use kernel='reference'")
         operations = [part for each in operations for part in narrowed(each)]
@@ -108,7 +112,7 @@ class GpuCompiled:
         self._check(costate)
         self._bind(weights, features)
         code = self.code
-        most = BLOCKS_BACK * torch.cuda.get_device_properties(self.device).multi_processor_count
+        most = BLOCKS_BACK[self.dtype] * torch.cuda.get_device_properties(self.device).multi_processor_count
         tiles = 1 << (code.bits - code.row_bits)
         blocks = min(most, tiles)
         angles = len(code.angles)
