@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 import unisono as uni
+from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.comm.log import Log
 
@@ -38,11 +39,17 @@ def unwatched(comm: Communicator) -> Communicator:
         from unisono.comm.mpi_now import soon_done
 
         class Unwatched(MPICommunicator):
-            def _all_reduce_plain(self, tensor: Any, shape: Any, dtype: Any, op: Any, plain: Any, frame: Any) -> Any:
-                requests = self._mpi.start_in_place(tensor.data_ptr(), shape.numel(), plain)
-                if len(requests) > 1 or not soon_done(requests[0]):
+            def _all_reduce_plain(self, tensor: Any, shape: Any, dtype: Any, op: Any, plain: Any) -> Any:
+                if traffic.counters:
+                    traffic.note("all_reduce", self.size, tensor)
+                try:
+                    requests = self._mpi.start_in_place(tensor.data_ptr(), shape.numel(), plain)
+                    if len(requests) == 1 and soon_done(requests[0]):
+                        return tensor
                     for request in requests:
                         request.Wait()
+                except RuntimeError as error:
+                    raise self._watch.explained(error) from error
                 return tensor
 
         kind: type[Communicator] = Unwatched

@@ -36,6 +36,8 @@ def main(scenario: str, timeout: float, odd: int, **seat: object) -> None:
     elif scenario == "torch":
         torch.distributed.broadcast(x, 0)  # LINE: torch
         torch.distributed.broadcast(x, odd - 1)
+    elif scenario == "torch shape":
+        torch.distributed.all_reduce(torch.ones(512))  # LINE: torch shape
     elif scenario == "receive":
         comm.recv(x, 0)  # LINE: receive
     if scenario != "exit":

@@ -307,3 +307,60 @@ def chunks_that_lie_side_by_side(comm: Communicator) -> None:
 
 def test_scattering_many_small_chunks(ranks4: RankPool) -> None:
     ranks4.run(chunks_that_lie_side_by_side)
+
+
+def memory_that_changes_under_the_same_tensor(comm: Communicator) -> None:
+    """A large tensor is remembered from call to call, but not what it has ceased to be."""
+    side = 256
+    x = torch.empty(side, side)
+    out = torch.empty(comm.size, side, side)
+    pattern = torch.arange(float(side * side)).view(side, side)
+    for _ in range(3):
+        x.copy_(pattern + comm.rank)
+        comm.all_gather_into(out, x)
+        assert all(torch.equal(out[rank], pattern + rank) for rank in range(comm.size))
+    x.t_()  # where it lay, as large as it was, in another order
+    comm.all_gather_into(out, x)
+    assert all(torch.equal(out[rank], (pattern + rank).t()) for rank in range(comm.size))
+    x.data = torch.full((side, side), float(comm.rank))
+    comm.all_gather_into(out, x)
+    assert out[:, 5, 7].tolist() == list(range(comm.size))
+    x.data = x.data[: side // 2]
+    comm.broadcast(x, 1)
+    assert torch.equal(x, torch.ones(side // 2, side))
+    out.resize_(comm.size, side // 2, side)
+    table = comm.gather(x + comm.rank, 0, out=out if comm.rank == 0 else None)
+    assert comm.rank or table[:, 0, 0].tolist() == [1.0 + rank for rank in range(comm.size)]
+    z = torch.full((side, side), 1j * comm.rank)
+    comm.broadcast(z, 2)
+    z.data = z.data.conj()
+    comm.broadcast(z, 1)
+    assert torch.equal(z, torch.full((side, side), -2j))
+
+
+def test_memory_that_changes_under_the_same_tensor(ranks4: RankPool) -> None:
+    ranks4.run(memory_that_changes_under_the_same_tensor)
+
+
+def objects_later(comm: Communicator) -> None:
+    """Ranks that wait at once and ranks that wait later are in one collective."""
+    mine = {"rank": comm.rank, "text": "x" * comm.rank}
+    later = comm.rank % 2 == 1
+
+    def outcome(value: Any) -> Any:
+        return value.wait() if later else value
+
+    everyone = [{"rank": rank, "text": "x" * rank} for rank in range(comm.size)]
+    assert outcome(comm.all_gather_object(mine, async_op=later)) == everyone
+    assert outcome(comm.gather_object(mine, 1, async_op=later)) == (everyone if comm.rank == 1 else None)
+    assert outcome(comm.broadcast_object(mine, 2, async_op=later)) == everyone[2]
+    dealt = comm.scatter_object(everyone if comm.rank == 3 else None, 3, async_op=later)
+    assert outcome(dealt) == mine
+    first = comm.broadcast_object(comm.rank, 0, async_op=True)
+    second = comm.all_gather_object(comm.rank, async_op=True)
+    assert second.get_future().wait() == list(range(comm.size))
+    assert first.wait() == 0
+
+
+def test_objects_later(ranks4: RankPool) -> None:
+    ranks4.run(objects_later)

@@ -39,6 +39,8 @@ CHECKED = {
     "op": rf"rank 3 is in broadcast #2 float32\[1024\] at {line('op')}",
     "shape": rf"rank 3 is in all_reduce #2 float32\[512\] at {line('shape')}",
     "order": rf"rank 3 is in barrier #2 at {line('order')}",
+    "torch": rf"rank 3 is in torch.distributed.broadcast #2 float32\[1024\] at {line('torch')}",
+    "torch shape": rf"rank 3 is in torch.distributed.all_reduce #2 float32\[512\] at {line('torch shape')}",
 }
 
 
@@ -90,10 +92,11 @@ def test_with_check_a_difference_is_told_at_once(
     assert re.fullmatch(rf"{ALL}; {CHECKED[scenario]}", report), output
 
 
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
 @pytest.mark.parametrize("scenario", ["op", "order", "torch"])
-def test_without_check_the_timeout_tells_of_the_odd_rank(scenario: str, tmp_path: Path) -> None:
+def test_without_check_the_timeout_tells_of_the_odd_rank(backend: str, scenario: str, tmp_path: Path) -> None:
     """What the ranks wait in then is the backend's business; that rank 3 is named, and where it was, is ours."""
-    output = run("gloo", scenario, tmp_path, timeout=2.0)
+    output = run(backend, scenario, tmp_path, timeout=2.0)
     (report,) = reports(output)
     odd = re.search(r"rank 3 .*", report)
     assert odd, output

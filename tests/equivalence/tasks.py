@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -111,6 +112,42 @@ GPT_RULES = {
 }
 
 gpt = uni.Task(model=_gpt, loss=_token_loss, optimizer=_adam, batch=_tokens, rules=GPT_RULES, clip=0.3, name="gpt")
+
+
+def _odd_tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens, targets = _tokens(seed)
+    return tokens % 31, torch.where(targets < 0, targets, targets % 31)
+
+
+def _odd_gpt() -> nn.Module:
+    return GPT(Config(vocabulary=31, context=16, width=16, heads=4, layers=4, dropout=0.1))
+
+
+def _unlike_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Sees logits in ways that need them whole."""
+    chosen = logits.log_softmax(-1).flatten(0, 1).gather(1, targets.clamp(min=0).flatten()[:, None])[:, 0]
+    counted = (targets != -100).flatten()
+    return -(chosen * counted).sum() / counted.sum() + 1e-2 * (logits**2).mean()
+
+
+def _reshaped_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """As one predicts the next token, with the vocabulary's size written out."""
+    shifted = logits[:, :-1, :].contiguous().view(-1, 31)
+    return F.cross_entropy(shifted.float(), targets[:, 1:].reshape(-1), label_smoothing=0.1)
+
+
+# The embedding and the tied head are shared by ranks that do not divide the vocabulary; logits stay in pieces.
+vocabulary = uni.Task(
+    model=_odd_gpt,
+    loss=_token_loss,
+    optimizer=_adam,
+    batch=_odd_tokens,
+    rules=GPT_RULES | {"tokens": "vocab", "head": "column_gather"},
+    clip=0.3,
+    name="vocabulary",
+)
+vocabulary_reshaped = replace(vocabulary, loss=_reshaped_loss)
+vocabulary_whole = replace(vocabulary, loss=_unlike_cross_entropy)
 
 
 def _even_vectors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -7,11 +7,9 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.equivalence import tasks
+from tests.equivalence.proof import prove
 from tests.ranks import RankPool
-from unisono.comm.communicator import Communicator
 from unisono.plan.plan import Plan
-from unisono.train.verify import Verdict, verify_here
 
 PLANS = {
     "mlp": [
@@ -30,6 +28,7 @@ PLANS = {
         "pp=4,microbatches=4,schedule=f-then-b",
         "pp=2,dp=2,microbatches=2",
         "pp=2,tp=2,microbatches=4,schedule=zb1p",
+        "dp=2,pp=2,microbatches=3,zero=2",
     ],
     "conv": ["dp=2", "dp=4", "dp=2,zero=1", "dp=2,zero=2", "dp=4,zero=3"],
     "gpt": [
@@ -61,20 +60,34 @@ PLANS = {
         "dp=2,tp=2,pp=2,microbatches=2,zero=1,sp",
         "dp=2,tp=2,cp=2",
         "tp=2,cp=2,pp=2,microbatches=2",
+        "dp=2,pp=2,microbatches=2,zero=3",
+        "dp=2,pp=2,microbatches=4,zero=2,schedule=interleaved,chunks=2",
+        "dp=2,pp=2,microbatches=4,zero=3,schedule=interleaved,chunks=2",
+        "dp=2,pp=2,microbatches=4,zero=2,schedule=zbv,chunks=2",
+        "cp=2,pp=2,microbatches=2,zero=3,recompute=full",
+        "dp=2,tp=2,pp=2,microbatches=2,zero=3",
     ],
 }
-PLANS["moe"] = ["dp=2", "dp=2,ep=2", "dp=4,ep=2", "dp=4,ep=4,zero=1", "dp=2,ep=2,cp=2"]
+PLANS["moe"] = [
+    "dp=2",
+    "dp=2,ep=2",
+    "dp=4,ep=2",
+    "dp=4,ep=4,zero=1",
+    "dp=2,ep=2,cp=2",
+    "tp=2,sp",
+    "dp=2,ep=2,tp=2,sp",
+    "dp=2,ep=2,pp=2,microbatches=2",
+]
+PLANS["vocabulary"] = ["tp=2", "dp=2,tp=2,sp", "tp=2,pp=2,microbatches=2", "tp=2,cp=2"]
+PLANS["vocabulary_reshaped"] = ["tp=4", "dp=2,tp=2,microbatches=2"]
+PLANS["vocabulary_whole"] = ["dp=2,tp=2"]
 if importlib.util.find_spec("transformers"):
     PLANS["llama"] = ["dp=2", "dp=2,zero=3", "tp=2", "tp=2,sp", "cp=2", "pp=2,microbatches=4", "dp=2,tp=2,zero=1"]
 CASES = [(task, plan) for task, plans in PLANS.items() for plan in plans]
 
 
-def prove(comm: Communicator, task: str, plan: str) -> Verdict:
-    return verify_here(comm, getattr(tasks, task), Plan.parse(plan))
-
-
 def check(pool: RankPool, task: str, plan: str) -> None:
-    verdict = pool.run(prove, task, plan)[0]
+    verdict = pool.run(prove, "tasks", task, plan)[0]
     assert verdict.equivalent, verdict
 
 

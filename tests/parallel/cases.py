@@ -185,7 +185,7 @@ def piped(comm: Communicator, job: Job) -> Report:
         return case.part(outputs, targets[number]) / samples
 
     runtime = PipelineRuntime(cut.stages, made, comm, loss, split_backward=job.split_backward)
-    tied = TiedGradients(cut.model, cut.tied, comm)
+    tied = TiedGradients(cut.tied, comm)
     first = {key: value.detach().clone() for key, value in cut.model.named_parameters()}
     optimizer = torch.optim.AdamW(cut.model.parameters(), lr=0.01)
     losses, gradients, peaks = [], [], {}
@@ -195,7 +195,7 @@ def piped(comm: Communicator, job: Job) -> Report:
         optimizer.zero_grad()
         losses.append(float(runtime.step(rows(inputs, job.sizes))))
         peaks = runtime.peaks
-        tied.sum()
+        tied.sum(dict(cut.model.named_parameters()))
         gradients.append(_gradients(cut.model))
         optimizer.step()
     evaluated = float(runtime.evaluate(rows(inputs, job.sizes)))

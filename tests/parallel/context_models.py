@@ -113,6 +113,18 @@ class Reshaping(nn.Module):
         return self.inner(tokens).view(*tokens.shape, VOCABULARY)
 
 
+class Counting(nn.Module):
+    """After its blocks it mixes tokens: no rank can do that alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Rotary()
+        self.mix = nn.Linear(8, 8)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.mix(self.inner(tokens).transpose(1, 2)).transpose(1, 2)
+
+
 class HandWritten(nn.Module):
     """Attention without torch's function: it cannot be carried over ranks."""
 

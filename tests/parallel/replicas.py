@@ -85,6 +85,7 @@ def optimizers() -> dict[str, Callable[[Any], torch.optim.Optimizer]]:
         "adadelta": lambda p: o.Adadelta(p, lr=1.0),
         "asgd": lambda p: o.ASGD(p, lr=0.1),
         "adafactor": lambda p: o.Adafactor(p, lr=0.01),
+        "muon": lambda p: o.Muon([matrix for matrix in p if matrix.ndim == 2], lr=0.01),
     }
 
 
@@ -92,14 +93,14 @@ def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
     return {n: None if p.grad is None else p.grad.detach().clone() for n, p in model.named_parameters()}
 
 
-def plain(name: str, rows: int, steps: int = STEPS) -> dict[str, Any]:
+def plain(make: Callable[[Any], torch.optim.Optimizer], rows: int, steps: int = STEPS) -> dict[str, Any]:
     """What one process gets: losses, the last gradients, parameters, optimizer state by name."""
     model = net()
-    optimizer = optimizers()[name](list(model.parameters()))
+    optimizer = make(list(model.parameters()))
     losses = []
     for step in range(steps):
         inputs, targets = batch(step, rows)
-        optimizer.zero_grad()
+        model.zero_grad()
         value = loss(model(inputs), targets)
         value.backward()
         losses.append(float(value.detach()))

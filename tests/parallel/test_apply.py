@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import re
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
+from examples.gpt import GPT, Config
 from tests.equivalence import tasks
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.apply import parallelize
+from unisono.parallel.preview import require_fitting_loss
 
 REFUSALS = [
     (2, "mlp", "dp=3", {}, "needs 3 ranks .* but 2 are running; use dp=2 or start 3"),
@@ -21,7 +26,6 @@ REFUSALS = [
     (2, "conv", "dp=2,microbatches=2", {}, "BatchNorm takes its statistics over the whole batch"),
     (2, "mlp", "pp=2,microbatches=4", {"example": None}, "needs an example batch"),
     (2, "conv", "pp=2,microbatches=1", {}, "BatchNorm|blocks|stage"),
-    (2, "mlp", "pp=2,zero=2,microbatches=2", {}, "use zero=1"),
     (2, "mlp", "dp=2,schedule=zb1p", {}, "but pp=1; leave it out"),
     (2, "mlp", "pp=2,microbatches=4,schedule=naive", {}, "naive"),
     (2, "mlp", "dp=2,ep=2", {}, "has no uni.nn.MoE"),
@@ -49,12 +53,88 @@ def refused(comm: Communicator, name: str, plan: str, changes: dict[str, Any]) -
 def test_what_cannot_be_right_is_refused(
     pools: Callable[[str, int], RankPool], size: int, task: str, plan: str, changes: dict[str, Any], words: str
 ) -> None:
-    import re
-
     if task == "llama_like":
         pytest.importorskip("transformers")
     for told in pools("gloo", size).run(refused, task, plan, changes):
         assert re.search(words, told), told
+
+
+def _three_heads() -> nn.Module:
+    return GPT(Config(vocabulary=32, context=16, width=12, heads=3, layers=4))
+
+
+def _first_row_only(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.nll_loss(outputs[0], targets)
+
+
+def _loss_of_a_dict(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs.logits, targets)
+
+
+def _a_vector(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs, targets, reduction="none")
+
+
+BEFORE_COMMUNICATION: list[tuple[str, str, dict[str, Any], str]] = [
+    ("mlp", "dp=2,tp=2", {}, r"needs 4 ranks \(dp=2·tp=2\), but 2 are running"),
+    ("mlp", "pp=2,microbatches=4,schedule=interleaved,chunks=3", {}, "has only 4 blocks to share out"),
+    ("gpt", "tp=2", {"model": _three_heads}, "attention.* has heads=3, which tp=2 does not divide"),
+    ("mlp", "pp=2,microbatches=4,schedule=naive", {}, "naive schedule .* takes microbatches=1, not 4"),
+    ("mlp", "dp=2,turbo", {}, "unknown key 'turbo'; known are dp, tp"),
+    ("mlp", "dp=2", {"loss": _first_row_only}, r"cannot take what the model returns, float32\[2, 5\]"),
+    ("mlp", "tp=2", {"loss": _loss_of_a_dict}, "has no attribute 'logits'"),
+    ("mlp", "pp=2,microbatches=2", {"loss": _a_vector}, "expected one number in a tensor"),
+    ("conv", "dp=2", {"loss": _loss_of_a_dict}, "has no attribute 'logits'"),
+]
+
+
+def refused_alone(comm: Communicator, name: str, plan: str, changes: dict[str, Any]) -> str:
+    """Only one rank asks: if it had to communicate before it refuses, it would wait for the other for ever."""
+    if comm.rank != 0:
+        return ""
+    task = dataclasses.replace(getattr(tasks, name), **changes)
+    with pytest.raises(UsageError) as caught:
+        parallelize(task.model, plan, loss=task.loss, optimizer=task.optimizer, example=task.batch(0), rules=task.rules)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(("task", "plan", "changes", "words"), BEFORE_COMMUNICATION)
+def test_bad_input_is_refused_before_any_rank_communicates(
+    pools: Callable[[str, int], RankPool], task: str, plan: str, changes: dict[str, Any], words: str
+) -> None:
+    told = pools("gloo", 2).run(refused_alone, task, plan, changes)[0]
+    assert re.search(words, told), told
+
+
+class Remembering(nn.Module):
+    """Keeps a table of its first run, and needs values: a look ahead must leave no trace in it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table: torch.Tensor | None = None
+        self.linear = nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.table is None:
+            self.table = torch.ones(12, device=x.device)
+        return self.linear(x * self.table)
+
+
+def test_a_look_ahead_leaves_no_trace() -> None:
+    model = Remembering()
+    require_fitting_loss(model, F.cross_entropy, tasks.mlp.batch(0))
+    assert model.table is None
+    with pytest.raises(UsageError, match="cannot take what the model returns"):
+        require_fitting_loss(model, _first_row_only, tasks.mlp.batch(0))
+    with pytest.raises(UsageError, match=r"expected a batch: \(inputs, targets\)"):
+        require_fitting_loss(model, F.cross_entropy, tasks.mlp.batch(0)[0])  # type: ignore[arg-type]
+
+
+def test_a_loss_that_needs_values_is_not_refused() -> None:
+    def in_python(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs, targets) if float(outputs.sum()) < 1e9 else outputs.sum()
+
+    require_fitting_loss(nn.Linear(12, 5), in_python, tasks.mlp.batch(0))
 
 
 def a_loss_that_cannot_take_it(comm: Communicator) -> str:

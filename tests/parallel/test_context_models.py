@@ -36,6 +36,7 @@ BUILDERS: dict[str, Callable[[], nn.Module]] = {
     "rotary": models.Rotary,
     "masked": lambda: models.Rotary(masked=True),
     "recomputed": lambda: models.Rotary(recompute=True),
+    "reshaping": models.Reshaping,
     "torch's causal encoder": lambda: models.Encoder(causal=True),
     "torch's encoder with padding": lambda: models.Encoder(causal=False),
 }
@@ -117,6 +118,36 @@ def test_model(pools: Pools, kind: str, name: str) -> None:
     pools("gloo", 4).run(check_model, name, kind, 13)
 
 
+def check_whole_sequences(comm: Communicator, kind: str, rows: int) -> None:
+    """A class a sentence: tokens are gathered after the blocks, and ranks take samples to the loss."""
+    torch.manual_seed(3)
+    reference = models.Pooled().double()
+    torch.manual_seed(3)
+    model = models.Pooled().double()
+    context = context_parallelize(model, Mesh((comm.size,), ("cp",)), kind)
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(VOCABULARY, (rows, 11), generator=generator)
+    targets = torch.randint(VOCABULARY, (rows,), generator=generator)
+    F.cross_entropy(reference(tokens), targets).backward()
+    context.expect(tokens, targets)
+    assert context.is_whole
+    assert context.dims == (0,)
+    outputs, mine = model(tokens), context.cut_targets(targets)
+    assert len(outputs) == len(mine) == context.rows(rows)
+    (F.cross_entropy(outputs, mine, reduction="sum") / rows).backward()
+    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
+        context.comm.all_reduce(parameter.grad)
+        torch.testing.assert_close(
+            parameter.grad, expected.grad, rtol=1e-9, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+@pytest.mark.parametrize("kind", ["ring", "ulysses"])
+def test_targets_of_whole_sequences(pools: Pools, kind: str) -> None:
+    pools("gloo", 2).run(check_whole_sequences, kind, 5)
+    pools("gloo", 4).run(check_whole_sequences, kind, 3)  # fewer samples than ranks
+
+
 def test_one_rank(pools: Pools) -> None:
     pools("gloo", 1).run(check_model, "gpt with dropout", "ring", 9)
 
@@ -166,8 +197,8 @@ def check_refusals(comm: Communicator) -> None:
     tokens = torch.ones(2, 8, dtype=torch.long)
     hidden = torch.ones(2, 8, 8)
     refused: list[tuple[nn.Module, Any, str]] = [
-        (models.Pooled(), tokens, "pooling over the sequence needs a plan with cp=1"),
-        (models.Reshaping(), tokens, "expected layers that take any sequence length"),
+        (models.Pooled(), tokens, "as the targets are of tokens"),
+        (models.Counting(), tokens, "expected layers that work token by token"),
         (models.HandWritten(), tokens, r"block blocks.0 did not call F.scaled_dot_product_attention"),
         (WithMemory(4), hidden, "could not be told apart"),
         (WithMemory(3), hidden, "expected its own tokens in both"),

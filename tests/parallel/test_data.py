@@ -60,7 +60,7 @@ def trained(comm: Communicator, name: str, rows: int, microbatches: int, bucket_
     model = replicas.net()
     data = DataParallel(model, mesh, bucket_bytes)
     optimizer = replicas.optimizers()[name](model.parameters())
-    expected = replicas.plain(name, rows)
+    expected = replicas.plain(replicas.optimizers()[name], rows)
     for step in range(replicas.STEPS):
         optimizer.zero_grad()
         hold = contextlib.nullcontext if every else data.hold
@@ -88,7 +88,7 @@ def held_to_the_end(comm: Communicator) -> None:
     mesh = Mesh((comm.size,), ("dp",))
     model = replicas.net()
     data = DataParallel(model, mesh, 400)
-    expected = replicas.plain("sgd", 5, steps=1)
+    expected = replicas.plain(replicas.optimizers()["sgd"], 5, steps=1)
     with data.hold():
         replicas.run_step(model, mesh, 0, 5, 2, contextlib.nullcontext)
     data.finish()
@@ -110,7 +110,7 @@ def set_by_hand(comm: Communicator) -> None:
 def by_reference(comm: Communicator) -> None:
     mesh = Mesh((comm.size,), ("dp",))
     model = replicas.net()
-    expected = replicas.plain("sgd", 5, steps=1)["gradients"]
+    expected = replicas.plain(replicas.optimizers()["sgd"], 5, steps=1)["gradients"]
     replicas.run_step(model, mesh, 0, 5, 2, contextlib.nullcontext)
     sum_gradients(model, mesh)
     for key, gradient in replicas.gradients_of(model).items():
@@ -122,7 +122,7 @@ def by_torch(comm: Communicator) -> None:
     mesh = Mesh((comm.size, 1), ("dp", "cp"))
     model = replicas.net()
     wrapped = torch_data_parallel(model, mesh, find_unused_parameters=True)
-    expected = replicas.plain("sgd", 5, steps=1)["gradients"]
+    expected = replicas.plain(replicas.optimizers()["sgd"], 5, steps=1)["gradients"]
     replicas.run_step(wrapped, mesh, 0, 5, 1, contextlib.nullcontext)
     for key, gradient in replicas.gradients_of(model).items():
         replicas.same(gradient, expected[key], key)

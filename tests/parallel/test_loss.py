@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.ranks import RankPool
+from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.loss import GlobalLoss
@@ -265,3 +266,52 @@ def test_errors_say_what_was_given() -> None:
     loss.prepare(pieces)
     with pytest.raises(UsageError, match="prepared for 2 microbatches"):
         [loss(*piece) for piece in (*pieces, pieces[0])]
+
+
+def foretold(comm: Communicator) -> tuple[list[int], bool]:
+    """Messages in each of three steps; and whether counts that go astray later are noticed."""
+    outputs, targets = batch(rows=6)
+    targets = targets.clone()
+    targets[0, 0] = -100
+    mine = slice(0, 4) if comm.rank == 0 else slice(4, 6)
+    counted = GlobalLoss(lambda o, t: F.cross_entropy(o.flatten(0, 1), t.flatten()), comm)
+    calls = []
+    for _ in range(3):
+        with traffic.counted() as seen:
+            counted.prepare([(outputs[mine], targets[mine])], (outputs, targets))
+            value = counted.total([counted(outputs[mine], targets[mine])])
+        calls.append(sum(seen.calls.values()))
+        whole = F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+        assert torch.allclose(value, whole, rtol=1e-12)
+    elsewhere = targets[mine].clone()
+    elsewhere[-1, -1] = -100  # not among the targets that were counted
+    counted.prepare([(outputs[mine], targets[mine])], (outputs, targets))
+    try:
+        counted.total([counted(outputs[mine], elsewhere)])
+    except UsageError:
+        return calls, True
+    return calls, False
+
+
+def test_ranks_that_have_all_targets_ask_once(pools: Pools) -> None:
+    for calls, noticed in pools("gloo", 2).run(foretold):
+        assert calls == [2, 1, 1]
+        assert noticed
+
+
+def computed(comm: Communicator) -> list[int]:
+    """A loss whose counting would compute on the whole batch's outputs keeps asking."""
+    outputs, targets = batch(rows=6)
+    mine = slice(3 * comm.rank, 3 * comm.rank + 3)
+    squares = GlobalLoss(lambda o, t: (o.softmax(-1) ** 2).mean(), comm)
+    calls = []
+    for _ in range(2):
+        with traffic.counted() as seen:
+            squares.prepare([(outputs[mine], targets[mine])], (outputs, targets))
+            squares.total([squares(outputs[mine], targets[mine])])
+        calls.append(sum(seen.calls.values()))
+    return calls
+
+
+def test_nobody_computes_the_whole_to_count(pools: Pools) -> None:
+    assert pools("gloo", 2).run(computed) == [[2, 2]] * 2

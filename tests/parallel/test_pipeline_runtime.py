@@ -128,7 +128,7 @@ def _dropout_gradients(comm: Communicator | None, name: str, again: str, sizes: 
             else:
                 runtime.step(rows(inputs, sizes))
     if comm is not None:
-        TiedGradients(model, cut.tied, comm).sum()
+        TiedGradients(cut.tied, comm).sum(dict(model.named_parameters()))
     return {key: value.grad for key, value in model.named_parameters()}
 
 
@@ -159,7 +159,7 @@ def _frozen(comm: Communicator | None, name: str) -> list[dict[str, Any]]:
         made = schedule(name, comm.size, len(sizes))
         cut = split(model, made, comm.rank, example=inputs)
         runtime = PipelineRuntime(cut.stages, made, comm, lambda outputs, number: case.part(outputs, parts[number]))
-        tied = TiedGradients(model, cut.tied, comm)
+        tied = TiedGradients(cut.tied, comm)
     results = []
     for freeze in (True, False):
         for key, parameter in model.named_parameters():
@@ -171,7 +171,7 @@ def _frozen(comm: Communicator | None, name: str) -> list[dict[str, Any]]:
         else:
             runtime.forget()
             runtime.step(rows(inputs, sizes))
-            tied.sum()
+            tied.sum(dict(cut.model.named_parameters()))
         results.append({key: value.grad for key, value in model.named_parameters()})
     return results
 

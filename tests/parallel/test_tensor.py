@@ -292,3 +292,19 @@ def check_traffic(comm: Communicator) -> None:
 def test_bytes_a_step(pools: Pools) -> None:
     """Four all-reduces of the activations a layer: forward and backward, attention and MLP."""
     pools("gloo", 4).run(check_traffic)
+
+
+def check_order(comm: Communicator) -> None:
+    """Autograd takes, of what is ready, the highest number first: the sum starts, the weight follows, then the wait."""
+    layers = [ColumnParallelLinear(4, 6, comm=comm) for _ in range(2)]
+    x = torch.ones(3, 4, requires_grad=True) * 1
+    for y in [layer(x) for layer in layers]:  # they share their input, and so the sum of its gradient
+        (start, _), (late, _), *_ = y.grad_fn.next_functions
+        wait = start.next_functions[0][0]
+        assert wait._sequence_nr() < late._sequence_nr() < start._sequence_nr()
+    frozen = ColumnParallelLinear(4, 6, comm=comm).requires_grad_(False)
+    frozen(x).sum().backward()
+
+
+def test_weight_gradients_are_made_while_the_inputs_gradient_travels(pools: Pools) -> None:
+    pools("gloo", 2).run(check_order)

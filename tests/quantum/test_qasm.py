@@ -87,6 +87,14 @@ def test_every_gate_of_the_libraries() -> None:
             assert len(circuit) == (2 if known.special == "cu" else 1)
 
 
+@pytest.mark.parametrize(("name", "wires"), [("rccx", 3), ("rc3x", 4)])
+def test_toffolis_up_to_phases(name: str, wires: int) -> None:
+    operands = ", ".join(f"q[{wire}]" for wire in range(wires))
+    found = dense.unitary(from_qasm(f"{TWO}qreg q[{wires}]; {name} {operands};"))
+    toggle = dense.unitary(Circuit(wires).apply("x", wires - 1, controls=range(wires - 1)))
+    np.testing.assert_allclose(np.abs(found), toggle.real, atol=1e-12)
+
+
 def test_openqasm_2_program(tmp_path: Path) -> None:
     path = tmp_path / "teleport.qasm"
     path.write_text(

@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from unisono.errors import UsageError
 from unisono.plan.plan import Plan
+from unisono.train.shapes import plans_for
 from unisono.train.task import load_task
-from unisono.train.verify_command import plans_for
+from unisono.train.verify import verify_all
 
 TASKS = Path(__file__).parents[1] / "equivalence" / "tasks.py"
 
@@ -72,3 +76,29 @@ def test_a_task_is_found_by_its_address() -> None:
     assert load_task(f"{TASKS}:mlp").name == "mlp"
     with pytest.raises(UsageError, match="expected file"):
         load_task("tasks.py")
+
+
+def test_the_matrix_of_all_plans() -> None:
+    done = verify(f"{TASKS}:conv", "--plan", "all", "-n", "2", "--steps", "1")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = {line.split()[0]: line for line in done.stdout.splitlines() if line and not line.startswith(" ")}
+    assert rows["dp=2"].split()[-1] == "equivalent"
+    assert rows["tp=2"].split()[-1] == "refused"
+    assert "plans equivalent" in done.stdout.splitlines()[-1]
+    assert "refused: " in done.stdout
+
+
+def _on_one_rank_only() -> nn.Module:
+    if os.environ.get("RANK") == "1":
+        raise UsageError("this rank does not like it")
+    return nn.Linear(12, 5)
+
+
+def test_a_refusal_by_one_rank_ends_that_plan_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other rank waits meanwhile: both are ended, and new ones try what is left."""
+    monkeypatch.setattr("unisono.train.verify._PATIENCE", 0.5)
+    task = replace(load_task(f"{TASKS}:mlp"), model=_on_one_rank_only, rules=None)
+    told: list[str] = []
+    verdicts = verify_all(task, [Plan(dp=2), Plan(dp=2, zero=1)], steps=1, told=lambda each: told.append(each.plan))
+    assert [each.refusal for each in verdicts] == ["this rank does not like it"] * 2
+    assert told == ["dp=2", "dp=2,zero=1"]

@@ -85,10 +85,12 @@ class Carriage:
         return REDUCE_OPS[self.reduction.wire_op]
 
     def fold(self, pieces: list[torch.Tensor]) -> torch.Tensor:
-        outcome = pieces[0].clone()
+        return self.fold_into_first([pieces[0].clone(), *pieces[1:]])
+
+    def fold_into_first(self, pieces: list[torch.Tensor]) -> torch.Tensor:
         for piece in pieces[1:]:
-            _FOLDS[self.reduction.wire_op](outcome, piece, out=outcome)
-        return outcome
+            _FOLDS[self.reduction.wire_op](pieces[0], piece, out=pieces[0])
+        return pieces[0]
 
 
 @cache

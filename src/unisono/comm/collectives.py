@@ -12,7 +12,8 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from unisono.comm.backends import Carriage, moved_elements
+from unisono.comm.backends import GLOO, Carriage, moved_elements
+from unisono.comm.log import detail_of_op, detail_of_root
 from unisono.comm.operation import Operations, Outcome
 from unisono.comm.reduction import Factor
 from unisono.errors import UsageError
@@ -21,15 +22,8 @@ from unisono.errors import UsageError
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_FEW = 16  # ranks: up to so many, a message to each of them costs less than it saves
 UNEVEN = "uneven"  # marks operations whose shapes may differ between ranks
-
-
-def detail_of_root(root: int) -> str:
-    return f"root={root}" if root else ""
-
-
-def detail_of_op(op: str) -> str:
-    return "" if op == "sum" else op
 
 
 class Collectives(Operations):
@@ -205,10 +199,12 @@ class Collectives(Operations):
         parts = self._parts("reduce_scatter", tensor, sizes)
         carriage = self._carriage(tensor, op)
         wire = self._reducing(carriage, tensor, factor)
+        is_ours = out is None  # else it may be a part of `tensor`
         out = self._room("reduce_scatter", out, tensor, parts[self.rank])
 
         def deliver(reduced: torch.Tensor) -> torch.Tensor:
-            carriage.from_wire(reduced, out, self.size)
+            if reduced is not out:
+                carriage.from_wire(reduced, out, self.size)
             return out
 
         if carriage.gathers:
@@ -219,7 +215,10 @@ class Collectives(Operations):
             return self._gather_and_fold("reduce_scatter", tensor, carriage, wire, deliver_part, async_op)
         if len(set(parts)) > 1:
             return self._reduce_each_part(tensor, carriage, wire, parts, deliver, async_op)
-        mine = wire.new_empty((parts[self.rank], *wire.shape[1:]))
+        if self._carrier(tensor) is GLOO and self.size <= _FEW and carriage.is_plain:
+            return self._exchange_and_fold(tensor, carriage, wire, deliver, async_op, detail_of_op(op))
+        arrives_there = is_ours and carriage.is_plain and wire.device == out.device
+        mine = out if arrives_there else wire.new_empty((parts[self.rank], *wire.shape[1:]))
 
         def start() -> list[dist.Work]:
             return [_reduce_scatter_single(mine, wire, op=carriage.wire_op, group=self.group, async_op=True)]
@@ -337,6 +336,29 @@ class Collectives(Operations):
             ]
 
         return self._run("reduce_scatter", tensor, start, lambda: deliver(part_wires[self.rank]), async_op, depth=4)
+
+    def _exchange_and_fold(
+        self,
+        tensor: torch.Tensor,
+        carriage: Carriage,
+        wire: torch.Tensor,
+        deliver: Callable[[torch.Tensor], torch.Tensor],
+        async_op: bool,
+        detail: str,
+    ) -> Outcome:
+        """A reduce-scatter as every rank's parts sent to those who keep them, and folded there in rank order.
+
+        It moves as much as gloo's own reduce-scatter, in half the time.
+        """
+        came = torch.empty_like(wire)
+
+        def start() -> list[dist.Work]:
+            return [dist.all_to_all_single(came.view(-1), wire.view(-1), group=self.group, async_op=True)]
+
+        def finish() -> torch.Tensor:
+            return deliver(carriage.fold_into_first(list(came.chunk(self.size))))
+
+        return self._run("reduce_scatter", tensor, start, finish, async_op, detail, depth=4)
 
     def _gather_and_fold(
         self,

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from unisono.comm import traffic
-from unisono.comm.collectives import Collectives
 from unisono.comm.handle import Handle
+from unisono.comm.objects import Objects
 from unisono.comm.operation import Outcome
 from unisono.comm.watch import Watch
 from unisono.errors import UsageError
@@ -36,7 +35,7 @@ def _group_named(name: str) -> Iterator[None]:
 Piece = tuple[torch.Tensor, int]  # a tensor, and the rank it goes to or comes from
 
 
-class Communicator(Collectives):
+class Communicator(Objects):
     """A group of ranks that talk over one backend.
 
     `rank` and `size` are this rank's place in the group and the group's size; `ranks` are the group's members as
@@ -65,6 +64,7 @@ class Communicator(Collectives):
         self._hosts = tuple(hosts)
         self._watch = watch
         self._log = watch.new_log(name, self.ranks)
+        watch.group_logs[group] = self._log
         self._children: dict[str, int] = {}
         self._letters = watch.new_log(f"{name}/p2p", self.ranks)
 
@@ -104,7 +104,7 @@ class Communicator(Collectives):
         except RuntimeError as error:
             raise self._watch.explained(error) from error
         finally:
-            self._letters.left = self._letters.count
+            self._letters.left = self._letters.entered
         finish()
         return dist.get_group_rank(self.group, sender)
 
@@ -143,7 +143,7 @@ class Communicator(Collectives):
         except RuntimeError as error:
             raise self._watch.explained(error) from error
         finally:
-            self._letters.left = self._letters.count
+            self._letters.left = self._letters.entered
         handle = Handle(works, finish, self._watch.waiter(self._letters))
         return handle if async_op else handle.wait()
 
@@ -158,7 +158,7 @@ class Communicator(Collectives):
         except RuntimeError as error:
             raise self._watch.explained(error) from error
         finally:
-            self._letters.left = self._letters.count
+            self._letters.left = self._letters.entered
         return Handle([work] if work else [], lambda: wire, self._watch.waiter(self._letters))
 
     def _receive(self, op: str, tensor: torch.Tensor, source: int, tag: int) -> Handle:
@@ -170,49 +170,13 @@ class Communicator(Collectives):
         except RuntimeError as error:
             raise self._watch.explained(error) from error
         finally:
-            self._letters.left = self._letters.count
+            self._letters.left = self._letters.entered
         return Handle([work] if work else [], finish, self._watch.waiter(self._letters))
 
     def _require_peer(self, peer: int) -> None:
         self._require_rank("peer", peer)
         if peer == self.rank:
             raise UsageError(f"rank {peer} would send to or receive from itself; copy the tensor instead")
-
-    # ---- objects -------------------------------------------------------------------------------------------------
-
-    def broadcast_object(self, value: Any, root: int = 0) -> Any:
-        """The root's value, on every rank. Values are pickled: use this among your own ranks only."""
-        self._require_rank("root", root)
-        box = [value]
-        self._objects("broadcast_object", lambda: dist.broadcast_object_list(box, group=self.group, group_src=root))
-        return box[0]
-
-    def all_gather_object(self, value: Any) -> list[Any]:
-        """Every rank's value, on every rank."""
-        boxes: list[Any] = [None] * self.size
-        self._objects("all_gather_object", lambda: dist.all_gather_object(boxes, value, group=self.group))
-        return boxes
-
-    def gather_object(self, value: Any, root: int = 0) -> list[Any] | None:
-        """On the root every rank's value; None elsewhere."""
-        self._require_rank("root", root)
-        boxes: list[Any] | None = [None] * self.size if self.rank == root else None
-        self._objects("gather_object", lambda: dist.gather_object(value, boxes, group=self.group, group_dst=root))
-        return boxes
-
-    def scatter_object(self, values: Sequence[Any] | None = None, root: int = 0) -> Any:
-        """values[rank] of the root; only the root passes `values`."""
-        self._require_rank("root", root)
-        if self.rank == root and (values is None or len(values) != self.size):
-            given = "none" if values is None else len(values)
-            raise UsageError(f"scatter_object: the root needs {self.size} values, one a rank, but got {given}")
-        box: list[Any] = [None]
-        boxes = list(values) if self.rank == root and values is not None else None
-        self._objects("scatter_object", lambda: dist.scatter_object_list(box, boxes, group=self.group, group_src=root))
-        return box[0]
-
-    def _objects(self, op: str, call: Any) -> None:
-        self._run(op, None, lambda: call() or (), lambda: None, False, depth=4, blocks=True)
 
     # ---- groups and modules --------------------------------------------------------------------------------------
 

@@ -27,41 +27,48 @@ class Entry:
     number: int  # from 1
     op: str
     what: str  # dtype and shape, or nothing
-    place: str  # file:line of the call
+    place: str  # file:line of the call, or nothing
 
     def __str__(self) -> str:
-        return f"{self.op} #{self.number}{self.what and ' '}{self.what} at {self.place}"
+        where = f" at {self.place}" if self.place else ""
+        return f"{self.op} #{self.number}{self.what and ' '}{self.what}{where}"
 
 
 class Log:
     """The last `LENGTH` operations of one group on this rank, numbered from 1.
 
-    An operation that is over before a report could be wanted, and in which all ranks took part, may be counted only:
-    `count` goes up, and nothing is written.
+    An operation that may block is written down in the ring before it does. A small all_reduce that was over at once is
+    only counted, in `quick`: nothing else is treated so, and so a number that is missing in the ring was one of those.
     """
 
-    __slots__ = ("append", "awaited", "count", "group", "left", "ranks", "ring")
+    __slots__ = ("append", "awaited", "entered", "group", "left", "quick", "ranks", "ring")
 
     def __init__(self, group: str, ranks: tuple[int, ...]) -> None:
         self.group = group
         self.ranks = ranks
         self.ring: deque[Raw] = deque(maxlen=LENGTH)
         self.append = self.ring.append
-        self.count = 0  # operations begun
-        self.left = 0  # the last operation that this rank returned from
+        self.quick = 0
+        self.entered = 0
+        self.left = 0  # how many of those entered this rank has returned from
         self.awaited = 0  # the asynchronous operation that this rank waits for; 0 for none
 
     def enter(self, op: str, detail: str, tensor: torch.Tensor | None, depth: int) -> None:
         """Note that an operation begins; `depth` frames up stands the call in the user's code."""
         frame = sys._getframe(depth)
         shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
-        self.count = number = self.count + 1
-        self.append((number, op, detail, shape, dtype, frame.f_code, frame.f_lasti))
+        self.entered += 1
+        self.append((self.count, op, detail, shape, dtype, frame.f_code, frame.f_lasti))
+
+    @property
+    def count(self) -> int:
+        """How many operations were begun: the number of the last one."""
+        return self.entered + self.quick
 
     @property
     def pending(self) -> int:
         """The number of the operation that this rank is blocked in; 0 for none."""
-        return self.awaited or (self.count if self.count > self.left else 0)
+        return self.awaited or (self.count if self.entered > self.left else 0)
 
     def raw(self, number: int) -> Raw | None:
         """What was written down of that operation, if it was and the log still has it."""
@@ -70,11 +77,20 @@ class Log:
     def entry(self, number: int) -> Entry | None:
         """The operation of that number, while the log still has it."""
         raw = self.raw(number)
-        if not raw:
-            return None
+        if raw is None:
+            kept = max(0, self.count - LENGTH) < number <= self.count
+            return Entry(number, "all_reduce", "", "") if kept else None
         _, op, detail, shape, dtype, code, instruction = raw
         what = "" if shape is None or dtype is None else describe(shape, dtype)
         return Entry(number, f"{op}({detail})" if detail else op, what, place(code, line_of(code, instruction)))
+
+
+def detail_of_root(root: int) -> str:
+    return f"root={root}" if root else ""
+
+
+def detail_of_op(op: str) -> str:
+    return "" if op == "sum" else op
 
 
 def describe(shape: tuple[int, ...], dtype: torch.dtype) -> str:

@@ -15,20 +15,19 @@ import torch
 
 from unisono.comm import mpi_calls as calls
 from unisono.comm import traffic
-from unisono.comm.collectives import UNEVEN, detail_of_op, detail_of_root
+from unisono.comm.collectives import UNEVEN
 from unisono.comm.communicator import Communicator, Piece
 from unisono.comm.handle import Handle
+from unisono.comm.log import detail_of_op, detail_of_root
 from unisono.comm.mpi_calls import Call
-from unisono.comm.mpi_now import PLAIN, memory_of, soon_done
+from unisono.comm.mpi_memory import Memory, Pair, joined_view, memory_of, pair_of
+from unisono.comm.mpi_now import LOOKS, PLAIN, Plain, soon_done
 from unisono.comm.operation import Outcome
 from unisono.comm.reduction import Factor, plan_reduction
 from unisono.errors import UnisonoError
 
 if TYPE_CHECKING:
     from unisono.comm.mpi_group import MPIProcessGroup
-
-
-Memory = tuple[Any, Any]  # MPI's memory and datatype
 
 
 class MPICommunicator(Communicator):
@@ -38,6 +37,7 @@ class MPICommunicator(Communicator):
         super().__init__(*args, **options)
         self._mpi = cast("MPIProcessGroup", self.group)
         self._raw = self._mpi.comm
+        self._is_plain = self._watch.check is None
 
     def _do(
         self,
@@ -66,7 +66,7 @@ class MPICommunicator(Communicator):
                 raise
             raise watch.explained(error) from error
         finally:
-            log.left = log.count
+            log.left = log.entered
         return result
 
     def _call(
@@ -81,32 +81,30 @@ class MPICommunicator(Communicator):
         """As `_do`, for calls that have no shorter way."""
         return self._do(op, detail, tensor, result, async_op, lambda: self._mpi.run_now(call()), call, depth=4)
 
-    def _settle(
-        self, op: str, detail: str, tensor: torch.Tensor, request: Any, frame: FrameType, always: bool = False
-    ) -> None:
-        """Wait for what was just started. Unless it is over soon, or `always`, it is written down meanwhile.
-
-        Starting cannot block; and an operation that ends only when all ranks have come needs no telling once it ends.
-        """
+    def _settle(self, op: str, detail: str, memory: Memory | Pair, request: Any, frame: FrameType) -> None:
+        """Wait for what was just started, which cannot block, and write it down meanwhile."""
         log = self._log
-        log.count = number = log.count + 1
+        log.entered += 1
+        log.append((log.count, op, detail, memory.shape, memory.dtype, frame.f_code, frame.f_lasti))
         try:
-            if always or not soon_done(request):
-                log.append((number, op, detail, tensor.shape, tensor.dtype, frame.f_code, frame.f_lasti))
-                if not (always and soon_done(request)):
-                    request.Wait()
+            test = request.Test
+            for _ in LOOKS:  # `soon_done` written out: a call more is felt here
+                if test():
+                    break
+            else:
+                request.Wait()
         except RuntimeError as error:
             raise self._watch.explained(error) from error
-        log.left = number
+        log.left = log.entered
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0, *, async_op: bool = False) -> Outcome:
         if not 0 <= root < self.size:
             self._require_rank("root", root)
-        if not async_op and self._watch.check is None and not traffic.counters:
+        if self._is_plain and not async_op and not traffic.counters:
             memory = memory_of(tensor)
             if memory is not None:
-                request = self._raw.Ibcast(memory, root)
-                self._settle("broadcast", f"root={root}" if root else "", tensor, request, sys._getframe(1), True)
+                request = self._raw.Ibcast(memory.buffer, root)
+                self._settle("broadcast", detail_of_root(root), memory, request, sys._getframe(1))
                 return tensor
         return self._do(
             "broadcast",
@@ -131,7 +129,7 @@ class MPICommunicator(Communicator):
             and tensor.is_contiguous()
             and not tensor.is_neg()
         ):
-            return self._all_reduce_plain(tensor, tensor.shape, dtype, op, plain, sys._getframe(1))
+            return self._all_reduce_plain(tensor, tensor.shape, dtype, op, plain)
         plan_reduction(op, dtype)
         return self._do(
             "all_reduce",
@@ -144,28 +142,28 @@ class MPICommunicator(Communicator):
         )
 
     def _all_reduce_plain(
-        self,
-        tensor: torch.Tensor,
-        shape: torch.Size,
-        dtype: torch.dtype,
-        op: str,
-        plain: tuple[Any, Any, Any],
-        frame: FrameType,
+        self, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, op: str, plain: Plain
     ) -> torch.Tensor:
-        """The commonest call of all, with nothing done twice: numbers that MPI adds up where they lie."""
+        """The commonest call of all, with nothing done twice: numbers that MPI adds up where they lie.
+
+        One that is over soon, before anybody could want to know more, is only counted.
+        """
         log = self._log
         if traffic.counters:
             traffic.note("all_reduce", self.size, tensor)
         try:
             requests = self._mpi.start_in_place(tensor.data_ptr(), shape.numel(), plain)
-            log.count = number = log.count + 1
-            if len(requests) > 1 or not soon_done(requests[0]):
-                log.append((number, "all_reduce", detail_of_op(op), shape, dtype, frame.f_code, frame.f_lasti))
-                for request in requests:
-                    request.Wait()
+            if len(requests) == 1 and soon_done(requests[0]):
+                log.quick += 1
+                return tensor
+            frame = sys._getframe(2)
+            log.entered += 1
+            log.append((log.count, "all_reduce", detail_of_op(op), shape, dtype, frame.f_code, frame.f_lasti))
+            for request in requests:
+                request.Wait()
         except RuntimeError as error:
             raise self._watch.explained(error) from error
-        log.left = number
+        log.left = log.entered
         return tensor
 
     def reduce(
@@ -214,11 +212,11 @@ class MPICommunicator(Communicator):
 
     def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Outcome:
         self._require_room(out, tensor)
-        if not async_op and self._watch.check is None and not traffic.counters:
-            received, sent = memory_of(out), memory_of(tensor)
-            if received is not None and sent is not None and apart(received, sent):
-                request = self._raw.Iallgather(sent, received)
-                self._settle("all_gather_into", "", tensor, request, sys._getframe(1))
+        if self._is_plain and not async_op and not traffic.counters:
+            pair = pair_of(out, tensor)
+            if pair is not None:
+                request = self._raw.Iallgather(pair.of, pair.into)
+                self._settle("all_gather_into", "", pair, request, sys._getframe(1))
                 return out
         return self._do(
             "all_gather_into",
@@ -239,16 +237,23 @@ class MPICommunicator(Communicator):
         out: torch.Tensor | None = None,
         async_op: bool = False,
     ) -> Outcome:
-        self._require_rank("root", root)
+        if not 0 <= root < self.size:
+            self._require_rank("root", root)
         is_root = self.rank == root
         if not uneven:
-            if not async_op and self._watch.check is None and not traffic.counters:
-                sent = memory_of(tensor)
-                received = memory_of(out) if is_root and out is not None else None
-                if sent is not None and (not is_root or fits(received, out, sent, tensor, self.size)):
-                    request = self._raw.Igather(sent, received, root)
-                    self._settle("gather", detail_of_root(root), tensor, request, sys._getframe(1), always=True)
-                    return out if is_root else None
+            if self._is_plain and not async_op and not traffic.counters:
+                if not is_root:
+                    sent = memory_of(tensor)
+                    if sent is not None:
+                        request = self._raw.Igather(sent.buffer, None, root)
+                        self._settle("gather", f"root={root}" if root else "", sent, request, sys._getframe(1))
+                        return None
+                elif out is not None:
+                    pair = pair_of(out, tensor)
+                    if pair is not None and pair.rows_received == self.size:
+                        request = self._raw.Igather(pair.of, pair.into, root)
+                        self._settle("gather", f"root={root}" if root else "", pair, request, sys._getframe(1))
+                        return out
             joined = self._gathering_place(out, tensor) if is_root else None
             pieces: Any = joined if joined is None or out is not None else list(joined.unbind())
             return self._call(
@@ -278,39 +283,43 @@ class MPICommunicator(Communicator):
         *,
         async_op: bool = False,
     ) -> Outcome:
-        self._require_rank("root", root)
-        if not async_op and self._watch.check is None and not traffic.counters:
-            received = memory_of(out)
-            rows = chunks if isinstance(chunks, torch.Tensor) else None
-            sent = memory_of(rows) if self.rank == root and rows is not None else None
-            if received is not None and (self.rank != root or fits(sent, rows, received, out, self.size)):
-                request = self._raw.Iscatter(sent, received, root)
-                self._settle("scatter", detail_of_root(root), out, request, sys._getframe(1), always=True)
-                return out
+        if not 0 <= root < self.size:
+            self._require_rank("root", root)
+        if self._is_plain and not async_op and not traffic.counters:
+            if self.rank != root:
+                received = memory_of(out)
+                if received is not None:
+                    request = self._raw.Iscatter(None, received.buffer, root)
+                    self._settle("scatter", detail_of_root(root), received, request, sys._getframe(1))
+                    return out
+            elif isinstance(chunks, torch.Tensor):
+                pair = pair_of(out, chunks)
+                if pair is not None and pair.rows_sent == self.size:
+                    request = self._raw.Iscatter(pair.of, pair.into, root)
+                    self._settle("scatter", detail_of_root(root), pair.received, request, sys._getframe(1))
+                    return out
         whole = joined_view(self._require_chunks(out, chunks)) if self.rank == root else None
         return self._call(
             "scatter", detail_of_root(root), out, out, async_op, lambda: calls.scatter_even(out, whole, root)
         )
 
     def exchange(self, sends: Sequence[Piece] = (), recvs: Sequence[Piece] = (), *, async_op: bool = False) -> Outcome:
-        for _, peer in (*sends, *recvs):
-            self._require_peer(peer)
         log, watch = self._letters, self._watch
-        received = [tensor for tensor, _ in recvs]
-        if not async_op and not traffic.counters:
-            into, of = [memory_of(tensor) for tensor in received], [memory_of(tensor) for tensor, _ in sends]
-            if None not in into and None not in of:
-                requests = [self._raw.Irecv(place, source) for place, (_, source) in zip(into, recvs, strict=True)]
-                requests += [self._raw.Isend(piece, to) for piece, (_, to) in zip(of, sends, strict=True)]
+        into, of = self._parcels(recvs), self._parcels(sends)
+        if into is not None and of is not None and not async_op and not traffic.counters:
+            raw = self._raw
+            try:
+                requests = [raw.Irecv(buffer, source) for buffer, source in into]
+                requests += [raw.Isend(buffer, to) for buffer, to in of]
                 log.enter("exchange", "", None, 2)
-                try:
-                    for request in requests:
-                        if not soon_done(request):
-                            request.Wait()
-                except RuntimeError as error:
-                    raise watch.explained(error) from error
-                log.left = log.count
-                return received
+                for request in requests:
+                    if not soon_done(request):
+                        request.Wait()
+            except RuntimeError as error:
+                raise watch.explained(error) from error
+            log.left = log.entered
+            return [tensor for tensor, _ in recvs]
+        received = [tensor for tensor, _ in recvs]
         if traffic.counters:
             for tensor, _ in sends:
                 traffic.note("send", self.size, tensor)
@@ -325,8 +334,21 @@ class MPICommunicator(Communicator):
         except RuntimeError as error:
             raise watch.explained(error) from error
         finally:
-            log.left = log.count
+            log.left = log.entered
         return received
+
+    def _parcels(self, pieces: Sequence[Piece]) -> list[tuple[Any, int]] | None:
+        """The pieces as MPI takes them, or None where it cannot take all as they lie."""
+        parcels: list[tuple[Any, int]] | None = []
+        for tensor, peer in pieces:
+            if peer == self.rank or not 0 <= peer < self.size:
+                self._require_peer(peer)
+            memory = memory_of(tensor)
+            if memory is None:
+                parcels = None
+            elif parcels is not None:
+                parcels.append((memory.buffer, peer))
+        return parcels
 
     def reduce_scatter(
         self,
@@ -343,13 +365,13 @@ class MPICommunicator(Communicator):
         out = self._room("reduce_scatter", out, tensor, parts[self.rank])
         even = len(set(parts)) == 1
         plain = PLAIN.get((tensor.dtype, op))
-        if even and plain is not None and not async_op and self._watch.check is None and not traffic.counters:
-            received, sent = memory_of(out), memory_of(tensor)
-            if received is not None and sent is not None and apart(received, sent):
+        if even and plain is not None and self._is_plain and not async_op and not traffic.counters:
+            pair = pair_of(out, tensor)
+            if pair is not None:
                 _, datatype, mpi_op = plain
                 start = self._raw.Ireduce_scatter_block
-                request = start((sent[0], datatype), (received[0], datatype), mpi_op)
-                self._settle("reduce_scatter", detail_of_op(op), tensor, request, sys._getframe(1))
+                request = start((pair.of[0], datatype), (pair.into[0], datatype), mpi_op)
+                self._settle("reduce_scatter", detail_of_op(op), pair, request, sys._getframe(1))
                 return out
         pieces = () if even else tensor.split(parts)
 
@@ -376,14 +398,12 @@ class MPICommunicator(Communicator):
         async_op: bool = False,
     ) -> Outcome:
         even = send_sizes is None and recv_sizes is None
-        if even and out is not None and not async_op and self._watch.check is None and not traffic.counters:
-            received, sent = memory_of(out), memory_of(tensor)
-            if received is not None and sent is not None and apart(received, sent):
-                shape = tensor.shape
-                if shape and shape[0] % self.size == 0 and out.shape == shape and out.dtype == tensor.dtype:
-                    request = self._raw.Ialltoall(sent, received)
-                    self._settle("all_to_all", "", tensor, request, sys._getframe(1))
-                    return out
+        if even and out is not None and self._is_plain and not async_op and not traffic.counters:
+            pair = pair_of(out, tensor)
+            if pair is not None and pair.alike and pair.shape and pair.shape[0] % self.size == 0:
+                request = self._raw.Ialltoall(pair.of, pair.into)
+                self._settle("all_to_all", "", pair, request, sys._getframe(1))
+                return out
         outgoing = self._parts("all_to_all", tensor, send_sizes)
         incoming = self._incoming(outgoing, send_sizes, recv_sizes)
         out = self._room("all_to_all", out, tensor, sum(incoming))
@@ -403,33 +423,3 @@ class MPICommunicator(Communicator):
 
     def barrier(self, *, async_op: bool = False) -> Outcome:
         return self._do("barrier", "", None, None, async_op, self._mpi.barrier_now, calls.barrier)
-
-
-def fits(whole: Memory | None, of_whole: torch.Tensor | None, part: Memory, of_part: torch.Tensor, ranks: int) -> bool:
-    """Whether `whole` is memory for one part a rank, apart from the part itself."""
-    if whole is None or of_whole is None or of_whole.dtype != of_part.dtype:
-        return False
-    return whole[0].nbytes == ranks * part[0].nbytes and of_whole.shape[:1] == (ranks,) and apart(whole, part)
-
-
-def apart(one: Memory, other: Memory) -> bool:
-    """Whether two pieces of memory do not overlap, which MPI forbids."""
-    first, second = one[0], other[0]
-    return first.address + first.nbytes <= second.address or second.address + second.nbytes <= first.address
-
-
-def joined_view(chunks: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The chunks one after the other in memory: as they are, where they lie so in one storage, else copied together."""
-    first = chunks[0]
-    start, step, storage = first.data_ptr(), first.nbytes, first.untyped_storage().data_ptr()
-    lie_so = all(
-        chunk.is_contiguous()
-        and chunk.data_ptr() == start + number * step
-        and chunk.untyped_storage().data_ptr() == storage  # others may lie there by chance
-        and not chunk.is_conj()
-        and not chunk.is_neg()
-        for number, chunk in enumerate(chunks)
-    )
-    if lie_so:
-        return first.detach().as_strided((len(chunks) * first.numel(),), (1,), first.storage_offset())
-    return torch.stack([chunk.detach() for chunk in chunks])

@@ -24,8 +24,7 @@ Tensors = Sequence[torch.Tensor]
 
 _address = MPI.memory.fromaddress
 # How often to ask before blocking: up to 0.1 ms. MPI's own wait gives the core away too soon for that.
-_LOOKS = range(300)
-_SHORT = 2**31 - 1  # bytes that every MPI takes in one call
+LOOKS = range(300)
 
 
 def _reductions_in_place() -> dict[tuple[torch.dtype, str], tuple[MPI.Datatype, MPI.Op]]:
@@ -40,8 +39,11 @@ def _reductions_in_place() -> dict[tuple[torch.dtype, str], tuple[MPI.Datatype, 
 
 # The (dtype, op) that MPI can do on a tensor's own memory, in MPI's words.
 _PLAIN = _reductions_in_place()
+Plain = tuple[int, MPI.Datatype, MPI.Op]
 # The same, with the bytes of a number, without the complex ones, which may be conjugates.
-PLAIN = {(dtype, op): (dtype.itemsize, *words) for (dtype, op), words in _PLAIN.items() if not dtype.is_complex}
+PLAIN: dict[tuple[torch.dtype, str], Plain] = {
+    (dtype, op): (dtype.itemsize, *words) for (dtype, op), words in _PLAIN.items() if not dtype.is_complex
+}
 
 
 class PromptCalls:
@@ -77,7 +79,7 @@ class PromptCalls:
         except MPI.Exception as error:
             raise failure("all_reduce", error) from error
 
-    def start_in_place(self, address: int, count: int, plain: tuple[int, MPI.Datatype, MPI.Op]) -> list[MPI.Request]:
+    def start_in_place(self, address: int, count: int, plain: Plain) -> list[MPI.Request]:
         """Begin all_reduce_now for a caller that knows where the numbers lie and that `PLAIN` has their kind."""
         itemsize, datatype, op = plain
         start = self._comm.Iallreduce
@@ -201,20 +203,10 @@ class PromptCalls:
             wait_for_devices(call.outputs)
 
 
-def memory_of(tensor: Tensor) -> tuple[MPI.memory, MPI.Datatype] | None:
-    """A tensor's own memory as MPI moves it, or None where MPI cannot use it as it lies."""
-    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
-        return None
-    length = tensor.nbytes
-    if length > _SHORT:
-        return None
-    return _address(tensor.data_ptr(), length), MPI.BYTE
-
-
 def soon_done(request: MPI.Request, status: MPI.Status | None = None) -> bool:
     """Whether the operation ends within a short while."""
     test = request.Test
-    for _ in _LOOKS:  # noqa: SIM110 - any() would be slower, and this is where a short operation spends its time
+    for _ in LOOKS:  # noqa: SIM110 - any() would be slower, and this is where a short operation spends its time
         if test(status):
             return True
     return False

@@ -70,7 +70,7 @@ class Operations:
         except RuntimeError as error:
             raise watch.explained(error) from error
         finally:
-            log.left = log.count
+            log.left = log.entered
         return finish()
 
     def _started(self, op: str, start: Start) -> Sequence[dist.Work]:

@@ -51,6 +51,7 @@ class Watch:
         self.timeout = timeout
         self.check = Check(self._clone(store, "check"), rank, self.disagreed) if check and size > 1 else None
         self._store = self._clone(store, "watch")
+        self.group_logs: dict[object, Log] = {}  # by process group
         self._logs: list[Log] = []
         self._blocked: dict[object, tuple[object, float]] = {}
         self._stopping = threading.Event()

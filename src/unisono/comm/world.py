@@ -12,6 +12,7 @@ from unisono.comm import backends
 from unisono.comm.communicator import Communicator
 from unisono.comm.meeting import Meeting, meet
 from unisono.comm.seat import find_seat
+from unisono.comm.torch_calls import TorchCalls
 from unisono.comm.watch import Watch
 from unisono.errors import CommError, UsageError
 from unisono.launch import environment
@@ -23,6 +24,7 @@ MARGIN = 60.0
 _world: Communicator | None = None
 _watch: Watch | None = None
 _meeting: Meeting | None = None
+_torch_calls: TorchCalls | None = None
 
 
 def init(
@@ -39,7 +41,7 @@ def init(
     these need `rank` and `world_size` too. timeout: seconds that a collective may block before the job is stopped
     with a report.
     """
-    global _world, _watch, _meeting
+    global _world, _watch, _meeting, _torch_calls
     if _world is not None:
         raise CommError(f"this process has joined already ({_world}); call uni.shutdown() before a second uni.init()")
     if dist.is_initialized():
@@ -65,6 +67,9 @@ def init(
         hosts=meeting.hosts,
     )
     _watch.start()
+    if _watch.check is not None:
+        _torch_calls = TorchCalls(_watch)
+        _torch_calls.wrap()
     _meeting = meeting
     return _world
 
@@ -112,15 +117,17 @@ def _join(meeting: Meeting, name: str, seconds: float) -> None:
 
 def shutdown() -> None:
     """Leave the world; `init` may then be called again."""
-    global _world, _watch, _meeting
+    global _world, _watch, _meeting, _torch_calls
     if _world is None:
         return
+    if _torch_calls is not None:
+        _torch_calls.unwrap()
     assert _watch is not None
     assert _meeting is not None
     _watch.stop()
     dist.destroy_process_group()
     _meeting.close()
-    _world = _watch = _meeting = None
+    _world = _watch = _meeting = _torch_calls = None
 
 
 def is_initialized() -> bool:

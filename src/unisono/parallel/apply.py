@@ -29,12 +29,15 @@ from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import expert_parallelize, needs_whole_batch
 from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.pipeline.runtime import PipelineRuntime
-from unisono.parallel.pipeline.split import split
+from unisono.parallel.pipeline.split import require_stages, split
 from unisono.parallel.pipeline.tied import TiedGradients
+from unisono.parallel.precision import Precision
+from unisono.parallel.preview import require_fitting_loss
+from unisono.parallel.reach import require_whole
 from unisono.parallel.recompute import is_recomputed, recompute
 from unisono.parallel.share import rows_of, share, shares
-from unisono.parallel.tensor import tensor_parallelize
-from unisono.parallel.trainer import Trainer
+from unisono.parallel.tensor import require_shareable, tensor_parallelize
+from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.parallel.zero import Zero
 from unisono.plan.plan import AXES, DATA, REPLICAS, Plan
 from unisono.plan.schedule import Schedule, schedule
@@ -53,26 +56,41 @@ def parallelize(
     clip: float | None = None,
     seed: int = 0,
     dtype: torch.dtype | None = None,
+    precision: str | Precision = "fp32",
 ) -> Trainer:
     """Put a plain model under a plan; every rank calls it alike, and trains with the Trainer's `step`.
 
     model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
     torch.manual_seed(seed). loss(outputs, targets) gives a scalar, optimizer(parameters) a torch optimizer. example: a
     batch (inputs, targets), which pipelines need to find their stages. rules: which layers tp cuts, and how. clip: the
-    largest norm of the gradients.
+    largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed from float32
+    parameters; "fp32" leaves the model's own dtype.
     """
+    precision = Precision.of(precision)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     comm = world.world() if world.is_initialized() else world.init()
     plan.fit(comm.size)
-    mesh = Mesh(plan.shape, AXES)
-    mesh.connect()
     whole = _whole_model(model, seed, dtype)
+    _refuse_what_cannot_be_right(plan, whole)
+    precision.require_float32(whole)
+    if plan.tp > 1:
+        require_shareable(whole, plan.tp, rules)
+    if example is not None:
+        require_fitting_loss(whole, loss, example)
+    mesh = Mesh(plan.shape, AXES).connect()  # the first time that ranks communicate
     if isinstance(model, nn.Module):
         comm.broadcast_parameters(whole)
-    _refuse_what_cannot_be_right(plan, whole)
     random = RandomState(seed)
     random.name_modules(whole)
-    return _applied(whole, plan, mesh, random, loss, optimizer, example, rules, clip)
+    trainer = _applied(whole, plan, mesh, random, loss, optimizer, example, rules, clip)
+    trainer.precision = precision
+    trainer.scaler = precision.scaler(mesh)
+    if trainer.scaler is not None and takes_closure(trainer.optimizer):
+        raise UsageError(
+            f"precision=fp16 with {type(trainer.optimizer).__name__}, which evaluates the model several times in a "
+            "step: one that overflows could not be taken back; use bf16 or fp32"
+        )
+    return trainer
 
 
 def _whole_model(model: Model, seed: int, dtype: torch.dtype | None) -> nn.Module:
@@ -101,12 +119,10 @@ def _refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
             f"{whole[0]} has a capacity or an auxiliary loss over all tokens, but sp gives a tp rank a part of them; "
             "leave sp out"
         )
-    if plan.pp > 1 and plan.zero >= 2:
-        raise UsageError(
-            f"zero={plan.zero} with pp={plan.pp}: a pipeline keeps gradients until the last microbatch; use zero=1"
-        )
     if plan.pp == 1 and plan.schedule != "1f1b":
         raise UsageError(f"schedule={plan.schedule} orders the stages of a pipeline, but pp=1; leave it out")
+    if plan.pp > 1:
+        require_stages(model, _order(plan))
 
 
 def _applied(
@@ -124,35 +140,46 @@ def _applied(
     if plan.tp > 1:
         tensor_parallelize(model, mesh, rules, sequence=plan.sequence)
     context = context_parallelize(model, mesh, plan.context) if plan.cp > 1 else None
+    if context is not None and example is not None:
+        context.expect(*example)
     if mesh.size(*DATA) > 1:
         batchnorm.convert(model, mesh)
     recompute(model, plan.recompute)
     cut = None
     order: Schedule | None = None
     if plan.pp > 1:
-        order = schedule(plan.schedule, plan.pp, plan.microbatches, plan.chunks if plan.chunks > 1 else None)
+        order = _order(plan)
         with random:
             cut = split(model, order, mesh.index("pp"), example=_example_inputs(plan, mesh, example))
         random.step = 0
     comm = mesh.comm(*REPLICAS)
     normalised = GlobalLoss(loss, comm if comm.size > 1 else None, dims=(0, 1) if plan.cp > 1 else (0,))
     if plan.zero:
-        zero = Zero(model, mesh, optimizer, plan.zero, offload=plan.offload)
+        in_pipeline: dict[str, Any] = {}
+        if cut is not None:
+            in_pipeline["units"] = [block for stage in cut.stages for block in stage.modules]
+            in_pipeline |= {"users": cut.users, "tied": [each.name for each in cut.tied]}
+        zero = Zero(model, mesh, optimizer, plan.zero, offload=plan.offload, **in_pipeline)
         trainer = Trainer(model, plan, mesh, normalised, zero.optimizer, random, zero, clip, context)
     else:
         stepping = optimizer(list(model.parameters()))
+        require_whole(stepping, optimizer, model, is_spread=plan.pp > 1)
         trainer = Trainer(model, plan, mesh, normalised, stepping, random, DataParallel(model, mesh), clip, context)
     if cut is not None and order is not None:
         trainer.pipeline = PipelineRuntime(
             cut.stages,
             order,
             mesh.comm("pp"),
-            trainer._partial_loss,
+            trainer.pipeline_loss,
             around=trainer.around,
-            split_backward=not is_recomputed(model),
+            split_backward=not is_recomputed(model) and plan.zero < 3,
         )
-        trainer.tied = TiedGradients(model, cut.tied, mesh.comm("pp"))
+        trainer.tied = TiedGradients(cut.tied, mesh.comm("pp"))
     return trainer
+
+
+def _order(plan: Plan) -> Schedule:
+    return schedule(plan.schedule, plan.pp, plan.microbatches, plan.chunks if plan.chunks > 1 else None)
 
 
 def _example_inputs(plan: Plan, mesh: Mesh, example: tuple[Any, Any] | None) -> Any:

@@ -23,7 +23,10 @@ class Blocks:
 
 
 def find_blocks(model: nn.Module) -> Blocks:
-    """The longest list of modules of one class in the model; of several as long, the one with most parameters."""
+    """The longest list of modules of one class in the model; of several as long, the one with most parameters.
+
+    A list inside a block of another (its experts, say) is a part of that block, however long it is.
+    """
     found = [
         Blocks(path, tuple(module.children()))
         for path, module in model.named_modules()
@@ -34,7 +37,12 @@ def find_blocks(model: nn.Module) -> Blocks:
             f"{type(model).__name__} has no list of repeated blocks (an nn.ModuleList or nn.Sequential of one class); "
             "give the pipeline an nn.Sequential or a list of LayerSpec instead"
         )
-    return max(found, key=lambda blocks: (len(blocks.modules), _weight(blocks)))
+    outermost = [each for each in found if not any(_is_inside(each, other) for other in found)]
+    return max(outermost, key=lambda blocks: (len(blocks.modules), _weight(blocks)))
+
+
+def _is_inside(inner: Blocks, outer: Blocks) -> bool:
+    return inner.path != outer.path and f"{inner.path}.".startswith(f"{outer.path}." if outer.path else "")
 
 
 def _is_repeated(module: nn.Module) -> bool:

@@ -40,10 +40,10 @@ def gradient_norm(
     stacked = torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, device=device).double()
     if math.isinf(norm_type):
         total = stacked.max()
-        return comm.all_reduce(total, "max") if comm.size > 1 else total
+        return comm.all_reduce(total.to(comm.device), "max") if comm.size > 1 else total
     total = stacked.pow(norm_type).sum()
     if comm.size > 1:
-        comm.all_reduce(total)
+        total = comm.all_reduce(total.to(comm.device))  # gradients may be in host memory, and the ranks talk by NCCL
     return total.pow(1.0 / norm_type)
 
 

@@ -13,11 +13,14 @@ and the other way round:
     reduce_to_piece  reduce-scatter  all-gather          a part of a sum -> this rank's piece of the sum
 
 `lengths` are those of all ranks' pieces along `dim`; they may differ.
+
+What `copy` and `gather_to_use` say in the backward is begun by one node of autograd's graph and waited for by another,
+so that something else can be computed in between (see deferred).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +31,10 @@ Lengths = Sequence[int]
 
 
 def copy(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-    return x if comm.size == 1 else _Copy.apply(x, comm)
+    if comm.size == 1:
+        return x
+    summing: _UnderWay = []
+    return _started(_Copy.apply(_Wait.apply(x, summing), comm, summing))
 
 
 def reduce(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
@@ -44,22 +50,61 @@ def split(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> to
 
 
 def gather_to_use(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
-    return x if comm.size == 1 else _GatherToUse.apply(x, dim % x.dim(), lengths, comm)
+    if comm.size == 1:
+        return x
+    summing: _UnderWay = []
+    return _started(_GatherToUse.apply(_Wait.apply(x, summing), dim % x.dim(), lengths, comm, summing))
 
 
 def reduce_to_piece(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
     return x if comm.size == 1 else _ReduceToPiece.apply(x, dim % x.dim(), lengths, comm)
 
 
-class _Copy(torch.autograd.Function):
+def before_start(x: torch.Tensor) -> int | None:
+    """A sequence number for what is to run between the start of the sum that x ends in and the wait for it."""
+    node: Any = x.grad_fn
+    return node._sequence_nr() - 1 if getattr(node, "is_start", False) and _can_order(node) else None
+
+
+def _can_order(node: Any) -> bool:
+    return hasattr(node, "_set_sequence_nr")  # private to PyTorch, which may take it away
+
+
+def _started(x: torch.Tensor) -> torch.Tensor:
+    """Leave a sequence number free between the two nodes."""
+    start: Any = x.grad_fn
+    if start is not None and _can_order(start):
+        start.is_start = True
+        wait = start.next_functions[0][0]
+        wait._set_sequence_nr(max(start._sequence_nr() - 2, 0))
+    return x
+
+
+_UnderWay = list[Callable[[], torch.Tensor]]
+
+
+class _Wait(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
-        ctx.comm = comm
+    def forward(ctx: Any, x: torch.Tensor, summing: _UnderWay) -> torch.Tensor:
+        ctx.summing = summing
         return x.detach()  # not a view: a view would keep x, which keeps it (see region), alive for ever
 
     @staticmethod
+    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
+        return ctx.summing.pop()(), None
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator, summing: _UnderWay) -> torch.Tensor:
+        ctx.comm, ctx.summing = comm, summing
+        return x.detach()
+
+    @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _summed(grad, ctx.comm), None
+        total = grad.clone(memory_format=torch.contiguous_format)
+        ctx.summing.append(ctx.comm.all_reduce(total, async_op=True).wait)
+        return grad, None, None  # which nobody reads: the sum takes its place
 
 
 class _Reduce(torch.autograd.Function):
@@ -96,13 +141,17 @@ class _Split(torch.autograd.Function):
 
 class _GatherToUse(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
-        ctx.dim, ctx.lengths, ctx.comm = dim, lengths, comm
+    def forward(
+        ctx: Any, x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator, summing: _UnderWay
+    ) -> torch.Tensor:
+        ctx.dim, ctx.lengths, ctx.comm, ctx.summing = dim, lengths, comm, summing
+        ctx.shape = x.shape
         return _joined(x, dim, lengths, comm)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _piece_of_sum(grad, ctx.dim, ctx.lengths, ctx.comm), None, None, None
+        ctx.summing.append(_start_piece_of_sum(grad, ctx.dim, ctx.lengths, ctx.comm))
+        return grad.new_zeros(()).expand(ctx.shape), None, None, None, None
 
 
 class _ReduceToPiece(torch.autograd.Function):
@@ -139,6 +188,10 @@ def _joined(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> 
 
 
 def _piece_of_sum(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
+    return _start_piece_of_sum(x, dim, lengths, comm)()
+
+
+def _start_piece_of_sum(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> Callable[[], torch.Tensor]:
     longest = max(lengths)
     rows = x.movedim(dim, 0)
     if min(lengths) < longest:
@@ -146,5 +199,5 @@ def _piece_of_sum(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicato
         for rank, piece in enumerate(rows.split(list(lengths))):
             padded[rank * longest : rank * longest + len(piece)] = piece
         rows = padded
-    reduced = comm.reduce_scatter(rows.contiguous())
-    return reduced[: lengths[comm.rank]].movedim(0, dim).contiguous()
+    handle = comm.reduce_scatter(rows.contiguous(), async_op=True)
+    return lambda: handle.wait()[: lengths[comm.rank]].movedim(0, dim).contiguous()

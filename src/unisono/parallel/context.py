@@ -9,6 +9,10 @@ runs on the whole sequence on every rank. At the entry of the first block the hi
 tokens, and with them every other argument of a block that runs along the sequence. After the last block nothing is
 gathered: outputs are of this rank's tokens, and the targets are cut to match.
 
+Where the targets are of whole sequences (a class a sentence, an image), the model looks at all tokens after its blocks.
+Then they are gathered there, the rest of the model runs alike on all ranks, and each takes some of the *samples* of
+the outcome to the loss. `Context.expect` tells the two apart by a batch.
+
     context = context_parallelize(model, mesh, "ring")
     partial_loss = loss(model(inputs), context.cut_targets(targets))
 
@@ -25,14 +29,18 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UnisonoError, UsageError
 from unisono.mesh import dropout
 from unisono.mesh.mesh import Mesh
+from unisono.parallel import conjugates
 from unisono.parallel.blocks import find_blocks
+from unisono.parallel.share import share
 from unisono.parallel.spread_attention import SpreadAttention
 from unisono.parallel.tokens import Tokens
+from unisono.parallel.views import TokenViews
 from unisono.plan.plan import CONTEXT
 
 # Ring attention under a causal mask works as long on every rank only in the zigzag order; without a mask any order is
@@ -63,8 +71,8 @@ def context_parallelize(model: nn.Module, mesh: Mesh, kind: str = "ring") -> Con
             # Before the hooks of other strategies: what they see is this rank's sequence.
             enter = partial(context._enter_block, name, number == 0)
             block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
-            is_last = number == len(blocks.modules) - 1
-            block.forward = partial(context._run_block, block.forward, name, is_last)
+            block.forward = partial(context._run_block, block.forward, name)
+        blocks.modules[-1].register_forward_hook(context._leave_blocks)
         model.forward = partial(context._run_model, model.forward)
     return context
 
@@ -76,10 +84,41 @@ class Context:
         self.comm = comm
         self.kind = kind
         self._length = 0
+        self._kind_of_inputs: tuple[torch.Size, ...] = ()
+        self._lengths: dict[tuple[torch.Size, ...], int] = {}  # of the blocks' sequence, by the kind of inputs
         self._attentions: dict[int, SpreadAttention] = {}
         self._rest_of_model: contextlib.ExitStack | None = None  # open while the model runs
         self._is_spread = False  # whether the model's run has reached the blocks
         self._is_past_blocks = False
+        self.is_whole = False  # whether the tokens are gathered after the blocks
+        self._has_targets = True
+
+    def expect(self, inputs: Any, targets: Any) -> None:
+        """Prepare for batches like this one: are its targets of tokens, or of whole sequences?
+
+        Without targets (None) it is as before, and all samples of the outputs are given.
+        """
+        lengths = {tuple(tensor.shape[:2]) for tensor in _tensors(inputs) if tensor.dim() > 1}
+        self._has_targets = next(_tensors(targets), None) is not None
+        if self._has_targets:
+            self.is_whole = any(tuple(target.shape[:2]) not in lengths for target in _tensors(targets))
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        """Along which dims ranks have other parts of the model's outputs."""
+        return (0,) if self.is_whole else (0, 1)
+
+    def rows(self, count: int) -> int:
+        """How many samples of the outputs for so many this rank has."""
+        return len(self._rows(count)) if self.is_whole else count
+
+    def _rows(self, count: int) -> range:
+        return share(torch.empty(count, device="meta"), self.comm.rank, self.comm.size).positions
+
+    @property
+    def length(self) -> int:
+        """Of the sequences that the model saw last."""
+        return self._length
 
     def tokens(self, length: int) -> Tokens:
         """Which positions of a sequence of that length each rank holds."""
@@ -90,10 +129,14 @@ class Context:
         return self.tokens(tensor.shape[dim]).cut(tensor, self.comm.rank, dim)
 
     def cut_targets(self, targets: Any) -> Any:
-        """This rank's part of the targets: of every tensor in them, the tokens along dim 1."""
+        """This rank's part of the targets: of every tensor in them, the tokens along dim 1, or some samples."""
         if self.comm.size == 1:
             return targets
-        return _mapped(targets, self._cut_target)
+        return _mapped(targets, self._cut_rows if self.is_whole else self._cut_target)
+
+    def _cut_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+        rows = self._rows(len(tensor))
+        return tensor[rows.start : rows.stop]
 
     def _cut_target(self, target: torch.Tensor) -> torch.Tensor:
         if target.dim() < 2:
@@ -118,7 +161,10 @@ class Context:
 
     def _run_model(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.dim() > 1]
-        self._length = inputs[0].shape[1] if inputs else 0
+        # A later stage of a pipeline does not see the first block: it knows the length from the example.
+        self._kind_of_inputs = tuple(tensor.shape[1:] for tensor in inputs)
+        self._length = self._lengths.get(self._kind_of_inputs, inputs[0].shape[1] if inputs else 0)
+        batch = inputs[0].shape[0] if inputs else 0
         with contextlib.ExitStack() as self._rest_of_model:
             self._is_spread = self._is_past_blocks = False
             try:
@@ -129,6 +175,10 @@ class Context:
                 raise
             finally:
                 self._rest_of_model = None
+        if self.is_whole and not self._has_targets:
+            return outputs
+        if self.is_whole:
+            return tree_map(lambda leaf: self._cut_rows(leaf) if _has_rows(leaf, batch) else leaf, outputs)
         self._require_tokens(outputs)
         return outputs
 
@@ -136,7 +186,7 @@ class Context:
         mine = self.tokens(self._length).count(self.comm.rank)
         return UsageError(
             f"after its blocks the model failed on this rank's {mine} of {self._length} tokens ({error}); expected "
-            "layers that take any sequence length (Hugging Face's GPT-2 is one that does not): use a plan with cp=1"
+            "layers that work token by token, and take any sequence length: use a plan with cp=1"
         )
 
     def _enter_block(
@@ -147,7 +197,7 @@ class Context:
         if hidden is None:
             raise UsageError(f"block {name} was given no hidden states; expected a tensor (batch, sequence, width)")
         if is_first:
-            self._length = hidden.shape[1]
+            self._length = self._lengths[self._kind_of_inputs] = hidden.shape[1]
         spread = self._attention(self._length)
 
         def cut(x: torch.Tensor) -> torch.Tensor:
@@ -158,7 +208,7 @@ class Context:
         self._keep_for_rest_of_model(spread)
         return _mapped((args, kwargs), cut)
 
-    def _run_block(self, forward: Forward, name: str, is_last: bool, *args: Any, **kwargs: Any) -> Any:
+    def _run_block(self, forward: Forward, name: str, *args: Any, **kwargs: Any) -> Any:
         # Within the block once more: a backward that runs it again does so without the model around it.
         spread = self._attention(self._length)
         before = spread.calls
@@ -170,8 +220,26 @@ class Context:
                 "under context parallelism use that function (nn.MultiheadAttention does with need_weights=False, "
                 "Hugging Face models with attn_implementation='sdpa')"
             )
-        self._is_past_blocks |= is_last
         return outputs
+
+    def _leave_blocks(self, block: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
+        """After the last block: tokens are gathered, or stay where they are."""
+        self._is_past_blocks = True
+        if self._rest_of_model is None:
+            return outputs
+        tokens = self.tokens(self._length)
+        if not self.is_whole:
+            self._rest_of_model.enter_context(TokenViews(tokens.count(self.comm.rank), self._length))
+            return outputs
+        self._rest_of_model.close()
+        hidden = next((x for x in _tensors(outputs) if x.dim() == 3 and x.is_floating_point()), None)
+
+        def gathered(x: Any) -> Any:
+            if x is not hidden or not isinstance(x, torch.Tensor):
+                return x
+            return tokens.ordered(conjugates.gather_to_use(x, 1, tokens.counts, self.comm), 1)
+
+        return tree_map(gathered, outputs)
 
     def _keep_for_rest_of_model(self, spread: SpreadAttention) -> None:
         """From the first block that runs to the end of the model, tensors are of this rank's tokens."""
@@ -204,8 +272,12 @@ class Context:
             shown = "no tensor" if first is None else f"a tensor {tuple(first.shape)}"
             raise UsageError(
                 f"the model gave {shown} under context parallelism; expected its output for each of this rank's "
-                f"{mine} tokens, (batch, {mine}, ...): pooling over the sequence needs a plan with cp=1"
+                f"{mine} tokens, (batch, {mine}, ...), as the targets are of tokens; else use a plan with cp=1"
             )
+
+
+def _has_rows(leaf: Any, batch: int) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
 
 
 def _sequence_dim(x: torch.Tensor, length: int, batch: int) -> int | None:

@@ -19,7 +19,7 @@ from unisono.comm.handle import Handle
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import layout_of
-from unisono.parallel.reducer import BUCKET_BYTES, Bucket, Reducer, buckets_of, summed_axes
+from unisono.parallel.reducer import Bucket, Reducer, bucket_bytes_for, buckets_of, summed_axes
 from unisono.plan.plan import REPLICAS
 
 
@@ -46,8 +46,8 @@ class DataParallel(Reducer[Bucket]):
     Gradients of the step before must be gone (zero_grad) when a step's first backward begins.
     """
 
-    def __init__(self, model: nn.Module, mesh: Mesh, bucket_bytes: int = BUCKET_BYTES) -> None:
-        super().__init__(buckets_of(list(model.named_parameters()), mesh, bucket_bytes))
+    def __init__(self, model: nn.Module, mesh: Mesh, bucket_bytes: int | None = None) -> None:
+        super().__init__(buckets_of(list(model.named_parameters()), mesh, bucket_bytes or bucket_bytes_for(model)))
 
     def _leave(self, bucket: Bucket) -> Handle:
         pieces = [

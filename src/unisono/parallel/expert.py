@@ -84,6 +84,11 @@ class MoE(nn.Module):
         self.aux_loss: torch.Tensor | None = None
         self._crowd = _Crowd()
 
+    @property
+    def is_tokenwise(self) -> bool:
+        """Whether what comes of a token depends on it alone, so that any part of the tokens may be given."""
+        return self.capacity_factor is None and not self.aux_weight
+
     def reset_parameters(self) -> None:
         """Each expert as its linear layers would be."""
         for parameter, inputs in (
@@ -321,4 +326,4 @@ def collect_aux(model: nn.Module) -> torch.Tensor | None:
 
 def needs_whole_batch(model: nn.Module) -> list[str]:
     """The MoE layers whose outcome depends on the whole batch at once, so that microbatches would change it."""
-    return [name for name, moe in _layers(model) if moe.capacity_factor is not None or moe.aux_weight]
+    return [name for name, moe in _layers(model) if not moe.is_tokenwise]

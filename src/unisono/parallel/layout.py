@@ -88,13 +88,16 @@ def local_of(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
 
 def whole_of(local: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
     """The whole tensor, from the pieces of all ranks; every rank of the layout's axes calls it."""
-    local = local.detach()
+    local, device = local.detach(), local.device
     for split in reversed(layout.splits):
-        pieces = mesh.comm(*split.axes).all_gather(local.contiguous(), uneven=True)
+        comm = mesh.comm(*split.axes)
+        if comm.backend == "nccl":  # offloaded state is in host memory
+            local = local.to(comm.device)
+        pieces = comm.all_gather(local.contiguous(), uneven=True)
         shape = list(local.shape)
         shape[split.dim] = split.length
         whole = local.new_empty(shape)
         for held, piece in zip(split.held, pieces, strict=True):
             whole.index_copy_(split.dim, torch.as_tensor(held, dtype=torch.long, device=local.device), piece)
         local = whole
-    return local
+    return local.to(device)

@@ -20,7 +20,7 @@ from torch import nn
 from unisono.comm import world as worlds
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.parallel import conjugates
+from unisono.parallel import conjugates, deferred
 from unisono.parallel.region import Region
 from unisono.parallel.tensor_pieces import Pieces, lengths_of, packed
 
@@ -157,7 +157,7 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.region.enter(x)
         self._require_width(x, self.in_features, "the whole of the input features")
-        y = self._linear(x, self.bias)
+        y = deferred.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
         if self.gather_output:
             return conjugates.gather(y, -1, self.lengths, self.region.comm)
         self.region.locate_inside(self.totals)

@@ -19,12 +19,13 @@ import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.comm.communicator import Communicator
+from unisono.comm.handle import Handle
 from unisono.errors import UsageError
+from unisono.parallel.counts import MOST_MEANS, Exchanged, Foretold, joined, summed
 from unisono.parallel.means import Count, Means
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
-MOST_MEANS = 61  # that a loss may take; so many counts travel in one message
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
@@ -33,9 +34,15 @@ class GlobalLoss:
         """`comm` joins the ranks that share the batch; `dims` are those along which outputs are cut between them."""
         self._loss = loss
         self._comm = comm
-        self._dims = tuple(dims)
+        self.dims = tuple(dims)
         self._predicted: list[list[Count]] = []
-        self._totals: list[float] | None = None
+        self._totals: Exchanged | Foretold | None = None
+        self._whole: Foretold | None = None
+        self._foretells = False  # whether all ranks have seen that each can count the whole by itself
+        self._made = 0  # elements of the tensors that the last counting made
+        self._microbatches = 0
+        self._counts: list[list[Count]] = []  # of the microbatches so far
+        self._sum: tuple[torch.Tensor, Handle | None] | None = None  # of the partial losses, on its way
         self._next = 0
         self._is_proved = False
         self._astray: list[torch.Tensor] = []
@@ -46,45 +53,96 @@ class GlobalLoss:
             raise UsageError(_ASTRAY)
 
     @property
+    def loss(self) -> Loss:
+        """The user's own."""
+        return self._loss
+
+    @property
     def ranks(self) -> int:
         return self._comm.size if self._comm is not None else 1
 
-    def prepare(self, microbatches: Sequence[tuple[Any, Any]]) -> None:
-        """Count what the loss will count on all of this rank's microbatches, and agree with the other ranks."""
+    def prepare(self, microbatches: Sequence[tuple[Any, Any]], whole: tuple[Any, Any] | None = None) -> None:
+        """Count what the loss will count on all of this rank's microbatches, and agree with the other ranks.
+
+        `whole`: outputs and targets of the global batch, where this rank has them all; again for their shapes only.
+        """
         self._require_no_surprise()
         self._next = 0
-        self._predicted = []
-        self._totals = None
+        self._microbatches = len(microbatches)
+        self._predicted, self._counts = [], []
+        self._totals, self._whole, self._sum = None, None, None
         if self.ranks == 1 and len(microbatches) == 1:
             return  # the batch is whole here: the user's loss serves as it is
+        if self._foretells and whole is not None:
+            self._whole = self._totals = Foretold(self._counted(_blank(whole[0]), whole[1]))
+            return
         self._predicted = [self._counted(_blank(outputs), targets) for outputs, targets in microbatches]
-        self._totals = self._summed(self._predicted)
+        self._totals = Exchanged(_name(self._loss), self._predicted, self._comm)
+        if whole is not None and self._is_quickly_counted(microbatches[-1][1]):
+            self._whole = self._foretold(*whole)
+
+    def _foretold(self, outputs: Any, targets: Any) -> Foretold | None:
+        try:
+            return Foretold(self._counted(_blank(outputs), targets))
+        except UsageError:
+            return None  # outputs whose shape does not follow from the number of samples: the ranks ask each other
+
+    def _is_quickly_counted(self, targets: Any) -> bool:
+        """Whether counting, as it was done last, looks at targets only and makes nothing of the outputs' size."""
+        size = sum(leaf.numel() for leaf in tree_leaves(targets) if isinstance(leaf, torch.Tensor))
+        return self._made <= 4 * size
 
     def __call__(self, outputs: Any, targets: Any) -> torch.Tensor:
         """This microbatch's part of the loss."""
         if self._totals is None:
             return self._evaluated(outputs, targets)
-        if self._next >= len(self._predicted):
-            raise UsageError(f"the loss was prepared for {len(self._predicted)} microbatches, but called once more")
+        if self._next >= self._microbatches:
+            raise UsageError(f"the loss was prepared for {self._microbatches} microbatches, but called once more")
         if not self._is_proved:
             self._prove(outputs, targets)
         means = Means(self._totals)
         with means:
             partial = self._evaluated(outputs, targets)
-        self._compare(means.counts, self._predicted[self._next])
+        self._totals()  # also a loss that takes no mean hears where others take some
+        self._counts.append(means.counts)
+        if self._predicted:
+            self._compare(means.counts, self._predicted[self._next])
         self._next += 1
         return partial
 
     def total(self, partials: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss on the global batch. Every rank calls it, with the partial losses of all its microbatches."""
         self._require_no_surprise()
+        if self._sum is None:
+            self.start_total(partials)
+        assert self._sum is not None
+        (message, handle), self._sum = self._sum, None
+        if handle is not None:
+            handle.wait()
+            if self._whole is not None:
+                self._learn(message[1:].tolist())
+        return message[0].to(partials[0].dtype) if partials else message[0]
+
+    def start_total(self, partials: Sequence[torch.Tensor]) -> None:
+        """Begin to sum, before the last backward, so that `total` need not wait."""
         device = self._comm.device if self._comm is not None else torch.device("cpu")
-        total = torch.zeros((), dtype=torch.float64, device=partials[0].device if partials else device)
-        for partial in partials:
-            total += partial.detach()
-        if self.ranks > 1 and self._comm is not None:
-            self._comm.all_reduce(total)
-        return total.to(partials[0].dtype) if partials else total
+        device = partials[0].device if partials else device
+        value = sum((partial.detach().double() for partial in partials), torch.zeros((), device=device).double())
+        if self._comm is None or self.ranks == 1:
+            self._sum = (value.reshape(1), None)
+            return
+        agrees = self._whole is not None and self._totals is not None and self._whole.agrees(self._totals())
+        message = joined([value, agrees, *summed(self._counts)], device)
+        self._sum = (message, self._comm.all_reduce(message, async_op=True))
+
+    def _learn(self, told: list[float]) -> None:
+        """All ranks are told the same here: how many of them could count the whole, and what was counted in fact."""
+        agreeing, *counts = told
+        foretold, self._foretells = self._foretells, agreeing == self.ranks
+        assert self._whole is not None
+        if foretold and not self._whole.agrees(counts):
+            self._foretells = False
+            raise UsageError(_ASTRAY)
 
     def _evaluated(self, outputs: Any, targets: Any) -> torch.Tensor:
         try:
@@ -109,31 +167,8 @@ class GlobalLoss:
                 f"the loss {_name(self._loss)} takes {len(means.counts)} means; expected at most {MOST_MEANS}: "
                 "take one mean over the batch, not one a sample"
             )
+        self._made = means.made
         return means.counts
-
-    def _summed(self, predicted: list[list[Count]]) -> list[float]:
-        """The counts of all microbatches and ranks, in one message, with a check that all take the same means."""
-        kinds = {len(counts) for counts in predicted} or {0}
-        most = max(kinds)
-        device = next((c.device for counts in predicted for c in counts if isinstance(c, torch.Tensor)), None)
-        if device is None and self._comm is not None:
-            device = self._comm.device
-        message = torch.zeros(3 + MOST_MEANS, dtype=torch.float64, device=device)
-        for counts in predicted:
-            message[0] += 1
-            message[1] += len(counts)
-            message[2] += len(counts) ** 2
-            for number, count in enumerate(counts):
-                message[3 + number] += count
-        if self.ranks > 1 and self._comm is not None:
-            self._comm.all_reduce(message)
-        parts, means, squares, *totals = message.tolist()
-        if parts * squares != means**2:
-            raise UsageError(
-                f"the loss {_name(self._loss)} takes {most} means on some of this rank's part of the batch and another "
-                "number elsewhere; a loss must take the same means whatever the batch's size"
-            )
-        return totals[: round(means / parts)] if parts else []
 
     def _compare(self, counts: list[Count], predicted: list[Count]) -> None:
         """A count that follows from shapes is checked now; one on the device at `total`: nobody waits for it."""
@@ -148,7 +183,7 @@ class GlobalLoss:
     def _prove(self, outputs: Any, targets: Any) -> None:
         """That the loss of the whole is the sum of partial losses of two halves, on this very batch."""
         outputs = tree_map(_cut_off, outputs)
-        for dim in self._dims:
+        for dim in self.dims:
             halves = _halves(outputs, targets, dim)
             if halves is None:
                 continue

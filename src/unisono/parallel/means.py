@@ -29,6 +29,7 @@ from torch.overrides import TorchFunctionMode
 from unisono.errors import UsageError
 
 Count = float | torch.Tensor
+Totals = Sequence[float] | Callable[[], Sequence[float]]
 
 _MEANS = {torch.mean, torch.Tensor.mean}
 _SUMS = {torch.sum, torch.Tensor.sum}
@@ -85,20 +86,27 @@ def _marked(tensor: torch.Tensor, is_sum: bool, floor: float | None = None) -> t
 class Means(TorchFunctionMode):
     """While active, means divide by `totals`, one a mean in the order of the calls.
 
-    Without totals they divide by their own counts. Either way `counts` tells what this part counted. With `dry`, losses
-    of torch.nn.functional are counted and, where that needs no values, not computed.
+    Without totals they divide by their own counts. Totals that are still to be agreed on are given as a function, asked
+    at the first division. Either way `counts` tells what this part counted. With `dry`, losses of torch.nn.functional
+    are counted and, where that needs no values, not computed.
     """
 
-    def __init__(self, totals: Sequence[float] | None = None, dry: bool = False) -> None:
+    def __init__(self, totals: Totals | None = None, dry: bool = False) -> None:
         super().__init__()
         self.counts: list[Count] = []
+        self.made = 0  # with dry: how many elements were computed all the same
         self._totals = totals
         self._dry = dry
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        kwargs = kwargs or {}
+        out = self._handled(func, args, kwargs or {})
+        if self._dry and isinstance(out, torch.Tensor):
+            self.made += _made(out, _tensors_in(args, kwargs or {}))
+        return out
+
+    def _handled(self, func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         marks = [mark for mark in map(_mark_of, _tensors_in(args, kwargs)) if mark is not None]
         if func in _DIVISIONS and len(args) == 2 and not kwargs:
             mark = _mark_of(args[1])
@@ -120,12 +128,13 @@ class Means(TorchFunctionMode):
         self.counts.append(count)
         divisor = count
         if self._totals is not None:
-            if number >= len(self._totals):
+            totals = self._totals() if callable(self._totals) else self._totals
+            if number >= len(totals):
                 raise UsageError(
-                    f"the loss took more means than the {len(self._totals)} that were counted before; "
+                    f"the loss took more means than the {len(totals)} that were counted before; "
                     "a loss must take the same means on every microbatch: use microbatches=1"
                 )
-            divisor = self._totals[number]
+            divisor = totals[number]
         if floor is not None:
             divisor = divisor.clamp(min=floor) if isinstance(divisor, torch.Tensor) else max(divisor, floor)
         return _marked(part / divisor, is_sum=False)
@@ -172,6 +181,17 @@ def _tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     for value in (*args, *kwargs.values()):
         found.extend(value) if isinstance(value, list | tuple) else found.append(value)
     return found
+
+
+def _made(out: torch.Tensor, given: list[Any]) -> int:
+    """How many elements are new: none in a view."""
+    place = _place(out)
+    return 0 if place is not None and place in map(_place, given) else out.numel()
+
+
+def _place(value: Any) -> int | None:
+    """Where a plain tensor lies."""
+    return value.untyped_storage().data_ptr() if type(value) is torch.Tensor else None
 
 
 def _passed_on(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, Any], marks: Sequence[_Mark]) -> Any:

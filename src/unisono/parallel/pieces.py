@@ -96,11 +96,14 @@ class PieceBucket(Bucket):
     def reduce_scatter(self, gradients: Sequence[torch.Tensor | None]) -> Handle:
         """Sum whole gradients over the ranks; the handle gives this rank's chunk. A missing one counts as zeros."""
         device = self.parameters[0].device
-        message = torch.zeros(self.comm.size * self.chunk, dtype=self.dtype, device=device)
+        message = torch.empty(self.comm.size * self.chunk, dtype=self.dtype, device=device)
         targets, sources = [], []
         for rank in range(self.comm.size):
+            message[rank * self.chunk + self._used(rank) : (rank + 1) * self.chunk].zero_()
             for piece, place, gradient in zip(self.pieces, self._places(message, rank), gradients, strict=True):
-                if gradient is not None:
+                if gradient is None:
+                    place.zero_()
+                else:
                     targets.append(place)
                     sources.append(piece.of(gradient, rank))
         if targets:
@@ -110,11 +113,11 @@ class PieceBucket(Bucket):
     def all_gather(self, locals_: Sequence[torch.Tensor], dtype: torch.dtype) -> Handle:
         """Give every rank this rank's rows of every parameter; the handle gives the message."""
         device = self.parameters[0].device
-        chunk = torch.zeros(self.chunk, dtype=dtype, device=device)
-        first = 0
-        for local in locals_:
-            chunk[first : first + local.numel()].copy_(local.reshape(-1))
-            first += local.numel()
+        chunk = torch.empty(self.chunk, dtype=dtype, device=device)
+        used = self._used(self.comm.rank)
+        chunk[used:].zero_()
+        places = chunk[:used].split([local.numel() for local in locals_])
+        torch._foreach_copy_(list(places), [local.reshape(-1) for local in locals_])
         return self.comm.all_gather_into(chunk.new_empty(self.comm.size * self.chunk), chunk, async_op=True)
 
     @torch.no_grad()
@@ -132,6 +135,10 @@ class PieceBucket(Bucket):
         sizes = [piece.size(self.comm.rank) for piece in self.pieces]
         parts = chunk[: sum(sizes)].split(sizes)
         return [part.view(piece.local_shape) for piece, part in zip(self.pieces, parts, strict=True)]
+
+    def _used(self, rank: int) -> int:
+        """How much of a rank's chunk is rows; the rest is padding."""
+        return sum(piece.size(rank) for piece in self.pieces)
 
     def _places(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Where the rows of a rank lie in a message, shaped as rows."""

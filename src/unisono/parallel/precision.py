@@ -1,6 +1,10 @@
 """Training in half precision, with the same decisions on every rank.
 
-with autocast(torch.bfloat16, device):          # matrix products in half, sums and norms in float32
+Parameters, gradients and optimizer state stay in float32; what is computed from them is rounded where torch's autocast
+finds that halves do (matrix products, attention) and not where they do not (norms, losses, sums). So one process under
+torch.autocast, and for float16 with torch.amp.GradScaler, is what a plan must agree with.
+
+with autocast(torch.bfloat16, device):
     outputs = model(inputs)
 
 scaler = LossScaler(mesh)                       # for float16, whose smallest gradients vanish
@@ -14,14 +18,60 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import nn
 
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 
 HALVES = (torch.float16, torch.bfloat16)
+_COMPUTED_IN: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What a job computes in: "fp32" (the parameters' own precision), "bf16" or "fp16".
+
+    The scale of the loss, which only fp16 needs, begins at `init_scale`, halves when a gradient overflows and doubles
+    after `growth_interval` steps without.
+    """
+
+    name: str = "fp32"
+    init_scale: float = 2.0**16
+    growth_interval: int = 2000
+
+    def __post_init__(self) -> None:
+        if self.name not in _COMPUTED_IN:
+            raise UsageError(f"precision={self.name!r}; expected one of {', '.join(_COMPUTED_IN)}")
+
+    @classmethod
+    def of(cls, given: str | Precision) -> Precision:
+        return given if isinstance(given, Precision) else cls(given)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """Of what is computed; None for that of the parameters."""
+        return _COMPUTED_IN[self.name]
+
+    def scaler(self, mesh: Mesh) -> LossScaler | None:
+        if self.dtype != torch.float16:
+            return None
+        return LossScaler(mesh, self.init_scale, growth_interval=self.growth_interval)
+
+    def require_float32(self, model: nn.Module) -> None:
+        """Halves are computed from float32 parameters, which keep the small changes of a step."""
+        for name, parameter in model.named_parameters():
+            if self.dtype is not None and parameter.is_floating_point() and parameter.dtype != torch.float32:
+                raise UsageError(
+                    f"precision={self.name} keeps parameters in float32, but {name} is {parameter.dtype}; pass the "
+                    "model in float32" + ("" if parameter.dtype in HALVES else f", or leave precision={self.name} out")
+                )
+
+
+FULL = Precision()
 
 
 def autocast(dtype: torch.dtype | None, device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -67,10 +117,11 @@ class LossScaler:
         self._mesh = mesh
         self._growth, self._backoff, self._interval = growth_factor, backoff_factor, growth_interval
         self._good_steps = 0
-        self._is_finite: bool | None = None
+        self.is_finite: bool | None = None  # what the last `unscale` found; None before
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
-        return loss * self.value
+        """The loss to run backward from; in float32 at least, where it does not overflow."""
+        return (loss.float() if loss.dtype in HALVES else loss) * self.value
 
     @torch.no_grad()
     def unscale(self, parameters: Iterable[torch.Tensor]) -> bool:
@@ -82,15 +133,15 @@ class LossScaler:
             gradient.mul_(1.0 / self.value)
             found = torch.maximum(found, (~gradient.isfinite()).any().float().to(found.device))
         if comm.size > 1:
-            comm.all_reduce(found, "max")
-        self._is_finite = not bool(found)
-        return self._is_finite
+            found = comm.all_reduce(found.to(comm.device), "max")
+        self.is_finite = not bool(found)
+        return self.is_finite
 
     def update(self) -> None:
         """Adapt the scale to what the last `unscale` found."""
-        if self._is_finite is None:
+        if self.is_finite is None:
             raise UsageError("update: unscale the gradients of this step first, so that there is something to learn")
-        if not self._is_finite:
+        if not self.is_finite:
             self.value *= self._backoff
             self._good_steps = 0
         else:
@@ -98,7 +149,7 @@ class LossScaler:
             if self._good_steps == self._interval:
                 self.value *= self._growth
                 self._good_steps = 0
-        self._is_finite = None
+        self.is_finite = None
 
     def state_dict(self) -> dict[str, Any]:
         return {"scale": self.value, "good_steps": self._good_steps}

@@ -24,6 +24,8 @@ from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import Axes, layout_of
 
 BUCKET_BYTES = 25 * 2**20
+LEAST_BUCKET_BYTES = 2**20
+BUCKETS = 8  # of a model that is too small to fill large ones: so many leave, one after the other, in the backward
 
 
 def summed_axes(parameter: torch.Tensor, mesh: Mesh) -> Axes:
@@ -33,6 +35,18 @@ def summed_axes(parameter: torch.Tensor, mesh: Mesh) -> Axes:
 
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def bucket_bytes_for(model: nn.Module) -> int:
+    """How much travels in one message: the most that pays, but so that messages leave before the backward is over.
+
+    Unless the model is on a CPU: there messages take the time of the cores that compute, and few of them cost least.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if all(parameter.is_cpu for parameter in parameters):
+        return BUCKET_BYTES
+    size = sum(parameter.numel() * gradient_dtype(parameter).itemsize for parameter in parameters)
+    return min(max(size // BUCKETS, LEAST_BUCKET_BYTES), BUCKET_BYTES)
 
 
 class Bucket:
@@ -146,12 +160,13 @@ class Reducer(Generic[AnyBucket]):
         """Wait until all gradients are summed. Every rank calls it after the last backward of a step."""
         self._is_under_way = False
         self._complete()
+        asked = self._ask_for_missing()
         for bucket in self.buckets:
             self._land(bucket)
             if bucket.total is not None:
                 self._settle(bucket, bucket.total)
                 bucket.total = None
-        self._agree_on_missing()
+        self._drop_missing(asked)
         self._seen.clear()
         self._rounds = 0
 
@@ -210,17 +225,27 @@ class Reducer(Generic[AnyBucket]):
             bucket.handle = None
             bucket.total = result if bucket.total is None else bucket.total.add_(result)
 
-    def _agree_on_missing(self) -> None:
-        """Tell a gradient of zeros from none: an optimizer passes over a parameter that has none on any rank."""
+    def _ask_for_missing(self) -> list[tuple[Handle, list[tuple[str, nn.Parameter]]]]:
+        """Tell a gradient of zeros from none: an optimizer passes over a parameter that has none on any rank.
+
+        The question travels beside the last gradients, so that nobody waits for the answer alone.
+        """
         groups: dict[int, list[tuple[str, nn.Parameter]]] = {}
         comms: dict[int, Communicator] = {}
         for bucket in self.buckets:
             comms[id(bucket.comm)] = bucket.comm
             groups.setdefault(id(bucket.comm), []).extend(zip(bucket.names, bucket.parameters, strict=True))
+        asked = []
         for key, members in groups.items():
             seen = torch.tensor([id(parameter) in self._seen for _, parameter in members], dtype=torch.uint8)
-            seen = seen.to(comms[key].device)
-            comms[key].all_reduce(seen, "max")
+            asked.append((comms[key].all_reduce(seen.to(comms[key].device), "max", async_op=True), members))
+        return asked
+
+    def _drop_missing(self, asked: list[tuple[Handle, list[tuple[str, nn.Parameter]]]]) -> None:
+        for handle, members in asked:
+            seen = handle.wait()
+            if all(id(parameter) in self._seen for _, parameter in members):
+                continue  # all are there, also without looking at the answer, which may be on a GPU
             for (name, parameter), is_seen in zip(members, seen.tolist(), strict=True):
                 if not is_seen:
                     self._drop(name, parameter)

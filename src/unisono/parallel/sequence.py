@@ -187,7 +187,12 @@ def _require_sound(block_name: str, block: nn.Module, styles: Styles) -> None:
     """Outside its regions a block must work token by token."""
     if isinstance(block, nn.TransformerDecoderLayer):
         raise UsageError(f"{block_name} attends to a second sequence, which sequence parallelism does not serve")
+    tokenwise: set[nn.Module] = set()  # modules that say of themselves that they work token by token
     for inner_name, module in block.named_modules(prefix=block_name):
+        if getattr(module, "is_tokenwise", False):
+            tokenwise.update(module.modules())
+        if module in tokenwise:
+            continue
         style = styles.get(inner_name)
         if style is not None and style.kind in ("column_gather", "row_split", "vocab"):
             raise UsageError(f"{inner_name}: {style} inside a block does not go with sequence parallelism")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_map
+from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from unisono.errors import UsageError
 from unisono.parallel.layout import Split
@@ -38,16 +38,17 @@ def shares(batch: Any, count: int) -> list[Share]:
 
 def rows_of(batch: Any) -> int:
     """How many samples a batch has: the length of dim 0, in which all its tensors must agree."""
+    lengths = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim}
+    if len(lengths) == 1:
+        return lengths.pop()
     found: dict[str, int] = {}
     for path, leaf in tree_flatten_with_path(batch)[0]:
         if isinstance(leaf, torch.Tensor) and leaf.ndim:
             found["batch" + "".join(map(str, path))] = leaf.shape[0]
     if not found:
         raise UsageError(f"a batch of {type(batch).__name__} without tensors that have rows cannot be cut")
-    if len(set(found.values())) > 1:
-        shown = ", ".join(f"{name} has {rows}" for name, rows in found.items())
-        raise UsageError(f"the batch's tensors differ in their number of rows (dim 0): {shown}; expected one a sample")
-    return next(iter(found.values()))
+    shown = ", ".join(f"{name} has {rows}" for name, rows in found.items())
+    raise UsageError(f"the batch's tensors differ in their number of rows (dim 0): {shown}; expected one a sample")
 
 
 def rows_between(batch: Any, first: int, last: int) -> Any:

@@ -28,6 +28,7 @@ from unisono.parallel import attention, vocabulary
 from unisono.parallel.attention import ParallelMultiheadAttention
 from unisono.parallel.derive import derived
 from unisono.parallel.linear import ColumnParallelLinear, RowParallelLinear, features, is_linear, part_lengths
+from unisono.parallel.logits import keep_in_pieces
 from unisono.parallel.region import Region
 from unisono.parallel.rules import Rules, Style, Styles, known, matched, published
 from unisono.parallel.sequence import SequenceParallel
@@ -47,8 +48,7 @@ def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None,
     Face), then what is known of its classes, then what its blocks show.
     """
     ranks = mesh.size("tp")
-    styles = styles_of(model, ranks, rules)
-    _require_sound(model, styles, ranks)
+    styles = require_shareable(model, ranks, rules)
     if ranks == 1:
         return model
     parallel = SequenceParallel.of(model, styles, mesh) if sequence else None
@@ -58,6 +58,14 @@ def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None,
     if parallel is not None:
         parallel.install()
     return model
+
+
+def require_shareable(model: nn.Module, ranks: int, rules: Rules | None = None) -> Styles:
+    """How each module is to be cut; UsageError where so many ranks cannot share it, as with heads that they do not
+    divide."""
+    styles = styles_of(model, ranks, rules)
+    _require_sound(model, styles, ranks)
+    return styles
 
 
 def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Styles:
@@ -178,11 +186,16 @@ def _require_whole_heads(name: str, parent: nn.Module, linear: nn.Module, style:
 def _cut(model: nn.Module, styles: Styles, comm: Communicator, region_of: Regions) -> None:
     pieces = Pieces(comm.rank, comm.size)
     modules = dict(model.named_modules(remove_duplicate=False))
+    heads = _heads(model, styles, modules)
     made: dict[nn.Module, nn.Module] = {}
     for name, style in styles.items():
         module = modules.get(name)
         if module is None:
             _cut_parameter(name, modules, style, pieces)
+        elif module in heads:
+            layer = ColumnParallelLinear.from_linear(module, region_of(name), gather_output=False, pieces=pieces)
+            keep_in_pieces(layer, features(module)[1], comm)
+            made[module] = layer
         elif module not in made:
             replacement = _replacement(module, style, region_of(name), pieces)
             if replacement is not None:
@@ -192,6 +205,14 @@ def _cut(model: nn.Module, styles: Styles, comm: Communicator, region_of: Region
             if child in made:
                 parent._modules[child_name] = made[child]
     _share_pieces(model, pieces)
+
+
+def _heads(model: nn.Module, styles: Styles, modules: dict[str, nn.Module]) -> set[nn.Module]:
+    """The layers that make logits: those that say so (Hugging Face), or share their weight with an embedding."""
+    said = getattr(model, "get_output_embeddings", lambda: None)()
+    tied = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
+    gathered = [modules[name] for name, style in styles.items() if style == Style("column_gather")]
+    return {head for head in gathered if head is said or id(head.weight) in tied}
 
 
 def _replacement(module: nn.Module, style: Style, region: Region, pieces: Pieces) -> nn.Module | None:

@@ -73,7 +73,10 @@ class Tokens:
 
     def join(self, pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """The whole tensor of all ranks' pieces; differentiable."""
-        joined = torch.cat(list(pieces), dim)
+        return self.ordered(torch.cat(list(pieces), dim), dim)
+
+    def ordered(self, joined: torch.Tensor, dim: int) -> torch.Tensor:
+        """The whole tensor of one that has the ranks' tokens one rank after the other; differentiable."""
         if self.in_order:
             return joined
         return joined.index_select(dim, torch.cat(self._positions).argsort().to(joined.device))

@@ -7,6 +7,7 @@ has the gradients summed, clips, and lets the optimizer step. It returns the los
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -23,11 +24,16 @@ from unisono.parallel.clip import clip_by_norm
 from unisono.parallel.context import Context
 from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import collect_aux
+from unisono.parallel.logits import Proof, in_pieces
 from unisono.parallel.loss import GlobalLoss
+from unisono.parallel.outputs import joined, with_whole_sequences
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.tied import TiedGradients
+from unisono.parallel.precision import FULL, LossScaler, Precision, autocast
 from unisono.parallel.share import Share, rows_of, share, shares
+from unisono.parallel.snapshot import load_tensors, whole_optimizer, whole_tensors
+from unisono.parallel.state import load_whole_state
 from unisono.parallel.zero import Zero
 from unisono.plan.action import Action
 from unisono.plan.plan import DATA, REPLICAS, Plan
@@ -48,22 +54,49 @@ class Trainer:
     context: Context | None = None
     pipeline: PipelineRuntime | None = None
     tied: TiedGradients | None = None
+    precision: Precision = FULL
+    scaler: LossScaler | None = None
     steps: int = 0
+    skipped: int = 0  # steps whose gradients overflowed (fp16)
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
+    _batch: tuple[Any, Any] = ((), ())
     _microbatches: list[Share] = field(default_factory=list)
+    logits: Proof = field(init=False)
     _partials: list[torch.Tensor] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.logits = Proof(self.loss.loss)
 
     def step(self, batch: tuple[Any, Any]) -> torch.Tensor:
         """One training step on a global batch (inputs, targets), given alike to all ranks; the loss on all of it."""
-        self.optimizer.zero_grad()
+        if takes_closure(self.optimizer):
+            return self._step_with_closure(batch)
+        self.zero_grad()
         loss = self.backward(batch)
-        self._clip()
-        self.optimizer.step()
-        self.steps += 1
+        self.update()
         return loss
 
+    def zero_grad(self) -> None:
+        """Forget all gradients, also of parameters that the optimizer was not given."""
+        self.optimizer.zero_grad()
+        for _, parameter in self.optimized():
+            parameter.grad = None
+
+    def _step_with_closure(self, batch: tuple[Any, Any]) -> torch.Tensor:
+        """For optimizers that evaluate the model several times in a step, each time with the step's random numbers."""
+
+        def evaluated() -> torch.Tensor:
+            self.zero_grad()
+            loss = self.backward(batch)
+            self._clip()
+            return loss
+
+        loss: Any = self.optimizer.step(evaluated)  # type: ignore[arg-type]  # torch takes tensors, and says floats
+        self.steps += 1
+        return torch.as_tensor(loss).detach()
+
     def backward(self, batch: tuple[Any, Any]) -> torch.Tensor:
-        """Forward and backward only; after it, gradients are those of the global batch."""
+        """Forward and backward only; after it, gradients are those of the global batch, before clipping."""
         with self._cut(batch):
             if self.pipeline is None:
                 self._run_microbatches()
@@ -72,27 +105,62 @@ class Trainer:
                 with self.replicas.hold():
                     loss = self.pipeline.step([self._inputs(part) for part in self._microbatches])
                 loss = self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
-        if self.tied is not None:
-            self.tied.sum()
+                if self.scaler is not None:
+                    loss /= self.scaler.value
         self.replicas.finish()
+        if self.tied is not None:
+            self.tied.sum(dict(self.optimized()))
+        if self.scaler is not None:
+            self.scaler.unscale(parameter for _, parameter in self.optimized())
         return loss
+
+    def update(self) -> None:
+        """Clip and let the optimizer step; where gradients overflowed on any rank, no rank does."""
+        if self.scaler is None or self.scaler.is_finite:
+            self._clip()
+            self.optimizer.step()
+        else:
+            self.skipped += 1
+        if self.scaler is not None:
+            self.scaler.update()
+        self.steps += 1
 
     @torch.no_grad()
     def evaluate(self, batch: tuple[Any, Any]) -> torch.Tensor:
         """The loss on a global batch, without gradients, in evaluation mode."""
-        was_training = self.model.training
+        with self._evaluating(), self._cut(batch):
+            if self.pipeline is not None:
+                loss = self.pipeline.evaluate([self._inputs(part) for part in self._microbatches])
+                return self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
+            for number, part in enumerate(self._microbatches):
+                with self._microbatch(number), self._computing():
+                    self._partials.append(self._partial_loss(call(self.model, self._inputs(part)), number))
+            return self.loss.total(self._partials)
+
+    @torch.no_grad()
+    def predict(self, inputs: Any) -> Any:
+        """The model's outputs for a global batch of inputs, in its order, on every rank; in evaluation mode."""
+        with self._evaluating(), self._cut((inputs, None)):
+            if self.pipeline is not None:
+                outputs = self.pipeline.predict([self._inputs(part) for part in self._microbatches])
+            else:
+                outputs = []
+                for number, part in enumerate(self._microbatches):
+                    with self._microbatch(number), self._computing():
+                        outputs.append(call(self.model, self._inputs(part)))
+            rows = [rows_of(part.batch) for part in self._microbatches]
+        outputs = [with_whole_sequences(part, self.context) for part in outputs]
+        return joined(outputs, rows, self.mesh.comm(*DATA))
+
+    @contextlib.contextmanager
+    def _evaluating(self) -> Iterator[None]:
+        modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         try:
-            with self._cut(batch):
-                if self.pipeline is not None:
-                    loss = self.pipeline.evaluate([self._inputs(part) for part in self._microbatches])
-                    return self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
-                for number, part in enumerate(self._microbatches):
-                    with self._microbatch(number):
-                        self._partials.append(self._partial_loss(call(self.model, self._inputs(part)), number))
-                return self.loss.total(self._partials)
+            yield
         finally:
-            self.model.train(was_training)
+            for module, is_training in modes:
+                module.training = is_training
 
     # ---- one step ------------------------------------------------------------------------------------------------
 
@@ -104,8 +172,13 @@ class Trainer:
         self._require_rows(rows)
         self._microbatches = shares(mine.batch, self.plan.microbatches)
         self._partials = []
+        self._batch = batch
+        if self.context is not None:
+            self.context.expect(*batch)
+            self.loss.dims = self.context.dims
         self.random.step = self.steps
-        with self.random, self.random.sharded(0, mine.positions, mine.of):
+        # Who has targets is after a loss: it needs no whole logits.
+        with self.random, self.random.sharded(0, mine.positions, mine.of), in_pieces(batch[1] is not None):
             yield
 
     def _require_rows(self, rows: int) -> None:
@@ -122,9 +195,12 @@ class Trainer:
             with self._microbatch(number), contextlib.ExitStack() as stack:
                 if number < last:
                     stack.enter_context(self.replicas.hold())
-                partial = self._partial_loss(call(self.model, self._inputs(part)), number)
-                partial.backward()
+                with self._computing():
+                    partial = self._partial_loss(call(self.model, self._inputs(part)), number)
                 self._partials.append(partial.detach())
+                if number == last:
+                    self.loss.start_total(self._partials)
+                self._scaled(partial).backward()
 
     def _microbatch(self, number: int) -> contextlib.AbstractContextManager[None]:
         part = self._microbatches[number]
@@ -132,9 +208,29 @@ class Trainer:
             return contextlib.nullcontext()
         return self.random.microbatch(part.positions, of=part.of)
 
-    def around(self, action: Action) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def around(self, action: Action) -> Iterator[None]:
         """The scope of what the pipeline computes for an action."""
-        return self._microbatch(action.microbatch)
+        with contextlib.ExitStack() as scopes:
+            scopes.enter_context(self._microbatch(action.microbatch))
+            if isinstance(self.replicas, Zero):
+                scopes.enter_context(self.replicas.at_work(action.stage, action.kind))
+            if action.kind == "F":
+                scopes.enter_context(self._computing())
+            yield
+
+    def _computing(self) -> contextlib.AbstractContextManager[None]:
+        """The scope of a forward; a backward follows it by itself."""
+        device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
+        return autocast(self.precision.dtype, device)
+
+    def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
+        return loss if self.scaler is None else self.scaler.scale(loss)
+
+    def pipeline_loss(self, outputs: Any, number: int) -> torch.Tensor:
+        """What the last stage runs backward from."""
+        partial = self._partial_loss(outputs, number)
+        return self._scaled(partial) if torch.is_grad_enabled() else partial
 
     def _inputs(self, part: Share) -> Any:
         return part.batch[0]
@@ -143,13 +239,22 @@ class Trainer:
         targets = part.batch[1]
         return targets if self.context is None else self.context.cut_targets(targets)
 
+    def _rows(self, part: Share) -> int:
+        """How many samples of the outputs for this part the rank has."""
+        rows = rows_of(part.batch)
+        return rows if self.context is None else self.context.rows(rows)
+
     def _partial_loss(self, outputs: Any, number: int) -> torch.Tensor:
         """This microbatch's part of the loss. The first one counts what all of them will count."""
+        outputs = self.logits.fitting(outputs, self._targets(self._microbatches[number]))
         if number == 0:
-            first = rows_of(self._microbatches[0].batch)
-            self.loss.prepare(
-                [(_with_rows(outputs, first, rows_of(part.batch)), self._targets(part)) for part in self._microbatches]
-            )
+            rows = [self._rows(part) for part in self._microbatches]
+            likes = [_with_rows(outputs, rows[0], count) for count in rows]
+            whole = None
+            if self.pipeline is None and self.context is None:
+                whole = (_with_rows(outputs, rows[0], rows_of(self._batch)), self._batch[1])
+            pairs = [(like, self._targets(p)) for like, p in zip(likes, self._microbatches, strict=True)]
+            self.loss.prepare(pairs, whole)
         partial = self.loss(outputs, self._targets(self._microbatches[number]))
         aux = collect_aux(self.model)
         return partial if aux is None else partial + aux
@@ -168,6 +273,34 @@ class Trainer:
             yield from self.replicas.optimized()
         else:
             yield from self.model.named_parameters()
+
+    def state_dict(self) -> dict[str, Any]:
+        """All that training goes on from, whole and by name, on every rank; every rank calls it."""
+        optimized = dict(self.optimized())
+        return {
+            "model": whole_tensors(self.model, optimized, self.mesh),
+            "optimizer": whole_optimizer(self.optimizer, optimized, self.mesh),
+            "steps": self.steps,
+            "skipped": self.skipped,
+            "scaler": None if self.scaler is None else self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state of the same model, saved under this or another plan; every rank calls it."""
+        optimized = dict(self.optimized())
+        load_tensors(self.model, optimized, self.mesh, state["model"])
+        if isinstance(self.replicas, Zero):
+            self.replicas.publish()
+        load_whole_state(self.optimizer, optimized.items(), self.mesh, state["optimizer"])
+        self.steps, self.skipped = state["steps"], state["skipped"]
+        if self.scaler is not None and state["scaler"] is not None:
+            self.scaler.load_state_dict(state["scaler"])
+
+
+def takes_closure(optimizer: Optimizer) -> bool:
+    """Whether its step cannot do without a function that evaluates the model anew."""
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _with_rows(outputs: Any, rows: int, wanted: int) -> Any:

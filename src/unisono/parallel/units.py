@@ -9,6 +9,9 @@ and again for its backward, whose gradients are then sent off:
 Units are the children of the model's outermost lists (nn.Sequential, and nn.ModuleList of one class) that are called as
 modules; what is not in one, or in several, belongs to the root, which works as long as the whole model does.
 
+In a pipeline units are the rank's own blocks. The model never runs as a whole there, so what is outside the blocks is
+whole while a stage that uses it is `at_work` on a microbatch.
+
 Note: freeing. Autograd keeps views of parameters for the backward. So a whole parameter keeps one storage for life:
 freeing shrinks it to nothing, gathering grows and fills it again, and the views are right once more when they are used.
 Filling goes through `.data`, which autograd does not count as a change.
@@ -16,7 +19,8 @@ Filling goes through `.data`, which autograd does not count as a change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,9 +36,12 @@ from unisono.parallel.pieces import Piece, PieceBucket
 class Unit:
     """Parameters that are gathered and freed together."""
 
-    def __init__(self, module: nn.Module, named: list[tuple[str, nn.Parameter]]) -> None:
+    def __init__(
+        self, module: nn.Module, named: list[tuple[str, nn.Parameter]], stages: tuple[int, ...] | None = None
+    ) -> None:
         self.module = module
         self.named = named
+        self.stages = stages  # of a pipeline, that use what is outside the blocks
         self.buckets: list[PieceBucket] = []
         self.is_whole = False
         self.is_in_backward = False
@@ -85,36 +92,66 @@ class Unit:
         self._coming = None
         self.is_whole = True
 
+    def hollow(self) -> None:
+        """Give the parameters their whole shapes, with nothing in them."""
+        if not self.is_whole:
+            for piece in self._pieces():
+                whole = self._whole[piece.name]
+                piece.parameter.data = whole.new_zeros(()).expand(whole.shape)
+
+    def fill(self) -> None:
+        """The end of `hollow`."""
+        if not self.is_whole:
+            for piece in self._pieces():
+                piece.parameter.data = self._local[piece.name]
+
+    def _pieces(self) -> Iterator[Piece]:
+        return (piece for bucket in self.buckets for piece in bucket.pieces)
+
     def free(self) -> None:
         """Keep this rank's rows only."""
         if self._coming is not None:
             self.gather()  # came for nothing, but must be received
         if self.is_whole:
-            for bucket in self.buckets:
-                for piece in bucket.pieces:
-                    piece.parameter.data = self._local[piece.name]
-                    self._whole[piece.name].untyped_storage().resize_(0)
+            for piece in self._pieces():
+                piece.parameter.data = self._local[piece.name]
+                self._whole[piece.name].untyped_storage().resize_(0)
             self.is_whole = False
 
 
 class Units:
-    """All units of a model, the root first."""
+    """All units of a model, what is outside its modules first."""
 
-    def __init__(self, model: nn.Module, chosen: list[nn.Module] | None = None) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        chosen: list[nn.Module] | None = None,
+        users: Mapping[str, tuple[int, ...]] | None = None,
+    ) -> None:
+        """`users`: in a pipeline, the stages here that use a parameter; `chosen` are then the blocks here."""
         modules = listed_units(model) if chosen is None else chosen
         homes: dict[int, list[nn.Module]] = {}
         for module in modules:
             for parameter in module.parameters():
                 homes.setdefault(id(parameter), []).append(module)
-        named: dict[int, list[tuple[str, nn.Parameter]]] = {id(module): [] for module in (model, *modules)}
+        named: dict[int, list[tuple[str, nn.Parameter]]] = {id(module): [] for module in modules}
+        outside: dict[tuple[int, ...] | None, list[tuple[str, nn.Parameter]]] = {} if users else {None: []}
         for name, parameter in model.named_parameters():
             home = homes.get(id(parameter), [])
-            named[id(home[0] if len(home) == 1 else model)].append((name, parameter))
-        self.root = Unit(model, named[id(model)])
-        self._units = [self.root, *[Unit(m, named[id(m)]) for m in modules if m is not model and named[id(m)]]]
+            if len(home) == 1 and home[0] is not model:
+                named[id(home[0])].append((name, parameter))
+            else:
+                outside.setdefault(users[name] if users else None, []).append((name, parameter))
+        self.roots = [Unit(model, members, stages) for stages, members in outside.items()]
+        self._units = [*self.roots, *[Unit(m, named[id(m)]) for m in modules if m is not model and named[id(m)]]]
         self._home = {name: unit for unit in self._units for name, _ in unit.named}
-        self._order: list[Unit] = []  # of the forward, as far as it is known
+        self._stage: int | None = None  # of a pipeline: the one at work
+        self._orders: dict[int | None, list[Unit]] = {}  # of the forward, as far as it is known
         self._is_under_way = False
+
+    @property
+    def _order(self) -> list[Unit]:
+        return self._orders.setdefault(self._stage, [])
 
     def __iter__(self) -> Iterator[Unit]:
         return iter(self._units)
@@ -131,11 +168,33 @@ class Units:
         """Put hooks on the units' modules and parameters; `send` takes a bucket's gradients off."""
         self._send = send
         for unit in self._units:
-            unit.module.register_forward_pre_hook(self._before_forward(unit), prepend=True)
-            unit.module.register_forward_hook(self._after_forward(unit), always_call=True)
+            if unit.stages is None:
+                unit.module.register_forward_pre_hook(self._before_forward(unit), prepend=True)
+                unit.module.register_forward_hook(self._after_forward(unit), always_call=True)
             for bucket in unit.buckets:
                 for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
                     parameter.register_post_accumulate_grad_hook(self._arrived(unit, name))
+
+    @contextlib.contextmanager
+    def at_work(self, stage: int, is_backward: bool) -> Iterator[None]:
+        """In the block, a stage of a pipeline runs forward or backward on one microbatch.
+
+        A stage runs the model's own forward, also over what it has no use for: that must have the right shape only.
+        """
+        self._stage = stage
+        elsewhere = [root for root in self.roots if stage not in (root.stages or ())]
+        for root in elsewhere:
+            root.hollow()
+        for root in self.roots:
+            if root not in elsewhere:
+                root.is_in_backward = is_backward
+                root.gather()
+        self._start_first(-1 if is_backward else 1)
+        yield
+        self._end_of_backward()
+        for root in elsewhere:
+            root.fill()
+        self._stage = None
 
     # ---- forward -------------------------------------------------------------------------------------------------
 
@@ -155,24 +214,26 @@ class Units:
             if unit.is_in_backward:  # a recomputation: the backward that follows needs the parameters
                 return
             unit.free()
-            if unit is self.root:
+            if unit in self.roots:
                 for other in self._units:
                     other.free()
 
         return hook
 
+    def _start_first(self, direction: int) -> None:
+        for first in self._order[:1] if direction > 0 else self._order[-1:]:
+            first.start_gather()
+
     def _ahead(self, unit: Unit, direction: int) -> None:
         """Begin to gather the unit that comes next, if the order is known."""
-        if unit is self.root:
-            ahead = self._order[:1] if direction > 0 else self._order[-1:]
+        if unit in self.roots:
+            self._start_first(direction)
         elif unit in self._order:
             place = self._order.index(unit) + direction
-            ahead = self._order[max(place, 0) : place + 1]
+            for other in self._order[max(place, 0) : place + 1]:
+                other.start_gather()
         else:
             self._order.append(unit)
-            ahead = []
-        for other in ahead:
-            other.start_gather()
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
@@ -183,10 +244,10 @@ class Units:
                 torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
             if unit.is_in_backward:
                 return
-            if unit is not self.root:
+            if unit not in self.roots:
                 # The unit after this one in the model is done: autograd has come down to this one's outputs.
                 for other in self._units:
-                    if other.is_in_backward and other is not self.root:
+                    if other.is_in_backward and other not in self.roots:
                         self._done(other)
             unit.is_in_backward = True
             unit.gather()

@@ -12,16 +12,16 @@ float32 copy and two moments), a rank holds
 The step: gradients are summed by reduce-scatter, so that each rank gets the sum for its own rows (pieces.py); the
 optimizer, which sees those rows only, updates them; the ranks gather each other's rows. Stage 1 keeps whole gradients
 while microbatches accumulate; stage 2 sends them off bucket by bucket in every backward; stage 3 also gathers
-parameters only where they are used (units.py).
+parameters only where they are used (units.py). In a pipeline a backward is that of one stage on one microbatch.
 
 An optimizer that treats every element alone (SGD, Adam, ...) does to rows exactly what it would do to the whole. Others
-(Muon, Adafactor, ...) get whole parameters, dealt out to the ranks.
+(Muon, Adafactor, ...) get whole parameters, dealt out to the ranks (reach.py).
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -32,30 +32,12 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.layout import lay
+from unisono.parallel.layout import lay, layout_of
 from unisono.parallel.pieces import Piece, PieceBucket, dealt_by_row, dealt_whole
 from unisono.parallel.precision import HALVES
+from unisono.parallel.reach import Reach, require_whole
 from unisono.parallel.reducer import BUCKET_BYTES, Reducer, buckets_of, summed_axes
 from unisono.parallel.units import Units
-
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    torch.optim.SGD,
-    torch.optim.Adam,
-    torch.optim.AdamW,
-    torch.optim.NAdam,
-    torch.optim.RAdam,
-    torch.optim.Adamax,
-    torch.optim.RMSprop,
-    torch.optim.Rprop,
-    torch.optim.Adagrad,
-    torch.optim.Adadelta,
-    torch.optim.ASGD,
-)
-
-
-def is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether each element's update depends on that element alone, so that a parameter may be cut anywhere."""
-    return type(optimizer) in ELEMENTWISE
 
 
 class Zero(Reducer[PieceBucket]):
@@ -80,46 +62,73 @@ class Zero(Reducer[PieceBucket]):
         *,
         offload: bool = False,
         units: list[nn.Module] | None = None,
+        users: Mapping[str, tuple[int, ...]] | None = None,
+        tied: Collection[str] = (),
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
+        """Of a pipeline: `units` are the blocks here, `users` the stages here that use a parameter, and `tied` the
+        parameters that other ranks of the pipeline hold too."""
         if stage not in (1, 2, 3):
             raise UsageError(f"zero: stage {stage!r}; expected 1, 2 or 3")
         self.stage = stage
         self.mesh = mesh
         self.optimizer = optimizer(list(model.parameters()))
         _require_parameters_of(model, self.optimizer)
-        self._is_elementwise = is_elementwise(self.optimizer)
+        reach = require_whole(self.optimizer, optimizer, model, is_spread=True)
+        self._is_elementwise = reach is Reach.ELEMENT
         self._loads: dict[int, list[int]] = {}
         self.pieces: dict[str, Piece] = {}
         self._offload = offload
+        self._tied = frozenset(tied)
+        self._of_stage: dict[int, list[PieceBucket]] = {}  # of a pipeline, in stage 2: sent in each of its backwards
+        self._is_pipeline = users is not None
         named = list(model.named_parameters())
         if stage == 3:
-            self._units = Units(model, units)
+            self._units = Units(model, units, users)
             buckets = [
                 bucket
                 for unit in self._units
                 for bucket in buckets_of(unit.named, mesh, 2**62, self._bucket)
                 if unit.adopt(bucket)
             ]
+        elif stage == 2 and users is not None:
+            buckets = self._buckets_by_stage(named, users, bucket_bytes)
         else:
             buckets = buckets_of(named, mesh, bucket_bytes, self._bucket)
         self.alone = {name: p for name, p in named if p.requires_grad and not summed_axes(p, mesh)}
+        self._copies = {name: self._copy(p, p.data) for name, p in self.alone.items() if self._needs_copy(p)}
         for bucket in buckets:
             for piece in bucket.pieces:
                 self._take(piece)
         self._hand_over()
-        super().__init__(buckets, watch=stage < 3)
+        super().__init__(buckets, watch=stage == 1 or (stage == 2 and not self._is_pipeline))
         if stage == 3:
             self._units.start(self._send)
         self.optimizer.register_step_post_hook(lambda *_: self.publish())
 
+    def _buckets_by_stage(
+        self, named: list[tuple[str, nn.Parameter]], users: Mapping[str, tuple[int, ...]], bucket_bytes: int
+    ) -> list[PieceBucket]:
+        """Of what several stages here use, gradients stay until the end of the step: they travel once."""
+        groups: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in named:
+            groups.setdefault(users[name], []).append((name, parameter))
+        buckets = []
+        for stages, members in groups.items():
+            made = buckets_of(members, self.mesh, bucket_bytes, self._bucket)
+            buckets += made
+            if len(stages) == 1:
+                self._of_stage[stages[0]] = made
+        return buckets
+
     def _bucket(self, names: Any, parameters: Any, comm: Communicator) -> PieceBucket:
         load = self._loads.setdefault(id(comm), [0] * comm.size)
         deal = dealt_by_row if self._is_elementwise else dealt_whole
-        pieces = [
-            Piece(name, parameter, deal(parameter.shape, load), summed_axes(parameter, self.mesh), comm.rank)
-            for name, parameter in zip(names, parameters, strict=True)
-        ]
+        pieces = []
+        for name, parameter in zip(names, parameters, strict=True):
+            # All ranks of a pipeline that hold a parameter cut it alike, whatever else they hold.
+            held = deal(parameter.shape, [0] * comm.size if name in self._tied else load)
+            pieces.append(Piece(name, parameter, held, summed_axes(parameter, self.mesh), comm.rank))
         self.pieces.update({piece.name: piece for piece in pieces})
         return PieceBucket(names, parameters, comm, pieces)
 
@@ -129,22 +138,31 @@ class Zero(Reducer[PieceBucket]):
         local = piece.own(parameter.data)
         if self.stage == 3:
             local = local.clone()
-        needs_copy = parameter.dtype in HALVES or (self._offload and parameter.device.type != "cpu")
-        if needs_copy:
-            dtype = torch.float32 if parameter.dtype in HALVES else parameter.dtype
-            device = "cpu" if self._offload else parameter.device
-            piece.optimized = nn.Parameter(local.to(device, dtype, copy=True))
+        if self._needs_copy(parameter):
+            piece.optimized = self._copy(parameter, local)
         elif self.stage < 3:
             piece.optimized = nn.Parameter(local)  # a view: what the optimizer writes is in the parameter
         lay(piece.optimized, piece.layout)
         if self.stage == 3:
             self._units.cut(piece, local)
 
+    def _needs_copy(self, parameter: nn.Parameter) -> bool:
+        return parameter.dtype in HALVES or (self._offload and parameter.device.type != "cpu")
+
+    def _copy(self, parameter: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
+        """What the optimizer has of a parameter that is half, or on a device with little memory."""
+        dtype = torch.float32 if parameter.dtype in HALVES else parameter.dtype
+        copy = nn.Parameter(local.to("cpu" if self._offload else parameter.device, dtype, copy=True))
+        lay(copy, layout_of(parameter))
+        return copy
+
     def _hand_over(self) -> None:
         """Let the optimizer see pieces in the place of parameters, and cut the state that it has already."""
         mine = {id(piece.parameter): piece for piece in self.pieces.values()}
+        seen = {key: piece.optimized for key, piece in mine.items()}
+        seen |= {id(self.alone[name]): copy for name, copy in self._copies.items()}
         for group in self.optimizer.param_groups:
-            group["params"] = [mine[id(p)].optimized if id(p) in mine else p for p in group["params"]]
+            group["params"] = [seen.get(id(p), p) for p in group["params"]]
         for parameter in list(self.optimizer.state):
             if id(parameter) in mine:
                 piece = mine[id(parameter)]
@@ -157,8 +175,27 @@ class Zero(Reducer[PieceBucket]):
         """As Reducer.hold in stage 1. Later stages have no room for whole gradients: every backward sends its own."""
         return super().hold() if self.stage == 1 else contextlib.nullcontext()
 
+    @contextlib.contextmanager
+    def at_work(self, stage: int, kind: str) -> Iterator[None]:
+        """Around an action of a pipeline: F, B, or the halves I and W of a backward."""
+        if self.stage == 3 and kind != "W":
+            with self._units.at_work(stage, is_backward=kind != "F"):
+                yield
+        else:
+            yield
+        if kind in ("B", "W"):
+            for bucket in self._of_stage.get(stage, ()):
+                self._send(bucket)
+
     def _complete(self) -> None:
-        if self.stage < 3:  # in stage 3 every backward has sent all it made
+        if self.stage == 3:
+            return  # every backward has sent all it made
+        if self.stage == 2 and self._is_pipeline:
+            sent = {id(bucket) for buckets in self._of_stage.values() for bucket in buckets}
+            for bucket in self.buckets:
+                if id(bucket) not in sent:
+                    self._send(bucket)
+        else:
             super()._complete()
 
     def _leave(self, bucket: PieceBucket) -> Handle:
@@ -177,6 +214,10 @@ class Zero(Reducer[PieceBucket]):
     def finish(self) -> None:
         """Wait until all gradients are summed; then each rank has those of its pieces."""
         super().finish()
+        for name, copy in self._copies.items():
+            gradient = self.alone[name].grad
+            copy.grad = None if gradient is None else gradient.to(copy.device, copy.dtype)
+            self.alone[name].grad = None
         if not self._is_elementwise:  # whoever owns nothing of a parameter has nothing to optimize
             for piece in self.pieces.values():
                 if not len(piece.mine):
@@ -187,6 +228,8 @@ class Zero(Reducer[PieceBucket]):
     @torch.no_grad()
     def publish(self) -> None:
         """After the optimizer's step: bring everybody's parameters up to date."""
+        for name, copy in self._copies.items():
+            self.alone[name].copy_(copy)
         if self.stage == 3:
             self._units.refresh(self.pieces.values())
             return
@@ -201,12 +244,11 @@ class Zero(Reducer[PieceBucket]):
         """What the optimizer sees, by name: pieces, and parameters that have no replicas. Layouts tell how they lie."""
         for name, piece in self.pieces.items():
             yield name, piece.optimized
-        yield from self.alone.items()
+        for name, parameter in self.alone.items():
+            yield name, self._copies.get(name, parameter)
 
 
 def _require_parameters_of(model: nn.Module, optimizer: Optimizer) -> None:
-    if isinstance(optimizer, torch.optim.LBFGS):
-        raise UsageError("LBFGS looks at all parameters at once, so its state cannot be spread over ranks; use zero=0")
     names = {id(parameter) for parameter in model.parameters()}
     strangers = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
     if strangers:

@@ -23,6 +23,7 @@ from unisono.quantum.operation import Controls, Operation
 from unisono.quantum.parameter import Affine
 
 HALF_PI = math.pi / 2
+NONE = Affine()
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Phase:
     parities: tuple[tuple[int, ...], ...]
     constants: tuple[float, ...]
     slopes: tuple[float, ...] = ()
-    angle: Affine = Affine()
+    angle: Affine = NONE
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,11 @@ from unisono.parallel.apply import parallelize
 from unisono.parallel.expert import collect_aux
 from unisono.parallel.layout import layout_of, whole_of
 from unisono.parallel.pipeline.inputs import call
+from unisono.parallel.precision import Precision, autocast
 from unisono.parallel.state import whole_state
-from unisono.parallel.trainer import Trainer
+from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.plan.plan import Plan
+from unisono.train.double import InDouble
 from unisono.train.task import Task
 
 Tensors = dict[str, torch.Tensor]
@@ -34,6 +37,7 @@ class Record:
     initial: Tensors = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
     gradients: list[Tensors] = field(default_factory=list)  # a step each, before clipping
+    scales: list[float] = field(default_factory=list)  # of the loss, after each step
     parameters: Tensors = field(default_factory=dict)
     buffers: Tensors = field(default_factory=dict)
     optimizer: Tensors = field(default_factory=dict)
@@ -49,27 +53,56 @@ def batch_of(task: Task, step: int, dtype: torch.dtype) -> tuple[Any, Any]:
     return tree_map(cast, task.batch(step))
 
 
-def plain_record(task: Task, steps: int, dtype: torch.dtype, seed: int = 0) -> Record:
-    """One device, one process, the plain model on the whole batch."""
+def plain_record(
+    task: Task, steps: int, dtype: torch.dtype, seed: int = 0, precision: str | Precision = "fp32"
+) -> Record:
+    """One device, one process, the plain model on the whole batch; in half precision as torch itself does it."""
+    precision = Precision.of(precision)
     model = build(task.model, seed).to(dtype)
     random = RandomState(seed)
     random.name_modules(model)
     optimizer = task.optimizer(list(model.parameters()))
+    scaler = torch.amp.GradScaler(
+        "cpu",
+        init_scale=precision.init_scale,
+        growth_interval=precision.growth_interval,
+        enabled=precision.dtype == torch.float16,
+    )
     record = Record(initial=_copied(model.named_parameters()))
-    for step in range(steps):
+
+    def evaluated(step: int) -> torch.Tensor:
         inputs, targets = batch_of(task, step, dtype)
         random.step = step
-        with random, _watched(model, record.activations if step == 0 else None):
-            loss = task.loss(call(model, inputs), targets)
-            aux = collect_aux(model)
-            loss = loss if aux is None else loss + aux
-            optimizer.zero_grad()
-            loss.backward()
-        record.losses.append(loss.item())
-        record.gradients.append(_gradients(model.named_parameters()))
+        with InDouble(dtype), random, _watched(model, record.activations if step == 0 else None):
+            with autocast(precision.dtype, torch.device("cpu")):
+                loss = task.loss(call(model, inputs), targets)
+                aux = collect_aux(model)
+                loss = loss if aux is None else loss + aux
+            model.zero_grad()
+            scaler.scale(loss).backward()
+        return loss.detach()
+
+    def clip() -> None:
         if task.clip is not None:
             torch.nn.utils.clip_grad_norm_(model.parameters(), task.clip)
-        optimizer.step()
+
+    def evaluated_and_clipped(step: int) -> torch.Tensor:
+        loss = evaluated(step)
+        clip()
+        return loss
+
+    for step in range(steps):
+        if takes_closure(optimizer):
+            record.losses.append(float(optimizer.step(partial(evaluated_and_clipped, step))))  # type: ignore[arg-type]
+            record.gradients.append(_gradients(model.named_parameters()))
+            continue
+        record.losses.append(evaluated(step).item())
+        scaler.unscale_(optimizer)
+        record.gradients.append(_gradients(model.named_parameters()))
+        clip()
+        scaler.step(optimizer)
+        scaler.update()
+        record.scales.append(scaler.get_scale())
     record.parameters = _copied(model.named_parameters())
     record.buffers = _copied(model.named_buffers())
     record.optimizer = _flat_state(
@@ -85,30 +118,39 @@ def planned_record(
     dtype: torch.dtype,
     seed: int = 0,
     prepare: Callable[[Trainer], None] | None = None,
+    precision: str | Precision = "fp32",
 ) -> Record:
     """The same steps under the plan; every rank calls it and gets the whole record. Activations are this rank's."""
-    trainer = parallelize(
-        task.model,
-        plan,
-        loss=task.loss,
-        optimizer=task.optimizer,
-        example=batch_of(task, 0, dtype),
-        rules=task.rules,
-        clip=task.clip,
-        seed=seed,
-        dtype=dtype,
-    )
+    whole, example = build(task.model, seed), batch_of(task, 0, dtype)  # the user's own dtypes, so not within InDouble
+    with InDouble(dtype):
+        trainer = parallelize(
+            lambda: whole,
+            plan,
+            loss=task.loss,
+            optimizer=task.optimizer,
+            example=example,
+            rules=task.rules,
+            clip=task.clip,
+            seed=seed,
+            dtype=dtype,
+            precision=precision,
+        )
     record = Record(initial=_whole(trainer, dict(trainer.optimized())))
     if prepare is not None:
         prepare(trainer)
     for step in range(steps):
-        trainer.optimizer.zero_grad()
-        with _watched(trainer.model, record.activations if step == 0 else None):
-            record.losses.append(trainer.backward(batch_of(task, step, dtype)).item())
+        batch = batch_of(task, step, dtype)
+        if takes_closure(trainer.optimizer):
+            with InDouble(dtype):
+                record.losses.append(trainer.step(batch).item())
+            record.gradients.append(_whole(trainer, dict(trainer.optimized()), of_gradients=True))
+            continue
+        trainer.zero_grad()
+        with InDouble(dtype), _watched(trainer.model, record.activations if step == 0 else None):
+            record.losses.append(trainer.backward(batch).item())
         record.gradients.append(_whole(trainer, dict(trainer.optimized()), of_gradients=True))
-        trainer._clip()
-        trainer.optimizer.step()
-        trainer.steps += 1
+        trainer.update()
+        record.scales.append(1.0 if trainer.scaler is None else trainer.scaler.value)
     record.parameters = _whole(trainer, dict(trainer.optimized()))
     record.buffers = _merged(trainer.mesh, _copied(trainer.model.named_buffers()))
     state = whole_state(trainer.optimizer, trainer.optimized(), trainer.mesh)["state"]

@@ -49,6 +49,11 @@ class Form:
         return tuple(form for form in self.tensors if form.differentiable)
 
 
+def is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether it has a shape only, and one number in memory."""
+    return tensor.numel() > 1 and not any(tensor.stride())
+
+
 def form_of_result(result: Any) -> Any:
     """What a block returned, without the numbers. Objects that only the model understands are left out."""
 

@@ -15,7 +15,7 @@ of its names, and is foreign everywhere else.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -41,6 +41,7 @@ class Cut:
     stages: tuple[Stage, ...]  # this rank's, in forward order
     boundaries: tuple[int, ...]  # the first block of every stage of the pipeline
     tied: tuple[Tied, ...]  # parameters that this rank shares with others of the pipeline
+    users: dict[str, tuple[int, ...]] = field(default_factory=dict)  # of a parameter here: this rank's stages
 
 
 def split(
@@ -60,8 +61,7 @@ def split(
     operations (needs an example), or what is given for each block; embedding and head count to the first and last.
     blocks: the path of the list of blocks, where it should not be found automatically.
     """
-    found = _blocks(model, blocks)
-    require_enough(len(found.modules), schedule.stages, f"{type(model).__name__} ({found.path or 'its children'})")
+    found = require_stages(model, schedule, blocks)
     if cost == "operations" and example is None:
         raise UsageError("pipeline: to balance stages by operations, pass an example of the model's inputs")
     counts = cost == "operations" and boundaries is None
@@ -71,6 +71,13 @@ def split(
     else:
         starts = checked(boundaries, len(found.modules), schedule.stages)
     return _keep(model, found, survey, starts, schedule, rank)
+
+
+def require_stages(model: nn.Module, schedule: Schedule, blocks: str | None = None) -> Blocks:
+    """The model's blocks, of which the schedule's stages must each get one at least."""
+    found = _blocks(model, blocks)
+    require_enough(len(found.modules), schedule.stages, f"{type(model).__name__} ({found.path or 'its children'})")
+    return found
 
 
 def _blocks(model: nn.Module, path: str | None) -> Blocks:
@@ -120,4 +127,8 @@ def _keep(
     )
     foreign = Foreign(model, {key for key, holders in ranks.items() if rank in holders})
     stages = tuple(Stage(model, blocks, number, spans[number], foreign) for number in schedule.stages_of(rank))
-    return Cut(model, stages, starts, tied)
+    users = {
+        name: tuple(stage.number for stage in stages if not survey.users[id(parameter)].isdisjoint(stage.span))
+        for name, parameter in model.named_parameters()
+    }
+    return Cut(model, stages, starts, tied, users)

@@ -31,7 +31,16 @@ from unisono.parallel.blocks import Blocks
 from unisono.parallel.pipeline.dependence import Dependence
 from unisono.parallel.pipeline.foreign import Foreign
 from unisono.parallel.pipeline.inputs import call
-from unisono.parallel.pipeline.message import Form, Key, TensorForm, form_of_result, hollow_result, kind_of, places_of
+from unisono.parallel.pipeline.message import (
+    Form,
+    Key,
+    TensorForm,
+    form_of_result,
+    hollow_result,
+    is_hollow,
+    kind_of,
+    places_of,
+)
 
 
 @dataclass
@@ -81,6 +90,11 @@ class Stage:
 
     def __repr__(self) -> str:
         return f"Stage({self.number}, blocks {self.span.start} to {self.span.stop - 1})"
+
+    @property
+    def modules(self) -> tuple[nn.Module, ...]:
+        """The stage's blocks."""
+        return self._blocks.modules[self.span.start : self.span.stop]
 
     @property
     def device(self) -> torch.device:
@@ -137,6 +151,7 @@ class Stage:
                     run.flow.mark(list(self.model.parameters()))
                     run.flow.mark(list(self._foreign.parameters()))
                     run.hollow.mark(list(self._foreign.parameters()))
+                    run.hollow.mark([parameter for parameter in self.model.parameters() if is_hollow(parameter)])
                     run.flow.mark(list(run.received))
                     modes.enter_context(run.flow)
                     modes.enter_context(run.hollow)

@@ -57,7 +57,7 @@ def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = 
 
     hooks = [block.register_forward_pre_hook(_entering(enter, i)) for i, block in enumerate(blocks.modules)]
     try:
-        with _left_as_it_was(model), torch.no_grad(), counter if count else contextlib.nullcontext(), Touch(touched):
+        with left_as_it_was(model), torch.no_grad(), counter if count else contextlib.nullcontext(), Touch(touched):
             call(model, example)
     finally:
         for hook in hooks:
@@ -114,7 +114,7 @@ def held_by(module: nn.Module) -> Iterator[torch.Tensor]:
 
 
 @contextlib.contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
+def left_as_it_was(model: nn.Module) -> Iterator[None]:
     on_gpu = {tensor.device for tensor in held_by(model) if tensor.is_cuda}
     buffers = [
         (module, name, buffer)

@@ -46,6 +46,17 @@ FILES: dict[str, dict[str, Known]] = {
     | {"c3x": _known("c3x", "x", 3), "c4x": _known("c4x", "x", 4), "c3sqrtx": _known("c3sqrtx", "sx", 3)},
     "stdgates.inc": _BOTH | {"u2": Known("u2", 0, 2, 1, special="su2"), "u3": Known("u3", 0, 3, 1, special="su2")},
 }
+# Gates of those files that are no gate of ours: defined as the files do.
+DEFINED: dict[str, str] = {
+    "qelib1.inc": """
+gate rccx a, b, c { h c; t c; cx b, c; tdg c; cx a, c; t c; cx b, c; tdg c; h c; }
+gate rc3x a, b, c, d {
+  h d; t d; cx c, d; tdg d; h d;
+  cx a, d; t d; cx b, d; tdg d; cx a, d; t d; cx b, d; tdg d;
+  h d; t d; cx c, d; tdg d; h d;
+}
+"""
+}
 
 
 def operations(known: Known, angles: Sequence[Affine], wires: Sequence[int], exact: bool) -> list[Operation]:

@@ -19,7 +19,7 @@ from unisono.quantum.gates import GATES
 from unisono.quantum.operation import Operation
 from unisono.quantum.parameter import Affine, feature, weight
 from unisono.quantum.qasm.call import call
-from unisono.quantum.qasm.library import BUILT_IN, FILES
+from unisono.quantum.qasm.library import BUILT_IN, DEFINED, FILES
 from unisono.quantum.qasm.native import native
 from unisono.quantum.qasm.scope import Definition, Operand, Scope, between
 from unisono.quantum.qasm.token import Cursor, Token, tokenize
@@ -136,19 +136,24 @@ class Reader:
         name = token.text.strip('"')
         if name in FILES:
             scope.gates.update(FILES[name])
+            if name in DEFINED:
+                self._run_text(scope, DEFINED[name], name)
             return
         path = None if self.folder is None else self.folder / name
         if path is None or not path.is_file():
             self.at.fail(f"include {name!r}: no such file; {' and '.join(FILES)} are built in", token)
         if str(path) in self.including:
             self.at.fail(f"include {name!r} includes itself", token)
-        outer, self.at = self.at, Cursor(tokenize(path.read_text(encoding="utf-8"), str(path)), str(path))
         self.including.append(str(path))
+        self._run_text(scope, path.read_text(encoding="utf-8"), str(path))
+        self.including.pop()
+
+    def _run_text(self, scope: Scope, text: str, source: str) -> None:
+        outer, self.at = self.at, Cursor(tokenize(text, source), source)
         if self.at.skip("OPENQASM"):
             self.at.next()
             self.at.expect(";")
         self._run(scope)
-        self.including.pop()
         self.at = outer
 
     def _read_qreg(self, scope: Scope) -> None:

@@ -29,11 +29,16 @@ DEFINITIONS = {  # gates that one of the standard files lacks, in terms of what 
     "iswapdg": "gate iswapdg p, q { h q; cx q, p; cx p, q; h p; sdg q; sdg p; }",
     "sxdg": "gate sxdg q { h q; sdg q; h q; }",
     "sx": "gate sx q { h q; s q; h q; }",
+    "swap": "gate swap p, q { cx p, q; cx q, p; cx p, q; }",
+    "cswap": "gate cswap c, p, q { cx q, p; ccx c, p, q; cx q, p; }",
+    "crx": "gate crx(a) c, q { h q; crz(a) c, q; h q; }",
+    "cry": "gate cry(a) c, q { ry(a/2) q; cx c, q; ry(-a/2) q; cx c, q; }",
 }
 _NAMES = {(gate, count): name for name, (gate, count) in reversed(CONTROLLED.items())}
-_SHARED = {"id", "x", "y", "z", "h", "s", "sdg", "t", "tdg", "rx", "ry", "rz", "u2", "u3", "swap"}
-_SHARED_CONTROLLED = {"cx", "cy", "cz", "ch", "ccx", "cswap", "crx", "cry", "crz"}
-_OWN = {2: {"cu1", "cu3"}, 3: {"p", "cp", "sx", "gphase"}}
+_SHARED = {"id", "x", "y", "z", "h", "s", "sdg", "t", "tdg", "rx", "ry", "rz", "u2", "u3"}
+_SHARED |= {"cx", "cy", "cz", "ch", "ccx", "crz"}
+_STANDARD = {2: _SHARED | {"u1", "cu1", "cu3"}}  # of the first qelib1.inc; later ones have more
+_STANDARD[3] = _SHARED | {"p", "cp", "sx", "gphase", "swap", "cswap", "crx", "cry"}
 
 
 def dumps(circuit: Circuit, version: int = 3) -> str:
@@ -112,11 +117,9 @@ class Writer:
             turn = self._line("U", (theta, phi, lam), operation.wires, _modifiers(operation))
             return [turn, *self._third(phase)]
         ones = all(value for _, value in operation.controls)
-        short = _NAMES.get((operation.name, len(operation.controls))) if ones else None
-        if short in _SHARED_CONTROLLED | _OWN[3]:
-            return [self._line(str(short), operation.parameters, operation.wires)]
-        if operation.name not in _SHARED | _OWN[3]:
-            self.used[operation.name] = None
+        short = _NAMES.get((operation.name, len(operation.controls)), "") if ones else ""
+        if short in _STANDARD[3]:
+            return [self._line(short, operation.parameters, operation.wires)]
         return [self._line(operation.name, operation.parameters, operation.wires, _modifiers(operation))]
 
     def _second(self, operation: Operation) -> list[str]:
@@ -127,19 +130,17 @@ class Writer:
             lowered = Operation(GATES["p"], (wire,), tuple(others), operation.parameters)
             flips = [Operation(GATES["x"], (wire,))] * (value == 0)
             return [line for each in (*flips, lowered, *flips) for line in self._second(each)]
-        name = {"p": "u1"}.get(operation.name, operation.name)
-        if not operation.controls:
-            if name not in _SHARED | {"u1"}:
-                self.used[name] = None
-            return [self._line(name, operation.parameters, operation.targets)]
-        ones = all(value for _, value in operation.controls)
-        short = {"cp": "cu1"}.get(found := _NAMES.get((operation.name, len(operation.controls)), ""), found)
-        if ones and short in _SHARED_CONTROLLED | _OWN[2]:
-            return [self._line(short, operation.parameters, operation.wires)]
+        count = len(operation.controls)
+        name = _NAMES.get((operation.name, count), "") if count else operation.name
+        name = {"p": "u1", "cp": "cu1"}.get(name, name)
+        if all(value for _, value in operation.controls) and (name in _STANDARD[2] or name in DEFINITIONS):
+            return [self._line(name, operation.parameters, operation.wires)]
         smaller = few_controls(operation) if len(operation.targets) == 1 else two_level(operation)
         return [line for each in smaller for line in self._second(each)]
 
     def _line(self, name: str, angles: Iterable[Affine], wires: Iterable[int], modifiers: str = "") -> str:
+        if name not in _STANDARD[self.version] and name != "U":
+            self.used[name] = None
         written = ", ".join(self._angle(angle) for angle in angles)
         return f"{modifiers}{name}{f'({written})' if written else ''} {_wires(wires)}".rstrip() + ";"
 

@@ -1,0 +1,123 @@
+"""Collectives on Python values: they travel pickled, as bytes, and are unpickled where they arrive.
+
+The lengths are told first, and that much blocks even with async_op=True; then the bytes travel. So ranks that wait at
+once and ranks that wait later say the same things in the same order. Use these among your own ranks only: unpickling
+runs what the sender says.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from unisono.comm.collectives import Collectives, _all_gather_single
+from unisono.comm.log import detail_of_root
+from unisono.comm.operation import Outcome
+from unisono.errors import UsageError
+
+
+class Objects(Collectives):
+    """Operations on values of any kind that can be pickled."""
+
+    def broadcast_object(self, value: Any, root: int = 0, *, async_op: bool = False) -> Outcome:
+        """The root's value, on every rank."""
+        self._require_rank("root", root)
+        is_root = self.rank == root
+        sent = packed(value) if is_root else None
+        room: list[torch.Tensor] = []
+
+        def start() -> list[dist.Work]:
+            length = torch.tensor([0 if sent is None else len(sent)])
+            dist.broadcast(length, group=self.group, group_src=root)
+            room.append(torch.empty(int(length), dtype=torch.uint8) if sent is None else sent)
+            return [dist.broadcast(room[0], group=self.group, group_src=root, async_op=True)]
+
+        return self._travel("broadcast_object", root, start, lambda: value if is_root else unpacked(room[0]), async_op)
+
+    def all_gather_object(self, value: Any, *, async_op: bool = False) -> Outcome:
+        """Every rank's value, on every rank."""
+        sent, room = packed(value), Rows()
+
+        def start() -> list[dist.Work]:
+            room.lengths = self._all_lengths(sent)
+            mine, room.bytes = room.row(sent), room.table()
+            return [_all_gather_single(room.bytes, mine, group=self.group, async_op=True)]
+
+        return self._travel("all_gather_object", 0, start, room.values, async_op)
+
+    def gather_object(self, value: Any, root: int = 0, *, async_op: bool = False) -> Outcome:
+        """On the root every rank's value; None elsewhere."""
+        self._require_rank("root", root)
+        is_root = self.rank == root
+        sent, room = packed(value), Rows()
+
+        def start() -> list[dist.Work]:
+            room.lengths = self._all_lengths(sent)
+            mine, room.bytes = room.row(sent), room.table()
+            places = list(room.bytes.view(self.size, -1)) if is_root else None
+            return [dist.gather(mine, places, group=self.group, group_dst=root, async_op=True)]
+
+        return self._travel("gather_object", root, start, lambda: room.values() if is_root else None, async_op)
+
+    def scatter_object(self, values: Sequence[Any] | None = None, root: int = 0, *, async_op: bool = False) -> Outcome:
+        """values[rank] of the root; only the root passes `values`."""
+        self._require_rank("root", root)
+        is_root = self.rank == root
+        if is_root and (values is None or len(values) != self.size):
+            given = "none" if values is None else len(values)
+            raise UsageError(f"scatter_object: the root needs {self.size} values, one a rank, but got {given}")
+        sent = [packed(value) for value in values] if is_root and values is not None else []
+        room = Rows()
+
+        def start() -> list[dist.Work]:
+            lengths = torch.tensor([len(each) for each in sent] or [0] * self.size)
+            dist.broadcast(lengths, group=self.group, group_src=root)
+            room.lengths = lengths.tolist()
+            room.bytes = room.row(torch.empty(0, dtype=torch.uint8))
+            rows = [room.row(each) for each in sent] or None
+            return [dist.scatter(room.bytes, rows, group=self.group, group_src=root, async_op=True)]
+
+        return self._travel(
+            "scatter_object", root, start, lambda: unpacked(room.bytes[: room.lengths[self.rank]]), async_op
+        )
+
+    def _travel(
+        self, op: str, root: int, start: Callable[[], list[dist.Work]], finish: Callable[[], Any], async_op: bool
+    ) -> Outcome:
+        return self._run(op, None, start, finish, async_op, detail_of_root(root), depth=4, blocks=True)
+
+    def _all_lengths(self, mine: torch.Tensor) -> list[int]:
+        lengths = torch.empty(self.size, dtype=torch.int64)
+        _all_gather_single(lengths, torch.tensor([len(mine)]), group=self.group)
+        return lengths.tolist()
+
+
+class Rows:
+    """Pickled values of all ranks, one row each, as long as the longest."""
+
+    lengths: list[int]
+    bytes: torch.Tensor
+
+    def row(self, value: torch.Tensor) -> torch.Tensor:
+        row = torch.zeros(max(self.lengths), dtype=torch.uint8)
+        row[: len(value)] = value
+        return row
+
+    def table(self) -> torch.Tensor:
+        return torch.empty(len(self.lengths) * max(self.lengths), dtype=torch.uint8)
+
+    def values(self) -> list[Any]:
+        rows = self.bytes.view(len(self.lengths), -1)
+        return [unpacked(row[:length]) for row, length in zip(rows, self.lengths, strict=True)]
+
+
+def packed(value: Any) -> torch.Tensor:
+    return torch.frombuffer(bytearray(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+
+
+def unpacked(received: torch.Tensor) -> Any:
+    return pickle.loads(received.numpy().tobytes())

@@ -1,0 +1,63 @@
+"""A look ahead, before any rank communicates: whether the loss can take what the model returns.
+
+A hollow copy of the model (on torch's "meta" device: no memory, no time) is run on the example. What fails there proves
+nothing, as some models need values; so a loss that fails is asked once more, with the model's real output for two
+samples, and only then is the job refused.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from unisono.errors import UsageError
+from unisono.parallel.expert import collect_aux
+from unisono.parallel.loss import GlobalLoss, Loss
+from unisono.parallel.pipeline.inputs import call
+from unisono.parallel.pipeline.survey import left_as_it_was
+from unisono.parallel.share import rows_between, rows_of
+
+_SAMPLES = 2
+
+
+def require_fitting_loss(model: nn.Module, loss: Loss, example: tuple[Any, Any]) -> None:
+    """UsageError where loss(outputs, targets) fails on what the model returns for the example."""
+    if not isinstance(example, tuple | list) or len(example) != 2:
+        raise UsageError(f"the example is a {type(example).__name__}; expected a batch: (inputs, targets)")
+    asked = GlobalLoss(loss)
+    with torch.no_grad():
+        try:
+            with torch.device("meta"):
+                inputs, targets = tree_map(_hollow, tuple(example))
+                outputs = call(_hollow_copy(model), inputs)
+        except Exception:
+            return  # a model that needs values: its first step will tell
+        with contextlib.suppress(Exception), torch.device("meta"):
+            asked(outputs, targets)
+            return
+        samples = rows_between(tuple(example), 0, min(_SAMPLES, rows_of(example)))
+        try:
+            with left_as_it_was(model):
+                outputs = call(model, samples[0])
+        except Exception:
+            return
+        finally:
+            collect_aux(model)  # nobody else will
+        asked(outputs, samples[1])
+
+
+def _hollow_copy(model: nn.Module) -> nn.Module:
+    """A copy, so that what a model keeps of a run (tables, masks) is kept elsewhere."""
+    held = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(tensor): _hollow(tensor) for tensor in held})
+
+
+def _hollow(leaf: Any) -> Any:
+    if isinstance(leaf, nn.Parameter):
+        return nn.Parameter(leaf.detach().to("meta"), requires_grad=leaf.requires_grad)
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf

@@ -1,0 +1,95 @@
+"""The matrix of `verify --plan all`: a row a plan, a column a kind, printed as the verdicts come."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from unisono.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from unisono.train.verdict import Verdict, Worst
+
+# What stands over the columns, in two lines; and in one line where the screen is narrow.
+_WIDE = (
+    ("initial", "parameters"),
+    ("", "loss"),
+    ("", "gradients"),
+    ("", "parameters"),
+    ("", "buffers"),
+    ("optimizer", "state"),
+)
+_NARROW = ("init", "loss", "grads", "params", "bufs", "optim")
+_VERDICT = 10  # columns: that of the longest word
+
+
+@dataclass
+class Matrix:
+    """Shows verdicts on a console; `end` shows the reasons of those that were refused, and the total."""
+
+    console: Console
+    plans: list[Plan]
+
+    def __post_init__(self) -> None:
+        self._is_wide = self.console.width >= 100
+        self._widths = [max(map(len, title)) + 2 for title in _WIDE] if self._is_wide else [7] * len(_NARROW)
+        room = self.console.width - sum(self._widths) - _VERDICT - 2
+        self._room = max(min(max(len(str(plan)) for plan in self.plans), room), 4)
+        self._verdicts: list[Verdict] = []
+
+    def begin(self) -> None:
+        if self._is_wide:
+            self._line("", [title[0] for title in _WIDE], "")
+        self._line("plan", [title[1] for title in _WIDE] if self._is_wide else list(_NARROW), "verdict")
+
+    def tell(self, verdict: Verdict) -> None:
+        self._verdicts.append(verdict)
+        if not verdict.ran:
+            word = "[yellow]refused[/]" if verdict.refusal else "[red]FAILED[/]"
+            self._line(verdict.plan, ["-"] * len(self._widths), word)
+            return
+        word = "[green]equivalent[/]" if verdict.equivalent else "[red]DIFFERENT[/]"
+        self._line(verdict.plan, [_figure(each) for each in verdict.worst], word)
+        for label, text in (("first parting", verdict.parting), ("looks like", verdict.guess)):
+            if text:
+                self.console.print(f"    {label}: {text}", markup=False)
+
+    def end(self) -> None:
+        self._reasons("refused", {v.plan: v.refusal for v in self._verdicts if v.refusal})
+        self._reasons("failed", {v.plan: v.failure for v in self._verdicts if v.failure})
+        self.console.print(total(self._verdicts))
+
+    def _line(self, plan: str, figures: list[str], verdict: str) -> None:
+        if len(plan) > self._room:  # on a line of its own, the figures below
+            self.console.print(plan, markup=False)
+            plan = ""
+        columns = "".join(f"{figure:>{width}}" for figure, width in zip(figures, self._widths, strict=True))
+        self.console.print(f"{plan:{self._room}}{columns}  {verdict}", soft_wrap=True)
+
+    def _reasons(self, word: str, reasons: dict[str, str]) -> None:
+        """Each reason once, with the plans that it holds for."""
+        for reason in dict.fromkeys(reasons.values()):
+            plans = [plan for plan, why in reasons.items() if why == reason]
+            self.console.print(f"\n{word}: {reason}", markup=False)
+            for plan in plans:
+                self.console.print(f"    {plan}", markup=False)
+
+
+def _figure(worst: Worst) -> str:
+    if not worst.compared:
+        return "none"
+    return "exact" if worst.deviation == 0 else f"{worst.deviation:.0e}"
+
+
+def total(verdicts: list[Verdict]) -> str:
+    ran = [verdict for verdict in verdicts if verdict.ran]
+    parts = [f"{sum(verdict.equivalent for verdict in ran)} of {len(ran)} plans equivalent"]
+    refused = sum(bool(verdict.refusal) for verdict in verdicts)
+    failed = sum(bool(verdict.failure) for verdict in verdicts)
+    if refused:
+        parts.append(f"{refused} refused with a reason")
+    if failed:
+        parts.append(f"{failed} failed")
+    return ", ".join(parts)

@@ -1,0 +1,151 @@
+"""A verdict: how far a run under a plan is from the run on one device, kind by kind, and whether that is rounding."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+
+from unisono.plan.plan import Plan
+from unisono.train.record import Record, Tensors
+
+# Halves: the dtype of what is computed; parameters, gradients and optimizer state are then float32. Rounding alone
+# sends a ReLU, or a sign in Adam, to the other side now and then: so norms are compared, and less is proved.
+HALVES = {"bfloat16": "bf16", "float16": "fp16"}
+TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.2, "float16": 0.05}
+LOSS_TOLERANCE = TOLERANCE | {"bfloat16": 1e-2, "float16": 2e-3}
+KINDS = ("initial parameters", "loss", "gradients", "parameters", "buffers", "optimizer state")
+# A tensor this much smaller than the largest of its kind is zero but for rounding; its relative deviation says nothing.
+_NEGLIGIBLE = {"float64": 1e-6, "float32": 1e-6, "bfloat16": 0.05, "float16": 0.05}
+# A gradient this much smaller than the largest (in units of the tolerance) is nothing but rounding: that of a key's
+# bias, which softmax cancels, is one. What Adam makes of it, and of its parameter, is of no size of its own.
+_NOISE = 1e-3
+
+
+@dataclass(frozen=True)
+class Worst:
+    """The largest relative deviation among the tensors of one kind."""
+
+    kind: str
+    deviation: float
+    name: str  # of the tensor
+    compared: int  # tensors of this kind
+
+
+@dataclass(frozen=True)
+class Verdict:
+    plan: str
+    equivalent: bool
+    worst: list[Worst] = field(default_factory=list)
+    parting: str = ""  # the first place in forward order where activations part
+    guess: str = ""  # what kind of fault it looks like
+    refusal: str = ""  # why the plan was refused, before it ran
+    failure: str = ""  # how the run ended, where it neither was refused nor came to an end
+
+    @property
+    def ran(self) -> bool:
+        return not self.refusal and not self.failure
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, told: dict[str, Any]) -> Verdict:
+        return cls(**told | {"worst": [Worst(**each) for each in told["worst"]]})
+
+
+def compared(plan: Plan, plain: Record, planned: Record, dtype: str) -> Verdict:
+    """The verdict on a run, without the search for what went wrong."""
+    noise = _driven_by_noise(plain, _NOISE * TOLERANCE[dtype])
+    worst = [
+        _worst("initial parameters", plain.initial, planned.initial, dtype, exact=True),
+        _worst("loss", _by_step(plain.losses), _by_step(planned.losses), dtype),
+        _worst("gradients", _gradients(plain), _gradients(planned), dtype),
+        _worst("parameters", plain.parameters, planned.parameters, dtype, noise=noise),
+        _worst("buffers", plain.buffers, planned.buffers, dtype),
+        _worst("optimizer state", plain.optimizer, planned.optimizer, dtype, noise=noise),
+    ]
+    if dtype == "float16":
+        worst.append(_worst("loss scale", _by_step(plain.scales), _by_step(planned.scales), dtype, exact=True))
+    return Verdict(str(plan), all(each.deviation <= _allowed(each.kind, dtype) for each in worst), worst)
+
+
+def _allowed(kind: str, dtype: str) -> float:
+    if kind in ("initial parameters", "loss scale"):
+        return 0.0
+    return (LOSS_TOLERANCE if kind == "loss" else TOLERANCE)[dtype]
+
+
+def _by_step(numbers: list[float]) -> Tensors:
+    return {f"step {step}": torch.tensor(number, dtype=torch.float64) for step, number in enumerate(numbers)}
+
+
+def _gradients(record: Record) -> Tensors:
+    steps = enumerate(record.gradients)
+    return {f"{name} (step {step})": gradient for step, named in steps for name, gradient in named.items()}
+
+
+def _driven_by_noise(plain: Record, limit: float) -> frozenset[str]:
+    """The parameters whose gradients are rounding and nothing else, in every step."""
+    scale = _largest(_gradients(plain))
+    felt = {
+        name for named in plain.gradients for name, gradient in named.items() if _largest_of(gradient) > limit * scale
+    }
+    return frozenset(set(plain.parameters) - felt)
+
+
+def _worst(
+    kind: str,
+    plain: Tensors,
+    planned: Tensors,
+    dtype: str,
+    exact: bool = False,
+    noise: frozenset[str] = frozenset(),
+) -> Worst:
+    missing = sorted(set(plain) ^ set(planned))
+    if missing:
+        where = "under the plan" if missing[0] in plain else "on one device"
+        return Worst(kind, float("inf"), f"{missing[0]} is missing {where}", len(plain))
+    scales: dict[str, float] = {}  # of an optimizer's states of each name, of other kinds altogether
+    for key, reference in plain.items():
+        scales[_family(key)] = max(scales.get(_family(key), 0.0), _largest_of(reference))
+    worst, name = 0.0, ""
+    for key, reference in plain.items():
+        if exact:
+            equal = torch.equal(reference, planned[key])
+            deviation = 0.0 if equal else max(_deviation(reference, planned[key], 0), 1e-300)
+        else:
+            of_noise = key.partition(":")[0] in noise  # optimizer states are called parameter:state
+            floor = scales[_family(key)] * (1 if of_noise else _NEGLIGIBLE[dtype])
+            deviation = _deviation(reference, planned[key], floor, of_norms=dtype in HALVES)
+        if deviation > worst:
+            worst, name = deviation, key
+    return Worst(kind, worst, name, len(plain))
+
+
+def _family(key: str) -> str:
+    return key.partition(":")[2]
+
+
+def _largest(tensors: Tensors) -> float:
+    return max((_largest_of(tensor) for tensor in tensors.values()), default=0.0)
+
+
+def _largest_of(tensor: torch.Tensor) -> float:
+    return float(tensor.abs().max()) if tensor.numel() else 0.0
+
+
+def _deviation(reference: torch.Tensor, got: torch.Tensor, floor: float, of_norms: bool = False) -> float:
+    """The largest difference beside the largest value; with `of_norms`, norm beside norm."""
+    if reference.shape != got.shape:
+        return float("inf")
+    if not reference.numel():
+        return 0.0
+    reference, got = reference.double(), got.double()
+    difference = reference - got
+    if not bool(difference.isfinite().all()):
+        return 0.0 if torch.equal(reference, got) else float("inf")
+    if of_norms:
+        return float(difference.norm() / max(float(reference.norm()), floor * reference.numel() ** 0.5, 1e-300))
+    return float(difference.abs().max() / max(float(reference.abs().max()), floor, 1e-300))

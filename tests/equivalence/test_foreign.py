@@ -1,0 +1,69 @@
+"""Hugging Face models as they are, in float64 to 1e-9, although they round to float32 on their way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.equivalence.proof import prove, refused
+from tests.ranks import RankPool
+from unisono.plan.plan import Plan
+from unisono.train.double import InDouble
+
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+# Imported here, so that ranks that are forked later need not.
+for _name in ("Llama", "Qwen2", "Mixtral", "GPT2", "Bert", "ViT", "T5"):
+    getattr(transformers, f"{_name}Model")
+
+Pools = Callable[[str, int], RankPool]
+
+PLANS = {
+    "llama": ["tp=2", "cp=2"],
+    "qwen2": ["dp=2,zero=3", "tp=2,sp", "cp=2,context=ulysses"],
+    "mixtral": ["dp=2", "tp=2,sp"],
+    "gpt2": ["dp=2,zero=1", "tp=2", "cp=2", "pp=2,microbatches=2", "cp=2,pp=2,microbatches=2"],
+    "bert": ["tp=2,sp", "cp=2"],
+    "bert_classifier": ["dp=2,zero=2", "cp=2"],
+    "vit": ["dp=2,zero=3", "tp=2", "cp=2,microbatches=3", "dp=2,cp=2"],
+    "t5": ["dp=2", "dp=2,zero=1", "tp=2"],
+}
+REFUSED = {
+    ("t5", "cp=2"): "expected a mask of the whole sequence",
+    ("t5", "dp=2,zero=3"): "something outside the module uses it",
+    ("mixtral", "dp=2,ep=2"): "has no uni.nn.MoE",
+}
+
+
+@pytest.mark.parametrize(("task", "plan"), [(task, plan) for task, plans in PLANS.items() for plan in plans])
+def test_a_plan_changes_nothing(pools: Pools, task: str, plan: str) -> None:
+    verdict = pools("gloo", Plan.parse(plan).world).run(prove, "foreign", task, plan)[0]
+    assert verdict.equivalent, verdict
+
+
+@pytest.mark.parametrize(("task", "plan"), REFUSED)
+def test_what_cannot_be_right_is_refused(pools: Pools, task: str, plan: str) -> None:
+    for told in pools("gloo", 2).run(refused, "foreign", task, plan):
+        assert REFUSED[task, plan] in told
+
+
+def test_double_stays_double() -> None:
+    x = torch.randn(3, dtype=torch.float64)
+    with InDouble():
+        made = [
+            x.float(),
+            x.to(torch.float32),
+            x.to(dtype=torch.float32),
+            x.softmax(-1, dtype=torch.float32),
+            torch.arange(3).float(),
+            torch.zeros(3),
+            torch.ones(3, dtype=torch.float32),
+        ]
+        assert torch.ones(3, dtype=torch.complex64).dtype == torch.complex128
+        assert x.to(torch.bfloat16).dtype == torch.bfloat16  # asked for in earnest
+    assert [tensor.dtype for tensor in made] == [torch.float64] * len(made)
+    assert torch.zeros(3).dtype == torch.float32
+    with InDouble(torch.float32):
+        assert x.float().dtype == torch.float32
+        assert torch.zeros(3).dtype == torch.float32
