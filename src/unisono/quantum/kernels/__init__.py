@@ -36,7 +36,7 @@ def runner(operations: Sequence[Operation], axes: int, dtype: torch.dtype, devic
     if kernel == "auto":
         kernel = _fastest(operations, axes, device)
     if kernel == "gpu":
-        from unisono.quantum.kernels.gpu import GpuCompiled  # it looks at Runner's users
+        from unisono.quantum.kernels.gpu import GpuCompiled  # it imports this module
 
         return GpuCompiled(operations, axes, dtype, device)
     if kernel == "cpu":

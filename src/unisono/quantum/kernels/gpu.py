@@ -5,7 +5,7 @@ A row of a tile is one amplitude, so there are no lanes, and every bit can be mi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -32,8 +32,6 @@ EACH = {torch.complex64: 16, torch.complex128: 8}  # amplitudes of a tile that a
 SKEW = {torch.complex64: 4, torch.complex128: 3}  # 2^4 amplitudes fill the banks of shared memory
 _REALS = {torch.complex64: (torch.float32, "float"), torch.complex128: (torch.float64, "double")}
 
-Launch = Callable[..., None]
-
 
 @cache
 def _kernel(name: str, dtype: torch.dtype, device: torch.device) -> Any:
@@ -56,7 +54,8 @@ def _kernel(name: str, dtype: torch.dtype, device: torch.device) -> Any:
         raise UsageError(
             f"the GPU kernel cannot be compiled here: {error}; kernel='reference' needs no compiler"
         ) from error
-    kernel.set_shared_memory_config(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    properties: Any = torch.cuda.get_device_properties(device)
+    kernel.set_shared_memory_config(properties.shared_memory_per_block_optin)
     return kernel
 
 
