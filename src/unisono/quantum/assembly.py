@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.quantum.frame import Basis, Frame, Layout, skew
+from unisono.quantum.frame import SKEW, Basis, Frame, Layout, skew
 from unisono.quantum.kernels import code
 from unisono.quantum.lowering import Primitive
 from unisono.quantum.parameter import Affine
@@ -47,7 +47,7 @@ class Code:
 class Assembler:
     """Collects the arrays of a Code, sweep by sweep."""
 
-    def __init__(self, bits: int, lane_bits: int, row_bits: int) -> None:
+    def __init__(self, bits: int, lane_bits: int, row_bits: int, every: int = SKEW) -> None:
         self.bits, self.lane_bits = bits, lane_bits
         self.width = 1 << lane_bits
         self._ops: list[list[int]] = []
@@ -64,7 +64,7 @@ class Assembler:
         self._sizes = dict.fromkeys(("rows", "places", "values", "records", "tables", "sums"), 0)
         self.row_bits = row_bits
         self._spare = 1
-        self._add("rows", _xors(skew(row_bits)[0]).astype(np.int32))
+        self._add("rows", _xors(skew(row_bits, every)[0]).astype(np.int32))
 
     def sweep(self, primitives: Iterable[Primitive], layout: Layout) -> None:
         """Add a tile's program, and how the tiles lie in the state."""

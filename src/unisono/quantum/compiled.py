@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from unisono.errors import MissingPackageError, UsageError
 from unisono.quantum.assembly import Assembler, Code
 from unisono.quantum.commutation import mixed_wires
-from unisono.quantum.frame import Layout
+from unisono.quantum.frame import SKEW, Layout
 from unisono.quantum.kernels.threads import count, together
 from unisono.quantum.lowering import lower
 from unisono.quantum.operation import Operation
@@ -51,16 +52,24 @@ class Angles:
         ]
 
 
-def assemble(operations: Sequence[Operation], bits: int, lane_bits: int, row_bits: int = ROW_BITS) -> Code:
+def assemble(
+    operations: Sequence[Operation],
+    bits: int,
+    lane_bits: int,
+    row_bits: int = ROW_BITS,
+    *,
+    near: int = NEAR,
+    skew: int = SKEW,
+) -> Code:
     """The program of operations on axes 0 (most significant) to bits - 1."""
     widest = max((len(mixed_wires(each)) for each in operations), default=0)
     low = frozenset(range(bits - lane_bits, bits))
     capacity = min(max(row_bits, widest + lane_bits), bits - lane_bits)
-    near = max(0, min(NEAR, capacity - widest - lane_bits))
+    near = max(0, min(near, capacity - widest - lane_bits))
     always = frozenset(range(bits - lane_bits - near, bits - lane_bits))
-    assembler = Assembler(bits, lane_bits, capacity)
+    assembler = Assembler(bits, lane_bits, capacity, skew)
     for tile in tiles(operations, capacity - near, low, always):
-        layout = layout_of(tile, bits, lane_bits, near, capacity)
+        layout = replace(layout_of(tile, bits, lane_bits, near, capacity), skew=skew)
         assembler.sweep((primitive for each in tile.operations for primitive in lower(each)), layout)
     return assembler.code()
 
@@ -99,7 +108,7 @@ class Compiled:
             raise MissingPackageError("numba", "the CPU kernel for circuits", "quantum") from error
         self.bits, self.dtype, self.part = bits, dtype, _PARTS[dtype]
         lane_bits = LANE_BITS[dtype]
-        operations = [part for each in operations for part in _narrowed(each)]
+        operations = [part for each in operations for part in narrowed(each)]
         widest = max((len(mixed_wires(each)) for each in operations), default=0)
         self.padding = lane_bits if bits - lane_bits < max(4, min(bits, widest + lane_bits)) else 0
         self.code = assemble(operations, bits + self.padding, lane_bits, row_bits)
@@ -143,13 +152,12 @@ class Bound:
         self.order = np.zeros(code.turns, dtype=np.int64)
         self.steps = np.ones(len(code.ops))
         self.scales = np.ones(len(code.sweeps))
-        tables = code.term_constants + code.term_slopes * _at(angles[code.turns :], code.term_angles)
         scratch = np.empty(1 << (code.row_bits + code.lane_bits))
         bind(
             code.sweeps,
             self.ops,
             code.terms,
-            tables,
+            with_angles(code, angles),
             angles,
             self.order,
             self.values,
@@ -268,12 +276,13 @@ def aligned(size: int, dtype: Any) -> NDArray:
     return room[start : start + size]
 
 
-def _at(angles: NDArray[np.float64], numbers: NDArray[np.int64]) -> NDArray[np.float64]:
-    return np.append(angles, 0.0)[numbers]
+def with_angles(code: Code, angles: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The tables of the phases' terms."""
+    return code.term_constants + code.term_slopes * np.append(angles[code.turns :], 0.0)[code.term_angles]
 
 
 _WIDEST_WORD = 6  # X and Y of a Pauli rotation; a wider one is taken apart
 
 
-def _narrowed(operation: Operation) -> Sequence[Operation]:
+def narrowed(operation: Operation) -> Sequence[Operation]:
     return operation.lowered() if len(mixed_wires(operation)) > _WIDEST_WORD else (operation,)

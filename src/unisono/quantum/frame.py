@@ -24,6 +24,9 @@ class Parity:
         return Parity(self.rows ^ other.rows, self.lanes ^ other.lanes, self.outside ^ other.outside)
 
 
+SKEW = 8  # 2^8 rows of 64 bytes: as many as the first-level cache has sets
+
+
 @dataclass(frozen=True)
 class Layout:
     """Which bits of the index are row bits, lane bits and outside bits; bit 0 is the least significant."""
@@ -31,18 +34,16 @@ class Layout:
     rows: tuple[int, ...]
     lanes: tuple[int, ...]
     outside: tuple[int, ...]
+    skew: int = SKEW
 
 
-SKEW = 8  # 2^8 rows of 64 bytes: as many as the first-level cache has sets
-
-
-def skew(count: int) -> tuple[list[int], list[int]]:
+def skew(count: int, every: int = SKEW) -> tuple[list[int], list[int]]:
     """Where a tile's rows begin: the mask and the parity of each of `count` row bits.
 
-    Row bit j + SKEW also moves a row by bit j, so that rows that differ in high bits alone do not meet in one cache
-    set."""
-    masks = [1 << j | (1 << (j - SKEW) if j >= SKEW else 0) for j in range(count)]
-    parities = [sum(1 << i for i in range(j, count, SKEW)) for j in range(count)]
+    Row bit j + every also moves a row by bit j, so that rows that differ in high bits alone do not meet in one cache
+    set, or in one bank of a GPU's shared memory."""
+    masks = [1 << j | (1 << (j - every) if j >= every else 0) for j in range(count)]
+    parities = [sum(1 << i for i in range(j, count, every)) for j in range(count)]
     return masks, parities
 
 
@@ -52,7 +53,7 @@ class Frame:
     def __init__(self, layout: Layout) -> None:
         self.parity: dict[int, Parity] = {}
         self.mask: dict[int, int] = {}
-        masks, parities = skew(len(layout.rows))
+        masks, parities = skew(len(layout.rows), layout.skew)
         for number, bit in enumerate(layout.rows):
             self.parity[bit] = Parity(rows=parities[number])
             self.mask[bit] = masks[number]

@@ -22,6 +22,7 @@ from unisono.errors import UsageError
 from unisono.quantum.adjoint import gradients
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.compiled import LANE_BITS
+from unisono.quantum.kernels import require_device
 from unisono.quantum.measuring import Output, output_of
 from unisono.quantum.observable import observables as parsed
 from unisono.quantum.program import Program
@@ -37,6 +38,7 @@ KEPT = 256 << 20  # bytes of final states that a forward keeps for its backward;
 class Layer(nn.Module):
     """(batch, features) -> (batch, observables), or amplitudes or probabilities with output="state", "probabilities".
 
+    States are on `device`: a GPU with "cuda", else where the communicator's tensors are.
     `weights` is the trainable parameter: the circuit's weight(i), drawn uniformly from [0, 2 pi) with `seed` unless
     given."""
 
@@ -50,6 +52,7 @@ class Layer(nn.Module):
         diff: str = "adjoint",
         output: str = "expectations",
         weights: Any = None,
+        device: torch.device | str | None = None,
         kernel: str = "auto",
         seed: int = 0,
     ) -> None:
@@ -65,6 +68,7 @@ class Layer(nn.Module):
         self.output: Output = output_of(output, given, circuit.wires, dtype)
         if diff == "parameter-shift" and not self.output.shiftable:
             raise UsageError("amplitudes have no parameter-shift rule; use diff='adjoint'")
+        self.device = None if device is None else require_device(torch.device(device))
         self.features = circuit.features
         self.weights = nn.Parameter(_initial(weights, circuit.weights, self.real_dtype, seed))
         self._programs: dict[int, Program] = {}
@@ -104,7 +108,7 @@ class Layer(nn.Module):
         return state.run(self.program(state, ranks), weights, features)
 
     def fresh(self, ranks: Share) -> State:
-        return State(self.circuit.wires, ranks.comm, dtype=self.dtype, kernel=self.kernel)
+        return State(self.circuit.wires, ranks.comm, dtype=self.dtype, device=self.device, kernel=self.kernel)
 
     def program(self, state: State, ranks: Share) -> Program:
         if ranks.held not in self._programs:

@@ -27,7 +27,7 @@ class Run:
 
     def runner(self, axes: int, dtype: torch.dtype, device: torch.device, kernel: str) -> Runner:
         """The operations made ready for a kernel; made once."""
-        key = (axes, dtype, device.type, kernel)
+        key = (axes, dtype, device, kernel)
         if key not in self.runners:
             self.runners[key] = runner(self.operations, axes, dtype, device, kernel)
         return self.runners[key]

@@ -20,7 +20,7 @@ from unisono.quantum.blocks import block
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.exchange import DEFAULT_CHUNK, borrow, chunks, trade
 from unisono.quantum.holdings import Holdings
-from unisono.quantum.kernels import require_kernel
+from unisono.quantum.kernels import require_device, require_kernel
 from unisono.quantum.memory import require_room
 from unisono.quantum.program import Conditional, LocalStep, Measure, Program, Run, Trades
 from unisono.quantum.schedule import Schedule
@@ -63,7 +63,8 @@ class State:
             )
         self.comm = comm if size > 1 else None
         self.rank = comm.rank if comm is not None else 0
-        self.device = torch.device(device) if device is not None else comm.device if comm else torch.device("cpu")
+        chosen = torch.device(device) if device is not None else comm.device if comm else torch.device("cpu")
+        self.device = require_device(chosen)
         self.chunk = chunk
         self.kernel = require_kernel(kernel)
         self.bits: dict[int, int] = {}

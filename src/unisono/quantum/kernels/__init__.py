@@ -25,21 +25,43 @@ class Runner(Protocol):
     ) -> tuple[np.ndarray, np.ndarray]: ...
 
 
-KERNELS = ("auto", "cpu", "reference")
+KERNELS = ("auto", "cpu", "gpu", "reference")
 
 
 def runner(operations: Sequence[Operation], axes: int, dtype: torch.dtype, device: torch.device, kernel: str) -> Runner:
     """Operations on the axes of 2^axes amplitudes, made ready to be run many times.
 
-    "auto" is the fastest kernel there is for the device: "cpu" (numba) where it is installed, else "reference"."""
+    "auto" is the fastest kernel there is for the device: "gpu" on one, else "cpu" (numba) where it is installed, else
+    "reference"."""
     if kernel == "auto":
-        fast = device.type == "cpu" and axes > 0 and importlib.util.find_spec("numba") is not None
-        kernel = "cpu" if fast else "reference"
+        kernel = _fastest(operations, axes, device)
+    if kernel == "gpu":
+        from unisono.quantum.kernels.gpu import GpuCompiled  # it imports this module
+
+        return GpuCompiled(operations, axes, dtype, device)
     if kernel == "cpu":
         from unisono.quantum.compiled import Compiled  # numba is optional
 
         return Compiled(operations, axes, dtype)
     return reference.Reference(operations)
+
+
+def _fastest(operations: Sequence[Operation], axes: int, device: torch.device) -> str:
+    if axes == 0:
+        return "reference"
+    if device.type == "cuda":
+        from unisono.quantum.kernels.gpu import fits
+
+        return "gpu" if torch.version.hip is None and fits(operations) else "reference"
+    return "cpu" if device.type == "cpu" and importlib.util.find_spec("numba") is not None else "reference"
+
+
+def require_device(device: torch.device) -> torch.device:
+    """The device, if it is here."""
+    found = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= found:
+        raise UsageError(f"device {str(device)!r}: torch sees {found} CUDA GPUs here; use device='cpu'")
+    return device
 
 
 def require_kernel(kernel: str) -> str:
