@@ -1,4 +1,4 @@
-"""A small GPT in plain PyTorch: nothing here knows that it will run on many ranks."""
+"""A small GPT in plain PyTorch: the model does not know that it will run on many ranks. `tiny` is a task to prove."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+
+import unisono as uni
 
 
 @dataclass(frozen=True)
@@ -86,3 +88,23 @@ def complete(model: GPT, prompt: bytes, length: int, temperature: float = 0.7, s
         logits = model(tokens[:, -model.config.context :])[0, -1] / temperature
         tokens = torch.cat([tokens, torch.multinomial(logits.softmax(-1), 1, generator=generator)[None]], 1)
     return bytes(tokens[0].tolist()).decode("utf-8", "replace")
+
+
+def _sentence(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(256, (8, 33), generator=torch.Generator().manual_seed(seed))
+    return tokens[:, :-1], tokens[:, 1:]
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def tiny() -> uni.Task:
+    """unisono verify examples/gpt.py:tiny --plan dp=2,tp=2"""
+    return uni.Task(
+        model=lambda: GPT(Config(dropout=0.1)),
+        loss=_loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=3e-4),
+        batch=_sentence,
+        clip=1.0,
+    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -148,3 +149,33 @@ def test_what_is_refused() -> None:
         uq.Layer(made, output="state", diff="parameter-shift")
     with pytest.raises(UsageError, match="must not measure"):
         uq.Layer(uq.Circuit(1, bits=1).measure(0, 0), "Z0")
+
+
+def test_second_derivatives_are_refused_and_not_dropped() -> None:
+    layer = uq.Layer(uq.Circuit(2).ry(0, uq.weight(0) + uq.feature(0)).cnot(0, 1), ["Z1"], dtype=torch.complex128)
+    x = torch.rand(2, 1, dtype=torch.float64, requires_grad=True)
+    out = layer(x).sum()
+    (slope,) = torch.autograd.grad(out, x, create_graph=True)
+    with pytest.raises(UsageError, match="first derivatives only"):
+        (out + (slope**2).sum()).backward()
+
+
+def test_a_layer_can_be_copied() -> None:
+    layer = uq.Layer(uq.Circuit(2).ry(0, uq.weight(0)), ["Z0"])
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.weights.zero_()
+    assert twin().item() == pytest.approx(1.0)
+    assert layer.weights.item() != 0
+
+
+def test_columns_that_no_gate_reads_are_refused() -> None:
+    layer = uq.Layer(uq.Circuit(1).ry(0, uq.feature(0)), ["Z0"])
+    with pytest.raises(UsageError, match=r"shape \(3, 2\): expected \(batch, 1\)"):
+        layer(torch.zeros(3, 2))
+
+
+def test_expectations_take_what_layers_take() -> None:
+    state = uq.simulate(uq.Circuit(2).h(0).cnot(0, 1))
+    assert uq.expectations(state, ["Z0 Z1", {"X0 X1": 0.5}]).tolist() == pytest.approx([1.0, 0.5])
+    assert uq.expectations(state, "Z0").tolist() == pytest.approx([0.0])

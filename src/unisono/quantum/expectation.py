@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -16,6 +17,7 @@ from unisono.quantum.blocks import block
 from unisono.quantum.gates import gate
 from unisono.quantum.kernels.words import word_sums
 from unisono.quantum.observable import PauliSum, Word
+from unisono.quantum.observable import observables as parsed
 from unisono.quantum.operation import Operation
 from unisono.quantum.program import Run, trades
 from unisono.quantum.reading import Reading, Shift, Stage, Turns, reading
@@ -28,9 +30,9 @@ _IN_FRAME = {  # what a letter is once the wire is turned, and its sign
 }
 
 
-def expectations(state: State, observables: Sequence[PauliSum], *, restore: bool = True) -> torch.Tensor:
-    """<O> of each observable, float64, on every rank. `restore` puts the layout back, for who walks on from there."""
-    plain = [each.check(state.wires) for each in observables]
+def expectations(state: State, observables: Any, *, restore: bool = True) -> torch.Tensor:
+    """<O> of each observable (or of one), float64, on every rank. `restore` puts the layout back, for who walks on."""
+    plain = [each.check(state.wires) for each in parsed(observables)]
     sums = [PauliSum(each.terms, each.blocks).paulis() for each in plain]
     words = sorted({word for each in sums for _, word in each.terms})
     values = dict(zip(words, words_values(state, words, restore=restore).tolist(), strict=True))

@@ -10,6 +10,7 @@ samples.
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -85,7 +86,7 @@ class Layer(nn.Module):
             return self(x)[0] if not self.features else self._refuse(x)
         if x.dim() == 1:
             return self(x[None])[0]
-        if x.dim() != 2 or x.shape[1] < self.features:
+        if x.dim() != 2 or x.shape[1] != self.features:
             return self._refuse(x)
         return _Evaluate.apply(self.weights, x, self)
 
@@ -118,6 +119,19 @@ class Layer(nn.Module):
     def extra_repr(self) -> str:
         return f"{self.circuit!r}, outputs={self.output.width}, dtype={self.dtype}, diff={self.diff!r}"
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Layer:
+        """A layer of its own over the same communicator."""
+        twin = memo[id(self)] = type(self).__new__(type(self))
+        shared = ("comm", "_shares", "_programs")
+        for name, value in self.__dict__.items():
+            twin.__dict__[name] = value if name in shared else copy.deepcopy(value, memo)
+        return twin
+
+    def __getstate__(self) -> dict[str, Any]:
+        if self.comm is not None:
+            raise UsageError("a quantum layer over a communicator cannot be pickled; save its state_dict()")
+        return self.__dict__
+
     def _refuse(self, x: torch.Tensor) -> torch.Tensor:
         raise UsageError(
             f"input of shape {tuple(x.shape)}: expected (batch, {self.features}) for the circuit's features"
@@ -143,8 +157,15 @@ class _Evaluate(torch.autograd.Function):
         return _gathered(out, layer, ranks).to(x.device)
 
     @staticmethod
-    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.no_grad():
+            found = _Evaluate.gradients(ctx, gradient)
+        if torch.is_grad_enabled():  # create_graph=True: what is done with the gradients may be differentiated
+            found = _FirstOnly.apply(*found, gradient, *ctx.saved_tensors)
+        return *found, None
+
+    @staticmethod
+    def gradients(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         layer: Layer = ctx.layer
         weights, x = ctx.saved_tensors
         numbers, samples = _numbers(weights), _numbers(x)
@@ -162,8 +183,19 @@ class _Evaluate(torch.autograd.Function):
         both = torch.from_numpy(np.concatenate([of_weights, of_samples.reshape(-1)]))
         if layer.comm is not None and layer.comm.size > 1:
             layer.comm.all_reduce(both)
-        first = both[: len(numbers)].to(weights)
-        return first, both[len(numbers) :].view(x.shape).to(x), None
+        return both[: len(numbers)].to(weights), both[len(numbers) :].view(x.shape).to(x)
+
+
+class _FirstOnly(torch.autograd.Function):
+    """Gradients as they are, which say so when they are differentiated: torch would take them for constants."""
+
+    @staticmethod
+    def forward(ctx: Any, of_weights: torch.Tensor, of_x: torch.Tensor, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return of_weights.clone(), of_x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *_: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        raise UsageError("the gradients of a quantum layer were differentiated; it has first derivatives only")
 
 
 def _adjoint(layer: Layer, state: State, gradient: torch.Tensor, given: tuple, ranks: Share) -> tuple:
