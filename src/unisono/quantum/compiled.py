@@ -140,8 +140,6 @@ class Bound:
         self.angles = angles
         self.ops = code.ops.copy()
         self.values = code.constants.astype(compiled.part)
-        self.order = np.zeros(code.turns, dtype=np.int64)
-        self.steps = np.ones(len(code.ops))
         self.scales = np.ones(len(code.sweeps))
         tables = code.term_constants + code.term_slopes * _at(angles[code.turns :], code.term_angles)
         scratch = np.empty(1 << (code.row_bits + code.lane_bits))
@@ -151,10 +149,8 @@ class Bound:
             code.terms,
             tables,
             angles,
-            self.order,
             self.values,
             self.scales,
-            self.steps,
             1 << code.lane_bits,
             scratch,
         )
