@@ -183,7 +183,7 @@ def qulacs(row: str) -> Evaluate:
 
     def evaluate(angles: np.ndarray) -> float:
         circuit = fill(QuantumCircuit(n), angles, False)
-        QuantumCircuitOptimizer().optimize(circuit, 1)  # the best of none, light, 1, 2 and 3 for these rows
+        QuantumCircuitOptimizer().optimize(circuit, 1)  # the best of none, light, 1, 2, 3 at hea-20
         state = QuantumState(n)
         circuit.update_quantum_state(state)
         return observable.get_expectation_value(state).real
@@ -200,7 +200,7 @@ def aer(row: str) -> Evaluate:
         raise NotImplementedError("qiskit-aer has no adjoint gradient")
     n, steps, _ = steps_of(row)
     word = "I" * (n - 1) + "Z"  # the first wire is qiskit's last letter
-    fused = row.startswith(("qft", "random"))  # fusion costs more than it brings on the ansatz
+    fused = row.startswith(("qft", "random"))  # at hea-20 fusion of 2 to 5 qubits costs more than it brings
     machine = AerSimulator(method="statevector", precision="single", max_parallel_threads=THREADS, fusion_enable=fused)
 
     def evaluate(angles: np.ndarray) -> float:

@@ -123,7 +123,7 @@ class Assembler:
         op[code.COUNT] = len(mixes)
         for number, mix in enumerate(mixes):
             op[code.MASK0 + number] = mix.masks[0]
-        op[code.VALUES] = self._add("values", np.zeros(len(mixes)))
+        op[code.VALUES] = self._add("values", np.zeros(2 * len(mixes)))
         op[code.SLOT] = self._turn_slot(mixes)
 
     def _pair(self, mix: Mix, row_bits: int) -> None:

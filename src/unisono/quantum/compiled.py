@@ -149,8 +149,6 @@ class Bound:
         self.angles = angles
         self.ops = code.ops.copy()
         self.values = code.constants.astype(compiled.part)
-        self.order = np.zeros(code.turns, dtype=np.int64)
-        self.steps = np.ones(len(code.ops))
         self.scales = np.ones(len(code.sweeps))
         scratch = np.empty(1 << (code.row_bits + code.lane_bits))
         bind(
@@ -159,10 +157,8 @@ class Bound:
             code.terms,
             with_angles(code, angles),
             angles,
-            self.order,
             self.values,
             self.scales,
-            self.steps,
             1 << code.lane_bits,
             scratch,
         )

@@ -25,14 +25,21 @@ def _odd(word):  # type: ignore[no-untyped-def]
 
 
 @njit(nogil=True)
-def _turns(op, angles, order, values, width):  # type: ignore[no-untyped-def]
-    """Tangents and cotangents, the cotangents first with their masks; the factor that was divided out."""
+def _turns(op, angles, values):  # type: ignore[no-untyped-def]
+    """Of three turns: tangents and cotangents, the cotangents first with their masks; of fewer: cosines and sines.
+
+    Returns the factor that was divided out."""
     count = op[COUNT]
     slot, v = op[SLOT], op[VALUES]
     scale = 1.0
     place = 0
     masks = (op[MASK0], op[MASK0 + 1], op[MASK0 + 2])
     op[FORM] = 0
+    if count < 3:
+        for k in range(count):
+            values[v + 2 * k] = math.cos(angles[slot + k] / 2)
+            values[v + 2 * k + 1] = math.sin(angles[slot + k] / 2)
+        return 1.0
     for form in range(2):
         for k in range(count):
             c, s = math.cos(angles[slot + k] / 2), math.sin(angles[slot + k] / 2)
@@ -41,16 +48,14 @@ def _turns(op, angles, order, values, width):  # type: ignore[no-untyped-def]
                 values[v + place] = c / s if cotangent else s / c
                 scale *= s if cotangent else c
                 op[MASK0 + place] = masks[k]
-                order[slot + place] = slot + k
                 op[FORM] += cotangent
                 place += 1
     return scale
 
 
 @njit(nogil=True)
-def _pair(op, angles, order, values, width):  # type: ignore[no-untyped-def]
+def _pair(op, angles, values, width):  # type: ignore[no-untyped-def]
     v, slot = op[VALUES], op[SLOT]
-    order[slot] = slot
     c, s = math.cos(angles[slot] / 2), math.sin(angles[slot] / 2)
     for lane in range(width):
         weight = values[v + 4 * width + lane]
@@ -103,21 +108,17 @@ def _phase(op, terms, tables, values, width, spare):  # type: ignore[no-untyped-
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
-def bind(sweeps, ops, terms, tables, angles, order, values, scales, steps, width, spare):  # type: ignore[no-untyped-def]
-    """Fill in `values`, the turns' forms and masks in `ops`, and the factor of each sweep.
-
-    `order[slot]` is the turn whose mask stands there now; `steps[op]` the factor divided out by the instruction."""
+def bind(sweeps, ops, terms, tables, angles, values, scales, width, spare):  # type: ignore[no-untyped-def]
+    """Fill in `values`, the turns' forms and the order of their masks in `ops`, and the factor of each sweep."""
     for number in range(len(sweeps)):
         scale = 1.0
         for i in range(sweeps[number, FIRST], sweeps[number, LAST]):
             op = ops[i]
-            steps[i] = 1.0
             if op[KIND] == TURNS:
-                steps[i] = _turns(op, angles, order, values, width)
-                scale *= steps[i]
+                scale *= _turns(op, angles, values)
             elif op[KIND] == PAIR:
                 if op[SLOT] >= 0:
-                    _pair(op, angles, order, values, width)
+                    _pair(op, angles, values, width)
             elif op[KIND] == PHASE or op[KIND] == LANE_PHASE:
                 _phase(op, terms, tables, values, width, spare)
         scales[number] = scale

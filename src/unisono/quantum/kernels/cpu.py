@@ -82,42 +82,41 @@ def _cot(a, b, t):  # type: ignore[no-untyped-def]
     return sub(mul(t, a), b), fma(t, b, a)
 
 
-def _turn1(f0: Any) -> Any:
-    @inline
-    def turn1(tile, rows, begin, count, shift, m0, s0):  # type: ignore[no-untyped-def]
-        w = width(tile)
-        t0 = splat(s0)
-        for i in range(begin, begin + count):
-            row = np.int64(rows[i]) ^ shift
-            p0, p1 = 2 * w * row, 2 * w * (row ^ m0)
-            for h in range(0, 2 * w, w):
-                a0, a1 = f0(load(tile, p0 + h), load(tile, p1 + h), t0)
-                store(tile, p0 + h, a0)
-                store(tile, p1 + h, a1)
-
-    return turn1
+@inline
+def _turned(a, b, c, s):  # type: ignore[no-untyped-def]
+    return fnma(s, b, mul(c, a)), fma(s, a, mul(c, b))
 
 
-def _turn2(f0: Any, f1: Any) -> Any:
-    @inline
-    def turn2(tile, rows, begin, count, shift, m0, m1, s0, s1):  # type: ignore[no-untyped-def]
-        w = width(tile)
-        t0, t1 = splat(s0), splat(s1)
-        for i in range(begin, begin + count):
-            row = np.int64(rows[i]) ^ shift
-            p0, p1 = 2 * w * row, 2 * w * (row ^ m0)
-            p2, p3 = 2 * w * (row ^ m1), 2 * w * (row ^ m0 ^ m1)
-            for h in range(0, 2 * w, w):
-                a0, a1 = f0(load(tile, p0 + h), load(tile, p1 + h), t0)
-                a2, a3 = f0(load(tile, p2 + h), load(tile, p3 + h), t0)
-                a0, a2 = f1(a0, a2, t1)
-                a1, a3 = f1(a1, a3, t1)
-                store(tile, p0 + h, a0)
-                store(tile, p1 + h, a1)
-                store(tile, p2 + h, a2)
-                store(tile, p3 + h, a3)
+@inline
+def _turn1(tile, rows, begin, count, shift, m0, values, v):  # type: ignore[no-untyped-def]
+    w = width(tile)
+    c0, s0 = splat(values[v]), splat(values[v + 1])
+    for i in range(begin, begin + count):
+        row = np.int64(rows[i]) ^ shift
+        p0, p1 = 2 * w * row, 2 * w * (row ^ m0)
+        for h in range(0, 2 * w, w):
+            a0, a1 = _turned(load(tile, p0 + h), load(tile, p1 + h), c0, s0)
+            store(tile, p0 + h, a0)
+            store(tile, p1 + h, a1)
 
-    return turn2
+
+@inline
+def _turn2(tile, rows, begin, count, shift, m0, m1, values, v):  # type: ignore[no-untyped-def]
+    w = width(tile)
+    c0, s0, c1, s1 = splat(values[v]), splat(values[v + 1]), splat(values[v + 2]), splat(values[v + 3])
+    for i in range(begin, begin + count):
+        row = np.int64(rows[i]) ^ shift
+        p0, p1 = 2 * w * row, 2 * w * (row ^ m0)
+        p2, p3 = 2 * w * (row ^ m1), 2 * w * (row ^ m0 ^ m1)
+        for h in range(0, 2 * w, w):
+            a0, a1 = _turned(load(tile, p0 + h), load(tile, p1 + h), c0, s0)
+            a2, a3 = _turned(load(tile, p2 + h), load(tile, p3 + h), c0, s0)
+            a0, a2 = _turned(a0, a2, c1, s1)
+            a1, a3 = _turned(a1, a3, c1, s1)
+            store(tile, p0 + h, a0)
+            store(tile, p1 + h, a1)
+            store(tile, p2 + h, a2)
+            store(tile, p3 + h, a3)
 
 
 def _turn3(f0: Any, f1: Any, f2: Any) -> Any:
@@ -156,15 +155,13 @@ def _turn3(f0: Any, f1: Any, f2: Any) -> Any:
     return turn3
 
 
-_turn1_0, _turn1_1 = _turn1(_tan), _turn1(_cot)
-_turn2_0, _turn2_1, _turn2_2 = _turn2(_tan, _tan), _turn2(_cot, _tan), _turn2(_cot, _cot)
 _turn3_0, _turn3_1 = _turn3(_tan, _tan, _tan), _turn3(_cot, _tan, _tan)
 _turn3_2, _turn3_3 = _turn3(_cot, _cot, _tan), _turn3(_cot, _cot, _cot)
 
 
 @inline
 def turns(tile, op, rows, shift, values):  # type: ignore[no-untyped-def]
-    """One to three bits turned in one pass; the cotangent forms come first."""
+    """One to three bits turned in one pass. Three are divided by their cosines, or sines, the latter first."""
     begin, count, v, form = op[ROWS], op[ROW_COUNT], op[VALUES], op[FORM]
     m0, m1, m2 = op[MASK0], op[MASK1], op[MASK2]
     if op[COUNT] == 3:
@@ -178,17 +175,9 @@ def turns(tile, op, rows, shift, values):  # type: ignore[no-untyped-def]
         else:
             _turn3_3(tile, rows, begin, count, shift, m0, m1, m2, s0, s1, s2)
     elif op[COUNT] == 2:
-        s0, s1 = values[v], values[v + 1]
-        if form == 0:
-            _turn2_0(tile, rows, begin, count, shift, m0, m1, s0, s1)
-        elif form == 1:
-            _turn2_1(tile, rows, begin, count, shift, m0, m1, s0, s1)
-        else:
-            _turn2_2(tile, rows, begin, count, shift, m0, m1, s0, s1)
-    elif form == 0:
-        _turn1_0(tile, rows, begin, count, shift, m0, values[v])
+        _turn2(tile, rows, begin, count, shift, m0, m1, values, v)
     else:
-        _turn1_1(tile, rows, begin, count, shift, m0, values[v])
+        _turn1(tile, rows, begin, count, shift, m0, values, v)
 
 
 @inline
