@@ -17,7 +17,7 @@ from collections.abc import Callable
 import numpy as np
 import torch
 
-from unisono.quantum import Circuit, weight
+from unisono.quantum import Circuit, Layer, Z, weight
 from unisono.quantum.kernels.gpu import GpuCompiled
 from unisono.quantum.program import Program, Run
 from unisono.quantum.schedule import Schedule
@@ -93,10 +93,30 @@ def measure(wires: int, depth: int, dtype: torch.dtype, speed: float, gradient: 
     }
 
 
+def measure_layer(wires: int, depth: int, dtype: torch.dtype) -> dict[str, object]:
+    """A layer of the sum of all Z: its output, and output and gradient together."""
+    total = sum((Z(wire) for wire in range(1, wires)), Z(0))
+    layer = Layer(hardware_efficient(wires, depth), [total], dtype=dtype, device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    with torch.no_grad():
+        forward = seconds(layer)
+    both = seconds(lambda: layer().sum().backward())
+    return {
+        "what": "layer",
+        "wires": wires,
+        "depth": depth,
+        "dtype": str(dtype),
+        "output": round(forward, 4),
+        "output and gradient": round(both, 4),
+        "peak GiB": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--forward", type=int, nargs="*", default=[28, 30], help="wires")
     parser.add_argument("--gradient", type=int, nargs="*", default=[26, 28], help="wires")
+    parser.add_argument("--layer", type=int, nargs="*", default=[20, 26, 28], help="wires")
     parser.add_argument("--depth", type=int, default=10)
     parser.add_argument("--dtype", choices=("complex64", "complex128"), default="complex64")
     given = parser.parse_args()
@@ -110,6 +130,9 @@ def main() -> None:
         for wires in sizes:
             print(json.dumps(measure(wires, given.depth, dtype, speed, gradient)), flush=True)
             torch.cuda.empty_cache()
+    for wires in given.layer:
+        print(json.dumps(measure_layer(wires, given.depth, dtype)), flush=True)
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":

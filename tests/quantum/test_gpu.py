@@ -9,8 +9,12 @@ import torch
 from tests.quantum.circuits import random_circuit, random_unitary
 from unisono.errors import UsageError
 from unisono.quantum import Circuit, Layer, State, Z, weight
+from unisono.quantum.application import applied
+from unisono.quantum.expectation import expectations
 from unisono.quantum.kernels import code, reference, runner
 from unisono.quantum.kernels.gpu import ROW_BITS, GpuCompiled
+from unisono.quantum.kernels.words_gpu import GpuWords
+from unisono.quantum.observable import PauliSum, observable
 
 WEIGHTS, FEATURES = np.array([0.3, -1.1, 2.0, 4.4, -2.9]), np.array([0.7, 0.2])
 TOLERANCE = {torch.complex64: 2e-5, torch.complex128: 1e-12}
@@ -110,6 +114,28 @@ def test_a_layer_on_a_gpu_equals_one_on_the_cpu() -> None:
         found.append((out.detach().cpu(), layer.weights.grad.cpu()))
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=0)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pauli_words_on_a_gpu(dtype: torch.dtype) -> None:
+    draw = np.random.default_rng(0)
+    for bits in (1, 4, 12):
+        made = [
+            observable({" ".join(f"{draw.choice([*'IXYZ'])}{wire}" for wire in range(bits)): float(draw.normal())})
+            for _ in range(6)
+        ]
+        made[1] = made[1] + made[0] + 0.5
+        layout = [int(wire) for wire in draw.permutation(bits)]
+        state = State(bits, dtype=torch.complex128)
+        state.local, state.layout = random_state(bits), tuple(layout)
+        words = GpuWords(made, layout, dtype)
+        there = state.local.to(CUDA, dtype)
+        np.testing.assert_allclose(words.values(there), expectations(state, made), atol=10 * TOLERANCE[dtype])
+        weights = draw.normal(size=len(made)).tolist()
+        expected = applied(state, sum((w * each for w, each in zip(weights, made, strict=True)), PauliSum()))
+        check(words.applied(there, weights), expected.local)
 
 
 @gpu

@@ -45,11 +45,19 @@ class Expectations:
         """The fast way, where this rank has the whole state and the observables are short Pauli sums."""
         wide = [len(bits) for each in self.observables for _, bits in each.projectors]
         wide += [len(block.wires) for each in self.observables for block in each.blocks]
-        if state.held or state.device.type != "cpu" or state.kernel == "reference" or max(wide, default=0) > _WIDEST:
+        if state.held or state.kernel == "reference" or max(wide, default=0) > _WIDEST:
             return None
         if state.layout not in self._words:
-            self._words[state.layout] = Words(self.observables, state.layout, state.dtype)
+            self._words[state.layout] = _words(state)(self.observables, state.layout, state.dtype)
         return self._words[state.layout]
+
+
+def _words(state: State) -> type[Words]:
+    if state.device.type == "cpu":
+        return Words
+    from unisono.quantum.kernels.words_gpu import GpuWords  # compiled where there is a GPU
+
+    return GpuWords
 
 
 _WIDEST = min(4, LARGEST_EXPANSION)  # wires of a matrix or projector that is worth writing out in words

@@ -19,12 +19,9 @@ class Words:
     """Words of several observables on the wires of a layout (position 0 most significant)."""
 
     def __init__(self, observables: Sequence[PauliSum], layout: Sequence[int], dtype: torch.dtype) -> None:
-        from unisono.quantum.kernels.pauli import BLOCK
-
         self.observables = len(observables)
         self.bits = len(layout)
         self._part = np.float32 if dtype == torch.complex64 else np.float64
-        self._block = 1 << min(BLOCK, self.bits)
         bit_of = {wire: self.bits - 1 - position for position, wire in enumerate(layout)}
         self._terms = [
             (number, *_masks(word, bit_of), coefficient)
@@ -35,14 +32,14 @@ class Words:
     def values(self, local: torch.Tensor) -> NDArray[np.float64]:
         """The expectation of each observable."""
         owners, groups = self._groups({}, merged=False)
-        found = self._call(groups, local, np.zeros(0, self._part))
+        found = self._call(groups, local, None)
         return np.bincount(owners, found, minlength=self.observables).astype(np.float64)
 
     def applied(self, local: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
         """(sum of weight * observable) |local>."""
         made = torch.empty_like(local)
         _, groups = self._groups(dict(enumerate(weights)), merged=True)
-        self._call(groups, local, torch.view_as_real(made).view(-1).numpy())
+        self._call(groups, local, made)
         return made
 
     def _groups(self, weights: dict[int, float], *, merged: bool) -> tuple[NDArray[np.int64], list[Any]]:
@@ -54,10 +51,12 @@ class Words:
         ordered = sorted(groups.items())
         return np.array([owner for (owner, _), _ in ordered], np.int64), [(k[1], terms) for k, terms in ordered]
 
-    def _call(self, groups: list[Any], local: torch.Tensor, costate: NDArray) -> NDArray[np.float64]:
-        from unisono.quantum.kernels.pauli import apply_words
+    def _call(self, groups: list[Any], local: torch.Tensor, made: torch.Tensor | None) -> NDArray[np.float64]:
+        """The expectation of each group, and the sum of what they make of the state, where it is asked for."""
+        from unisono.quantum.kernels.pauli import BLOCK, apply_words
 
-        size, part = self._block, self._part
+        size, part = 1 << min(BLOCK, self.bits), self._part
+        costate = np.zeros(0, part) if made is None else torch.view_as_real(made).view(-1).numpy()
         low = size - 1
         state = torch.view_as_real(local).view(-1).numpy()
         flips = np.array([flip for flip, _ in groups], np.int64)

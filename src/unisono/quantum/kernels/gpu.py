@@ -34,8 +34,8 @@ _REALS = {torch.complex64: (torch.float32, "float"), torch.complex128: (torch.fl
 
 
 @cache
-def _kernel(name: str, dtype: torch.dtype, device: torch.device) -> Any:
-    """A compiled kernel of tiles.cu; shared memory as large as the device gives is allowed."""
+def kernel_of(file: str, name: str, dtype: torch.dtype, device: torch.device) -> Any:
+    """A compiled kernel of a .cu file beside this; shared memory as large as the device gives is allowed."""
     real = _REALS[dtype][1]
     defined = {name: value for name, value in vars(fields).items() if name.isupper()}
     defined |= {
@@ -47,7 +47,7 @@ def _kernel(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     }
     head = [f"#define {key} {value}" for key, value in defined.items()]
     head += [f"typedef {real} real;", f"typedef {real}2 amplitude;"]
-    source = "\n".join([*head, files(__package__).joinpath("tiles.cu").read_text()])
+    source = "\n".join([*head, files(__package__).joinpath(file).read_text()])
     try:
         kernel = torch.cuda._compile_kernel(source, name)
     except (AttributeError, OSError) as error:
@@ -57,6 +57,11 @@ def _kernel(name: str, dtype: torch.dtype, device: torch.device) -> Any:
     properties: Any = torch.cuda.get_device_properties(device)
     kernel.set_shared_memory_config(properties.shared_memory_per_block_optin)
     return kernel
+
+
+def real_of(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of the parts of an amplitude."""
+    return _REALS[dtype][0]
 
 
 def fits(operations: Sequence[Operation]) -> bool:
@@ -144,7 +149,7 @@ class GpuCompiled:
         self._sweeps = self._sent(code.sweeps, torch.int32)
         self._terms = self._sent(code.terms, torch.int32)
         self._slopes = self._sent(code.term_slopes, torch.float64)
-        real = _REALS[self.dtype][0]
+        real = real_of(self.dtype)
         self._phases = torch.empty(2 * max(1, phases), dtype=real, device=self.device)
         self._halves = torch.zeros(2 * max(1, code.turns), dtype=real, device=self.device)
         self._program = [
@@ -179,7 +184,7 @@ class GpuCompiled:
     def _launch(self, name: str, blocks: int, args: list[Any], tiles_held: int) -> None:
         with torch.cuda.device(self.device):
             room = tiles_held * self.dtype.itemsize << self.code.row_bits
-            kernel = _kernel(name, self.dtype, self.device)
+            kernel = kernel_of("tiles.cu", name, self.dtype, self.device)
             kernel(grid=(blocks, 1, 1), block=(THREADS, 1, 1), args=args, shared_mem=room)
 
     def _check(self, local: torch.Tensor) -> None:
