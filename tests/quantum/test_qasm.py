@@ -16,7 +16,7 @@ from unisono.errors import UsageError
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.parameter import feature, weight
 from unisono.quantum.qasm import QasmError, from_qasm, load_qasm
-from unisono.quantum.qasm.library import FILES
+from unisono.quantum.qasm.catalogue import FILES
 
 TWO = 'OPENQASM 2.0;\ninclude "qelib1.inc";\n'
 THREE = 'OPENQASM 3.0;\ninclude "stdgates.inc";\n'

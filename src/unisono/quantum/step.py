@@ -39,15 +39,6 @@ class Event:
 
 
 @dataclass(frozen=True)
-class Block:
-    """Neighbours that may be applied as one: all diagonal (any number of axes), or all within `axes` (few)."""
-
-    operations: tuple[Operation, ...]
-    axes: tuple[int, ...]
-    diagonal: bool
-
-
-@dataclass(frozen=True)
 class Tile:
     """One sweep over a rank's memory: the operations mix only `active` axes, and are diagonal or controls elsewhere."""
 

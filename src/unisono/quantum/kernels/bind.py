@@ -7,21 +7,12 @@ import math
 from numba import njit
 
 from unisono.quantum.kernels import code
+from unisono.quantum.kernels.parity import parity
 
 KIND, COUNT, FORM, MASK0 = code.KIND, code.COUNT, code.FORM, code.MASK0
 ROWS, ROW_COUNT, VALUES, SLOT = code.ROWS, code.ROW_COUNT, code.VALUES, code.SLOT
 TURNS, PAIR, PHASE, LANE_PHASE = code.TURNS, code.PAIR, code.PHASE, code.LANE_PHASE
 FIRST, LAST = code.FIRST, code.LAST
-
-
-@njit(nogil=True)
-def _odd(word):  # type: ignore[no-untyped-def]
-    word ^= word >> 16
-    word ^= word >> 8
-    word ^= word >> 4
-    word ^= word >> 2
-    word ^= word >> 1
-    return word & 1
 
 
 @njit(nogil=True)
@@ -70,12 +61,12 @@ def _index(terms, at, row, lane):  # type: ignore[no-untyped-def]
     guards, bits = terms[at + 4], terms[at + 5]
     at += 6
     for _ in range(guards):
-        if _odd(terms[at] & row) ^ _odd(terms[at + 1] & lane) ^ terms[at + 2]:
+        if parity(terms[at] & row) ^ parity(terms[at + 1] & lane) ^ terms[at + 2]:
             return -1
         at += 3
     index = 0
     for _ in range(bits):
-        index = index << 1 | (_odd(terms[at] & row) ^ _odd(terms[at + 1] & lane) ^ terms[at + 2])
+        index = index << 1 | (parity(terms[at] & row) ^ parity(terms[at + 1] & lane) ^ terms[at + 2])
         at += 3
     return index
 
@@ -92,7 +83,7 @@ def _phase(op, terms, tables, values, width, spare):  # type: ignore[no-untyped-
             mask, flip = terms[at + 6], terms[at + 8]
             first, second = tables[table + flip], tables[table + 1 - flip]
             for row in range(rows):
-                spare[row] += second if _odd(mask & row) else first
+                spare[row] += second if parity(mask & row) else first
         else:
             for row in range(rows):
                 for lane in range(lanes):

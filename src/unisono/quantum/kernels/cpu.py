@@ -8,6 +8,7 @@ import numpy as np
 from numba import njit
 
 from unisono.quantum.kernels import code
+from unisono.quantum.kernels.parity import parity
 from unisono.quantum.kernels.vector import (
     deinterleave,
     fetch_add,
@@ -39,17 +40,6 @@ PLACES, LANES, OUTSIDE, ORDER = code.PLACES, code.LANES, code.OUTSIDE, code.ORDE
 SWEEP_FLIPS, SWEEP_FLIP_COUNT = code.SWEEP_FLIPS, code.SWEEP_FLIP_COUNT
 ONE = code.ONE
 AHEAD = 32  # rows
-
-
-@inline
-def parity(word):  # type: ignore[no-untyped-def]
-    word ^= word >> 32
-    word ^= word >> 16
-    word ^= word >> 8
-    word ^= word >> 4
-    word ^= word >> 2
-    word ^= word >> 1
-    return word & 1
 
 
 @inline

@@ -10,20 +10,10 @@ from __future__ import annotations
 import numpy as np
 from numba import njit
 
+from unisono.quantum.kernels.parity import parity
 from unisono.quantum.kernels.vector import fetch_add
 
 BLOCK = 10
-
-
-@njit(nogil=True, error_model="numpy")
-def _sign(word):  # type: ignore[no-untyped-def]
-    word ^= word >> 32
-    word ^= word >> 16
-    word ^= word >> 8
-    word ^= word >> 4
-    word ^= word >> 2
-    word ^= word >> 1
-    return 1 - 2 * (word & 1)
 
 
 @njit(nogil=True, error_model="numpy", fastmath=True)
@@ -36,7 +26,7 @@ def _factor(re, im, group, begin, end, high, fixed, signs, factors, tables, plac
         place = places[term]
         if place < 0:
             continue
-        sign = _sign(signs[term] & high)
+        sign = 1 - 2 * parity(signs[term] & high)
         a, b = sign * factors[term, 0], sign * factors[term, 1]
         table = tables[place]
         if place == 0:

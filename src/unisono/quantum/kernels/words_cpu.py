@@ -10,17 +10,11 @@ from typing import Any
 import numba
 import numpy as np
 
+from unisono.quantum.kernels.parity import parity
+
 FEW = 6  # words up to which each is added up on its own
 
 jit: Any = numba.njit(nogil=True, cache=True, fastmath=True, error_model="numpy")
-
-
-@jit
-def odd(word):  # type: ignore[no-untyped-def]
-    """Whether a word has an odd number of bits."""
-    for shift in (32, 16, 8, 4, 2, 1):
-        word ^= word >> shift
-    return word & 1
 
 
 @jit
@@ -65,7 +59,7 @@ def sums(mine, theirs, flip, signs, low, begin, end, out):  # type: ignore[no-un
                 first, second = real[signs[word] & (size - 1)], imaginary[signs[word] & (size - 1)]
             else:
                 first, second = dot(low[word], real), dot(low[word], imaginary)
-            sign = 1.0 - 2.0 * odd(base & signs[word])
+            sign = 1.0 - 2.0 * parity(base & signs[word])
             out[word, 0] += sign * first
             out[word, 1] += sign * second
 
@@ -82,7 +76,7 @@ def add(into, theirs, flip, signs, factors, low, begin, end):  # type: ignore[no
         imaginary[:] = 0
         for word in range(len(signs)):
             row = low[word]
-            negative = odd(base & signs[word])
+            negative = parity(base & signs[word])
             first = -factors[word, 0] if negative else factors[word, 0]
             second = -factors[word, 1] if negative else factors[word, 1]
             for place in range(size):

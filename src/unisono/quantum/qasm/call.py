@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from unisono.quantum.operation import Operation
 from unisono.quantum.parameter import Affine, affine
-from unisono.quantum.qasm.library import Known, operations, power
+from unisono.quantum.qasm.catalogue import Known, operations, power
 from unisono.quantum.qasm.scope import Definition, Operand, Scope
 from unisono.quantum.qasm.token import Cursor, Token
 

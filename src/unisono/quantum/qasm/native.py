@@ -9,7 +9,7 @@ import numpy as np
 from unisono.quantum.gates import GATES, Matrix
 from unisono.quantum.operation import Operation
 from unisono.quantum.parameter import Affine
-from unisono.quantum.qasm.library import FILES, Known
+from unisono.quantum.qasm.catalogue import FILES, Known
 from unisono.quantum.qasm.scope import Definition
 
 NATIVE = {name: Known(name, 0, gate.parameters, gate.targets) for name, gate in GATES.items() if gate.unitary}

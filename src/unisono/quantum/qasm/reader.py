@@ -19,7 +19,7 @@ from unisono.quantum.gates import GATES
 from unisono.quantum.operation import Operation
 from unisono.quantum.parameter import Affine, feature, weight
 from unisono.quantum.qasm.call import call
-from unisono.quantum.qasm.library import BUILT_IN, DEFINED, FILES
+from unisono.quantum.qasm.catalogue import BUILT_IN, DEFINED, FILES
 from unisono.quantum.qasm.native import native
 from unisono.quantum.qasm.scope import Definition, Operand, Scope, between
 from unisono.quantum.qasm.token import Cursor, Token, tokenize
