@@ -209,3 +209,14 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 def test_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make()
+
+
+def test_what_a_user_may_pass_loosely() -> None:
+    state = simulate(Circuit(2).h(0))
+    vector = np.array([1, 0, 1, 0]) / np.sqrt(2)
+    assert outputs.fidelity(state, vector) == pytest.approx(1.0)
+    assert outputs.probabilities(state, 0).tolist() == pytest.approx([0.5, 0.5])
+    with pytest.raises(UsageError, match="expected a State first"):
+        outputs.overlap(vector, state)
+    with pytest.raises(UsageError, match="basis state 3: expected 2 characters"):
+        outputs.amplitudes(state, [3])

@@ -58,7 +58,7 @@ def variances(state: State, of: Any) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.float64)
 
 
-def probabilities(state: State, wires: Sequence[int] | None = None) -> torch.Tensor:
+def probabilities(state: State, wires: Sequence[int] | int | None = None) -> torch.Tensor:
     """The probability of each reading of these wires (default: all), float64, the first wire most significant."""
     chosen = _checked(state, wires, MOST_PROBABILITIES)
     return state.total(_marginal(state, chosen, {})).cpu()
@@ -102,7 +102,7 @@ def amplitudes(state: State, strings: Sequence[str]) -> torch.Tensor:
     """The amplitudes of basis states such as "0110", wire 0 first."""
     found = torch.zeros(len(strings), dtype=torch.complex128, device=state.device)
     for number, bits in enumerate(strings):
-        if len(bits) != state.wires or set(bits) - {"0", "1"}:
+        if not isinstance(bits, str) or len(bits) != state.wires or set(bits) - {"0", "1"}:
             raise UsageError(f"basis state {bits!r}: expected {state.wires} characters 0 or 1")
         index = 0
         for wire in state.layout:
@@ -144,8 +144,10 @@ def shard(state: State) -> torch.Tensor:
         return received
 
 
-def overlap(left: State, right: State | torch.Tensor) -> complex:
+def overlap(left: State, right: State | torch.Tensor | np.ndarray) -> complex:
     """<left|right>; `right` may be all amplitudes in the order of wires, given alike on every rank."""
+    if not isinstance(left, State):
+        raise UsageError(f"overlap of a {type(left).__name__}: expected a State first; a vector may come second")
     if isinstance(right, State):
         if (right.wires, right.held) != (left.wires, left.held):
             raise UsageError(
@@ -156,6 +158,7 @@ def overlap(left: State, right: State | torch.Tensor) -> complex:
             return inner(left, right)
         theirs = shard(right)
     else:
+        right = torch.as_tensor(right)
         if right.shape != (1 << left.wires,):
             raise UsageError(f"amplitudes of shape {tuple(right.shape)}: expected ({1 << left.wires},)")
         size = 1 << (left.wires - left.held)
@@ -164,7 +167,7 @@ def overlap(left: State, right: State | torch.Tensor) -> complex:
     return complex(*left.total(torch.view_as_real(product_).clone()).tolist())
 
 
-def fidelity(left: State, right: State | torch.Tensor) -> float:
+def fidelity(left: State, right: State | torch.Tensor | np.ndarray) -> float:
     """|<left|right>|^2."""
     return abs(overlap(left, right)) ** 2
 
@@ -172,7 +175,9 @@ def fidelity(left: State, right: State | torch.Tensor) -> float:
 # ---- inside ---------------------------------------------------------------------------------------------------------
 
 
-def _checked(state: State, wires: Sequence[int] | None, most: int) -> tuple[int, ...]:
+def _checked(state: State, wires: Sequence[int] | int | None, most: int) -> tuple[int, ...]:
+    if isinstance(wires, int):
+        wires = (wires,)
     chosen = tuple(range(state.wires)) if wires is None else tuple(wires)
     bad = [wire for wire in chosen if not 0 <= wire < state.wires]
     if bad or len(set(chosen)) != len(chosen):

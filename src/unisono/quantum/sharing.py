@@ -37,7 +37,8 @@ def share(comm: Communicator | None, wires: int, *, batch: int = 1, narrowest: i
     groups = min(size // width, max(1, batch))
     note = ""
     if groups * width < size:
-        note = f"{groups * width} of {size} ranks share the state, which takes a power of two; the others are idle"
+        used = groups * width
+        note = f"{used} of {size} ranks share the state (a power of two, as its wires allow); the others are idle"
     elif groups > 1:
         note = f"{size} ranks in {groups} groups of {width}: each group simulates its own samples of the batch"
     if comm is None or size == 1:
