@@ -39,6 +39,7 @@ from unisono.parallel.share import rows_of, share, shares
 from unisono.parallel.tensor import require_shareable, tensor_parallelize
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.parallel.zero import Zero
+from unisono.plan.balance import checked
 from unisono.plan.plan import AXES, DATA, REPLICAS, Plan
 from unisono.plan.schedule import Schedule, schedule
 
@@ -71,7 +72,7 @@ def parallelize(
     comm = world.world() if world.is_initialized() else world.init()
     plan.fit(comm.size)
     whole = _whole_model(model, seed, dtype)
-    _refuse_what_cannot_be_right(plan, whole)
+    refuse_what_cannot_be_right(plan, whole)
     precision.require_float32(whole)
     if plan.tp > 1:
         require_shareable(whole, plan.tp, rules)
@@ -102,7 +103,7 @@ def _whole_model(model: Model, seed: int, dtype: torch.dtype | None) -> nn.Modul
     return whole if dtype is None else whole.to(dtype)
 
 
-def _refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
+def refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
     if plan.microbatches > 1 and batchnorm.has_batchnorm(model):
         raise UsageError(
             f"microbatches={plan.microbatches}: BatchNorm takes its statistics over the whole batch at once, which "
@@ -122,7 +123,9 @@ def _refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
     if plan.pp == 1 and plan.schedule != "1f1b":
         raise UsageError(f"schedule={plan.schedule} orders the stages of a pipeline, but pp=1; leave it out")
     if plan.pp > 1:
-        require_stages(model, _order(plan))
+        blocks = require_stages(model, _order(plan))
+        if plan.boundaries:
+            checked(plan.boundaries, len(blocks.modules), _order(plan).stages)
 
 
 def _applied(
@@ -150,7 +153,8 @@ def _applied(
     if plan.pp > 1:
         order = _order(plan)
         with random:
-            cut = split(model, order, mesh.index("pp"), example=_example_inputs(plan, mesh, example))
+            inputs = _example_inputs(plan, mesh, example)
+            cut = split(model, order, mesh.index("pp"), example=inputs, boundaries=plan.boundaries or None)
         random.step = 0
     comm = mesh.comm(*REPLICAS)
     normalised = GlobalLoss(loss, comm if comm.size > 1 else None, dims=(0, 1) if plan.cp > 1 else (0,))

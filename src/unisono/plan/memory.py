@@ -20,7 +20,6 @@ from math import ceil
 
 from unisono.plan.plan import Plan
 from unisono.plan.portrait import OptimizerState, Portrait, Segment, Weight
-from unisono.plan.schedules.one_f_one_b import split_evenly
 from unisono.plan.setting import Setting, hidden_bytes
 from unisono.plan.stages import Stages
 
@@ -139,7 +138,7 @@ def chunks_alive(schedule: str, ranks: int, microbatches: int, chunks: int, rank
         case "1f1b":
             return min(microbatches, ranks - rank)
         case "interleaved" if chunks > 1:
-            group = len(split_evenly(microbatches, max(1, microbatches // ranks))[0])
+            group = ceil(microbatches / max(1, microbatches // ranks))
             return min(microbatches * chunks, (chunks - 1) * group + 2 * (ranks - 1 - rank) + 1)
         case "interleaved":
             return min(microbatches, ranks - rank)
@@ -196,7 +195,7 @@ class MemoryModel:
         if key not in self._states:
             total = [0, 0]
             itemsize = 4
-            for segment, count in stages.counted_of(rank):
+            for segment, count in stages.segments_of(rank):
                 part = self._segment_state(segment, plan)
                 total[0] += part.elements * count
                 total[1] += part.sharded * count

@@ -33,6 +33,7 @@ class Subject:
     flash: bool = True  # attention without dropout keeps no matrix of queries by keys
     mask_bytes: float | None = None  # that a dropout keeps for an element; without: as many as the element has
     keeps_gathered: bool = True
+    repeats: int = 1  # how often the last traced block stands in the model: blocks that are alike are traced once
 
 
 def read(trace: Trace, subject: Subject) -> Portrait:
@@ -120,6 +121,7 @@ class _Reader:
         rows = self.subject.rows
         packet = str(getattr(op.target, "_overloadpacket", ""))
         of_weights = sum(self.trace.specs[name][0].nbytes for name in op.inputs if name in self.parameter)
+        read = 0 if packet == "aten.embedding" else of_weights  # an embedding reads the rows that it looks up
         is_attention = packet == "aten.scaled_dot_product_attention"
         work = Work(
             name=op.name,
@@ -127,7 +129,7 @@ class _Reader:
             kind="attention" if is_attention else "matmul" if op.flops else "memory" if op.bytes_moved else "view",
             flops=op.flops / rows,
             moved=max(op.bytes_moved - of_weights, 0) / rows,
-            weights=float(of_weights),
+            weights=float(read),
             outputs=sum(spec.nbytes for spec in op.outputs) / rows,
             saved=op.saved / rows,
             is_cut=is_cut,
@@ -192,7 +194,7 @@ class _Reader:
             name=self.subject.name,
             batch=self.subject.batch,
             before=segments[0],
-            blocks=tuple(segments[1:-1]),
+            blocks=(*segments[1:-1], *segments[-2:-1] * (self.subject.repeats - 1)),
             after=segments[-1],
             hidden=0.0 if hidden is None else self._sample_bytes(hidden),
             dtype=_dtype_name(computes.outputs[0].dtype if computes else torch.float32),

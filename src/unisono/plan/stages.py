@@ -18,6 +18,7 @@ class Stages:
     starts: tuple[int, ...]
     placement: tuple[int, ...]
     _counted: dict[int, tuple[tuple[Segment, int], ...]] = field(default_factory=dict)
+    _of_ranks: dict[int, tuple[tuple[Segment, int], ...]] = field(default_factory=dict)
 
     @cached_property
     def ranks(self) -> int:
@@ -43,16 +44,30 @@ class Stages:
             self._counted[stage] = tuple(counted.items())
         return self._counted[stage]
 
-    def segments_of(self, rank: int) -> list[tuple[Segment, int]]:
-        return [
-            pair
-            for stage, holder in enumerate(self.placement)
-            if holder == rank
-            for pair in self.segments_of_stage(stage)
-        ]
+    @cached_property
+    def kinds(self) -> tuple[list[tuple[tuple[Segment, int], ...]], list[int]]:
+        """The stages that differ, and for each stage the number of its kind."""
+        places: dict[tuple[tuple[int, int], ...], int] = {}
+        kinds: list[tuple[tuple[Segment, int], ...]] = []
+        numbers = []
+        for stage in range(len(self.placement)):
+            counted = self.segments_of_stage(stage)
+            key = tuple((id(segment), count) for segment, count in counted)
+            if key not in places:
+                places[key] = len(kinds)
+                kinds.append(counted)
+            numbers.append(places[key])
+        return kinds, numbers
 
-    def counted_of(self, rank: int) -> list[tuple[Segment, int]]:
-        return self.segments_of(rank)
+    def segments_of(self, rank: int) -> tuple[tuple[Segment, int], ...]:
+        """All that a rank holds, with how often each occurs."""
+        if rank not in self._of_ranks:
+            counted: Counter[Segment] = Counter()
+            for stage, holder in enumerate(self.placement):
+                if holder == rank:
+                    counted.update(dict(self.segments_of_stage(stage)))
+            self._of_ranks[rank] = tuple(counted.items())
+        return self._of_ranks[rank]
 
     def holds_both_ends(self, rank: int) -> bool:
         return self.placement[0] == self.placement[-1] == rank

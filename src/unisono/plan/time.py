@@ -177,18 +177,15 @@ class TimeModel:
     # ---- a stage and a step --------------------------------------------------------------------------------------
 
     def stage_paces(self, plan: Plan, stages: Stages) -> list[Pace]:
-        known: dict[tuple[tuple[int, int], ...], Pace] = {}
-        paces = []
-        for stage in range(len(stages.placement)):
-            counted = stages.segments_of_stage(stage)
-            key = tuple((id(segment), count) for segment, count in counted)
-            if key not in known:
-                total = Pace()
-                for segment, count in counted:
-                    total = total.plus(self.pace(segment, plan).times(count))
-                known[key] = total
-            paces.append(known[key])
-        return paces
+        """Of all stages; those that are alike share one."""
+        kinds, numbers = stages.kinds
+        made = []
+        for counted in kinds:
+            total = Pace()
+            for segment, count in counted:
+                total = total.plus(self.pace(segment, plan).times(count))
+            made.append(total)
+        return [made[number] for number in numbers]
 
     def estimate(self, plan: Plan, stages: Stages) -> Duration:
         """By closed forms."""

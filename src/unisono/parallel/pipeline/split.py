@@ -22,7 +22,7 @@ from torch import nn
 
 from unisono.errors import UsageError
 from unisono.parallel.blocks import Blocks, find_blocks
-from unisono.parallel.pipeline.balance import balanced, checked, require_enough
+from unisono.plan.balance import balanced, checked, require_enough
 from unisono.parallel.pipeline.foreign import Foreign
 from unisono.parallel.pipeline.stage import Stage
 from unisono.parallel.pipeline.survey import Survey, by_example, by_order
