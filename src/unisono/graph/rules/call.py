@@ -81,8 +81,8 @@ class Call:
         ndim = len(of if of is not None else self.shape())
         return int(self[name]) % max(ndim, 1)
 
-    def option(  # noqa: N805 - an argument of the op may be called self
-        call,
+    def option(
+        call,  # not self, which an argument of the op may be called
         outputs: Placement | Iterable[Placement],
         local: str | None = None,
         /,
@@ -97,7 +97,5 @@ class Call:
         for name in call.names:
             given = inputs.get(name, REPLICATE)
             taken.append(given if isinstance(given, Placement) else next(lists[name]))
-        made: Placements = (
-            (outputs,) * len(call.results) if isinstance(outputs, Placement) else tuple(outputs)
-        )
+        made: Placements = (outputs,) * len(call.results) if isinstance(outputs, Placement) else tuple(outputs)
         return Option(tuple(taken), made, local)
