@@ -122,7 +122,7 @@ RULES = {
 }
 
 
-def _large(name: str, config: Config, batch: int) -> uni.Task:
+def large_gpt(name: str, config: Config, batch: int) -> uni.Task:
     """A task to plan for: in bfloat16, and never allocated (`unisono plan` builds it on the meta device)."""
 
     def tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -142,9 +142,9 @@ def _large(name: str, config: Config, batch: int) -> uni.Task:
 
 def gpt3_175b() -> uni.Task:
     """unisono plan examples/gpt.py:gpt3_175b --devices 1024 --hardware h100"""
-    return _large("gpt3_175b", Config(51200, 2048, 12288, 96, 96), batch=1536)
+    return large_gpt("gpt3_175b", Config(51200, 2048, 12288, 96, 96), batch=1536)
 
 
 def gpt_1t() -> uni.Task:
     """unisono plan examples/gpt.py:gpt_1t --devices 8192 --hardware h100"""
-    return _large("gpt_1t", Config(51200, 2048, 25600, 160, 128), batch=3072)
+    return large_gpt("gpt_1t", Config(51200, 2048, 25600, 160, 128), batch=3072)

@@ -117,7 +117,10 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any) -> torch.Tensor:
+        # Kernels lay the result out as (..., queries, heads, width), so that heads are joined without a copy.
         result = query.new_empty(*query.shape[:-1], value.shape[-1])
+        if query.dim() > 3:
+            result = result.transpose(-3, -2).contiguous().transpose(-3, -2)
         normalisers = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, *(() if mask is None else (mask,)), result, normalisers)
         return result

@@ -43,7 +43,10 @@ _TRACED_ROWS = 2  # of the batch: some models treat a single sample in another w
 class Planner:
     """A task that is planned for: its model without memory, its portrait, and what it allows."""
 
-    def __init__(self, task: Task, hardware: Hardware, batch: int | None = None, *, flash: bool | None = None) -> None:
+    def __init__(
+        self, task: Task, hardware: Hardware, batch: int | None = None, *, keeps_gathered: bool = True
+    ) -> None:
+        """keeps_gathered: under sp, what a layer cut by columns has gathered stays until its backward."""
         self.task = task
         self.hardware = hardware
         self.model = _without_memory(task)
@@ -54,7 +57,7 @@ class Planner:
         self._rows = min(_TRACED_ROWS, rows_of(example), self.batch)
         self._example = _first_rows(example, self._rows)
         self._probe = task.optimizer(list(self.model.parameters()))
-        self._flash = hardware.flash if flash is None else flash
+        self._keeps_gathered = keeps_gathered
         self._tp_refusals: dict[int, str | None] = {}
         self.portrait = self._portrait()
 
@@ -70,7 +73,8 @@ class Planner:
             blocks=blocks.path if blocks else "",
             count=len(blocks.modules) - repeats + 1 if blocks else 0,
             optimizer=self._optimizer_state(),
-            flash=self._flash,
+            flash=self.hardware.flash,
+            keeps_gathered=self._keeps_gathered,
             mask_bytes=self.hardware.dropout_mask,
             repeats=repeats,
         )
