@@ -83,7 +83,7 @@ def parallelize(
         comm.broadcast_parameters(whole)
     random = RandomState(seed)
     random.name_modules(whole)
-    trainer = _applied(whole, plan, mesh, random, loss, optimizer, example, rules, clip)
+    trainer = applied(whole, plan, mesh, random, loss, optimizer, example, rules, clip)
     trainer.precision = precision
     trainer.scaler = precision.scaler(mesh)
     if trainer.scaler is not None and takes_closure(trainer.optimizer):
@@ -128,7 +128,7 @@ def refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
             checked(plan.boundaries, len(blocks.modules), _order(plan).stages)
 
 
-def _applied(
+def applied(
     model: nn.Module,
     plan: Plan,
     mesh: Mesh,
@@ -138,7 +138,10 @@ def _applied(
     example: tuple[Any, Any] | None,
     rules: Any,
     clip: float | None,
+    fill: Callable[[nn.Module], None] = lambda model: None,
 ) -> Trainer:
+    """`fill` is given the model when it is cut, and before anything is made of its parameters: to give memory to one
+    that was built without."""
     expert_parallelize(model, mesh)
     if plan.tp > 1:
         tensor_parallelize(model, mesh, rules, sequence=plan.sequence)
@@ -156,6 +159,7 @@ def _applied(
             inputs = _example_inputs(plan, mesh, example)
             cut = split(model, order, mesh.index("pp"), example=inputs, boundaries=plan.boundaries or None)
         random.step = 0
+    fill(model)
     comm = mesh.comm(*REPLICAS)
     normalised = GlobalLoss(loss, comm if comm.size > 1 else None, dims=(0, 1) if plan.cp > 1 else (0,))
     if plan.zero:
