@@ -122,7 +122,7 @@ RULES = {
 }
 
 
-def large_gpt(name: str, config: Config, batch: int) -> uni.Task:
+def large_gpt(name: str, config: Config, batch: int, dtype: torch.dtype = torch.bfloat16) -> uni.Task:
     """A task to plan for: in bfloat16, and never allocated (`unisono plan` builds it on the meta device)."""
 
     def tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -130,7 +130,7 @@ def large_gpt(name: str, config: Config, batch: int) -> uni.Task:
         return made[:, :-1].expand(batch, -1), made[:, 1:].expand(batch, -1)
 
     return uni.Task(
-        model=lambda: GPT(config).to(torch.bfloat16),
+        model=lambda: GPT(config).to(dtype),
         loss=_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
         batch=tokens,

@@ -16,7 +16,6 @@ from unisono.quantum import command as qsim_command
 from unisono.train import plan_command, verify_command
 
 
-
 def add_bench(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="measure how fast ranks talk and compute", allow_abbrev=False)
     kinds = parser.add_subparsers(metavar="WHAT", required=True)

@@ -89,7 +89,11 @@ def test_zero_of_seven_and_a_half_billion_parameters(stage: int, gigabytes: floa
 
 def test_state_is_what_ranks_hold() -> None:
     """Cut by tp, by rows over the replicas, by experts."""
-    weights = [Weight("up", (4096, 1024), 4, tp_dim=0), Weight("norm", (1024,), 4), Weight("e", (8, 64, 64), 4, None, True)]
+    weights = [
+        Weight("up", (4096, 1024), 4, tp_dim=0),
+        Weight("norm", (1024,), 4),
+        Weight("e", (8, 64, 64), 4, None, True),
+    ]
     plan = Plan(dp=4, tp=2, cp=2, ep=4, zero=1)
     state = state_of(weights, plan)
     assert state.elements == 4096 * 1024 // 2 + 1024 + 8 * 64 * 64 // 4

@@ -125,7 +125,7 @@ def share_at(curve: Curve, size: float) -> float:
 
 
 def seconds_at(curve: Curve, size: float) -> float:
-    """The time that a measured curve (bytes, seconds) gives for a size: flat below it, and beyond it at its last slope."""
+    """The time that a measured curve (bytes, seconds) gives: flat below its sizes, beyond them at its last slope."""
     place = bisect_right(curve, (size, math.inf))
     if place == 0 or len(curve) == 1:
         return curve[0][1]
@@ -237,9 +237,7 @@ class _Reader:
             self._fail(f"[{table}] {key} = {given[key]!r}; expected a whole number")
         return int(value)
 
-    def _share(
-        self, table: str, given: dict[str, Any], key: str, default: float, *, positive: bool = False
-    ) -> float:
+    def _share(self, table: str, given: dict[str, Any], key: str, default: float, *, positive: bool = False) -> float:
         value = self._number(table, given, key, default)
         if value > 1 or (positive and value == 0):
             self._fail(f"[{table}] {key} = {value}; expected a share between 0 and 1")

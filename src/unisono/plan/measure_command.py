@@ -9,7 +9,7 @@ from unisono.errors import UsageError
 
 
 def add_kind(kinds: Any) -> None:
-    parser = kinds.add_parser("hardware", help="measure this machine for the planner: unisono bench hardware > here.toml")
+    parser = kinds.add_parser("hardware", help="measure this machine for the planner")
     add = parser.add_argument
     add("-n", "-np", dest="n", type=int, default=2, metavar="N", help="ranks that share the machine (default: 2)")
     add("--backend", choices=("gloo", "mpi"), help="default: gloo")

@@ -239,7 +239,9 @@ class Search:
     def _least_saving(self, plan: Plan) -> Iterator[tuple[Plan, float]]:
         """The plan with each stage of ZeRO and the least recomputation that fits, and the bytes that each needs."""
         zeros = (0, 1, 2, 3) if plan.dp * plan.cp > 1 else (0,)
-        again = [each for each in _RECOMPUTE if each != "selective" or self._has_core] if self.portrait.blocks else ["none"]
+        again = (
+            [each for each in _RECOMPUTE if each != "selective" or self._has_core] if self.portrait.blocks else ["none"]
+        )
         if plan.schedule in ("zb1p", "zbv"):  # a backward that computes again is not done in halves, nor that of ZeRO 3
             zeros, again = zeros[:3], [each for each in again if each != "full"]
         smallest = plan.but(zero=zeros[-1], recompute=again[-1])

@@ -271,7 +271,9 @@ class TimeModel:
         size = state.elements * state.itemsize
         m, share = plan.microbatches, (ranks.ranks - 1) / ranks.ranks
         travel, sent = _zero_travel(plan, ranks, size, m)
-        room = self.hardware.overlap * (mine.both * m if plan.zero == 3 else mine.backward * (m if plan.zero == 2 else 1))
+        room = self.hardware.overlap * (
+            mine.both * m if plan.zero == 3 else mine.backward * (m if plan.zero == 2 else 1)
+        )
         after = ranks.all_gather(size) if plan.zero in (1, 2) else 0.0  # the optimizer's results, when all is over
         hides = plan.pp == 1 or plan.zero >= 2
         hidden = min(travel - after, room) * (self.hardware.overlap > 0) if hides else 0.0

@@ -17,7 +17,9 @@ if TYPE_CHECKING:
 
 
 def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("plan", help="find the fastest plan that fits, and say why not others", allow_abbrev=False)
+    parser = subparsers.add_parser(
+        "plan", help="find the fastest plan that fits, and say why not others", allow_abbrev=False
+    )
     add = parser.add_argument
     add("task", metavar="task.py:name", help="a uni.Task, or a function that returns one")
     add("--devices", type=int, required=True, metavar="N", help="devices to plan for")

@@ -1,7 +1,7 @@
 """A task as the planner sees it, and which plans it allows.
 
-    portrait = portray(task, hardware)                     # traced without being allocated
-    plan = choose(task, world, hardware)                   # what Engine(plan="auto") uses
+portrait = portray(task, hardware)                     # traced without being allocated
+plan = choose(task, world, hardware)                   # what Engine(plan="auto") uses
 """
 
 from __future__ import annotations
@@ -237,8 +237,9 @@ def _weights(model: nn.Module, styles: Styles) -> Iterator[tuple[str, Weight]]:
     cut = _cut_dims(model, styles)
     experts = {id(p) for module in model.modules() if isinstance(module, MoE) for p in _expert_parameters(module)}
     for name, parameter in model.named_parameters():
-        yield name, Weight(
-            name, tuple(parameter.shape), parameter.itemsize, cut.get(id(parameter)), id(parameter) in experts
+        yield (
+            name,
+            Weight(name, tuple(parameter.shape), parameter.itemsize, cut.get(id(parameter)), id(parameter) in experts),
         )
 
 
