@@ -11,6 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -101,7 +102,7 @@ class _Clock:
         for side in _GPU_SIDES if self.device.type == "cuda" else _SIDES:
             x, w = self._random(4 * side, side, dtype=dtype), self._random(side, side, dtype=dtype)
             operations = 2.0 * 4 * side**3
-            points.append((operations, operations / self.time(lambda x=x, w=w: F.linear(x, w))))
+            points.append((operations, operations / self.time(partial(F.linear, x, w))))
         return points
 
     def attentions(self, dtype: torch.dtype) -> list[tuple[float, float]]:
@@ -111,7 +112,7 @@ class _Clock:
             heads, width = (16, 64) if is_gpu else (4, 32)
             q, k, v = (self._random(2, heads, length, width, dtype=dtype) for _ in range(3))
             operations = 4.0 * 2 * heads * length**2 * width
-            taken = self.time(lambda q=q, k=k, v=v: F.scaled_dot_product_attention(q, k, v, is_causal=True))
+            taken = self.time(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True))
             points.append((operations, operations / taken))
         return points
 

@@ -133,7 +133,7 @@ class Search:
     def stages(self, plan: Plan) -> Stages:
         """Where the pipeline is cut: as the plan says, else so that stages take equally long."""
         chunks = _chunks(plan)
-        key = (plan.pp, chunks, plan.schedule == "zbv", plan.boundaries)
+        key: tuple[object, ...] = (plan.pp, chunks, plan.schedule == "zbv", plan.boundaries)
         if plan.pp > 1 and not plan.boundaries:
             key += (plan.tp, plan.cp, plan.sequence, plan.recompute, plan.microbatches * plan.dp)
         if key not in self._stages:
@@ -238,7 +238,7 @@ class Search:
 
     def _least_saving(self, plan: Plan) -> Iterator[tuple[Plan, float]]:
         """The plan with each stage of ZeRO and the least recomputation that fits, and the bytes that each needs."""
-        zeros = (0, 1, 2, 3) if plan.dp * plan.cp > 1 else (0,)
+        zeros = [0, 1, 2, 3] if plan.dp * plan.cp > 1 else [0]
         again = (
             [each for each in _RECOMPUTE if each != "selective" or self._has_core] if self.portrait.blocks else ["none"]
         )

@@ -46,8 +46,8 @@ class DryRun:
 
     def __str__(self) -> str:
         return (
-            f"dry run of rank {self.rank} of {self.plan} on {self.device}: peak {self.peak / 2**20:.1f} MiB, model state "
-            f"{self.state / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms a step, communication left out"
+            f"dry run of rank {self.rank} of {self.plan} on {self.device}: peak {self.peak / 2**20:.1f} MiB, "
+            f"model state {self.state / 2**20:.1f} MiB, {self.seconds * 1e3:.1f} ms a step, communication left out"
         )
 
 
@@ -70,8 +70,8 @@ def run_here(task: Task, plan: Plan, rank: int, batch: int | None = None, steps:
         mesh = Mesh(plan.shape, AXES)
         if mesh.index("pp"):
             raise UsageError(
-                f"rank {rank} is in stage {mesh.index('pp')} of the pipeline: it would learn the form of its input from "
-                f"the stage before, which is not there; choose one of the first stage, 0 to {plan.world // plan.pp - 1}"
+                f"rank {rank} is in stage {mesh.index('pp')} of the pipeline: it would learn the form of its "
+                f"input from the stage before, which is not there; choose one of the first stage, 0 to {plan.world // plan.pp - 1}"
             )
         mesh.connect()
         meter = Meter(device)

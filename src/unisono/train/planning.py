@@ -99,7 +99,7 @@ class Planner:
 
     @cache  # noqa: B019 (a planner lives as long as its command)
     def _refused_at_once(self, microbatches: bool, pipeline: bool, sequence: bool) -> str | None:
-        """What `parallelize` refuses before ranks compute, for plans of this kind; how many stages is asked elsewhere."""
+        """What `parallelize` refuses before ranks compute, for plans of this kind (but for too many stages)."""
         kind = Plan(
             tp=2 if sequence else 1,
             sequence=sequence,
