@@ -30,7 +30,7 @@ from unisono.plan.time import Duration, TimeModel
 
 Allows = Callable[[Plan], str | None]  # why the job cannot run under a plan; None where it can
 FINALISTS = 24
-_HOPELESS = 1.15  # times the fastest plan so far: what takes longer than that is not looked at closely
+_HOPELESS = 1.1  # times the fastest plan so far: what takes longer than that is not looked at closely
 _FEWEST_TOKENS = 128  # of a sequence on a rank, where more than two share it
 _RECOMPUTE = ("none", "selective", "full")
 
@@ -207,17 +207,24 @@ class Search:
 
     def _scheduled(self, plan: Plan) -> Iterator[Plan]:
         """With every number of microbatches, sp, kind of cp, and order of the pipeline that could pay."""
-        variants = [plan]
-        if plan.tp > 1 and self.portrait.length >= plan.tp:
-            variants.append(plan.but(sequence=True))
-        if plan.cp > 1:
-            variants += [each.but(context="ulysses") for each in variants]
-        for variant in variants:
-            for m in self._microbatches(plan):
-                cut = variant.but(microbatches=m)
+        for m in self._microbatches(plan):
+            for cut in self._variants(plan.but(microbatches=m)):
                 yield cut
                 if plan.pp > 1 and m > 1:
                     yield from self._orders(cut)
+
+    def _variants(self, plan: Plan) -> list[Plan]:
+        """With the quicker kind of cp, and with sp, which needs less memory; without only where that is quicker."""
+        if plan.cp > 1:
+            other = plan.but(context="ulysses")
+            if self.refusal(other) is None and self._at_least(other) < self._at_least(plan):
+                plan = other
+        if plan.tp == 1 or self.portrait.length < plan.tp:
+            return [plan]
+        shared = plan.but(sequence=True)
+        if self.refusal(shared) is not None:
+            return [plan]
+        return [shared] if self._at_least(shared) <= self._at_least(plan) else [plan, shared]
 
     def _microbatches(self, plan: Plan) -> list[int]:
         """Numbers whose microbatches have a whole number of samples; few where the pipeline would only wait."""

@@ -71,7 +71,8 @@ def run_here(task: Task, plan: Plan, rank: int, batch: int | None = None, steps:
         if mesh.index("pp"):
             raise UsageError(
                 f"rank {rank} is in stage {mesh.index('pp')} of the pipeline: it would learn the form of its "
-                f"input from the stage before, which is not there; choose one of the first stage, 0 to {plan.world // plan.pp - 1}"
+                "input from the stage before, which is not there; choose one of the first stage, "
+                f"0 to {plan.world // plan.pp - 1}"
             )
         mesh.connect()
         meter = Meter(device)

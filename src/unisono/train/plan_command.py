@@ -130,8 +130,14 @@ def _show_best(console: Any, search: Search, best: Candidate) -> None:
         "step: " + ", ".join(f"{name} {_seconds(value)}" for name, value in spent.items() if value), markup=False
     )
     if best.plan.pp > 1:
-        starts = "+".join(map(str, search.stages(best.plan).starts))
-        console.print(f"stages begin at blocks {starts} (to run it so: boundaries={starts})", markup=False)
+        stages = search.stages(best.plan)
+        sizes = [len(span) for span in stages.spans]
+        told = (
+            f"{sizes[0]} blocks a stage" if len(set(sizes)) == 1 else f"stages of {', '.join(map(str, sizes))} blocks"
+        )
+        console.print(told, markup=False)
+        if len(set(sizes)) > 1:
+            console.print(f"  to run it so: boundaries={'+'.join(map(str, stages.starts))}", markup=False)
 
 
 def _as_json(
