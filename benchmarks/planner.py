@@ -30,8 +30,8 @@ from torch import nn
 import unisono as uni
 from unisono.errors import UsageError
 from unisono.plan.hardware import Hardware
-from unisono.plan.measure import measure
 from unisono.plan.plan import Plan
+from unisono.train.measure_command import measure
 from unisono.train.planning import Planner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))

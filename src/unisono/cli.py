@@ -11,9 +11,8 @@ import unisono
 from unisono.comm import bench_command, doctor
 from unisono.errors import UnisonoError, UsageError
 from unisono.launch import command as run_command
-from unisono.plan import measure_command
 from unisono.quantum import command as qsim_command
-from unisono.train import plan_command, verify_command
+from unisono.train import measure_command, plan_command, verify_command
 
 
 def add_bench(subparsers: Any) -> None:
