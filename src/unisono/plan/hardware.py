@@ -56,6 +56,7 @@ class Hardware:
     optimizer_rate: float = 0.0  # bytes a second that an optimizer passes; 0: as other elementwise work
     op_overhead: float = 0.0  # seconds that an op takes beside its work, forward or backward
     step_overhead: float = 0.0  # seconds that a step takes beside its ops
+    microbatch_overhead: float = 0.0  # seconds that each further microbatch, or each of a stage, takes beside its ops
     overlap: float = 1.0  # share of a gradient's travel that can hide behind the backward
     margin: float = 0.05  # share of the memory that allocators cannot use: fragments and context
     flash: bool = True  # whether attention keeps no matrix of queries by keys
@@ -145,7 +146,16 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "machine": ("nodes",),
-    "device": ("op_overhead", "step_overhead", "overlap", "margin", "flash", "dropout_mask", "optimizer_rate"),
+    "device": (
+        "op_overhead",
+        "step_overhead",
+        "microbatch_overhead",
+        "overlap",
+        "margin",
+        "flash",
+        "dropout_mask",
+        "optimizer_rate",
+    ),
     "efficiency": ("matmul", "attention", "memory"),
     "intra_node": ("ranks", *_COLLECTIVES),
     "inter_node": ("ranks", *_COLLECTIVES),
@@ -187,6 +197,7 @@ class _Reader:
             optimizer_rate=self._number("device", device, "optimizer_rate", 0.0),
             op_overhead=self._number("device", device, "op_overhead", 0.0),
             step_overhead=self._number("device", device, "step_overhead", 0.0),
+            microbatch_overhead=self._number("device", device, "microbatch_overhead", 0.0),
             overlap=self._share("device", device, "overlap", 1.0),
             margin=self._share("device", device, "margin", 0.05),
             flash=self._flag("device", device, "flash", True),

@@ -211,7 +211,7 @@ def merged(figures: list[Figures]) -> Figures:
         name: [(size, max(each["links"][name][place][1] for each in figures)) for place, (size, _) in enumerate(points)]
         for name, points in first["links"].items()
     }
-    for key in ("bandwidth", "overhead", "optimizer", "step"):
+    for key in ("bandwidth", "overhead", "optimizer", "step", "microbatch"):
         together[key] = statistics.mean(each[key] for each in figures)
     return together
 
@@ -236,6 +236,7 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         f"memory_bandwidth = {figures['bandwidth']:.4g}",
         f"op_overhead = {figures['overhead']:.3g}",
         f"step_overhead = {figures.get('step', 0.0):.3g}",
+        f"microbatch_overhead = {figures.get('microbatch', 0.0):.3g}",
         f"optimizer_rate = {figures['optimizer']:.4g}",
         f"overlap = {0.8 if is_gpu else 0.0}  # on CPUs messages take the time of the cores that compute",
         "margin = 0.05",

@@ -164,6 +164,8 @@ class Search:
             return f"{plan.pp * _chunks(plan)} stages of {blocks} blocks"
         if plan.dp * plan.microbatches > self.portrait.batch:
             return f"{plan.dp * plan.microbatches} parts of {self.portrait.batch} samples"
+        if (plan.sequence or plan.cp > 1) and self.portrait.length == 1:
+            return "between blocks there are no sequences to share"
         if plan.ep > 1 and not self.portrait.has_experts:
             return "the model has no experts"
         # What the job allows depends on less than the whole plan: it is asked once for each of these.

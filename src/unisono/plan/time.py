@@ -180,8 +180,9 @@ class TimeModel:
         """Of all stages; those that are alike share one."""
         kinds, numbers = stages.kinds
         made = []
+        around = self.hardware.microbatch_overhead if plan.microbatches > 1 or plan.pp > 1 else 0.0
         for counted in kinds:
-            total = Pace()
+            total = Pace(around / 2, around / 2)
             for segment, count in counted:
                 total = total.plus(self.pace(segment, plan).times(count))
             made.append(total)
@@ -271,6 +272,7 @@ class TimeModel:
         size = state.elements * state.itemsize
         m, share = plan.microbatches, (ranks.ranks - 1) / ranks.ranks
         travel, sent = _zero_travel(plan, ranks, size, m)
+        travel += self._packing(plan, size)
         room = self.hardware.overlap * (
             mine.both * m if plan.zero == 3 else mine.backward * (m if plan.zero == 2 else 1)
         )
@@ -278,6 +280,14 @@ class TimeModel:
         hides = plan.pp == 1 or plan.zero >= 2
         hidden = min(travel - after, room) * (self.hardware.overlap > 0) if hides else 0.0
         return travel + tied, hidden, sent * share
+
+    def _packing(self, plan: Plan, size: float) -> float:
+        """Gradients and parameters are copied into messages and out of them, read and written: ZeRO's row by row."""
+        if plan.zero == 0:
+            return 2 * size / self._bandwidth
+        rate = self.hardware.rates.get("reshape", (self._bandwidth, 0.0))[0]
+        m = plan.microbatches
+        return 2 * size / rate * {1: 2, 2: m + 1, 3: 3 * m}[plan.zero]
 
     def _tied(self, plan: Plan) -> float:
         if plan.pp == 1 or not self.portrait.tied:

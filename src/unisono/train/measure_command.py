@@ -46,12 +46,13 @@ def _on_rank(is_gpu: bool) -> dict[str, Any]:
     comm = world.init()
     try:
         device = torch.device("cuda" if is_gpu else "cpu")
-        return measured(comm, device) | {"step": step_overhead(device)}
+        step, several = step_overhead(device, 1), step_overhead(device, 4)
+        return measured(comm, device) | {"step": step, "microbatch": max(several - step, 0.0) / 3}
     finally:
         world.shutdown()
 
 
-def step_overhead(device: Any, steps: int = 30) -> float:
+def step_overhead(device: Any, microbatches: int, steps: int = 30) -> float:
     """Seconds that a step takes which has next to nothing to compute: what is around the ops of every step."""
     import time
 
@@ -62,10 +63,14 @@ def step_overhead(device: Any, steps: int = 30) -> float:
     from unisono.parallel.apply import parallelize
 
     comm = world.world()
-    batch = (torch.ones(comm.size, 4, device=device), torch.ones(comm.size, 4, device=device))
+    rows = comm.size * microbatches
+    batch = (torch.ones(rows, 4, device=device), torch.ones(rows, 4, device=device))
     model = torch.nn.Linear(4, 4).to(device)
     trainer = parallelize(
-        model, f"dp={comm.size}", loss=F.mse_loss, optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0)
+        model,
+        f"dp={comm.size},microbatches={microbatches}",
+        loss=F.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
     )
     taken = []
     for _ in range(steps):
