@@ -28,11 +28,21 @@ if TYPE_CHECKING:
     from unisono.parallel.apply import parallelize as parallelize
     from unisono.parallel.trainer import Trainer as Trainer
     from unisono.plan.plan import Plan as Plan
+    from unisono.train.callbacks import Callback as Callback
+    from unisono.train.engine import Engine as Engine
+    from unisono.train.metrics import Accuracy as Accuracy
+    from unisono.train.metrics import Metric as Metric
+    from unisono.train.metrics import Perplexity as Perplexity
     from unisono.train.task import Task as Task
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Accuracy": "unisono.train.metrics",
+    "Callback": "unisono.train.callbacks",
+    "Engine": "unisono.train.engine",
+    "Metric": "unisono.train.metrics",
+    "Perplexity": "unisono.train.metrics",
     "Communicator": "unisono.comm.communicator",
     "Plan": "unisono.plan.plan",
     "Task": "unisono.train.task",

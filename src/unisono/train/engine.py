@@ -9,13 +9,15 @@ The same script runs on one process and under `unisono run -n 8`; every rank cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import math
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from unisono.comm import world
 from unisono.comm.communicator import Communicator
@@ -23,15 +25,18 @@ from unisono.errors import UsageError
 from unisono.parallel.apply import Model, parallelize
 from unisono.parallel.loss import Loss
 from unisono.parallel.precision import Precision
-from unisono.parallel.share import rows_of
+from unisono.parallel.share import Share, rows_between, rows_of
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
-from unisono.train import checkpoint, evaluation, metrics
+from unisono.train import evaluation
 from unisono.train.auto import Choice, choose
 from unisono.train.callbacks import Callback
+from unisono.train.checkpoint import Checkpoints
 from unisono.train.data import Loader
-from unisono.train.fit import Fit, History
-from unisono.train.metrics import Function, Metric, number_of
+from unisono.train.fit import Fit, History, Options
+from unisono.train.inventory import shapes_here
+from unisono.train.metrics import Function, Metric, named, number_of
+from unisono.train.run_folder import RunFolder
 
 Scheduler = Callable[[Optimizer], Any]
 
@@ -59,7 +64,7 @@ class Engine:
         self._loss = loss
         self._optimizer = optimizer
         self._scheduler = scheduler
-        self.metrics = _named_metrics(metrics)
+        self.metrics = named(metrics)
         self._plan = plan if isinstance(plan, Plan) or plan == "auto" else Plan.parse(plan)
         self._precision = Precision.of(precision)
         self._clip = clip
@@ -129,9 +134,18 @@ class Engine:
         """What this rank holds of the model."""
         return self.ready.model
 
-    def dataloader(self, dataset: Any, batch_size: int, *, shuffle: bool = True, workers: int = 0) -> Loader:
-        """Global batches in an order that depends on the seed and the epoch only."""
-        return Loader(dataset, batch_size, seed=self.seed, shuffle=shuffle, workers=workers)
+    def dataloader(
+        self, dataset: Any, batch_size: int, *, shuffle: bool | None = None, workers: int = 0, whole: bool = False
+    ) -> Loader:
+        """Global batches in an order that depends on the seed and the epoch only, of which each rank reads its share.
+
+        An engine that has no plan yet is prepared with the first batch. whole: every rank reads all of it.
+        """
+        given: dict[str, Any] = {"shuffle": shuffle, "seed": self.seed, "workers": workers}
+        if self.trainer is None:
+            first = next(iter(Loader(dataset, batch_size, **{**given, "workers": 0})))
+            self.prepare(first.batch if isinstance(first, Share) else first)
+        return Loader(dataset, batch_size, part=(0, 1) if whole else self.ready.part, **given)
 
     # ---- training ------------------------------------------------------------------------------------------------
 
@@ -155,7 +169,7 @@ class Engine:
         save_every: int | None = None,
         keep: int = 3,
         resume: bool = False,
-        shuffle: bool = True,
+        shuffle: bool | None = None,
         workers: int = 0,
         nonfinite: str = "stop",
         callbacks: Sequence[Callback] = (),
@@ -169,42 +183,44 @@ class Engine:
         newest `keep` of them. resume: go on from the newest good one. nonfinite: "stop" at a loss that is NaN or
         infinite, or "skip" such steps. look_every: steps between two looks at memory and pace.
         """
-        loader = dataset if isinstance(dataset, Loader) else self.dataloader(
-            dataset, batch_size, shuffle=shuffle, workers=workers
-        )
-        run = Fit(self, loader, epochs, steps, callbacks, progress, look_every, nonfinite)
-        if validation is not None:
-            run.validation = self._whole(validation, batch_size)
-        if save is not None:
-            run.save_to(Path(save), save_every, keep, resume)
-        elif save_every is not None or resume:
+        if save is None and (save_every is not None or resume):
             raise UsageError("fit(save_every=..., resume=...) needs save=FOLDER: where checkpoints are")
-        return run.run()
+        options = Options(epochs, steps, look_every, nonfinite, save_every, keep, resume, progress)
+        loader = dataset
+        if not isinstance(dataset, Loader):
+            loader = self.dataloader(dataset, batch_size, shuffle=shuffle, workers=workers)
+        held_out = None if validation is None else self._in_order(validation, batch_size)
+        folder = None if save is None else RunFolder(save, self.comm.rank)
+        return Fit(self, loader, options, folder, held_out, callbacks).run()
 
     # ---- after training ------------------------------------------------------------------------------------------
 
     def evaluate(self, dataset: Any, batch_size: int = 32) -> dict[str, float]:
         """The mean loss and the metrics over all samples, the same on every rank."""
-        loader = self._whole(dataset, batch_size)
-        self.prepare(loader.example())
-        return evaluation.evaluate(self.ready, (batch.pair for batch in loader), self.metrics)
+        return evaluation.evaluate(self.ready, self._in_order(dataset, batch_size), self.metrics)
 
     def predict(self, inputs: Any, batch_size: int = 32) -> Any:
         """The model's outputs for all inputs, in their order, on every rank. `inputs`: as the model takes them."""
         rows = rows_of(inputs)
-        trainer = self.ready
-        from unisono.parallel.share import rows_between
-
-        parts = [trainer.predict(rows_between(inputs, at, min(at + batch_size, rows))) for at in range(0, rows, batch_size)]
-        return _joined(parts)
+        starts = range(0, rows, batch_size)
+        return _joined([self.ready.predict(rows_between(inputs, at, min(at + batch_size, rows))) for at in starts])
 
     def save(self, path: str | Path) -> None:
         """A checkpoint that any plan can load; every rank calls it."""
-        checkpoint.save(path, self.ready, extra=self.own_state())
+        saved = Checkpoints(path, keep=1)
+        saved.save(self.ready, self.ready.steps, extra=self.own_state())
 
     def load(self, path: str | Path) -> None:
         """Go on from a checkpoint of the same model, saved under any plan."""
-        self.load_own_state(checkpoint.load(path, self.ready).extra)
+        self.load_own_state(Checkpoints(path).load(self.ready).extra)
+
+    def about_model(self) -> dict[str, Any]:
+        """What is trained, in short; every rank calls it."""
+        whole: dict[str, Any] = {}
+        for theirs in self.ready.mesh.comm("pp").all_gather_object(shapes_here(self.ready)):
+            whole |= theirs
+        own = self._model if isinstance(self._model, nn.Module) else self.ready.model
+        return {"name": type(own).__name__, "parameters": sum(math.prod(shape) for shape, _ in whole.values())}
 
     def own_state(self) -> dict[str, Any]:
         """What the trainer does not know of."""
@@ -214,8 +230,10 @@ class Engine:
         if self.schedule is not None and "schedule" in state:
             self.schedule.load_state_dict(state["schedule"])
 
-    def _whole(self, dataset: Any, batch_size: int) -> Loader:
-        return dataset if isinstance(dataset, Loader) else self.dataloader(dataset, batch_size, shuffle=False)
+    def _in_order(self, dataset: Any, batch_size: int) -> Loader:
+        if isinstance(dataset, Loader):
+            return dataset
+        return self.dataloader(dataset, batch_size, shuffle=False, whole=evaluation.needs_whole(self.metrics))
 
 
 _FORMS = {
@@ -225,18 +243,12 @@ _FORMS = {
 }
 
 
-def _named_metrics(given: Sequence[str | Metric | Function] | None) -> dict[str, Metric | Function]:
-    return metrics.named(given)
-
-
 def _require_pair(example: Any) -> None:
     if not isinstance(example, tuple | list) or len(example) != 2:
         raise UsageError(f"a batch is a {type(example).__name__}; expected (inputs, targets)")
 
 
 def _joined(parts: Sequence[Any]) -> Any:
-    from torch.utils._pytree import tree_flatten, tree_unflatten
-
     flat = [tree_flatten(part) for part in parts]
     leaves = [
         torch.cat([each[place] for each, _ in flat]) if isinstance(leaf, torch.Tensor) else leaf

@@ -13,9 +13,7 @@ from unisono.plan.plan import REPLICAS
 from unisono.train.metrics import Function, Metric, number_of
 
 
-def evaluate(
-    trainer: Trainer, batches: Iterable[Share], metrics: dict[str, Metric | Function]
-) -> dict[str, float]:
+def evaluate(trainer: Trainer, batches: Iterable[Share], metrics: dict[str, Metric | Function]) -> dict[str, float]:
     """The mean loss over the samples of all batches, and each metric; the same on every rank.
 
     `batches` are this rank's shares; functions among the metrics need whole ones (see `needs_whole`).

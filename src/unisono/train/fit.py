@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import os
 import resource
@@ -10,20 +9,19 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from unisono.errors import UnisonoError, UsageError
 from unisono.launch import environment
-from unisono.parallel.share import rows_of
+from unisono.parallel.share import Share, rows_of
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.plan.plan import DATA
 from unisono.train import evaluation, finite
 from unisono.train.callbacks import Callback
 from unisono.train.checkpoint import Checkpoints
-from unisono.train.data import Batch, Loader
+from unisono.train.data import Loader
 from unisono.train.moment import Moment, tokens_of
 from unisono.train.pace import Pace, slowest
 from unisono.train.preemption import Preemption
@@ -52,6 +50,28 @@ class History:
     stopped: str = ""  # why the run ended before its time; nothing where it did not
 
 
+@dataclass(frozen=True)
+class Options:
+    """What the user said of a run; see `Engine.fit`."""
+
+    epochs: int = 1
+    steps: int | None = None
+    look_every: int = 10
+    nonfinite: str = "stop"
+    save_every: int | None = None
+    keep: int | None = 3
+    resume: bool = False
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "steps", "look_every", "save_every"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise UsageError(f"fit({name}={value!r}): expected a whole number of at least 1")
+        if self.nonfinite not in _NONFINITE:
+            raise UsageError(f"fit(nonfinite={self.nonfinite!r}): expected one of {', '.join(_NONFINITE)}")
+
+
 class Fit:
     """One run of `Engine.fit`."""
 
@@ -59,56 +79,37 @@ class Fit:
         self,
         engine: Engine,
         loader: Loader,
-        epochs: int,
-        steps: int | None,
+        options: Options,
+        folder: RunFolder | None,
+        validation: Loader | None,
         callbacks: Sequence[Callback],
-        progress: bool,
-        look_every: int,
-        nonfinite: str,
     ) -> None:
-        for name, value in (("epochs", epochs), ("steps", steps), ("look_every", look_every)):
-            if value is not None and (not isinstance(value, int) or value < 1):
-                raise UsageError(f"fit({name}={value!r}): expected a whole number of at least 1")
-        if nonfinite not in _NONFINITE:
-            raise UsageError(f"fit(nonfinite={nonfinite!r}): expected one of {', '.join(_NONFINITE)}")
         self.engine = engine
         self.loader = loader
-        self.epochs = epochs
-        self.steps = _steps_of(loader, epochs, steps)
-        self.look_every = look_every
-        self.skips = nonfinite == "skip"
-        self.validation: Loader | None = None
+        self.options = options
+        self.folder = folder
+        self.validation = validation
+        self.steps = _steps_of(loader, options.epochs, options.steps)
         self.history = History()
         self.moment: Moment | None = None
-        self._display = Display(progress and engine.comm.rank == 0)
-        self._folder: RunFolder | None = None
-        self._checkpoints: Checkpoints | None = None
-        self._save_every: int | None = None
-        self._resume = False
-        self._callbacks: list[Callback] = [self._display, *callbacks]
+        self._display = Display(options.progress and engine.comm.rank == 0)
+        self._checkpoints = None if folder is None else Checkpoints(folder.checkpoints, keep=options.keep)
+        self._saved = -1  # the step saved last
+        self._given = list(callbacks)
+        self._skips = options.nonfinite == "skip"
+        self._callbacks: list[Callback] = [self._display, *([folder] if folder else []), *callbacks]
         self._preemption = Preemption(engine.comm)
         self._pace = Pace()
-
-    def save_to(self, path: Path, every: int | None, keep: int, resume: bool) -> None:
-        if every is not None and every < 1:
-            raise UsageError(f"fit(save_every={every}): expected at least 1")
-        self._folder = RunFolder(path, self.engine.comm.rank)
-        self._checkpoints = Checkpoints(self._folder.checkpoints, keep=keep)
-        self._save_every = every
-        # A job that the launcher started again goes on from where it was, whatever the script says.
-        self._resume = resume or int(os.environ.get(environment.ATTEMPT, "0")) > 0
-        self._callbacks.insert(1, self._folder)
 
     # ---- the run -------------------------------------------------------------------------------------------------
 
     def run(self) -> History:
-        self.engine.prepare(self.loader.example())
         self._require_rows()
         self._restore()
         done = self.engine.ready.steps
         self.history.first_step = self.history.step = done
-        if self._folder is not None:
-            self._folder.open(self._about(), done)
+        if self.folder is not None:
+            self.folder.open(self._about(), done)
         for each in self._callbacks:
             each.on_start(self.engine, done, self.steps)
         self._pace.start()
@@ -124,11 +125,14 @@ class Fit:
         return self.history
 
     def _epochs(self) -> None:
-        while self.loader.epoch < self.epochs and not self._is_done():
+        while self.loader.epoch < self.options.epochs and not self._is_done():
             for batch in self.loader:
                 if self._is_over(self._step(batch)):
                     return
-            self._end_epoch()
+                if self._is_done():
+                    break
+            else:
+                self._end_epoch()
             if self.history.stopped:
                 return
         self._save(is_last=True)
@@ -149,9 +153,10 @@ class Fit:
             return True
         return False
 
-    def _step(self, batch: Batch) -> bool:
+    def _step(self, batch: Any) -> bool:
         """One step and all that follows from it; whether a callback wants to end the run."""
         trainer, began = self.engine.ready, time.perf_counter()
+        rows = batch.of if isinstance(batch, Share) else rows_of(batch)
         self._preemption.ask()
         loss, is_skipped = self._trained(trainer, batch)
         if self.engine.schedule is not None and not is_skipped:
@@ -161,45 +166,43 @@ class Fit:
         self.moment = Moment(
             step=trainer.steps,
             epoch=self.loader.epoch + 1,
-            epochs=self.epochs,
+            epochs=self.options.epochs,
             steps=self.steps,
             loss=loss,
             rates=tuple(float(group["lr"]) for group in trainer.optimizer.param_groups if "lr" in group),
-            samples=batch.rows,
-            tokens=tokens_of(batch.pair[0]),
+            samples=rows,
+            tokens=tokens_of(batch, rows),
             seconds=time.perf_counter() - began,
             predicted=None if self.engine.choice is None else self.engine.choice.seconds,
-            ids=batch.ids,
+            ids=self.loader.ids,
             skipped=is_skipped,
         )
-        if trainer.steps % self.look_every == 0:
+        if trainer.steps % self.options.look_every == 0:
             self._look(self.moment)
         asks = [bool(each.on_step(self.engine, self.moment)) for each in self._callbacks]
-        if self._save_every is not None and trainer.steps % self._save_every == 0:
+        if self.options.save_every is not None and trainer.steps % self.options.save_every == 0:
             self._save()
         return self._agreed(any(asks))
 
     def _agreed(self, ends: bool) -> bool:
         """Callbacks of a user may want to end the run on one rank only; then it ends on all."""
-        if len(self._callbacks) <= 1 + (self._folder is not None):
-            return False
-        return any(self.engine.comm.all_gather_object(ends))
+        return bool(self._given) and any(self.engine.comm.all_gather_object(ends))
 
-    def _trained(self, trainer: Trainer, batch: Batch) -> tuple[float, bool]:
+    def _trained(self, trainer: Trainer, batch: Any) -> tuple[float, bool]:
         """The loss of a training step, and whether the step was left out because it is not finite."""
         if takes_closure(trainer.optimizer):
-            loss = float(trainer.step(batch.pair))
+            loss = float(trainer.step(batch))
             if not math.isfinite(loss):
-                raise NonFiniteLoss(self._told(loss, batch, finite.first_culprit(trainer, batch.pair)))
+                raise NonFiniteLoss(self._told(loss, finite.first_culprit(trainer, batch)))
             return loss, False
-        held = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()} if self.skips else {}
+        held = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()} if self._skips else {}
         trainer.zero_grad()
-        loss = float(trainer.backward(batch.pair))
+        loss = float(trainer.backward(batch))
         if math.isfinite(loss):
             trainer.update()
             return loss, False
-        if not self.skips:
-            raise NonFiniteLoss(self._told(loss, batch, finite.first_culprit(trainer, batch.pair)))
+        if not self._skips:
+            raise NonFiniteLoss(self._told(loss, finite.first_culprit(trainer, batch)))
         with torch.no_grad():
             for name, buffer in trainer.model.named_buffers():
                 buffer.copy_(held[name])
@@ -208,8 +211,8 @@ class Fit:
         self.history.skipped += 1
         return loss, True
 
-    def _told(self, loss: float, batch: Batch, culprit: str) -> str:
-        ids = list(batch.ids)
+    def _told(self, loss: float, culprit: str) -> str:
+        ids = self.loader.ids
         shown = f"{ids[:16]}{' ...' if len(ids) > 16 else ''}"
         return (
             f"the loss is {loss} at step {self.engine.ready.steps + 1} (epoch {self.loader.epoch + 1}) on samples "
@@ -231,55 +234,68 @@ class Fit:
         moment = self.moment
         moment.epoch = self.loader.epoch  # which the loader has finished by now
         if self.validation is not None:
-            pairs = (batch.pair for batch in self.validation)
-            values = evaluation.evaluate(self.engine.ready, pairs, self.engine.metrics)
+            values = evaluation.evaluate(self.engine.ready, self.validation, self.engine.metrics)
             moment.values = {f"validation_{name}": value for name, value in values.items()}
             self.history.values.append(moment.values)
         asks = [bool(each.on_epoch(self.engine, moment)) for each in self._callbacks]
         if self._agreed(any(asks)):
             self.history.stopped = "a callback ended it"
-        if self._save_every is None or self.history.stopped:
+        if self.options.save_every is None or self.history.stopped:
             self._save()
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def _save(self, is_last: bool = False) -> None:
-        if self._checkpoints is None or self._checkpoints.newest_step == self.engine.ready.steps:
+        """A checkpoint of this step, written while training goes on; waited for where nothing comes after it."""
+        step = self.engine.ready.steps
+        if self._checkpoints is None or self.folder is None:
             return
-        path = self._checkpoints.save(
-            self.engine.ready, self.loader.state_dict(), extra=self.engine.own_state(), wait=is_last
-        )
-        for each in self._callbacks:
-            each.on_save(self.engine, self.engine.ready.steps, str(path))
+        if self._saved != step:
+            self._saved = step
+            state = self.loader.state_dict()
+            self._checkpoints.save(self.engine.ready, step, state, self.engine.own_state(), wait=is_last)
+            for each in self._callbacks:
+                each.on_save(self.engine, step, str(self.folder.checkpoints))
+        if is_last:
+            self._checkpoints.wait()
 
     def _restore(self) -> None:
-        if self._checkpoints is None:
+        """Go on from the newest good checkpoint, where the user or a restart of the job asks for it."""
+        if self._checkpoints is None or self.folder is None:
             return
-        if not self._resume:
-            self._checkpoints.require_none()
+        self._checkpoints.require_same_model(self.engine.ready)
+        is_again = int(os.environ.get(environment.ATTEMPT, "0")) > 0
+        if not self.options.resume and not is_again:
+            if self._checkpoints.steps():
+                raise UsageError(
+                    f"run folder {self.folder.path} has checkpoints of an earlier run (the newest of step "
+                    f"{self._checkpoints.steps()[-1]}); pass resume=True to go on from it, or give another folder"
+                )
+            return
+        if self._checkpoints.newest_good() is None:
             return
         restored = self._checkpoints.load(self.engine.ready)
-        if restored is None:
-            return
-        self.loader.load_state_dict(restored.data)
+        self._saved = restored.step
+        self.loader.load_state_dict(restored.data_state)
         self.engine.load_own_state(restored.extra)
-        for line in restored.notes:
-            self._display.say(line)
-        self._display.say(f"resumed from {restored.path} at step {restored.step}")
+        under = "" if restored.plan == str(self.engine.plan) else f", saved under plan {restored.plan}"
+        if restored.note:
+            self._display.say(restored.note)
+        self._display.say(f"resumed at step {restored.step} from {self.folder.checkpoints}{under}")
 
     def _where_saved(self) -> str:
-        return "" if self._folder is None else f", saved in {self._folder.checkpoints}"
+        return "" if self.folder is None else f", saved in {self.folder.checkpoints}"
 
     def _about(self) -> dict[str, Any]:
         """What the run folder tells of this start."""
         trainer = self.engine.ready
         return {
-            "model": self.engine.fingerprint,
+            "model": self.engine.about_model(),
             "plan": str(trainer.plan),
             "world": self.engine.comm.size,
             "backend": self.engine.comm.backend,
             "steps": self.steps,
-            "epochs": self.epochs,
+            "epochs": self.options.epochs,
             "batch_size": self.loader.batch_size,
             "seed": self.engine.seed,
             "python": sys.version.split()[0],
@@ -291,7 +307,7 @@ class Fit:
         """Every batch, also the last and smallest one, must be enough for a pipeline's microbatches."""
         trainer = self.engine.ready
         parts = trainer.mesh.size(*DATA) * trainer.plan.microbatches
-        smallest = self.loader.smallest
+        smallest = self.loader.smallest_batch
         if trainer.plan.pp > 1 and smallest is not None and smallest < parts:
             raise UsageError(
                 f"the smallest batch of an epoch has {smallest} samples (batch_size={self.loader.batch_size}), but plan "
@@ -300,7 +316,7 @@ class Fit:
 
 
 def _steps_of(loader: Loader, epochs: int, steps: int | None) -> int | None:
-    whole = None if loader.steps is None else loader.steps * epochs
+    whole = None if loader.samples is None else len(loader) * epochs
     return whole if steps is None else steps if whole is None else min(steps, whole)
 
 

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves
 
+from unisono.parallel.share import Share
+
 
 @dataclass
 class Moment:
@@ -53,9 +55,10 @@ class Moment:
         return line | self.values
 
 
-def tokens_of(inputs: Any) -> int | None:
-    """How many tokens a batch has, where it is one of token numbers: whole numbers of shape (samples, length)."""
+def tokens_of(batch: Any, rows: int) -> int | None:
+    """How many tokens a global batch of `rows` samples has, where it is one of token numbers: (samples, length)."""
+    inputs = (batch.batch if isinstance(batch, Share) else batch)[0]
     for leaf in tree_leaves(inputs):
         if isinstance(leaf, torch.Tensor) and leaf.dim() == 2 and not leaf.is_floating_point():
-            return leaf.numel()
+            return rows * leaf.shape[1]
     return None

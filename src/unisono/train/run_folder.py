@@ -1,10 +1,10 @@
 """The folder of a run: what it is, what happened at each step, what each rank held. `unisono report` reads it.
 
-    run.json          what is being trained, under which plan, since when; one entry for each start
-    steps.jsonl       a line a step that was looked at
-    ranks/N.json      what rank N held and said, written at the end
-    tensorboard/      the same numbers, where tensorboard is installed
-    checkpoints/      see checkpoint.py
+run.json          what is being trained, under which plan, since when; one entry for each start
+steps.jsonl       a line a step that was looked at
+ranks/N.json      what rank N held and said, written at the end
+tensorboard/      the same numbers, where tensorboard is installed
+checkpoints/      see checkpoint.py
 """
 
 from __future__ import annotations
