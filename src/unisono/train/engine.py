@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from unisono.comm import world
 from unisono.comm.communicator import Communicator
@@ -201,9 +201,14 @@ class Engine:
 
     def predict(self, inputs: Any, batch_size: int = 32) -> Any:
         """The model's outputs for all inputs, in their order, on every rank. `inputs`: as the model takes them."""
-        rows = rows_of(inputs)
-        starts = range(0, rows, batch_size)
-        return _joined([self.ready.predict(rows_between(inputs, at, min(at + batch_size, rows))) for at in starts])
+        trainer, rows = self.ready, rows_of(inputs)
+        least = trainer.part[1] * trainer.plan.microbatches if trainer.plan.pp > 1 else 1
+        batch_size = max(batch_size, least)
+        parts = []
+        for start in range(0, rows, batch_size):
+            part = rows_between(inputs, start, min(start + batch_size, rows))
+            parts.append(rows_between(trainer.predict(_with_rows(part, least)), 0, rows_of(part)))
+        return _joined(parts)
 
     def save(self, path: str | Path) -> None:
         """A checkpoint that any plan can load; every rank calls it."""
@@ -246,6 +251,18 @@ _FORMS = {
 def _require_pair(example: Any) -> None:
     if not isinstance(example, tuple | list) or len(example) != 2:
         raise UsageError(f"a batch is a {type(example).__name__}; expected (inputs, targets)")
+
+
+def _with_rows(inputs: Any, least: int) -> Any:
+    """The inputs, with the last sample repeated where a pipeline needs more of them."""
+    missing = least - rows_of(inputs)
+
+    def longer(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+            return leaf
+        return torch.cat([leaf, leaf[-1:].expand(missing, *leaf.shape[1:])])
+
+    return inputs if missing <= 0 else tree_map(longer, inputs)
 
 
 def _joined(parts: Sequence[Any]) -> Any:

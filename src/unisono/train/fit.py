@@ -17,7 +17,6 @@ from unisono.errors import UnisonoError, UsageError
 from unisono.launch import environment
 from unisono.parallel.share import Share, rows_of
 from unisono.parallel.trainer import Trainer, takes_closure
-from unisono.plan.plan import DATA
 from unisono.train import evaluation, finite
 from unisono.train.callbacks import Callback
 from unisono.train.checkpoint import Checkpoints
@@ -306,13 +305,15 @@ class Fit:
     def _require_rows(self) -> None:
         """Every batch, also the last and smallest one, must be enough for a pipeline's microbatches."""
         trainer = self.engine.ready
-        parts = trainer.mesh.size(*DATA) * trainer.plan.microbatches
-        smallest = self.loader.smallest_batch
-        if trainer.plan.pp > 1 and smallest is not None and smallest < parts:
-            raise UsageError(
-                f"the smallest batch of an epoch has {smallest} samples (batch_size={self.loader.batch_size}), but plan "
-                f"{trainer.plan} cuts each batch in {parts}: use fewer microbatches, or a batch_size that leaves more"
-            )
+        parts = trainer.part[1] * trainer.plan.microbatches
+        for what, loader in (("training", self.loader), ("validation", self.validation)):
+            smallest = None if loader is None else loader.smallest_batch
+            if loader is not None and smallest is not None and smallest < parts and trainer.plan.pp > 1:
+                raise UsageError(
+                    f"the smallest {what} batch of an epoch has {smallest} samples (batch_size={loader.batch_size}), "
+                    f"but plan {trainer.plan} cuts each batch in {parts}: use fewer microbatches, or a batch_size "
+                    "that leaves more"
+                )
 
 
 def _steps_of(loader: Loader, epochs: int, steps: int | None) -> int | None:

@@ -7,6 +7,7 @@ whether any has been asked. The question travels while the step computes.
 from __future__ import annotations
 
 import contextlib
+import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -16,6 +17,11 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
+from unisono.launch import patience
+
+
+PATIENCE = 60.0  # seconds that the launcher gives ranks between SIGTERM and the end, for a step and a checkpoint
+_GRACE = "UNISONO_GRACE"  # the same, as the user says
 
 
 class Preemption:
@@ -41,9 +47,11 @@ class Preemption:
             self._asked.set()
 
         before = signal.signal(signal.SIGTERM, note)
+        patience.ask(float(os.environ.get(_GRACE, PATIENCE)))
         try:
             yield
         finally:
+            patience.ask(0)
             signal.signal(signal.SIGTERM, before)
 
     def ask(self) -> None:
