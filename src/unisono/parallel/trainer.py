@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -66,6 +67,7 @@ class Trainer:
     logits: Proof = field(init=False)
     _partials: list[torch.Tensor] = field(default_factory=list)
     _observe: Callable[[Any, Any], None] | None = None
+    on_action: Callable[[Action, float, float], None] | None = None  # told what a pipeline did, from when to when
 
     def __post_init__(self) -> None:
         self.logits = Proof(self.loss.loss)
@@ -247,7 +249,10 @@ class Trainer:
                 scopes.enter_context(self.replicas.at_work(action.stage, action.kind))
             if action.kind == "F":
                 scopes.enter_context(self._computing())
+            began = time.time()
             yield
+            if self.on_action is not None:
+                self.on_action(action, began, time.time())
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
         """The scope of a forward; a backward follows it by itself."""

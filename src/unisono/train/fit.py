@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import resource
@@ -21,6 +22,7 @@ from unisono.train import evaluation, finite
 from unisono.train.callbacks import Callback
 from unisono.train.checkpoint import Checkpoints
 from unisono.train.data import Loader
+from unisono.train.ledger import Ledger
 from unisono.train.moment import Moment, tokens_of
 from unisono.train.pace import Pace, slowest
 from unisono.train.preemption import Preemption
@@ -99,6 +101,7 @@ class Fit:
         self._callbacks: list[Callback] = [self._display, *([folder] if folder else []), *callbacks]
         self._preemption = Preemption(engine.comm)
         self._pace = Pace()
+        self._ledger = Ledger()
 
     # ---- the run -------------------------------------------------------------------------------------------------
 
@@ -117,6 +120,8 @@ class Fit:
                 self._epochs()
         finally:
             self._pace.stop()
+            if self.folder is not None and self._ledger.is_written:
+                self.folder.write_rank(self._ledger.held(self.engine.ready) | {"peak": peak_memory()})
             for each in reversed(self._callbacks):
                 each.on_end(self.engine, self.moment)
         if self._checkpoints is not None:
@@ -128,10 +133,9 @@ class Fit:
             for batch in self.loader:
                 if self._is_over(self._step(batch)):
                     return
-                if self._is_done():
+                if self.options.steps is not None and self._is_done():
                     break
-            else:
-                self._end_epoch()
+            self._end_epoch()
             if self.history.stopped:
                 return
         self._save(is_last=True)
@@ -157,7 +161,8 @@ class Fit:
         trainer, began = self.engine.ready, time.perf_counter()
         rows = batch.of if isinstance(batch, Share) else rows_of(batch)
         self._preemption.ask()
-        loss, is_skipped = self._trained(trainer, batch)
+        with self._ledger.watching(trainer) if self._is_watched() else contextlib.nullcontext():
+            loss, is_skipped = self._trained(trainer, batch)
         if self.engine.schedule is not None and not is_skipped:
             self.engine.schedule.step()
         self.history.losses.append(loss)
@@ -182,6 +187,14 @@ class Fit:
         if self.options.save_every is not None and trainer.steps % self.options.save_every == 0:
             self._save()
         return self._agreed(any(asks))
+
+    def _is_watched(self) -> bool:
+        """The third step goes into the ledger, when all is allocated; the last of a shorter run."""
+        return (
+            self.folder is not None
+            and not self._ledger.is_written
+            and len(self.history.losses) == min(2, (self.steps or 3) - 1 - self.history.first_step)
+        )
 
     def _agreed(self, ends: bool) -> bool:
         """Callbacks of a user may want to end the run on one rank only; then it ends on all."""
@@ -231,7 +244,6 @@ class Fit:
     def _end_epoch(self) -> None:
         assert self.moment is not None
         moment = self.moment
-        moment.epoch = self.loader.epoch  # which the loader has finished by now
         if self.validation is not None:
             values = evaluation.evaluate(self.engine.ready, self.validation, self.engine.metrics)
             moment.values = {f"validation_{name}": value for name, value in values.items()}

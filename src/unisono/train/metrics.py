@@ -65,8 +65,9 @@ class Perplexity(Metric):
 
     def sums(self, outputs: Any, targets: Any) -> torch.Tensor:
         scores = _class_last(_scores(outputs), targets, self.name)
+        exact = scores if scores.dtype == torch.float64 else scores.float()
         lost = torch.nn.functional.cross_entropy(
-            scores.flatten(0, -2).float(), targets.flatten(), ignore_index=self.ignored, reduction="sum"
+            exact.flatten(0, -2), targets.flatten(), ignore_index=self.ignored, reduction="sum"
         )
         return torch.stack([lost.double(), (targets != self.ignored).sum().double()])
 

@@ -19,7 +19,6 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.launch import patience
 
-
 PATIENCE = 60.0  # seconds that the launcher gives ranks between SIGTERM and the end, for a step and a checkpoint
 _GRACE = "UNISONO_GRACE"  # the same, as the user says
 
