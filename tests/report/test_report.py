@@ -15,7 +15,9 @@ from tests.ranks import RankPool
 from tests.train.test_engine import stopped
 from unisono import cli
 
-BROWSER = next((found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), "")
+BROWSER = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
+)
 
 # Run inside the page: what a person would see of it, after clicking the first picture that is folded away.
 LOOK = """
