@@ -64,9 +64,7 @@ def _runs(held: np.ndarray, dim: int, layout: Layout, mesh: Mesh) -> list[tuple[
         return []
     starts = np.concatenate([[0], np.flatnonzero(np.diff(held) != 1) + 1])
     lengths = np.diff([*starts, len(held)])
-    return [
-        (int(held[start]), int(length), int(start)) for start, length in zip(starts, lengths, strict=True)
-    ]
+    return [(int(held[start]), int(length), int(start)) for start, length in zip(starts, lengths, strict=True)]
 
 
 def written_chunks(name: str, chunks: Sequence[Chunk], itemsize: int, layout: Layout, mesh: Mesh) -> list[Chunk]:
