@@ -86,6 +86,7 @@ class _Collector:
         self.mesh: Mesh = trainer.mesh
         self.made = Inventory()
         tied = trainer.tied
+        self._laid: dict[str, tuple[tuple[int, ...], list[Chunk]]] = {}
         self.elsewhere = tied.elsewhere if tied is not None else frozenset()
 
     def collect(self, extra: Any, weights_only: bool) -> Inventory:
@@ -119,8 +120,10 @@ class _Collector:
 
     def _add_laid(self, entry: str, tensor: torch.Tensor, name: str, parameter: torch.Tensor) -> None:
         layout: Layout = layout_of(parameter)
-        shape = tuple(whole_shape(parameter))
-        held = held_chunks(shape, layout, self.mesh)
+        if name not in self._laid:
+            shape = tuple(whole_shape(parameter))
+            self._laid[name] = shape, held_chunks(shape, layout, self.mesh)
+        shape, held = self._laid[name]
         written: list[Chunk] = []
         if name not in self.elsewhere:
             written = written_chunks(entry, held, tensor.element_size(), layout, self.mesh)

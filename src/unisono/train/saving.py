@@ -145,7 +145,7 @@ class Saving:
         path = self.target.aside / self.target.name(self.target.rank, "json")
         draft = path.with_suffix(".draft")
         with open(draft, "w", encoding="utf-8") as file:
-            json.dump(told, file, separators=(",", ":"))
+            file.write(json.dumps(told, separators=(",", ":")))
             file.flush()
             os.fsync(file.fileno())
         draft.rename(path)
