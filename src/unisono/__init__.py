@@ -33,6 +33,13 @@ if TYPE_CHECKING:
     from unisono.train.metrics import Accuracy as Accuracy
     from unisono.train.metrics import Metric as Metric
     from unisono.train.metrics import Perplexity as Perplexity
+    from unisono.train.checkpoint import Checkpoints as Checkpoints
+    from unisono.train.data import Loader as Loader
+    from unisono.train.export import export_weights as export_weights
+    from unisono.train.export import import_weights as import_weights
+    from unisono.train.partition import DataPartitioner as DataPartitioner
+    from unisono.train.partition import split_data as split_data
+    from unisono.train.sampler import DistributedBatchSampler as DistributedBatchSampler
     from unisono.train.task import Task as Task
 
 __version__ = "0.1.0"
@@ -44,6 +51,10 @@ _HOME = {
     "Metric": "unisono.train.metrics",
     "Perplexity": "unisono.train.metrics",
     "Communicator": "unisono.comm.communicator",
+    "Checkpoints": "unisono.train.checkpoint",
+    "DataPartitioner": "unisono.train.partition",
+    "DistributedBatchSampler": "unisono.train.sampler",
+    "Loader": "unisono.train.data",
     "Plan": "unisono.plan.plan",
     "Task": "unisono.train.task",
     "Trainer": "unisono.parallel.trainer",
@@ -52,6 +63,8 @@ _HOME = {
     "Partial": "unisono.mesh.placement",
     "Replicate": "unisono.mesh.placement",
     "Shard": "unisono.mesh.placement",
+    "export_weights": "unisono.train.export",
+    "import_weights": "unisono.train.export",
     "init": "unisono.comm.world",
     "is_initialized": "unisono.comm.world",
     "rank": "unisono.comm.world",
@@ -60,6 +73,7 @@ _HOME = {
     "shard_tensor": "unisono.mesh.reshard",
     "shutdown": "unisono.comm.world",
     "spawn": "unisono.launch.spawn",
+    "split_data": "unisono.train.partition",
     "world": "unisono.comm.world",
     "world_size": "unisono.comm.world",
 }

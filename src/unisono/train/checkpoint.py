@@ -5,8 +5,8 @@
     restored = checkpoints.load(trainer)                                  # under this plan or another
     loader.load_state_dict(restored.data_state)
 
-Every rank calls these alike; the folder is one that all ranks see. Each rank writes what no other writes, aside; when all
-have, the folder is renamed, and only then is it a checkpoint. Whatever fails, the ones before it are untouched.
+Every rank calls these alike; the folder is one that all ranks see. Each rank writes, aside, what no other writes; when
+all have, the folder is renamed, and only then is it a checkpoint. Whatever fails, the ones before it are untouched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from unisono.comm import world
 from unisono.errors import CheckpointError, UsageError
 from unisono.parallel.trainer import Trainer
-from unisono.train.inventory import Shapes, collect, shapes_here
+from unisono.train.inventory import Inventory, Shapes, collect, shapes_here
 from unisono.train.manifest import Manifest, differences, shown
 from unisono.train.order import require_whole_number
 from unisono.train.restoring import Restoration
@@ -75,7 +75,16 @@ class Checkpoints:
         if not self._token:
             self.require_same_model(trainer)
             self._token = self._told(secrets.token_hex(4))
-        inventory = collect(trainer, extra)
+        self._begin(trainer, step, data_state, collect(trainer, extra), wait)
+
+    def save_weights(self, trainer: Trainer, step: int) -> Path:
+        """Save the model without optimizer and generators: enough to export. Every rank calls it."""
+        self.wait()
+        self._token = self._token or self._told(secrets.token_hex(4))
+        self._begin(trainer, step, None, collect(trainer, weights_only=True), wait=True)
+        return self._path(step)
+
+    def _begin(self, trainer: Trainer, step: int, data_state: Any, inventory: Inventory, wait: bool) -> None:
         tensors = [entry.tensor[chunk.slices] for entry in inventory.entries for chunk in entry.written]
         about = {
             "step": step,
@@ -97,9 +106,7 @@ class Checkpoints:
         saving, self._under_way = self._under_way, None
         if saving is None:
             return
-        failures = {
-            rank: error for rank, error in enumerate(self._from_all(saving.written())) if error is not None
-        }
+        failures = {rank: error for rank, error in enumerate(self._from_all(saving.written())) if error is not None}
         if not failures and (error := self._told(saving.published() if self._rank == 0 else None)) is not None:
             failures[0] = error
         if failures:
@@ -165,9 +172,8 @@ class Checkpoints:
         self.wait()
         known = self._told(self.steps())
         if which not in known:
-            raise CheckpointError(
-                f"there is no checkpoint of step {which} in {self.folder}; there are {', '.join(map(str, known)) or 'none'}"
-            )
+            there = f"those of {', '.join(map(str, known))}" if known else "none"
+            raise CheckpointError(f"there is no checkpoint of step {which} in {self.folder}, but {there}")
         faults = self._faults(self._path(which))
         if faults:
             raise CheckpointError(f"the checkpoint {self._path(which)} is damaged: {shown(faults)}")

@@ -47,7 +47,9 @@ def whole_chunk(shape: Sequence[int]) -> Chunk:
 
 def held_chunks(shape: Sequence[int], layout: Layout, mesh: Mesh) -> list[Chunk]:
     """What this rank holds of a whole tensor of that shape."""
-    runs = [_runs(np.arange(length), dim, layout, mesh) for dim, length in enumerate(shape)]
+    runs = [
+        _runs(length, [split for split in layout.splits if split.dim == dim], mesh) for dim, length in enumerate(shape)
+    ]
     chunks = []
     for box in product(*runs):
         offsets, sizes, local = zip(*box, strict=True) if box else ((), (), ())
@@ -55,18 +57,18 @@ def held_chunks(shape: Sequence[int], layout: Layout, mesh: Mesh) -> list[Chunk]
     return chunks
 
 
-def _runs(held: np.ndarray, dim: int, layout: Layout, mesh: Mesh) -> list[tuple[int, int, int]]:
+def _runs(length: int, splits: Sequence[Split], mesh: Mesh) -> list[tuple[int, int, int]]:
     """(first index in the whole, how many, first index here) for each run of consecutive indices along a dim."""
-    for split in layout.splits:
-        if split.dim == dim:
-            held = held[np.asarray(split.held[mesh.index(*split.axes)], dtype=np.int64)]
+    if not splits:
+        return [(0, length, 0)] if length else []
+    held = np.arange(length)
+    for split in splits:
+        held = held[np.asarray(split.held[mesh.index(*split.axes)], dtype=np.int64)]
     if not len(held):
         return []
     starts = np.concatenate([[0], np.flatnonzero(np.diff(held) != 1) + 1])
     lengths = np.diff([*starts, len(held)])
-    return [
-        (int(held[start]), int(length), int(start)) for start, length in zip(starts, lengths, strict=True)
-    ]
+    return [(int(held[start]), int(length), int(start)) for start, length in zip(starts, lengths, strict=True)]
 
 
 def written_chunks(name: str, chunks: Sequence[Chunk], itemsize: int, layout: Layout, mesh: Mesh) -> list[Chunk]:

@@ -6,8 +6,8 @@
             loss = trainer.step(batch)
     state = loader.state_dict()               # another loader, of another plan, goes on after the batch given last
 
-`batch_size` is that of all ranks together. Which samples make a batch, their order and what augmentations draw depend on
-(seed, epoch) only: not on the plan, the number of ranks or the number of workers.
+`batch_size` is that of all ranks together. Which samples make a batch, their order and what augmentations draw depend
+on (seed, epoch) only: not on the plan, the number of ranks or the number of workers.
 """
 
 from __future__ import annotations

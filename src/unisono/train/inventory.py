@@ -1,9 +1,9 @@
 """The inventory of a trainer: every tensor of its state on this rank, by name, with its place in the whole.
 
-    model.<parameter or buffer>            what the optimizer has of a parameter, which may be more precise
-    optimizer.<parameter>.<key>            lies as the parameter does, or is common to all that hold it (a count of steps)
-    extra....                              what the caller adds
-    random.<rank>.<device>                 torch's own generators, which are a rank's and not the job's
+model.<parameter or buffer>            what the optimizer has of a parameter, which may be more precise
+optimizer.<parameter>.<key>            lies as the parameter does, or is common to all its holders (a count of steps)
+extra....                              what the caller adds
+random.<rank>.<device>                 torch's own generators, which are a rank's and not the job's
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import nn
 
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import Layout, layout_of
@@ -42,9 +43,7 @@ class Inventory:
     @property
     def nbytes(self) -> int:
         """What this rank writes."""
-        return sum(
-            entry.tensor[chunk.slices].nbytes for entry in self.entries for chunk in entry.written
-        )
+        return sum(entry.tensor[chunk.slices].nbytes for entry in self.entries for chunk in entry.written)
 
 
 def named_tensors(trainer: Trainer) -> dict[str, torch.Tensor]:
@@ -64,9 +63,21 @@ def dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def collect(trainer: Trainer, extra: Any = None) -> Inventory:
-    """All that this rank has to write; of `extra`, which is the same on all ranks, rank 0 writes all."""
-    return _Collector(trainer).collect(extra)
+def passing_buffers(model: nn.Module) -> list[str]:
+    """Buffers that the model makes by itself, and that its own state_dict leaves out."""
+    return [
+        f"{prefix}.{name}".strip(".")
+        for prefix, module in model.named_modules()
+        for name in module._non_persistent_buffers_set
+    ]
+
+
+def collect(trainer: Trainer, extra: Any = None, *, weights_only: bool = False) -> Inventory:
+    """All that this rank has to write; of `extra`, which is the same on all ranks, rank 0 writes all.
+
+    weights_only: nothing but the model, for which any optimizer can go on.
+    """
+    return _Collector(trainer).collect(extra, weights_only)
 
 
 class _Collector:
@@ -75,23 +86,25 @@ class _Collector:
         self.mesh: Mesh = trainer.mesh
         self.made = Inventory()
         tied = trainer.tied
+        self._laid: dict[str, tuple[tuple[int, ...], list[Chunk]]] = {}
         self.elsewhere = tied.elsewhere if tied is not None else frozenset()
 
-    def collect(self, extra: Any) -> Inventory:
-        optimized = dict(self.trainer.optimized())
-        named = named_tensors(self.trainer)
-        for name, tensor in named.items():
+    def collect(self, extra: Any, weights_only: bool) -> Inventory:
+        for name, tensor in named_tensors(self.trainer).items():
             self._add_laid(f"model.{name}", tensor, name, tensor)
+        optimized = {} if weights_only else dict(self.trainer.optimized())
         states = {name: self._state(name, tensor) for name, tensor in optimized.items()}
         names = {id(tensor): name for name, tensor in optimized.items()}
         self.made.told = {
             "model": shapes_here(self.trainer),
+            "passing": passing_buffers(self.trainer.model),
             "optimizer": {
                 "state": {name: state for name, state in states.items() if state is not None},
                 "groups": [self._group(number, names) for number in range(len(self.trainer.optimizer.param_groups))],
             },
         }
-        self._add_random()
+        if not weights_only:
+            self._add_random()
         if self._is_first:
             self.made.told["trainer"] = {
                 "steps": self.trainer.steps,
@@ -107,8 +120,10 @@ class _Collector:
 
     def _add_laid(self, entry: str, tensor: torch.Tensor, name: str, parameter: torch.Tensor) -> None:
         layout: Layout = layout_of(parameter)
-        shape = tuple(whole_shape(parameter))
-        held = held_chunks(shape, layout, self.mesh)
+        if name not in self._laid:
+            shape = tuple(whole_shape(parameter))
+            self._laid[name] = shape, held_chunks(shape, layout, self.mesh)
+        shape, held = self._laid[name]
         written: list[Chunk] = []
         if name not in self.elsewhere:
             written = written_chunks(entry, held, tensor.element_size(), layout, self.mesh)
@@ -163,4 +178,3 @@ class _Collector:
 def lies_as(value: Any, parameter: torch.Tensor) -> bool:
     """Whether optimizer state is cut as its parameter is: it has its shape, and the parameter is no single number."""
     return isinstance(value, torch.Tensor) and value.shape == parameter.shape and parameter.ndim > 0
-

@@ -33,6 +33,7 @@ class Manifest:
     data: Any  # the state of the data, as it was given
     trainer: dict[str, Any]
     model: Shapes
+    passing: list[str]  # of the model's buffers: those that its own state_dict leaves out
     optimizer: dict[str, Any]
     extra: Any
     files: dict[str, dict[str, Any]]  # {name: {"bytes", "sha256"}}
@@ -127,10 +128,12 @@ def shown(faults: Sequence[str], most: int = 3) -> str:
 def merged(parts: Sequence[dict[str, Any]], **about: Any) -> Manifest:
     """One manifest from what every rank has told of its part."""
     model: Shapes = {}
+    passing: set[str] = set()
     optimizer: dict[str, Any] = {"state": {}, "groups": []}
     tensors: dict[str, dict[str, Any]] = {}
     for part in parts:
         model.update(part["model"])
+        passing.update(part["passing"])
         for name, state in part["optimizer"]["state"].items():
             optimizer["state"].setdefault(name, state)
         _merge_groups(optimizer["groups"], part["optimizer"]["groups"])
@@ -141,6 +144,7 @@ def merged(parts: Sequence[dict[str, Any]], **about: Any) -> Manifest:
         trainer=first["trainer"],
         extra=first["extra"],
         model=model,
+        passing=sorted(passing),
         optimizer=optimizer,
         files=files,
         tensors=tensors,

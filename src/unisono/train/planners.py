@@ -1,7 +1,7 @@
 """How an inventory is written and read through torch.distributed.checkpoint.
 
-Each rank writes chunks that no other writes, and reads, of whatever chunks are stored, what overlaps those that it holds
-now: torch's resharding works on boxes, and the plans that made them do not matter. No rank sees a whole tensor.
+Each rank writes chunks that no other writes, and reads, of whatever chunks are stored, what overlaps those that it
+holds now: torch's resharding works on boxes, and the plans that made them do not matter. No rank sees a whole tensor.
 """
 
 from __future__ import annotations

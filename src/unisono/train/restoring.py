@@ -52,9 +52,7 @@ def read_model(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
     """All parameters and buffers, whole, in this process."""
     entries = {name: whole_entry(f"model.{name}", manifest) for name in manifest.model}
     read_entries(folder, manifest, list(entries.values()))
-    return {
-        name: entry.tensor.to(getattr(torch, manifest.model[name][1])) for name, entry in entries.items()
-    }
+    return {name: entry.tensor.to(getattr(torch, manifest.model[name][1])) for name, entry in entries.items()}
 
 
 @dataclass

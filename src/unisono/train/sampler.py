@@ -45,7 +45,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
         if min(batch_size, last or batch_size) < self.part[1]:
             raise UsageError(
                 f"{samples} samples in batches of {batch_size}: the smallest has {last or batch_size} for "
-                f"{self.part[1]} ranks; use a larger batch_size or drop_last=True, or uni.Loader, which has no such limit"
+                f"{self.part[1]} ranks; use a larger batch_size, drop_last=True, or uni.Loader, which has no such limit"
             )
 
     def set_epoch(self, epoch: int) -> None:

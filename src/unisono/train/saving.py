@@ -64,7 +64,12 @@ class Saving:
     """A rank's side of a save. `write` and, on rank 0, `publish`; `start` runs both in a thread."""
 
     def __init__(
-        self, target: Target, inventory: Inventory, tensors: Sequence[torch.Tensor], about: dict[str, Any], keep: int | None
+        self,
+        target: Target,
+        inventory: Inventory,
+        tensors: Sequence[torch.Tensor],
+        about: dict[str, Any],
+        keep: int | None,
     ) -> None:
         self.target = target
         self._inventory = inventory
@@ -127,10 +132,9 @@ class Saving:
             }
             self._leave_word(told)
         except OSError as error:
-            free = _free_bytes(target.folder)
             self.write_error = (
                 f"{error.strerror or error} ({error.filename or target.aside}); the rank had "
-                f"{_shown_bytes(self._inventory.nbytes)} to write{'' if free is None else f', {_shown_bytes(free)} are free'}"
+                f"{_shown_bytes(self._inventory.nbytes)} to write{_room_in(target.folder)}"
             )
         except Exception as error:
             self.write_error = f"{type(error).__name__}: {error}"
@@ -141,7 +145,7 @@ class Saving:
         path = self.target.aside / self.target.name(self.target.rank, "json")
         draft = path.with_suffix(".draft")
         with open(draft, "w", encoding="utf-8") as file:
-            json.dump(told, file, separators=(",", ":"))
+            file.write(json.dumps(told, separators=(",", ":")))
             file.flush()
             os.fsync(file.fileno())
         draft.rename(path)
@@ -228,11 +232,11 @@ def tidy(folder: Path) -> None:
             left.rename(published)
 
 
-def _free_bytes(folder: Path) -> int | None:
+def _room_in(folder: Path) -> str:
     try:
-        return shutil.disk_usage(folder).free
+        return f", {_shown_bytes(shutil.disk_usage(folder).free)} are free"
     except OSError:
-        return None
+        return ""
 
 
 def _shown_bytes(count: int) -> str:
@@ -240,4 +244,3 @@ def _shown_bytes(count: int) -> str:
         if count >= size:
             return f"{count / size:.1f} {unit}"
     return f"{count} bytes"
-

@@ -88,7 +88,10 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
-def safetensors_header(tensors: Sequence[tuple[str, torch.dtype, Sequence[int]]]) -> tuple[bytes, list[tuple[int, int]]]:
+Described = tuple[str, torch.dtype, Sequence[int]]  # a tensor's name, dtype and shape
+
+
+def safetensors_header(tensors: Sequence[Described]) -> tuple[bytes, list[tuple[int, int]]]:
     """The head of a safetensors file of these, in this order, and where each one's bytes lie in the file."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     places, first = [], 0
