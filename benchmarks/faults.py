@@ -54,7 +54,7 @@ def disturb(job: subprocess.Popen[str], kills: int, chance: random.Random) -> in
     """Kill a rank now and then until the job ends or there were enough; how many were killed."""
     done = 0
     while job.poll() is None and done < kills:
-        time.sleep(chance.uniform(0.05, 3.0))
+        time.sleep(chance.uniform(0.5, 8.0))
         alive = ranks_of(job.pid)
         if alive:
             try:
