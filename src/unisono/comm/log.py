@@ -17,7 +17,7 @@ import torch
 LENGTH = 64
 
 # number, operation, detail, shape, dtype, and where it was called: code and instruction
-Raw = tuple[int, str, str, torch.Size | None, torch.dtype | None, CodeType, int]
+Raw = tuple[int, str, str, tuple[int, ...] | None, torch.dtype | None, CodeType, int]
 
 
 @dataclass(frozen=True)

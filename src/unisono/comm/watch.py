@@ -49,7 +49,7 @@ class Watch:
         self.rank = rank
         self.size = size
         self.timeout = timeout
-        self.check = Check(self._clone(store, "check"), rank, self.disagreed) if check and size > 1 else None
+        self.check = Check(self._clone(store, "check"), self.disagreed) if check and size > 1 else None
         self._store = self._clone(store, "watch")
         self.group_logs: dict[object, Log] = {}  # by process group
         self._logs: list[Log] = []
@@ -112,9 +112,9 @@ class Watch:
             return CommError(f"communication failed on rank {self.rank}: {text}")
         return HangError(f"{self._sound_alarm()} ({text})")
 
-    def disagreed(self) -> HangError:
-        """What to raise when this rank's next collective differs from the others'."""
-        return HangError(self._sound_alarm())
+    def disagreed(self, group: str, number: int) -> HangError:
+        """What to raise when this rank's next collective, of that group and number, differs from the others'."""
+        return HangError(self._sound_alarm((group, number)))
 
     # ---- the thread ----------------------------------------------------------------------------------------------
 
@@ -172,7 +172,7 @@ class Watch:
 
     # ---- the alarm -----------------------------------------------------------------------------------------------
 
-    def _sound_alarm(self) -> str:
+    def _sound_alarm(self, dispute: hang.Dispute | None = None) -> str:
         """Bring about the report on all ranks, and return it."""
         with self._told:
             try:
@@ -180,7 +180,7 @@ class Watch:
                 self._tell_state()
                 if first != str(self.rank):
                     return self._answered()
-                report = self._collect_report()
+                report = self._collect_report(dispute)
                 self._store.set("report", report)
                 self._linger()
             except RuntimeError:
@@ -189,7 +189,7 @@ class Watch:
             self._publish(report)
             return report
 
-    def _collect_report(self) -> str:
+    def _collect_report(self, dispute: hang.Dispute | None) -> str:
         deadline = time.monotonic() + ANSWER_TIME
         missing = set(range(self.size)) - {self.rank}
         states, absent = {self.rank: self._state()}, {}
@@ -203,7 +203,7 @@ class Watch:
                     missing.discard(rank)
             time.sleep(0.02)
         absent |= dict.fromkeys(missing, "do not answer (killed, or busy in native code)")
-        return hang.report(states, absent)
+        return hang.report(states, absent, dispute)
 
     def _answered(self) -> str:
         """The report that another rank makes."""
