@@ -155,6 +155,7 @@ class MPICommunicator(Communicator):
             requests = self._mpi.start_in_place(tensor.data_ptr(), shape.numel(), plain)
             if len(requests) == 1 and soon_done(requests[0]):
                 log.quick += 1
+                log.quickest = (shape, dtype)
                 return tensor
             frame = sys._getframe(2)
             log.entered += 1

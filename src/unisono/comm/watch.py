@@ -23,7 +23,8 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-from unisono.comm import hang
+from unisono.comm import blackbox, hang
+from unisono.comm.blackbox import BlackBox
 from unisono.comm.check import Check
 from unisono.comm.log import Log, describe, frame_place
 from unisono.errors import CommError, HangError, UnisonoError
@@ -58,6 +59,7 @@ class Watch:
         self._told = threading.Lock()
         self._thread: threading.Thread | None = None
         self._main = threading.main_thread().ident
+        self.box: BlackBox | None = None
 
     @staticmethod
     def _clone(store: dist.Store, name: str) -> dist.Store:
@@ -71,8 +73,11 @@ class Watch:
         self._logs.append(log)
         return log
 
-    def start(self) -> None:
+    def start(self, backend: str) -> None:
         if self.size > 1:
+            if backend == "gloo":  # the others never kill a process, and are too quick for it
+                self.box = BlackBox()
+                self._store.set(f"box/{self.rank}", self.box.address())
             self._thread = threading.Thread(target=self._keep_watch, name="unisono-watch", daemon=True)
             self._thread.start()
             atexit.register(self._say_goodbye)
@@ -86,6 +91,9 @@ class Watch:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            if self.box is not None:
+                self.box.close()
+                self.box = None
             atexit.unregister(self._say_goodbye)
 
     # ---- what the communicator calls -----------------------------------------------------------------------------
@@ -201,9 +209,21 @@ class Watch:
                 elif self._store.check([f"left/{rank}"]):
                     absent[rank] = self._store.get(f"left/{rank}").decode()
                     missing.discard(rank)
+                elif (told := self._fate(rank)) is not None and told.startswith("have died"):
+                    absent[rank] = told
+                    missing.discard(rank)
             time.sleep(0.02)
-        absent |= dict.fromkeys(missing, "do not answer (killed, or busy in native code)")
+        absent |= {rank: self._fate(rank) or "do not answer (killed, or busy in native code)" for rank in missing}
         return hang.report(states, absent, dispute)
+
+    def _fate(self, rank: int) -> str | None:
+        """What became of a rank that does not answer, as far as its black box tells."""
+        key = f"box/{rank}"
+        return blackbox.fate(self._store.get(key).decode()) if self._store.check([key]) else None
+
+    def _discard_box(self) -> None:
+        if self.box is not None:
+            self.box.discard()
 
     def _answered(self) -> str:
         """The report that another rank makes."""
@@ -234,6 +254,7 @@ class Watch:
             print(f"unisono: {report}", file=sys.stderr, flush=True)
 
     def _stop_job(self) -> None:
+        self._discard_box()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_CODE)
@@ -284,6 +305,7 @@ class Watch:
         if self._stopping.is_set():
             return
         self._stopping.set()
+        self._discard_box()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", words)
             self._store.set("left", str(self.rank))

@@ -49,6 +49,7 @@ class Watch:
         self._results: dict[int, bytearray] = {}
         self._codes: dict[int, int | None] = {}
         self._lost: str = ""
+        self._last: dict[int, str] = {}  # what ranks began last
 
     def until_end(self) -> Outcome:
         """Until the job has ended by itself or failed for good."""
@@ -119,6 +120,7 @@ class Watch:
         attempt = message["attempt"]
         self._since.setdefault(attempt, time.monotonic())
         self._restarting = message["restarting"]
+        self._last |= dict(message["last"])
         for told in message["failures"]:
             each = RankFailure(**told)
             self._failures.setdefault(attempt, []).append(each)
@@ -158,7 +160,7 @@ class Watch:
             return Outcome(1 if self._lost else 0, self._lost, results, self._lost.partition("\n")[0])
         failures = self._failures[open_attempts[-1]]
         first = verdict.first(failures)
-        told = verdict.tell(first, self._host(first.rank)) + self._note(first, failures)
+        told = verdict.tell(first, self._host(first.rank), self._last) + self._note(first, failures)
         brief = verdict.in_one_line(first, self._host(first.rank))
         return Outcome(first.exit_code, told, results, brief)
 
