@@ -46,7 +46,7 @@ def test_words() -> None:
 
 def test_of_a_rank_that_aborted_is_told_what_it_and_the_others_began_last() -> None:
     aborted = _failed(2, verdict.SIGNAL, 0, code=-signal.SIGABRT)
-    last = {rank: "all_reduce #2 float32[1024] at a.py:7" for rank in (0, 1)}
+    last = dict.fromkeys((0, 1), "all_reduce #2 float32[1024] at a.py:7")
     alike = verdict.tell(aborted, None, {**last, 2: last[0]}).splitlines()
     assert alike[1:] == ["ranks 0,1,2 last began all_reduce #2 float32[1024] at a.py:7"]
     differ = verdict.tell(aborted, None, {**last, 2: "all_reduce #2 float32[512] at a.py:10"}).splitlines()

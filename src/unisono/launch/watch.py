@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -38,7 +38,9 @@ class Interrupted(Exception):
 
 
 class Watch:
-    def __init__(self, job: Job, links: Links, console: Console) -> None:
+    def __init__(self, job: Job, links: Links, console: Console, words_of: Callable[[Link], str] | None = None) -> None:
+        """`words_of` gives what an agent wrote on stderr, where that is not in its link."""
+        self._words_of = words_of or (lambda link: link.errors.decode(errors="replace"))
         self._job = job
         self._links = links
         self._console = console
@@ -129,7 +131,7 @@ class Watch:
     def _gone(self, link: Link) -> None:
         if link.ended is None:
             link.ended = {}
-            said = link.errors.decode(errors="replace").strip()
+            said = self._words_of(link).strip()
             if not self._failures:
                 self._lost = f"the agent on host {link.host} was lost; its ranks are {_ranks(link)}" + (
                     f":\n{said}" if said else ""
