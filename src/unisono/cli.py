@@ -12,6 +12,7 @@ from unisono.comm import bench_command, doctor
 from unisono.errors import UnisonoError, UsageError
 from unisono.launch import command as run_command
 from unisono.quantum import command as qsim_command
+from unisono.report import command as report_command
 from unisono.train import measure_command, plan_command, verify_command
 
 
@@ -30,6 +31,7 @@ SUBCOMMANDS = (
     doctor.add_parser,
     verify_command.add_parser,
     plan_command.add_parser,
+    report_command.add_parser,
     qsim_command.add_parser,
 )
 
