@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.ranks import RankPool
 from unisono.plan.activations import Sizes, peak
 from unisono.plan.hardware import Hardware, Link
 from unisono.plan.memory import MemoryModel, chunks_alive, saved_by, state_of
@@ -130,7 +132,7 @@ def test_more_saving_needs_less() -> None:
     assert needs("dp=4,tp=2") > needs("dp=4,tp=2,sp")
 
 
-def test_predicted_state_is_that_of_real_trainers(pools) -> None:  # type: ignore[no-untyped-def]
+def test_predicted_state_is_that_of_real_trainers(pools: Callable[[str, int], RankPool]) -> None:
     for plan, predicted, measured in pools("gloo", 2).run(_states)[0]:
         assert measured == predicted, plan
 

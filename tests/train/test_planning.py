@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 
 import pytest
 
 from tests.equivalence import tasks
+from tests.ranks import RankPool
 from unisono.cli import main
+from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import Plan
-from unisono.train.dry_run import dry_run
+from unisono.train import auto
+from unisono.train.auto import Choice
+from unisono.train.dry_run import dry_run, run_here
 from unisono.train.planning import Planner, choose
 
 TASK = "examples/gpt.py:tiny"
@@ -64,6 +69,16 @@ def test_a_dry_run_has_the_predicted_state() -> None:
     # Rows that 64 ranks do not divide: some hold one more than others. Adam counts its steps beside them.
     assert parameters < found.state <= parameters + optimizer + 4 * 64
     with pytest.raises(UsageError, match="is in stage 1 of the pipeline"):
-        from unisono.train.dry_run import run_here
-
         run_here(tasks.gpt, Plan(pp=2, microbatches=2), rank=1)
+
+
+def test_auto_finds_one_plan_on_all_ranks(pools: Callable[[str, int], RankPool]) -> None:
+    first, second = pools("gloo", 2).run(_chosen)
+    assert first == second
+    assert first.plan.world == 2
+    assert first.seconds > 0
+
+
+def _chosen(comm: Communicator) -> Choice:
+    task = tasks.gpt
+    return auto.choose(task.model, task.loss, task.optimizer, task.batch(0), comm, task.rules)

@@ -12,7 +12,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,16 +22,24 @@ from unisono.comm.communicator import Communicator
 from unisono.mesh.random import RandomState
 
 Figures = dict[str, Any]
-_ROUNDS = 7
-_TURN = 0.02  # seconds that one turn lasts at least
 _SIDES = (16, 32, 64, 128, 256, 512)
 _GPU_SIDES = (128, 512, 1024, 2048, 4096, 8192)
-_MESSAGES = (2**10, 2**14, 2**17, 2**20, 2**23, 2**25)
 
 
-def measured(comm: Communicator, device: torch.device) -> Figures:
+class Care(NamedTuple):
+    """How long to measure."""
+
+    rounds: int = 7
+    turn: float = 0.02  # seconds that one turn lasts at least
+    messages: tuple[int, ...] = (2**10, 2**14, 2**17, 2**20, 2**23, 2**25)
+
+
+BRIEF = Care(rounds=3, turn=0.003, messages=(2**10, 2**17, 2**22))
+
+
+def measured(comm: Communicator, device: torch.device, care: Care | None = None) -> Figures:
     """What one rank sees while all of them measure."""
-    clock = _Clock(comm, device)
+    clock = _Clock(comm, device, care or Care())
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     figures: Figures = {"flops": {}, "ops": {}, "links": {}}
     for each in (torch.bfloat16, torch.float32) if device.type == "cuda" else (torch.float32,):
@@ -49,18 +57,19 @@ def measured(comm: Communicator, device: torch.device) -> Figures:
 class _Clock:
     """Times things, all ranks together."""
 
-    def __init__(self, comm: Communicator, device: torch.device) -> None:
+    def __init__(self, comm: Communicator, device: torch.device, care: Care) -> None:
         self.comm = comm
         self.device = device
+        self.care = care
 
     def time(self, call: Callable[[], Any]) -> float:
         """Seconds of a call: the best of some turns, for what else the machine does only adds to them."""
         call()
         once = self._turn(call, 1)
-        loops = max(1, min(1000, int(_TURN / max(once, 1e-7))))
+        loops = max(1, min(1000, int(self.care.turn / max(once, 1e-7))))
         if self.comm.size > 1:  # as often on all ranks
             loops = int(self.comm.all_reduce(torch.tensor([float(loops)]), "min").item())
-        return min(self._turn(call, loops) for _ in range(_ROUNDS))
+        return min(self._turn(call, loops) for _ in range(self.care.rounds))
 
     def _turn(self, call: Callable[[], Any], loops: int) -> float:
         if self.device.type == "cuda":
@@ -167,7 +176,7 @@ class _Clock:
     def messages(self, name: str) -> list[tuple[float, float]]:
         """(bytes, seconds) of a collective."""
         points = []
-        for size in _MESSAGES:
+        for size in self.care.messages:
             count = size // 4 // self.comm.size * self.comm.size
             call = _COLLECTIVES[name](self.comm, torch.ones(count), torch.empty(count))
             points.append((float(size), self.time(call)))
@@ -212,7 +221,7 @@ def merged(figures: list[Figures]) -> Figures:
         for name, points in first["links"].items()
     }
     for key in ("bandwidth", "overhead", "optimizer", "step", "microbatch"):
-        together[key] = statistics.mean(each[key] for each in figures)
+        together[key] = statistics.mean(each.get(key, 0.0) for each in figures)
     return together
 
 

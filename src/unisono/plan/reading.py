@@ -154,8 +154,8 @@ class _Reader:
         matrix = queries * key.shape[-2] / rows
         itemsize = query.dtype.itemsize
         kept = matrix * (2 * itemsize + self._mask_bytes(query) if dropout else itemsize)
-        # The result is not kept by the products that make it, but by the layer after them.
-        saved = max(work.saved - normalisers - self._sample_bytes(op.outputs[0]), 0.0) + kept
+        # The result is kept either way: here where attention is fused, else by the layer that it goes into.
+        saved = max(work.saved - normalisers, 0.0) + kept
         moved = work.moved + matrix * itemsize * (8 if dropout else 6)
         calls = 6 if dropout else 4
         return replace(work, saved=saved, core_saved=kept, is_core=True, moved=moved, calls=calls, kind="matmul")
