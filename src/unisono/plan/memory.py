@@ -7,8 +7,8 @@
     workspace       the largest op of the backward, a block that is computed again, the optimizer's temporaries
     buffers         messages under way: a bucket of gradients, gathered parameters, activations of the tp region
 
-A step has two peaks, of which the higher counts: in the backward, when activations are alive, and while the optimizer
-steps, when they are gone. `Hardware.margin` is kept free on top, for fragments.
+A step has three peaks, of which the highest counts: in the backward, when activations are alive; at its end, when all
+gradients are there; and while the optimizer steps. `Hardware.margin` is kept free on top, for fragments.
 """
 
 from __future__ import annotations
@@ -170,25 +170,18 @@ class MemoryModel:
         setting = Setting.of(plan, self.portrait.batch)
         segments = stages.segments_of(rank)
         state = self._state(plan, stages, rank)
-        optimizer = self.portrait.optimizer
-        parameters, gradients, held = state.bytes(plan, optimizer)
+        parameters, gradients, held = state.bytes(plan, self.portrait.optimizer)
         alive, workspace = self._activations(plan, stages, rank, segments, setting)
-        buffers = self._buffers(plan, state, setting)
-        whole_gradients = state.elements * state.itemsize
-        if plan.zero in (0, 1) and plan.microbatches == 1 and plan.pp == 1:
-            # Gradients come as activations go: either all of the one are there, or all of the other.
-            in_backward = max(alive + workspace, whole_gradients)
-            backward = (parameters, 0.0 if alive + workspace >= whole_gradients else whole_gradients, held)
-            activations = (alive, workspace) if alive + workspace >= whole_gradients else (0.0, 0.0)
-        else:
-            growing = whole_gradients if plan.zero < 2 else gradients
-            in_backward = alive + workspace + growing
-            backward, activations = (parameters, growing, held), (alive, workspace)
-        stepping = self._stepping(plan, state)
-        reduced = gradients if plan.zero == 0 else state.sharded * (4 if optimizer.copy else state.itemsize)
-        if in_backward + buffers >= reduced + stepping:
-            return Footprint(*backward, *activations, buffers, rank)
-        return Footprint(parameters, reduced, held, 0.0, stepping, 0.0, rank)
+        whole = float(state.elements * state.itemsize)
+        accumulates = plan.microbatches > 1 or plan.pp > 1
+        growing = gradients if plan.zero >= 2 else whole if accumulates else 0.0
+        backward = Footprint(parameters, growing, held, alive, workspace, self._buffers(plan, state, setting), rank)
+        peaks = [backward, self._stepping(plan, state, (parameters, held), rank)]
+        if plan.zero < 2:  # when activations are gone and all gradients are there, the last bucket of them leaves
+            message = self._bucket(plan, state) * (2 if plan.zero else 1)  # in pieces, and what others send of theirs
+            message += message / 2 / (plan.dp * plan.cp) if plan.zero else 0.0
+            peaks.append(Footprint(parameters, whole, held, 0.0, 0.0, message, rank))
+        return max(peaks, key=lambda each: each.total)
 
     def _state(self, plan: Plan, stages: Stages, rank: int) -> State:
         key = (plan.tp, plan.ep, plan.dp, plan.cp, stages.starts, stages.placement, rank)
@@ -236,23 +229,31 @@ class MemoryModel:
         return saved * alive / chunks, workspace
 
     def _buffers(self, plan: Plan, state: State, setting: Setting) -> float:
-        replicas = plan.dp * plan.cp
+        """Messages that are under way during the backward."""
         between = hidden_bytes(self.portrait, setting)
         whole = between * (setting.tp if setting.sequence else 1)
         size = 2 * whole if plan.tp > 1 else 0.0
         size += 2 * between if plan.pp > 1 else 0.0
-        if replicas == 1:
-            return size
-        if plan.zero == 3:
-            return size + 2 * self._largest_unit * self.portrait.gradient_itemsize * 2 / plan.tp + self._root(plan)
-        bucket = min(max(BUCKET, self._largest_weight / plan.tp), state.elements * state.itemsize)
-        return size + bucket * (2 if plan.zero == 2 else 1)
+        if plan.zero == 2:
+            return size + 2 * self._bucket(plan, state)  # gradients that fill one, and its message
+        if plan.zero == 3 and plan.dp * plan.cp > 1:
+            # Two units are whole, each with the message that it came in; one has gradients, and their message.
+            return size + 6 * self._largest_unit * self.portrait.gradient_itemsize / plan.tp + self._root(plan)
+        return size
 
-    def _stepping(self, plan: Plan, state: State) -> float:
-        """While the optimizer steps: its temporaries, and then what ZeRO gathers."""
-        temporary = (state.sharded if plan.zero else state.elements) * self.portrait.optimizer.temporary
+    def _bucket(self, plan: Plan, state: State) -> float:
+        if plan.dp * plan.cp == 1:
+            return 0.0
+        return min(max(BUCKET, self._largest_weight / plan.tp), float(state.elements * state.itemsize))
+
+    def _stepping(self, plan: Plan, state: State, kept: tuple[float, float], rank: int) -> Footprint:
+        """While the optimizer steps: gradients as it sees them, its temporaries, and then what ZeRO gathers."""
+        optimizer = self.portrait.optimizer
+        mine = state.sharded if plan.zero else state.elements
+        seen = 4 if plan.zero and optimizer.copy else state.itemsize
         gathered = (state.elements + state.sharded) * state.itemsize if plan.zero in (1, 2) else 0.0
-        return max(temporary, gathered)
+        workspace = max(mine * optimizer.temporary, gathered)
+        return Footprint(kept[0], float(mine * seen), kept[1], 0.0, workspace, 0.0, rank)
 
     @cached_property
     def _largest_unit(self) -> int:
