@@ -120,7 +120,8 @@ def test_closed_forms_bound_what_schedules_keep(name: str) -> None:
 
 
 def test_more_saving_needs_less() -> None:
-    portrait = Planner(examples.tiny(), Hardware.read("h100")).portrait
+    task = examples.large_gpt("activations", examples.Config(256, 256, 64, 4, 4), batch=64)
+    portrait = Planner(task, Hardware.read("h100")).portrait
     memory = MemoryModel(portrait)
 
     def needs(text: str) -> float:
