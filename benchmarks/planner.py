@@ -228,15 +228,16 @@ def main() -> int:
             hardware = Hardware.read(file.name)
     else:
         hardware = Hardware.read(chosen.hardware)
-    results = [judge(name, hardware, chosen.steps) for name in chosen.tasks.split(",")]
-    if chosen.verbose:
-        for each in results:
-            print(each["task"])
-            for text, times in each["plans"].items():
-                print(f"  {text:50} {times['predicted'] * 1e3:9.1f} {times['measured'] * 1e3:9.1f}")
+    results = []
+    for name in chosen.tasks.split(","):
+        results.append(judge(name, hardware, chosen.steps))
+        if chosen.verbose:
+            print(name, flush=True)
+            for text, times in results[-1]["plans"].items():
+                print(f"  {text:50} {times['predicted'] * 1e3:9.1f} {times['measured'] * 1e3:9.1f}", flush=True)
+        if chosen.json is not None:
+            chosen.json.write_text(json.dumps(results, indent=1) + "\n")
     show(results)
-    if chosen.json is not None:
-        chosen.json.write_text(json.dumps(results, indent=1) + "\n")
     late = [each["task"] for each in results if each["regret"] > REGRET]
     wrong = [each["task"] for each in results if abs(each["error"]) > ERROR]
     print(f"chosen plan more than {REGRET:.0%} slower than the best: {', '.join(late) or 'none'}")
