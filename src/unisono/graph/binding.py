@@ -12,7 +12,8 @@ from torch import fx
 from unisono.graph.edge import Edge
 from unisono.graph.lowering import Compute, Lowered, Move
 from unisono.graph.native import native
-from unisono.graph.rewrites import REWRITES, Place, talk_over
+from unisono.graph.place import Place, talk_over
+from unisono.graph.rewrites import REWRITES
 from unisono.mesh import dropout as dropouts
 from unisono.mesh.random import RandomState
 

@@ -20,7 +20,7 @@ _IN_TORCH = (
     "gt.Scalar le.Tensor ge.Scalar logical_not bitwise_and.Tensor masked_fill.Scalar tril triu clone rms_norm group_norm "
     "argmax topk cumsum rsub.Scalar abs square erf index_select gather"
 )
-_IN_NN = "linear gelu silu scaled_dot_product_attention cross_entropy_loss mse_loss l1_loss smooth_l1_loss"
+_IN_NN = "linear gelu silu scaled_dot_product_attention"  # not losses: their bindings have another default for reduction
 _OF_TENSORS = "view.default expand contiguous"
 
 
