@@ -154,5 +154,3 @@ def replicated(trace: Trace, mesh: Mesh) -> Assignment:
     from unisono.graph.rules import options
 
     return Assignment(trace, mesh, {node.name: (options(node)[0],) * mesh.ndim for node in trace.graph.nodes})
-
-

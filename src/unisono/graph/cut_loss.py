@@ -61,9 +61,7 @@ def mean_loss(place: Place, *args: Any, **kwargs: Any) -> torch.Tensor:
     return place.node.target(*args, **kwargs) * (torch.Size(mine).numel() / torch.Size(whole).numel())  # type: ignore[operator]
 
 
-def _weight_of_all(
-    place: Place, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int
-) -> torch.Tensor:
+def _weight_of_all(place: Place, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
     """How many targets count in the whole batch, or how much they weigh."""
     counted = target != ignore_index
     number = place.number("target")

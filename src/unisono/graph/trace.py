@@ -200,10 +200,7 @@ def _read(program: torch.export.ExportedProgram, model: nn.Module, given: Any) -
     held = _renamed(graph, held)
     parameters = _merge_tied(graph, _first_names(names, held[InputKind.PARAMETER]))
     buffers = _merge_tied(graph, _first_names(names, held[InputKind.BUFFER]))
-    constants = {
-        name: program.constants[target]
-        for name, target in held[InputKind.CONSTANT_TENSOR].items()
-    }
+    constants = {name: program.constants[target] for name, target in held[InputKind.CONSTANT_TENSOR].items()}
     user = list(held[InputKind.USER_INPUT])
     count = len(pytree.tree_leaves(given[0]))
     trained = {node: requires for node, name in parameters.items() if (requires := _trained(model, name))}
@@ -279,9 +276,7 @@ def _assembled(
 ) -> Trace:
     weights = weigh(graph, trained, {*parameters, *buffers, *constants})
     nodes = {node.name: node for node in graph.nodes}
-    specs = {
-        name: tuple(TensorSpec.of(t) for t in tensors_of(node.meta.get("val"))) for name, node in nodes.items()
-    }
+    specs = {name: tuple(TensorSpec.of(t) for t in tensors_of(node.meta.get("val"))) for name, node in nodes.items()}
     ops = []
     for node in graph.nodes:
         if node.op == "call_function":

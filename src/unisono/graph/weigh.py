@@ -177,5 +177,9 @@ def _einsum_flops(call: Call) -> int:
     terms = call["equation"].replace(" ", "").partition("->")[0].split(",")
     if any("." in term for term in terms):
         return 0
-    sizes = {letter: size for term, shape in zip(terms, call.shapes, strict=True) for letter, size in zip(term, shape, strict=True)}
+    sizes = {
+        letter: size
+        for term, shape in zip(terms, call.shapes, strict=True)
+        for letter, size in zip(term, shape, strict=True)
+    }
     return 2 * math.prod(sizes.values())

@@ -97,7 +97,5 @@ class Call:
         for name in call.names:
             given = inputs.get(name, REPLICATE)
             taken.append(given if isinstance(given, Placement) else next(lists[name]))
-        made: Placements = (
-            (outputs,) * len(call.results) if isinstance(outputs, Placement) else tuple(outputs)
-        )
+        made: Placements = (outputs,) * len(call.results) if isinstance(outputs, Placement) else tuple(outputs)
         return Option(tuple(taken), made, local)

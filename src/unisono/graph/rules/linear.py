@@ -31,7 +31,9 @@ def _cut(term: str, letter: str, otherwise: Placement = REPLICATE) -> Placement:
     return Shard(term.index(letter)) if letter in term else otherwise
 
 
-def product(call: Call, first: str, second: str, terms: tuple[str, str], result: str, bias: str = "") -> Iterator[Option]:
+def product(
+    call: Call, first: str, second: str, terms: tuple[str, str], result: str, bias: str = ""
+) -> Iterator[Option]:
     """The options of `first @ second (+ bias)`. A bias is added once, so to a sum in parts it comes as a part."""
     shape = call.shape(bias) if bias else ()
     for (left, right), made in contraction(terms, result):

@@ -51,6 +51,4 @@ def nll_loss(call: Call) -> Iterator[Option]:
         if dim != classes:
             of_target = dim if dim < classes else dim - 1
             made = Shard(of_target) if reduction == NONE else SUM
-            yield call.option(
-                made, "nll_loss" if reduction == MEAN else None, self=Shard(dim), target=Shard(of_target)
-            )
+            yield call.option(made, "nll_loss" if reduction == MEAN else None, self=Shard(dim), target=Shard(of_target))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -10,8 +9,8 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from unisono.graph.option import Option, whole
-from unisono.graph.rules.call import Call
-from unisono.mesh.placement import shard_dim
+from unisono.graph.rules.call import Call, tensors_of
+from unisono.mesh.placement import is_partial, shard_dim
 
 Rule = Callable[[Call], Iterable[Option]]
 _rules: dict[str, Rule] = {}
@@ -57,13 +56,15 @@ def options(node: fx.Node) -> list[Option]:
 
 
 def _possible(option: Option, call: Call) -> bool:
-    """Whether each sharded dim is long enough to be cut at all."""
+    """Whether each sharded dim is long enough to be cut at all, and only numbers that add are in parts."""
     assert len(option.inputs) == len(call.tensors), f"{call.node.target}: {option}"
     assert len(option.outputs) == len(call.results), f"{call.node.target}: {option}"
-    shapes = [*call.shapes, *(tuple(result.shape) for result in call.results)]
-    for placement, shape in zip((*option.inputs, *option.outputs), shapes, strict=True):
+    tensors = [*(tensors_of(node.meta["val"])[0] for node in call.tensors), *call.results]
+    for placement, tensor in zip((*option.inputs, *option.outputs), tensors, strict=True):
         dim = shard_dim(placement)
-        if dim is not None and (dim >= len(shape) or shape[dim] < 2 or not math.prod(shape)):
+        if dim is not None and (dim >= tensor.dim() or tensor.shape[dim] < 2 or not tensor.numel()):
+            return False
+        if is_partial(placement) and not (tensor.is_floating_point() or tensor.is_complex()):
             return False
     return True
 
