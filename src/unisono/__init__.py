@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from unisono.comm.world import shutdown as shutdown
     from unisono.comm.world import world as world
     from unisono.comm.world import world_size as world_size
+    from unisono.graph.program import Program as Program
+    from unisono.graph.program import to_static as to_static
     from unisono.launch.spawn import spawn as spawn
     from unisono.mesh.mesh import Mesh as Mesh
     from unisono.mesh.placement import Partial as Partial
@@ -35,6 +37,7 @@ __version__ = "0.1.0"
 _HOME = {
     "Communicator": "unisono.comm.communicator",
     "Plan": "unisono.plan.plan",
+    "Program": "unisono.graph.program",
     "Task": "unisono.train.task",
     "Trainer": "unisono.parallel.trainer",
     "parallelize": "unisono.parallel.apply",
@@ -50,6 +53,7 @@ _HOME = {
     "shard_tensor": "unisono.mesh.reshard",
     "shutdown": "unisono.comm.world",
     "spawn": "unisono.launch.spawn",
+    "to_static": "unisono.graph.program",
     "world": "unisono.comm.world",
     "world_size": "unisono.comm.world",
 }

@@ -28,9 +28,11 @@ from unisono.comm import world
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment
 from unisono.graph.carry import carried
+from unisono.graph.drawing import as_svg
 from unisono.graph.form import Form
 from unisono.graph.lowering import Laid, Lowered, lower
 from unisono.graph.pieces import Pieces
+from unisono.graph.saving import save
 from unisono.graph.show import as_text
 from unisono.graph.trace import Loss, Trace, trace
 from unisono.mesh.initial import build
@@ -206,6 +208,10 @@ class Program:
         """The program of a rank, by default this one, beside the serial one."""
         return as_text(self.lowered, world.rank() if rank is None else rank)
 
+    def draw(self, path: str | Path, rank: int | None = None) -> None:
+        """Write a picture (SVG) of a rank's program, collectives in colour."""
+        Path(path).write_text(as_svg(self.lowered, world.rank() if rank is None else rank))
+
 
 def to_static(
     model: Model,
@@ -239,10 +245,12 @@ def to_static(
     mesh.connect()
     if isinstance(model, nn.Module):
         comm.broadcast_parameters(whole)
-    traced = trace(whole, example, loss)
-    found = assignment or found_assignment(traced, mesh, search, fully_use_devices)
+    found = assignment or found_assignment(trace(whole, example, loss), mesh, search, fully_use_devices)
     found.check()
-    return Program(whole, lower(found.trace, found, mesh), loss, optimizer, example, clip, seed)
+    lowered = lower(found.trace, found, mesh)
+    if save_graphs is not None:
+        save(lowered, Path(save_graphs), [comm.rank])
+    return Program(whole, lowered, loss, optimizer, example, clip, seed)
 
 
 def found_assignment(traced: Trace, mesh: Mesh, search: str, fully_use_devices: bool) -> Assignment:
