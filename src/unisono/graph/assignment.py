@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -112,7 +111,8 @@ class Assignment:
             for what, spec, placements in self._lying(node):
                 if not divides(spec.shape, placements, self.mesh.shape):
                     raise UsageError(
-                        f"{what} of {node.name} has shape {spec.shape}, which {self.mesh} cannot cut evenly as {placements}"
+                        f"{what} of {node.name} has shape {spec.shape}, which {self.mesh} does not cut evenly by "
+                        f"{placements}"
                     )
 
     def _lying(self, node: fx.Node) -> Iterator[tuple[str, TensorSpec, Placements]]:
@@ -125,7 +125,10 @@ class Assignment:
 def producers(node: fx.Node) -> list[tuple[str, int]]:
     """For each tensor input of a node, which output of which node it is. Only getitem takes another than the first."""
     if target_name(node.target) == "getitem":
-        return [(node.args[0].name, int(node.args[1]))]  # type: ignore[union-attr, arg-type]
+        source, number = node.args
+        assert isinstance(source, fx.Node)
+        assert isinstance(number, int)
+        return [(source.name, number)]
     return [(given.name, 0) for given in Call(node).tensors]
 
 

@@ -64,7 +64,9 @@ def _inline(graph: fx.Graph, node: fx.Node, body: fx.GraphModule, args: Any, det
         values = [_detached(graph, value) if detach else value for value in _as_list(results)]
     for user in list(node.users):
         assert user.target is operator.getitem
-        user.replace_all_uses_with(values[user.args[1]])
+        number = user.args[1]
+        assert isinstance(number, int)
+        user.replace_all_uses_with(values[number])
         graph.erase_node(user)
     graph.erase_node(node)
 
@@ -168,9 +170,10 @@ def _is_view(node: fx.Node) -> bool:
 
 def _refuse_other_views(node: fx.Node, changed: fx.Node, place: dict[fx.Node, int]) -> None:
     for view in changed.users:
-        if place.get(view, len(place)) < place[node] and _is_view(view) and view is not node.args[0]:
-            if any(place.get(user, -1) > place[node] for user in view.users):
-                raise UsageError(
-                    f"{node.target} at {line_of(node)} changes a tensor in place of which {view.name} is a view that "
-                    "is used later; take the view after the change, or use a plan, which needs no graph"
-                )
+        if place.get(view, len(place)) >= place[node] or not _is_view(view) or view is node.args[0]:
+            continue
+        if any(place.get(user, -1) > place[node] for user in view.users):
+            raise UsageError(
+                f"{node.target} at {line_of(node)} changes a tensor in place of which {view.name} is a view that "
+                "is used later; take the view after the change, or use a plan, which needs no graph"
+            )

@@ -1,7 +1,7 @@
 """Losses of which each rank has some samples, or some classes.
 
-With some samples a rank gives its share of the loss of all: its sum over the count (or weight) of the whole batch, which
-the ranks add up first. With some classes the ranks find the largest logit and the sum of exponentials together.
+With some samples a rank gives its share of the loss of all: its sum over the count (or weight) of the whole batch,
+which the ranks add up first. With some classes the ranks find the largest logit and the sum of exponentials together.
 """
 
 from __future__ import annotations
@@ -28,13 +28,15 @@ def cross_entropy(
     classes = min(logits.dim() - 1, 1)
     splitting = place.axes_cutting(place.number("self"), classes)
     soft = target.dim() == logits.dim()
-    options = {"ignore_index": ignore_index} if not soft else {}
     if splitting:
         loss = _of_some_classes(place, logits, target, classes, splitting, ignore_index, label_smoothing)
         total = loss.sum() if reduction != NONE else loss
     else:
         how = "none" if reduction == NONE else "sum"
-        total = F.cross_entropy(logits, target, weight, reduction=how, label_smoothing=label_smoothing, **options)
+        ignored = -100 if soft else ignore_index
+        total = F.cross_entropy(
+            logits, target, weight, reduction=how, ignore_index=ignored, label_smoothing=label_smoothing
+        )
     if reduction != MEAN:
         return total
     if soft:

@@ -184,9 +184,9 @@ def _exported(step: _Step, given: Any) -> torch.export.ExportedProgram:
         reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         at = f" at {where}: `{line}`" if where else ""
         raise UsageError(
-            f"the model cannot be traced{at}: {reason}. A graph holds the same ops for every batch, so a branch, a loop "
-            "or a shape that depends on the values of tensors has no place in it. Plans that are applied to the model "
-            "itself (uni.parallelize with dp, zero, tp with rules, cp, pp) need no trace."
+            f"the model cannot be traced{at}: {reason}. A graph holds the same ops for every batch, so a branch, a "
+            "loop or a shape that depends on the values of tensors has no place in it. Plans that are applied to the "
+            "model itself (uni.parallelize with dp, zero, tp with rules, cp, pp) need no trace."
         ) from error
 
 
@@ -203,7 +203,7 @@ def _read(program: torch.export.ExportedProgram, model: nn.Module, given: Any) -
     constants = {name: program.constants[target] for name, target in held[InputKind.CONSTANT_TENSOR].items()}
     user = list(held[InputKind.USER_INPUT])
     count = len(pytree.tree_leaves(given[0]))
-    trained = {node: requires for node, name in parameters.items() if (requires := _trained(model, name))}
+    trained = {node: model.get_parameter(name).requires_grad for node, name in parameters.items()}
     return _assembled(program, graph, parameters, buffers, constants, (user[:count], user[count:]), trained)
 
 
@@ -259,10 +259,6 @@ def _merge_tied(graph: fx.Graph, placeholders: dict[str, str]) -> dict[str, str]
         else:
             first[name] = node
     return {node: name for name, node in first.items()}
-
-
-def _trained(model: nn.Module, name: str) -> bool:
-    return model.get_parameter(name).requires_grad
 
 
 def _assembled(

@@ -81,8 +81,8 @@ class Call:
         ndim = len(of if of is not None else self.shape())
         return int(self[name]) % max(ndim, 1)
 
-    def option(  # noqa: N805 - an argument of the op may be called self
-        call,
+    def option(
+        call,  # not self, which an argument of the op may be called
         outputs: Placement | Iterable[Placement],
         local: str | None = None,
         /,

@@ -3,6 +3,7 @@ neighbours would have to exchange their edges."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 from torch.distributed.tensor import Shard
@@ -42,7 +43,7 @@ def pooling(call: Call) -> Iterator[Option]:
 
 def _digit(name: str) -> str:
     """The digit before the d of pool2d."""
-    return next((char for char, after in zip(name, name[1:], strict=False) if char in "123" and after == "d"), "")
+    return next((char for char, after in itertools.pairwise(name) if char in "123" and after == "d"), "")
 
 
 @rule("aten.pixel_shuffle", "aten.pixel_unshuffle")

@@ -6,7 +6,6 @@ that are linear also take sums in parts.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 
 import torch
@@ -31,31 +30,42 @@ def cut_alike(call: Call) -> Iterator[Option]:
         )
 
 
-@rule(
-    *(
-        f"aten.{name}"
-        for name in (
-            "relu silu gelu tanh sigmoid exp exp2 log log2 log1p expm1 sqrt rsqrt reciprocal abs sin cos tan asin acos "
-            "atan erf erfc sign floor ceil round trunc pow clamp clamp_min clamp_max minimum maximum elu celu selu leaky_relu "
-            "hardtanh hardsigmoid hardswish mish softplus relu6 logical_not logical_and logical_or logical_xor "
-            "bitwise_not bitwise_and bitwise_or bitwise_xor __and__ __or__ __xor__ eq ne lt le gt ge isnan isinf "
-            "isfinite floor_divide remainder fmod square log_sigmoid sinh cosh atan2 frac sgn logit "
-            "nan_to_num where.ScalarOther where.ScalarSelf where.Scalar masked_fill.Scalar hardshrink softshrink "
-            "threshold prelu addcmul addcdiv lerp rsub.Scalar add.Scalar sub.Scalar special_expm1 "
-            "bitwise_left_shift bitwise_right_shift __lshift__ __rshift__ min.other max.other"
-        ).split()
-    )
-)
+_NONLINEAR = (
+    "relu", "silu", "gelu", "tanh", "sigmoid", "exp", "exp2", "log", "log2", "log1p", "expm1", "sqrt", "rsqrt",
+    "reciprocal", "abs", "sin", "cos", "tan", "asin", "acos", "atan", "erf", "erfc", "sign", "floor", "ceil",
+    "round", "trunc", "pow", "clamp", "clamp_min", "clamp_max", "minimum", "maximum", "elu", "celu", "selu",
+    "leaky_relu", "hardtanh", "hardsigmoid", "hardswish", "mish", "softplus", "relu6", "logical_not",
+    "logical_and", "logical_or", "logical_xor", "bitwise_not", "bitwise_and", "bitwise_or", "bitwise_xor",
+    "__and__", "__or__", "__xor__", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite",
+    "floor_divide", "remainder", "fmod", "square", "log_sigmoid", "sinh", "cosh", "atan2", "frac", "sgn",
+    "logit", "nan_to_num", "where.ScalarOther", "where.ScalarSelf", "where.Scalar", "masked_fill.Scalar",
+    "hardshrink", "softshrink", "threshold", "prelu", "addcmul", "addcdiv", "lerp", "rsub.Scalar", "add.Scalar",
+    "sub.Scalar", "special_expm1", "bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__",
+    "min.other", "max.other",
+)  # fmt: skip
+
+
+@rule(*(f"aten.{name}" for name in _NONLINEAR))
 def elementwise(call: Call) -> Iterator[Option]:
     yield from cut_alike(call)
 
 
-@rule(
-    *(
-        f"aten.{name}"
-        for name in "neg clone contiguous alias detach positive lift_fresh_copy real conj _conj lift_fresh".split()
-    )
+_LINEAR = (
+    "neg",
+    "clone",
+    "contiguous",
+    "alias",
+    "detach",
+    "positive",
+    "lift_fresh_copy",
+    "lift_fresh",
+    "real",
+    "conj",
+    "_conj",
 )
+
+
+@rule(*(f"aten.{name}" for name in _LINEAR))
 def linear_unary(call: Call) -> Iterator[Option]:
     yield from cut_alike(call)
     yield Option((SUM,), (SUM,))
@@ -102,15 +112,6 @@ def _adds(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
-@rule("aten.where.self", "aten.masked_fill.Tensor")
+@rule("aten.where.self", "aten.masked_fill.Tensor", "aten.copy")
 def where(call: Call) -> Iterator[Option]:
     yield from cut_alike(call)
-
-
-@rule("aten.masked_fill_.Scalar", "aten.copy")
-def overwrite(call: Call) -> Iterator[Option]:
-    yield from cut_alike(call)
-
-
-def elements(shape: Shape) -> int:
-    return math.prod(shape)

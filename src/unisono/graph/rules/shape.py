@@ -125,7 +125,7 @@ def broadcast_tensors(call: Call) -> Iterator[Option]:
         yield Option(given, (Shard(dim),) * len(call.results), "broadcast_tensors")
 
 
-@rule("aten.slice.Tensor", "aten.narrow", "aten.diff", "aten.flip", "aten.roll", "aten.unfold", "aten.constant_pad_nd")
+@rule("aten.slice.Tensor", "aten.narrow", "aten.flip", "aten.roll", "aten.unfold", "aten.constant_pad_nd")
 def along_a_dim(call: Call) -> Iterator[Option]:
     """Whole along the dims where the result is not the input, element by element."""
     touched = _touched(call)
@@ -142,6 +142,16 @@ def _touched(call: Call) -> set[int]:
         return changed  # a slice of everything touches nothing; padding is linear where it adds nothing
     dims = call[name] if isinstance(call[name], list | tuple) else [call[name]]
     return changed | {dim % len(before) for dim in dims}
+
+
+@rule("aten.diff")
+def diff(call: Call) -> Iterator[Option]:
+    """Along one dim, of what is there with what is put before and after it."""
+    mixed = call.dim("dim")
+    for dim in range(len(call.shape())):
+        if dim != mixed:
+            yield Option((Shard(dim),) * len(call.tensors), (Shard(dim),))
+    yield Option((SUM,) * len(call.tensors), (SUM,))
 
 
 @rule("aten.select.int")
