@@ -30,8 +30,9 @@ def clean(module: fx.GraphModule) -> fx.Graph:
             graph.erase_node(node)
     _make_functional(graph)
     _drop_broadcasts(graph)
+    kept = {node.meta["changed_to"] for node in graph.nodes if "changed_to" in node.meta}
     for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users:
+        if node.op in ("call_function", "get_attr") and not node.users and node not in kept:
             graph.erase_node(node)
     graph.lint()
     return graph
@@ -145,8 +146,10 @@ def _write_back(graph: fx.Graph, node: fx.Node, changed: Any, value: fx.Node, pl
     """Let later ops see, in what was changed and in what it is a view of, the new value."""
     _refuse_other_views(node, changed, place)
     _replace_later(changed, node, value, place)
-    if changed.op == "placeholder":
-        changed.meta["changed_to"] = value
+    given = changed if changed.op == "placeholder" else changed.meta.get("changes")
+    if given is not None:
+        given.meta["changed_to"] = value
+        value.meta["changes"] = given
         return
     if not _is_view(changed):
         return

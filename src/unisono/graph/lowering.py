@@ -180,6 +180,8 @@ class _Lowering:
             is_tensor = isinstance(value, fx.Node) and bool(tensors_of(value.meta.get("val")))
             self.made.outputs.append(self._move(value, whole, whole) if is_tensor else None)  # type: ignore[arg-type]
         for buffer, changed in self.made.trace.changed.items():
+            if buffer not in self.made.trace.buffers:
+                continue
             lies = self.made.values[buffer].placements
             self.made.changed[buffer] = self._move(self.made.trace.node(changed), lies, whole, gives_back=False)
 
