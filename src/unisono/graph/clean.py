@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from unisono.errors import UsageError
+from unisono.graph.marks import MARKER, Mark, Note
+from unisono.graph.rules.call import Call
 from unisono.graph.source import line_of
 
 _ASSERTIONS = {
@@ -19,8 +22,9 @@ _ASSERTIONS = {
 }
 
 
-def clean(module: fx.GraphModule) -> fx.Graph:
-    """The module's graph with regions inlined, assertions gone, and changes in place made new values."""
+def clean(module: fx.GraphModule, notes: Sequence[Note] = ()) -> tuple[fx.Graph, list[Mark]]:
+    """The module's graph with regions inlined, assertions gone, and changes in place made new values; and the marks
+    that were in it, of which `notes` says what their numbers mean."""
     _inline_regions(module)
     graph = module.graph
     for node in list(graph.nodes):
@@ -31,11 +35,12 @@ def clean(module: fx.GraphModule) -> fx.Graph:
     _make_functional(graph)
     _drop_broadcasts(graph)
     kept = {node.meta["changed_to"] for node in graph.nodes if "changed_to" in node.meta}
+    marks = _take_marks(graph, notes)
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users and node not in kept:
             graph.erase_node(node)
     graph.lint()
-    return graph
+    return graph, [mark for mark in marks if _is_used(graph, mark)]
 
 
 # ---- regions: no_grad and autocast ------------------------------------------------------------------------------
@@ -93,6 +98,48 @@ def _drop_broadcasts(graph: fx.Graph) -> None:
                 if source.meta["val"].shape == user.meta["val"].shape:
                     user.replace_all_uses_with(source)
                     graph.erase_node(user)
+
+
+# ---- marks ------------------------------------------------------------------------------------------------------
+
+
+def _take_marks(graph: fx.Graph, notes: Sequence[Note]) -> list[Mark]:
+    """Takes marker ops out of the graph: a note on a tensor goes to what made it, any other to all that use it."""
+    marks: list[Mark] = []
+    for node in list(graph.nodes):
+        if node.target is not MARKER:
+            continue
+        note = notes[node.args[1]]
+        if note.lies:
+            marks.append(Mark(_source(node).name, 0, note.wish, op=note.op))
+        for user, number in _uses(node, notes) if not note.lies else ():
+            marks.append(Mark(user.name, number, note.wish, is_input=True, op=note.op))
+    for node in list(graph.nodes):
+        if node.target is MARKER:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    return marks
+
+
+def _source(marker: Any) -> fx.Node:
+    while marker.target is MARKER:
+        marker = marker.args[0]
+    return marker
+
+
+def _uses(marker: fx.Node, notes: Sequence[Note]) -> Iterator[tuple[fx.Node, int]]:
+    """The ops that use a marked tensor, through markers of what they make of it but not through another wish."""
+    for user in marker.users:
+        if user.target is MARKER:
+            yield from _uses(user, notes) if notes[user.args[1]].lies else ()
+            continue
+        for number, given in enumerate(Call(user).tensors):
+            if given is marker:
+                yield user, number
+
+
+def _is_used(graph: fx.Graph, mark: Mark) -> bool:
+    return any(node.name == mark.node for node in graph.nodes)
 
 
 # ---- changes in place -------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ import contextlib
 import re
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
 from unisono.graph.clean import clean
+from unisono.graph.marks import Mark, Recorder, Wish, recording, wishes_for
 from unisono.graph.op import Op, TensorSpec
 from unisono.graph.rules.call import Call, tensors_of
 from unisono.graph.rules.factory import draws
@@ -51,6 +52,8 @@ class Trace:
     changed: dict[str, str] = field(default_factory=dict)  # buffer's placeholder -> node of its value afterwards
     tracked: frozenset[str] = frozenset()  # nodes whose tensors have gradients
     specs: dict[str, tuple[TensorSpec, ...]] = field(default_factory=dict)  # of every node
+
+    marks: tuple[Mark, ...] = ()  # what the user says about how tensors lie
 
     @property
     def placeholders(self) -> tuple[str, ...]:
@@ -87,10 +90,11 @@ def trace(model: nn.Module, example: tuple[Any, Any], loss: Loss | None = None) 
     """
     inputs, targets = _checked(example)
     step = _Step(model, loss)
-    with _without_data(model) as fake:
+    wishes = wishes_for(model)
+    with recording(model) as recorder, _without_data(model) as fake:
         given = fake((_arguments(inputs), targets if loss is not None else None))
         program = _exported(step, given)
-    return _read(program, model, given)
+    return _read(program, model, given, recorder, wishes)
 
 
 def _checked(example: Any) -> tuple[Any, Any]:
@@ -190,37 +194,49 @@ def _exported(step: _Step, given: Any) -> torch.export.ExportedProgram:
         ) from error
 
 
-def _read(program: torch.export.ExportedProgram, model: nn.Module, given: Any) -> Trace:
+def _read(
+    program: torch.export.ExportedProgram, model: nn.Module, given: Any, recorder: Recorder, wishes: dict[str, Wish]
+) -> Trace:
     names = _tied(model)
     held: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
     for spec in program.graph_signature.input_specs:
         held[spec.kind][spec.arg.name] = spec.target or ""
-    graph = clean(program.graph_module)
+    graph, marks = clean(program.graph_module, recorder.notes)
     _number_draws(graph)
-    held = _renamed(graph, held)
+    for node in list(graph.nodes):
+        if node.op == "placeholder" and not tensors_of(node.meta.get("val")):
+            graph.erase_node(node)
+    held, marks = _renamed(graph, held, marks)
     parameters = _merge_tied(graph, _first_names(names, held[InputKind.PARAMETER]))
     buffers = _merge_tied(graph, _first_names(names, held[InputKind.BUFFER]))
     constants = {name: program.constants[target] for name, target in held[InputKind.CONSTANT_TENSOR].items()}
     user = list(held[InputKind.USER_INPUT])
-    count = len(pytree.tree_leaves(given[0]))
+    count = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(given[0]))
     trained = {node: model.get_parameter(name).requires_grad for node, name in parameters.items()}
-    return _assembled(program, graph, parameters, buffers, constants, (user[:count], user[count:]), trained)
+    for node, name in (parameters | buffers).items():
+        marks += [Mark(node, 0, wish) for alias, wish in wishes.items() if names.get(alias, alias) == name]
+    split = (user[:count], user[count:])
+    return _assembled(program, graph, parameters, buffers, constants, split, trained, tuple(marks))
 
 
-def _renamed(graph: fx.Graph, held: dict[InputKind, dict[str, str]]) -> dict[InputKind, dict[str, str]]:
+def _renamed(
+    graph: fx.Graph, held: dict[InputKind, dict[str, str]], marks: list[Mark]
+) -> tuple[dict[InputKind, dict[str, str]], list[Mark]]:
     """Placeholders with the names that the user knows, without those of the module that joins model and loss."""
     nodes = {node.name: node for node in graph.nodes if node.op == "placeholder"}
     taken = set(nodes)
     new: dict[InputKind, dict[str, str]] = {kind: {} for kind in held}
     for kind, names in held.items():
         for name, target in names.items():
+            if name not in nodes:
+                continue
             wished = re.sub(r"^inputs_(0_(?=\d+$)|1_)", lambda m: "input_" if m[1] != "1_" else "", name)
             wished = re.sub(r"^([pbc])_model_", r"\1_", wished)
             if wished not in taken:
                 nodes[name].name = nodes[name].target = wished
                 taken.add(wished)
             new[kind][nodes[name].name] = target
-    return new
+    return new, [replace(mark, node=nodes[mark.node].name) if mark.node in nodes else mark for mark in marks]
 
 
 def _number_draws(graph: fx.Graph) -> None:
@@ -269,6 +285,7 @@ def _assembled(
     constants: dict[str, torch.Tensor],
     user: tuple[list[str], list[str]],
     trained: dict[str, bool],
+    marks: tuple[Mark, ...],
 ) -> Trace:
     weights = weigh(graph, trained, {*parameters, *buffers, *constants})
     nodes = {node.name: node for node in graph.nodes}
@@ -288,11 +305,12 @@ def _assembled(
         parameters=parameters,
         buffers=buffers,
         constants=constants,
-        inputs=tuple(name for name in user[0] if specs[name]),
-        targets=tuple(name for name in user[1] if specs[name]),
+        inputs=tuple(user[0]),
+        targets=tuple(user[1]),
         outputs=tuple(value.name for value in output if isinstance(value, fx.Node)),
         output_spec=program.call_spec.out_spec,
         changed={n.name: n.meta["changed_to"].name for n in graph.nodes if "changed_to" in n.meta},
         tracked=frozenset(name for name, weight in weights.items() if weight.tracked),
         specs=specs,
+        marks=marks,
     )
