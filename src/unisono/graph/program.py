@@ -29,6 +29,7 @@ from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment
 from unisono.graph.carry import carried
 from unisono.graph.drawing import as_svg
+from unisono.graph.finding import find
 from unisono.graph.form import Form
 from unisono.graph.lowering import Laid, Lowered, lower
 from unisono.graph.pieces import Pieces
@@ -245,18 +246,12 @@ def to_static(
     mesh.connect()
     if isinstance(model, nn.Module):
         comm.broadcast_parameters(whole)
-    found = assignment or found_assignment(trace(whole, example, loss), mesh, search, fully_use_devices)
+    found = assignment or find(trace(whole, example, loss), mesh, search, fully_use_devices)
     found.check()
     lowered = lower(found.trace, found, mesh)
     if save_graphs is not None:
         save(lowered, Path(save_graphs), [comm.rank])
     return Program(whole, lowered, loss, optimizer, example, clip, seed)
-
-
-def found_assignment(traced: Trace, mesh: Mesh, search: str, fully_use_devices: bool) -> Assignment:
-    from unisono.graph.assignment import replicated
-
-    return replicated(traced, mesh)
 
 
 def _lying(lowered: Lowered) -> dict[str, Laid]:

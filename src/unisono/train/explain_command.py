@@ -78,8 +78,8 @@ def lowered_task(task: Task, on_mesh: OnMesh) -> Lowered:
     """What the ranks of a mesh would do, found without any of them; the model takes no memory where it can be built so."""
     import torch
 
+    from unisono.graph.finding import find
     from unisono.graph.lowering import lower
-    from unisono.graph.program import found_assignment
     from unisono.graph.trace import trace
     from unisono.mesh.initial import build
 
@@ -90,6 +90,5 @@ def lowered_task(task: Task, on_mesh: OnMesh) -> Lowered:
         model = build(task.model, 0)  # it looks at values while it is built
     mesh = on_mesh.described()
     traced = trace(model, task.batch(0), task.loss)
-    found = found_assignment(traced, mesh, on_mesh.search, on_mesh.fully_use_devices)
-    found.check()
+    found = find(traced, mesh, on_mesh.search, on_mesh.fully_use_devices)
     return lower(found.trace, found, mesh)

@@ -6,10 +6,10 @@ import math
 from dataclasses import dataclass
 
 from unisono.errors import UsageError
+from unisono.graph.finding import SEARCHES
 from unisono.mesh.mesh import Mesh
 
 PREFIX = "program "
-SEARCHES = ("propagate", "dynamic", "exact")
 
 
 @dataclass(frozen=True)
