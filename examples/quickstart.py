@@ -1,8 +1,8 @@
 """The quickstart of sharding propagation: one marked matmul, and every other placement is inferred.
 
-    unisono explain examples/quickstart.py:quickstart --mesh dp=2,mp=4,full
-    unisono verify examples/quickstart.py:quickstart --program dp=2,mp=4,full
-    unisono run -n 8 examples/quickstart.py
+unisono explain examples/quickstart.py:quickstart --mesh dp=2,mp=4,full
+unisono verify examples/quickstart.py:quickstart --program dp=2,mp=4,full
+unisono run -n 8 examples/quickstart.py
 """
 
 from __future__ import annotations

@@ -127,7 +127,9 @@ def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source
     return Line(
         compute.name,
         f"{compute.name} = {word}({', '.join(plain)})",
-        _shapes([_tensor(laid, laid.shape) for laid in inputs], [_tensor(laid, laid.shape) for laid in compute.outputs]),
+        _shapes(
+            [_tensor(laid, laid.shape) for laid in inputs], [_tensor(laid, laid.shape) for laid in compute.outputs]
+        ),
         f"{compute.name} = {word}({', '.join(compute.inputs)})",
         _shapes(
             [_tensor(laid, laid.local(mesh, rank)) for laid in inputs],

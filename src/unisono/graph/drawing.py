@@ -19,7 +19,8 @@ _MOST_LANES = 24  # values beyond these share the last lane
 
 _STYLE = """
 text { font: 12px ui-monospace, monospace; fill: #1a1b1e; } .soft { fill: #6b7078; } .title { font-weight: 600; }
-.wire { stroke: #adb5bd; stroke-width: 1.5; fill: none; } .op { fill: #495057; } .badge { fill: #ffffff; font-weight: 600; }
+.wire { stroke: #adb5bd; stroke-width: 1.5; fill: none; } .op { fill: #495057; }
+.badge { fill: #ffffff; font-weight: 600; }
 .paper { fill: #ffffff; }
 @media (prefers-color-scheme: dark) {
   .paper { fill: #14161a; } text { fill: #e6e7ea; } .soft { fill: #9a9ea6; } .wire { stroke: #50565f; }

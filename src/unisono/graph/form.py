@@ -1,4 +1,4 @@
-"""A form of a program: one traced graph (training, evaluation or prediction, for one shape of batch) ready to run here."""
+"""A form of a program: one traced graph (to train, evaluate or predict, for one shape of batch), ready to run here."""
 
 from __future__ import annotations
 

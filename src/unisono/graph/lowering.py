@@ -1,8 +1,8 @@
 """Lowering: from a traced model and an assignment to what one rank does, as data. Nothing here talks or computes.
 
-Each op becomes a `Compute` on local pieces. Where an op wants a tensor otherwise than it lies, or gives back its gradient
-otherwise than the producer needs it, a `Move` comes before it. Ops that want one tensor alike share one move, so that
-three projections of one input gather it once, and sum its gradient once.
+Each op becomes a `Compute` on local pieces. Where an op wants a tensor otherwise than it lies, or gives back its
+gradient otherwise than the producer needs it, a `Move` comes before it. Ops that want one tensor alike share one move,
+so that three projections of one input gather it once, and sum its gradient once.
 
 Note: gradients of what is made of parameters alone. A parameter's gradient may stay in parts until the backward is over
 (sums.py takes it from there), and so may that of anything computed from parameters by ops that are not split: backward
@@ -141,7 +141,7 @@ class _Lowering:
         """One of several outputs: moved, where it has to be, after it is picked."""
         source, index = node.args
         assert isinstance(source, fx.Node)
-        made = self.assignment.layout(source.name, int(index))  # type: ignore[call-overload]
+        made = self.assignment.layout(source.name, int(index))  # type: ignore[arg-type]
         laid = Laid(outputs[0].shape, outputs[0].dtype, made)
         self.made.instructions.append(Compute(node.name, node, options, (source.name,), (laid,)))
         self.made.values[node.name] = laid

@@ -34,7 +34,7 @@ th, td { text-align: left; padding: .15rem .8rem .15rem 0; white-space: nowrap; 
 .heads, .row { display: grid; grid-template-columns: minmax(0, 2fr) minmax(0, 3fr); gap: 0 1rem; }
 .heads { font-weight: 600; padding: .3rem 0; }
 .row { padding: .4rem .2rem; border-top: 1px solid var(--rule); }
-.row.move { background: var(--card); border-left: 4px solid var(--hue); padding-left: .4rem; border-radius: 0 6px 6px 0; }
+.row.move { background: var(--card); border-left: 4px solid var(--hue); padding-left: .4rem; }
 .row.hidden { display: none; }
 .talk { font: 13px/1.6 ui-monospace, monospace; overflow-wrap: anywhere; }
 @media (max-width: 46rem) {
@@ -87,8 +87,8 @@ def _page(told: Account, title: str) -> Iterator[str]:
         yield from _row(line)
     yield f'<div class="code">return {escape(", ".join(told.outputs))}</div>'
     yield from _sums(told)
-    yield '<p class="soft">Placements, one an axis of the mesh: S0 sharded along dim 0, R replicated, P parts of a sum. '
-    yield "Bytes are those that this rank receives.</p>"
+    yield '<p class="soft">Placements, one an axis of the mesh: S0 sharded along dim 0, R replicated, P parts of a sum.'
+    yield " Bytes are those that this rank receives.</p>"
     yield f"<script>{_SCRIPT}</script></body></html>"
 
 

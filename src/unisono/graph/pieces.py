@@ -1,4 +1,4 @@
-"""The pieces of a model that a rank holds: parameters and buffers by the model's names, and their way to whole and back.
+"""The pieces of a model that a rank holds: parameters and buffers by the model's names, their way to whole and back.
 
 Gradients, and optimizer state of a parameter's shape, lie as the parameter does.
 """

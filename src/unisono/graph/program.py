@@ -161,8 +161,8 @@ class Program:
         return list(self.pieces.parameters.items())
 
     def state_dict(self, local: bool = False) -> dict[str, Any]:
-        """All that training goes on from: whole and by name, as a Trainer's, so that either can load it; every rank calls
-        it. local: this rank's pieces only, without any talk."""
+        """All that training goes on from: whole and by name, as a Trainer's, so that either can load it. Every rank
+        calls it. local: this rank's pieces only, without any talk."""
         if local:
             tensors = {**self.pieces.parameters, **self.pieces.buffers}
             model = {name: tensor.detach().clone() for name, tensor in tensors.items()}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from unisono.graph.account import account
 from unisono.graph.code import generate
@@ -29,10 +30,10 @@ def save(lowered: Lowered, folder: Path, ranks: Iterable[int]) -> None:
         (place / "5_program.py").write_text(source)
 
 
-class _Nothing(dict[str, object]):
+class _Nothing(dict[str, Any]):
     """Stands for functions where only the text is wanted."""
 
-    def __missing__(self, name: str) -> object:
+    def __missing__(self, name: str) -> Any:
         return None
 
 

@@ -75,7 +75,7 @@ def _on_mesh(chosen: argparse.Namespace) -> OnMesh:
 
 
 def lowered_task(task: Task, on_mesh: OnMesh) -> Lowered:
-    """What the ranks of a mesh would do, found without any of them; the model takes no memory where it can be built so."""
+    """What the ranks of a mesh would do, found without them; a model that can be built on meta takes no memory."""
     import torch
 
     from unisono.graph.finding import find

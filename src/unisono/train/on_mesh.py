@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 from unisono.errors import UsageError
 from unisono.graph.finding import SEARCHES
@@ -49,7 +50,7 @@ class OnMesh:
         return math.prod(size for _, size in self.axes)
 
     @property
-    def options(self) -> dict[str, object]:
+    def options(self) -> dict[str, Any]:
         """What `to_static` takes."""
         return {"search": self.search, "fully_use_devices": self.fully_use_devices}
 

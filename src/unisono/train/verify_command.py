@@ -22,9 +22,7 @@ def add_parser(subparsers: Any) -> None:
     add = parser.add_argument
     add("task", metavar="task.py:name", help="a uni.Task, or a function that returns one")
     subject = parser.add_mutually_exclusive_group(required=True)
-    subject.add_argument(
-        "--plan", metavar="PLAN", help='such as dp=2,tp=2,zero=1; "all" for every shape that fits -n'
-    )
+    subject.add_argument("--plan", metavar="PLAN", help='such as dp=2,tp=2,zero=1; "all" for every shape that fits -n')
     subject.add_argument(
         "--program", metavar="MESH", help="the distributed program on a mesh such as dp=2,mp=4 (search=exact, full)"
     )
