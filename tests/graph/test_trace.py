@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -128,18 +127,19 @@ def test_ops_know_where_they_come_from() -> None:
     assert not any(str(op.target).endswith("_.default") for op in traced.ops)
 
 
-def test_a_model_of_175_billion_parameters_is_not_allocated() -> None:
-    sizes = {"hidden_size": 12288, "num_hidden_layers": 96, "num_attention_heads": 96, "vocab_size": 50257}
+def test_a_model_that_no_memory_holds() -> None:
+    """GPT-3 with 12 of its 96 layers: 22 billion parameters. (All 96: see docs/graph.md.)"""
+    sizes = {"hidden_size": 12288, "num_hidden_layers": 12, "num_attention_heads": 96, "vocab_size": 50257}
     with torch.device("meta"):
         model = hugging_face.model("gpt2", **sizes, max_position_embeddings=2048)
-    tokens = torch.zeros(1, 2048, dtype=torch.long, device="meta")
-    began = time.monotonic()
+    tokens = torch.zeros(1, 2048, dtype=torch.long)
     traced = trace(model, ({"input_ids": tokens}, tokens), hugging_face.loss)
-    print(f"traced {len(traced.ops)} ops in {time.monotonic() - began:.1f} s")
     count = sum(torch.Size(traced.specs[node][0].shape).numel() for node in traced.parameters)
-    assert 174e9 < count < 176e9
-    # Every parameter but those of lookups and norms meets every token once.
-    assert traced.flops == pytest.approx(2 * 2048 * count, rel=0.03)
+    assert 22e9 < count < 23e9
+    attention = 12 * 4 * 2048 * 2048 * 12288
+    # Every parameter but those of lookups, norms and biases meets every token once.
+    assert traced.flops == pytest.approx(2 * 2048 * count + attention, rel=0.01)
+    assert next(model.parameters()).is_meta
 
 
 class Branching(nn.Module):
