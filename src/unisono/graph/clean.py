@@ -60,14 +60,17 @@ def _inline_regions(module: fx.GraphModule) -> None:
                 'give precision="bf16" to what trains it'
             )
         _inline_regions(body)
-        _inline(graph, node, body, node.args[given + 1 :], detach=name == "wrap_with_set_grad_enabled")
+        _inline(graph, node, body, node.args[given + 1 :], no_grad=settings[0] is False)
 
 
-def _inline(graph: fx.Graph, node: fx.Node, body: fx.GraphModule, args: Any, detach: bool) -> None:
+def _inline(graph: fx.Graph, node: fx.Node, body: fx.GraphModule, args: Any, no_grad: bool) -> None:
+    """Puts a region's ops in its place; those of no_grad say so in their meta, and their results are detached."""
     places = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), args, strict=True))
+    for inner in body.graph.nodes if no_grad else ():
+        inner.meta["no_grad"] = True
     with graph.inserting_before(node):
         results = graph.graph_copy(body.graph, places)
-        values = [_detached(graph, value) if detach else value for value in _as_list(results)]
+        values = [_detached(graph, value) if no_grad else value for value in _as_list(results)]
     for user in list(node.users):
         assert user.target is operator.getitem
         number = user.args[1]
