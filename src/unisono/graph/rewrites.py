@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
+from unisono.graph.cut_norm import batch_norm
 from unisono.graph.cut_loss import cross_entropy, mean_loss, nll_loss
 from unisono.graph.place import Place
 from unisono.graph.rules.reduce import reduced_dims
@@ -155,4 +156,5 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "random": _random,
     "cross_entropy": cross_entropy,
     "nll_loss": nll_loss,
+    "batch_norm": batch_norm,
 }
