@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 
 import unisono as uni
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.graph.form import Form
+from unisono.graph.lowering import Compute
 from unisono.graph.program import Program
 from unisono.mesh.initial import build
 from unisono.mesh.random import RandomState
@@ -22,6 +26,7 @@ from unisono.train.program_record import program_record
 from unisono.train.record import plain_record
 from unisono.train.task import Task
 from unisono.train.verdict import compared
+from unisono.train.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]
 
@@ -130,7 +135,7 @@ def go_on(comm: Communicator) -> None:
     assert second(batch(4)).item() == pytest.approx(losses[4], rel=1e-9)
 
 
-def find_faults(comm: Communicator) -> list[bool]:
+def find_faults(comm: Communicator) -> list[tuple[bool, str]]:
     """Whether a proof notices a gradient that is not summed, a mask that is drawn as if whole, a lost buffer."""
     plain = plain_record(TASK, 2, torch.float64)
     mesh = uni.Mesh((2,), ("dp",))
@@ -144,11 +149,22 @@ def find_faults(comm: Communicator) -> list[bool]:
     def no_buffers(program: Program) -> None:
         program._shown.keep = lambda values: None  # type: ignore[method-assign]
 
-    verdicts = []
-    for prepare in (None, no_sums, other_masks, no_buffers):
+    for prepare in (no_sums, other_masks, no_buffers):
         planned = program_record(TASK, mesh, 2, torch.float64, prepare=prepare)
-        verdicts.append(compared("faulty", plain, planned, "float64").equivalent)
-    return verdicts
+        assert not compared("faulty", plain, planned, "float64").equivalent, prepare
+
+    def wrong_rank(program: Program) -> None:
+        """Rank 1 draws other numbers for its dropout."""
+        for place, each in enumerate(program.lowered.instructions):
+            if comm.rank == 1 and isinstance(each, Compute) and "draw" in each.node.meta:
+                node = fx.Graph().node_copy(each.node, lambda given: given)
+                node.meta = {**each.node.meta, "draw": ("elsewhere", 0)}
+                program.lowered.instructions[place] = replace(each, node=node)
+        program._shown = Form(program.lowered, program.pieces, program.random, torch.device("cpu"))
+        program._forms[next(iter(program._forms))] = program._shown
+
+    verdicts = [verify_here(comm, TASK, OnMesh.parse("dp=2"), 2, prepare=p) for p in (None, no_sums, wrong_rank)]
+    return [(verdict.equivalent, verdict.parting) for verdict in verdicts]
 
 
 def refused(comm: Communicator) -> list[str]:
@@ -177,7 +193,12 @@ def test_states_go_anywhere(pools: Pools) -> None:
 
 
 def test_faults_are_found(pools: Pools) -> None:
-    assert pools("gloo", 2).run(find_faults)[0] == [True, False, False, False]
+    whole, no_sums, masks = pools("gloo", 2).run(find_faults)[0]
+    assert whole == (True, "")
+    assert not no_sums[0]
+    assert no_sums[1].startswith("forward values agree")
+    assert not masks[0]
+    assert re.match(r"dropout \(drop test_program_life.py:\d+\) on rank 1: deviation", masks[1])
 
 
 def test_what_is_refused(pools: Pools) -> None:
