@@ -114,6 +114,27 @@ def test_the_graph_computes_what_the_model_does(name: str) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+@pytest.mark.parametrize(("name", "parts"), [("gpt2", 3), ("mixtral", 2), ("example", 3)])
+def test_unpacked_projections_compute_the_same(name: str, parts: int) -> None:
+    torch.manual_seed(0)
+    if name == "example":
+        model, example, loss = CASES["gpt"][0](), ({"tokens": TOKENS}, TOKENS), _token_loss
+    else:
+        model, example, loss = hugging_face.model(name).eval(), hugging_face.batch(name), hugging_face.loss
+    model.eval()
+    traced = trace(model, example, loss, unpacked=True)
+    packed = [name for name in dict(model.named_parameters()) if "c_attn" in name or "gate_up" in name or "qkv" in name]
+    assert sorted(piece.parameter for piece in traced.pieces.values()) == sorted(packed * parts)
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    values = {node: held[key].detach() for node, key in (traced.parameters | traced.buffers).items()} | traced.constants
+    for node, piece in traced.pieces.items():
+        values[node] = values[node].narrow(piece.dim, piece.start, piece.length)
+    values |= dict(zip(traced.inputs + traced.targets, [*example[0].values(), example[1]], strict=True))
+    module = torch.fx.GraphModule(nn.Module(), traced.graph)
+    (result,) = module(*(values[node.name] for node in traced.graph.nodes if node.op == "placeholder"))
+    torch.testing.assert_close(result, _run(model, example, loss).detach())
+
+
 def test_ops_know_where_they_come_from() -> None:
     traced = trace(Mixture(), ({"tokens": TOKENS}, TOKENS), _token_loss)
     linear = next(op for op in traced.ops if op.name == "linear")

@@ -122,7 +122,9 @@ _dropped: list[str] = []  # marked functions that were thrown away before anythi
 class Sharded:
     """A function whose tensors are marked. Called, it is the function."""
 
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[Wish | None], outputs: Sequence[Wish | None]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], inputs: Sequence[Wish | None], outputs: Sequence[Wish | None]
+    ) -> None:
         self.function = function
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
@@ -274,7 +276,9 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
         for attribute, value in vars(module).items():
             if isinstance(value, Sharded) and id(value) not in recording.called:
                 where = f"{name}.{attribute}".lstrip(".")
-                raise UsageError(f"{where} ({value!r}) was not called, so its marks would not count; call it, or remove it")
+                raise UsageError(
+                    f"{where} ({value!r}) was not called, so its marks would not count; call it, or remove it"
+                )
 
 
 @torch.library.custom_op("unisono::mark", mutates_args=())

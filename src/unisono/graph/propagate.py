@@ -198,7 +198,9 @@ class _Axis:
         allowed = allowed or self._allowed[name]
         if len(allowed) == 1:
             return allowed[0]
-        return min(allowed, key=lambda option: (self._weight(name, option), option.splits, self._crowding(name, option)))
+        return min(
+            allowed, key=lambda option: (self._weight(name, option), option.splits, self._crowding(name, option))
+        )
 
     def _takes_sums_that_are(self, name: str, option: Option) -> bool:
         """A sum in parts is passed on only by ops that move or add, and where all they take is so; else it is added
