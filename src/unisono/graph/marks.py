@@ -2,7 +2,7 @@
 
     weight = uni.shard_tensor(weight, mesh, [uni.Replicate(), uni.Shard(1)])    # a tensor
     uni.mark(model, "layers.0.mlp.up.weight", mesh, [uni.Replicate(), uni.Shard(0)])
-    matmul = uni.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))              # an op: pieces of each dim of each input
+    matmul = uni.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))              # an op: pieces a dim, input by input
     y = uni.shard_op(torch.matmul, mesh, inputs=[[...], None], outputs=[[...]])(x, weight)
     y = uni.reshard(y, mesh, [uni.Shard(0), uni.Replicate()])                   # from here on
 
