@@ -1,4 +1,4 @@
-"""Ranks of a mesh in one process: an op's options, run on pieces and put together again, against the op on the whole."""
+"""Ranks of a mesh in one process: an op's options run on pieces, put together again, against the op on the whole."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "baddbmm": lambda: (torch.baddbmm(X[:, :1], X, X[:, :6]), torch.addmm(X[0, 0], X[0], X[1, :6])),
     "shapes": lambda: (X.movedim(0, 2), X.unflatten(1, (2, 4)), X[:, None].squeeze(1), X.flip(1), X.roll(1, 2)),
     "joins": lambda: (torch.stack([X, X], 1), X.chunk(2, 1)[1], X.unbind(2)[1], X.repeat(1, 2, 1), X.tril()),
-    "interleaves": lambda: (X.repeat_interleave(2, 1), F.pad(X, (0, 0, 1, 1)), X.unfold(1, 4, 2), F.pad(X, (1, 0), value=2.0)),
+    "repeats": lambda: (X.repeat_interleave(2, 1), F.pad(X, (0, 0, 1, 1)), X.unfold(1, 4, 2)),
+    "pads": lambda: F.pad(X, (1, 0), value=2.0) + F.pad(X, (1, 0), mode="replicate"),
     "reductions": lambda: (X.var(1), X.var((0, 2), keepdim=True), X.amax(1), X.logsumexp(2), X.mean(), X.sum(0)),
     "norms": lambda: (F.group_norm(IMAGE, 2), F.instance_norm(IMAGE), F.rms_norm(X, [6]), X.log_softmax(1)),
     "batch_norm": lambda: F.batch_norm(IMAGE, None, None, IMAGE[0, :, 0, 0], IMAGE[1, :, 0, 0], training=True),
@@ -57,9 +58,9 @@ CASES: dict[str, Callable[[], Any]] = {
         X[:, LABELS[0]],
         X[LABELS[0].clamp(max=3)[:, None], :, LABELS[2]],
     ),
-    "factories": lambda: (X + torch.arange(1, 13, 2), X * X.new_full((8, 6), 2.0), X + torch.ones_like(X), X.new_zeros(8, 1)),
+    "factories": lambda: (X + torch.arange(1, 13, 2), X * X.new_full((8, 6), 2.0), X + torch.ones_like(X)),
     "random": lambda: (X + torch.randn_like(X), X * torch.rand(8, 6, dtype=X.dtype), F.dropout(X, 0.4)),
-    "elements": lambda: (X.clamp(-1, 1), torch.where(X > 0, X, X.exp()), X.masked_fill(X < 0, 0.0), F.gelu(X) * X.abs()),
+    "elements": lambda: (X.clamp(-1, 1), torch.where(X > 0, X, X.exp()), X.masked_fill(X < 0, 0.0)),
 }  # fmt: skip
 
 

@@ -60,8 +60,9 @@ def _token_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
 
 
 TOKENS = torch.randint(10, (4, 6), generator=torch.Generator().manual_seed(0))
+SIZES = Config(vocabulary=10, context=6, width=16, heads=4, layers=2, dropout=0.0)
 CASES: dict[str, tuple[Any, Any, Any]] = {
-    "gpt": (lambda: GPT(Config(vocabulary=10, context=6, width=16, heads=4, layers=2, dropout=0.0)), (TOKENS, TOKENS), _token_loss),
+    "gpt": (lambda: GPT(SIZES), (TOKENS, TOKENS), _token_loss),
     "convolutions": (Convolutions, (torch.randn(4, 3, 8, 8), torch.arange(4)), F.cross_entropy),
     "mixture": (Mixture, ({"tokens": TOKENS, "scale": 2.0}, TOKENS), _token_loss),
 }  # fmt: skip
@@ -101,7 +102,7 @@ def test_the_graph_computes_what_the_model_does(name: str) -> None:
     model = build()
     traced = trace(model, example, loss)
     held = {**dict(model.named_parameters()), **{key: b.clone() for key, b in model.named_buffers()}}
-    inputs = [v for v in (example[0].values() if isinstance(example[0], dict) else [example[0]])]
+    inputs = list(example[0].values()) if isinstance(example[0], dict) else [example[0]]
     values = {node: held[key] for node, key in (traced.parameters | traced.buffers).items()} | traced.constants
     values |= dict(zip(traced.inputs, [v for v in inputs if isinstance(v, torch.Tensor)], strict=True))
     values |= dict(zip(traced.targets, [example[1]], strict=True))

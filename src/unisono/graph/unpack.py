@@ -4,8 +4,8 @@ GPT-2's c_attn gives queries, keys and values side by side, Mixtral's gate_up_pr
 columns, such a weight would give some ranks the queries and others the keys. With a placeholder for each part, each is
 cut by itself, which is how such layers are cut by hand.
 
-What is recognised: a weight that only this product uses (seen through transposes and casts), whose product is split along
-its last dim, or viewed as (..., parts, rest) and unbound along `parts`, with permutations between.
+What is recognised: a weight that only this product uses (seen through transposes and casts), whose product is split
+along its last dim, or viewed as (..., parts, rest) and unbound along `parts`, with permutations between.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -43,7 +44,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class _Packed:
-    """A product to unpack. rest(k, made): what its k-th part goes through, and which node it then takes the place of."""
+    """A product to unpack. rest(k, made) leads the product of its k-th part to those that use that part."""
 
     product: fx.Node
     weight: fx.Node
@@ -128,11 +129,11 @@ def _ending(product: fx.Node) -> tuple[list[int], Callable[[int, fx.Node], None]
         shape = tuple(node.meta["val"].shape) if isinstance(node.meta.get("val"), torch.Tensor) else ()
         before = tuple(node.args[0].meta["val"].shape) if isinstance(node.args[0], fx.Node) else ()
         if node.target in _SPLITS and parts is None and Call(node).dim("dim") == len(before) - 1:
-            return [t.shape[-1] for t in node.meta["val"]], lambda k, made: _replace_part(node, k, made, chain, None)
+            return [t.shape[-1] for t in node.meta["val"]], partial(_replace_part, node, chain, None)
         if node.target is aten.unbind.int and parts is not None and Call(node).dim("dim") == parts:
             count = before[parts]
             length = product.meta["val"].shape[-1] // count
-            return [length] * count, lambda k, made: _replace_part(node, k, made, chain, count)
+            return [length] * count, partial(_replace_part, node, chain, count)
         if node.target in _VIEWS:
             split = _splits_last(before, shape)
             if parts is not None or (split is None and shape[-1:] != before[-1:]):
@@ -202,7 +203,7 @@ def _product(graph: fx.Graph, packed: _Packed, weight: fx.Node, bias: fx.Node | 
     return made
 
 
-def _replace_part(end: fx.Node, k: int, made: fx.Node, chain: list[fx.Node], count: int | None) -> None:
+def _replace_part(end: fx.Node, chain: list[fx.Node], count: int | None, k: int, made: fx.Node) -> None:
     """Leads a part through what the whole went through (without the dim of `count` parts), to those that take it."""
     graph = end.graph
     parts: int | None = None
