@@ -108,6 +108,19 @@ def test_two_marks_a_layer_make_megatrons_layout() -> None:
         assert not found.notes
 
 
+def test_fused_projections_are_cut_part_by_part() -> None:
+    mesh = Mesh.describe((1, 2), ("dp", "tp"))
+    model = hugging_face.model("gpt2").eval()
+    for parameter in ("transformer.h.0.attn.c_attn.weight", "transformer.h.0.mlp.c_fc.weight"):
+        uni.mark(model, parameter, mesh, [R, S(1)])
+    found = propagate(trace(model, hugging_face.batch("gpt2"), hugging_face.loss, unpacked=True), mesh)
+    for part in range(3):
+        assert found.layout(f"p_transformer_h_0_attn_c_attn_weight_part{part}") == (R, S(1))
+    assert found.layout("p_transformer_h_0_attn_c_proj_weight") == (R, S(0))
+    assert found.layout("p_transformer_h_0_mlp_c_proj_weight") == (R, S(0))
+    assert [kind for _, kind, axes in _forward_collectives(found) if axes == (1,)] == ["all_reduce"] * 2
+
+
 class Marked(nn.Module):
     """Marks of every kind inside a forward."""
 

@@ -60,8 +60,9 @@ def _token_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
 
 
 TOKENS = torch.randint(10, (4, 6), generator=torch.Generator().manual_seed(0))
+SIZES = Config(vocabulary=10, context=6, width=16, heads=4, layers=2, dropout=0.0)
 CASES: dict[str, tuple[Any, Any, Any]] = {
-    "gpt": (lambda: GPT(Config(vocabulary=10, context=6, width=16, heads=4, layers=2, dropout=0.0)), (TOKENS, TOKENS), _token_loss),
+    "gpt": (lambda: GPT(SIZES), (TOKENS, TOKENS), _token_loss),
     "convolutions": (Convolutions, (torch.randn(4, 3, 8, 8), torch.arange(4)), F.cross_entropy),
     "mixture": (Mixture, ({"tokens": TOKENS, "scale": 2.0}, TOKENS), _token_loss),
 }  # fmt: skip
@@ -101,7 +102,7 @@ def test_the_graph_computes_what_the_model_does(name: str) -> None:
     model = build()
     traced = trace(model, example, loss)
     held = {**dict(model.named_parameters()), **{key: b.clone() for key, b in model.named_buffers()}}
-    inputs = [v for v in (example[0].values() if isinstance(example[0], dict) else [example[0]])]
+    inputs = list(example[0].values()) if isinstance(example[0], dict) else [example[0]]
     values = {node: held[key] for node, key in (traced.parameters | traced.buffers).items()} | traced.constants
     values |= dict(zip(traced.inputs, [v for v in inputs if isinstance(v, torch.Tensor)], strict=True))
     values |= dict(zip(traced.targets, [example[1]], strict=True))
@@ -112,6 +113,27 @@ def test_the_graph_computes_what_the_model_does(name: str) -> None:
     ours = torch.autograd.grad(result, list(model.parameters()))
     theirs = torch.autograd.grad(expected, list(model.parameters()))
     torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize(("name", "parts"), [("gpt2", 3), ("mixtral", 2), ("example", 3)])
+def test_unpacked_projections_compute_the_same(name: str, parts: int) -> None:
+    torch.manual_seed(0)
+    if name == "example":
+        model, example, loss = CASES["gpt"][0](), ({"tokens": TOKENS}, TOKENS), _token_loss
+    else:
+        model, example, loss = hugging_face.model(name).eval(), hugging_face.batch(name), hugging_face.loss
+    model.eval()
+    traced = trace(model, example, loss, unpacked=True)
+    packed = [name for name in dict(model.named_parameters()) if "c_attn" in name or "gate_up" in name or "qkv" in name]
+    assert sorted(piece.parameter for piece in traced.pieces.values()) == sorted(packed * parts)
+    held = dict(model.named_parameters()) | dict(model.named_buffers())
+    values = {node: held[key].detach() for node, key in (traced.parameters | traced.buffers).items()} | traced.constants
+    for node, piece in traced.pieces.items():
+        values[node] = values[node].narrow(piece.dim, piece.start, piece.length)
+    values |= dict(zip(traced.inputs + traced.targets, [*example[0].values(), example[1]], strict=True))
+    module = torch.fx.GraphModule(nn.Module(), traced.graph)
+    (result,) = module(*(values[node.name] for node in traced.graph.nodes if node.op == "placeholder"))
+    torch.testing.assert_close(result, _run(model, example, loss).detach())
 
 
 def test_ops_know_where_they_come_from() -> None:

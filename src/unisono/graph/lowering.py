@@ -136,20 +136,6 @@ class _Lowering:
         self.made.instructions.append(Compute(node.name, node, options, inputs, outputs))
         if len(outputs) == 1:
             self.made.values[node.name] = outputs[0]
-        if node.target is torch.ops.aten.batch_norm.default and Call(node)["training"]:
-            self._put_back(node, inputs)
-
-    def _put_back(self, node: fx.Node, inputs: tuple[str, ...]) -> None:
-        """Running statistics are changed by the op itself: of a buffer that was moved to it, the change goes back."""
-        call = Call(node)
-        for buffer, argument, moved in zip(call.tensors, call.names, inputs, strict=True):
-            if argument in ("running_mean", "running_var") and moved != buffer.name:
-                there, back = self.made.values[moved], self.made.values[buffer.name]
-                name = f"{buffer.name}_after{len(self.made.instructions)}"
-                way = Way(there.shape, there.dtype, there.placements, back.placements)
-                self.made.instructions.append(Move(name, moved, way))
-                self.made.values[name] = back
-                self.made.changed[buffer.name] = name
 
     def _pick(self, node: fx.Node, options: Options, outputs: tuple[Laid, ...]) -> None:
         """One of several outputs: moved, where it has to be, after it is picked."""
