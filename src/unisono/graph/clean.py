@@ -197,8 +197,10 @@ def _write_back(graph: fx.Graph, node: fx.Node, changed: Any, value: fx.Node, pl
     """Let later ops see, in what was changed and in what it is a view of, the new value."""
     _refuse_other_views(node, changed, place)
     _replace_later(changed, node, value, place)
-    if changed.op == "placeholder":
-        changed.meta["changed_to"] = value
+    given = changed if changed.op == "placeholder" else changed.meta.get("changes")
+    if given is not None:
+        given.meta["changed_to"] = value
+        value.meta["changes"] = given
         return
     if not _is_view(changed):
         return
