@@ -8,12 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from torch.utils._pytree import tree_map
 
 from tests.equivalence import tasks
 from unisono.train.task import Task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from gpt import GPT, Config
 from quickstart import quickstart
 
 ROWS = 8
@@ -26,10 +28,14 @@ def even(task: Task) -> Task:
     return replace(task, batch=batch)
 
 
+def _gpt() -> nn.Module:
+    return GPT(Config(vocabulary=32, context=16, width=16, heads=4, layers=1, dropout=0.1))
+
+
 TASKS = {
     "quickstart": quickstart,
     "mlp": even(tasks.mlp),
-    "gpt": even(tasks.gpt),
+    "gpt": replace(even(tasks.gpt), model=_gpt),
     "conv": even(tasks.conv),
     "llama": even(tasks.llama),
 }

@@ -69,10 +69,18 @@ def batch(seed: int, rows: int = 8) -> tuple[torch.Tensor, torch.Tensor]:
 TASK = Task(model=Net, loss=loss, optimizer=adam, batch=batch, clip=0.1)
 
 
-def make(mesh: uni.Mesh, **options: Any) -> Program:
+def make(mesh: uni.Mesh, model: Any = Net, optimizer: Any = adam, **options: Any) -> Program:
     return uni.to_static(
-        Net, example=batch(0), mesh=mesh, loss=loss, optimizer=adam, clip=0.1, dtype=torch.float64, **options
+        model, example=batch(0), mesh=mesh, loss=loss, optimizer=optimizer, clip=0.1, dtype=torch.float64, **options
     )
+
+
+def cut_net() -> Net:
+    """Whose layers the ranks of mp share, by columns and then by rows."""
+    net, mesh = Net(), uni.Mesh((2,), ("mp",))
+    uni.mark(net, "first.weight", mesh, [uni.Shard(0)])
+    uni.mark(net, "last.weight", mesh, [uni.Shard(1)])
+    return net
 
 
 def plain_steps(sizes: list[int]) -> tuple[Net, list[float]]:
@@ -121,7 +129,8 @@ def go_on(comm: Communicator) -> None:
     losses = plain_steps([8] * 6)[1]
     first = make(uni.Mesh((2,), ("dp",)))
     got = [first(batch(step)).item() for step in range(2)]
-    second = make(uni.Mesh((2,), ("mp",)), fully_use_devices=True)
+    second = make(uni.Mesh((2,), ("mp",)), cut_net)
+    assert dict(second.named_parameters())["last.weight"].shape == (4, 4)
     second.load_state_dict(first.state_dict())
     got += [second(batch(step)).item() for step in range(2, 4)]
     local = second.state_dict(local=True)
@@ -177,6 +186,7 @@ def refused(comm: Communicator) -> list[str]:
         lambda: make(uni.Mesh((2,), ("dp",)), search="magic"),
         lambda: make(uni.Mesh((2,), ("dp",)))((batch(0)[0].float(), batch(0)[1])),
         lambda: make(uni.Mesh((2,), ("dp",)))(batch(0)[0]),  # type: ignore[arg-type]
+        lambda: make(uni.Mesh((2,), ("mp",)), cut_net, torch.optim.Adafactor),
     ):
         with pytest.raises(UsageError) as caught:
             attempt()
@@ -202,12 +212,13 @@ def test_faults_are_found(pools: Pools) -> None:
 
 
 def test_what_is_refused(pools: Pools) -> None:
-    mesh, rows, search, dtype, no_pair = pools("gloo", 2).run(refused)[0]
+    mesh, rows, search, dtype, no_pair, optimizer = pools("gloo", 2).run(refused)[0]
     assert "has 4 ranks, but 2 are running" in mesh
     assert "7 samples, which dp=2 cannot share evenly" in rows
     assert "expected one of propagate" in search
     assert "float32" in dtype
     assert "expected (inputs, targets)" in no_pair
+    assert "Adafactor looks at parameters as a whole, but" in optimizer
 
 
 @pytest.mark.parametrize(

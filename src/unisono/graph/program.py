@@ -40,6 +40,7 @@ from unisono.graph.trace import Loss, Trace, trace
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
+from unisono.mesh.reach import Reach, reach_of
 
 Model = nn.Module | Callable[[], nn.Module]
 
@@ -69,6 +70,7 @@ class Program:
         self._device = world.world().device
         self.pieces = Pieces(model, _lying(lowered), self.mesh, self._device)
         self.optimizer = optimizer(list(self.pieces.parameters.values()))
+        _require_reach(self.optimizer, optimizer, self.pieces)
         self._forms: dict[Signature, Form] = {}
         self._example = _without_data(example)
         self._forms[signature("train", example)] = Form(lowered, self.pieces, self.random, self._device)
@@ -255,6 +257,19 @@ def to_static(
     if save_graphs is not None:
         save(lowered, Path(save_graphs), [comm.rank])
     return Program(whole, lowered, loss, optimizer, example, clip, seed)
+
+
+def _require_reach(optimizer: Optimizer, make: Callable[[Any], Optimizer], pieces: Pieces) -> None:
+    """Refuse an optimizer that must see more than a rank's pieces, or evaluates the model itself."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(f"{name} evaluates the model several times in a step, which a program does once; use a plan")
+    cut = [key for key in pieces.parameters if pieces.is_cut(key)]
+    if cut and reach_of(optimizer, make) is not Reach.ELEMENT:
+        raise UsageError(
+            f"{name} looks at parameters as a whole, but {cut[0]} is cut; use marks that leave parameters whole, or an "
+            "optimizer that treats elements alone (if this one does, set is_elementwise = True on its class)"
+        )
 
 
 def _lying(lowered: Lowered) -> dict[str, Laid]:
