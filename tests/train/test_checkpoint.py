@@ -38,6 +38,13 @@ def batch(number: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(6, 3, generator=generator), torch.randint(2, (6,), generator=generator)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _alone() -> Iterator[None]:
+    """A world of one in this process, which must be gone when later tests fork ranks from it."""
+    yield
+    uni.shutdown()
+
+
 @pytest.fixture
 def trainer() -> Trainer:
     made = make()

