@@ -14,6 +14,7 @@ import json
 import statistics
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -41,19 +42,19 @@ def measured(width: int, layers: int, folder: str, rounds: int) -> dict[str, Any
     checkpoints.wait()
     times: dict[str, list[float]] = {"wait": [], "aside": [], "step": [], "step beside": [], "load": []}
 
-    def timed(name: str, work: Any) -> None:
+    def timed(name: str, work: Callable[..., Any], *args: Any, **options: Any) -> None:
         comm.barrier()
         start = time.perf_counter()
-        work()
+        work(*args, **options)
         times[name].append(time.perf_counter() - start)
 
     for number in range(1, rounds + 1):
-        timed("step", lambda: trainer.step(batch))
-        timed("wait", lambda: checkpoints.save(trainer, 2 * number))
-        timed("aside", lambda: checkpoints.save(trainer, 2 * number + 1, wait=False))
-        timed("step beside", lambda: trainer.step(batch))
+        timed("step", trainer.step, batch)
+        timed("wait", checkpoints.save, trainer, 2 * number)
+        timed("aside", checkpoints.save, trainer, 2 * number + 1, wait=False)
+        timed("step beside", trainer.step, batch)
         checkpoints.wait()
-    timed("load", lambda: checkpoints.load(trainer))
+    timed("load", checkpoints.load, trainer)
     gathered = comm.gather_object({name: statistics.median(values) for name, values in times.items()})
     if gathered is None:
         return None

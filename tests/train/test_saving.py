@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import multiprocessing
 import os
 import random
@@ -16,6 +17,7 @@ import pytest
 import torch
 
 import unisono as uni
+from tests.equivalence import tasks
 from tests.ranks import RankPool, free_port
 from tests.train import stores
 from unisono.comm.communicator import Communicator
@@ -82,6 +84,32 @@ def test_together_ranks_write_everything_once(pools: Callable[[str, int], RankPo
     assert sum(written for written, _, _ in answers) == answers[0][2]
     for written, held, whole in answers:
         assert written <= held < 0.55 * whole  # nobody holds, or writes, much more than a share
+
+
+def exported(comm: Communicator, folder: str, plan: str) -> list[str]:
+    """Weights out of a sharded Hugging Face model, into a plain one, and back under this plan."""
+    from safetensors.torch import load_file
+
+    trainer = stores.new_trainer("llama", plan)
+    expected = trainer.state_dict()["model"]
+    path = Path(folder) / f"{plan}.safetensors"
+    uni.export_weights(trainer, path)
+    plain = tasks.llama.model().double()
+    plain.load_state_dict(load_file(path), strict=True)  # its own names, all of them
+    faults = []
+    for name, parameter in plain.named_parameters():
+        faults += stores.unequal(parameter.detach(), expected[name], name)
+    other = stores.new_trainer("llama", plan, seed=9)
+    assert stores.unequal_pieces(other, expected)
+    uni.import_weights(other, path)
+    return faults + stores.unequal_pieces(other, expected)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("transformers") is None, reason="transformers is not installed")
+@pytest.mark.parametrize("plan", ["dp=2,tp=2,zero=1", "dp=2,pp=2,microbatches=4,zero=3"])
+def test_hugging_face_weights(pools: Callable[[str, int], RankPool], tmp_path: Path, plan: str) -> None:
+    faults = pools("gloo", 4).run(exported, str(tmp_path), plan)
+    assert not any(faults), faults
 
 
 def save_for_ever(rank: int, ranks: int, port: int, folder: str, done: Any) -> None:
