@@ -85,6 +85,19 @@ def test_all_state_of_optimizers_comes_back(optimizer: Any, tmp_path: Path) -> N
         assert torch.equal(value, other.model.state_dict()[name]), name
 
 
+def test_scales_and_generators_come_back(tmp_path: Path) -> None:
+    one, other = make(precision="fp16"), make(precision="fp16", seed=5)
+    assert one.scaler is not None
+    assert other.scaler is not None
+    one.scaler.value, one.skipped, one.steps = 128.0, 3, 7
+    torch.manual_seed(17)
+    uni.Checkpoints(tmp_path).save(one, 7)
+    drawn = torch.rand(4)
+    uni.Checkpoints(tmp_path).load(other)
+    assert (other.scaler.value, other.skipped, other.steps, other.random.seed) == (128.0, 3, 7, 0)
+    assert torch.equal(torch.rand(4), drawn)
+
+
 def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 4

@@ -11,6 +11,7 @@ all have, the folder is renamed, and only then is it a checkpoint. Whatever fail
 
 from __future__ import annotations
 
+import copy
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -91,7 +92,7 @@ class Checkpoints:
             "plan": str(trainer.plan),
             "ranks": self._ranks,
             "seed": trainer.random.seed,
-            "data": data_state,
+            "data": copy.deepcopy(data_state),  # it may change before it is written
         }
         target = Target(self.folder, step, self._token, self._rank, self._ranks)
         if wait:

@@ -9,6 +9,7 @@ Ranks meet through these files and not through messages, so that all of it can r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -216,7 +217,8 @@ def forget(folder: Path, keep: int) -> None:
     """All but the newest; none is ever half there under its name."""
     for step in steps_in(folder)[:-keep]:
         gone = folder / f"{_GONE}{step:08d}"
-        (folder / folder_of(step)).rename(gone)
+        with contextlib.suppress(OSError):  # one too many is no reason to stop
+            (folder / folder_of(step)).rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
 
