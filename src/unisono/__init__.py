@@ -28,10 +28,15 @@ if TYPE_CHECKING:
     from unisono.parallel.apply import parallelize as parallelize
     from unisono.parallel.trainer import Trainer as Trainer
     from unisono.plan.plan import Plan as Plan
+    from unisono.train.callbacks import Callback as Callback
     from unisono.train.checkpoint import Checkpoints as Checkpoints
     from unisono.train.data import Loader as Loader
+    from unisono.train.engine import Engine as Engine
     from unisono.train.export import export_weights as export_weights
     from unisono.train.export import import_weights as import_weights
+    from unisono.train.metrics import Accuracy as Accuracy
+    from unisono.train.metrics import Metric as Metric
+    from unisono.train.metrics import Perplexity as Perplexity
     from unisono.train.partition import DataPartitioner as DataPartitioner
     from unisono.train.partition import split_data as split_data
     from unisono.train.sampler import DistributedBatchSampler as DistributedBatchSampler
@@ -40,6 +45,11 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
+    "Accuracy": "unisono.train.metrics",
+    "Callback": "unisono.train.callbacks",
+    "Engine": "unisono.train.engine",
+    "Metric": "unisono.train.metrics",
+    "Perplexity": "unisono.train.metrics",
     "Communicator": "unisono.comm.communicator",
     "Checkpoints": "unisono.train.checkpoint",
     "DataPartitioner": "unisono.train.partition",

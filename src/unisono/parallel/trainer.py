@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -65,6 +66,8 @@ class Trainer:
     _microbatches: list[Share] = field(default_factory=list)
     logits: Proof = field(init=False)
     _partials: list[torch.Tensor] = field(default_factory=list)
+    _observe: Callable[[Any, Any], None] | None = None
+    on_action: Callable[[Action, float, float], None] | None = None  # told what a pipeline did, from when to when
 
     def __post_init__(self) -> None:
         self.logits = Proof(self.loss.loss)
@@ -136,9 +139,13 @@ class Trainer:
         self.steps += 1
 
     @torch.no_grad()
-    def evaluate(self, batch: Batch) -> torch.Tensor:
-        """The loss on a global batch, without gradients, in evaluation mode."""
-        with self._evaluating(), self._cut(batch):
+    def evaluate(self, batch: Batch, observe: Callable[[Any, Any], None] | None = None) -> torch.Tensor:
+        """The loss on a global batch, without gradients, in evaluation mode.
+
+        `observe(outputs, targets)` is called on the ranks that compute the loss, for each part of the batch that
+        they have, with whole logits. The tp ranks of one place all observe the same.
+        """
+        with self._evaluating(), self._cut(batch), self._observed(observe):
             if self.pipeline is not None:
                 loss = self.pipeline.evaluate([self._inputs(part) for part in self._microbatches])
                 return self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
@@ -162,6 +169,15 @@ class Trainer:
             rows = [rows_of(part.batch) for part in self._microbatches]
         outputs = [with_whole_sequences(part, self.context) for part in outputs]
         return joined(outputs, rows, self.mesh.comm(*DATA))
+
+    @contextlib.contextmanager
+    def _observed(self, observe: Callable[[Any, Any], None] | None) -> Iterator[None]:
+        self._observe = observe
+        try:
+            with contextlib.nullcontext() if observe is None else in_pieces(False):
+                yield
+        finally:
+            self._observe = None
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -233,7 +249,10 @@ class Trainer:
                 scopes.enter_context(self.replicas.at_work(action.stage, action.kind))
             if action.kind == "F":
                 scopes.enter_context(self._computing())
+            began = time.time()
             yield
+            if self.on_action is not None:
+                self.on_action(action, began, time.time())
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
         """The scope of a forward; a backward follows it by itself."""
@@ -272,6 +291,8 @@ class Trainer:
             pairs = [(like, self._targets(p)) for like, p in zip(likes, self._microbatches, strict=True)]
             self.loss.prepare(pairs, whole)
         partial = self.loss(outputs, self._targets(self._microbatches[number]))
+        if self._observe is not None:
+            self._observe(outputs, self._targets(self._microbatches[number]))
         aux = collect_aux(self.model)
         return partial if aux is None else partial + aux
 
