@@ -7,15 +7,17 @@ Functions travel by name, so they must stand at the top level of a test module.
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import os
 import secrets
-import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
+
+from tests import mpi_ranks
+from unisono.launch import proctree
 
 TIMEOUT = 120  # seconds for one call
 
@@ -25,26 +27,24 @@ class RemoteError(AssertionError):
 
 
 class RankPool:
-    def __init__(self, size: int, backend: str, command: list[str] | None = None) -> None:
-        """`command` starts the ranks (mpiexec ...); by default they are forked from this process."""
+    def __init__(self, size: int, backend: str) -> None:
+        """Ranks are forked from this process; those of the backend mpi belong to an mpiexec."""
         self.size = size
         self.backend = backend
         self._listener = Listener(("127.0.0.1", 0), backlog=size, authkey=secrets.token_bytes(16))
         key = self._listener._authkey  # type: ignore[attr-defined]
         port = self._listener.address[1]
         self._processes: list[Any] = []
-        if command is None:
+        if backend == "mpi":
+            self._processes.append(mpi_ranks.start(size, functools.partial(_serve, port, key, backend, {})))
+        else:
             store_port = free_port()
             fork = multiprocessing.get_context("fork")
             for rank in range(size):
                 seat = {"init_method": f"tcp://127.0.0.1:{store_port}", "rank": rank, "world_size": size}
-                process = fork.Process(target=_serve, args=(port, key, backend, seat), daemon=True)
+                process = fork.Process(target=_serve_with, args=(os.getpid(), port, key, backend, seat), daemon=True)
                 process.start()
                 self._processes.append(process)
-        else:
-            env = os.environ | {"POOL_KEY": key.hex(), "OMP_NUM_THREADS": "1"}
-            words = [*command, sys.executable, "-m", "tests.ranks", str(port), backend]
-            self._processes.append(subprocess.Popen(words, env=env, cwd=os.path.dirname(os.path.dirname(__file__))))
         self.closed = False
         self._ranks: dict[int, Connection] = {}
         for _ in range(size):
@@ -87,6 +87,11 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+def _serve_with(parent: int, *args: Any) -> None:
+    proctree.die_with_parent(parent)
+    _serve(*args)
+
+
 def _serve(port: int, key: bytes, backend: str, seat: dict[str, Any]) -> None:
     """What a rank of the pool does all its life: take a function, run it, send back what came of it."""
     import torch
@@ -111,9 +116,3 @@ def _serve(port: int, key: bytes, backend: str, seat: dict[str, Any]) -> None:
             connection.send(answer)
         except Exception:
             connection.send((False, traceback.format_exc()))
-
-
-if __name__ == "__main__":
-    from tests import ranks  # functions of test modules must find this module under its own name
-
-    ranks._serve(int(sys.argv[1]), bytes.fromhex(os.environ["POOL_KEY"]), sys.argv[2], {})
