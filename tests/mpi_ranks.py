@@ -7,7 +7,9 @@ program ends as the rank ends, and when mpiexec kills it, the rank is killed.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import json
 import os
 import select
@@ -32,9 +34,13 @@ STAND_IN = f"""
 import json, os, socket, sys
 door = socket.socket(socket.AF_UNIX)
 door.connect(sys.argv[1])
-socket.send_fds(door, [b"+"], [1, 2, int(os.environ["{LINE}"])])
+line = int(os.environ["{LINE}"])
+socket.send_fds(door, [b"+"], [1, 2, line])
 door.sendall(json.dumps(dict(os.environ)).encode() + b"\\n")
 code = int(door.recv(16) or b"1")
+if code == 0:  # MPICH takes its leave in the C library's exit, which a forked process must not call
+    os.write(line, b"cmd=finalize\\n")
+    os.read(line, 1024)
 if code < 0:
     os.kill(os.getpid(), -code)
 os._exit(code)
@@ -57,14 +63,14 @@ def start(size: int, job: Callable[[], Any], **options: Any) -> subprocess.Popen
     return subprocess.Popen(words, text=True, **options)
 
 
-def run(size: int, job: Callable[[], Any], timeout: float) -> tuple[int, str]:
+def run(size: int, job: Callable[[], Any], timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """mpiexec's exit code, and what it and its ranks printed."""
-    with start(size, job, stdout=subprocess.PIPE, stderr=subprocess.STDOUT) as mpiexec:
+    with start(size, job, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as mpiexec:
         try:
-            output, _ = mpiexec.communicate(timeout=timeout)
+            stdout, stderr = mpiexec.communicate(timeout=timeout)
         finally:
             mpiexec.kill()
-    return mpiexec.returncode, output
+    return subprocess.CompletedProcess(mpiexec.args, mpiexec.returncode, stdout, stderr)
 
 
 @dataclass(frozen=True)
@@ -122,10 +128,17 @@ def _admit(door: socket.socket, job: Callable[[], Any]) -> Rank:
         os.environ.update(json.loads(text) | {LINE: str(line)})
         stand_in.close()
         door.close()
-        become(job)
+        become(functools.partial(_run_and_finalize, job))
     for fd in (stdout, stderr, line):
         os.close(fd)
     return Rank(pid, stand_in)
+
+
+def _run_and_finalize(job: Callable[[], Any]) -> None:
+    job()
+    atexit._run_exitfuncs()
+    if "mpi4py.MPI" in sys.modules:  # as mpi4py does at the end of an interpreter, which this process never reaches
+        sys.modules["mpi4py.MPI"].Finalize()
 
 
 def _tell_end(rank: Rank) -> None:

@@ -1,9 +1,7 @@
-"""A job of which one rank does something else than the others: python hang_program.py SCENARIO [init arguments]."""
+"""A job of which one rank does something else than the others."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 
 import torch
@@ -42,7 +40,3 @@ def main(scenario: str, timeout: float, odd: int, **seat: object) -> None:
         comm.recv(x, 0)  # LINE: receive
     if scenario != "exit":
         time.sleep(1000)
-
-
-if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))

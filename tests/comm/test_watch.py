@@ -48,9 +48,9 @@ def run(backend: str, scenario: str, folder: Path, timeout: float, odd: int = 3)
     if backend == "mpi":
         if not MPIEXEC.exists():
             pytest.skip(f"no mpiexec at {MPIEXEC}; run make setup")
-        code, output = mpi_ranks.run(4, functools.partial(hang_program.main, **arguments), timeout=90)
-        assert code != 0
-        return output
+        done = mpi_ranks.run(4, functools.partial(hang_program.main, **arguments), timeout=90)
+        assert done.returncode != 0
+        return done.stdout + done.stderr
     url = f"tcp://127.0.0.1:{free_port()}"
     jobs = [
         functools.partial(hang_program.main, **arguments, init_method=url, rank=rank, world_size=4, backend=backend)
