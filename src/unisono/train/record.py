@@ -105,7 +105,7 @@ def plain_record(
         record.scales.append(scaler.get_scale())
     record.parameters = _copied(model.named_parameters())
     record.buffers = _copied(model.named_buffers())
-    record.optimizer = _flat_state(
+    record.optimizer = flat_state(
         {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
     )
     return record
@@ -154,7 +154,7 @@ def planned_record(
     record.parameters = _whole(trainer, dict(trainer.optimized()))
     record.buffers = _merged(trainer.mesh, _copied(trainer.model.named_buffers()))
     state = whole_state(trainer.optimizer, trainer.optimized(), trainer.mesh)["state"]
-    record.optimizer = _merged(trainer.mesh, _flat_state(state))
+    record.optimizer = _merged(trainer.mesh, flat_state(state))
     return record
 
 
@@ -189,7 +189,7 @@ def _gradients(named: Any) -> Tensors:
     return {name: p.grad.detach().cpu().clone() for name, p in named if p.grad is not None}
 
 
-def _flat_state(state: dict[str, dict[str, Any]]) -> Tensors:
+def flat_state(state: dict[str, dict[str, Any]]) -> Tensors:
     flat = {}
     for name, values in state.items():
         for key, value in values.items():
