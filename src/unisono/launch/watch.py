@@ -49,6 +49,7 @@ class Watch:
         self._results: dict[int, bytearray] = {}
         self._codes: dict[int, int | None] = {}
         self._lost: str = ""
+        self._patience = 0.0  # seconds that ranks want to end by themselves
 
     def until_end(self) -> Outcome:
         """Until the job has ended by itself or failed for good."""
@@ -79,8 +80,8 @@ class Watch:
             for link in self._links:
                 link.wire.send({"do": "stop", "signal": signum})
         self._links.hang_up()
-        deadline = time.monotonic() + STOP
-        while time.monotonic() < deadline and any(not link.gone for link in self._links):
+        began = time.monotonic()
+        while time.monotonic() < began + self._patience + STOP and any(not link.gone for link in self._links):
             self._listen(0.1)
         self._links.kill()
 
@@ -101,6 +102,8 @@ class Watch:
                 self._console.mute(set(range(self._job.world)) - set(message["ranks"]))
             case "failed":
                 self._failed(message)
+            case "patience":
+                self._patience = max(self._patience, message["seconds"])
             case "ended":
                 link.ended = message
                 self._codes |= dict(message["codes"])
