@@ -2,16 +2,18 @@
 
 Nodes are taken in order, each parameter just before its first user. After some nodes, all that the rest can see of them
 are the choices of those that have users to come: the frontier. Of all ways to the same choices on the frontier only the
-cheapest can be part of the best solution, so a table from frontiers to their cheapest ways is carried along. It is exact
-while the table holds all frontiers; where there are more than WIDTH of them, the cheapest are kept.
+cheapest can be part of the best solution, so a table from frontiers to their cheapest ways is carried along. It is
+exact while the table holds all frontiers; where there are more than WIDTH of them, the cheapest are kept.
 
-A memory limit has a price: bytes cost `price` seconds each, and the price is raised until the solution fits.
+A memory limit has a price: bytes cost `price` seconds each, and the price is raised until the solution fits. What fits
+is then polished: node by node, whatever is cheaper and still fits is taken.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from math import inf
 
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment
@@ -22,7 +24,8 @@ from unisono.graph.trace import Trace
 from unisono.mesh.mesh import Mesh
 
 WIDTH = 256  # frontiers that are carried along
-_ROUNDS = 24  # of the search for a price
+_ROUNDS = 10  # of the search for a price
+_SWEEPS = 8  # of polishing
 
 
 def dynamic(
@@ -42,32 +45,58 @@ def dynamic(
 
 def solve(problem: Problem, width: int = WIDTH) -> dict[str, int]:
     """The number of each node's choice."""
-    free = _walk(problem, 0.0, width)
+    free = polished(problem, _walk(problem, 0.0, width))
     if problem.memory is None or problem.held(free) <= problem.memory:
         return free
-    total = problem.seconds(free)
-    high = max(total, 1e-12) / max(problem.memory, 1.0)
-    best = _walk(problem, high, width)
+    price = max(problem.seconds(free), 1e-12) / max(problem.memory, 1.0)
+    fitting: list[dict[str, int]] = []
+    low, high = 0.0, 0.0
     for _ in range(_ROUNDS):
-        if problem.held(best) <= problem.memory:
-            break
-        high *= 8
-        best = _walk(problem, high, width)
-    if problem.held(best) > problem.memory:
+        tried = _walk(problem, price, width)
+        if problem.held(tried) <= problem.memory:
+            fitting.append(polished(problem, tried))
+            high = price
+        else:
+            low = price
+        price = (low + high) / 2 if high else 8 * price
+    if not fitting:
         raise UsageError(
-            f"no placements on {problem.mesh} were found that fit {problem.memory:.4g} bytes a rank; the parameters and "
+            f"no placements on {problem.mesh} were found that fit {problem.memory:.4g} bytes a rank; parameters and "
             f"activations need {min_bytes(problem):.4g} at least: use more ranks, or give more memory"
         )
-    low = 0.0
-    for _ in range(_ROUNDS // 3):
-        price = (low + high) / 2
-        tried = _walk(problem, price, width)
-        if problem.held(tried) > problem.memory:
-            low = price
-        else:
-            high = price
-            best = min(best, tried, key=problem.seconds)
-    return best
+    return min(fitting, key=problem.seconds)
+
+
+def polished(problem: Problem, chosen: dict[str, int]) -> dict[str, int]:
+    """The solution, with every node's choice replaced by a cheaper one that fits, until there is none."""
+    touching: dict[str, list[Flow]] = {}
+    for flow in problem.flows:
+        for name in {flow.source, *flow.users}:
+            touching.setdefault(name, []).append(flow)
+    chosen, held = dict(chosen), problem.held(chosen)
+    for _ in range(_SWEEPS):
+        before = dict(chosen)
+        for name, choices in problem.choices.items():
+            own = choices[chosen[name]].bytes
+            room = inf if problem.memory is None else max(problem.memory - held + own, own)
+            fits = [number for number, choice in enumerate(choices) if choice.bytes <= room]
+            costs = {number: _around(problem, touching.get(name, []), chosen | {name: number}, name) for number in fits}
+            best = min(fits, key=costs.__getitem__)
+            if costs[best] < costs[chosen[name]]:
+                held += choices[best].bytes - own
+                chosen[name] = best
+        if chosen == before:
+            break
+    return chosen
+
+
+def _around(problem: Problem, flows: list[Flow], chosen: dict[str, int], name: str) -> float:
+    """What a node costs, with all that flows into it and out of it."""
+    total = problem.choices[name][chosen[name]].seconds
+    for flow in flows:
+        wanted = {flow.demand_of[i][chosen[user]] for i, user in enumerate(flow.users)}
+        total += sum(flow.moves[flow.layout_of[chosen[flow.source]]][demand] for demand in wanted)
+    return total
 
 
 @dataclass
@@ -156,7 +185,3 @@ def _is_paid(flow: Flow, i: int, demand: int, state: tuple[int, ...], place: dic
     return any(
         user in place and flow.demand_of[j][state[place[user]]] == demand for j, user in enumerate(flow.users[:i])
     )
-
-
-def as_search(trace: Trace, mesh: Mesh, marks: list[Mark], fully_use_devices: bool) -> Assignment:
-    return dynamic(trace, mesh, marks, fully_use_devices=fully_use_devices)

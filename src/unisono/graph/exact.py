@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -70,7 +69,7 @@ def solve(problem: Problem, time_limit: float = TIME_LIMIT) -> dict[str, int]:
     if found.status == 2:
         least = min_bytes(problem)
         raise UsageError(
-            f"no placements on {problem.mesh} fit {problem.memory or 0:.4g} bytes a rank; the parameters and activations "
+            f"no placements on {problem.mesh} fit {problem.memory or 0:.4g} bytes a rank; parameters and activations "
             f"need {least:.4g} at least: use more ranks, or give more memory"
         )
     if found.x is None:
@@ -150,8 +149,8 @@ class _Program:
     def _balance(self, flow: Flow, user: str, demand_of: list[int], mine: dict[tuple[int, int], int]) -> None:
         source, target = self.first[flow.source], self.first[user]
         for lies in range(len(flow.layouts)):
-            leaving = [(number, 1.0) for (l, _), number in mine.items() if l == lies]
-            made = [(source + c, -1.0) for c, l in enumerate(flow.layout_of) if l == lies]
+            leaving = [(number, 1.0) for (left, _), number in mine.items() if left == lies]
+            made = [(source + c, -1.0) for c, left in enumerate(flow.layout_of) if left == lies]
             self._row([*leaving, *made], 0, 0)
         for demand in sorted(set(demand_of)):
             arriving = [(number, 1.0) for (_, d), number in mine.items() if d == demand]
@@ -174,7 +173,3 @@ class _Program:
         for name, choices in self.problem.choices.items():
             terms += [(self.first[name] + c, choice.bytes / unit) for c, choice in enumerate(choices) if choice.bytes]
         self._row(terms, -np.inf, self.problem.memory / unit)
-
-
-def as_search(trace: Trace, mesh: Mesh, marks: list[Mark], fully_use_devices: bool) -> Any:
-    return exact(trace, mesh, marks, fully_use_devices=fully_use_devices)

@@ -20,7 +20,10 @@ import itertools
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
+
+from torch import fx
 
 from unisono.errors import UsageError
 from unisono.graph import cost
@@ -45,7 +48,7 @@ class Rates:
 
     flops: float = 1e13
     memory: float = 1e12  # bytes
-    link: Link = Link()
+    link: Link = field(default_factory=Link)
     links: tuple[Link, ...] | None = None
 
     def wires(self, mesh: Mesh) -> tuple[Link, ...]:
@@ -139,15 +142,14 @@ class Problem:
                 made = [some for some in made if sum(option.splits for option in some) == most]
             op = work.get(node.name)
             for some in made:
-                ranks = math.prod(
-                    size for option, size in zip(some, self.mesh.shape, strict=True) if option.splits
-                )
+                ranks = math.prod(size for option, size in zip(some, self.mesh.shape, strict=True) if option.splits)
                 seconds = 0.0
                 if op is not None:
                     passes = PASSES if node.name in self.trace.tracked else 1
                     each = op.flops / self.rates.flops + op.bytes_moved / self.rates.memory
                     seconds = passes * each / ranks
-                self.choices.setdefault(node.name, []).append(Choice(some, seconds, self._bytes(node.name, some, ranks)))
+                choice = Choice(some, seconds, self._bytes(node.name, some, ranks))
+                self.choices.setdefault(node.name, []).append(choice)
 
     def _keeps(self, some: tuple[Option, ...], wanted: dict[tuple[bool, int], Placements]) -> bool:
         return all(
@@ -156,15 +158,14 @@ class Problem:
             for axis, option in enumerate(some)
         )
 
-    def _divides(self, node: object, some: tuple[Option, ...]) -> bool:
-        for i, (source, output) in enumerate(producers(node)):  # type: ignore[arg-type]
+    def _divides(self, node: fx.Node, some: tuple[Option, ...]) -> bool:
+        for i, (source, output) in enumerate(producers(node)):
             lies = tuple(option.inputs[i] for option in some)
             if not divides(self.trace.specs[source][output].shape, lies, self.mesh.shape):
                 return False
-        name = node.name  # type: ignore[attr-defined]
         for output in range(len(some[0].outputs)):
             lies = tuple(option.outputs[output] for option in some)
-            if not divides(self.trace.specs[name][output].shape, lies, self.mesh.shape):
+            if not divides(self.trace.specs[node.name][output].shape, lies, self.mesh.shape):
                 return False
         return True
 
@@ -174,14 +175,11 @@ class Problem:
             piece = divided(spec.shape, tuple(option.outputs[0] for option in some), self.mesh.shape)
             times = STATES if name in self.trace.tracked else 1
             return times * math.prod(piece) * spec.dtype.itemsize
-        saved = self._saved.get(name, 0)
-        return saved / ranks
+        return self._saved.get(name, 0) / ranks
 
-    @property
+    @cached_property
     def _saved(self) -> dict[str, int]:
-        if not hasattr(self, "_saved_by_op"):
-            self._saved_by_op = {op.name: op.saved for op in self.trace.ops}
-        return self._saved_by_op
+        return {op.name: op.saved for op in self.trace.ops}
 
     # ---- edges ---------------------------------------------------------------------------------------------------
 
