@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torch import fx
 from torch.distributed.tensor import Partial
 
 from unisono.graph.lowering import Compute, Laid, Lowered, Move
@@ -15,6 +16,7 @@ from unisono.mesh.placement import Placement, Placements, local_shape, shard_dim
 from unisono.mesh.route import Step
 
 Shape = tuple[int, ...]
+_UNSHOWN = {"device", "pin_memory", "layout"}
 SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32"}
 
 
@@ -118,7 +120,6 @@ def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source
     mesh = lowered.mesh
     inputs = [lowered.values[name] for name in compute.inputs if name in lowered.values]
     word = target_name(compute.node.target).removeprefix("aten.").partition(".")[0]
-    plain = [node.name for node in compute.node.all_input_nodes]
     rewritten = [
         f"{option.local} over {name}"
         for option, name in zip(compute.options, mesh.names, strict=True)
@@ -126,7 +127,7 @@ def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source
     ]
     return Line(
         compute.name,
-        f"{compute.name} = {word}({', '.join(plain)})",
+        f"{compute.name} = {word}({_arguments(compute.node)})",
         _shapes(
             [_tensor(laid, laid.shape) for laid in inputs], [_tensor(laid, laid.shape) for laid in compute.outputs]
         ),
@@ -144,6 +145,19 @@ def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source
         source,
         ", ".join(rewritten),
     )
+
+
+def _arguments(node: fx.Node) -> str:
+    """As in the traced graph: tensors by name, numbers as they are; what is there by default is left out."""
+    words = [_argument(value) for value in node.args]
+    words += [f"{key}={_argument(value)}" for key, value in node.kwargs.items() if key not in _UNSHOWN]
+    return ", ".join(words)
+
+
+def _argument(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_argument, value))}]"
+    return str(value)
 
 
 def _of_move(move: Move, mesh: Mesh, rank: int) -> Line:

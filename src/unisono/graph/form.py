@@ -25,8 +25,8 @@ class Form:
         self.lowered = lowered
         trace = lowered.trace
         self._run, self.source = generate(lowered, bind(lowered, random), device)
-        self._held = [_held(name, lowered, pieces, device) for name in lowered.given if name not in _fed(lowered)]
-        self._cuts = [_cut(lowered.given[name], lowered.mesh, device) for name in _fed(lowered)]
+        self._held = [_held(name, lowered, pieces, device) for name in lowered.given if name not in fed(lowered)]
+        self._cuts = [_cut(lowered.given[name], lowered.mesh, device) for name in fed(lowered)]
         self._changed = [pieces.buffers[trace.buffers[name]] for name in lowered.changed]
         self.sums = Sums(
             ((pieces.parameters[trace.parameters[name]], axes) for name, axes in lowered.summed.items()), lowered.mesh
@@ -46,7 +46,7 @@ class Form:
             buffer.copy_(value)
 
 
-def _fed(lowered: Lowered) -> list[str]:
+def fed(lowered: Lowered) -> list[str]:
     """What a batch brings."""
     return [*lowered.trace.inputs, *lowered.trace.targets]
 

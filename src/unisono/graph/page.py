@@ -39,8 +39,8 @@ th, td { text-align: left; padding: .15rem .8rem .15rem 0; white-space: nowrap; 
 .talk { font: 13px/1.6 ui-monospace, monospace; overflow-wrap: anywhere; }
 @media (max-width: 46rem) {
   .heads { display: none; } .row { grid-template-columns: minmax(0, 1fr); }
-  .row.op > div:first-child::before { content: "serial"; color: var(--soft); font-size: 11px; }
-  .row.op > div:last-child::before { content: "this rank"; color: var(--soft); font-size: 11px; }
+  .row.op > div:first-child::before { content: "serial"; display: block; color: var(--soft); font-size: 11px; }
+  .row.op > div:last-child::before { content: "this rank"; display: block; color: var(--soft); font-size: 11px; }
   .row.move > div:first-child { display: none; }
 }
 """

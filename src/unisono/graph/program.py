@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from unisono.comm import world
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment
+from unisono.graph.batch import Signature, require_alike, require_pair, signature, tensors_in
 from unisono.graph.carry import carried
 from unisono.graph.drawing import as_svg
 from unisono.graph.finding import find
@@ -41,7 +42,6 @@ from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 
 Model = nn.Module | Callable[[], nn.Module]
-Signature = tuple[Any, ...]
 
 
 class Program:
@@ -70,7 +70,8 @@ class Program:
         self.pieces = Pieces(model, _lying(lowered), self.mesh, self._device)
         self.optimizer = optimizer(list(self.pieces.parameters.values()))
         self._forms: dict[Signature, Form] = {}
-        self._forms[_signature("train", example)] = Form(lowered, self.pieces, self.random, self._device)
+        self._example = _without_data(example)
+        self._forms[signature("train", example)] = Form(lowered, self.pieces, self.random, self._device)
         self._shown = next(iter(self._forms.values()))
 
     # ---- training --------------------------------------------------------------------------------------------------
@@ -136,13 +137,15 @@ class Program:
 
     def _form(self, kind: str, batch: tuple[Any, Any]) -> tuple[Form, list[torch.Tensor]]:
         """The graph for a kind of run and a shape of batch; traced where it is new, with parameters as they lie."""
-        signature = _signature(kind, batch)
-        if signature not in self._forms:
+        key = signature(kind, batch)
+        if key not in self._forms:
+            require_pair(batch)
+            require_alike(batch, (self._example[0], None) if kind == "predict" else self._example)
             traced = self._traced(kind, batch)
             assignment = carried(traced, self._assignment)
             lowered = lower(traced, assignment, self.mesh)
-            self._forms[signature] = Form(lowered, self.pieces, self.random, self._device)
-        return self._forms[signature], [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+            self._forms[key] = Form(lowered, self.pieces, self.random, self._device)
+        return self._forms[key], tensors_in(batch)
 
     def _traced(self, kind: str, batch: tuple[Any, Any]) -> Trace:
         modes = [(module, module.training) for module in self._model.modules()]
@@ -259,7 +262,5 @@ def _lying(lowered: Lowered) -> dict[str, Laid]:
     return {names[node]: laid for node, laid in lowered.given.items() if node in names}
 
 
-def _signature(kind: str, batch: Any) -> Signature:
-    leaves, spec = pytree.tree_flatten(batch)
-    told = tuple((leaf.shape, leaf.dtype) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
-    return kind, spec, told
+def _without_data(example: tuple[Any, Any]) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, tuple(example))

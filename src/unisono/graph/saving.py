@@ -45,12 +45,13 @@ def _traced(lowered: Lowered) -> Iterator[str]:
 
 
 def _marked(lowered: Lowered) -> Iterator[str]:
-    notes = lowered.assignment.notes
-    for node in lowered.trace.graph.nodes:
-        if node.name in notes:
-            yield f"{node.name}: {notes[node.name]}"
-    if not notes:
-        yield "no marks and no notes"
+    trace, notes = lowered.trace, lowered.assignment.notes
+    for mark in trace.marks:
+        yield f"{mark.node}, {'input' if mark.is_input else 'output'} {mark.number}: {mark.wish}"
+    if not trace.marks:
+        yield "no marks"
+    for name, note in notes.items():
+        yield f"note on {name}: {note}"
 
 
 def _propagated(lowered: Lowered) -> Iterator[str]:

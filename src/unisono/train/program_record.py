@@ -30,19 +30,7 @@ def program_record(
 
     options: how `to_static` finds placements.
     """
-    whole, example = build(task.model, seed), batch_of(task, 0, dtype)  # the user's own dtypes, so not within InDouble
-    with InDouble(dtype):
-        program = to_static(
-            lambda: whole,
-            example=example,
-            mesh=mesh,
-            loss=task.loss,
-            optimizer=task.optimizer,
-            clip=task.clip,
-            seed=seed,
-            dtype=dtype,
-            **options,
-        )
+    program = made_program(task, mesh, dtype, seed, **options)
     pieces = program.pieces
     record = Record(initial=_whole(program, dict(pieces.parameters)))
     if prepare is not None:
@@ -60,6 +48,22 @@ def program_record(
     record.buffers = _whole(program, pieces.buffers)
     record.optimizer = flat_state(pieces.whole_optimizer(program.optimizer)["state"])
     return record
+
+
+def made_program(task: Task, mesh: Mesh, dtype: torch.dtype, seed: int = 0, **options: Any) -> Program:
+    whole, example = build(task.model, seed), batch_of(task, 0, dtype)  # the user's own dtypes, so not within InDouble
+    with InDouble(dtype):
+        return to_static(
+            lambda: whole,
+            example=example,
+            mesh=mesh,
+            loss=task.loss,
+            optimizer=task.optimizer,
+            clip=task.clip,
+            seed=seed,
+            dtype=dtype,
+            **options,
+        )
 
 
 def _whole(program: Program, tensors: dict[str, Any]) -> Tensors:

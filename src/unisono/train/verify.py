@@ -15,6 +15,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,11 +27,13 @@ from unisono.errors import LaunchError, UsageError
 from unisono.launch.spawn import spawn
 from unisono.plan.plan import Plan
 from unisono.train.agreement import with_agreement
+from unisono.train.double import InDouble
 from unisono.train.follow import Follower
 from unisono.train.on_mesh import PREFIX, OnMesh
 from unisono.train.parting import first_parting, guess_fault
-from unisono.train.program_record import program_record
-from unisono.train.record import Record, plain_record, planned_record
+from unisono.train.program_parting import program_parting
+from unisono.train.program_record import made_program, program_record
+from unisono.train.record import Record, batch_of, plain_record, planned_record
 from unisono.train.task import Task, load_task
 from unisono.train.verdict import HALVES, TOLERANCE, Verdict, compared
 
@@ -155,8 +158,10 @@ def verify_here(
     verdict = comm.broadcast_object(verdict)
     assert verdict is not None
     verdict = with_agreement(comm, planned, verdict, TOLERANCE[dtype])
-    if verdict.equivalent or isinstance(plan, OnMesh):
+    if verdict.equivalent:
         return verdict
+    if isinstance(plan, OnMesh):
+        return replace(verdict, parting=_program_parting(comm, task, plan, dtype, prepare))
     first = _plain(task, 1, dtype)
     parting = first_parting(comm, plan, first.activations, planned.activations, 10 * TOLERANCE[dtype])
     return Verdict(verdict.plan, False, verdict.worst, parting, guess_fault(plan, first, planned))
@@ -168,6 +173,14 @@ def _planned(task: Task, plan: Subject, steps: int, dtype: str, prepare: Any) ->
     if dtype in HALVES:
         raise UsageError(f"a program is proved in float64 or float32, not in {dtype}")
     return program_record(task, plan.mesh(), steps, _kept(dtype), prepare=prepare, **plan.options)
+
+
+def _program_parting(comm: Communicator, task: Task, plan: OnMesh, dtype: str, prepare: Any) -> str:
+    program, batch = made_program(task, plan.mesh(), _kept(dtype), **plan.options), batch_of(task, 0, _kept(dtype))
+    if prepare is not None:
+        prepare(program)
+    with InDouble(_kept(dtype)):
+        return program_parting(comm, program, batch, 10 * TOLERANCE[dtype])
 
 
 def _plain(task: Task, steps: int, dtype: str) -> Record:
