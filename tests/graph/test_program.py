@@ -15,8 +15,8 @@ Pools = Callable[[str, int], RankPool]
 
 MESHES = {
     "quickstart": ["dp=2,mp=4,full"],
-    "mlp": ["dp=2", "mp=2,full"],
-    "gpt": ["dp=2,mp=2", "dp=2,mp=2,full"],
+    "mlp": ["dp=2", "mp=2,full", "mp=2,search=exact,full", "mp=2,search=dynamic,full"],
+    "gpt": ["dp=2,mp=2", "dp=2,mp=2,full", "dp=2,mp=2,search=exact,full"],
 }
 CHANCE = [("mlp", (2, 2), range(6)), ("gpt", (2,), range(2)), ("gpt", (2, 2), range(2)), ("gpt", (2, 2, 2), [7])]
 if importlib.util.find_spec("transformers"):
