@@ -130,7 +130,7 @@ def _walk(problem: Problem, price: float, width: int) -> dict[str, int]:
     chain: tuple[object, ...] = min(table.values(), key=lambda way: way.cost).chain
     chosen: dict[str, int] = {}
     while chain:
-        name, number, chain = chain  # type: ignore[misc,assignment]
+        name, number, chain = chain  # type: ignore[assignment]
         chosen[name] = number  # type: ignore[assignment]
     return chosen
 

@@ -186,8 +186,8 @@ class Problem:
     def _connect(self) -> None:
         users: dict[tuple[str, int], list[tuple[str, int]]] = {}
         for node in self.trace.graph.nodes:
-            for i, source in enumerate(producers(node)):
-                users.setdefault(source, []).append((node.name, i))
+            for i, tensor in enumerate(producers(node)):
+                users.setdefault(tensor, []).append((node.name, i))
         for (source, output), wanting in users.items():
             self.flows.append(self._flow(source, output, wanting))
 
