@@ -212,3 +212,18 @@ def test_an_op_without_a_rule_is_whole_and_noted() -> None:
     ((name, note),) = found.notes.items()
     assert "no rule for aten.linalg_matrix_exp.default" in note
     assert found.layout(name) == (R, R)
+
+
+def _trace_of_a_spread_model(comm: Any) -> tuple[Any, ...]:
+    mesh = uni.Mesh((comm.size,), ("tp",))
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False))
+    model[0].weight = uni.shard_tensor(model[0].weight, mesh, [S(0)])  # type: ignore[assignment]
+    dropped = model[2].weight
+    uni.shard_tensor(dropped, mesh, [S(1)])  # what it returns is dropped: the parameter itself is marked
+    found = propagate(trace(model, (torch.zeros(4, 8), None)), mesh)
+    return found.layout("p_0_weight"), found.layout("p_2_weight"), found.layout("relu"), found.local_shape("p_0_weight")
+
+
+def test_parameters_that_are_on_a_mesh_count_as_marked(pools: Any) -> None:
+    for answer in pools("gloo", 2).run(_trace_of_a_spread_model):
+        assert answer == ((S(0),), (S(1),), (S(1),), (8, 8))

@@ -191,6 +191,8 @@ def _exported(step: _Step, given: Any) -> torch.export.ExportedProgram:
         where, line = failing_line(error.__traceback__)
         reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         at = f" at {where}: `{line}`" if where else ""
+        if "expert" in line:
+            reason += " (a Hugging Face mixture can be traced with experts_implementation='grouped_mm')"
         raise UsageError(
             f"the model cannot be traced{at}: {reason}. A graph holds the same ops for every batch, so a branch, a "
             "loop or a shape that depends on the values of tensors has no place in it. Plans that are applied to the "
