@@ -30,7 +30,7 @@ from unisono.quantum.program import Program
 from unisono.quantum.schedule import Schedule
 from unisono.quantum.sharing import Share, share
 from unisono.quantum.shifting import finite_differences, parameter_shift
-from unisono.quantum.state import State
+from unisono.quantum.state import State, device_of, nodes_of
 
 METHODS = ("adjoint", "parameter-shift", "finite-diff")
 KEPT = 256 << 20  # bytes of final states that a forward keeps for its backward; beyond, circuits are run again
@@ -105,15 +105,20 @@ class Layer(nn.Module):
 
     def run(self, weights: np.ndarray, features: np.ndarray, ranks: Share) -> State:
         """The state that the circuit makes for one sample."""
-        state = self.fresh(ranks)
-        return state.run(self.program(state, ranks), weights, features)
+        program = self.program(ranks)
+        return self.fresh(ranks).run(program, weights, features)
 
     def fresh(self, ranks: Share) -> State:
         return State(self.circuit.wires, ranks.comm, dtype=self.dtype, device=self.device, kernel=self.kernel)
 
-    def program(self, state: State, ranks: Share) -> Program:
+    def program(self, ranks: Share) -> Program:
+        """The circuit for this rank, its kernels ready."""
         if ranks.held not in self._programs:
-            self._programs[ranks.held] = Program.of(state.schedule(self.circuit), state.rank)
+            schedule = Schedule.of(self.circuit, 1 << ranks.held, nodes=nodes_of(ranks.comm))
+            made = Program.of(schedule, ranks.comm.rank if ranks.comm else 0)
+            axes, device = self.circuit.wires - ranks.held, device_of(ranks.comm, self.device)
+            made.prepare(axes, self.dtype, device, self.kernel)
+            self._programs[ranks.held] = made
         return self._programs[ranks.held]
 
     def extra_repr(self) -> str:
@@ -200,7 +205,7 @@ class _FirstOnly(torch.autograd.Function):
 
 def _adjoint(layer: Layer, state: State, gradient: torch.Tensor, given: tuple, ranks: Share) -> tuple:
     costate = layer.output.costate(state, torch.empty(0), gradient)
-    return gradients(layer.program(state, ranks), state, costate, *given)
+    return gradients(layer.program(ranks), state, costate, *given)
 
 
 def _by_running(layer: Layer, gradient: torch.Tensor, given: tuple, ranks: Share) -> tuple:

@@ -63,8 +63,7 @@ class State:
             )
         self.comm = comm if size > 1 else None
         self.rank = comm.rank if comm is not None else 0
-        chosen = torch.device(device) if device is not None else comm.device if comm else torch.device("cpu")
-        self.device = require_device(chosen)
+        self.device = device_of(comm, device)
         self.chunk = chunk
         self.kernel = require_kernel(kernel)
         self.bits: dict[int, int] = {}
@@ -87,7 +86,8 @@ class State:
         if circuit.wires != self.wires:
             raise UsageError(f"a circuit of {circuit.wires} wires for a state of {self.wires}")
         start = None if self.fresh else self.layout
-        return Schedule.of(circuit, 1 << self.held, nodes=self._nodes() if nodes is None else nodes, start=start)
+        chosen = nodes_of(self.comm) if nodes is None else nodes
+        return Schedule.of(circuit, 1 << self.held, nodes=chosen, start=start)
 
     def run(self, circuit: Circuit | Schedule | Program, weights: Any = (), features: Any = ()) -> State:
         """Run a circuit, or a schedule or program made before for a state like this one."""
@@ -96,6 +96,7 @@ class State:
             circuit = self.schedule(circuit)
         if isinstance(circuit, Schedule):
             circuit = Program.of(circuit, self.rank, None if self.fresh else self.holdings)
+        circuit.prepare(self.wires - self.held, self.dtype, self.device, self.kernel)
         self.begin(circuit.schedule)
         for step in circuit.steps:
             self.do(step, weights, features)
@@ -201,12 +202,11 @@ class State:
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def _begin(self, layout: tuple[int, ...], vectors: Sequence[np.ndarray]) -> None:
-        """A product state: a vector of two amplitudes for each wire."""
+        """A product state, from zeros but for the first amplitude: a vector of two amplitudes for each wire."""
         self.layout, self.holdings = layout, Holdings(self.held)
         factor = complex(1)
         for position in range(self.held):
             factor *= complex(vectors[layout[position]][self.holdings.bit(self.rank, position)])
-        self.local.zero_()
         self.local[:1].fill_(factor)
         filled = 1  # from the least significant axis up: [v0 * x, v1 * x]
         for position in reversed(range(self.held, self.wires)):
@@ -243,17 +243,22 @@ class State:
     def _holds(self, condition: Sequence[tuple[int, int]]) -> bool:
         return all(self.bits.get(bit, 0) == value for bit, value in condition)
 
-    def _nodes(self) -> int:
-        """Hosts, where each has the same power of two of consecutive ranks; else one."""
-        if self.comm is None:
-            return 1
-        hosts = self.comm.hosts
-        nodes = len(set(hosts))
-        each = len(hosts) // nodes
-        regular = nodes & (nodes - 1) == 0 and all(
-            len(set(hosts[i : i + each])) == 1 for i in range(0, len(hosts), each)
-        )
-        return nodes if regular else 1
+
+def nodes_of(comm: Communicator | None) -> int:
+    """Hosts, where each has the same power of two of consecutive ranks; else one."""
+    if comm is None:
+        return 1
+    hosts = comm.hosts
+    nodes = len(set(hosts))
+    each = len(hosts) // nodes
+    regular = nodes & (nodes - 1) == 0 and all(len(set(hosts[i : i + each])) == 1 for i in range(0, len(hosts), each))
+    return nodes if regular else 1
+
+
+def device_of(comm: Communicator | None, device: torch.device | str | None) -> torch.device:
+    """The device asked for, or the communicator's, if it is here."""
+    chosen = torch.device(device) if device is not None else comm.device if comm else torch.device("cpu")
+    return require_device(chosen)
 
 
 def _prepared(gates: Sequence[Any]) -> np.ndarray:

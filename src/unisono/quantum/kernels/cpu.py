@@ -38,7 +38,7 @@ TURNS, PAIR, PHASE, LANE_PHASE = code.TURNS, code.PAIR, code.PHASE, code.LANE_PH
 FIRST, LAST, ROW_BITS, OUTSIDE_BITS = code.FIRST, code.LAST, code.ROW_BITS, code.OUTSIDE_BITS
 PLACES, LANES, OUTSIDE, ORDER = code.PLACES, code.LANES, code.OUTSIDE, code.ORDER
 SWEEP_FLIPS, SWEEP_FLIP_COUNT = code.SWEEP_FLIPS, code.SWEEP_FLIP_COUNT
-ONE = code.ONE
+ONE, LOW, LOW_BITS = code.ONE, code.LOW, code.LOW_BITS
 AHEAD = 32  # rows
 
 
@@ -243,44 +243,57 @@ def dense(tile, op, rows, shift, values, spare, adjoint):  # type: ignore[no-unt
 
 
 @inline
+def _place(places, begin, i):  # type: ignore[no-untyped-def]
+    return places[begin + (i & (LOW - 1))] + places[begin + LOW + (i >> LOW_BITS)]
+
+
+@inline
+def _row(rows, order, i):  # type: ignore[no-untyped-def]
+    return np.int64(rows[order + (i & (LOW - 1))]) ^ np.int64(rows[order + LOW + (i >> LOW_BITS)])
+
+
+@inline
 def gather(state, start, sweep, places, rows, order, tile, shift):  # type: ignore[no-untyped-def]
-    """Copy a tile; place i of it becomes row rows[order + i] ^ shift."""
+    """Copy a tile; place i of it becomes row _row(rows, order, i) ^ shift."""
     w = width(tile)
     count = 1 << sweep[ROW_BITS]
     begin = sweep[PLACES]
     if sweep[LANES] < 0:
         for i in range(count):
-            p = start + places[begin + i]
-            prefetch(state, start + places[begin + ((i + AHEAD) & (count - 1))])
-            row = 2 * w * (np.int64(rows[order + i]) ^ shift)
+            p = start + _place(places, begin, i)
+            prefetch(state, start + _place(places, begin, (i + AHEAD) & (count - 1)))
+            row = 2 * w * (_row(rows, order, i) ^ shift)
             re, im = deinterleave(load(state, p), load(state, p + w))
             store(tile, row, re)
             store(tile, row + w, im)
     else:
         lanes = places[sweep[LANES] : sweep[LANES] + w]
         for i in range(0, count, w):
-            gather_block(state, start + places[begin + i], lanes, tile, rows, order + i, shift)
+            flip = shift ^ np.int64(rows[order + LOW + (i >> LOW_BITS)])
+            gather_block(state, start + _place(places, begin, i), lanes, tile, rows, order + (i & (LOW - 1)), flip)
 
 
 @inline
 def scatter(state, start, sweep, places, rows, order, tile, shift, scale):  # type: ignore[no-untyped-def]
-    """Copy a tile back: place i of it is row rows[order + i] ^ shift."""
+    """Copy a tile back: place i of it is row _row(rows, order, i) ^ shift."""
     w = width(tile)
     count = 1 << sweep[ROW_BITS]
     begin = sweep[PLACES]
     factor = splat(scale)
     if sweep[LANES] < 0:
         for i in range(count):
-            p = start + places[begin + i]
-            prefetch(state, start + places[begin + ((i + AHEAD) & (count - 1))])
-            row = 2 * w * (np.int64(rows[order + i]) ^ shift)
+            p = start + _place(places, begin, i)
+            prefetch(state, start + _place(places, begin, (i + AHEAD) & (count - 1)))
+            row = 2 * w * (_row(rows, order, i) ^ shift)
             first, second = interleave(mul(load(tile, row), factor), mul(load(tile, row + w), factor))
             store(state, p, first)
             store(state, p + w, second)
     else:
         lanes = places[sweep[LANES] : sweep[LANES] + w]
         for i in range(0, count, w):
-            scatter_block(state, start + places[begin + i], lanes, tile, rows, order + i, shift, factor)
+            flip = shift ^ np.int64(rows[order + LOW + (i >> LOW_BITS)])
+            at, first_row = start + _place(places, begin, i), order + (i & (LOW - 1))
+            scatter_block(state, at, lanes, tile, rows, first_row, flip, factor)
 
 
 @inline
