@@ -121,9 +121,9 @@ class State:
         elif isinstance(step, Trades):
             self.exchange(step)
         elif isinstance(step, Measure):
-            if self._holds(step.condition):
+            if self.holds(step.condition):
                 self._measure(step)
-        elif isinstance(step, Conditional) and self._holds(step.operation.condition):
+        elif isinstance(step, Conditional) and self.holds(step.operation.condition):
             self.apply(Run((replace(step.operation, condition=()),)), weights, features)
 
     def apply(self, run: Run, weights: Any = (), features: Any = ()) -> None:
@@ -218,17 +218,18 @@ class State:
             filled *= 2
         self.norm_expected = 1.0
 
-    def _measure(self, step: Measure) -> None:
-        """Draw an outcome, the same on all ranks, keep its part of the state, and put a reset wire back to 0."""
+    def chance(self, step: Measure) -> tuple[float, float]:
+        """The weights of reading 1 and of reading anything."""
         if step.axis is None:
             ones = _squares(self.local) * step.value
         else:
             ones = _squares(block(self.local, [step.axis], 1))
         one, both = self.total(torch.stack([ones, _squares(self.local)])).tolist()
-        outcome = int(self.draws.random() < one / both)
-        if self.comm is not None:  # sums may differ in the last bit between ranks; the outcome must not
-            outcome = int(self.comm.broadcast(torch.tensor([outcome], device=self.device)))
-        kept = self.norm_expected / (one if outcome else both - one) ** 0.5
+        return one, both
+
+    def collapse(self, step: Measure, outcome: int, weight: float) -> None:
+        """Keep the part of the state with this outcome, which has this weight, and put a reset wire back to 0."""
+        kept = self.norm_expected / weight**0.5
         if step.axis is None:
             self.local *= kept * (step.value == outcome)
         else:
@@ -240,7 +241,19 @@ class State:
         for bit in step.bits:
             self.bits[bit] = outcome
 
-    def _holds(self, condition: Sequence[tuple[int, int]]) -> bool:
+    def agreed(self, outcomes: np.ndarray) -> np.ndarray:
+        """Rank 0's outcomes, on every rank: sums may differ in the last bit between ranks; outcomes must not."""
+        if self.comm is None:
+            return outcomes
+        return self.comm.broadcast(torch.from_numpy(outcomes).to(self.device)).cpu().numpy()
+
+    def _measure(self, step: Measure) -> None:
+        one, both = self.chance(step)
+        outcome = int(self.agreed(np.array([self.draws.random() < one / both], dtype=np.uint8))[0])
+        self.collapse(step, outcome, one if outcome else both - one)
+
+    def holds(self, condition: Sequence[tuple[int, int]]) -> bool:
+        """Whether the bits measured so far have these values."""
         return all(self.bits.get(bit, 0) == value for bit, value in condition)
 
 
