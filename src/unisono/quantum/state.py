@@ -7,6 +7,7 @@ state.amplitudes()                          # the whole vector, on every rank, i
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -286,5 +287,9 @@ def _squares(amplitudes: torch.Tensor) -> torch.Tensor:
     parts = torch.view_as_real(amplitudes)
     if amplitudes.is_contiguous():
         parts = parts.view(-1)
+        if len(parts) >= _PIECE and parts.device.type == "cpu" and importlib.util.find_spec("numba") is not None:
+            from unisono.quantum.kernels.squares import squares
+
+            return torch.tensor(squares(parts.numpy()), dtype=torch.float64)
     norms = [torch.linalg.vector_norm(piece) for piece in parts.split(_PIECE)]
     return torch.stack(norms).double().square().sum()
