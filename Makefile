@@ -17,7 +17,10 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: setup
-	$(BIN)/unisono run -n 4 examples/demo.py
+	@rm -rf runs/demo
+	$(BIN)/unisono run -n 4 --max-restarts 1 examples/demo.py --save runs/demo
+	$(BIN)/unisono verify examples/gpt.py:tiny --plan dp=2,tp=2 -n 4
+	$(BIN)/unisono report runs/demo
 
 test: lint types imports unit
 

@@ -28,12 +28,33 @@ if TYPE_CHECKING:
     from unisono.parallel.apply import parallelize as parallelize
     from unisono.parallel.trainer import Trainer as Trainer
     from unisono.plan.plan import Plan as Plan
+    from unisono.train.callbacks import Callback as Callback
+    from unisono.train.checkpoint import Checkpoints as Checkpoints
+    from unisono.train.data import Loader as Loader
+    from unisono.train.engine import Engine as Engine
+    from unisono.train.export import export_weights as export_weights
+    from unisono.train.export import import_weights as import_weights
+    from unisono.train.metrics import Accuracy as Accuracy
+    from unisono.train.metrics import Metric as Metric
+    from unisono.train.metrics import Perplexity as Perplexity
+    from unisono.train.partition import DataPartitioner as DataPartitioner
+    from unisono.train.partition import split_data as split_data
+    from unisono.train.sampler import DistributedBatchSampler as DistributedBatchSampler
     from unisono.train.task import Task as Task
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Accuracy": "unisono.train.metrics",
+    "Callback": "unisono.train.callbacks",
+    "Engine": "unisono.train.engine",
+    "Metric": "unisono.train.metrics",
+    "Perplexity": "unisono.train.metrics",
     "Communicator": "unisono.comm.communicator",
+    "Checkpoints": "unisono.train.checkpoint",
+    "DataPartitioner": "unisono.train.partition",
+    "DistributedBatchSampler": "unisono.train.sampler",
+    "Loader": "unisono.train.data",
     "Plan": "unisono.plan.plan",
     "Task": "unisono.train.task",
     "Trainer": "unisono.parallel.trainer",
@@ -42,6 +63,8 @@ _HOME = {
     "Partial": "unisono.mesh.placement",
     "Replicate": "unisono.mesh.placement",
     "Shard": "unisono.mesh.placement",
+    "export_weights": "unisono.train.export",
+    "import_weights": "unisono.train.export",
     "init": "unisono.comm.world",
     "is_initialized": "unisono.comm.world",
     "rank": "unisono.comm.world",
@@ -50,6 +73,7 @@ _HOME = {
     "shard_tensor": "unisono.mesh.reshard",
     "shutdown": "unisono.comm.world",
     "spawn": "unisono.launch.spawn",
+    "split_data": "unisono.train.partition",
     "world": "unisono.comm.world",
     "world_size": "unisono.comm.world",
 }

@@ -11,6 +11,7 @@ from unisono.comm import bench_command, doctor
 from unisono.errors import UnisonoError, UsageError
 from unisono.launch import command as run_command
 from unisono.quantum import command as qsim_command
+from unisono.report import command as report_command
 from unisono.train import verify_command
 
 # To add a sub-command: a function that takes the sub-parsers, adds its own parser and sets its default
@@ -20,6 +21,7 @@ SUBCOMMANDS = (
     bench_command.add_parser,
     doctor.add_parser,
     verify_command.add_parser,
+    report_command.add_parser,
     qsim_command.add_parser,
 )
 

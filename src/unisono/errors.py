@@ -26,6 +26,10 @@ class HangError(CommError):
     """Ranks wait for each other and never will meet; the message is the report."""
 
 
+class CheckpointError(UnisonoError, RuntimeError):
+    """A checkpoint could not be written, is damaged, or is of another model."""
+
+
 class MissingPackageError(UnisonoError, ImportError):
     """An optional package is needed and absent."""
 

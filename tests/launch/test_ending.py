@@ -99,3 +99,35 @@ def _agent_of(launcher: int) -> int:
     children = Path(f"/proc/{launcher}/task/{launcher}/children").read_text().split()
     assert len(children) == 1
     return int(children[0])
+
+
+# Every rank takes three seconds to save what it has when it is asked to go; longer than a rank gets that says nothing.
+SAVE = """
+import os, pathlib, signal, sys, time
+from unisono.launch import patience
+rank = os.environ["RANK"]
+
+def save(signum, frame):
+    time.sleep(3)
+    pathlib.Path(f"saved.{rank}").touch()
+    sys.exit(0)
+
+signal.signal(signal.SIGTERM, save)
+patience.ask(20)
+pathlib.Path(f"up.{rank}").touch()
+while True:
+    time.sleep(0.1)
+"""
+
+
+def test_ranks_that_asked_for_patience_may_save_first(tmp_path: Path, backend: str) -> None:
+    write_script(tmp_path, SAVE)
+    run = Run(["run", "-n", "2", "--backend", backend, "script.py"], tmp_path)
+    with run.started() as process:
+        for rank in range(2):
+            wait_for(tmp_path / f"up.{rank}", process)
+        os.kill(process.pid, signal.SIGTERM)
+        _, said = process.communicate(timeout=30)
+        assert run.left_running() == []
+    assert said == "stopped by SIGTERM; all ranks have ended\n"
+    assert sorted(path.name for path in tmp_path.glob("saved.*")) == ["saved.0", "saved.1"]

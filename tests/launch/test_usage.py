@@ -10,6 +10,7 @@ import pytest
 import unisono
 from tests.launch.harness import Run
 from unisono import cli
+from unisono.launch import environment
 
 
 @pytest.mark.parametrize(
@@ -71,3 +72,11 @@ def test_version_and_a_light_import(tmp_path: Path) -> None:
     code = "import sys, unisono, unisono.cli; print({'torch', 'mpi4py', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_relative_folders_of_the_python_path_travel_as_absolute_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = environment.travelling({"PYTHONPATH": "lib:/opt/lib:", "PYTHONHASHSEED": "1", "HOME": "x"})
+    assert told == {"PYTHONPATH": f"{tmp_path}/lib:/opt/lib:{tmp_path}", "PYTHONHASHSEED": "1"}

@@ -55,6 +55,9 @@ def test_a_refused_plan_exits_1_and_says_why() -> None:
         (("nofile.py:x", "--plan", "dp=2"), "there is no file nofile.py"),
         (("tasks", "--plan", "dp=2"), "expected file.py:name"),
         ((f"{TASKS}:mlp", "--plan", "all"), "needs -n N"),
+        ((f"{TASKS}:mlp", "--plan", "dp=2", "-n", "0"), "-n 0: expected at least 1 rank"),
+        ((f"{TASKS}:mlp", "--plan", ""), "--plan is empty; give a plan such as dp=2"),
+        ((f"{TASKS}:mlp", "--plan", "All", "-n", "2"), '"all", in small letters'),
         ((f"{TASKS}:MLP", "--plan", "dp=2"), "expected a uni.Task"),
     ],
 )

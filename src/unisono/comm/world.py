@@ -66,7 +66,7 @@ def init(
         local_size=meeting.seat.local_size,
         hosts=meeting.hosts,
     )
-    _watch.start()
+    _watch.start(name)
     if _watch.check is not None:
         _torch_calls = TorchCalls(_watch)
         _torch_calls.wrap()

@@ -26,6 +26,7 @@ from unisono.launch.job import CALL, MODULE, SCRIPT, Program, Share
 from unisono.launch.reporter import Reporter
 from unisono.launch.wire import Message, Wire
 
+_ENDING = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT, signal.SIGUSR1)  # the last is this process's own
 HARD_STOP = 4.0  # seconds after which an agent that was told to stop kills all and goes
 
 
@@ -144,6 +145,7 @@ def _run(share: Share, wire: Wire, door: socket.socket | None, keep: set[int]) -
         else:
             _conduct(share, crew, reporter, door, lifeline)
     except Stopped:
+        lifeline.take_time()
         crew.stop(lifeline.signal)
     except Exception:
         problem = traceback.format_exc()
@@ -165,6 +167,7 @@ def _conduct(share: Share, crew: Crew, reporter: Reporter, door: socket.socket |
     gc.collect()
     gc.freeze()  # keeps the ranks from copying pages that the collector would touch
     agent = elastic.Agent(share, crew, store, reporter)
+    agent.take_time = lifeline.take_time
     lifeline.on_stop = lambda signum: setattr(agent, "stop_signal", signum)
     agent.run()
 
@@ -209,9 +212,11 @@ class Lifeline:
         self._wire = wire
         self._crew = crew
         self._retired = False
+        self._patience = 0.0
+        self._is_asked = False  # to go, by SIGTERM to the launcher or to this agent
         self.signal = signal.SIGTERM
         self.on_stop: Callable[[signal.Signals], None] | None = None
-        for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        for signum in _ENDING:
             signal.signal(signum, self._interrupt)
         threading.Thread(target=self._watch, daemon=True).start()
 
@@ -220,6 +225,7 @@ class Lifeline:
             for message in self._wire.receive():
                 if message["do"] == "stop":
                     self.signal = signal.Signals(message["signal"])
+                    self._is_asked = self.signal == signal.SIGTERM
                     self._stop()
         self._stop()
 
@@ -228,20 +234,30 @@ class Lifeline:
             return
         if self.on_stop is not None:
             self.on_stop(self.signal)
-        os.kill(os.getpid(), signal.SIGTERM)
-        time.sleep(HARD_STOP)
+        self._patience = self._crew.patience if self._is_asked else 0.0
+        self._wire.send({"event": "patience", "seconds": self._patience})
+        os.kill(os.getpid(), signal.SIGUSR1)
+        time.sleep(self._patience + HARD_STOP)
         if not self._retired:
             self._crew.kill_all()
             os._exit(1)
 
     def _interrupt(self, signum: int, frame: FrameType | None) -> None:
-        for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        for each in _ENDING:
             signal.signal(each, signal.SIG_IGN)
+        if signum == signal.SIGTERM:
+            self._is_asked = True
+            self._patience = self._crew.patience
         raise Stopped
+
+    def take_time(self) -> None:
+        """Let ranks that asked for patience end by themselves, where SIGTERM is why they must."""
+        if self._is_asked and self._patience:
+            self._crew.leave_in_peace(self._patience)
 
     def retire(self) -> None:
         self._retired = True
-        for each in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        for each in _ENDING:
             signal.signal(each, signal.SIG_IGN)
 
 

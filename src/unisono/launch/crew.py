@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from unisono.launch import environment, failure, proctree, rank, verdict
+from unisono.launch import environment, failure, patience, proctree, rank, verdict
 from unisono.launch.verdict import RankFailure
 
 GRACE = 2.0  # seconds between asking a rank to end and killing it
@@ -142,6 +142,11 @@ class Crew:
             found.append(_judge(member, told))
         return found
 
+    def last_words(self) -> dict[int, str]:
+        """What each rank began last, of those that keep a record of it."""
+        told = {rank: failure.read_last_words(_last_words(member)) for rank, member in self.members.items()}
+        return {rank: words for rank, words in told.items() if words}
+
     def settled_failures(self) -> list[RankFailure]:
         """As failures(), after giving others that failed at the same moment time to be noticed."""
         found = self.failures()
@@ -153,6 +158,20 @@ class Crew:
             self.pump(TICK)
             found = self.failures()
         return found
+
+    @property
+    def patience(self) -> float:
+        """The longest time that a running rank wants to have after SIGTERM."""
+        return max((patience.of(member.record) for member in self.running), default=0.0)
+
+    def leave_in_peace(self, limit: float) -> None:
+        """Ask every rank to end, alone and not what it started, and give it `limit` seconds to do so by itself."""
+        for member in self.running:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(member.pid, signal.SIGTERM)
+        deadline = time.monotonic() + limit
+        while self.running and not self.failures() and time.monotonic() < deadline:
+            self.pump(TICK)
 
     def stop(self, signum: int = signal.SIGTERM, grace: float = GRACE) -> None:
         """End every rank and everything it started; first politely."""
@@ -203,6 +222,10 @@ def _read_some(fd: int) -> bytes | None:
         return None
     except OSError:
         return b""
+
+
+def _last_words(member: Member) -> Path:
+    return Path(f"{member.record}.last")
 
 
 def _judge(member: Member, told: failure.Failure | None) -> RankFailure:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import logging
 import signal
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -122,6 +123,7 @@ class Agent(SimpleElasticAgent):
         self._reporter = reporter
         self._finished = False
         self.stop_signal = signal.SIGTERM
+        self.take_time: Callable[[], None] = lambda: None  # what comes before ranks are made to end
         spec = WorkerSpec(
             role="default",
             local_world_size=share.count,
@@ -183,6 +185,7 @@ class Agent(SimpleElasticAgent):
         self._crew.stop()
 
     def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0, is_restart: bool = False) -> None:
+        self.take_time()
         self._crew.stop(self.stop_signal)
 
     def _exit_barrier(self) -> None:

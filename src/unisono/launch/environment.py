@@ -24,10 +24,15 @@ TRAVELLING_PREFIXES = ("UNISONO_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "
 STAYING = (CONNECT, FAILURE_FILE, HOST, SSH, MPIEXEC)
 
 
+def absolute_path(path: str) -> str:
+    """A list of folders such as PYTHONPATH, of which relative ones mean the same from any directory."""
+    return os.pathsep.join(os.path.abspath(folder) for folder in path.split(os.pathsep))
+
+
 def travelling(environment: dict[str, str]) -> dict[str, str]:
     """The part of the launcher's environment that goes with the job to other hosts."""
     return {
-        name: value
+        name: absolute_path(value) if name == "PYTHONPATH" and value else value
         for name, value in environment.items()
         if name.startswith(TRAVELLING_PREFIXES) and name not in STAYING
     }

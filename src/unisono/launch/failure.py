@@ -47,6 +47,20 @@ def record(failure: Failure) -> bool:
     return True
 
 
+def last_words_path() -> Path | None:
+    """Where this rank may write what it does last, for the launcher to read if it dies; None without a launcher."""
+    path = os.environ.get(environment.FAILURE_FILE)
+    return Path(f"{path}.last") if path else None
+
+
+def read_last_words(path: Path) -> str:
+    """The first line of the file, without its end; "" where there is none."""
+    try:
+        return path.read_bytes().partition(b"\n")[0].strip(b"\0").decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def read(path: Path) -> Failure | None:
     """What the rank wrote, or None when it wrote nothing."""
     try:

@@ -38,7 +38,7 @@ def enter(streams: Mapping[str, int], environment: Mapping[str, str], keep: set[
     """Make the forked process a rank: own session, own streams, own environment, nothing of its parent's."""
     os.setsid()
     proctree.die_with_parent(parent)
-    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
+    for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1):
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.set_wakeup_fd(-1)

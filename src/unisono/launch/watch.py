@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -38,7 +38,9 @@ class Interrupted(Exception):
 
 
 class Watch:
-    def __init__(self, job: Job, links: Links, console: Console) -> None:
+    def __init__(self, job: Job, links: Links, console: Console, words_of: Callable[[Link], str] | None = None) -> None:
+        """`words_of` gives what an agent wrote on stderr, where that is not in its link."""
+        self._words_of = words_of or (lambda link: link.errors.decode(errors="replace"))
         self._job = job
         self._links = links
         self._console = console
@@ -49,6 +51,8 @@ class Watch:
         self._results: dict[int, bytearray] = {}
         self._codes: dict[int, int | None] = {}
         self._lost: str = ""
+        self._patience = 0.0  # seconds that ranks want to end by themselves
+        self._last: dict[int, str] = {}  # what ranks began last
 
     def until_end(self) -> Outcome:
         """Until the job has ended by itself or failed for good."""
@@ -79,8 +83,8 @@ class Watch:
             for link in self._links:
                 link.wire.send({"do": "stop", "signal": signum})
         self._links.hang_up()
-        deadline = time.monotonic() + STOP
-        while time.monotonic() < deadline and any(not link.gone for link in self._links):
+        began = time.monotonic()
+        while time.monotonic() < began + self._patience + STOP and any(not link.gone for link in self._links):
             self._listen(0.1)
         self._links.kill()
 
@@ -101,6 +105,8 @@ class Watch:
                 self._console.mute(set(range(self._job.world)) - set(message["ranks"]))
             case "failed":
                 self._failed(message)
+            case "patience":
+                self._patience = max(self._patience, message["seconds"])
             case "ended":
                 link.ended = message
                 self._codes |= dict(message["codes"])
@@ -119,6 +125,7 @@ class Watch:
         attempt = message["attempt"]
         self._since.setdefault(attempt, time.monotonic())
         self._restarting = message["restarting"]
+        self._last |= dict(message["last"])
         for told in message["failures"]:
             each = RankFailure(**told)
             self._failures.setdefault(attempt, []).append(each)
@@ -127,7 +134,7 @@ class Watch:
     def _gone(self, link: Link) -> None:
         if link.ended is None:
             link.ended = {}
-            said = link.errors.decode(errors="replace").strip()
+            said = self._words_of(link).strip()
             if not self._failures:
                 self._lost = f"the agent on host {link.host} was lost; its ranks are {_ranks(link)}" + (
                     f":\n{said}" if said else ""
@@ -158,7 +165,7 @@ class Watch:
             return Outcome(1 if self._lost else 0, self._lost, results, self._lost.partition("\n")[0])
         failures = self._failures[open_attempts[-1]]
         first = verdict.first(failures)
-        told = verdict.tell(first, self._host(first.rank)) + self._note(first, failures)
+        told = verdict.tell(first, self._host(first.rank), self._last) + self._note(first, failures)
         brief = verdict.in_one_line(first, self._host(first.rank))
         return Outcome(first.exit_code, told, results, brief)
 

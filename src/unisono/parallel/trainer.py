@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,8 @@ from unisono.parallel.zero import Zero
 from unisono.plan.action import Action
 from unisono.plan.plan import DATA, REPLICAS, Plan
 
+Batch = tuple[Any, Any] | Share
+
 
 @dataclass
 class Trainer:
@@ -59,16 +62,26 @@ class Trainer:
     steps: int = 0
     skipped: int = 0  # steps whose gradients overflowed (fp16)
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
-    _batch: tuple[Any, Any] = ((), ())
+    _whole: tuple[Any, Any] | None = None  # the global batch, where this rank was given all of it
     _microbatches: list[Share] = field(default_factory=list)
     logits: Proof = field(init=False)
     _partials: list[torch.Tensor] = field(default_factory=list)
+    _observe: Callable[[Any, Any], None] | None = None
+    on_action: Callable[[Action, float, float], None] | None = None  # told what a pipeline did, from when to when
 
     def __post_init__(self) -> None:
         self.logits = Proof(self.loss.loss)
 
-    def step(self, batch: tuple[Any, Any]) -> torch.Tensor:
-        """One training step on a global batch (inputs, targets), given alike to all ranks; the loss on all of it."""
+    @property
+    def part(self) -> tuple[int, int]:
+        """Which part of a batch this rank takes, of how many: see `share`."""
+        return self.mesh.index(*DATA), self.mesh.size(*DATA)
+
+    def step(self, batch: Batch) -> torch.Tensor:
+        """One training step on a global batch (inputs, targets); the loss on all of it.
+
+        All ranks give the whole batch, or each gives the `Share` of it that is its `part`, as a Loader does.
+        """
         if takes_closure(self.optimizer):
             return self._step_with_closure(batch)
         self.zero_grad()
@@ -82,7 +95,7 @@ class Trainer:
         for _, parameter in self.optimized():
             parameter.grad = None
 
-    def _step_with_closure(self, batch: tuple[Any, Any]) -> torch.Tensor:
+    def _step_with_closure(self, batch: Batch) -> torch.Tensor:
         """For optimizers that evaluate the model several times in a step, each time with the step's random numbers."""
 
         def evaluated() -> torch.Tensor:
@@ -95,7 +108,7 @@ class Trainer:
         self.steps += 1
         return torch.as_tensor(loss).detach()
 
-    def backward(self, batch: tuple[Any, Any]) -> torch.Tensor:
+    def backward(self, batch: Batch) -> torch.Tensor:
         """Forward and backward only; after it, gradients are those of the global batch, before clipping."""
         with self._cut(batch):
             if self.pipeline is None:
@@ -126,9 +139,13 @@ class Trainer:
         self.steps += 1
 
     @torch.no_grad()
-    def evaluate(self, batch: tuple[Any, Any]) -> torch.Tensor:
-        """The loss on a global batch, without gradients, in evaluation mode."""
-        with self._evaluating(), self._cut(batch):
+    def evaluate(self, batch: Batch, observe: Callable[[Any, Any], None] | None = None) -> torch.Tensor:
+        """The loss on a global batch, without gradients, in evaluation mode.
+
+        `observe(outputs, targets)` is called on the ranks that compute the loss, for each part of the batch that
+        they have, with whole logits. The tp ranks of one place all observe the same.
+        """
+        with self._evaluating(), self._cut(batch), self._observed(observe):
             if self.pipeline is not None:
                 loss = self.pipeline.evaluate([self._inputs(part) for part in self._microbatches])
                 return self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
@@ -140,7 +157,8 @@ class Trainer:
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
         """The model's outputs for a global batch of inputs, in its order, on every rank; in evaluation mode."""
-        with self._evaluating(), self._cut((inputs, None)):
+        batch = Share((inputs.batch, None), *inputs[1:]) if isinstance(inputs, Share) else (inputs, None)
+        with self._evaluating(), self._cut(batch):
             if self.pipeline is not None:
                 outputs = self.pipeline.predict([self._inputs(part) for part in self._microbatches])
             else:
@@ -151,6 +169,15 @@ class Trainer:
             rows = [rows_of(part.batch) for part in self._microbatches]
         outputs = [with_whole_sequences(part, self.context) for part in outputs]
         return joined(outputs, rows, self.mesh.comm(*DATA))
+
+    @contextlib.contextmanager
+    def _observed(self, observe: Callable[[Any, Any], None] | None) -> Iterator[None]:
+        self._observe = observe
+        try:
+            with contextlib.nullcontext() if observe is None else in_pieces(False):
+                yield
+        finally:
+            self._observe = None
 
     @contextlib.contextmanager
     def _evaluating(self) -> Iterator[None]:
@@ -165,27 +192,32 @@ class Trainer:
     # ---- one step ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _cut(self, batch: tuple[Any, Any]) -> Iterator[None]:
+    def _cut(self, batch: Batch) -> Iterator[None]:
         """Take this rank's share of the batch, in microbatches, with the random numbers that belong to it."""
-        rows = rows_of(batch)
-        mine = share(batch, self.mesh.index(*DATA), self.mesh.size(*DATA))
-        self._require_rows(rows)
+        mine = batch if isinstance(batch, Share) else share(batch, *self.part)
+        self._require_rows(mine)
         self._microbatches = shares(mine.batch, self.plan.microbatches)
         self._partials = []
-        self._batch = batch
+        self._whole = None if isinstance(batch, Share) else batch
+        inputs, targets = mine.batch
         if self.context is not None:
-            self.context.expect(*batch)
+            self.context.expect(inputs, targets)
             self.loss.dims = self.context.dims
         self.random.step = self.steps
         # Who has targets is after a loss: it needs no whole logits.
-        with self.random, self.random.sharded(0, mine.positions, mine.of), in_pieces(batch[1] is not None):
+        with self.random, self.random.sharded(0, mine.positions, mine.of), in_pieces(targets is not None):
             yield
 
-    def _require_rows(self, rows: int) -> None:
-        parts = self.mesh.size(*DATA) * self.plan.microbatches
-        if self.plan.pp > 1 and rows < parts:
+    def _require_rows(self, mine: Share) -> None:
+        if rows_of(mine.batch) != len(mine.positions):
             raise UsageError(
-                f"a batch of {rows} samples for {self.mesh.size(*DATA)} data ranks x {self.plan.microbatches} "
+                f"a share of {rows_of(mine.batch)} samples that says it holds {len(mine.positions)} of {mine.of}; "
+                "cut batches with unisono.parallel.share.share, or give the whole batch"
+            )
+        parts = self.mesh.size(*DATA) * self.plan.microbatches
+        if self.plan.pp > 1 and mine.of < parts:
+            raise UsageError(
+                f"a batch of {mine.of} samples for {self.mesh.size(*DATA)} data ranks x {self.plan.microbatches} "
                 f"microbatches of a pipeline; expected at least {parts}: use fewer microbatches"
             )
 
@@ -217,7 +249,10 @@ class Trainer:
                 scopes.enter_context(self.replicas.at_work(action.stage, action.kind))
             if action.kind == "F":
                 scopes.enter_context(self._computing())
+            began = time.time()
             yield
+            if self.on_action is not None:
+                self.on_action(action, began, time.time())
 
     def _computing(self) -> contextlib.AbstractContextManager[None]:
         """The scope of a forward; a backward follows it by itself."""
@@ -251,11 +286,13 @@ class Trainer:
             rows = [self._rows(part) for part in self._microbatches]
             likes = [_with_rows(outputs, rows[0], count) for count in rows]
             whole = None
-            if self.pipeline is None and self.context is None:
-                whole = (_with_rows(outputs, rows[0], rows_of(self._batch)), self._batch[1])
+            if self.pipeline is None and self.context is None and self._whole is not None:
+                whole = (_with_rows(outputs, rows[0], rows_of(self._whole)), self._whole[1])
             pairs = [(like, self._targets(p)) for like, p in zip(likes, self._microbatches, strict=True)]
             self.loss.prepare(pairs, whole)
         partial = self.loss(outputs, self._targets(self._microbatches[number]))
+        if self._observe is not None:
+            self._observe(outputs, self._targets(self._microbatches[number]))
         aux = collect_aux(self.model)
         return partial if aux is None else partial + aux
 

@@ -33,13 +33,17 @@ def run(chosen: argparse.Namespace) -> int:
     """0 only when every plan that was run is equivalent, and at least one was."""
     if chosen.steps < 1:
         raise UsageError(f"--steps {chosen.steps}: expected at least 1")
+    if chosen.n is not None and chosen.n < 1:
+        raise UsageError(f"-n {chosen.n}: expected at least 1 rank")
+    if not chosen.plan.strip(" ,"):
+        raise UsageError('--plan is empty; give a plan such as dp=2,tp=2 (dp=1 for one device), or "all"')
+    if chosen.plan != "all" and chosen.plan.lower() == "all":
+        raise UsageError(f'--plan {chosen.plan}: every plan that fits is "all", in small letters')
     if chosen.plan != "all":
         plan = Plan.parse(chosen.plan)
         return _run_one(chosen, plan.fit(plan.world if chosen.n is None else chosen.n))
     if chosen.n is None:
         raise UsageError("--plan all needs -n N: which plans fit depends on the number of ranks")
-    if chosen.n < 1:
-        raise UsageError(f"-n {chosen.n}: expected at least 1")
     return _run_all(chosen)
 
 

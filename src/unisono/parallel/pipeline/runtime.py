@@ -190,8 +190,8 @@ class _Execution:
         stage, place = self._runtime.stages[action.stage], (action.stage, action.microbatch)
         self._kept[stage.number] += 1
         self.peaks[stage.number] = max(self.peaks[stage.number], self._kept[stage.number])
+        arrival = self._arrive(place) if not stage.is_first else None
         with self._runtime.around(action):
-            arrival = self._arrive(place) if not stage.is_first else None
             received = (arrival.tensors, arrival.form) if arrival is not None else ((), None)
             outcome = stage.forward(self._inputs[action.microbatch], *received)
             ends = outcome.tensors if not stage.is_last else self._finish(outcome.output, action.microbatch)

@@ -1,0 +1,93 @@
+"""Charts as SVG: lines over steps and stacked bars. Colours come from the page, so that they fit light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from math import floor, isfinite, log10
+
+WIDTH, HEIGHT = 720, 260
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 34
+HUES = ("#1c7ed6", "#d9480f", "#2f9e44", "#9c36b5", "#e8a200", "#0c8599")
+_ROW = 26
+
+
+def line_chart(curves: Mapping[str, Sequence[tuple[float, float]]], unit: str, axis: str = "step") -> str:
+    """One line a curve; a point under the pointer tells its numbers."""
+    points = [(x, y) for curve in curves.values() for x, y in curve if isfinite(y)]
+    if not points:
+        return ""
+    low_x, high_x = min(x for x, _ in points), max(x for x, _ in points)
+    low, high = min(y for _, y in points), max(y for _, y in points)
+    low, high = (low - 0.5, high + 0.5) if low == high else (low, high)
+    across = (WIDTH - _LEFT - _RIGHT) / max(high_x - low_x, 1e-12)
+    down = (HEIGHT - _TOP - _BOTTOM) / (high - low)
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        return round(_LEFT + (x - low_x) * across, 1), round(HEIGHT - _BOTTOM - (y - low) * down, 1)
+
+    parts = [f'<svg class="chart" viewBox="0 0 {WIDTH} {HEIGHT}" role="img">']
+    for value in _ticks(low, high):
+        y = place(low_x, value)[1]
+        parts.append(f'<line class="rule" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
+        parts.append(f'<text class="soft" x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{value:.4g}</text>')
+    for value in _ticks(low_x, high_x):
+        x = place(value, low)[0]
+        parts.append(f'<text class="soft" x="{x}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="middle">{value:g}</text>')
+    parts.append(f'<text class="soft" x="{WIDTH - _RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(axis)}</text>')
+    for hue, (name, curve) in zip(_hues(len(curves)), curves.items(), strict=True):
+        placed = [place(x, y) for x, y in curve if isfinite(y)]
+        path = " ".join(f"{x},{y}" for x, y in placed)
+        parts.append(f'<polyline fill="none" stroke="{hue}" stroke-width="2" points="{path}"/>')
+        for (x, y), (step, value) in zip(placed, [p for p in curve if isfinite(p[1])], strict=True):
+            told = f"{escape(name)} {value:.6g} {escape(unit)} at {escape(axis)} {step:g}"
+            parts.append(f'<circle cx="{x}" cy="{y}" r="6" fill="{hue}" class="point"><title>{told}</title></circle>')
+    return "\n".join([*parts, "</svg>", legend(list(curves))])
+
+
+def stacked_bars(rows: Mapping[str, Mapping[str, float]], shown: str = "MiB", scale: float = 2**20) -> str:
+    """A bar a row, cut in kinds, with its sum."""
+    if not rows:
+        return ""
+    kinds = list(dict.fromkeys(kind for parts in rows.values() for kind in parts))
+    hues = dict(zip(kinds, _hues(len(kinds)), strict=True))
+    most = max(sum(parts.values()) for parts in rows.values()) or 1.0
+    margin = 12 + 7 * max(map(len, rows))
+    room = WIDTH - margin - 90
+    height = _ROW * len(rows) + 8
+    drawn = [f'<svg class="chart" viewBox="0 0 {WIDTH} {height}" role="img">']
+    for number, (name, parts) in enumerate(rows.items()):
+        y, x = 4 + number * _ROW, float(margin)
+        drawn.append(f'<text x="{margin - 8}" y="{y + 16}" text-anchor="end">{escape(name)}</text>')
+        for kind, value in parts.items():
+            width = room * value / most
+            told = f"{escape(name)}: {escape(kind)} {value / scale:.4g} {shown}"
+            drawn.append(
+                f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 6}" fill="{hues[kind]}">'
+                f"<title>{told}</title></rect>"
+            )
+            x += width
+        drawn.append(
+            f'<text class="soft" x="{x + 6:.1f}" y="{y + 16}">{sum(parts.values()) / scale:.4g} {shown}</text>'
+        )
+    return "\n".join([*drawn, "</svg>", legend(kinds)])
+
+
+def legend(names: Sequence[str]) -> str:
+    hues = _hues(len(names))
+    marks = (f'<span><i style="background:{hue}"></i>{escape(n)}</span>' for hue, n in zip(hues, names, strict=True))
+    return f'<div class="legend">{"".join(marks)}</div>'
+
+
+def _hues(count: int) -> list[str]:
+    return [HUES[number % len(HUES)] for number in range(count)]
+
+
+def _ticks(low: float, high: float) -> list[float]:
+    """Round numbers between the two, four to nine of them."""
+    if high <= low:
+        return [low]
+    power = 10.0 ** floor(log10((high - low) / 4))
+    step = max(factor * power for factor in (1, 2, 5) if factor * power <= (high - low) / 4)
+    first = -floor(-low / step)
+    return [number * step for number in range(first, floor(high / step) + 1)]

@@ -1,0 +1,32 @@
+"""`unisono report RUN`: the report of a run as one HTML file, and a trace beside it."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from unisono.errors import UsageError
+from unisono.report.page import as_page
+from unisono.report.run import Run
+from unisono.report.trace_file import trace_json
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser("report", help="write one HTML file that shows a run", allow_abbrev=False)
+    parser.add_argument("run", metavar="RUN", help="the folder that fit(save=...) was given")
+    parser.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: RUN/report.html)")
+    parser.set_defaults(handler=handle)
+
+
+def handle(chosen: argparse.Namespace) -> int:
+    run = Run.read(Path(chosen.run))
+    page = Path(chosen.output or run.path / "report.html")
+    trace = page.with_suffix(".trace.json")
+    for file, text in ((page, as_page(run)), (trace, trace_json(run))):
+        try:
+            file.write_text(text, encoding="utf-8")
+        except OSError as error:
+            raise UsageError(f"{file}: cannot be written: {error.strerror}") from None
+    print(f"wrote {page} (open it in a browser) and {trace} (open it in ui.perfetto.dev)")
+    return 0

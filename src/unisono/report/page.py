@@ -1,0 +1,108 @@
+"""The report of a run as one HTML file: nothing is loaded from elsewhere, it reads on a phone and in the dark."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from html import escape
+from importlib import resources
+from typing import Any
+
+from unisono.errors import MissingPackageError
+from unisono.report import charts, pipeline
+from unisono.report.mesh_picture import mesh_svg
+from unisono.report.run import Run
+
+_KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
+
+
+def as_page(run: Run) -> str:
+    """The whole file as text."""
+    try:
+        import jinja2
+    except ImportError:
+        raise MissingPackageError("jinja2", "unisono report", "report") from None
+    source = resources.files("unisono.report").joinpath("page.html").read_text(encoding="utf-8")
+    template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
+    planned, measured = pipeline.pictures(run)
+    return template.render(
+        name=run.path.resolve().name,
+        facts=_facts(run),
+        starts=[_start(start) for start in run.starts],
+        mesh=mesh_svg(run.plan),
+        planned=planned,
+        measured=measured,
+        losses=charts.line_chart({"loss": run.curve("loss")} | _validation(run), ""),
+        rates=charts.line_chart({"learning rate": run.curve("rate")}, ""),
+        times=charts.line_chart(_times(run), "ms"),
+        memory=charts.stacked_bars(_memory(run)),
+        collectives=_collectives(run),
+        why=run.predicted.get("why") or [],
+        program=run.program,
+    )
+
+
+def _facts(run: Run) -> list[tuple[str, str]]:
+    start = run.starts[-1]
+    losses = run.curve("loss")
+    seconds = [value for _, value in run.curve("seconds")]
+    facts = [
+        ("model", f"{start['model']['name']}, {start['model']['parameters']:,} parameters"),
+        ("plan", str(run.plan)),
+        ("ranks", f"{start['world']} over {start['backend']}"),
+        ("steps", f"{len(losses)} of {start['steps'] or 'unknown'} told, {start['batch_size']} samples each"),
+    ]
+    if losses:
+        facts.append(("loss", f"{losses[0][1]:.4f} at first, {losses[-1][1]:.4f} at last"))
+    if seconds:
+        told = f"{1000 * statistics.median(seconds):.1f} ms measured (median)"
+        if run.predicted.get("seconds"):
+            told += f", {1000 * run.predicted['seconds']:.1f} ms predicted"
+        facts.append(("step time", told))
+    facts.append(("software", f"torch {start['torch']}, Python {start['python']}, seed {start['seed']}"))
+    return facts
+
+
+def _start(start: dict[str, Any]) -> tuple[str, str, str]:
+    when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(start["time"]))
+    return when, start["plan"], f"from step {start['first_step']}"
+
+
+def _validation(run: Run) -> dict[str, list[tuple[float, float]]]:
+    names = dict.fromkeys(name for line in run.steps for name in line if name.startswith("validation_loss"))
+    return {name.replace("_", " "): run.curve(name) for name in names}
+
+
+def _times(run: Run) -> dict[str, list[tuple[float, float]]]:
+    curves = {"measured": [(step, 1000 * value) for step, value in run.curve("seconds")]}
+    predicted = [(step, 1000 * value) for step, value in run.curve("predicted_seconds")]
+    return curves | ({"predicted": predicted} if predicted else {})
+
+
+def _memory(run: Run) -> dict[str, dict[str, float]]:
+    """By rank: what was predicted, where it was, above what was measured."""
+    rows: dict[str, dict[str, float]] = {}
+    predicted = run.predicted.get("memory_by_kind") or {}
+    for rank, told in sorted(run.ranks.items()):
+        if predicted:
+            rows[f"rank {rank} predicted"] = {kind: predicted.get(kind, 0) for kind in _KINDS}
+        rows[f"rank {rank}"] = {kind: told["memory"].get(kind, 0) for kind in _KINDS}
+    return rows
+
+
+def _collectives(run: Run) -> list[tuple[str, int, str, str]]:
+    """Of the watched step, summed over ranks: kind, calls, bytes passed, bytes sent."""
+    names = sorted({op for told in run.ranks.values() for op in told["collectives"]})
+    rows = []
+    for op in names:
+        found = [told["collectives"][op] for told in run.ranks.values() if op in told["collectives"]]
+        calls, payload = sum(each["calls"] for each in found), sum(each["payload"] for each in found)
+        rows.append((op, calls, _size(payload), _size(sum(each["sent"] for each in found))))
+    return rows
+
+
+def _size(count: float) -> str:
+    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return escape(f"{count:.0f} B")

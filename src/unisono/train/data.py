@@ -1,0 +1,203 @@
+"""The Loader: global batches, of which each rank reads its own share.
+
+    loader = uni.Loader(dataset, batch_size=64, part=trainer.part, seed=1, workers=4)
+    while loader.epoch < epochs:
+        for batch in loader:                  # the rest of this epoch
+            loss = trainer.step(batch)
+    state = loader.state_dict()               # another loader, of another plan, goes on after the batch given last
+
+`batch_size` is that of all ranks together. Which samples make a batch, their order and what augmentations draw depend
+on (seed, epoch) only: not on the plan, the number of ranks or the number of workers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, default_collate
+
+from unisono.errors import UsageError
+from unisono.parallel.share import Share
+from unisono.train.fetch import Collate, Cutter, Reader, Request, Stream, is_iterable_only
+from unisono.train.order import order, require_part, require_whole_number
+
+
+class Loader:
+    """Batches of (inputs, targets) for `Trainer.step`; iterating gives the rest of the epoch, then begins the next.
+
+    dataset: anything with a length and numbered samples, or an iterable of samples, whose own order is kept (workers:
+    one at most, as its samples come one after the other; each rank reads all of them).
+    part: (index, count) of the rank, `trainer.part`. shuffle: by default for numbered samples. The last batch may be
+    smaller, unless drop_last. collate: makes a batch of a list of samples. whole: whether ranks read and collate whole
+    batches, of which the trainer takes its share; by default with a collate of your own, as one that pads looks at all
+    samples of a batch. pairs=False allows batches that are not (inputs, targets), for predictions.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        batch_size: int,
+        *,
+        part: tuple[int, int] = (0, 1),
+        shuffle: bool | None = None,
+        seed: int = 0,
+        drop_last: bool = False,
+        workers: int = 0,
+        collate: Collate | None = None,
+        whole: bool | None = None,
+        pairs: bool = True,
+        device: torch.device | str | None = None,
+        pin_memory: bool = False,
+    ) -> None:
+        self.dataset = dataset
+        self.batch_size = require_whole_number("batch_size", batch_size, 1)
+        self.seed = require_whole_number("seed", seed, 0)
+        self.workers = require_whole_number("workers", workers, 0)
+        self.drop_last, self.device, self.pin_memory = drop_last, device, pin_memory
+        self.samples = _samples_of(dataset)
+        if self.samples is None and shuffle:
+            raise UsageError("shuffle=True for an iterable dataset, whose order is its own; shuffle within the dataset")
+        if self.samples is not None and drop_last and self.samples < batch_size:
+            raise UsageError(
+                f"{self.samples} samples with batch_size={batch_size} and drop_last=True leave no batch; "
+                "use a smaller batch_size"
+            )
+        self.shuffle = self.samples is not None if shuffle is None else shuffle
+        whole = collate is not None if whole is None else whole
+        self._cutter = Cutter(require_part(part), collate or default_collate, whole, pairs)
+        self.epoch = 0
+        self.position = 0  # in samples of the epoch's order, of all ranks
+        self._last: Request | None = None
+        self._order: tuple[int, torch.Tensor] | None = None
+
+    def __len__(self) -> int:
+        """Batches in an epoch."""
+        if self.samples is None:
+            raise UsageError("an iterable dataset does not tell how many batches it has")
+        full, rest = divmod(self.samples, self.batch_size)
+        return full + bool(rest and not self.drop_last)
+
+    @property
+    def smallest_batch(self) -> int | None:
+        """Rows of the smallest batch of an epoch, which a plan must be able to cut; None if that is unknown."""
+        if self.samples is None:
+            return None
+        rest = self.samples % self.batch_size
+        return min(self.samples, self.batch_size if self.drop_last else rest or self.batch_size)
+
+    @property
+    def ids(self) -> list[int]:
+        """Which samples the batch given last was made of, on all ranks together: their numbers in the dataset."""
+        if self._last is None:
+            return []
+        run = range(self._last.start, self._last.stop)
+        return list(run) if self.samples is None else self._ordered(self._last.epoch)[run.start : run.stop].tolist()
+
+    def set_epoch(self, epoch: int) -> None:
+        """Begin that epoch from its first sample."""
+        self.epoch, self.position = require_whole_number("epoch", epoch, 0), 0
+
+    def __iter__(self) -> Iterator[Any]:
+        for request, batch in self._batches():
+            self.position, self._last = request.stop, request
+            if self.device is not None:
+                batch = tree_map(self._to_device, batch)
+            if self._cutter.whole:
+                yield batch
+            else:
+                rows = request.stop - request.start
+                yield Share(batch, self._cutter.held(rows), rows)
+        self.epoch, self.position = self.epoch + 1, 0
+
+    def _to_device(self, leaf: Any) -> Any:
+        return leaf.to(self.device, non_blocking=self.pin_memory) if isinstance(leaf, torch.Tensor) else leaf
+
+    # ---- reading -------------------------------------------------------------------------------------------------
+
+    def _batches(self) -> Iterator[tuple[Request, Any]]:
+        if self.samples is None:
+            stream = Stream(self.dataset, self._cutter, self.seed, self.batch_size, self.drop_last)
+            stream.epoch, stream.position = self.epoch, self.position
+            return iter(stream) if not self.workers else iter(self._loader(stream, None, workers=1))
+        reader = Reader(self.dataset, self._cutter, self.seed)
+        requests = self._requests(self.epoch, self.position)
+        if not self.workers:
+            return ((request, reader[request]) for request in requests)
+        return zip(requests, self._loader(reader, self._requests(self.epoch, self.position), self.workers), strict=True)
+
+    def _requests(self, epoch: int, position: int) -> Iterator[Request]:
+        assert self.samples is not None
+        taken = self._ordered(epoch)
+        for start in range(position, self.samples, self.batch_size):
+            stop = min(start + self.batch_size, self.samples)
+            if self.drop_last and stop - start < self.batch_size:
+                return
+            held = self._cutter.held(stop - start)
+            # A rank that has none of a batch reads one sample, to know what an empty batch looks like.
+            mine = taken[start:stop][held.start : held.stop] if len(held) else taken[start : start + 1]
+            yield Request(epoch, start, stop, mine.tolist(), len(held))
+
+    def _ordered(self, epoch: int) -> torch.Tensor:
+        if self._order is None or self._order[0] != epoch:
+            assert self.samples is not None
+            self._order = epoch, order(self.samples, self.seed, epoch, self.shuffle)
+        return self._order[1]
+
+    def _loader(self, data: Any, requests: Iterator[Request] | None, workers: int) -> DataLoader[Any]:
+        return DataLoader(
+            data,
+            batch_size=None,
+            sampler=requests,
+            num_workers=workers,
+            collate_fn=_as_it_is,
+            pin_memory=self.pin_memory,
+            generator=torch.Generator(),  # so that starting workers takes nothing from the process's own
+        )
+
+    # ---- state ---------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the batch given last ended; JSON can hold it."""
+        epoch, position = self.epoch, self.position
+        if self.samples is not None and position + (self.batch_size if self.drop_last else 1) > self.samples:
+            epoch, position = epoch + 1, 0
+        return {
+            "epoch": epoch,
+            "position": position,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "samples": self.samples,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there: no sample is repeated and none is skipped. Plan, workers and batch_size may be others."""
+        for key, mine in (("samples", self.samples), ("shuffle", self.shuffle)):
+            if state[key] != mine:
+                raise UsageError(
+                    f"the saved state of the data says {key}={state[key]}, but this loader has {key}={mine}; "
+                    "is it another dataset?"
+                )
+        self.seed = state["seed"]
+        self.epoch, self.position = state["epoch"], state["position"]
+        self._last, self._order = None, None
+
+
+def _samples_of(dataset: Any) -> int | None:
+    """How many; None where only iterating tells."""
+    if is_iterable_only(dataset):
+        return None
+    if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
+        raise UsageError(
+            f"a dataset of type {type(dataset).__name__}; expected one with a length and numbered samples (a "
+            "torch Dataset, a list), or an iterable of samples"
+        )
+    if not len(dataset):
+        raise UsageError("the dataset is empty; expected at least one sample")
+    return len(dataset)
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,274 @@
+"""The Engine: a plain model, trained under a plan that is given or searched for, by one call.
+
+    engine = uni.Engine(model, loss=F.cross_entropy, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4), plan="auto")
+    engine.fit(dataset, epochs=3, batch_size=64, save="runs/gpt", resume=True)
+    engine.evaluate(held_out); engine.predict(x); engine.save(path); engine.load(path)
+
+The same script runs on one process and under `unisono run -n 8`; every rank calls the engine alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
+
+from unisono.comm import world
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.parallel.apply import Model, parallelize
+from unisono.parallel.loss import Loss
+from unisono.parallel.precision import Precision
+from unisono.parallel.share import Share, rows_between, rows_of
+from unisono.parallel.trainer import Trainer
+from unisono.plan.plan import Plan
+from unisono.train import evaluation
+from unisono.train.auto import Choice, choose
+from unisono.train.callbacks import Callback
+from unisono.train.checkpoint import Checkpoints
+from unisono.train.data import Loader
+from unisono.train.fit import Fit, History, Options
+from unisono.train.inventory import shapes_here
+from unisono.train.metrics import Function, Metric, named, number_of
+from unisono.train.run_folder import RunFolder
+
+Scheduler = Callable[[Optimizer], Any]
+
+
+class Engine:
+    """model: a module, or a function that builds one. loss(outputs, targets) gives a scalar, optimizer(parameters) a
+    torch optimizer, scheduler(optimizer) a torch scheduler, stepped after every training step. metrics: names
+    ("accuracy", "top5", "perplexity"), Metrics, or functions (outputs, targets) -> number. plan: "auto", a Plan or its
+    text. clip: the largest norm of the gradients. rules: which layers tp cuts, where the model does not say."""
+
+    def __init__(
+        self,
+        model: Model,
+        loss: Loss,
+        optimizer: Callable[[Any], Optimizer],
+        metrics: Sequence[str | Metric | Function] | None = None,
+        plan: str | Plan = "auto",
+        scheduler: Scheduler | None = None,
+        precision: str = "fp32",
+        clip: float | None = None,
+        seed: int = 0,
+        rules: Any = None,
+    ) -> None:
+        self._model = model
+        self._loss = loss
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self.metrics = named(metrics)
+        self._plan = plan if isinstance(plan, Plan) or plan == "auto" else Plan.parse(plan)
+        self._precision = Precision.of(precision)
+        self._clip = clip
+        self._rules = rules
+        self.seed = seed
+        for name, value in (("loss", loss), ("optimizer", optimizer), ("scheduler", scheduler)):
+            if value is not None and not callable(value):
+                raise UsageError(f"Engine({name}={value!r}): expected a function; {_FORMS[name]}")
+        self.trainer: Trainer | None = None
+        self.schedule: Any = None  # torch's scheduler, once there is an optimizer
+        self.choice: Choice | None = None
+
+    # ---- before training -----------------------------------------------------------------------------------------
+
+    def prepare(self, example: tuple[Any, Any]) -> Engine:
+        """Choose the plan and put the model under it; `fit` does it by itself, with its first batch."""
+        if self.trainer is not None:
+            return self
+        _require_pair(example)
+        if self._plan == "auto":
+            self.choice = choose(self._model, self._loss, self._optimizer, example, self.comm, self._rules)
+            plan = self.choice.plan
+        else:
+            assert isinstance(self._plan, Plan)
+            plan = self._plan
+        self.trainer = parallelize(
+            self._model,
+            plan,
+            loss=self._loss,
+            optimizer=self._optimizer,
+            example=example,
+            rules=self._rules,
+            clip=self._clip,
+            seed=self.seed,
+            precision=self._precision,
+        )
+        if self._scheduler is not None:
+            self.schedule = self._scheduler(self.trainer.optimizer)
+        self._require_numbers(example)
+        return self
+
+    def _require_numbers(self, example: tuple[Any, Any]) -> None:
+        """Every function among the metrics is asked once, before anything is trained."""
+        functions = {name: each for name, each in self.metrics.items() if not isinstance(each, Metric)}
+        if functions:
+            outputs = self.ready.predict(example[0])
+            for name, function in functions.items():
+                number_of(name, function(outputs, example[1]))
+
+    @property
+    def comm(self) -> Communicator:
+        return world.world() if world.is_initialized() else world.init()
+
+    @property
+    def ready(self) -> Trainer:
+        """The trainer; UsageError before `prepare`."""
+        if self.trainer is None:
+            raise UsageError("the engine has no plan yet: call prepare(example) with one batch, or fit(dataset)")
+        return self.trainer
+
+    @property
+    def plan(self) -> Plan:
+        return self.ready.plan
+
+    @property
+    def model(self) -> nn.Module:
+        """What this rank holds of the model."""
+        return self.ready.model
+
+    def dataloader(
+        self, dataset: Any, batch_size: int, *, shuffle: bool | None = None, workers: int = 0, whole: bool = False
+    ) -> Loader:
+        """Global batches in an order that depends on the seed and the epoch only, of which each rank reads its share.
+
+        An engine that has no plan yet is prepared with the first batch. whole: every rank reads all of it.
+        """
+        given: dict[str, Any] = {"shuffle": shuffle, "seed": self.seed, "workers": workers}
+        if self.trainer is None:
+            first = next(iter(Loader(dataset, batch_size, **{**given, "workers": 0})))
+            self.prepare(first.batch if isinstance(first, Share) else first)
+        return Loader(dataset, batch_size, part=(0, 1) if whole else self.ready.part, **given)
+
+    # ---- training ------------------------------------------------------------------------------------------------
+
+    def run(self, batch: tuple[Any, Any]) -> torch.Tensor:
+        """One training step on a global batch; the loss that one device would have seen."""
+        self.prepare(batch)
+        loss = self.ready.step(batch)
+        if self.schedule is not None:
+            self.schedule.step()
+        return loss
+
+    def fit(
+        self,
+        dataset: Any,
+        *,
+        epochs: int = 1,
+        batch_size: int = 32,
+        steps: int | None = None,
+        validation: Any = None,
+        save: str | Path | None = None,
+        save_every: int | None = None,
+        keep: int = 3,
+        resume: bool = False,
+        shuffle: bool | None = None,
+        workers: int = 0,
+        nonfinite: str = "stop",
+        callbacks: Sequence[Callback] = (),
+        progress: bool = True,
+        look_every: int = 10,
+    ) -> History:
+        """Train on the dataset; on every rank alike.
+
+        steps: end after so many, in the middle of an epoch if need be. validation: data to evaluate after each epoch.
+        save: the run's folder, with its log and a checkpoint after every `save_every` steps (None: every epoch), the
+        newest `keep` of them. resume: go on from the newest good one. nonfinite: "stop" at a loss that is NaN or
+        infinite, or "skip" such steps. look_every: steps between two looks at memory and pace.
+        """
+        if save is None and (save_every is not None or resume):
+            raise UsageError("fit(save_every=..., resume=...) needs save=FOLDER: where checkpoints are")
+        options = Options(epochs, steps, look_every, nonfinite, save_every, keep, resume, progress)
+        loader = dataset
+        if not isinstance(dataset, Loader):
+            loader = self.dataloader(dataset, batch_size, shuffle=shuffle, workers=workers)
+        held_out = None if validation is None else self._in_order(validation, batch_size)
+        folder = None if save is None else RunFolder(save, self.comm.rank)
+        return Fit(self, loader, options, folder, held_out, callbacks).run()
+
+    # ---- after training ------------------------------------------------------------------------------------------
+
+    def evaluate(self, dataset: Any, batch_size: int = 32) -> dict[str, float]:
+        """The mean loss and the metrics over all samples, the same on every rank."""
+        return evaluation.evaluate(self.ready, self._in_order(dataset, batch_size), self.metrics)
+
+    def predict(self, inputs: Any, batch_size: int = 32) -> Any:
+        """The model's outputs for all inputs, in their order, on every rank. `inputs`: as the model takes them."""
+        trainer, rows = self.ready, rows_of(inputs)
+        least = trainer.part[1] * trainer.plan.microbatches if trainer.plan.pp > 1 else 1
+        batch_size = max(batch_size, least)
+        parts = []
+        for start in range(0, rows, batch_size):
+            part = rows_between(inputs, start, min(start + batch_size, rows))
+            parts.append(rows_between(trainer.predict(_with_rows(part, least)), 0, rows_of(part)))
+        return _joined(parts)
+
+    def save(self, path: str | Path) -> None:
+        """A checkpoint that any plan can load; every rank calls it."""
+        saved = Checkpoints(path, keep=1)
+        saved.save(self.ready, self.ready.steps, extra=self.own_state())
+
+    def load(self, path: str | Path) -> None:
+        """Go on from a checkpoint of the same model, saved under any plan."""
+        self.load_own_state(Checkpoints(path).load(self.ready).extra)
+
+    def about_model(self) -> dict[str, Any]:
+        """What is trained, in short; every rank calls it."""
+        whole: dict[str, Any] = {}
+        for theirs in self.ready.mesh.comm("pp").all_gather_object(shapes_here(self.ready)):
+            whole |= theirs
+        own = self._model if isinstance(self._model, nn.Module) else self.ready.model
+        return {"name": type(own).__name__, "parameters": sum(math.prod(shape) for shape, _ in whole.values())}
+
+    def own_state(self) -> dict[str, Any]:
+        """What the trainer does not know of."""
+        return {} if self.schedule is None else {"schedule": self.schedule.state_dict()}
+
+    def load_own_state(self, state: dict[str, Any]) -> None:
+        if self.schedule is not None and "schedule" in state:
+            self.schedule.load_state_dict(state["schedule"])
+
+    def _in_order(self, dataset: Any, batch_size: int) -> Loader:
+        if isinstance(dataset, Loader):
+            return dataset
+        return self.dataloader(dataset, batch_size, shuffle=False, whole=evaluation.needs_whole(self.metrics))
+
+
+_FORMS = {
+    "loss": "loss(outputs, targets) gives a scalar tensor",
+    "optimizer": "optimizer(parameters) gives a torch optimizer, as lambda p: torch.optim.AdamW(p, lr=3e-4)",
+    "scheduler": "scheduler(optimizer) gives a torch scheduler",
+}
+
+
+def _require_pair(example: Any) -> None:
+    if not isinstance(example, tuple | list) or len(example) != 2:
+        raise UsageError(f"a batch is a {type(example).__name__}; expected (inputs, targets)")
+
+
+def _with_rows(inputs: Any, least: int) -> Any:
+    """The inputs, with the last sample repeated where a pipeline needs more of them."""
+    missing = least - rows_of(inputs)
+
+    def longer(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+            return leaf
+        return torch.cat([leaf, leaf[-1:].expand(missing, *leaf.shape[1:])])
+
+    return inputs if missing <= 0 else tree_map(longer, inputs)
+
+
+def _joined(parts: Sequence[Any]) -> Any:
+    flat = [tree_flatten(part) for part in parts]
+    leaves = [
+        torch.cat([each[place] for each, _ in flat]) if isinstance(leaf, torch.Tensor) else leaf
+        for place, leaf in enumerate(flat[0][0])
+    ]
+    return tree_unflatten(leaves, flat[0][1])

@@ -1,0 +1,159 @@
+"""Reading samples and making batches of them, with randomness that goes by the sample.
+
+Before a sample is read, Python's, numpy's and torch's generators are seeded with (seed, epoch, sample). So what an
+augmentation draws depends neither on the rank, nor on the worker process, nor on what was read before; and the reading
+process gets its generators back as they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
+
+from unisono.errors import UsageError
+from unisono.parallel.layout import Split
+from unisono.parallel.share import rows_between, rows_of
+from unisono.train.order import number_of
+
+Collate = Callable[[list[Any]], Any]
+
+
+class Request(NamedTuple):
+    """One global batch, and what of it to read here."""
+
+    epoch: int
+    start: int  # of the batch in the epoch's order
+    stop: int
+    samples: list[int]  # to read
+    rows: int  # of them, in the batch that is given; fewer only where a rank has none of the batch
+
+
+@dataclass(frozen=True)
+class Cutter:
+    """How a batch is collated, and which part of it is."""
+
+    part: tuple[int, int]
+    collate: Collate
+    whole: bool
+    pairs: bool
+
+    def held(self, rows: int) -> range:
+        """Which rows of a batch of so many are read here."""
+        if self.whole:
+            return range(rows)
+        index, count = self.part
+        held = Split.even((), 0, rows, count).held[index]
+        assert isinstance(held, range)
+        return held
+
+    def batch(self, samples: list[Any], rows: int) -> Any:
+        return self.checked(self.collate(samples), rows)
+
+    def checked(self, made: Any, rows: int) -> Any:
+        """A collated batch, as a pair where one is expected, with its first rows."""
+        if self.pairs:
+            if not isinstance(made, list | tuple) or len(made) != 2:
+                shown = f"{len(made)} things" if isinstance(made, list | tuple) else type(made).__name__
+                raise UsageError(
+                    f"a batch of this dataset is {shown}; expected (inputs, targets): let the dataset give such pairs, "
+                    "or pass collate=, a function from a list of samples to (inputs, targets)"
+                )
+            made = (made[0], made[1])
+        found = rows_of(made)
+        if found not in (rows, 1):
+            raise UsageError(f"collate gave a batch of {found} rows for {rows} samples; expected one row a sample")
+        return rows_between(made, 0, rows)
+
+
+class Reader(Dataset[Any]):
+    """A dataset of batches: reader[request] is the batch."""
+
+    def __init__(self, data: Any, cutter: Cutter, seed: int) -> None:
+        self.data, self.cutter, self.seed = data, cutter, seed
+
+    def __getitem__(self, request: Request) -> Any:
+        if type(self.data) is TensorDataset and self.cutter.collate is default_collate:
+            rows = torch.as_tensor(request.samples)
+            return self.cutter.checked([tensor[rows.to(tensor.device)] for tensor in self.data.tensors], request.rows)
+        with generators_kept():
+            samples = []
+            for sample in request.samples:
+                seed_generators(self.seed, request.epoch, sample)
+                samples.append(self.data[sample])
+        return self.cutter.batch(samples, request.rows)
+
+
+class Stream(IterableDataset[tuple[Request, Any]]):
+    """The rest of an epoch of an iterable dataset, in batches, from a position on."""
+
+    def __init__(self, data: Any, cutter: Cutter, seed: int, batch_size: int, drop_last: bool) -> None:
+        self.data, self.cutter, self.seed = data, cutter, seed
+        self.batch_size, self.drop_last = batch_size, drop_last
+        self.epoch = self.position = 0
+
+    def __iter__(self) -> Iterator[tuple[Request, Any]]:
+        position, stream = 0, self._samples()
+        start, samples = self.position, []
+        for sample in stream:
+            position += 1
+            if position <= start:
+                continue
+            samples.append(sample)
+            if len(samples) == self.batch_size:
+                yield self._batch(start, samples)
+                start, samples = position, []
+        if samples and not self.drop_last:
+            yield self._batch(start, samples)
+
+    def _samples(self) -> Iterator[Any]:
+        with generators_kept():
+            seed_generators(self.seed, self.epoch, "start")
+            if hasattr(self.data, "set_epoch"):
+                self.data.set_epoch(self.epoch)
+            stream = iter(self.data)
+        position = 0
+        while True:
+            with generators_kept():
+                seed_generators(self.seed, self.epoch, position)
+                try:
+                    sample = next(stream)
+                except StopIteration:
+                    return
+            position += 1
+            yield sample
+
+    def _batch(self, start: int, samples: list[Any]) -> tuple[Request, Any]:
+        rows = len(samples)
+        held = self.cutter.held(rows)
+        request = Request(self.epoch, start, start + rows, [], len(held))
+        return request, self.cutter.batch(samples[held.start : held.stop] or samples[:1], len(held))
+
+
+@contextlib.contextmanager
+def generators_kept() -> Iterator[None]:
+    """After the block, the process's generators are as they were before."""
+    kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(kept[0])
+        np.random.set_state(kept[1])
+        torch.set_rng_state(kept[2])
+
+
+def seed_generators(*identity: object) -> None:
+    number = number_of("sample", *identity)
+    random.seed(number)
+    np.random.seed(number & 0xFFFFFFFF)
+    torch.default_generator.manual_seed(number)
+
+
+def is_iterable_only(data: Any) -> bool:
+    return isinstance(data, IterableDataset) or (isinstance(data, Iterable) and not hasattr(data, "__getitem__"))

@@ -1,0 +1,341 @@
+"""The loop of `Engine.fit`: steps, looks, checkpoints, and how a run ends."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import resource
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from unisono.errors import UnisonoError, UsageError
+from unisono.launch import environment
+from unisono.parallel.share import Share, rows_of
+from unisono.parallel.trainer import Trainer, takes_closure
+from unisono.train import evaluation, finite
+from unisono.train.callbacks import Callback
+from unisono.train.checkpoint import Checkpoints
+from unisono.train.data import Loader
+from unisono.train.ledger import Ledger
+from unisono.train.moment import Moment, tokens_of
+from unisono.train.pace import Pace, slowest
+from unisono.train.preemption import Preemption
+from unisono.train.progress import Display
+from unisono.train.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from unisono.train.engine import Engine
+
+_NONFINITE = ("stop", "skip")
+
+
+class NonFiniteLoss(UnisonoError, ArithmeticError):
+    """The loss was NaN or infinite; the message says when, on which samples and where it began."""
+
+
+@dataclass
+class History:
+    """What a run gave: the loss of every step done, and the values of every evaluation."""
+
+    losses: list[float] = field(default_factory=list)
+    values: list[dict[str, float]] = field(default_factory=list)
+    first_step: int = 0  # steps that were done before, after a resume
+    step: int = 0
+    skipped: int = 0
+    stopped: str = ""  # why the run ended before its time; nothing where it did not
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the user said of a run; see `Engine.fit`."""
+
+    epochs: int = 1
+    steps: int | None = None
+    look_every: int = 10
+    nonfinite: str = "stop"
+    save_every: int | None = None
+    keep: int | None = 3
+    resume: bool = False
+    progress: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "steps", "look_every", "save_every"):
+            value = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise UsageError(f"fit({name}={value!r}): expected a whole number of at least 1")
+        if self.nonfinite not in _NONFINITE:
+            raise UsageError(f"fit(nonfinite={self.nonfinite!r}): expected one of {', '.join(_NONFINITE)}")
+
+
+class Fit:
+    """One run of `Engine.fit`."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        loader: Loader,
+        options: Options,
+        folder: RunFolder | None,
+        validation: Loader | None,
+        callbacks: Sequence[Callback],
+    ) -> None:
+        self.engine = engine
+        self.loader = loader
+        self.options = options
+        self.folder = folder
+        self.validation = validation
+        self.steps = _steps_of(loader, options.epochs, options.steps)
+        self.history = History()
+        self.moment: Moment | None = None
+        self._display = Display(options.progress and engine.comm.rank == 0)
+        self._checkpoints = None if folder is None else Checkpoints(folder.checkpoints, keep=options.keep)
+        self._saved = -1  # the step saved last
+        self._given = list(callbacks)
+        self._skips = options.nonfinite == "skip"
+        self._callbacks: list[Callback] = [self._display, *([folder] if folder else []), *callbacks]
+        self._preemption = Preemption(engine.comm)
+        self._pace = Pace()
+        self._ledger = Ledger()
+
+    # ---- the run -------------------------------------------------------------------------------------------------
+
+    def run(self) -> History:
+        self._require_rows()
+        self._restore()
+        done = self.engine.ready.steps
+        self.history.first_step = self.history.step = done
+        if self.folder is not None:
+            self.folder.open(self._about(), done)
+        for each in self._callbacks:
+            each.on_start(self.engine, done, self.steps)
+        self._pace.start()
+        try:
+            with self._preemption.listening():
+                self._epochs()
+        finally:
+            self._pace.stop()
+            if self.folder is not None and self._ledger.is_written:
+                self.folder.write_rank(self._ledger.held(self.engine.ready) | {"peak": peak_memory()})
+            for each in reversed(self._callbacks):
+                each.on_end(self.engine, self.moment)
+        if self._checkpoints is not None:
+            self._checkpoints.wait()
+        return self.history
+
+    def _epochs(self) -> None:
+        while self.loader.epoch < self.options.epochs and not self._is_done():
+            for batch in self.loader:
+                if self._is_over(self._step(batch)):
+                    return
+                if self.options.steps is not None and self._is_done():
+                    break
+            self._end_epoch()
+            if self.history.stopped:
+                return
+        self._save(is_last=True)
+
+    def _is_done(self) -> bool:
+        return self.steps is not None and self.engine.ready.steps >= self.steps
+
+    def _is_over(self, ends: bool) -> bool:
+        """Whether the run ends after this step; with a checkpoint where it was asked to go."""
+        if self._preemption.was_asked():
+            self.history.stopped = "asked to stop (SIGTERM)"
+            self._save(is_last=True)
+            self._display.say(f"asked to stop: ended after step {self.history.step}{self._where_saved()}")
+            return True
+        if ends:
+            self.history.stopped = "a callback ended it"
+            self._save(is_last=True)
+            return True
+        return False
+
+    def _step(self, batch: Any) -> bool:
+        """One step and all that follows from it; whether a callback wants to end the run."""
+        trainer, began = self.engine.ready, time.perf_counter()
+        rows = batch.of if isinstance(batch, Share) else rows_of(batch)
+        self._preemption.ask()
+        with self._ledger.watching(trainer) if self._is_watched() else contextlib.nullcontext():
+            loss, is_skipped = self._trained(trainer, batch)
+        if self.engine.schedule is not None and not is_skipped:
+            self.engine.schedule.step()
+        self.history.losses.append(loss)
+        self.history.step = trainer.steps
+        self.moment = Moment(
+            step=trainer.steps,
+            epoch=self.loader.epoch + 1,
+            epochs=self.options.epochs,
+            steps=self.steps,
+            loss=loss,
+            rates=tuple(float(group["lr"]) for group in trainer.optimizer.param_groups if "lr" in group),
+            samples=rows,
+            tokens=tokens_of(batch, rows),
+            seconds=time.perf_counter() - began,
+            predicted=None if self.engine.choice is None else self.engine.choice.seconds,
+            ids=self.loader.ids,
+            skipped=is_skipped,
+        )
+        if trainer.steps % self.options.look_every == 0:
+            self._look(self.moment)
+        asks = [bool(each.on_step(self.engine, self.moment)) for each in self._callbacks]
+        if self.options.save_every is not None and trainer.steps % self.options.save_every == 0:
+            self._save()
+        return self._agreed(any(asks))
+
+    def _is_watched(self) -> bool:
+        """The third step goes into the ledger, when all is allocated; the last of a shorter run."""
+        return (
+            self.folder is not None
+            and not self._ledger.is_written
+            and len(self.history.losses) == min(2, (self.steps or 3) - 1 - self.history.first_step)
+        )
+
+    def _agreed(self, ends: bool) -> bool:
+        """Callbacks of a user may want to end the run on one rank only; then it ends on all."""
+        return bool(self._given) and any(self.engine.comm.all_gather_object(ends))
+
+    def _trained(self, trainer: Trainer, batch: Any) -> tuple[float, bool]:
+        """The loss of a training step, and whether the step was left out because it is not finite."""
+        if takes_closure(trainer.optimizer):
+            loss = float(trainer.step(batch))
+            if not math.isfinite(loss):
+                raise NonFiniteLoss(self._told(loss, finite.first_culprit(trainer, batch)))
+            return loss, False
+        held = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()} if self._skips else {}
+        trainer.zero_grad()
+        loss = float(trainer.backward(batch))
+        if math.isfinite(loss):
+            trainer.update()
+            return loss, False
+        if not self._skips:
+            raise NonFiniteLoss(self._told(loss, finite.first_culprit(trainer, batch)))
+        with torch.no_grad():
+            for name, buffer in trainer.model.named_buffers():
+                buffer.copy_(held[name])
+        trainer.zero_grad()
+        trainer.steps += 1
+        self.history.skipped += 1
+        return loss, True
+
+    def _told(self, loss: float, culprit: str) -> str:
+        ids = self.loader.ids
+        shown = f"{ids[:16]}{' ...' if len(ids) > 16 else ''}"
+        return (
+            f"the loss is {loss} at step {self.engine.ready.steps + 1} (epoch {self.loader.epoch + 1}) on samples "
+            f"{shown}; {culprit}. Nothing was updated by this step; fit(nonfinite='skip') leaves such steps out"
+        )
+
+    # ---- looks and ends of epochs --------------------------------------------------------------------------------
+
+    def _look(self, moment: Moment) -> None:
+        """What every rank holds, and whether one of them keeps the others waiting."""
+        comm = self.engine.comm
+        own, passed = self._pace.own_seconds()
+        seen = comm.all_gather_object((peak_memory(), own, passed, comm.host))
+        moment.memory = tuple(memory for memory, *_ in seen)
+        moment.slow = slowest([own for _, own, *_ in seen], max(p for *_, p, _ in seen), [host for *_, host in seen])
+
+    def _end_epoch(self) -> None:
+        assert self.moment is not None
+        moment = self.moment
+        if self.validation is not None:
+            values = evaluation.evaluate(self.engine.ready, self.validation, self.engine.metrics)
+            moment.values = {f"validation_{name}": value for name, value in values.items()}
+            self.history.values.append(moment.values)
+        asks = [bool(each.on_epoch(self.engine, moment)) for each in self._callbacks]
+        if self._agreed(any(asks)):
+            self.history.stopped = "a callback ended it"
+        if self.options.save_every is None or self.history.stopped:
+            self._save()
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------
+
+    def _save(self, is_last: bool = False) -> None:
+        """A checkpoint of this step, written while training goes on; waited for where nothing comes after it."""
+        step = self.engine.ready.steps
+        if self._checkpoints is None or self.folder is None:
+            return
+        if self._saved != step:
+            self._saved = step
+            state = self.loader.state_dict()
+            self._checkpoints.save(self.engine.ready, step, state, self.engine.own_state(), wait=is_last)
+            for each in self._callbacks:
+                each.on_save(self.engine, step, str(self.folder.checkpoints))
+        if is_last:
+            self._checkpoints.wait()
+
+    def _restore(self) -> None:
+        """Go on from the newest good checkpoint, where the user or a restart of the job asks for it."""
+        if self._checkpoints is None or self.folder is None:
+            return
+        self._checkpoints.require_same_model(self.engine.ready)
+        is_again = int(os.environ.get(environment.ATTEMPT, "0")) > 0
+        if not self.options.resume and not is_again:
+            if self._checkpoints.steps():
+                raise UsageError(
+                    f"run folder {self.folder.path} has checkpoints of an earlier run (the newest of step "
+                    f"{self._checkpoints.steps()[-1]}); pass resume=True to go on from it, or give another folder"
+                )
+            return
+        if self._checkpoints.newest_good() is None:
+            return
+        restored = self._checkpoints.load(self.engine.ready)
+        self._saved = restored.step
+        self.loader.load_state_dict(restored.data_state)
+        self.engine.load_own_state(restored.extra)
+        under = "" if restored.plan == str(self.engine.plan) else f", saved under plan {restored.plan}"
+        if restored.note:
+            self._display.say(restored.note)
+        self._display.say(f"resumed at step {restored.step} from {self.folder.checkpoints}{under}")
+
+    def _where_saved(self) -> str:
+        return "" if self.folder is None else f", saved in {self.folder.checkpoints}"
+
+    def _about(self) -> dict[str, Any]:
+        """What the run folder tells of this start."""
+        trainer = self.engine.ready
+        return {
+            "model": self.engine.about_model(),
+            "plan": str(trainer.plan),
+            "world": self.engine.comm.size,
+            "backend": self.engine.comm.backend,
+            "steps": self.steps,
+            "epochs": self.options.epochs,
+            "batch_size": self.loader.batch_size,
+            "seed": self.engine.seed,
+            "python": sys.version.split()[0],
+            "torch": torch.__version__,
+            "predicted": None if self.engine.choice is None else self.engine.choice.about(),
+        }
+
+    def _require_rows(self) -> None:
+        """Every batch, also the last and smallest one, must be enough for a pipeline's microbatches."""
+        trainer = self.engine.ready
+        parts = trainer.part[1] * trainer.plan.microbatches
+        for what, loader in (("training", self.loader), ("validation", self.validation)):
+            smallest = None if loader is None else loader.smallest_batch
+            if loader is not None and smallest is not None and smallest < parts and trainer.plan.pp > 1:
+                raise UsageError(
+                    f"the smallest {what} batch of an epoch has {smallest} samples (batch_size={loader.batch_size}), "
+                    f"but plan {trainer.plan} cuts each batch in {parts}: use fewer microbatches, or a batch_size "
+                    "that leaves more"
+                )
+
+
+def _steps_of(loader: Loader, epochs: int, steps: int | None) -> int | None:
+    whole = None if loader.samples is None else len(loader) * epochs
+    return whole if steps is None else steps if whole is None else min(steps, whole)
+
+
+def peak_memory() -> int:
+    """Bytes that this rank has held at most: of GPU memory where it has a GPU, else of the process."""
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        return int(torch.cuda.max_memory_allocated())
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale

@@ -1,0 +1,168 @@
+"""The manifest of a checkpoint: what it holds, where each chunk of it lies, and the checksums that prove it whole.
+
+It is JSON, written last, and carries a checksum of itself. A folder without one is no checkpoint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unisono.errors import CheckpointError
+from unisono.train.inventory import Shapes, dtype_name
+from unisono.train.storage import Stored, checksum_of
+
+NAME = "manifest.json"
+VERSION = 1
+_DTYPES = {dtype_name(value) for value in vars(torch).values() if isinstance(value, torch.dtype)}
+
+
+@dataclass
+class Manifest:
+    step: int
+    plan: str
+    ranks: int
+    seed: int  # of the random numbers; with the trainer's steps, all of their state
+    data: Any  # the state of the data, as it was given
+    trainer: dict[str, Any]
+    model: Shapes
+    passing: list[str]  # of the model's buffers: those that its own state_dict leaves out
+    optimizer: dict[str, Any]
+    extra: Any
+    files: dict[str, dict[str, Any]]  # {name: {"bytes", "sha256"}}
+    tensors: dict[str, dict[str, Any]] = field(default_factory=dict)  # {name: {"dtype", "shape", "chunks"}}
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint(self.model)
+
+    def write(self, folder: Path) -> None:
+        body = {"format": "unisono checkpoint", "version": VERSION, "fingerprint": self.fingerprint, **asdict(self)}
+        text = json.dumps(body, separators=(",", ":"))
+        whole = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text})
+        with open(folder / NAME, "w", encoding="utf-8") as file:
+            file.write(whole)
+            file.flush()
+            os.fsync(file.fileno())
+
+    @classmethod
+    def read(cls, folder: Path) -> Manifest:
+        try:
+            whole = json.loads((folder / NAME).read_text(encoding="utf-8"))
+            text = whole["body"]
+            is_whole = hashlib.sha256(text.encode()).hexdigest() == whole["sha256"]
+        except FileNotFoundError:
+            raise CheckpointError(f"{folder}: {NAME} is missing; it was not completely written") from None
+        except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+            raise CheckpointError(f"{folder}: {NAME} is damaged ({type(error).__name__}: {error})") from None
+        if not is_whole:
+            raise CheckpointError(f"{folder}: {NAME} does not match its checksum")
+        return cls._parsed(json.loads(text), folder)
+
+    @classmethod
+    def _parsed(cls, body: dict[str, Any], folder: Path) -> Manifest:
+        if body.pop("format", None) != "unisono checkpoint" or body.pop("version", None) != VERSION:
+            raise CheckpointError(f"{folder}: {NAME} is not of a checkpoint of version {VERSION}")
+        body.pop("fingerprint")
+        manifest = cls(**body)
+        manifest.model = {name: (tuple(shape), dtype) for name, (shape, dtype) in manifest.model.items()}
+        for name, about in manifest.tensors.items():
+            if about["dtype"] not in _DTYPES:
+                raise CheckpointError(f"{folder}: {NAME} says that {name} is of dtype {about['dtype']!r}")
+            chunks = [Stored(tuple(a), tuple(b), *rest) for a, b, *rest in about["chunks"]]
+            strange = {chunk.file for chunk in chunks} - set(manifest.files)
+            if strange:
+                raise CheckpointError(f"{folder}: {NAME} puts {name} in {min(strange)!r}, which is not among its files")
+            about["chunks"] = chunks
+        for name in manifest.files:
+            if Path(name).name != name:
+                raise CheckpointError(f"{folder}: {NAME} names a file outside of the checkpoint, {name!r}")
+        return manifest
+
+    def faults(self, folder: Path, files: Iterable[str] | None = None) -> list[str]:
+        """What is wrong with the files (by default all), by name."""
+        found = []
+        for name in self.files if files is None else files:
+            path, expected = folder / name, self.files[name]
+            try:
+                size = path.stat().st_size
+                if size != expected["bytes"]:
+                    found.append(f"{name} has {size} bytes and not {expected['bytes']}: it was cut off or overwritten")
+                elif checksum_of(path) != expected["sha256"]:
+                    found.append(f"{name} does not match its checksum: its bytes have changed")
+            except FileNotFoundError:
+                found.append(f"{name} is missing")
+            except OSError as error:
+                found.append(f"{name} cannot be read ({error.strerror or error})")
+        return found
+
+
+def fingerprint(model: Shapes) -> str:
+    """Of a model: equal for equal names, shapes and dtypes."""
+    return hashlib.sha256(json.dumps(sorted(model.items())).encode()).hexdigest()
+
+
+def differences(saved: Shapes, model: Shapes) -> list[str]:
+    """How a model differs from a saved one, in words; nothing if it does not."""
+    found = [f"{name} is in the checkpoint only" for name in sorted(set(saved) - set(model))]
+    found += [f"{name} is in the model only" for name in sorted(set(model) - set(saved))]
+    for name in sorted(set(saved) & set(model)):
+        if saved[name] != model[name]:
+            (shape, dtype), (shape_now, dtype_now) = saved[name], model[name]
+            found.append(f"{name} was {dtype}{list(shape)} and is {dtype_now}{list(shape_now)}")
+    return found
+
+
+def shown(faults: Sequence[str], most: int = 3) -> str:
+    more = f" and {len(faults) - most} more" if len(faults) > most else ""
+    return "; ".join(faults[:most]) + more
+
+
+def merged(parts: Sequence[dict[str, Any]], **about: Any) -> Manifest:
+    """One manifest from what every rank has told of its part."""
+    model: Shapes = {}
+    passing: set[str] = set()
+    optimizer: dict[str, Any] = {"state": {}, "groups": []}
+    tensors: dict[str, dict[str, Any]] = {}
+    for part in parts:
+        model.update(part["model"])
+        passing.update(part["passing"])
+        for name, state in part["optimizer"]["state"].items():
+            optimizer["state"].setdefault(name, state)
+        _merge_groups(optimizer["groups"], part["optimizer"]["groups"])
+        _merge_tensors(tensors, part["tensors"])
+    files = {part["file"]: {"bytes": part["bytes"], "sha256": part["sha256"]} for part in parts}
+    first = parts[0]
+    return Manifest(
+        trainer=first["trainer"],
+        extra=first["extra"],
+        model=model,
+        passing=sorted(passing),
+        optimizer=optimizer,
+        files=files,
+        tensors=tensors,
+        **about,
+    )
+
+
+def _merge_groups(groups: list[dict[str, Any]], more: list[dict[str, Any]]) -> None:
+    if not groups:
+        groups += [{"values": group["values"], "params": []} for group in more]
+    for group, other in zip(groups, more, strict=True):
+        known = set(group["params"])
+        group["params"] += [name for name in other["params"] if name not in known]
+
+
+def _merge_tensors(tensors: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]]) -> None:
+    """What stages of a pipeline hold in common may have been written by each: one is enough."""
+    for name, about in more.items():
+        known = tensors.setdefault(name, {"dtype": about["dtype"], "shape": about["shape"], "chunks": []})
+        places = {tuple(chunk[0]) for chunk in known["chunks"]}
+        known["chunks"] += [chunk for chunk in about["chunks"] if tuple(chunk[0]) not in places]

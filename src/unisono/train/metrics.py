@@ -1,0 +1,136 @@
+"""Metrics over the whole data, whatever part of it a rank has seen.
+
+    uni.Engine(..., metrics=["accuracy", Accuracy(k=5), "perplexity", my_function])
+
+A Metric says what to sum over samples and what the sums amount to; each rank sums what it computes, and only the sums
+travel. A function (outputs, targets) -> number is asked with the outputs of a whole global batch, on every rank alike,
+and its answers are averaged over the samples.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from unisono.errors import UsageError
+
+Function = Callable[[Any, Any], Any]
+
+
+class Metric:
+    """`sums` of what one part of the data gives, and the `value` of the sums over all of it."""
+
+    name = "metric"
+
+    def sums(self, outputs: Any, targets: Any) -> torch.Tensor:
+        raise AssertionError(f"{type(self).__name__} has no sums")
+
+    def value(self, sums: torch.Tensor) -> float:
+        raise AssertionError(f"{type(self).__name__} has no value")
+
+
+class Accuracy(Metric):
+    """The share of targets that are among the k largest outputs; targets equal to `ignored` do not count."""
+
+    def __init__(self, k: int = 1, ignored: int = -100) -> None:
+        if not isinstance(k, int) or k < 1:
+            raise UsageError(f"Accuracy(k={k!r}): expected a whole number of at least 1")
+        self.k = k
+        self.ignored = ignored
+        self.name = "accuracy" if k == 1 else f"top{k}"
+
+    def sums(self, outputs: Any, targets: Any) -> torch.Tensor:
+        scores = _class_last(_scores(outputs), targets, self.name)
+        if scores.shape[-1] < self.k:
+            raise UsageError(f"{self.name}: the outputs have {scores.shape[-1]} classes; expected at least {self.k}")
+        counted = targets != self.ignored
+        best = scores.topk(self.k, dim=-1).indices
+        right = (best == targets.unsqueeze(-1)).any(-1) & counted
+        return torch.stack([right.sum(), counted.sum()]).double()
+
+    def value(self, sums: torch.Tensor) -> float:
+        return float(sums[0] / sums[1]) if sums[1] else math.nan
+
+
+class Perplexity(Metric):
+    """exp of the mean cross entropy of the outputs; targets equal to `ignored` do not count."""
+
+    name = "perplexity"
+
+    def __init__(self, ignored: int = -100) -> None:
+        self.ignored = ignored
+
+    def sums(self, outputs: Any, targets: Any) -> torch.Tensor:
+        scores = _class_last(_scores(outputs), targets, self.name)
+        exact = scores if scores.dtype == torch.float64 else scores.float()
+        lost = torch.nn.functional.cross_entropy(
+            exact.flatten(0, -2), targets.flatten(), ignore_index=self.ignored, reduction="sum"
+        )
+        return torch.stack([lost.double(), (targets != self.ignored).sum().double()])
+
+    def value(self, sums: torch.Tensor) -> float:
+        return math.exp(min(float(sums[0] / sums[1]), 700.0)) if sums[1] else math.nan
+
+
+_NAMED: dict[str, Callable[[], Metric]] = {
+    "accuracy": Accuracy,
+    "top5": lambda: Accuracy(5),
+    "perplexity": Perplexity,
+}
+
+
+def named(metrics: Sequence[str | Metric | Function] | None) -> dict[str, Metric | Function]:
+    """The metrics a user gave, each with the name that it is shown by."""
+    if isinstance(metrics, str) or callable(metrics) or isinstance(metrics, Metric):
+        metrics = [metrics]
+    found: dict[str, Metric | Function] = {}
+    for each in metrics or ():
+        if isinstance(each, str):
+            if each not in _NAMED:
+                raise UsageError(f"metric {each!r}: expected one of {', '.join(_NAMED)}, a Metric or a function")
+            each = _NAMED[each]()
+        if not isinstance(each, Metric) and not callable(each):
+            raise UsageError(f"metric {each!r}: expected one of {', '.join(_NAMED)}, a Metric or a function")
+        name = each.name if isinstance(each, Metric) else getattr(each, "__name__", type(each).__name__)
+        if name in found or name == "loss":
+            raise UsageError(f"two metrics are called {name!r}; give each a name of its own")
+        found[name] = each
+    return found
+
+
+def number_of(name: str, answer: Any) -> float:
+    """What a user's function answered, as a number; UsageError where it is none."""
+    if isinstance(answer, torch.Tensor) and answer.numel() != 1:
+        raise UsageError(f"metric {name!r} returned a tensor of shape {list(answer.shape)}; expected one number")
+    try:
+        return float(answer)
+    except (TypeError, ValueError):
+        raise UsageError(f"metric {name!r} returned {type(answer).__name__}; expected one number") from None
+
+
+def _scores(outputs: Any) -> torch.Tensor:
+    """The scores of the classes in what a model returns: itself, its `logits`, or the first of several."""
+    outputs = getattr(outputs, "logits", outputs)
+    if isinstance(outputs, dict) and "logits" in outputs:
+        outputs = outputs["logits"]
+    if isinstance(outputs, tuple | list) and outputs:
+        outputs = outputs[0]
+    if not isinstance(outputs, torch.Tensor):
+        raise UsageError(f"a metric needs the classes' scores; the model returned {type(outputs).__name__}")
+    return outputs
+
+
+def _class_last(scores: torch.Tensor, targets: Any, name: str) -> torch.Tensor:
+    """Scores with their classes in the last dim, as the shape of the targets tells where they are."""
+    if isinstance(targets, torch.Tensor):
+        if targets.shape == scores.shape[:-1]:
+            return scores
+        if scores.dim() > 2 and targets.shape == scores.shape[:1] + scores.shape[2:]:
+            return scores.movedim(1, -1)
+    shown = list(targets.shape) if isinstance(targets, torch.Tensor) else type(targets).__name__
+    raise UsageError(
+        f"{name}: outputs of shape {list(scores.shape)} and targets {shown}; expected a class for each row of scores"
+    )

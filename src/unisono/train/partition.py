@@ -1,0 +1,82 @@
+"""Data cut once and for all: a part for each rank, or parts for training and testing.
+
+For training, prefer a Loader, which cuts every batch: its order does not depend on the number of ranks.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+from unisono.comm import world
+from unisono.errors import UsageError
+from unisono.parallel.layout import Split
+from unisono.train.order import order
+
+
+def split_data(x: Any, y: Any, shuffle: bool = False, *, seed: int = 0) -> tuple[Any, Any]:
+    """This rank's part of samples and labels: arrays, tensors or lists of one length.
+
+    Parts differ by one sample at most, and none is left out. Shuffled, ranks still get parts that do not overlap.
+    """
+    if len(x) != len(y):
+        raise UsageError(f"split_data: {len(x)} samples but {len(y)} labels; expected one label a sample")
+    ranks, rank = (world.world_size(), world.rank()) if world.is_initialized() else (1, 0)
+    if len(x) < ranks:
+        raise UsageError(f"split_data: {len(x)} samples for {ranks} ranks; expected at least one a rank")
+    held = Split.even((), 0, len(x), ranks).held[rank]
+    mine = order(len(x), seed, 0, shuffle)[torch.as_tensor(held)]
+    return _taken(x, mine), _taken(y, mine)
+
+
+def _taken(data: Any, positions: torch.Tensor) -> Any:
+    if isinstance(data, torch.Tensor):
+        return data[positions.to(data.device)]
+    if isinstance(data, np.ndarray):
+        return data[positions.numpy()]
+    return [data[position] for position in positions.tolist()]
+
+
+class Partition(Dataset[Any]):
+    """Some samples of a dataset."""
+
+    def __init__(self, data: Any, indices: Sequence[int]) -> None:
+        self.data = data
+        self.indices = indices
+
+    def __len__(self) -> int:
+        return len(self.indices)
+
+    def __getitem__(self, position: int) -> Any:
+        return self.data[self.indices[position]]
+
+
+class DataPartitioner:
+    """A dataset in parts of these sizes, given as fractions; shuffled by the seed, alike on every rank.
+
+    train = DataPartitioner(dataset, [0.8, 0.2], seed=1).use(0)
+    """
+
+    def __init__(self, data: Any, sizes: Sequence[float] = (0.7, 0.2, 0.1), seed: int = 1234) -> None:
+        if not sizes or any(size <= 0 for size in sizes) or sum(sizes) > 1 + 1e-9:
+            raise UsageError(f"DataPartitioner: sizes {list(sizes)}; expected fractions above 0 that sum to at most 1")
+        self.data = data
+        indices = list(range(len(data)))
+        random.Random(seed).shuffle(indices)
+        # Rounded where the parts end, so that fractions that sum to 1 leave no sample out.
+        ends = [min(round(total * len(indices)), len(indices)) for total in accumulate(sizes)]
+        self.partitions = [indices[first:last] for first, last in zip([0, *ends], ends, strict=False)]
+        for number, part in enumerate(self.partitions):
+            if not part:
+                raise UsageError(f"DataPartitioner: part {number} ({sizes[number]:g}) of {len(data)} samples is empty")
+
+    def use(self, partition: int) -> Partition:
+        if not 0 <= partition < len(self.partitions):
+            raise UsageError(f"DataPartitioner: part {partition}; expected 0 to {len(self.partitions) - 1}")
+        return Partition(self.data, self.partitions[partition])

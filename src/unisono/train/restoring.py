@@ -1,0 +1,156 @@
+"""A checkpoint put into a trainer: each rank reads what it holds under its plan."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from unisono.errors import CheckpointError
+from unisono.parallel.layout import layout_of
+from unisono.parallel.state import whole_shape
+from unisono.parallel.trainer import Trainer
+from unisono.parallel.zero import Zero
+from unisono.train.chunks import held_chunks, whole_chunk
+from unisono.train.encoding import decoded
+from unisono.train.inventory import Entry, dtype_name, named_tensors
+from unisono.train.manifest import Manifest
+from unisono.train.planners import ChunkLoadPlanner
+from unisono.train.saving import cause_of
+from unisono.train.storage import IndexReader
+
+
+def read_entries(folder: Path, manifest: Manifest, entries: Sequence[Entry]) -> None:
+    """Fill the entries from the checkpoint."""
+    wanted = {entry.name for entry in entries}
+    stored = {name: about for name, about in manifest.tensors.items() if name in wanted}
+    # It warns that it does not talk to other ranks, which is what we are after.
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
+    try:
+        dcp.load({}, storage_reader=IndexReader(folder, stored), planner=ChunkLoadPlanner(entries), no_dist=True)
+    except CheckpointException as error:
+        raise cause_of(error) from error
+
+
+def whole_entry(name: str, manifest: Manifest, device: torch.device | str = "cpu") -> Entry:
+    """Room for a stored tensor, all of it."""
+    about = manifest.tensors.get(name)
+    if about is None:
+        raise CheckpointError(f"the checkpoint has no {name}")
+    shape = tuple(about["shape"])
+    tensor = torch.empty(shape, dtype=getattr(torch, about["dtype"]), device=device)
+    return Entry(name, tensor, shape, [whole_chunk(shape)] if tensor.numel() else [], [])
+
+
+def read_model(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
+    """All parameters and buffers, whole, in this process."""
+    entries = {name: whole_entry(f"model.{name}", manifest) for name in manifest.model}
+    read_entries(folder, manifest, list(entries.values()))
+    return {name: entry.tensor.to(getattr(torch, manifest.model[name][1])) for name, entry in entries.items()}
+
+
+@dataclass
+class Restoration:
+    """Reads a checkpoint into a trainer of the same model."""
+
+    trainer: Trainer
+    folder: Path
+    manifest: Manifest
+
+    def __post_init__(self) -> None:
+        self._entries: list[Entry] = []
+
+    def run(self) -> Any:
+        """Restore all of the trainer's state; what was saved as `extra`."""
+        self._require_same_groups()
+        with torch.no_grad():
+            for name, tensor in named_tensors(self.trainer).items():
+                self._add_laid(f"model.{name}", tensor, tensor)
+            states = {id(tensor): self._state(name, tensor) for name, tensor in self.trainer.optimized()}
+            groups = [
+                {key: decoded(value, self._common) for key, value in group["values"].items()}
+                for group in self.manifest.optimizer["groups"]
+            ]
+            extra = decoded(self.manifest.extra, self._common)
+            generators = self._generators()
+            read_entries(self.folder, self.manifest, self._entries)
+            self._install(states, groups)
+            for kind, state in generators.items():
+                torch.set_rng_state(state) if kind == "cpu" else torch.cuda.set_rng_state(state)
+        return extra
+
+    def _require_same_groups(self) -> None:
+        saved, mine = self.manifest.optimizer["groups"], self.trainer.optimizer.param_groups
+        if len(saved) != len(mine):
+            raise CheckpointError(
+                f"{self.folder}: the optimizer had {len(saved)} parameter groups, and has {len(mine)}; "
+                "build it as it was when the checkpoint was saved"
+            )
+
+    def _add_laid(self, entry: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+        shape = tuple(whole_shape(parameter))
+        held = held_chunks(shape, layout_of(parameter), self.trainer.mesh)
+        self._entries.append(Entry(entry, tensor.detach(), shape, held, []))
+
+    def _common(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
+        self._entries.append(whole_entry(name, self.manifest, device))
+        return self._entries[-1].tensor
+
+    def _state(self, name: str, parameter: torch.Tensor) -> dict[str, Any]:
+        """Room for a parameter's optimizer state, on this rank, to be filled."""
+        state: dict[str, Any] = {}
+        for key, told in self.manifest.optimizer["state"].get(name, {}).items():
+            if isinstance(told, dict) and "laid" in told:
+                saved = self.manifest.tensors[told["laid"]]["dtype"]
+                state[key] = torch.empty_like(parameter, dtype=self._dtype(name, parameter, saved), requires_grad=False)
+                self._add_laid(told["laid"], state[key], parameter)
+            else:
+                device = self._device(key, parameter)
+                state[key] = decoded(told, lambda entry, device=device: self._common(entry, device))  # type: ignore[misc]
+        return state
+
+    def _dtype(self, name: str, parameter: torch.Tensor, saved: str) -> torch.dtype:
+        """As it was; but where the optimizer has its parameter in another precision now, state follows it."""
+        was = self.manifest.tensors[f"model.{name}"]["dtype"]
+        return getattr(torch, saved) if was == dtype_name(parameter.dtype) else parameter.dtype
+
+    def _device(self, key: str, parameter: torch.Tensor) -> torch.device | str:
+        """torch's optimizers count their steps on the host, unless they are fused or captured."""
+        if key != "step":
+            return parameter.device
+        for group in self.trainer.optimizer.param_groups:
+            if any(parameter is member for member in group["params"]):
+                return parameter.device if group.get("fused") or group.get("capturable") else "cpu"
+        return "cpu"
+
+    def _generators(self) -> dict[str, torch.Tensor]:
+        """torch's own generators: restored where each rank goes on as what it was."""
+        manifest, trainer = self.manifest, self.trainer
+        if manifest.ranks != trainer.mesh.size() or manifest.plan != str(trainer.plan):
+            return {}
+        rank = trainer.mesh.index()
+        kinds = [kind for kind in ("cpu", "cuda") if f"random.{rank}.{kind}" in manifest.tensors]
+        kinds = [kind for kind in kinds if kind == "cpu" or torch.cuda.is_available()]
+        return {kind: self._common(f"random.{rank}.{kind}") for kind in kinds}
+
+    def _install(self, states: dict[int, dict[str, Any]], groups: list[dict[str, Any]]) -> None:
+        trainer = self.trainer
+        if isinstance(trainer.replicas, Zero):
+            trainer.replicas.publish()
+        trainer.optimizer.state.clear()
+        for _, tensor in trainer.optimized():
+            if states[id(tensor)]:
+                trainer.optimizer.state[tensor] = states[id(tensor)]
+        for group, values in zip(trainer.optimizer.param_groups, groups, strict=True):
+            group.update(values)
+        told = self.manifest.trainer
+        trainer.steps, trainer.skipped = told["steps"], told["skipped"]
+        trainer.random.seed = self.manifest.seed
+        if trainer.scaler is not None and told["scaler"] is not None:
+            trainer.scaler.load_state_dict(told["scaler"])

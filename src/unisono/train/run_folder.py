@@ -1,0 +1,130 @@
+"""The folder of a run: what it is, what happened at each step, what each rank held. `unisono report` reads it.
+
+run.json          what is being trained, under which plan, since when; one entry for each start
+steps.jsonl       a line a step that was looked at
+ranks/N.json      what rank N held and said, written at the end
+tensorboard/      the same numbers, where tensorboard is installed
+checkpoints/      see checkpoint.py
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from unisono.errors import UsageError
+from unisono.train.callbacks import Callback
+from unisono.train.moment import Moment
+
+if TYPE_CHECKING:
+    from unisono.train.engine import Engine
+
+
+class RunFolder(Callback):
+    """Rank 0 writes the run's numbers; every rank its own file at the end."""
+
+    def __init__(self, path: str | Path, rank: int) -> None:
+        self.path = Path(path)
+        self._rank = rank
+        self._lines: TextIO | None = None
+        self._board: Any = None
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.path / "checkpoints"
+
+    def open(self, about: dict[str, Any], first_step: int) -> None:
+        """Make the folder, or go on in it; UsageError where another model was trained there."""
+        try:
+            (self.path / "ranks").mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UsageError(f"run folder {self.path}: cannot be made: {error.strerror}; give another path") from None
+        if self._rank:
+            return
+        starts = self.starts(self.path)
+        if starts and starts[-1]["model"] != about["model"]:
+            raise UsageError(
+                f"run folder {self.path} belongs to another model: {_shown(starts[-1]['model'])} was trained there, "
+                f"this is {_shown(about['model'])}; give another folder"
+            )
+        self._forget_after(first_step)
+        starts.append({**about, "first_step": first_step, "time": time.time()})
+        _write(self.path / "run.json", {"starts": starts})
+        self._lines = open(self.path / "steps.jsonl", "a", encoding="utf-8")  # noqa: SIM115  # open for the run
+        self._board = _board(self.path / "tensorboard", first_step)
+
+    @staticmethod
+    def starts(path: Path) -> list[dict[str, Any]]:
+        """What run.json tells of the starts in this folder, the first one first."""
+        file = path / "run.json"
+        if not file.exists():
+            return []
+        try:
+            return list(json.loads(file.read_text(encoding="utf-8"))["starts"])
+        except (ValueError, KeyError, TypeError):
+            raise UsageError(f"{file} cannot be read as the record of a run; give another folder") from None
+
+    def _forget_after(self, step: int) -> None:
+        """Drop the lines of steps that a resumed run will do again."""
+        file = self.path / "steps.jsonl"
+        if not file.exists():
+            return
+        kept = []
+        for line in file.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):  # a line cut short by a kill
+                if json.loads(line)["step"] <= step:
+                    kept.append(line)
+        beside = file.with_suffix(".new")
+        beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        beside.replace(file)
+
+    def on_step(self, engine: Engine, moment: Moment) -> None:
+        self._note(moment)
+
+    def on_epoch(self, engine: Engine, moment: Moment) -> None:
+        if moment.values:
+            self._note(moment)
+
+    def _note(self, moment: Moment) -> None:
+        if self._lines is None:
+            return
+        numbers = moment.numbers()
+        self._lines.write(json.dumps(numbers) + "\n")
+        self._lines.flush()
+        if self._board is not None:
+            for name, value in numbers.items():
+                if name not in ("step", "slow") and isinstance(value, int | float):
+                    self._board.add_scalar(name, value, moment.step)
+
+    def write_rank(self, held: dict[str, Any]) -> None:
+        """What this rank held and said, for the report."""
+        _write(self.path / "ranks" / f"{self._rank}.json", held)
+
+    def on_end(self, engine: Engine, moment: Moment | None) -> None:
+        if self._lines is not None:
+            self._lines.close()
+            self._lines = None
+        if self._board is not None:
+            self._board.close()
+            self._board = None
+
+
+def _board(path: Path, first_step: int) -> Any:
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError:
+        return None
+    return SummaryWriter(str(path), purge_step=first_step + 1)
+
+
+def _shown(model: Any) -> str:
+    return f"{model['name']} with {model['parameters']:,} parameters" if isinstance(model, dict) else str(model)
+
+
+def _write(path: Path, value: Any) -> None:
+    beside = path.with_suffix(path.suffix + ".new")
+    beside.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    beside.replace(path)

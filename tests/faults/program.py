@@ -1,0 +1,111 @@
+"""A training job to be disturbed. Arguments: the run's folder, the plan, and what shall happen at which start.
+
+At start number i (0 is the first) the i-th of the comma-separated faults happens on the last rank: `forward:S` kills it
+inside a forward of step S, `collective:S` between the gradients' computation and their reduction, `saving:S` while the
+checkpoint of step S is written; `none` leaves it alone. The last line tells the state that was reached, bit for bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+import unisono as uni
+
+STEPS = 24
+SAVE_EVERY = 5
+
+
+class Disturbed(uni.Callback):
+    def __init__(self, kind: str, step: int) -> None:
+        self.kind, self.step = kind, step
+
+    def on_start(self, engine: uni.Engine, first_step: int, steps: int | None) -> None:
+        if engine.comm.rank != engine.comm.size - 1:
+            return
+        trainer = engine.ready
+        if self.kind == "forward":
+            module = next(each for each in trainer.model.modules() if isinstance(each, nn.Linear))
+            module.register_forward_pre_hook(lambda *_: self._die(trainer.steps + 1))
+        if self.kind == "collective":
+            parameter = next(each for each in trainer.model.parameters())
+            parameter.register_hook(lambda grad: self._die(trainer.steps + 1))
+
+    def on_save(self, engine: uni.Engine, step: int, path: str) -> None:
+        if self.kind == "saving" and engine.comm.rank == engine.comm.size - 1:
+            self._die(step)
+
+    def _die(self, step: int) -> None:
+        if step == self.step:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Announce(uni.Callback):
+    """Leaves this rank's number and how far it is, for those who disturb it from outside."""
+
+    def __init__(self, folder: Path, rank: int) -> None:
+        self.file = folder / f"at.{rank}"
+
+    def on_step(self, engine: uni.Engine, moment: Any) -> None:
+        beside = self.file.with_suffix(".new" + self.file.suffix)
+        beside.write_text(f"{os.getpid()} {moment.step}")
+        beside.replace(self.file)
+
+
+def data() -> list[tuple[torch.Tensor, torch.Tensor]]:
+    x = torch.randn(50, 12, generator=torch.Generator().manual_seed(5))
+    return list(zip(x, (x.sum(1) > 0).long(), strict=True))
+
+
+def model() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 32), nn.Tanh(), nn.Dropout(0.2), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
+
+
+def digest(engine: uni.Engine) -> str:
+    """Of parameters and optimizer state, whole."""
+    state = engine.ready.state_dict()
+    found = hashlib.sha256()
+    leaves = torch.utils._pytree.tree_leaves([state["model"], state["optimizer"]])
+    for leaf in leaves:
+        found.update(leaf.numpy().tobytes() if isinstance(leaf, torch.Tensor) else repr(leaf).encode())
+    return found.hexdigest()[:16]
+
+
+def main(folder: str, plan: str, faults: str, steps: str = str(STEPS)) -> None:
+    comm = uni.init()
+    planned = (faults.split(",") + ["none"] * 100)[int(os.environ.get("UNISONO_ATTEMPT", "0"))]
+    kind, _, step = planned.partition(":")
+    engine = uni.Engine(
+        model,
+        nn.functional.cross_entropy,
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        plan=plan,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5),
+    )
+    history = engine.fit(
+        data(),
+        epochs=1000,
+        steps=int(steps),
+        batch_size=8,
+        save=folder,
+        save_every=SAVE_EVERY,
+        resume=True,
+        callbacks=[Disturbed(kind, int(step or 0)), Announce(Path(folder), comm.rank)],
+        progress=False,
+    )
+    reached = digest(engine)
+    if comm.rank == 0:
+        print(f"start {os.environ.get('UNISONO_ATTEMPT', '0')} from step {history.first_step}: plan {engine.plan}")
+        print(f"step {history.step} {history.stopped or 'done'}: {reached}")
+    uni.shutdown()
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

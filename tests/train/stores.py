@@ -1,0 +1,145 @@
+"""Trainers that ranks of a pool keep between tests, and what is done with them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import unisono as uni
+from tests.equivalence import tasks
+from unisono.comm.communicator import Communicator
+from unisono.parallel.layout import layout_of, local_of
+from unisono.parallel.state import whole_shape
+from unisono.parallel.trainer import Trainer
+from unisono.train.inventory import named_tensors
+
+_trainers: dict[tuple[str, str], Trainer] = {}
+
+
+def trainer_of(task: str, plan: str) -> Trainer:
+    """Kept: every test that takes it loads a state into it first, or makes steps from the one it finds."""
+    if (task, plan) not in _trainers:
+        _trainers[task, plan] = new_trainer(task, plan)
+    return _trainers[task, plan]
+
+
+def new_trainer(task: str, plan: str, **options: Any) -> Trainer:
+    found = getattr(tasks, task)
+    return uni.parallelize(
+        found.model,
+        plan,
+        loss=found.loss,
+        optimizer=found.optimizer,
+        example=found.batch(0),
+        rules=found.rules,
+        clip=found.clip,
+        dtype=torch.float64,
+        **options,
+    )
+
+
+def steps(trainer: Trainer, task: str, first: int, last: int) -> list[float]:
+    found = getattr(tasks, task)
+    losses = []
+    for number in range(first, last):
+        inputs, targets = found.batch(number)
+        if isinstance(inputs, torch.Tensor) and inputs.is_floating_point():
+            inputs = inputs.double()
+        losses.append(float(trainer.step((inputs, targets))))
+    return losses
+
+
+def save(comm: Communicator, folder: str, task: str, plan: str, wait: bool) -> int:
+    """Two steps, a checkpoint, and beside it what it must hold and how training went on. The bytes this rank wrote."""
+    trainer = new_trainer(task, plan)
+    _trainers[task, plan] = trainer
+    steps(trainer, task, 0, 2)
+    path = Path(folder) / f"{task} {plan}"
+    checkpoints = uni.Checkpoints(path)
+    state = trainer.state_dict()
+    checkpoints.save(trainer, 2, {"position": 7}, {"plan": plan, "weights": torch.arange(3)}, wait=wait)
+    losses = steps(trainer, task, 2, 4)  # while it is written
+    checkpoints.wait()
+    if comm.rank == 0:
+        torch.save({"state": state, "losses": losses, "end": trainer.state_dict()["model"]}, path / "expected.pt")
+    else:
+        trainer.state_dict()
+    comm.barrier()
+    return (path / "step-00000002" / f"rank-{comm.rank:05d}.safetensors").stat().st_size
+
+
+def load(comm: Communicator, folder: str, task: str, saved: list[str], plan: str, goes_on: list[str]) -> list[str]:
+    """Load each checkpoint under this plan, and go on from some; what was not as it must be."""
+    trainer = trainer_of(task, plan)
+    faults = []
+    for under in saved:
+        path = Path(folder) / f"{task} {under}"
+        expected = torch.load(path / "expected.pt")
+        restored = uni.Checkpoints(path).load(trainer)
+        if (
+            restored.data_state != {"position": 7}
+            or restored.plan != str(uni.Plan.parse(under))
+            or restored.note
+            or restored.step != 2
+        ):
+            faults.append(f"{under} -> {plan}: {restored}")
+        if restored.extra["plan"] != under or restored.extra["weights"].tolist() != [0, 1, 2]:
+            faults.append(f"{under} -> {plan}: {restored.extra}")
+        faults += [f"{under} -> {plan}: {fault}" for fault in unequal_here(trainer, expected["state"])]
+        if under not in goes_on:
+            continue
+        losses = steps(trainer, task, 2, 4)
+        gap = max(abs(one - other) / abs(other) for one, other in zip(losses, expected["losses"], strict=True))
+        if gap > (0 if plan == under else 1e-9):
+            faults.append(f"{under} -> {plan}: losses part by {gap:.1e}")
+        if plan == under:
+            faults += [f"{plan} goes on: {fault}" for fault in unequal_pieces(trainer, expected["end"])]
+    return faults
+
+
+def unequal_here(trainer: Trainer, state: dict[str, Any]) -> list[str]:
+    """How what this rank has differs from its part of a whole state."""
+    optimizer = trainer.optimizer
+    faults = unequal_pieces(trainer, state["model"])
+    for name, tensor in trainer.optimized():
+        whole = state["optimizer"]["state"][name]
+        pieces = {key: _piece(value, tensor, trainer) for key, value in whole.items()}
+        faults += unequal(dict(optimizer.state.get(tensor, {})), pieces, f"state of {name}")
+    for number, group in enumerate(optimizer.param_groups):
+        values = {key: value for key, value in group.items() if key != "params"}
+        saved = {key: value for key, value in state["optimizer"]["param_groups"][number].items() if key != "params"}
+        faults += unequal(values, saved, f"group {number}")
+    counts = {"steps": trainer.steps, "skipped": trainer.skipped}
+    return faults + unequal(counts, {key: state[key] for key in counts}, "trainer")
+
+
+def unequal_pieces(trainer: Trainer, model: dict[str, torch.Tensor]) -> list[str]:
+    named = named_tensors(trainer)
+    return [
+        fault
+        for name, tensor in named.items()
+        for fault in unequal(tensor.detach(), local_of(model[name], layout_of(tensor), trainer.mesh), name)
+    ]
+
+
+def _piece(value: Any, tensor: torch.Tensor, trainer: Trainer) -> Any:
+    if isinstance(value, torch.Tensor) and value.shape == whole_shape(tensor) and value.ndim:
+        return local_of(value, layout_of(tensor), trainer.mesh)
+    return value
+
+
+def unequal(one: Any, other: Any, where: str = "") -> list[str]:
+    """Where two states differ, to the last bit."""
+    if isinstance(one, torch.Tensor):
+        same = isinstance(other, torch.Tensor) and one.dtype == other.dtype and torch.equal(one, other)
+        return [] if same else [f"{where} differs"]
+    if isinstance(one, dict) and isinstance(other, dict):
+        if set(one) != set(other):
+            return [f"{where} has other keys: {set(one) ^ set(other)}"]
+        return [fault for key in one for fault in unequal(one[key], other[key], f"{where}.{key}")]
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        pairs = zip(one, other, strict=True)
+        return [fault for number, pair in enumerate(pairs) for fault in unequal(*pair, f"{where}.{number}")]
+    return [] if type(one) is type(other) and one == other else [f"{where}: {one!r} and {other!r}"]

@@ -1,0 +1,297 @@
+"""The Engine under several plans: the same losses, metrics, outputs and data as on one process; and its refusals."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import unisono as uni
+from tests.ranks import RankPool
+from unisono.errors import CheckpointError, UsageError
+from unisono.train.fit import NonFiniteLoss
+from unisono.train.pace import slowest
+
+PLANS = ["dp=4", "dp=2,pp=2,microbatches=2", "dp=2,cp=2", "dp=2,tp=2,zero=2"]
+TOLERANCE = 1e-9
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width) for _ in range(4))
+        self.fc1, self.fc2 = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        q, k, v = (each(h).unflatten(-1, (-1, 4)).transpose(1, 2) for each in (self.q, self.k, self.v))
+        y = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + self.drop(self.o(y))
+        return x + self.fc2(torch.relu(self.fc1(x)))
+
+
+class Words(nn.Module):
+    def __init__(self, width: int = 8) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(2))
+        self.head = nn.Linear(width, 11)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+RULES = {"*.q": "column", "*.k": "column", "*.v": "column", "*.o": "row", "*.fc1": "column", "*.fc2": "row"}
+
+
+def data(rows: int = 30) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    words = torch.randint(11, (rows, 9), generator=torch.Generator().manual_seed(1))
+    return [(row[:-1], row[1:]) for row in words]
+
+
+def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def right(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return (outputs.argmax(-1) == targets).double().mean()
+
+
+class Seen(uni.Callback):
+    def __init__(self, stop_at: int | None = None) -> None:
+        self.ids: list[int] = []
+        self.stop_at = stop_at
+
+    def on_step(self, engine: uni.Engine, moment: Any) -> bool:
+        self.ids += moment.ids
+        return moment.step == self.stop_at
+
+
+def engine(plan: str, metrics: Any = None, model: Any = None) -> uni.Engine:
+    return uni.Engine(
+        model or (lambda: Words().double()),
+        loss,
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        metrics=metrics,
+        plan=plan,
+        scheduler=lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 20),
+        clip=1.0,
+        rules=RULES,
+        seed=3,
+    )
+
+
+def trained(comm: Any, plan: str) -> dict[str, Any]:
+    one = engine(plan, ["accuracy", uni.Accuracy(3), "perplexity", right])
+    seen = Seen()
+    history = one.fit(data(), epochs=2, batch_size=8, validation=data(12), callbacks=[seen], progress=False)
+    values = one.evaluate(data(12), batch_size=4)
+    outputs = one.predict(torch.stack([x for x, _ in data(5)]))
+    return {
+        "losses": history.losses,
+        "ids": seen.ids,
+        "values": values,
+        "during": history.values[-1],
+        "outputs": outputs,
+    }
+
+
+@pytest.fixture(scope="module")
+def alone(pools: Callable[[str, int], RankPool]) -> dict[str, Any]:
+    return pools("gloo", 1).run(trained, "dp=1")[0]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_rank_sees_what_one_process_sees(
+    plan: str, alone: dict[str, Any], pools: Callable[[str, int], RankPool]
+) -> None:
+    assert len(alone["losses"]) == 8
+    assert sorted(alone["ids"][:30]) == list(range(30)), "an epoch shows every sample once"
+    assert alone["values"]["accuracy"] == pytest.approx(alone["values"]["right"])
+    assert alone["values"]["perplexity"] == pytest.approx(math.exp(alone["values"]["loss"]))
+    assert alone["during"]["validation_loss"] == pytest.approx(alone["values"]["loss"])
+    for found in pools("gloo", 4).run(trained, plan):
+        assert found["ids"] == alone["ids"]
+        assert found["losses"] == pytest.approx(alone["losses"], rel=TOLERANCE)
+        assert found["values"] == pytest.approx(alone["values"], rel=1e-7)
+        assert found["during"] == pytest.approx(alone["during"], rel=1e-7)
+        torch.testing.assert_close(found["outputs"], alone["outputs"], rtol=1e-9, atol=1e-9)
+
+
+# ---- stop and go on ------------------------------------------------------------------------------------------------
+
+
+def stopped(comm: Any, plan: str, folder: str, at: int) -> Any:
+    seen = Seen(at)
+    history = engine(plan).fit(
+        data(), epochs=2, batch_size=8, save=folder, save_every=2, callbacks=[seen], progress=False
+    )
+    return seen.ids, history.losses, history.stopped
+
+
+def resumed(comm: Any, plan: str, folder: str) -> Any:
+    seen = Seen()
+    history = engine(plan).fit(
+        data(), epochs=2, batch_size=8, save=folder, resume=True, callbacks=[seen], progress=False
+    )
+    return seen.ids, history.losses, history.first_step
+
+
+def test_a_run_goes_on_in_mid_epoch_under_another_plan(
+    tmp_path: Path, alone: dict[str, Any], pools: Callable[[str, int], RankPool]
+) -> None:
+    folder = str(tmp_path / "run")
+    pool = pools("gloo", 4)
+    ids, losses, why = pool.run(stopped, "dp=2,pp=2,microbatches=2", folder, 3)[0]
+    assert (len(losses), why) == (3, "a callback ended it")
+    for more_ids, more, first in pool.run(resumed, "dp=2,tp=2,zero=2", folder):
+        assert first == 3
+        assert ids + more_ids == alone["ids"], "no sample twice, none left out"
+        assert losses + more == pytest.approx(alone["losses"], rel=TOLERANCE)
+    lines = [json.loads(line) for line in (tmp_path / "run" / "steps.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == list(range(1, 9))
+    starts = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
+    assert [start["plan"] for start in starts] == ["dp=2,pp=2,microbatches=2", "dp=2,tp=2,zero=2"]
+    assert [start["first_step"] for start in starts] == [0, 3]
+
+
+def refused_folders(comm: Any, place: str) -> None:
+    tmp_path = Path(place)
+    folder = str(tmp_path / "run")
+    given: dict[str, Any] = {"batch_size": 10, "save": folder, "progress": False}
+    engine("dp=1").fit(data(), **given)
+    before = sorted(str(path) for path in tmp_path.rglob("*"))
+    with pytest.raises(UsageError, match=r"has checkpoints of an earlier run .* resume=True"):
+        engine("dp=1").fit(data(), **given)
+    with pytest.raises(CheckpointError, match="is of another model"):
+        engine("dp=1", model=lambda: Words(16).double()).fit(data(), **given, resume=True)
+    assert sorted(str(path) for path in tmp_path.rglob("*")) == before
+
+
+def test_a_folder_of_another_run_is_not_touched(tmp_path: Path, pools: Callable[[str, int], RankPool]) -> None:
+    pools("gloo", 1).run(refused_folders, str(tmp_path))
+
+
+def saved_and_loaded(comm: Any, place: str) -> None:
+    tmp_path = Path(place)
+    batch = torch.utils.data.default_collate(data(8))
+    one, other = engine("dp=1").prepare(batch), engine("dp=1").prepare(batch)
+    for _ in range(2):
+        one.run(batch)
+    one.save(tmp_path / "saved")
+    other.load(tmp_path / "saved")
+    assert float(one.run(batch)) == float(other.run(batch))
+    assert one.schedule.last_epoch == other.schedule.last_epoch == 3
+
+
+def test_save_and_load(tmp_path: Path, pools: Callable[[str, int], RankPool]) -> None:
+    pools("gloo", 1).run(saved_and_loaded, str(tmp_path))
+
+
+# ---- a loss that is no number --------------------------------------------------------------------------------------
+
+
+class Breaks(nn.Module):
+    """Divides by zero when it meets token 10 in the first place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Sequential(nn.Linear(4, 4), Reciprocal())
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.inner(x))
+
+
+class Reciprocal(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x / (x.detach().abs().max() < 1e3).to(x.dtype)
+
+
+def breaking(comm: Any, nonfinite: str) -> Any:
+    rows = torch.ones(16, 4)
+    rows[5] = 1e6
+    samples = [(row, torch.tensor(0)) for row in rows]
+    one = uni.Engine(Breaks, nn.functional.cross_entropy, lambda p: torch.optim.SGD(p, lr=1e-3), plan=f"dp={comm.size}")
+    try:
+        history = one.fit(samples, batch_size=4, shuffle=False, nonfinite=nonfinite, progress=False)
+    except NonFiniteLoss as error:
+        return str(error)
+    held = [parameter.isfinite().all() for parameter in one.model.parameters()]
+    return history.skipped, history.step, all(held)
+
+
+def test_a_loss_that_is_no_number_names_step_samples_and_module(pools: Callable[[str, int], RankPool]) -> None:
+    for told in pools("gloo", 2).run(breaking, "stop"):
+        assert "at step 2 (epoch 1) on samples [4, 5, 6, 7]" in told
+        assert "inner.1 (Reciprocal) gave" in told
+        assert "(rank 0)" in told
+    assert pools("gloo", 2).run(breaking, "skip") == [(1, 4, True)] * 2
+
+
+# ---- bad input -----------------------------------------------------------------------------------------------------
+
+
+def refused_input(comm: Any) -> None:
+    def vector(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs.argmax(-1) == targets).double()
+
+    with pytest.raises(UsageError, match="unknown key 'dq'"):
+        engine("dq=2")
+    with pytest.raises(UsageError, match="metric 'acuracy'"):
+        engine("dp=1", ["acuracy"])
+    with pytest.raises(UsageError, match=r"metric 'vector' returned a tensor of shape \[8, 8\]; expected one number"):
+        engine("dp=1", [vector]).fit(data(), batch_size=8, progress=False)
+    with pytest.raises(UsageError, match="dataset is empty"):
+        engine("dp=1").fit([], batch_size=8)
+    with pytest.raises(UsageError, match="epochs=0"):
+        engine("dp=1").fit(data(), epochs=0)
+    with pytest.raises(UsageError, match="nonfinite='ignore'"):
+        engine("dp=1").fit(data(), nonfinite="ignore")
+    with pytest.raises(UsageError, match="needs save=FOLDER"):
+        engine("dp=1").fit(data(), resume=True)
+    with pytest.raises(UsageError, match="no plan yet"):
+        engine("dp=1").predict(torch.zeros(2, 8, dtype=torch.long))
+    unreduced = uni.Engine(
+        Words,
+        lambda outputs, targets: nn.functional.cross_entropy(
+            outputs.flatten(0, 1), targets.flatten(), reduction="none"
+        ),
+        lambda p: torch.optim.SGD(p, lr=0.1),
+        plan="dp=1",
+    )
+    with pytest.raises(UsageError, match="expected one number in a tensor"):
+        unreduced.fit(data(), batch_size=8, progress=False)
+
+
+def test_bad_input_is_refused_before_training(pools: Callable[[str, int], RankPool]) -> None:
+    pools("gloo", 1).run(refused_input)
+
+
+def too_small(comm: Any) -> str:
+    try:
+        engine("pp=2,dp=2,microbatches=2").fit(data(9), batch_size=8, progress=False)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_last_batch_too_small_for_the_pipeline_is_refused(pools: Callable[[str, int], RankPool]) -> None:
+    for told in pools("gloo", 4).run(too_small):
+        assert told.startswith("the smallest training batch of an epoch has 1 samples (batch_size=8), but plan")
+
+
+def test_the_slow_rank_is_named() -> None:
+    assert slowest([1.0, 1.1, 4.0, 0.9], 5.0, ["a", "a", "b", "b"]).startswith("rank 2 on b is slow: it was busy 80%")
+    assert slowest([1.0, 1.1, 1.2, 0.9], 5.0, ["a"] * 4) == ""
