@@ -124,6 +124,7 @@ class Compiled:
         given = [np.asarray(values, dtype=np.float64).reshape(-1) for values in (weights, features)]
         angles = self.angles.values(*given)
         if self._last is None or not np.array_equal(self._last.angles, angles):
+            self._last = None  # its numbers go before others come
             self._last = Bound(self, angles)
         return self._last
 
