@@ -15,8 +15,8 @@ Pools = Callable[[str, int], RankPool]
 
 MESHES = {
     "quickstart": ["dp=2,mp=4,full"],
-    "mlp": ["dp=2", "mp=2,full"],
-    "gpt": ["dp=2,mp=2,full,unpack"],
+    "mlp": ["dp=2", "mp=2,full", "mp=2,search=exact,full", "mp=2,search=dynamic,full"],
+    "gpt": ["dp=2,mp=2,full,unpack", "mp=4,search=exact,full"],
 }
 CHANCE = [
     ("mlp", (2, 2), range(4)),

@@ -295,3 +295,29 @@ def test_a_last_batch_too_small_for_the_pipeline_is_refused(pools: Callable[[str
 def test_the_slow_rank_is_named() -> None:
     assert slowest([1.0, 1.1, 4.0, 0.9], 5.0, ["a", "a", "b", "b"]).startswith("rank 2 on b is slow: it was busy 80%")
     assert slowest([1.0, 1.1, 1.2, 0.9], 5.0, ["a"] * 4) == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_on_a_gpu(precision: str, tmp_path: Path) -> None:
+    """One rank with a GPU: the same course of the loss as on the CPU, and a checkpoint that goes on there."""
+
+    def course(device: str, **more: Any) -> list[float]:
+        one = uni.Engine(
+            Words,
+            loss,
+            lambda p: torch.optim.AdamW(p, lr=1e-2),
+            ["accuracy"],
+            "dp=1",
+            precision=precision,
+            device=device,
+        )
+        return one.fit(data(), epochs=2, batch_size=8, validation=data(12), progress=False, **more).losses
+
+    on_cpu = course("cpu")
+    on_gpu = course("cuda", save=tmp_path / "run", steps=5)
+    assert on_gpu == pytest.approx(on_cpu[:5], rel=1e-4 if precision == "fp32" else 3e-2)
+    assert course("cpu", save=tmp_path / "run", resume=True) == pytest.approx(
+        on_cpu[5:], rel=1e-4 if precision == "fp32" else 3e-2
+    )

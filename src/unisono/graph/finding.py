@@ -6,6 +6,8 @@ from collections.abc import Callable
 
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment
+from unisono.graph.dynamic import dynamic
+from unisono.graph.exact import exact
 from unisono.graph.marks import Mark
 from unisono.graph.option import REPLICATE
 from unisono.graph.propagate import propagate
@@ -22,8 +24,16 @@ def _propagated(trace: Trace, mesh: Mesh, marks: list[Mark], fully_use_devices: 
     return propagate(trace, mesh, marks, fully_use_devices=fully_use_devices)
 
 
+def _dynamic(trace: Trace, mesh: Mesh, marks: list[Mark], fully_use_devices: bool) -> Assignment:
+    return dynamic(trace, mesh, marks, fully_use_devices=fully_use_devices)
+
+
+def _exact(trace: Trace, mesh: Mesh, marks: list[Mark], fully_use_devices: bool) -> Assignment:
+    return exact(trace, mesh, marks, fully_use_devices=fully_use_devices)
+
+
 # A search takes the trace, the mesh, marks besides those of the trace, and whether devices are to be used fully.
-SEARCHES: dict[str, Search] = {"propagate": _propagated}
+SEARCHES: dict[str, Search] = {"propagate": _propagated, "dynamic": _dynamic, "exact": _exact}
 
 
 def find(trace: Trace, mesh: Mesh, search: str = "propagate", fully_use_devices: bool = False) -> Assignment:

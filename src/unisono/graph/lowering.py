@@ -105,7 +105,7 @@ class _Lowering:
         self.in_parts = self._gradients_in_parts()
         for parts in self._unpacked():
             common = set.intersection(*(self.in_parts.get(name, set()) for name in parts))
-            self.in_parts.update({name: common for name in parts})
+            self.in_parts.update(dict.fromkeys(parts, common))
         self.moved: dict[tuple[str, Way], str] = {}
 
     def run(self) -> Lowered:

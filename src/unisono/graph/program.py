@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from unisono.comm import world
+from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment
 from unisono.graph.batch import Signature, require_alike, require_pair, signature, tensors_in
@@ -254,7 +255,10 @@ def to_static(
     mesh.connect()
     if isinstance(model, nn.Module):
         comm.broadcast_parameters(whole)
-    found = assignment or find(trace(whole, example, loss, unpacked=unpack), mesh, search, fully_use_devices)
+    found = assignment
+    if found is None:
+        traced = trace(whole, example, loss, unpacked=unpack)
+        found = _found_by_one(comm, traced, mesh, search, fully_use_devices)
     found.check()
     lowered = lower(found.trace, found, mesh)
     if save_graphs is not None:
@@ -273,6 +277,22 @@ def _require_reach(optimizer: Optimizer, make: Callable[[Any], Optimizer], piece
             f"{name} looks at parameters as a whole, but {cut[0]} is cut; use marks that leave parameters whole, or an "
             "optimizer that treats elements alone (if this one does, set is_elementwise = True on its class)"
         )
+
+
+def _found_by_one(comm: Communicator, traced: Trace, mesh: Mesh, search: str, fully: bool) -> Assignment:
+    """Rank 0 searches for all: ranks that search by themselves would take each other's cores, and might differ."""
+    told: tuple[Any, Any] | UsageError | None = None
+    if comm.rank == 0:
+        try:
+            found = find(traced, mesh, search, fully)
+            told = found.options, found.notes
+        except UsageError as error:
+            told = error
+    told = comm.broadcast_object(told)
+    if isinstance(told, UsageError):
+        raise told
+    assert told is not None
+    return Assignment(traced, mesh, *told)
 
 
 def _lying(lowered: Lowered) -> dict[str, Held]:

@@ -45,7 +45,8 @@ class Engine:
     """model: a module, or a function that builds one. loss(outputs, targets) gives a scalar, optimizer(parameters) a
     torch optimizer, scheduler(optimizer) a torch scheduler, stepped after every training step. metrics: names
     ("accuracy", "top5", "perplexity"), Metrics, or functions (outputs, targets) -> number. plan: "auto", a Plan or its
-    text. clip: the largest norm of the gradients. rules: which layers tp cuts, where the model does not say."""
+    text. clip: the largest norm of the gradients. rules: which layers tp cuts, where the model does not say. device:
+    where this rank computes; by default its GPU, where it has one, else the CPU."""
 
     def __init__(
         self,
@@ -59,8 +60,10 @@ class Engine:
         clip: float | None = None,
         seed: int = 0,
         rules: Any = None,
+        device: torch.device | str | None = None,
     ) -> None:
         self._model = model
+        self._device = None if device is None else torch.device(device)
         self._loss = loss
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -91,7 +94,7 @@ class Engine:
             assert isinstance(self._plan, Plan)
             plan = self._plan
         self.trainer = parallelize(
-            self._model,
+            self._placed(),
             plan,
             loss=self._loss,
             optimizer=self._optimizer,
@@ -106,6 +109,22 @@ class Engine:
         self._require_numbers(example)
         return self
 
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        if self._device is None:
+            self._device = torch.device("cpu")
+            if torch.cuda.is_available():
+                self._device = torch.device("cuda", self.comm.local_rank % torch.cuda.device_count())
+        return self._device
+
+    def _placed(self) -> Model:
+        """The model on this rank's device; one that a function builds is built on the CPU first, as everywhere."""
+        model, device = self._model, self.device
+        if isinstance(model, nn.Module):
+            return model.to(device)
+        return lambda: model().to(device)
+
     def _require_numbers(self, example: tuple[Any, Any]) -> None:
         """Every function among the metrics is asked once, before anything is trained."""
         functions = {name: each for name, each in self.metrics.items() if not isinstance(each, Metric)}
@@ -117,6 +136,11 @@ class Engine:
     @property
     def comm(self) -> Communicator:
         return world.world() if world.is_initialized() else world.init()
+
+    @property
+    def _elsewhere(self) -> torch.device | None:
+        """Where batches must be moved to, if anywhere."""
+        return None if self.device.type == "cpu" else self.device
 
     @property
     def ready(self) -> Trainer:
@@ -143,9 +167,10 @@ class Engine:
         """
         given: dict[str, Any] = {"shuffle": shuffle, "seed": self.seed, "workers": workers}
         if self.trainer is None:
-            first = next(iter(Loader(dataset, batch_size, **{**given, "workers": 0})))
+            first = next(iter(Loader(dataset, batch_size, device=self._elsewhere, **{**given, "workers": 0})))
             self.prepare(first.batch if isinstance(first, Share) else first)
-        return Loader(dataset, batch_size, part=(0, 1) if whole else self.ready.part, **given)
+        part = (0, 1) if whole else self.ready.part
+        return Loader(dataset, batch_size, part=part, device=self._elsewhere, **given)
 
     # ---- training ------------------------------------------------------------------------------------------------
 
@@ -202,6 +227,7 @@ class Engine:
     def predict(self, inputs: Any, batch_size: int = 32) -> Any:
         """The model's outputs for all inputs, in their order, on every rank. `inputs`: as the model takes them."""
         trainer, rows = self.ready, rows_of(inputs)
+        inputs = tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf, inputs)
         least = trainer.part[1] * trainer.plan.microbatches if trainer.plan.pp > 1 else 1
         batch_size = max(batch_size, least)
         parts = []

@@ -20,7 +20,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.parallel.apply import parallelize
 from unisono.parallel.expert import collect_aux
-from unisono.parallel.layout import layout_of, whole_of
+from unisono.parallel.layout import layout_of, wholes_of
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.precision import Precision, autocast
 from unisono.parallel.state import whole_state
@@ -159,16 +159,16 @@ def planned_record(
 
 
 def _whole(trainer: Trainer, named: Tensors, of_gradients: bool = False) -> Tensors:
-    mine: Tensors = {}
+    held: Tensors = {}
     for name, tensor in named.items():
         local = tensor.grad if of_gradients else tensor
-        if local is None and of_gradients:
+        if local is None:
             if not layout_of(tensor).axes:
                 continue
             local = torch.zeros_like(tensor)
-        assert local is not None
-        mine[name] = whole_of(local, layout_of(tensor), trainer.mesh).cpu().clone()
-    return _merged(trainer.mesh, mine)
+        held[name] = local
+    wholes = wholes_of(list(held.values()), [layout_of(named[name]) for name in held], trainer.mesh)
+    return _merged(trainer.mesh, {name: whole.cpu().clone() for name, whole in zip(held, wholes, strict=True)})
 
 
 def _merged(mesh: Mesh, mine: Tensors) -> Tensors:
