@@ -21,7 +21,8 @@ from unisono.graph.show import as_text
 from unisono.graph.trace import trace
 from unisono.mesh.mesh import Mesh
 
-QUICKSTART = str(Path(__file__).resolve().parents[2] / "examples" / "quickstart.py") + ":quickstart"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+QUICKSTART, GPT = f"{EXAMPLES / 'quickstart.py'}:quickstart", f"{EXAMPLES / 'gpt.py'}:tiny"
 
 
 @pytest.fixture(scope="module")
@@ -95,6 +96,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "only dp, tp and cp name its axes; use --plan dp=2" in capsys.readouterr().err
     assert main(["explain", QUICKSTART, "--mesh", "dp=2", "--rank", "2"]) == 2
     assert "ranks 0 to 1" in capsys.readouterr().err
+
+
+def test_verify_takes_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", QUICKSTART, "--program", "dp=2,mp=2", "-n", "2"]) == 2
+    assert "program dp=2,mp=2 needs 4 ranks, but there are 2" in capsys.readouterr().err
+    assert main(["verify", GPT, "--program", "dp=1", "--steps", "1", "--json"]) == 0
+    assert '"equivalent": true' in capsys.readouterr().out
 
 
 def test_native_calls_are_the_ops() -> None:
