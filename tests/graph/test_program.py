@@ -41,3 +41,8 @@ def test_the_result_of_one_device(pools: Pools, name: str) -> None:
 def test_under_any_placements(pools: Pools, name: str, shape: tuple[int, ...], seeds: range) -> None:
     for verdict in pools("gloo", 2 ** len(shape)).run(prove_by_chance, name, shape, list(seeds))[0]:
         assert verdict.equivalent, verdict
+
+
+def test_on_mpi_too(pools: Pools) -> None:
+    for verdict in pools("mpi", 4).run(prove_by_chance, "mlp", (2, 2), [9])[0]:
+        assert verdict.equivalent, verdict
