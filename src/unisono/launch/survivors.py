@@ -34,7 +34,7 @@ def why_not(job: Job, left: Job, attempt: int) -> str:
     if attempt > job.max_restarts:
         return f"{_with(left)} could go on, but the job was restarted {attempt - 1} times already (--max-restarts)"
     if left.world < job.min_ranks:
-        return f"{_with(left)} are too few to go on: --min-ranks is {job.min_ranks}"
+        return f"{_with(left)} {'are' if left.world > 1 else 'is'} too few to go on: --min-ranks is {job.min_ranks}"
     return ""
 
 
