@@ -59,10 +59,6 @@ class Hosts:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-    def cut(self) -> None:
-        """The cable between the hosts is out."""
-        _do("ip", "-n", self.namespaces[1], "link", "set", f"uv{os.getpid()}b", "down")
-
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[Hosts]:
