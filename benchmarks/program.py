@@ -2,9 +2,9 @@
 
     python benchmarks/program.py [--only single,dp,tp] [--rounds 15] [--small] [--json out.json]
 
-single: one rank, against a plain loop in torch. dp and tp: two ranks, against uni.parallelize (dp=2; tp=2 with Megatron's
-layout, which the program gets by marks on weights). Rounds and ratios are those of overhead.py. With --small the model is
-so small that calls count for more than arithmetic. The ratio is the eager form's time over the program's.
+single: one rank, against a plain loop in torch. dp and tp: two ranks, against uni.parallelize (dp=2; tp=2 with the
+layout of Megatron, which the program gets by marks on weights). Rounds and ratios are those of overhead.py. With
+--small the model is so small that calls count for more than arithmetic. Ratios: the program's time over the other's.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def traced(name: str) -> Trace:
         task = TASKS[name]
         with InDouble(torch.float64):
             model = build(task.model, 0).to(torch.float64)
-            _traces[name] = trace(model, batch_of(task, 0, torch.float64), task.loss)
+            _traces[name] = trace(model, batch_of(task, 0, torch.float64), task.loss, unpacked=name == "unpacked")
     return _traces[name]
 
 

@@ -16,12 +16,13 @@ Pools = Callable[[str, int], RankPool]
 MESHES = {
     "quickstart": ["dp=2,mp=4,full"],
     "mlp": ["dp=2", "mp=2,full", "mp=2,search=exact,full", "mp=2,search=dynamic,full"],
-    "gpt": ["dp=2,mp=2,full", "mp=4,search=exact,full"],
+    "gpt": ["dp=2,mp=2,full,unpack", "mp=4,search=exact,full"],
 }
 CHANCE = [
     ("mlp", (2, 2), range(4)),
     ("mlp", (2, 2, 2), range(1)),
-    ("gpt", (2, 2), range(3)),
+    ("gpt", (2, 2), range(2)),
+    ("unpacked", (2, 2), range(2)),
     ("conv", (2,), range(2)),
 ]
 if importlib.util.find_spec("transformers"):

@@ -21,7 +21,8 @@ from unisono.graph.show import as_text
 from unisono.graph.trace import trace
 from unisono.mesh.mesh import Mesh
 
-QUICKSTART = str(Path(__file__).resolve().parents[2] / "examples" / "quickstart.py") + ":quickstart"
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+QUICKSTART, GPT = f"{EXAMPLES / 'quickstart.py'}:quickstart", f"{EXAMPLES / 'gpt.py'}:tiny"
 
 
 @pytest.fixture(scope="module")
@@ -97,6 +98,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "ranks 0 to 1" in capsys.readouterr().err
 
 
+def test_verify_takes_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", QUICKSTART, "--program", "dp=2,mp=2", "-n", "2"]) == 2
+    assert "program dp=2,mp=2 needs 4 ranks, but there are 2" in capsys.readouterr().err
+    assert main(["verify", GPT, "--program", "dp=1", "--steps", "1", "--json"]) == 0
+    assert '"equivalent": true' in capsys.readouterr().out
+
+
 def test_native_calls_are_the_ops() -> None:
     """A binding that took its arguments, or their defaults, in another way would show here."""
     x, square = torch.rand(4, 6, dtype=torch.float64) + 0.1, torch.rand(4, 4, dtype=torch.float64)
@@ -107,9 +115,11 @@ def test_native_calls_are_the_ops() -> None:
         "reshape": (x, [2, 12]), "view": (x, [2, 12]), "expand": (x, [2, 4, 6]), "unsqueeze": (x, 1),
         "squeeze": (x[:1], 0), "select": (x, 1, 2), "split_with_sizes": (x, [1, 3]), "cat": ([x, x], 1),
         "stack": ([x, x], 1), "mean.dim": (x, [1], True), "sum.dim_IntList": (x, [0]), "pow": (x, 2.5),
-        "softmax": (x, 1, torch.float32), "log_softmax": (x, -1), "conv2d": (x.view(1, 1, 4, 6), x.view(4, 1, 2, 3)[:, :, :1]),
+        "softmax": (x, 1, torch.float32), "log_softmax": (x, -1),
+        "conv2d": (x.view(1, 1, 4, 6), x.view(4, 1, 2, 3)[:, :, :1]),
         "conv1d": (x.view(1, 4, 6), x.view(2, 4, 3)), "clamp": (x, 0.3), "where": (x > 0.5, x, -x),
-        "masked_fill": (x, x > 0.5, 3.0), "argmax": (x, 1), "topk": (x, 2), "cumsum": (x, 1), "index_select": (x, 1, index[0]),
+        "masked_fill": (x, x > 0.5, 3.0), "argmax": (x, 1), "topk": (x, 2), "cumsum": (x, 1),
+        "index_select": (x, 1, index[0]),
         "gather": (x, 1, index), "logical_not": (x > 0.5,), "bitwise_and": (index, index),
         "batch_norm": (x, None, None, None, None, True, 0.1, 1e-5, False),
         "scaled_dot_product_attention": (x.view(1, 1, 4, 6),) * 3, "bmm": (square[None], square[None]),

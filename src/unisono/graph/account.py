@@ -92,6 +92,8 @@ def account(lowered: Lowered, rank: int = 0) -> Account:
         kind = next((kind for kind, names in kinds.items() if name in names), None)
         kind = kind or ("input" if name in trace.inputs else "target" if name in trace.targets else "constant")
         shown = {**trace.parameters, **trace.buffers}.get(name, name)
+        if name in trace.pieces:
+            shown += f" from {trace.pieces[name].start}"
         local = _tensor(laid, laid.local(lowered.mesh, rank))
         made.given.append(
             Given(

@@ -25,17 +25,24 @@ class Form:
         self.lowered = lowered
         trace = lowered.trace
         self._run, self.source = generate(lowered, bind(lowered, random), device)
-        self._held = [_held(name, lowered, pieces, device) for name in lowered.given if name not in fed(lowered)]
+        held = [name for name in lowered.given if name not in fed(lowered)]
+        self._held = [_held(name, lowered, pieces, device) for name in held]
+        self._parts = [(i, *_part(name, lowered, pieces)) for i, name in enumerate(held) if name in trace.pieces]
         self._cuts = [_cut(lowered.given[name], lowered.mesh, device) for name in fed(lowered)]
         self._changed = [pieces.buffers[trace.buffers[name]] for name in lowered.changed]
         self.sums = Sums(
-            ((pieces.parameters[trace.parameters[name]], axes) for name, axes in lowered.summed.items()), lowered.mesh
+            {trace.parameters[name]: axes for name, axes in lowered.summed.items()}, pieces.parameters, lowered.mesh
         )
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
         """Outputs, and the values that buffers take: for the tensors of a global batch, of which it takes its part."""
         pieces = [cut(leaf) for cut, leaf in zip(self._cuts, leaves, strict=True)]
-        made = self._run(*self._held, *pieces)
+        held = self._held
+        if self._parts:
+            held = held[:]
+            for i, dim, start, length in self._parts:
+                held[i] = held[i].narrow(dim, start, length)
+        made = self._run(*held, *pieces)
         count = len(self.lowered.outputs)
         return made[:count], made[count:]
 
@@ -44,6 +51,16 @@ class Form:
         """Let buffers take their new values; after the backward, which may still read the old ones."""
         for buffer, value in zip(self._changed, values, strict=True):
             buffer.copy_(value)
+
+
+def _part(name: str, lowered: Lowered, pieces: Pieces) -> tuple[int, int, int]:
+    """Where in the local tensor of an unpacked parameter one of its parts is: dim, start and length."""
+    piece = lowered.trace.pieces[name]
+    held = pieces.laid[piece.parameter]
+    lengths = held.lengths(lowered.mesh)
+    whole = [part.shape[held.dim] for part in held.parts]
+    number = next(k for k in range(len(whole)) if sum(whole[:k]) == piece.start)
+    return held.dim, sum(lengths[:number]), lengths[number]
 
 
 def fed(lowered: Lowered) -> list[str]:

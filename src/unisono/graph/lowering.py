@@ -18,7 +18,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import fx
 
-from unisono.graph.assignment import Assignment
+from unisono.errors import UsageError
+from unisono.graph.assignment import Assignment, divides
 from unisono.graph.edge import Way
 from unisono.graph.option import REPLICATE, SUM, Option, output_gradient
 from unisono.graph.rules import Call, tensors_of
@@ -102,6 +103,9 @@ class _Lowering:
         self.differentiable = trace.tracked
         self.of_parameters = _of_parameters(self.nodes, set(trace.parameters))
         self.in_parts = self._gradients_in_parts()
+        for parts in self._unpacked():
+            common = set.intersection(*(self.in_parts.get(name, set()) for name in parts))
+            self.in_parts.update(dict.fromkeys(parts, common))
         self.moved: dict[tuple[str, Way], str] = {}
 
     def run(self) -> Lowered:
@@ -119,10 +123,20 @@ class _Lowering:
                 self.made.summed[name] = axes
         return self.made
 
+    def _unpacked(self) -> list[list[str]]:
+        """The placeholders of each parameter that the trace has taken apart; one tensor holds them all."""
+        found: dict[str, list[str]] = {}
+        for name, piece in self.made.trace.pieces.items():
+            found.setdefault(piece.parameter, []).append(name)
+        return list(found.values())
+
     def _give(self, node: fx.Node) -> None:
         tensors = tensors_of(node.meta.get("val"))
         if tensors:
-            laid = _laid(tensors[0], self.assignment.layout(node.name))
+            first = next((parts[0] for parts in self._unpacked() if node.name in parts), node.name)
+            laid = _laid(tensors[0], self.assignment.layout(first))
+            if first != node.name and not divides(laid.shape, laid.placements, self.made.mesh.shape):
+                raise UsageError(f"{node.name} cannot be cut as {first} is ({laid.placements}); trace without unpack")
             self.made.given[node.name] = self.made.values[node.name] = laid
 
     def _compute(self, node: fx.Node) -> None:

@@ -6,6 +6,7 @@ Gradients, and optimizer state of a parameter's shape, lie as the parameter does
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,16 +16,40 @@ from torch.optim import Optimizer
 from unisono.errors import UsageError
 from unisono.graph.lowering import Laid
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.placement import Replicate, local_slice, shard_dim
+from unisono.mesh.placement import Placements, Replicate, local_shape, local_slice, shard_dim
 from unisono.mesh.reshard import move
 
 Tensors = dict[str, torch.Tensor]
 
 
+@dataclass(frozen=True)
+class Held:
+    """How a parameter or buffer lies: whole in one part, or in several (an unpacked one) that follow along `dim`."""
+
+    parts: tuple[Laid, ...]
+    dim: int = 0
+
+    @property
+    def placements(self) -> Placements:
+        """Of all parts."""
+        return self.parts[0].placements
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.parts[0].shape)
+        if len(self.parts) > 1:
+            shape[self.dim] = sum(part.shape[self.dim] for part in self.parts)
+        return tuple(shape)
+
+    def lengths(self, mesh: Mesh) -> list[int]:
+        """Of the local parts along `dim`."""
+        return [local_shape(part.shape, mesh, part.placements)[self.dim] for part in self.parts]
+
+
 class Pieces:
     """What this rank holds. The whole model is read once, tensor by tensor, when it is cut."""
 
-    def __init__(self, model: nn.Module, laid: Mapping[str, Laid], mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, laid: Mapping[str, Held], mesh: Mesh, device: torch.device) -> None:
         self.mesh = mesh
         self.laid = dict(laid)
         self.parameters: dict[str, nn.Parameter] = {}
@@ -38,16 +63,26 @@ class Pieces:
     def piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's own copy of its part of a whole tensor that lies as `name` does."""
         laid = self.laid.get(name)
-        part = whole if laid is None else local_slice(whole, self.mesh, laid.placements)
-        return part.clone(memory_format=torch.contiguous_format)
+        if laid is None:
+            return whole.clone(memory_format=torch.contiguous_format)
+        if len(laid.parts) == 1:
+            return local_slice(whole, self.mesh, laid.placements).clone(memory_format=torch.contiguous_format)
+        parts = whole.split([part.shape[laid.dim] for part in laid.parts], laid.dim)
+        return torch.cat([local_slice(part, self.mesh, laid.placements) for part in parts], laid.dim)
 
     def whole(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """The whole of which every rank has a part that lies as `name` does. Every rank calls it."""
         laid = self.laid.get(name)
         if laid is None:
             return local.detach().clone()
-        whole = move(local.detach(), self.mesh, laid.shape, laid.placements, (Replicate(),) * self.mesh.ndim)
-        return whole.clone() if whole is local or whole.data_ptr() == local.data_ptr() else whole
+        if len(laid.parts) == 1:
+            whole = self._gathered(local.detach(), laid.parts[0])
+            return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
+        parts = local.detach().split(laid.lengths(self.mesh), laid.dim)
+        return torch.cat([self._gathered(p, part) for p, part in zip(parts, laid.parts, strict=True)], laid.dim)
+
+    def _gathered(self, local: torch.Tensor, laid: Laid) -> torch.Tensor:
+        return move(local, self.mesh, laid.shape, laid.placements, (Replicate(),) * self.mesh.ndim)
 
     def is_cut(self, name: str) -> bool:
         laid = self.laid.get(name)

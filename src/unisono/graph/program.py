@@ -34,7 +34,7 @@ from unisono.graph.drawing import as_svg
 from unisono.graph.finding import find
 from unisono.graph.form import Form
 from unisono.graph.lowering import Laid, Lowered, lower
-from unisono.graph.pieces import Pieces
+from unisono.graph.pieces import Held, Pieces
 from unisono.graph.saving import save
 from unisono.graph.show import as_text
 from unisono.graph.trace import Loss, Trace, trace
@@ -155,7 +155,8 @@ class Program:
         if kind != "train":
             self._model.eval()
         try:
-            return trace(self._model, batch, None if kind == "predict" else self._loss)
+            loss = None if kind == "predict" else self._loss
+            return trace(self._model, batch, loss, unpacked=bool(self._assignment.trace.pieces))
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -231,6 +232,7 @@ def to_static(
     assignment: Assignment | None = None,
     save_graphs: str | Path | None = None,
     fully_use_devices: bool = False,
+    unpack: bool = False,
     clip: float | None = None,
     seed: int = 0,
     dtype: torch.dtype | None = None,
@@ -240,7 +242,8 @@ def to_static(
     model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
     torch.manual_seed(seed). example: a global batch (inputs, targets), of which only shapes and dtypes count. search:
     how placements are found that no mark gives: "propagate", "dynamic" or "exact"; `assignment` gives all of them.
-    save_graphs: a folder for the program of every rank after each pass. clip: the largest norm of the gradients.
+    unpack: cut the parts of fused projections (queries, keys and values in one weight) each by itself. save_graphs: a
+    folder for the program of every rank after each pass. clip: the largest norm of the gradients.
     """
     comm = world.world() if world.is_initialized() else world.init()
     if mesh.ranks.size != comm.size:
@@ -252,7 +255,10 @@ def to_static(
     mesh.connect()
     if isinstance(model, nn.Module):
         comm.broadcast_parameters(whole)
-    found = assignment or _found_by_one(comm, trace(whole, example, loss), mesh, search, fully_use_devices)
+    found = assignment
+    if found is None:
+        traced = trace(whole, example, loss, unpacked=unpack)
+        found = _found_by_one(comm, traced, mesh, search, fully_use_devices)
     found.check()
     lowered = lower(found.trace, found, mesh)
     if save_graphs is not None:
@@ -289,9 +295,18 @@ def _found_by_one(comm: Communicator, traced: Trace, mesh: Mesh, search: str, fu
     return Assignment(traced, mesh, *told)
 
 
-def _lying(lowered: Lowered) -> dict[str, Laid]:
-    names = {**lowered.trace.parameters, **lowered.trace.buffers}
-    return {names[node]: laid for node, laid in lowered.given.items() if node in names}
+def _lying(lowered: Lowered) -> dict[str, Held]:
+    trace = lowered.trace
+    names = {**trace.parameters, **trace.buffers}
+    found = {names[node]: Held((laid,)) for node, laid in lowered.given.items() if node in names}
+    unpacked: dict[str, list[tuple[int, int, Laid]]] = {}
+    for node, piece in trace.pieces.items():
+        unpacked.setdefault(piece.parameter, []).append((piece.start, piece.dim, lowered.given[node]))
+    for name, parts in unpacked.items():
+        ordered = sorted(parts, key=lambda part: part[0])
+        dim = ordered[0][1] % len(ordered[0][2].shape)
+        found[name] = Held(tuple(laid for _, _, laid in ordered), dim)
+    return found
 
 
 def _without_data(example: tuple[Any, Any]) -> Any:

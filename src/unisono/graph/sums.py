@@ -8,7 +8,7 @@ ranks, so all fill buckets in the same order; which parameters get gradients at 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 
 import torch
 
@@ -47,8 +47,9 @@ class Bucket:
 class Sums:
     """Sums the gradients of parameters over axes of the mesh: `begin` before a backward, `finish` after it."""
 
-    def __init__(self, summed: Iterable[tuple[torch.nn.Parameter, Axes]], mesh: Mesh) -> None:
-        self._summed = [(parameter, axes) for parameter, axes in summed if axes and mesh.size(*axes) > 1]
+    def __init__(self, summed: Mapping[str, Axes], parameters: Mapping[str, torch.nn.Parameter], mesh: Mesh) -> None:
+        """summed: by a parameter's name, the axes along which ranks hold parts of its gradient."""
+        self._summed = [(parameters[name], axes) for name, axes in summed.items() if axes and mesh.size(*axes) > 1]
         self._mesh = mesh
         self._buckets: list[Bucket] | None = None  # until the first backward has shown who gets a gradient
         self._home: dict[int, Bucket] = {}

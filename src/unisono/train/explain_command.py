@@ -89,6 +89,6 @@ def lowered_task(task: Task, on_mesh: OnMesh) -> Lowered:
     except Exception:
         model = build(task.model, 0)  # it looks at values while it is built
     mesh = on_mesh.described()
-    traced = trace(model, task.batch(0), task.loss)
+    traced = trace(model, task.batch(0), task.loss, unpacked=on_mesh.unpack)
     found = find(traced, mesh, on_mesh.search, on_mesh.fully_use_devices)
     return lower(found.trace, found, mesh)

@@ -20,28 +20,29 @@ class OnMesh:
     axes: tuple[tuple[str, int], ...]
     search: str = "propagate"
     fully_use_devices: bool = False
+    unpack: bool = False
 
     @classmethod
     def parse(cls, text: str) -> OnMesh:
         """From words such as dp=2,mp=4; search=... and full may be among them."""
         axes: list[tuple[str, int]] = []
-        search, full = "propagate", False
+        search, flags = "propagate", {"full": False, "unpack": False}
         for word in text.removeprefix(PREFIX).replace(" ", "").split(","):
             name, equals, value = word.partition("=")
             if name == "search" and value in SEARCHES:
                 search = value
-            elif word == "full":
-                full = True
+            elif word in flags:
+                flags[word] = True
             elif equals and name.isidentifier() and value.isdecimal() and int(value) > 0:
                 axes.append((name, int(value)))
             else:
                 raise UsageError(
                     f"mesh {text!r}: {word!r} is no axis; expected words such as dp=2,mp=4 "
-                    f"(and search={'|'.join(SEARCHES)}, full)"
+                    f"(and search={'|'.join(SEARCHES)}, full, unpack)"
                 )
         if not axes:
             raise UsageError(f"mesh {text!r} has no axes; expected words such as dp=2,mp=4")
-        made = cls(tuple(axes), search, full)
+        made = cls(tuple(axes), search, flags["full"], flags["unpack"])
         made.described()  # names and sizes are checked there
         return made
 
@@ -52,12 +53,13 @@ class OnMesh:
     @property
     def options(self) -> dict[str, Any]:
         """What `to_static` takes."""
-        return {"search": self.search, "fully_use_devices": self.fully_use_devices}
+        return {"search": self.search, "fully_use_devices": self.fully_use_devices, "unpack": self.unpack}
 
     def __str__(self) -> str:
         words = [f"{name}={size}" for name, size in self.axes]
         words += [f"search={self.search}"] if self.search != "propagate" else []
         words += ["full"] if self.fully_use_devices else []
+        words += ["unpack"] if self.unpack else []
         return PREFIX + ",".join(words)
 
     def mesh(self) -> Mesh:

@@ -1,4 +1,4 @@
-"""Where a program parts from the plain model: the first op whose piece on some rank is not the part that it should be."""
+"""Where a program parts from the plain model: the first op whose piece on some rank is not the part it should be."""
 
 from __future__ import annotations
 
@@ -63,6 +63,9 @@ def _values(lowered: Lowered, program: Program, whole: dict[str, torch.Tensor], 
     given = []
     for node, laid in lowered.given.items():
         tensor = lowered.trace.constants[node] if node in lowered.trace.constants else whole[names.get(node, node)]
+        if node in lowered.trace.pieces:
+            piece = lowered.trace.pieces[node]
+            tensor = tensor.narrow(piece.dim, piece.start, piece.length)
         given.append((tensor if is_whole else local_slice(tensor, lowered.mesh, laid.placements)).clone())
     generate(lowered, wrapped)[0](*given)
     for compute in lowered.computes:

@@ -40,12 +40,15 @@ def run(chosen: argparse.Namespace) -> int:
         raise UsageError(f"--steps {chosen.steps}: expected at least 1")
     if chosen.n is not None and chosen.n < 1:
         raise UsageError(f"-n {chosen.n}: expected at least 1 rank")
+    if chosen.program is not None:
+        on_mesh = _on_mesh(chosen.program)
+        return _run_one(chosen, on_mesh.fit(on_mesh.world if chosen.n is None else chosen.n))
     if not chosen.plan.strip(" ,"):
         raise UsageError('--plan is empty; give a plan such as dp=2,tp=2 (dp=1 for one device), or "all"')
     if chosen.plan != "all" and chosen.plan.lower() == "all":
         raise UsageError(f'--plan {chosen.plan}: every plan that fits is "all", in small letters')
     if chosen.plan != "all":
-        plan = Plan.parse(chosen.plan) if chosen.plan is not None else _on_mesh(chosen.program)
+        plan = Plan.parse(chosen.plan)
         return _run_one(chosen, plan.fit(plan.world if chosen.n is None else chosen.n))
     if chosen.n is None:
         raise UsageError("--plan all needs -n N: which plans fit depends on the number of ranks")
