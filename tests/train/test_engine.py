@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -290,6 +294,27 @@ def too_small(comm: Any) -> str:
 def test_a_last_batch_too_small_for_the_pipeline_is_refused(pools: Callable[[str, int], RankPool]) -> None:
     for told in pools("gloo", 4).run(too_small):
         assert told.startswith("the smallest training batch of an epoch has 1 samples (batch_size=8), but plan")
+
+
+class Dawdling(uni.Callback):
+    def on_step(self, engine: uni.Engine, moment: Any) -> None:
+        if engine.comm.rank == 1:
+            time.sleep(0.05)
+
+
+def with_a_slow_rank(comm: uni.Communicator) -> str:
+    made = uni.Engine(nn.Linear(4, 2), nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=2")
+    rows = [(torch.ones(4), torch.ones(2))] * 16
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        made.fit(rows, epochs=1000, steps=60, batch_size=4, callbacks=[Dawdling()])
+    return shown.getvalue()
+
+
+def test_a_slow_rank_is_named_where_people_look(pools: Callable[[str, int], RankPool]) -> None:
+    shown, silent = pools("gloo", 2).run(with_a_slow_rank)
+    assert re.search(r"^rank 1 on \S+ is slow: it was busy \d+% of the time", shown, re.MULTILINE), shown
+    assert "rank 0 on" not in shown
+    assert silent == ""
 
 
 def test_the_slow_rank_is_named() -> None:

@@ -10,6 +10,7 @@ The same script runs on one process and under `unisono run -n 8`; every rank cal
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 from unisono.comm import world
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.launch import environment
 from unisono.parallel.apply import Model, parallelize
 from unisono.parallel.loss import Loss
 from unisono.parallel.precision import Precision
@@ -92,7 +94,7 @@ class Engine:
             plan = self.choice.plan
         else:
             assert isinstance(self._plan, Plan)
-            plan = self._plan
+            plan = _fitting(self._plan, self.comm.size)
         self.trainer = parallelize(
             self._placed(),
             plan,
@@ -272,6 +274,20 @@ _FORMS = {
     "optimizer": "optimizer(parameters) gives a torch optimizer, as lambda p: torch.optim.AdamW(p, lr=3e-4)",
     "scheduler": "scheduler(optimizer) gives a torch scheduler",
 }
+
+
+def _fitting(plan: Plan, ranks: int) -> Plan:
+    """The plan, if it fits these ranks; else UsageError, which also says when ranks were lost with their host."""
+    try:
+        return plan.fit(ranks)
+    except UsageError as error:
+        gone = os.environ.get(environment.GONE)
+        if not gone:
+            raise
+        raise UsageError(
+            f"{error}. The job lost host {gone} and goes on with {ranks} ranks: Engine(plan='auto') chooses a plan for "
+            "what is left"
+        ) from None
 
 
 def _require_pair(example: Any) -> None:
