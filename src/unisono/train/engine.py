@@ -31,7 +31,7 @@ from unisono.parallel.share import Share, rows_between, rows_of
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
 from unisono.train import evaluation
-from unisono.train.auto import Choice, choose
+from unisono.train.auto import Choice, Job, foresee
 from unisono.train.callbacks import Callback
 from unisono.train.checkpoint import Checkpoints
 from unisono.train.data import Loader
@@ -81,6 +81,7 @@ class Engine:
         self.trainer: Trainer | None = None
         self.schedule: Any = None  # torch's scheduler, once there is an optimizer
         self.choice: Choice | None = None
+        self._example: tuple[Any, Any] | None = None
 
     # ---- before training -----------------------------------------------------------------------------------------
 
@@ -89,9 +90,9 @@ class Engine:
         if self.trainer is not None:
             return self
         _require_pair(example)
+        self._example = example
         if self._plan == "auto":
-            self.choice = choose(self._model, self._loss, self._optimizer, example, self.comm, self._rules)
-            plan = self.choice.plan
+            plan = self.foreseen(example).plan
         else:
             assert isinstance(self._plan, Plan)
             plan = _fitting(self._plan, self.comm.size)
@@ -110,6 +111,31 @@ class Engine:
             self.schedule = self._scheduler(self.trainer.optimizer)
         self._require_numbers(example)
         return self
+
+    def foreseen(self, example: tuple[Any, Any] | None = None) -> Choice:
+        """What is expected of the plan, which is searched for if none is given; every rank calls it."""
+        if self.choice is None:
+            example = self._example if example is None else example
+            if example is None:
+                raise UsageError("the engine has seen no batch yet: call prepare(example) with one")
+            plan = self._plan if isinstance(self._plan, Plan) else None
+            job = Job(self._model, self._loss, self._optimizer, example, self._rules)
+            self.choice = foresee(job, self.comm, self.device, plan)
+        return self.choice
+
+    def cost(self) -> Choice:
+        """The time of a step and the memory of a rank that are expected; every rank calls it."""
+        return self.foreseen()
+
+    def explain(self) -> str:
+        """The plan, what is expected of it, and what its neighbours lack; every rank calls it."""
+        return str(self.foreseen())
+
+    def _recall(self, folder: str | Path) -> None:
+        """A run that goes on with as many ranks as before keeps the plan that was found for it."""
+        starts = RunFolder.starts(Path(folder))
+        if self._plan == "auto" and starts and starts[-1]["world"] == self.comm.size:
+            self._plan = Plan.parse(starts[-1]["plan"])
 
     @property
     def device(self) -> torch.device:
@@ -213,6 +239,8 @@ class Engine:
         if save is None and (save_every is not None or resume):
             raise UsageError("fit(save_every=..., resume=...) needs save=FOLDER: where checkpoints are")
         options = Options(epochs, steps, look_every, nonfinite, save_every, keep, resume, progress)
+        if save is not None and self.trainer is None:
+            self._recall(save)
         loader = dataset
         if not isinstance(dataset, Loader):
             loader = self.dataloader(dataset, batch_size, shuffle=shuffle, workers=workers)

@@ -108,6 +108,8 @@ class Fit:
     def run(self) -> History:
         self._require_rows()
         self._restore()
+        if self.options.progress:
+            self._display.say(str(self.engine.foreseen()).splitlines()[0])
         done = self.engine.ready.steps
         self.history.first_step = self.history.step = done
         if self.folder is not None:
