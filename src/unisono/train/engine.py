@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from unisono.comm import world
 from unisono.comm.communicator import Communicator
-from unisono.errors import UsageError
+from unisono.errors import UnisonoError, UsageError
 from unisono.launch import environment
 from unisono.parallel.apply import Model, parallelize
 from unisono.parallel.loss import Loss
@@ -35,6 +35,7 @@ from unisono.train.auto import Choice, Job, foresee
 from unisono.train.callbacks import Callback
 from unisono.train.checkpoint import Checkpoints
 from unisono.train.data import Loader
+from unisono.train.explain_command import page_of_plan
 from unisono.train.fit import Fit, History, Options
 from unisono.train.inventory import shapes_here
 from unisono.train.metrics import Function, Metric, named, number_of
@@ -122,6 +123,17 @@ class Engine:
             job = Job(self._model, self._loss, self._optimizer, example, self._rules)
             self.choice = foresee(job, self.comm, self.device, plan)
         return self.choice
+
+    def program_page(self) -> str:
+        """The distributed program on the plan's mesh, as `to_static` would run it; empty where there is none."""
+        plan = self.plan
+        if self._example is None or plan != Plan(dp=plan.dp, tp=plan.tp, cp=plan.cp):
+            return ""
+        job = Job(self._model, self._loss, self._optimizer, self._example, self._rules)
+        try:
+            return page_of_plan(job.task(), plan)
+        except UnisonoError:
+            return ""  # what cannot be traced can be trained all the same
 
     def cost(self) -> Choice:
         """The time of a step and the memory of a rank that are expected; every rank calls it."""

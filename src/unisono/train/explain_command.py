@@ -61,9 +61,12 @@ def run(chosen: argparse.Namespace) -> int:
 def _on_mesh(chosen: argparse.Namespace) -> OnMesh:
     from unisono.train.on_mesh import OnMesh
 
-    if chosen.mesh is not None:
-        return OnMesh.parse(chosen.mesh)
-    plan = Plan.parse(chosen.plan)
+    return OnMesh.parse(chosen.mesh) if chosen.mesh is not None else _mesh_of(Plan.parse(chosen.plan))
+
+
+def _mesh_of(plan: Plan) -> OnMesh:
+    from unisono.train.on_mesh import OnMesh
+
     plain = Plan(dp=plan.dp, tp=plan.tp, cp=plan.cp)
     if plan != plain:
         raise UsageError(
@@ -92,3 +95,10 @@ def lowered_task(task: Task, on_mesh: OnMesh) -> Lowered:
     traced = trace(model, task.batch(0), task.loss, unpacked=on_mesh.unpack)
     found = find(traced, mesh, on_mesh.search, on_mesh.fully_use_devices)
     return lower(found.trace, found, mesh)
+
+
+def page_of_plan(task: Task, plan: Plan) -> str:
+    """The program of rank 0 on a plan's mesh, as a page."""
+    from unisono.graph.page import as_page
+
+    return as_page(lowered_task(task, _mesh_of(plan)), 0, f"program of plan {plan}")
