@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from unisono.errors import UsageError
 from unisono.launch import environment, hosts, survivors
 from unisono.launch.job import SCRIPT, Job, Program
 
-STEPS = 150
+STEPS = 80
 
 
 @pytest.fixture
@@ -48,7 +49,7 @@ def test_the_job_goes_on_without_a_host_that_is_gone(two_hosts: Hosts, tmp_path:
         out, said = process.communicate(timeout=90)
         assert run.left_running() == []
     assert process.returncode == 0, out + said
-    assert said.splitlines() == [
+    assert [line for line in said.splitlines() if not line.startswith("[")] == [
         "host node1 is gone (its agent was lost); going on with 2 ranks on node0: restart 1 of 3"
     ]
     _, start = json.loads((folder / "run.json").read_text())["starts"]
@@ -64,22 +65,9 @@ STAYS = "import os, pathlib, time\npathlib.Path('up.' + os.environ['RANK']).touc
 
 
 @pytest.mark.hosts
-@pytest.mark.parametrize(
-    ("options", "more"),
-    [
-        ((), ""),
-        (
-            ("--max-restarts", "1", "--elastic", "--min-ranks", "2"),
-            "\n1 rank on node0 is too few to go on: --min-ranks is 2",
-        ),
-    ],
-    ids=["not elastic", "too few left"],
-)
-def test_a_host_that_is_gone_ends_the_job(
-    two_hosts: Hosts, tmp_path: Path, options: tuple[str, ...], more: str
-) -> None:
+def test_without_elastic_a_host_that_is_gone_ends_the_job(two_hosts: Hosts, tmp_path: Path) -> None:
     write_script(tmp_path, STAYS)
-    run = on_two_hosts(two_hosts, tmp_path, *options, "-H", "node0:1,node1:1", "script.py")
+    run = on_two_hosts(two_hosts, tmp_path, "--max-restarts", "3", "-H", "node0:1,node1:1", "script.py")
     with run.started() as process:
         for rank in range(2):
             wait_for(tmp_path / f"up.{rank}", process)
@@ -87,14 +75,13 @@ def test_a_host_that_is_gone_ends_the_job(
         _, said = process.communicate(timeout=30)
         assert run.left_running() == []
     assert process.returncode == 1
-    words = r"the agent on host node1 was lost; its ranks are 1(:\n.*)?"
-    assert re.fullmatch(words + re.escape(more), said.rstrip("\n")), said
+    assert re.fullmatch(r"the agent on host node1 was lost; its ranks are 1(:\n.*)?\n", said), said
 
 
-def job(named: str, ranks: int | None, **more: int) -> Job:
+def job(named: str, ranks: int | None) -> Job:
     listed = hosts.parse_list(named)
     placements = tuple(hosts.place(listed, ranks))
-    return Job(Program(SCRIPT, "x.py"), placements, hosts=tuple(listed), elastic=True, max_restarts=3, **more)
+    return Job(Program(SCRIPT, "x.py"), placements, hosts=tuple(listed), elastic=True, max_restarts=3)
 
 
 def test_what_is_left_of_a_job() -> None:
@@ -103,6 +90,9 @@ def test_what_is_left_of_a_job() -> None:
     assert [(each.host.name, each.first_rank, each.count) for each in left.placements] == [("a", 0, 2), ("c", 2, 1)]
     assert survivors.tell({"b": "its agent was lost"}, left, 2) == (
         "host b is gone (its agent was lost); going on with 3 ranks on a, c: restart 2 of 3"
+    )
+    assert survivors.why_not(replace(whole, min_ranks=4), left, 2) == (
+        "3 ranks on a, c are too few to go on: --min-ranks is 4"
     )
     further = survivors.of(left, {"a": "ssh refused"})
     assert (further.world, further.environment[environment.GONE]) == (1, "b,a")

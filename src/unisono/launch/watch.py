@@ -161,6 +161,7 @@ class Watch:
             if self._is_stopping:  # it was told to go
                 return
             self._gone_hosts[link.host] = "its agent was lost"
+            self._console.mute(set(range(self._job.world)))  # what the others say now comes of it
             said = self._words_of(link).strip()
             if not self._lost:
                 self._lost = f"the agent on host {link.host} was lost; its ranks are {_ranks(link)}" + (
