@@ -11,11 +11,12 @@ first. Takes some minutes; needs no package beyond unisono's.
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import multiprocessing
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,8 +72,6 @@ def judge(setting: Setting, hardware: Hardware) -> dict[str, Any]:
     expected = planner.search(plan.world).judged(plan)
     began = time.perf_counter()
     found = run_here(task, plan, rank=0, steps=5)
-    gc.collect()
-    torch.cuda.empty_cache()
     return {
         "setting": asdict(setting),
         "predicted_memory": expected.footprint.total,
@@ -126,7 +125,10 @@ def main() -> int:
         parser.error("this needs a CUDA device")
     hardware = Hardware.read(chosen.hardware) if chosen.hardware else this_gpu()
     wanted = [each for each in SETTINGS if not chosen.only or each.name in chosen.only.split(",")]
-    results = [judge(setting, hardware) for setting in wanted]
+    # Each in a process of its own: what one leaves behind on the GPU would count for the next.
+    apart = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(1, mp_context=apart, max_tasks_per_child=1) as processes:
+        results = list(processes.map(judge, wanted, [hardware] * len(wanted)))
     show(results)
     if chosen.json is not None:
         machine = {"device": torch.cuda.get_device_name(), "torch": torch.__version__}

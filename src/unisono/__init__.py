@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from unisono.graph.marks import shard as shard
     from unisono.graph.marks import shard_op as shard_op
     from unisono.graph.marks import shard_tensor as shard_tensor
+    from unisono.graph.program import Program as Program
+    from unisono.graph.program import to_static as to_static
     from unisono.launch.spawn import spawn as spawn
     from unisono.mesh.mesh import Mesh as Mesh
     from unisono.mesh.placement import Partial as Partial
@@ -59,6 +61,7 @@ _HOME = {
     "DistributedBatchSampler": "unisono.train.sampler",
     "Loader": "unisono.train.data",
     "Plan": "unisono.plan.plan",
+    "Program": "unisono.graph.program",
     "Task": "unisono.train.task",
     "Trainer": "unisono.parallel.trainer",
     "parallelize": "unisono.parallel.apply",
@@ -80,6 +83,7 @@ _HOME = {
     "shutdown": "unisono.comm.world",
     "spawn": "unisono.launch.spawn",
     "split_data": "unisono.train.partition",
+    "to_static": "unisono.graph.program",
     "world": "unisono.comm.world",
     "world_size": "unisono.comm.world",
 }

@@ -13,7 +13,7 @@ from unisono.errors import UnisonoError, UsageError
 from unisono.launch import command as run_command
 from unisono.quantum import command as qsim_command
 from unisono.report import command as report_command
-from unisono.train import measure_command, plan_command, verify_command
+from unisono.train import explain_command, measure_command, plan_command, verify_command
 
 
 def add_bench(subparsers: Any) -> None:
@@ -32,6 +32,7 @@ SUBCOMMANDS = (
     verify_command.add_parser,
     plan_command.add_parser,
     report_command.add_parser,
+    explain_command.add_parser,
     qsim_command.add_parser,
 )
 

@@ -1,9 +1,7 @@
-"""A job of which one rank does something else than the others: python hang_program.py SCENARIO [init arguments]."""
+"""A job of which one rank does something else than the others."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 
 import torch
@@ -66,7 +64,3 @@ def in_groups(comm: uni.Communicator, scenario: str, odd: int) -> None:
     if handle is None:
         other.all_reduce(torch.ones(512), async_op=True)  # LINE: group odd
     one.barrier()
-
-
-if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))

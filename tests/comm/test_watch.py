@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import mpi_ranks
 from tests.comm import hang_program
-from tests.conftest import MPIEXEC
+from tests.mpi_ranks import MPIEXEC
 from tests.processes import run_forked
 from tests.ranks import free_port
 from unisono.comm import watch
@@ -53,8 +51,7 @@ def run(backend: str, scenario: str, folder: Path, timeout: float, odd: int = 3)
     if backend == "mpi":
         if not MPIEXEC.exists():
             pytest.skip(f"no mpiexec at {MPIEXEC}; run make setup")
-        words = [str(MPIEXEC), "-n", "4", sys.executable, str(PROGRAM), json.dumps(arguments)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=90)
+        done = mpi_ranks.run(4, functools.partial(hang_program.main, **arguments), timeout=90)
         assert (done.returncode == 0) == (scenario in WELL), done
         return done.stdout + done.stderr
     url = f"tcp://127.0.0.1:{free_port()}"

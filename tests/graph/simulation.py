@@ -1,4 +1,4 @@
-"""Ranks of a mesh in one process: an op's options, run on pieces and put together again, against the op on the whole."""
+"""Ranks of a mesh in one process: an op's options run on pieces, put together again, against the op on the whole."""
 
 from __future__ import annotations
 
@@ -130,7 +130,8 @@ def check_option(node: fx.Node, chosen: Sequence[Option], values: Sequence[torch
     """Outputs and gradients of the op on pieces are those of the op on whole tensors."""
     state = RandomState(seed=3)
     single = Mesh.describe((1,) * mesh.ndim, mesh.names)
-    leaves = [value.detach().clone().requires_grad_(value.is_floating_point()) for value in values]
+    learns = [value.is_floating_point() and not _is_class_weight(node, i) for i, value in enumerate(values)]
+    leaves = [v.detach().clone().requires_grad_(learn) for v, learn in zip(values, learns, strict=True)]
     alone = [{(0,) * mesh.ndim: leaf} for leaf in leaves]
     expected = run_pieces(node, chosen, alone, single, state)[(0,) * mesh.ndim]  # also a rewrite is the op on one rank
     own = options(node)[0].local
@@ -139,15 +140,20 @@ def check_option(node: fx.Node, chosen: Sequence[Option], values: Sequence[torch
         for mine, plain in zip(expected, run_whole(node, leaves), strict=True):
             torch.testing.assert_close(mine, plain, **close)
     given = [lay(v, tuple(o.inputs[i] for o in chosen), mesh) for i, v in enumerate(values)]
-    for pieces, value in zip(given, values, strict=True):
+    for pieces, learn in zip(given, learns, strict=True):
         for piece in pieces.values():
-            piece.requires_grad_(value.is_floating_point())
+            piece.requires_grad_(learn)
     results = run_pieces(node, chosen, given, mesh, state)
     for i, whole in enumerate(expected):
         placements = tuple(option.outputs[i] for option in chosen)
         made = assemble({c: r[i].detach() for c, r in results.items()}, placements, whole.shape, mesh)
         torch.testing.assert_close(made, whole.detach(), **close)
     _check_gradients(close, chosen, leaves, expected, given, results, mesh)
+
+
+def _is_class_weight(node: fx.Node, i: int) -> bool:
+    """Of a loss, for which torch has no gradient."""
+    return "loss" in target_name(node.target) and Call(node).names[i] == "weight"
 
 
 def _check_gradients(
@@ -169,20 +175,19 @@ def _check_gradients(
     )
     laid = {i: lay(seeds[i], tuple(output_gradient(o.outputs[i]) for o in chosen), mesh) for i in tracked}
     numbers = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
-    local_grads: dict[int, Pieces] = defaultdict(dict)
-    for coordinate in coordinates(mesh):
+
+    def backward(coordinate: Coordinate) -> list[torch.Tensor]:
         own = [i for i in tracked if results[coordinate][i].requires_grad]
-        found: Sequence[Any] = [None] * len(numbers)
-        if own:
-            found = torch.autograd.grad(
-                [results[coordinate][i] for i in own],
-                [given[n][coordinate] for n in numbers],
-                [laid[i][coordinate] for i in own],
-                allow_unused=True,
-            )
-        for number, grad in zip(numbers, found, strict=True):
-            piece = given[number][coordinate]
-            local_grads[number][coordinate] = torch.zeros_like(piece) if grad is None else grad
+        pieces = [given[n][coordinate] for n in numbers]
+        if not own:
+            return [torch.zeros_like(piece) for piece in pieces]
+        seeded = [laid[i][coordinate] for i in own]
+        found = torch.autograd.grad([results[coordinate][i] for i in own], pieces, seeded, allow_unused=True)
+        return [torch.zeros_like(p) if grad is None else grad for p, grad in zip(pieces, found, strict=True)]
+
+    with ThreadPoolExecutor(mesh.size()) as pool:  # a backward may talk too
+        grads = dict(zip(coordinates(mesh), pool.map(backward, coordinates(mesh)), strict=True))
+    local_grads = {number: {c: grads[c][k] for c in grads} for k, number in enumerate(numbers)}
     for number, grad in zip(numbers, whole_grads, strict=True):
         reference = torch.zeros_like(leaves[number]) if grad is None else grad
         placements = tuple(option.gradient(number) for option in chosen)

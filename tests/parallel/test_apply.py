@@ -75,6 +75,22 @@ def _a_vector(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
+class RoundTheBlocks(nn.Module):
+    """Its head looks at the embedding past the blocks: only the last stage can see that this does not work."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(12, 12)
+        self.blocks = nn.ModuleList(nn.Linear(12, 12) for _ in range(4))
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        first = x = self.embed(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x + first)
+
+
 BEFORE_COMMUNICATION: list[tuple[str, str, dict[str, Any], str]] = [
     ("mlp", "dp=2,tp=2", {}, r"needs 4 ranks \(dp=2·tp=2\), but 2 are running"),
     ("mlp", "pp=2,microbatches=4,schedule=interleaved,chunks=3", {}, "has only 4 blocks to share out"),
@@ -85,6 +101,8 @@ BEFORE_COMMUNICATION: list[tuple[str, str, dict[str, Any], str]] = [
     ("mlp", "tp=2", {"loss": _loss_of_a_dict}, "has no attribute 'logits'"),
     ("mlp", "pp=2,microbatches=2", {"loss": _a_vector}, "expected one number in a tensor"),
     ("conv", "dp=2", {"loss": _loss_of_a_dict}, "has no attribute 'logits'"),
+    ("mlp", "pp=2,microbatches=2", {"model": RoundTheBlocks}, "stage 1 of RoundTheBlocks: .* round the blocks"),
+    ("mlp", "pp=2,microbatches=99", {}, "the example has .* expected at least 99"),
 ]
 
 
@@ -104,6 +122,25 @@ def test_bad_input_is_refused_before_any_rank_communicates(
 ) -> None:
     told = pools("gloo", 2).run(refused_alone, task, plan, changes)[0]
     assert re.search(words, told), told
+
+
+def refused_by_one(comm: Communicator, plan: str) -> str:
+    """Rank 1 has a reason that the others know nothing of."""
+
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        if comm.rank == 1:
+            raise UsageError("rank 1 will not")
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    with pytest.raises(UsageError) as caught:
+        parallelize(tasks.mlp.model, plan, loss=tasks.mlp.loss, optimizer=optimizer, example=tasks.mlp.batch(0))
+    comm.barrier()
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2,microbatches=2", "dp=2,zero=3"])
+def test_what_one_rank_refuses_all_refuse(pools: Callable[[str, int], RankPool], plan: str) -> None:
+    assert pools("gloo", 2).run(refused_by_one, plan) == ["rank 1 will not"] * 2
 
 
 class Remembering(nn.Module):

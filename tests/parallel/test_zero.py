@@ -17,7 +17,6 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.clip import clip_by_norm
-from unisono.parallel.fsdp import torch_fully_shard
 from unisono.parallel.layout import Layout, Split, lay, layout_of, local_of, whole_of
 from unisono.parallel.precision import accumulate_in_float32
 from unisono.parallel.share import shares
@@ -416,31 +415,6 @@ def test_recomputation(pools: Pools) -> None:
     pools("gloo", 2).run(recomputed, False)
     pools("gloo", 2).run(recomputed, True)
     pools("gloo", 2).run(recomputed_outside)
-
-
-def by_torch(comm: Communicator) -> None:
-    mesh = Mesh((comm.size, 1), ("dp", "tp"))
-    model, reference = even_model(torch.float64), even_model(torch.float64)
-    torch_fully_shard(model, mesh)
-    assert model[0].weight.to_local().shape == (WIDTH // comm.size, WIDTH)
-    optimizers = [torch.optim.Adam(m.parameters(), lr=0.01) for m in (model, reference)]
-    for step in range(2):
-        x = torch.randn(comm.size, 2, WIDTH, generator=torch.Generator().manual_seed(step), dtype=torch.float64)
-        model(x[comm.rank]).square().sum().backward()
-        reference(x).square().sum().backward()
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-    for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
-        replicas.same(parameter.full_tensor().detach(), expected.detach(), name)
-    with pytest.raises(UsageError, match="temperature is a single number"):
-        torch_fully_shard(replicas.net(), mesh)
-    with pytest.raises(UsageError, match="takes one axis of replicas"):
-        torch_fully_shard(reference, Mesh((1, comm.size), ("dp", "tp")))
-
-
-def test_fully_shard_sums(pools: Pools) -> None:
-    pools("gloo", 2).run(by_torch)
 
 
 def test_errors() -> None:

@@ -33,3 +33,39 @@ def test_rounding_and_faults(dtype: str, rounding: float) -> None:
     other_scale = compared(Plan(), record(), record(scale=2.0**15), dtype)
     assert not other_scale.equivalent
     assert "scale of the loss" in other_scale.worst[-1].name
+
+
+def with_a_cancelled_bias(gradient: float = 1e-17, value: float = 0.3, moment: float = 1e-18) -> Record:
+    """A record with a parameter whose true gradient is 0: what it got is rounding."""
+    made = record()
+    for tensors, number in (
+        (made.initial, 0.3),
+        (made.gradients[0], gradient),
+        (made.parameters, value),
+    ):
+        tensors["key.bias"] = torch.full((4,), number, dtype=torch.float64)
+    made.optimizer["key.bias:exp_avg"] = torch.full((4,), moment, dtype=torch.float64)
+    made.optimizer["key.bias:step"] = torch.tensor(3.0)
+    return made
+
+
+def test_a_gradient_of_rounding_hides_no_fault() -> None:
+    plain = with_a_cancelled_bias()
+    other_rounding = with_a_cancelled_bias(gradient=-3e-17, value=0.3 + 1e-12, moment=-3e-18)
+    assert compared(Plan(), plain, other_rounding, "float64").equivalent
+    for fault, kind in (
+        ({"gradient": 1e-13}, "gradients"),
+        ({"value": 0.3 + 1e-8}, "parameters"),
+        ({"moment": 1e-10}, "optimizer state"),
+    ):
+        verdict = compared(Plan(), plain, with_a_cancelled_bias(**fault), "float64")
+        assert not verdict.equivalent
+        worst = max(verdict.worst, key=lambda each: each.deviation)
+        assert (worst.kind, worst.name.startswith("key.bias")) == (kind, True)
+
+
+def test_a_small_gradient_is_no_rounding() -> None:
+    """1e-11 of the largest, ten times what passes for rounding: its parameter must agree to its own size."""
+    plain, planned = (with_a_cancelled_bias(gradient=3e-11, value=1e-4, moment=3e-12) for _ in range(2))
+    planned.parameters["key.bias"] += 1e-11
+    assert not compared(Plan(), plain, planned, "float64").equivalent

@@ -189,12 +189,15 @@ class Watch:
                 if first != str(self.rank):
                     return self._answered()
                 report = self._collect_report(dispute)
-                self._store.set("report", report)
-                self._linger()
             except RuntimeError:
                 states = {self.rank: self._state()}
                 report = hang.report(states, {0: "has exited, and with it the store through which ranks meet"})
-            self._publish(report)
+                self._publish(report)
+                return report
+            self._publish(report)  # before the others read it and leave: mpiexec kills all when one has left
+            with contextlib.suppress(RuntimeError):
+                self._store.set("report", report)
+                self._linger()
             return report
 
     def _collect_report(self, dispute: hang.Dispute | None) -> str:

@@ -33,10 +33,12 @@ def clean(module: fx.GraphModule, notes: Sequence[Note] = ()) -> tuple[fx.Graph,
                 raise UsageError(f"{node.target} at {line_of(node)} is not an op that a graph can hold")
             graph.erase_node(node)
     _make_functional(graph)
+    _write_out_running_statistics(graph)
     _drop_broadcasts(graph)
     marks = _take_marks(graph, notes)
+    afterwards = {node.meta["changed_to"] for node in graph.nodes if "changed_to" in node.meta}
     for node in reversed(list(graph.nodes)):
-        if node.op in ("call_function", "get_attr") and not node.users:
+        if node.op in ("call_function", "get_attr") and not node.users and node not in afterwards:
             graph.erase_node(node)
     graph.lint()
     return graph, [mark for mark in marks if _is_used(graph, mark)]
@@ -59,14 +61,17 @@ def _inline_regions(module: fx.GraphModule) -> None:
                 'give precision="bf16" to what trains it'
             )
         _inline_regions(body)
-        _inline(graph, node, body, node.args[given + 1 :], detach=name == "wrap_with_set_grad_enabled")
+        _inline(graph, node, body, node.args[given + 1 :], no_grad=settings[0] is False)
 
 
-def _inline(graph: fx.Graph, node: fx.Node, body: fx.GraphModule, args: Any, detach: bool) -> None:
+def _inline(graph: fx.Graph, node: fx.Node, body: fx.GraphModule, args: Any, no_grad: bool) -> None:
+    """Puts a region's ops in its place; those of no_grad say so in their meta, and their results are detached."""
     places = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), args, strict=True))
+    for inner in body.graph.nodes if no_grad else ():
+        inner.meta["no_grad"] = True
     with graph.inserting_before(node):
         results = graph.graph_copy(body.graph, places)
-        values = [_detached(graph, value) if detach else value for value in _as_list(results)]
+        values = [_detached(graph, value) if no_grad else value for value in _as_list(results)]
     for user in list(node.users):
         assert user.target is operator.getitem
         number = user.args[1]
@@ -130,7 +135,7 @@ def _uses(marker: fx.Node, notes: Sequence[Note]) -> Iterator[tuple[fx.Node, int
     """The ops that use a marked tensor, through markers of what they make of it but not through another wish."""
     for user in marker.users:
         if user.target is MARKER:
-            yield from _uses(user, notes) if notes[user.args[1]].lies else ()
+            yield from _uses(user, notes) if notes[int(user.args[1])].lies else ()  # type: ignore[arg-type]
             continue
         for number, given in enumerate(Call(user).tensors):
             if given is marker:
@@ -192,8 +197,10 @@ def _write_back(graph: fx.Graph, node: fx.Node, changed: Any, value: fx.Node, pl
     """Let later ops see, in what was changed and in what it is a view of, the new value."""
     _refuse_other_views(node, changed, place)
     _replace_later(changed, node, value, place)
-    if changed.op == "placeholder":
-        changed.meta["changed_to"] = value
+    given = changed if changed.op == "placeholder" else changed.meta.get("changes")
+    if given is not None:
+        given.meta["changed_to"] = value
+        value.meta["changes"] = given
         return
     if not _is_view(changed):
         return
@@ -208,6 +215,35 @@ def _write_back(graph: fx.Graph, node: fx.Node, changed: Any, value: fx.Node, pl
         whole = graph.call_function(scatter, (base, value, *changed.args[1:]), changed.kwargs)
     whole.meta = dict(base.meta)
     _write_back(graph, node, base, whole, place)
+
+
+def _write_out_running_statistics(graph: fx.Graph) -> None:
+    """batch_norm changes its running mean and variance on the side: here ops of their own do."""
+    aten = torch.ops.aten
+    for node in list(graph.nodes):
+        if node.target is not aten.batch_norm.default or not node.args[5] or node.args[3] is None:
+            continue
+        x, weight, bias, mean, variance, training, momentum, *more = node.args
+        node.args = (x, weight, bias, None, None, training, momentum, *more)
+        dims = [dim for dim in range(x.meta["val"].dim()) if dim != 1]
+        with graph.inserting_after(node):
+            seen = _made(graph, node, x, aten.detach.default, (x,))
+        for running, target, kwargs in (
+            (mean, aten.mean.dim, {}), (variance, aten.var.correction, {"correction": 1})
+        ):  # fmt: skip
+            with graph.inserting_before(seen.next):
+                now = _made(graph, node, running, target, (seen, dims), kwargs)
+                kept = _made(graph, node, running, aten.mul.Tensor, (running, 1 - momentum))
+                value = _made(graph, node, running, aten.add.Tensor, (kept, now), {"alpha": momentum})
+            running.meta["changed_to"] = value
+
+
+def _made(
+    graph: fx.Graph, beside: fx.Node, like: fx.Node, target: Any, args: Any, kwargs: dict[str, Any] | None = None
+) -> fx.Node:
+    made = graph.call_function(target, args, kwargs)
+    made.meta = dict(beside.meta) | {"val": like.meta["val"]}
+    return made
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -2,7 +2,7 @@
 
     weight = uni.shard_tensor(weight, mesh, [uni.Replicate(), uni.Shard(1)])    # a tensor
     uni.mark(model, "layers.0.mlp.up.weight", mesh, [uni.Replicate(), uni.Shard(0)])
-    matmul = uni.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))              # an op: pieces of each dim of each input
+    matmul = uni.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))              # an op: pieces a dim, input by input
     y = uni.shard_op(torch.matmul, mesh, inputs=[[...], None], outputs=[[...]])(x, weight)
     y = uni.reshard(y, mesh, [uni.Shard(0), uni.Replicate()])                   # from here on
 
@@ -122,7 +122,9 @@ _dropped: list[str] = []  # marked functions that were thrown away before anythi
 class Sharded:
     """A function whose tensors are marked. Called, it is the function."""
 
-    def __init__(self, function: Callable[..., Any], inputs: Sequence[Wish | None], outputs: Sequence[Wish | None]) -> None:
+    def __init__(
+        self, function: Callable[..., Any], inputs: Sequence[Wish | None], outputs: Sequence[Wish | None]
+    ) -> None:
         self.function = function
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
@@ -274,7 +276,9 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
         for attribute, value in vars(module).items():
             if isinstance(value, Sharded) and id(value) not in recording.called:
                 where = f"{name}.{attribute}".lstrip(".")
-                raise UsageError(f"{where} ({value!r}) was not called, so its marks would not count; call it, or remove it")
+                raise UsageError(
+                    f"{where} ({value!r}) was not called, so its marks would not count; call it, or remove it"
+                )
 
 
 @torch.library.custom_op("unisono::mark", mutates_args=())

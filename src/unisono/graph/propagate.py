@@ -1,15 +1,16 @@
 """Propagation: from some marks to an Assignment of everything.
 
-Axis by axis of the mesh. Marked nodes come first and keep what they are given. From those that an axis cuts, placements
-spread over the graph, to users and to producers, wave by wave: a node that a wave reaches takes the option that costs
-the least to talk with the neighbours that have theirs, and that the axes before this one leave divisible. When all have
-one, nodes are looked at again, with all neighbours known, until none gets cheaper: that settles conflicts between waves that
-met. Where no wave reaches, ranks do the same.
+Axis by axis of the mesh. Marked nodes come first and keep what they are given. From those that an axis cuts,
+placements spread over the graph, to users and to producers, wave by wave: a node that a wave reaches takes the option
+that costs the least to talk with the neighbours that have theirs, and that the axes before this one leave divisible.
+When all have one, nodes are looked at again, with all neighbours known, until none gets cheaper: that settles
+conflicts between waves that met. Where no wave reaches, ranks do the same.
 
-What counts of an edge is what its execution costs: bytes both ways and a constant a collective, once for users that want
-a tensor alike. Only the sum of a parameter's gradients over ranks that share the batch does not count, or small batches
-would be gathered to avoid it. Products that every rank does in full count for what they waste. Who uses a marked tensor
-takes it as it lies, if it can. fully_use_devices: a node prefers options that let every rank do a share of the work.
+What counts of an edge is what its execution costs: bytes both ways and a constant a collective, once for users that
+want a tensor alike. Only the sum of a parameter's gradients over ranks that share the batch does not count, or small
+batches would be gathered to avoid it. Products that every rank does in full count for what they waste. Who uses a
+marked tensor takes it as it lies, if it can. fully_use_devices: a node prefers options that let every rank do a share
+of the work.
 """
 
 from __future__ import annotations
@@ -198,7 +199,9 @@ class _Axis:
         allowed = allowed or self._allowed[name]
         if len(allowed) == 1:
             return allowed[0]
-        return min(allowed, key=lambda option: (self._weight(name, option), option.splits, self._crowding(name, option)))
+        return min(
+            allowed, key=lambda option: (self._weight(name, option), option.splits, self._crowding(name, option))
+        )
 
     def _takes_sums_that_are(self, name: str, option: Option) -> bool:
         """A sum in parts is passed on only by ops that move or add, and where all they take is so; else it is added

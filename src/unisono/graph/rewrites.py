@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from unisono.graph.cut_loss import cross_entropy, mean_loss, nll_loss
+from unisono.graph.cut_norm import batch_norm
 from unisono.graph.place import Place
 from unisono.graph.rules.reduce import reduced_dims
 from unisono.mesh import dropout as dropouts
@@ -60,6 +61,19 @@ def _mean(place: Place, tensor: torch.Tensor, *_: Any, **kwargs: Any) -> torch.T
     keepdim = bool(place.call.arguments.get("keepdim", False))
     dtype = place.call.arguments.get("dtype")
     return tensor.sum(dims, keepdim=keepdim, dtype=dtype) / count
+
+
+def _variance(place: Place, tensor: torch.Tensor, *_: Any, **kwargs: Any) -> torch.Tensor:
+    """The same on all ranks; gradients flow into each rank's own elements."""
+    call = place.call
+    dims = sorted(reduced_dims(call))
+    axes = place.axes_cutting(0, *dims)
+    count = torch.Size([call.shape()[dim] for dim in dims]).numel()
+    mean = place.talk(tensor.detach().sum(dims, keepdim=True), "sum", axes) / count
+    own = (tensor - mean).square().sum(dims, keepdim=bool(call.arguments.get("keepdim", False)))
+    total = own + (place.talk(own, "sum", axes) - own).detach()
+    correction = call.arguments.get("correction", float(call.arguments.get("unbiased", True)))
+    return total / max(count - (1.0 if correction is None else correction), 0.0)
 
 
 # ---- lookups -----------------------------------------------------------------------------------------------------
@@ -147,6 +161,8 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "broadcast_tensors": _broadcast_tensors,
     "factory": _factory,
     "mean": _mean,
+    "variance": _variance,
+    "batch_norm": batch_norm,
     "mean_loss": mean_loss,
     "embedding": _embedding,
     "grouped_mm": _grouped_mm,

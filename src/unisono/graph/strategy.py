@@ -89,7 +89,9 @@ def on_mesh(wish: Wish, placements: Placements, mesh: Mesh) -> Placements:
 
 def _by_pieces(mark: Mark, pieces: tuple[int, ...], shape: tuple[int, ...], mesh: Mesh) -> Iterator[Placements]:
     if len(pieces) != len(shape):
-        raise UsageError(f"{_name(mark)} has shape {shape}, but {mark.wish} has {len(pieces)} numbers; expected one a dim")
+        raise UsageError(
+            f"{_name(mark)} has shape {shape}, but {mark.wish} has {len(pieces)} numbers; expected one a dim"
+        )
     if mesh.size() % math.prod(pieces):
         raise UsageError(
             f"{_name(mark)}: {mark.wish} cuts into {math.prod(pieces)} pieces, which do not divide the {mesh.size()} "
@@ -119,9 +121,7 @@ def _shape(trace: Trace, mark: Mark) -> tuple[int, ...]:
     return trace.specs[name][number].shape
 
 
-def _has_options(
-    trace: Trace, mesh: Mesh, name: str, marks: Sequence[Mark], chosen: Sequence[Placements]
-) -> bool:
+def _has_options(trace: Trace, mesh: Mesh, name: str, marks: Sequence[Mark], chosen: Sequence[Placements]) -> bool:
     listed = options(trace.node(name))
     mine = [(mark, placements) for mark, placements in zip(marks, chosen, strict=True) if mark.node == name]
     return all(

@@ -30,6 +30,7 @@ from unisono.graph.op import Op, TensorSpec
 from unisono.graph.rules.call import Call, tensors_of
 from unisono.graph.rules.factory import draws
 from unisono.graph.source import failing_line, line_of, path_of
+from unisono.graph.unpack import Piece, unpack
 from unisono.graph.weigh import weigh
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -53,6 +54,7 @@ class Trace:
     tracked: frozenset[str] = frozenset()  # nodes whose tensors have gradients
     specs: dict[str, tuple[TensorSpec, ...]] = field(default_factory=dict)  # of every node
 
+    pieces: dict[str, Piece] = field(default_factory=dict)  # placeholders that stand for a part of their parameter
     marks: tuple[Mark, ...] = ()  # what the user says about how tensors lie
 
     @property
@@ -82,11 +84,13 @@ class Trace:
         return sum(op.saved for op in self.ops)
 
 
-def trace(model: nn.Module, example: tuple[Any, Any], loss: Loss | None = None) -> Trace:
+def trace(model: nn.Module, example: tuple[Any, Any], loss: Loss | None = None, *, unpacked: bool = False) -> Trace:
     """The graph of model(inputs), or of loss(model(inputs), targets), for an `example` of (inputs, targets).
 
     Inputs are a tensor, a tuple, or a dict of keyword arguments, as in uni.Task. Only shapes and dtypes of the example
     count. Sizes are fixed by it. UsageError where the model cannot be traced, with the line that is in the way.
+    unpacked: fused projections are taken apart (see `unpack`), so that each of their parts can be cut by itself; their
+    parameters then have a placeholder a part, and `pieces` says which part it is.
     """
     inputs, targets = _checked(example)
     step = _Step(model, loss)
@@ -94,7 +98,7 @@ def trace(model: nn.Module, example: tuple[Any, Any], loss: Loss | None = None) 
     with recording(model) as recorder, _without_data(model) as fake:
         given = fake((_arguments(inputs), targets if loss is not None else None))
         program = _exported(step, given)
-    return _read(program, model, given, recorder, wishes)
+    return _read(program, model, given, recorder, wishes, unpacked)
 
 
 def _checked(example: Any) -> tuple[Any, Any]:
@@ -187,6 +191,8 @@ def _exported(step: _Step, given: Any) -> torch.export.ExportedProgram:
         where, line = failing_line(error.__traceback__)
         reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
         at = f" at {where}: `{line}`" if where else ""
+        if "expert" in line:
+            reason += " (a Hugging Face mixture can be traced with experts_implementation='grouped_mm')"
         raise UsageError(
             f"the model cannot be traced{at}: {reason}. A graph holds the same ops for every batch, so a branch, a "
             "loop or a shape that depends on the values of tensors has no place in it. Plans that are applied to the "
@@ -195,7 +201,12 @@ def _exported(step: _Step, given: Any) -> torch.export.ExportedProgram:
 
 
 def _read(
-    program: torch.export.ExportedProgram, model: nn.Module, given: Any, recorder: Recorder, wishes: dict[str, Wish]
+    program: torch.export.ExportedProgram,
+    model: nn.Module,
+    given: Any,
+    recorder: Recorder,
+    wishes: dict[str, Wish],
+    unpacked: bool,
 ) -> Trace:
     names = _tied(model)
     held: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
@@ -213,10 +224,16 @@ def _read(
     user = list(held[InputKind.USER_INPUT])
     count = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(given[0]))
     trained = {node: model.get_parameter(name).requires_grad for node, name in parameters.items()}
+    pieces: dict[str, Piece] = {}
+    if unpacked:
+        parameters, pieces = unpack(graph, parameters)
+        trained = {node: model.get_parameter(name).requires_grad for node, name in parameters.items()}
     for node, name in (parameters | buffers).items():
         marks += [Mark(node, 0, wish) for alias, wish in wishes.items() if names.get(alias, alias) == name]
     split = (user[:count], user[count:])
-    return _assembled(program, graph, parameters, buffers, constants, split, trained, tuple(marks))
+    return replace(
+        _assembled(program, graph, parameters, buffers, constants, split, trained, tuple(marks)), pieces=pieces
+    )
 
 
 def _renamed(

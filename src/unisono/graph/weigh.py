@@ -82,7 +82,8 @@ class _Scale:
             kwargs = {**kwargs, "device": META}
         special = _SPECIAL.get(getattr(node.target, "_overloadpacket", None))
         try:
-            return (special or node.target)(*args, **kwargs)  # type: ignore[operator]
+            with torch.set_grad_enabled(not node.meta.get("no_grad", False)):
+                return (special or node.target)(*args, **kwargs)  # type: ignore[operator]
         except (NotImplementedError, RuntimeError, TypeError):
             return _of_that_kind(node, args, kwargs)
 
@@ -117,10 +118,10 @@ class _FusedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any) -> torch.Tensor:
-        # Kernels lay the result out as (..., queries, heads, width), so that heads are joined without a copy.
-        result = query.new_empty(*query.shape[:-1], value.shape[-1])
-        if query.dim() > 3:
-            result = result.transpose(-3, -2).contiguous().transpose(-3, -2)
+        # Kernels write heads side by side, so that joining them afterwards copies nothing.
+        *batch, heads, length, _ = query.shape if query.dim() > 3 else (1, *query.shape)
+        result = query.new_empty(*batch, length, heads, value.shape[-1]).transpose(-2, -3)
+        result = result if query.dim() > 3 else result[0]
         normalisers = query.new_empty(query.shape[:-1], dtype=torch.float32)
         ctx.save_for_backward(query, key, value, *(() if mask is None else (mask,)), result, normalisers)
         return result

@@ -15,6 +15,7 @@ from pathlib import Path
 from unisono.launch import environment
 
 EXCEPTION = "exception"  # the script raised
+USAGE = "usage"  # the script used something wrongly: a restart would meet the same
 HANG = "hang"  # the watch stopped the job; the text is its report
 PEER = "peer"  # stopped because another rank failed: never worth showing
 

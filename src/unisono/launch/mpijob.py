@@ -36,7 +36,7 @@ def run(job: Job, console: Console) -> Outcome:
     address = _check_hosts(job, console) if job.elsewhere else "127.0.0.1"
     for attempt in range(job.max_restarts + 1):
         outcome = _attempt(job, console, attempt, address)
-        if not outcome.told or attempt == job.max_restarts:
+        if not outcome.told or outcome.is_hopeless or attempt == job.max_restarts:
             break
         console.say(f"restart {attempt + 1} of {job.max_restarts}: {outcome.in_one_line}")
     return outcome

@@ -48,6 +48,11 @@ class RankFailure:
     def is_debris(self) -> bool:
         return self.kind == failure.PEER
 
+    @property
+    def may_come_of_a_loss(self) -> bool:
+        """Whether this is what ranks say when the host of others is gone."""
+        return self.kind in (failure.PEER, failure.HANG)
+
 
 def first(failures: Iterable[RankFailure]) -> RankFailure:
     return min(failures, key=lambda each: (_order(each), -each.age, each.rank))

@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.comm import world
+from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
@@ -28,6 +29,7 @@ from unisono.parallel.context import context_parallelize
 from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import expert_parallelize, needs_whole_batch
 from unisono.parallel.loss import GlobalLoss, Loss
+from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import require_stages, split
 from unisono.parallel.pipeline.tied import TiedGradients
@@ -78,19 +80,39 @@ def parallelize(
         require_shareable(whole, plan.tp, rules)
     if example is not None:
         require_fitting_loss(whole, loss, example)
+    if plan.pp > 1:
+        rehearse(whole, _order(plan), _example_inputs(plan, example))
     mesh = Mesh(plan.shape, AXES).connect()  # the first time that ranks communicate
     if isinstance(model, nn.Module):
         comm.broadcast_parameters(whole)
     random = RandomState(seed)
     random.name_modules(whole)
-    trainer = applied(whole, plan, mesh, random, loss, optimizer, example, rules, clip)
-    trainer.precision = precision
-    trainer.scaler = precision.scaler(mesh)
-    if trainer.scaler is not None and takes_closure(trainer.optimizer):
-        raise UsageError(
-            f"precision=fp16 with {type(trainer.optimizer).__name__}, which evaluates the model several times in a "
-            "step: one that overflows could not be taken back; use bf16 or fp32"
-        )
+
+    def under_plan() -> Trainer:
+        trainer = applied(whole, plan, mesh, random, loss, optimizer, example, rules, clip)
+        trainer.precision = precision
+        trainer.scaler = precision.scaler(mesh)
+        if trainer.scaler is not None and takes_closure(trainer.optimizer):
+            raise UsageError(
+                f"precision=fp16 with {type(trainer.optimizer).__name__}, which evaluates the model several times in a "
+                "step: one that overflows could not be taken back; use bf16 or fp32"
+            )
+        return trainer
+
+    return _agreed(comm, under_plan)
+
+
+def _agreed(comm: Communicator, act: Callable[[], Trainer]) -> Trainer:
+    """What it gives, unless some rank refuses: then all do, for that reason, and none waits for one that is gone."""
+    trainer, refusal = None, None
+    try:
+        trainer = act()
+    except UsageError as error:
+        refusal = str(error)
+    told = next((words for words in comm.all_gather_object(refusal) if words is not None), None)
+    if told is not None:
+        raise UsageError(told)
+    assert trainer is not None
     return trainer
 
 
@@ -156,7 +178,7 @@ def applied(
     if plan.pp > 1:
         order = _order(plan)
         with random:
-            inputs = _example_inputs(plan, mesh, example)
+            inputs = _example_inputs(plan, example, mesh.index(*DATA))
             cut = split(model, order, mesh.index("pp"), example=inputs, boundaries=plan.boundaries or None)
         random.step = 0
     fill(model)
@@ -190,15 +212,14 @@ def _order(plan: Plan) -> Schedule:
     return schedule(plan.schedule, plan.pp, plan.microbatches, plan.chunks if plan.chunks > 1 else None)
 
 
-def _example_inputs(plan: Plan, mesh: Mesh, example: tuple[Any, Any] | None) -> Any:
-    """The inputs of this rank's first microbatch of the example."""
+def _example_inputs(plan: Plan, example: tuple[Any, Any] | None, index: int = 0) -> Any:
+    """The inputs of a data rank's first microbatch of the example."""
     if example is None:
         raise UsageError("a pipeline needs an example batch to find its stages; pass example=(inputs, targets)")
-    parts = mesh.size(*DATA) * plan.microbatches
+    parts = plan.dp * plan.microbatches
     if rows_of(example) < parts:
         raise UsageError(
-            f"the example has {rows_of(example)} samples for {mesh.size(*DATA)} data ranks x {plan.microbatches} "
+            f"the example has {rows_of(example)} samples for {plan.dp} data ranks x {plan.microbatches} "
             f"microbatches; expected at least {parts}"
         )
-    mine = share(example, mesh.index(*DATA), mesh.size(*DATA))
-    return shares(mine.batch, plan.microbatches)[0].batch[0]
+    return shares(share(example, index, plan.dp).batch, plan.microbatches)[0].batch[0]

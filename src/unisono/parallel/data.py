@@ -18,8 +18,9 @@ from torch.nn.parallel import DistributedDataParallel
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
+from unisono.parallel.bucket import Bucket, bucket_bytes_for, buckets_of, summed_axes
 from unisono.parallel.layout import layout_of
-from unisono.parallel.reducer import Bucket, Reducer, bucket_bytes_for, buckets_of, summed_axes
+from unisono.parallel.reducer import Reducer
 from unisono.plan.plan import REPLICAS
 
 
@@ -43,28 +44,19 @@ class DataParallel(Reducer[Bucket]):
     loss(...).backward()
     replicas.finish()                # now every parameter's .grad is that of the global batch
 
-    Gradients of the step before must be gone (zero_grad) when a step's first backward begins.
+    Gradients of the step before must be gone (zero_grad) when a step's first backward begins: it writes over them.
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, bucket_bytes: int | None = None) -> None:
         super().__init__(buckets_of(list(model.named_parameters()), mesh, bucket_bytes or bucket_bytes_for(model)))
 
     def _leave(self, bucket: Bucket) -> Handle:
-        pieces = [
-            torch.zeros(parameter.numel(), dtype=bucket.dtype, device=parameter.device)
-            if parameter.grad is None
-            else parameter.grad.reshape(-1)
-            for parameter in bucket.parameters
-        ]
-        flat = torch.cat(pieces)
-        for parameter in bucket.parameters:
-            parameter.grad = None
-        return bucket.comm.all_reduce(flat, async_op=True)
+        return bucket.comm.all_reduce(bucket.message(), async_op=True)
 
     def _settle(self, bucket: Bucket, total: torch.Tensor) -> None:
-        pieces = total.split([parameter.numel() for parameter in bucket.parameters])
-        for parameter, piece in zip(bucket.parameters, pieces, strict=True):
-            parameter.grad = piece.view(parameter.shape)
+        for parameter, places in zip(bucket.parameters, bucket.places(total), strict=True):
+            parameter.grad = places[0]
+        bucket.spare.put(total)  # the next step's gradients come when these are gone
 
 
 def torch_data_parallel(model: nn.Module, mesh: Mesh, **options: Any) -> DistributedDataParallel:

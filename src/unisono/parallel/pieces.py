@@ -16,8 +16,8 @@ from torch import nn
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
+from unisono.parallel.bucket import Bucket, Spare
 from unisono.parallel.layout import Axes, Layout, Split, layout_of
-from unisono.parallel.reducer import Bucket
 
 Held = tuple[range, ...]  # the rows of each rank
 
@@ -91,26 +91,25 @@ class PieceBucket(Bucket):
     ) -> None:
         super().__init__(names, parameters, comm)
         self.pieces = list(pieces)
+        self.sent: torch.Tensor | None = None  # the message that is on its way
         self.chunk = max(sum(piece.size(rank) for piece in pieces) for rank in range(comm.size))
 
-    def reduce_scatter(self, gradients: Sequence[torch.Tensor | None]) -> Handle:
-        """Sum whole gradients over the ranks; the handle gives this rank's chunk. A missing one counts as zeros."""
-        device = self.parameters[0].device
-        message = torch.empty(self.comm.size * self.chunk, dtype=self.dtype, device=device)
-        targets, sources = [], []
+    @property
+    def size(self) -> int:
+        return self.comm.size * self.chunk
+
+    def places(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Where each rank's rows of each parameter lie in a message; the padding becomes zeros."""
+        by_rank = []
         for rank in range(self.comm.size):
             message[rank * self.chunk + self._used(rank) : (rank + 1) * self.chunk].zero_()
-            for piece, place, gradient in zip(self.pieces, self._places(message, rank), gradients, strict=True):
-                if gradient is None:
-                    place.zero_()
-                else:
-                    targets.append(place)
-                    sources.append(piece.of(gradient, rank))
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        return self.comm.reduce_scatter(message, async_op=True)
+            by_rank.append(self._rows(message, rank))
+        return [list(places) for places in zip(*by_rank, strict=True)]
 
-    def all_gather(self, locals_: Sequence[torch.Tensor], dtype: torch.dtype) -> Handle:
+    def parts(self, index: int, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+        return [self.pieces[index].of(gradient, rank) for rank in range(self.comm.size)]
+
+    def all_gather(self, locals_: Sequence[torch.Tensor], dtype: torch.dtype, spare: Spare | None = None) -> Handle:
         """Give every rank this rank's rows of every parameter; the handle gives the message."""
         device = self.parameters[0].device
         chunk = torch.empty(self.chunk, dtype=dtype, device=device)
@@ -118,14 +117,17 @@ class PieceBucket(Bucket):
         chunk[used:].zero_()
         places = chunk[:used].split([local.numel() for local in locals_])
         torch._foreach_copy_(list(places), [local.reshape(-1) for local in locals_])
-        return self.comm.all_gather_into(chunk.new_empty(self.comm.size * self.chunk), chunk, async_op=True)
+        message = (spare or Spare()).take(self.size, dtype, device)
+        return self.comm.all_gather_into(message, chunk, async_op=True)
 
     @torch.no_grad()
-    def unpack(self, message: torch.Tensor, wholes: Sequence[torch.Tensor]) -> None:
-        """Put what `all_gather` brought into whole tensors."""
+    def unpack(self, message: torch.Tensor, wholes: Sequence[torch.Tensor], has_own: bool = False) -> None:
+        """Put what `all_gather` brought into whole tensors; with `has_own`, which have this rank's rows already."""
         targets, sources = [], []
         for rank in range(self.comm.size):
-            for piece, place, whole in zip(self.pieces, self._places(message, rank), wholes, strict=True):
+            if has_own and rank == self.comm.rank:
+                continue
+            for piece, place, whole in zip(self.pieces, self._rows(message, rank), wholes, strict=True):
                 targets.append(piece.of(whole, rank))
                 sources.append(place)
         torch._foreach_copy_(targets, sources)
@@ -140,7 +142,7 @@ class PieceBucket(Bucket):
         """How much of a rank's chunk is rows; the rest is padding."""
         return sum(piece.size(rank) for piece in self.pieces)
 
-    def _places(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
+    def _rows(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Where the rows of a rank lie in a message, shaped as rows."""
         first = rank * self.chunk
         places = []

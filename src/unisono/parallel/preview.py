@@ -8,15 +8,14 @@ samples, and only then is the job refused.
 from __future__ import annotations
 
 import contextlib
-import copy
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
 
 from unisono.errors import UsageError
 from unisono.parallel.expert import collect_aux
+from unisono.parallel.hollow import hollow, hollow_copy
 from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.survey import left_as_it_was
@@ -33,8 +32,8 @@ def require_fitting_loss(model: nn.Module, loss: Loss, example: tuple[Any, Any])
     with torch.no_grad():
         try:
             with torch.device("meta"):
-                inputs, targets = tree_map(_hollow, tuple(example))
-                outputs = call(_hollow_copy(model), inputs)
+                inputs, targets = hollow(tuple(example))
+                outputs = call(hollow_copy(model), inputs)
         except Exception:
             return  # a model that needs values: its first step will tell
         with contextlib.suppress(Exception), torch.device("meta"):
@@ -49,15 +48,3 @@ def require_fitting_loss(model: nn.Module, loss: Loss, example: tuple[Any, Any])
         finally:
             collect_aux(model)  # nobody else will
         asked(outputs, samples[1])
-
-
-def _hollow_copy(model: nn.Module) -> nn.Module:
-    """A copy, so that what a model keeps of a run (tables, masks) is kept elsewhere."""
-    held = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(tensor): _hollow(tensor) for tensor in held})
-
-
-def _hollow(leaf: Any) -> Any:
-    if isinstance(leaf, nn.Parameter):
-        return nn.Parameter(leaf.detach().to("meta"), requires_grad=leaf.requires_grad)
-    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf

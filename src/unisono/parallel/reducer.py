@@ -11,8 +11,8 @@ program, not of the data: once for every backward outside `hold`, or once at `fi
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, TypeVar
+from collections.abc import Iterator, Sequence
+from typing import Generic, TypeVar
 
 import torch
 from torch import nn
@@ -20,87 +20,7 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
-from unisono.mesh.mesh import Mesh
-from unisono.parallel.layout import Axes, layout_of
-
-BUCKET_BYTES = 25 * 2**20
-LEAST_BUCKET_BYTES = 2**20
-BUCKETS = 8  # of a model that is too small to fill large ones: so many leave, one after the other, in the backward
-
-
-def summed_axes(parameter: torch.Tensor, mesh: Mesh) -> Axes:
-    """The axes along which ranks hold parts of this parameter's gradient: those of its layout that have several."""
-    return tuple(axis for axis in layout_of(parameter).summed if axis in mesh.names and mesh.size(axis) > 1)
-
-
-def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
-    return getattr(parameter, "grad_dtype", None) or parameter.dtype
-
-
-def bucket_bytes_for(model: nn.Module) -> int:
-    """How much travels in one message: the most that pays, but so that messages leave before the backward is over.
-
-    Unless the model is on a CPU: there messages take the time of the cores that compute, and few of them cost least.
-    """
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    if all(parameter.is_cpu for parameter in parameters):
-        return BUCKET_BYTES
-    size = sum(parameter.numel() * gradient_dtype(parameter).itemsize for parameter in parameters)
-    return min(max(size // BUCKETS, LEAST_BUCKET_BYTES), BUCKET_BYTES)
-
-
-class Bucket:
-    """Parameters of one dtype, device and group of ranks, whose gradients travel together."""
-
-    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], comm: Communicator) -> None:
-        self.names = list(names)
-        self.parameters = list(parameters)
-        self.comm = comm
-        self.missing = len(self.parameters)  # gradients of this round that are not there yet
-        self.handle: Handle | None = None
-        self.total: torch.Tensor | None = None  # what has arrived since the last finish
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return gradient_dtype(self.parameters[0])
-
-
-def buckets_of(
-    named: Iterable[tuple[str, nn.Parameter]],
-    mesh: Mesh,
-    most_bytes: int,
-    make: Callable[[Sequence[str], Sequence[nn.Parameter], Communicator], Any] = Bucket,
-) -> list[Any]:
-    """Deal parameters that need summing into buckets, last ones first: about the order in which backward gets them."""
-    kinds: dict[tuple[Axes, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
-    for name, parameter in named:
-        axes = summed_axes(parameter, mesh)
-        if axes and parameter.requires_grad:
-            kinds.setdefault((axes, gradient_dtype(parameter), parameter.device), []).append((name, parameter))
-    made: list[tuple[int, Any]] = []
-    places = {id(parameter): place for place, (_, parameter) in enumerate(named)}
-    for axes in sorted({axes for axes, _, _ in kinds}):
-        mesh.comm(*axes)  # groups are made in the same order on every rank
-    for (axes, _, _), members in kinds.items():
-        for group in _filled(reversed(members), most_bytes):
-            names, parameters = zip(*group, strict=True)
-            made.append((places[id(parameters[0])], make(names, parameters, mesh.comm(*axes))))
-    return [bucket for _, bucket in sorted(made, key=lambda entry: -entry[0])]
-
-
-def _filled(members: Iterable[tuple[str, nn.Parameter]], most_bytes: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
-    group: list[tuple[str, nn.Parameter]] = []
-    size = 0
-    for name, parameter in members:
-        grown = size + parameter.numel() * gradient_dtype(parameter).itemsize
-        if group and grown > most_bytes:
-            yield group
-            group, grown = [], grown - size
-        group.append((name, parameter))
-        size = grown
-    if group:
-        yield group
-
+from unisono.parallel.bucket import Bucket
 
 AnyBucket = TypeVar("AnyBucket", bound=Bucket)
 
@@ -186,9 +106,12 @@ class Reducer(Generic[AnyBucket]):
         bucket.missing -= 1
         if bucket.missing < 0:
             raise UsageError(
-                f"{bucket.names[bucket.parameters.index(parameter)]} got a second gradient in one backward, after the "  # type: ignore[arg-type]
-                "first had been sent to other ranks; run backward in hold() and reduce at the end"
+                f"{bucket.name_of(parameter)} got a second gradient in one backward, after the first had been sent to "
+                "other ranks; run backward in hold() and reduce at the end"
             )
+        self._require_dense(bucket, parameter)
+        self._seen.add(id(parameter))
+        bucket.pack(parameter)
         while self._next < len(self.buckets) and self.buckets[self._next].missing == 0:
             self._send_next()
 
@@ -212,12 +135,15 @@ class Reducer(Generic[AnyBucket]):
 
     def _send(self, bucket: AnyBucket) -> None:
         self._land(bucket)
-        for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
-            if parameter.grad is not None and parameter.grad.layout != torch.strided:
-                raise UsageError(f"{name} has a sparse gradient; use nn.Embedding(sparse=False)")
+        for parameter in bucket.parameters:
             if parameter.grad is not None:
+                self._require_dense(bucket, parameter)
                 self._seen.add(id(parameter))
         bucket.handle = self._leave(bucket)
+
+    def _require_dense(self, bucket: AnyBucket, parameter: torch.Tensor) -> None:
+        if parameter.grad is not None and parameter.grad.layout != torch.strided:
+            raise UsageError(f"{bucket.name_of(parameter)} has a sparse gradient; use nn.Embedding(sparse=False)")
 
     def _land(self, bucket: AnyBucket) -> None:
         if bucket.handle is not None:

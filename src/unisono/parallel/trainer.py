@@ -25,6 +25,7 @@ from unisono.parallel.clip import clip_by_norm
 from unisono.parallel.context import Context
 from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import collect_aux
+from unisono.parallel.fused import fused
 from unisono.parallel.logits import Proof, in_pieces
 from unisono.parallel.loss import GlobalLoss
 from unisono.parallel.outputs import joined, with_whole_sequences
@@ -131,7 +132,8 @@ class Trainer:
         """Clip and let the optimizer step; where gradients overflowed on any rank, no rank does."""
         if self.scaler is None or self.scaler.is_finite:
             self._clip()
-            self.optimizer.step()
+            with fused(self.optimizer):
+                self.optimizer.step()
         else:
             self.skipped += 1
         if self.scaler is not None:

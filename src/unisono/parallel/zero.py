@@ -32,11 +32,12 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
+from unisono.parallel.bucket import BUCKET_BYTES, Spare, buckets_of, summed_axes
 from unisono.parallel.layout import lay, layout_of
 from unisono.parallel.pieces import Piece, PieceBucket, dealt_by_row, dealt_whole
 from unisono.parallel.precision import HALVES
 from unisono.parallel.reach import Reach, require_whole
-from unisono.parallel.reducer import BUCKET_BYTES, Reducer, buckets_of, summed_axes
+from unisono.parallel.reducer import Reducer
 from unisono.parallel.units import Units
 
 
@@ -77,6 +78,7 @@ class Zero(Reducer[PieceBucket]):
         reach = require_whole(self.optimizer, optimizer, model, is_spread=True)
         self._is_elementwise = reach is Reach.ELEMENT
         self._loads: dict[int, list[int]] = {}
+        self._spare = Spare()  # one for all buckets: what ZeRO saves is not to be spent on messages
         self.pieces: dict[str, Piece] = {}
         self._offload = offload
         self._tied = frozenset(tied)
@@ -130,7 +132,9 @@ class Zero(Reducer[PieceBucket]):
             held = deal(parameter.shape, [0] * comm.size if name in self._tied else load)
             pieces.append(Piece(name, parameter, held, summed_axes(parameter, self.mesh), comm.rank))
         self.pieces.update({piece.name: piece for piece in pieces})
-        return PieceBucket(names, parameters, comm, pieces)
+        bucket = PieceBucket(names, parameters, comm, pieces)
+        bucket.spare = self._spare
+        return bucket
 
     def _take(self, piece: Piece) -> None:
         """Make what the optimizer will see of a parameter."""
@@ -199,10 +203,14 @@ class Zero(Reducer[PieceBucket]):
             super()._complete()
 
     def _leave(self, bucket: PieceBucket) -> Handle:
-        handle = bucket.reduce_scatter([parameter.grad for parameter in bucket.parameters])
-        for parameter in bucket.parameters:
-            parameter.grad = None
-        return handle
+        bucket.sent = bucket.message()
+        return bucket.comm.reduce_scatter(bucket.sent, async_op=True)
+
+    def _land(self, bucket: PieceBucket) -> None:
+        super()._land(bucket)
+        if bucket.sent is not None:
+            self._spare.put(bucket.sent)
+            bucket.sent = None
 
     def _settle(self, bucket: PieceBucket, total: torch.Tensor) -> None:
         for piece, gradient in zip(bucket.pieces, bucket.mine_in(total), strict=True):
@@ -234,11 +242,14 @@ class Zero(Reducer[PieceBucket]):
             self._units.refresh(self.pieces.values())
             return
         handles = [
-            bucket.all_gather([piece.optimized.detach() for piece in bucket.pieces], bucket.parameters[0].dtype)
+            bucket.all_gather([p.optimized.detach() for p in bucket.pieces], bucket.parameters[0].dtype, self._spare)
             for bucket in self.buckets
         ]
         for bucket, handle in zip(self.buckets, handles, strict=True):
-            bucket.unpack(handle.wait(), [parameter.data for parameter in bucket.parameters])
+            message = handle.wait()
+            is_view = not self._needs_copy(bucket.parameters[0])  # then the optimizer has written this rank's rows
+            bucket.unpack(message, [parameter.data for parameter in bucket.parameters], has_own=is_view)
+            self._spare.put(message)
 
     def optimized(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What the optimizer sees, by name: pieces, and parameters that have no replicas. Layouts tell how they lie."""

@@ -74,10 +74,18 @@ class Hardware:
             known = ", ".join(sorted(each.stem for each in _MACHINES.glob("*.toml")))
             raise UsageError(f"hardware: there is no file {path}; give a TOML file, or one of: {known}")
         try:
-            table = tomllib.loads(file.read_text())
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            return cls.parse(file.read_text(), str(file))
+        except UnicodeDecodeError as error:
             raise UsageError(f"hardware {file}: not TOML: {error}") from None
-        return _Reader(str(file)).hardware(table)
+
+    @classmethod
+    def parse(cls, text: str, source: str) -> Hardware:
+        """The hardware that the text of such a file tells of; `source` is what complaints call it."""
+        try:
+            table = tomllib.loads(text)
+        except tomllib.TOMLDecodeError as error:
+            raise UsageError(f"hardware {source}: not TOML: {error}") from None
+        return _Reader(source).hardware(table)
 
     def peak(self, dtype: str) -> float:
         if dtype in self.flops:

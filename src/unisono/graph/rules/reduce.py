@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch.distributed.tensor import Shard
 
-from unisono.graph.option import SUM, Option
+from unisono.graph.option import REPLICATE, SUM, Option
 from unisono.graph.rules.call import Call
 from unisono.graph.rules.registry import rule
 
@@ -44,6 +44,14 @@ def total(call: Call) -> Iterator[Option]:
     yield Option((SUM,), (SUM,))
 
 
+@rule("aten.var.correction", "aten.var.dim", "aten.var.default")
+def variance(call: Call) -> Iterator[Option]:
+    """Along what is reduced, ranks find the mean together and then add up what parts from it."""
+    yield from cut_along_kept(call)
+    for dim in sorted(reduced_dims(call)):
+        yield Option((Shard(dim),), (REPLICATE,), "variance")
+
+
 @rule("aten.mean")
 def mean(call: Call) -> Iterator[Option]:
     yield from cut_along_kept(call)
@@ -53,7 +61,7 @@ def mean(call: Call) -> Iterator[Option]:
 
 
 @rule(
-    "aten.amax", "aten.amin", "aten.max.dim", "aten.min.dim", "aten.argmax", "aten.argmin", "aten.var", "aten.std",
+    "aten.amax", "aten.amin", "aten.max.dim", "aten.min.dim", "aten.argmax", "aten.argmin", "aten.std",
     "aten.var_mean", "aten.std_mean", "aten.prod.dim_int", "aten.any.dim", "aten.all.dim", "aten.any.dims",
     "aten.logsumexp", "aten.median.dim", "aten.linalg_vector_norm", "aten.norm.ScalarOpt_dim", "aten.count_nonzero",
     "aten.any.default", "aten.all.default", "aten.max.default", "aten.min.default",

@@ -125,7 +125,7 @@ def broadcast_tensors(call: Call) -> Iterator[Option]:
         yield Option(given, (Shard(dim),) * len(call.results), "broadcast_tensors")
 
 
-@rule("aten.slice.Tensor", "aten.narrow", "aten.flip", "aten.roll", "aten.unfold", "aten.constant_pad_nd")
+@rule("aten.slice.Tensor", "aten.narrow", "aten.flip", "aten.roll", "aten.unfold")
 def along_a_dim(call: Call) -> Iterator[Option]:
     """Whole along the dims where the result is not the input, element by element."""
     touched = _touched(call)
@@ -138,10 +138,20 @@ def _touched(call: Call) -> set[int]:
     before, after = call.shape(), call.result
     changed = {dim for dim, size in enumerate(before) if after[dim] != size}
     name = "dims" if "dims" in call.arguments else "dim" if "dim" in call.arguments else ""
-    if str(call.node.target).startswith(("aten.slice", "aten.constant_pad")) or not name:
-        return changed  # a slice of everything touches nothing; padding is linear where it adds nothing
+    if str(call.node.target).startswith("aten.slice") or not name:
+        return changed  # a slice of everything touches nothing
     dims = call[name] if isinstance(call[name], list | tuple) else [call[name]]
     return changed | {dim % len(before) for dim in dims}
+
+
+@rule("aten.pad", "aten.constant_pad_nd")
+def pad(call: Call) -> Iterator[Option]:
+    """Along dims that are not padded; linear only where zeros, or copies of the elements, are put on."""
+    ndim = len(call.shape())
+    padded = {ndim - 1 - i // 2 for i, count in enumerate(call["pad"]) if count}
+    for option in moved((dim, dim) for dim in range(ndim) if dim not in padded):
+        if option.outputs[0] != SUM or not call["value"]:
+            yield option
 
 
 @rule("aten.diff")

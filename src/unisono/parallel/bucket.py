@@ -1,0 +1,173 @@
+"""Buckets: gradients that become ready about the same time, and travel in one message."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.comm.communicator import Communicator
+from unisono.comm.handle import Handle
+from unisono.mesh.mesh import Mesh
+from unisono.parallel.layout import Axes, layout_of
+
+BUCKET_BYTES = 25 * 2**20
+LEAST_BUCKET_BYTES = 2**20
+BUCKETS = 8  # of a model that is too small to fill large ones: so many leave, one after the other, in the backward
+
+
+def summed_axes(parameter: torch.Tensor, mesh: Mesh) -> Axes:
+    """The axes along which ranks hold parts of this parameter's gradient: those of its layout that have several."""
+    return tuple(axis for axis in layout_of(parameter).summed if axis in mesh.names and mesh.size(axis) > 1)
+
+
+def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
+    return getattr(parameter, "grad_dtype", None) or parameter.dtype
+
+
+def bucket_bytes_for(model: nn.Module) -> int:
+    """How much travels in one message: the most that pays, but so that messages leave before the backward is over.
+
+    Unless the model is on a CPU: there messages take the time of the cores that compute, and few of them cost least.
+    """
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    if all(parameter.is_cpu for parameter in parameters):
+        return BUCKET_BYTES
+    size = sum(parameter.numel() * gradient_dtype(parameter).itemsize for parameter in parameters)
+    return min(max(size // BUCKETS, LEAST_BUCKET_BYTES), BUCKET_BYTES)
+
+
+class Spare:
+    """Memory of a message that has arrived, for one that is to leave: new memory takes time to come by."""
+
+    def __init__(self) -> None:
+        self._held: torch.Tensor | None = None
+
+    def take(self, size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        held = self._held
+        if held is None or held.numel() < size or held.dtype != dtype or held.device != device:
+            return torch.empty(size, dtype=dtype, device=device)
+        self._held = None
+        return held[:size]
+
+    def put(self, message: torch.Tensor) -> None:
+        """Who puts it here has no more use for it."""
+        if self._held is None or self._held.numel() < message.numel():
+            self._held = message
+
+
+class Bucket:
+    """Parameters of one dtype, device and group of ranks, whose gradients travel together, in one message."""
+
+    def __init__(self, names: Sequence[str], parameters: Sequence[nn.Parameter], comm: Communicator) -> None:
+        self.names = list(names)
+        self.parameters = list(parameters)
+        self.comm = comm
+        self.missing = len(self.parameters)  # gradients of this round that are not there yet
+        self.handle: Handle | None = None
+        self.total: torch.Tensor | None = None  # what has arrived since the last finish
+        self.spare = Spare()
+        self._index = {id(parameter): index for index, parameter in enumerate(self.parameters)}
+        self._message: torch.Tensor | None = None  # that is being filled
+        self._places: list[list[torch.Tensor]] = []  # in it, of each parameter
+        self._packed: set[int] = set()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return gradient_dtype(self.parameters[0])
+
+    def name_of(self, parameter: torch.Tensor) -> str:
+        return self.names[self._index[id(parameter)]]
+
+    @property
+    def size(self) -> int:
+        """Elements of the message."""
+        return sum(parameter.numel() for parameter in self.parameters)
+
+    def places(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Where the gradient of each parameter lies in a message, as views, one for each of its `parts`."""
+        pieces = message.split([parameter.numel() for parameter in self.parameters])
+        return [[piece.view(p.shape)] for p, piece in zip(self.parameters, pieces, strict=True)]
+
+    def parts(self, index: int, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+        """A parameter's gradient, as it is cut in a message."""
+        return (gradient,)
+
+    def pack(self, parameter: torch.Tensor) -> None:
+        """Take the gradient off a parameter as soon as it is there: its memory serves for the next one."""
+        index = self._index[id(parameter)]
+        gradient = parameter.grad
+        assert gradient is not None
+        self._open()
+        for place, part in zip(self._places[index], self.parts(index, gradient), strict=True):
+            place.copy_(part)
+        parameter.grad = None
+        self._packed.add(index)
+
+    def message(self) -> torch.Tensor:
+        """The full message, to be sent. What is still on parameters is taken off them; what is missing is zeros."""
+        self._open()
+        targets: list[torch.Tensor] = []
+        sources: list[torch.Tensor] = []
+        for index, parameter in enumerate(self.parameters):
+            if index in self._packed:
+                continue
+            if parameter.grad is None:
+                for place in self._places[index]:
+                    place.zero_()
+            else:
+                targets += self._places[index]
+                sources += self.parts(index, parameter.grad)
+        if targets:
+            torch._foreach_copy_(targets, sources)
+        for parameter in self.parameters:
+            parameter.grad = None
+        assert self._message is not None
+        message, self._message = self._message, None
+        self._places = []
+        self._packed.clear()
+        return message
+
+    def _open(self) -> None:
+        if self._message is None:
+            self._message = self.spare.take(self.size, self.dtype, self.parameters[0].device)
+            self._places = self.places(self._message)
+
+
+def buckets_of(
+    named: Iterable[tuple[str, nn.Parameter]],
+    mesh: Mesh,
+    most_bytes: int,
+    make: Callable[[Sequence[str], Sequence[nn.Parameter], Communicator], Any] = Bucket,
+) -> list[Any]:
+    """Deal parameters that need summing into buckets, last ones first: about the order in which backward gets them."""
+    kinds: dict[tuple[Axes, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        axes = summed_axes(parameter, mesh)
+        if axes and parameter.requires_grad:
+            kinds.setdefault((axes, gradient_dtype(parameter), parameter.device), []).append((name, parameter))
+    made: list[tuple[int, Any]] = []
+    places = {id(parameter): place for place, (_, parameter) in enumerate(named)}
+    for axes in sorted({axes for axes, _, _ in kinds}):
+        mesh.comm(*axes)  # groups are made in the same order on every rank
+    for (axes, _, _), members in kinds.items():
+        for group in _filled(reversed(members), most_bytes):
+            names, parameters = zip(*group, strict=True)
+            made.append((places[id(parameters[0])], make(names, parameters, mesh.comm(*axes))))
+    return [bucket for _, bucket in sorted(made, key=lambda entry: -entry[0])]
+
+
+def _filled(members: Iterable[tuple[str, nn.Parameter]], most_bytes: int) -> Iterator[list[tuple[str, nn.Parameter]]]:
+    group: list[tuple[str, nn.Parameter]] = []
+    size = 0
+    for name, parameter in members:
+        grown = size + parameter.numel() * gradient_dtype(parameter).itemsize
+        if group and grown > most_bytes:
+            yield group
+            group, grown = [], grown - size
+        group.append((name, parameter))
+        size = grown
+    if group:
+        yield group

@@ -1,0 +1,27 @@
+"""Hollow tensors and models: on torch's "meta" device, with shapes and no numbers; they take no memory and no time."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+
+def hollow(tree: Any) -> Any:
+    """The same, with hollow tensors in the place of its tensors."""
+    return tree_map(_hollow, tree)
+
+
+def hollow_copy(model: nn.Module) -> nn.Module:
+    """A copy, so that what a model keeps of a run (tables, masks) is kept elsewhere."""
+    held = (*model.parameters(), *model.buffers())
+    return copy.deepcopy(model, {id(tensor): _hollow(tensor) for tensor in held})
+
+
+def _hollow(leaf: Any) -> Any:
+    if isinstance(leaf, nn.Parameter):
+        return nn.Parameter(leaf.detach().to("meta"), requires_grad=leaf.requires_grad)
+    return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf
