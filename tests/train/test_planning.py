@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 
 import pytest
+import torch
 
 from tests.equivalence import tasks
 from tests.ranks import RankPool
@@ -14,8 +15,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import Plan
-from unisono.train import auto
-from unisono.train.auto import Choice
+from unisono.train.auto import Choice, Job, foresee
 from unisono.train.dry_run import dry_run, run_here
 from unisono.train.planning import Planner, choose
 
@@ -81,4 +81,5 @@ def test_auto_finds_one_plan_on_all_ranks(pools: Callable[[str, int], RankPool])
 
 def _chosen(comm: Communicator) -> Choice:
     task = tasks.gpt
-    return auto.choose(task.model, task.loss, task.optimizer, task.batch(0), comm, task.rules)
+    job = Job(task.model, task.loss, task.optimizer, task.batch(0), task.rules)
+    return foresee(job, comm, torch.device("cpu"))
