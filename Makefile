@@ -4,6 +4,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
+# Tests run side by side, in a worker for each core, up to four.
+WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? cores : 4)))
+
 .PHONY: setup demo test lint types imports unit clean
 
 setup: $(STAMP)
@@ -35,7 +38,7 @@ imports: setup
 	$(BIN)/python tools/imports.py
 
 unit: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n $(WORKERS)
 
 clean:
 	rm -rf $(VENV) build .ruff_cache .mypy_cache .pytest_cache

@@ -108,3 +108,43 @@ def tiny() -> uni.Task:
         batch=_sentence,
         clip=1.0,
     )
+
+
+# Which layers tensor parallelism cuts; logits and the tied embedding are shared too.
+RULES = {
+    "blocks.*.attention": "heads:heads",
+    "blocks.*.attention.qkv": "column:qkv",
+    "blocks.*.attention.out": "row",
+    "blocks.*.fc1": "column",
+    "blocks.*.fc2": "row",
+    "tokens": "vocab",
+    "head": "column_gather",
+}
+
+
+def large_gpt(name: str, config: Config, batch: int, dtype: torch.dtype = torch.bfloat16) -> uni.Task:
+    """A task to plan for: in bfloat16, and never allocated (`unisono plan` builds it on the meta device)."""
+
+    def tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made = torch.randint(config.vocabulary, (1, config.context + 1), generator=torch.Generator().manual_seed(seed))
+        return made[:, :-1].expand(batch, -1), made[:, 1:].expand(batch, -1)
+
+    return uni.Task(
+        model=lambda: GPT(config).to(dtype),
+        loss=_loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+        batch=tokens,
+        rules=RULES,
+        clip=1.0,
+        name=name,
+    )
+
+
+def gpt3_175b() -> uni.Task:
+    """unisono plan examples/gpt.py:gpt3_175b --devices 1024 --hardware h100"""
+    return large_gpt("gpt3_175b", Config(51200, 2048, 12288, 96, 96), batch=1536)
+
+
+def gpt_1t() -> uni.Task:
+    """unisono plan examples/gpt.py:gpt_1t --devices 8192 --hardware h100"""
+    return large_gpt("gpt_1t", Config(51200, 2048, 25600, 160, 128), batch=3072)

@@ -3,16 +3,29 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from typing import Any
 
 import pytest
 
+from tests.mpi_ranks import MPIEXEC
 from tests.ranks import RankPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-MPIEXEC = Path(sys.prefix) / "bin" / "mpiexec"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from tests.scheduling import FilesScheduling
+
+    return FilesScheduling(config, log)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if hasattr(config, "workerinput"):
+        from tests.scheduling import turn
+
+        items.sort(key=lambda item: turn(item.path))
 
 
 @pytest.fixture(scope="session")
@@ -22,12 +35,9 @@ def pools() -> Iterator[Callable[[str, int], RankPool]]:
 
     def get(backend: str, size: int) -> RankPool:
         if (backend, size) not in started or started[backend, size].closed:
-            command = None
-            if backend == "mpi":
-                if not MPIEXEC.exists():
-                    pytest.skip(f"no mpiexec at {MPIEXEC}; run make setup")
-                command = [str(MPIEXEC), "-n", str(size)]
-            started[backend, size] = RankPool(size, backend, command)
+            if backend == "mpi" and not MPIEXEC.exists():
+                pytest.skip(f"no mpiexec at {MPIEXEC}; run make setup")
+            started[backend, size] = RankPool(size, backend)
         return started[backend, size]
 
     yield get

@@ -12,7 +12,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from unisono.launch import proctree
 
 
 @dataclass(frozen=True)
@@ -42,16 +44,23 @@ def run_forked(jobs: list[Callable[[], Any]], folder: Path, timeout: float = 60)
 
 
 def _fork(job: Callable[[], Any], output: Path) -> int:
+    parent = os.getpid()
     pid = os.fork()
-    if pid:
-        return pid
+    if pid == 0:
+        proctree.die_with_parent(parent)
+        with open(output, "w") as sink:
+            os.dup2(sink.fileno(), 1)
+            os.dup2(sink.fileno(), 2)
+        become(job)
+    return pid
+
+
+def become(job: Callable[[], Any]) -> NoReturn:
+    """What a forked process does from here on is the job, on the stdout and stderr that it has, and then it ends."""
     code = 1
     try:
         atexit._clear()
         faulthandler.disable()  # pytest has it write elsewhere
-        with open(output, "w") as sink:
-            os.dup2(sink.fileno(), 1)
-            os.dup2(sink.fileno(), 2)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         sys.excepthook = sys.__excepthook__
         try:

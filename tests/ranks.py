@@ -7,15 +7,22 @@ Functions travel by name, so they must stand at the top level of a test module.
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import gc
 import multiprocessing
 import os
+import random
 import secrets
+import socket
 import subprocess
-import sys
 import traceback
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
+
+from tests import mpi_ranks
+from unisono.launch import proctree
 
 TIMEOUT = 120  # seconds for one call
 
@@ -25,26 +32,26 @@ class RemoteError(AssertionError):
 
 
 class RankPool:
-    def __init__(self, size: int, backend: str, command: list[str] | None = None) -> None:
-        """`command` starts the ranks (mpiexec ...); by default they are forked from this process."""
+    def __init__(self, size: int, backend: str) -> None:
+        """Ranks are forked from this process; those of the backend mpi belong to an mpiexec."""
         self.size = size
         self.backend = backend
+        gc.collect()
+        gc.freeze()  # keeps the ranks from copying pages that the collector would touch
         self._listener = Listener(("127.0.0.1", 0), backlog=size, authkey=secrets.token_bytes(16))
         key = self._listener._authkey  # type: ignore[attr-defined]
         port = self._listener.address[1]
         self._processes: list[Any] = []
-        if command is None:
+        if backend == "mpi":
+            self._processes.append(mpi_ranks.start(size, functools.partial(_serve, port, key, backend, {})))
+        else:
             store_port = free_port()
             fork = multiprocessing.get_context("fork")
             for rank in range(size):
                 seat = {"init_method": f"tcp://127.0.0.1:{store_port}", "rank": rank, "world_size": size}
-                process = fork.Process(target=_serve, args=(port, key, backend, seat), daemon=True)
+                process = fork.Process(target=_serve_with, args=(os.getpid(), port, key, backend, seat), daemon=True)
                 process.start()
                 self._processes.append(process)
-        else:
-            env = os.environ | {"POOL_KEY": key.hex(), "OMP_NUM_THREADS": "1"}
-            words = [*command, sys.executable, "-m", "tests.ranks", str(port), backend]
-            self._processes.append(subprocess.Popen(words, env=env, cwd=os.path.dirname(os.path.dirname(__file__))))
         self.closed = False
         self._ranks: dict[int, Connection] = {}
         for _ in range(size):
@@ -72,19 +79,39 @@ class RankPool:
     def close(self) -> None:
         self.closed = True
         for connection in self._ranks.values():
+            with contextlib.suppress(OSError):
+                connection.send(None)
             connection.close()
         for process in self._processes:
-            process.terminate()
-            process.join() if hasattr(process, "join") else process.wait()
+            _end(process)
         self._listener.close()
 
 
 def free_port() -> int:
-    import socket
+    """A port to listen on. Below those that the system gives to whoever connects, so that nobody takes it meanwhile."""
+    while True:
+        port = random.SystemRandom().randrange(20000, 32000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+
+def _end(process: Any) -> None:
+    """A process of multiprocessing, or an mpiexec, which ends when its ranks have."""
+    if isinstance(process, subprocess.Popen):
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=2)
+        process.terminate()
+        process.wait()
+    else:
+        process.terminate()
+        process.join()
+
+
+def _serve_with(parent: int, *args: Any) -> None:
+    proctree.die_with_parent(parent)
+    _serve(*args)
+    os._exit(0)
 
 
 def _serve(port: int, key: bytes, backend: str, seat: dict[str, Any]) -> None:
@@ -100,9 +127,12 @@ def _serve(port: int, key: bytes, backend: str, seat: dict[str, Any]) -> None:
     connection.send(comm.rank)
     while True:
         try:
-            function, args = connection.recv()
+            order = connection.recv()
         except EOFError:
-            os._exit(0)
+            order = None
+        if order is None:
+            return
+        function, args = order
         try:
             answer = (True, function(comm, *args))
         except BaseException:
@@ -111,9 +141,3 @@ def _serve(port: int, key: bytes, backend: str, seat: dict[str, Any]) -> None:
             connection.send(answer)
         except Exception:
             connection.send((False, traceback.format_exc()))
-
-
-if __name__ == "__main__":
-    from tests import ranks  # functions of test modules must find this module under its own name
-
-    ranks._serve(int(sys.argv[1]), bytes.fromhex(os.environ["POOL_KEY"]), sys.argv[2], {})

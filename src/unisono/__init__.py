@@ -18,13 +18,18 @@ if TYPE_CHECKING:
     from unisono.comm.world import shutdown as shutdown
     from unisono.comm.world import world as world
     from unisono.comm.world import world_size as world_size
+    from unisono.graph.marks import mark as mark
+    from unisono.graph.marks import reshard as reshard
+    from unisono.graph.marks import shard as shard
+    from unisono.graph.marks import shard_op as shard_op
+    from unisono.graph.marks import shard_tensor as shard_tensor
+    from unisono.graph.program import Program as Program
+    from unisono.graph.program import to_static as to_static
     from unisono.launch.spawn import spawn as spawn
     from unisono.mesh.mesh import Mesh as Mesh
     from unisono.mesh.placement import Partial as Partial
     from unisono.mesh.placement import Replicate as Replicate
     from unisono.mesh.placement import Shard as Shard
-    from unisono.mesh.reshard import reshard as reshard
-    from unisono.mesh.reshard import shard_tensor as shard_tensor
     from unisono.parallel.apply import parallelize as parallelize
     from unisono.parallel.trainer import Trainer as Trainer
     from unisono.plan.plan import Plan as Plan
@@ -56,6 +61,7 @@ _HOME = {
     "DistributedBatchSampler": "unisono.train.sampler",
     "Loader": "unisono.train.data",
     "Plan": "unisono.plan.plan",
+    "Program": "unisono.graph.program",
     "Task": "unisono.train.task",
     "Trainer": "unisono.parallel.trainer",
     "parallelize": "unisono.parallel.apply",
@@ -68,12 +74,16 @@ _HOME = {
     "init": "unisono.comm.world",
     "is_initialized": "unisono.comm.world",
     "rank": "unisono.comm.world",
-    "reshard": "unisono.mesh.reshard",
+    "mark": "unisono.graph.marks",
+    "reshard": "unisono.graph.marks",
     "ring_all_reduce": "unisono.comm.ring",
-    "shard_tensor": "unisono.mesh.reshard",
+    "shard": "unisono.graph.marks",
+    "shard_op": "unisono.graph.marks",
+    "shard_tensor": "unisono.graph.marks",
     "shutdown": "unisono.comm.world",
     "spawn": "unisono.launch.spawn",
     "split_data": "unisono.train.partition",
+    "to_static": "unisono.graph.program",
     "world": "unisono.comm.world",
     "world_size": "unisono.comm.world",
 }

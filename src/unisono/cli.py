@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import unisono
 from unisono.comm import bench_command, doctor
@@ -12,16 +13,26 @@ from unisono.errors import UnisonoError, UsageError
 from unisono.launch import command as run_command
 from unisono.quantum import command as qsim_command
 from unisono.report import command as report_command
-from unisono.train import verify_command
+from unisono.train import explain_command, measure_command, plan_command, verify_command
+
+
+def add_bench(subparsers: Any) -> None:
+    parser = subparsers.add_parser("bench", help="measure how fast ranks talk and compute", allow_abbrev=False)
+    kinds = parser.add_subparsers(metavar="WHAT", required=True)
+    bench_command.add_kind(kinds)
+    measure_command.add_kind(kinds)
+
 
 # To add a sub-command: a function that takes the sub-parsers, adds its own parser and sets its default
 # `handler`, a function from the parsed arguments to an exit code.
 SUBCOMMANDS = (
     run_command.add_parser,
-    bench_command.add_parser,
+    add_bench,
     doctor.add_parser,
     verify_command.add_parser,
+    plan_command.add_parser,
     report_command.add_parser,
+    explain_command.add_parser,
     qsim_command.add_parser,
 )
 

@@ -18,6 +18,15 @@ class LaunchError(UnisonoError, RuntimeError):
     """Ranks could not be started, or the job they ran failed."""
 
 
+class PreflightError(LaunchError):
+    """Hosts that cannot do their part; `causes` says why, by host."""
+
+    def __init__(self, causes: dict[str, str]) -> None:
+        told = "\n".join(f"  {host}: {cause}" for host, cause in causes.items())
+        super().__init__(f"preflight failed, nothing was started:\n{told}")
+        self.causes = causes
+
+
 class CommError(UnisonoError, RuntimeError):
     """Ranks could not talk to each other."""
 

@@ -1,9 +1,7 @@
-"""A job of which one rank does something else than the others: python hang_program.py SCENARIO [init arguments]."""
+"""A job of which one rank does something else than the others."""
 
 from __future__ import annotations
 
-import json
-import sys
 import time
 
 import torch
@@ -15,6 +13,9 @@ def main(scenario: str, timeout: float, odd: int, **seat: object) -> None:
     comm = uni.init(timeout=timeout, **seat)  # type: ignore[arg-type]
     x = torch.ones(1024)
     comm.all_reduce(x)
+    if scenario in ("crossed", "group"):
+        in_groups(comm, scenario, odd)
+        return
     if comm.rank != odd:
         comm.all_reduce(x)  # LINE: all
         comm.barrier()
@@ -44,5 +45,22 @@ def main(scenario: str, timeout: float, odd: int, **seat: object) -> None:
         time.sleep(1000)
 
 
-if __name__ == "__main__":
-    main(**json.loads(sys.argv[1]))
+def in_groups(comm: uni.Communicator, scenario: str, odd: int) -> None:
+    """Asynchronous calls on two groups of the same ranks: crossed, which is allowed, or different, which is not."""
+    one, other = comm.subgroup(range(4)), comm.subgroup(range(4))
+    x, y = torch.ones(1024), torch.ones(8)
+    if scenario == "crossed":
+        first, second = ((other, y), (one, x)) if comm.rank == odd else ((one, x), (other, y))
+        for _ in range(3):
+            handles = [group.all_reduce(tensor, async_op=True) for group, tensor in (first, second)]
+            for handle in handles:
+                handle.wait()
+        assert x.tolist() == [64.0] * 1024
+        assert y.tolist() == [64.0] * 8
+        print("crossed and well", flush=True)
+        uni.shutdown()
+        return
+    handle = other.all_reduce(x, async_op=True) if comm.rank != odd else None  # LINE: group
+    if handle is None:
+        other.all_reduce(torch.ones(512), async_op=True)  # LINE: group odd
+    one.barrier()

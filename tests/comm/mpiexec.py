@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import os
+import runpy
 import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
+
+from tests import mpi_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).resolve().parent / "mpi_programs"
@@ -31,6 +34,20 @@ def run_under(
         return subprocess.run(
             command, env=environment, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
         )
+
+
+def run_forked_under_mpich(n: int, script: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """The same under MPICH, its ranks forked from here instead of importing torch each."""
+    _mpiexec("mpich")
+    with tempfile.TemporaryDirectory() as folder:
+        job = partial(_as_main, PROGRAMS / script, {"TEST_STORE": f"{folder}/store", "TEST_FOLDER": folder})
+        return mpi_ranks.run(n, job, timeout)
+
+
+def _as_main(script: Path, variables: dict[str, str]) -> None:
+    os.environ.update(variables)
+    sys.argv = [str(script)]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 @cache

@@ -342,6 +342,36 @@ def test_memory_that_changes_under_the_same_tensor(ranks4: RankPool) -> None:
     ranks4.run(memory_that_changes_under_the_same_tensor)
 
 
+def unpicklable_objects(comm: Communicator) -> list[str]:
+    """What each rank is told when rank 2 gives a function that has no name."""
+    bad = {"loss": lambda: 0} if comm.rank == 2 else {}
+    calls: list[Callable[[], Any]] = [
+        lambda: comm.all_gather_object(bad),
+        lambda: comm.broadcast_object(bad, 2),
+        lambda: comm.gather_object(bad, 0),
+        lambda: comm.scatter_object([bad, 1, 2, 3] if comm.rank == 2 else None, 2),
+        lambda: comm.all_gather_object(bad, async_op=True).wait(),
+    ]
+    told = []
+    for call in calls:
+        try:
+            told.append(f"returned {call()}")
+        except UsageError as error:
+            told.append(str(error))
+    comm.barrier()
+    return told
+
+
+def test_a_value_that_cannot_be_pickled_is_refused_on_every_rank(ranks4: RankPool) -> None:
+    for rank, told in enumerate(ranks4.run(unpicklable_objects)):
+        for text in told:
+            assert "rank 2 gave" in text, told
+            assert "cannot be pickled" in text, told
+        full = [text for text in told if not text.startswith("gather_object") or rank in (0, 2)]
+        assert len(full) >= 4, told
+        assert all("a value of type builtins.dict" in text and "lambda" in text for text in full), told
+
+
 def objects_later(comm: Communicator) -> None:
     """Ranks that wait at once and ranks that wait later are in one collective."""
     mine = {"rank": comm.rank, "text": "x" * comm.rank}

@@ -8,9 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from tests.comm.mpiexec import MPIS, ROOT, run_under
+from tests.processes import run_forked
 from unisono.comm import mpi
 from unisono.errors import MissingPackageError
 
@@ -53,35 +55,31 @@ assert 'mpi4py' not in sys.modules
     assert done.returncode == 0, done.stderr
 
 
-def test_without_mpiexec_the_world_has_one_rank() -> None:
-    done = run_alone("""
-import torch, torch.distributed as dist
-from unisono.comm import mpi
-mpi.register()
-assert mpi.world() == (0, 1)
-dist.init_process_group(mpi.BACKEND, store=dist.HashStore(), rank=0, world_size=1)
-x = torch.arange(3.0)
-dist.all_reduce(x)
-out = torch.empty(3)
-dist.all_gather_into_tensor(out, x)
-assert out.tolist() == [0.0, 1.0, 2.0]
-dist.destroy_process_group()
-dist.init_process_group(mpi.BACKEND, store=dist.HashStore(), rank=0, world_size=1)
-dist.barrier()
-""")
-    assert done.returncode == 0, done.stderr
+def alone() -> None:
+    mpi.register()
+    assert mpi.world() == (0, 1)
+    dist.init_process_group(mpi.BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+    x = torch.arange(3.0)
+    dist.all_reduce(x)
+    out = torch.empty(3)
+    dist.all_gather_into_tensor(out, x)
+    assert out.tolist() == [0.0, 1.0, 2.0]
+    dist.destroy_process_group()
+    dist.init_process_group(mpi.BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+    dist.barrier()
 
 
-def test_a_world_that_does_not_fit_is_refused() -> None:
-    done = run_alone("""
-import torch.distributed as dist
-from unisono.comm import mpi
-mpi.register()
-dist.init_process_group(mpi.BACKEND, store=dist.HashStore(), rank=1, world_size=2)
-""")
-    assert done.returncode != 0
-    assert "rank 1 of 2 was asked for, but MPI says that this is rank 0 of 1" in done.stderr
-    assert "start it with mpiexec -n 2" in done.stderr
+def two_without_mpiexec() -> None:
+    mpi.register()
+    dist.init_process_group(mpi.BACKEND, store=dist.HashStore(), rank=1, world_size=2)
+
+
+def test_without_mpiexec_the_world_has_one_rank_and_no_other_is_joined(tmp_path: Path) -> None:
+    well, refused = run_forked([alone, two_without_mpiexec], tmp_path)
+    assert well.code == 0, well.output
+    assert refused.code != 0
+    assert "rank 1 of 2 was asked for, but MPI says that this is rank 0 of 1" in refused.output
+    assert "start it with mpiexec -n 2" in refused.output
 
 
 @pytest.mark.parametrize("mpi_name", MPIS)

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import functools
-import json
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests import mpi_ranks
 from tests.comm import hang_program
-from tests.conftest import MPIEXEC
+from tests.mpi_ranks import MPIEXEC
 from tests.processes import run_forked
 from tests.ranks import free_port
 from unisono.comm import watch
@@ -44,15 +42,17 @@ CHECKED = {
 }
 
 
+WELL = ("crossed",)  # scenarios in which nothing is wrong
+
+
 def run(backend: str, scenario: str, folder: Path, timeout: float, odd: int = 3) -> str:
     """Everything that the job's ranks print; checks that all of them end, and none well but the one that left."""
     arguments = {"scenario": scenario, "timeout": timeout, "odd": odd}
     if backend == "mpi":
         if not MPIEXEC.exists():
             pytest.skip(f"no mpiexec at {MPIEXEC}; run make setup")
-        words = [str(MPIEXEC), "-n", "4", sys.executable, str(PROGRAM), json.dumps(arguments)]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=90)
-        assert done.returncode != 0
+        done = mpi_ranks.run(4, functools.partial(hang_program.main, **arguments), timeout=90)
+        assert (done.returncode == 0) == (scenario in WELL), done
         return done.stdout + done.stderr
     url = f"tcp://127.0.0.1:{free_port()}"
     jobs = [
@@ -61,7 +61,7 @@ def run(backend: str, scenario: str, folder: Path, timeout: float, odd: int = 3)
     ]
     ends = run_forked(jobs, folder)
     stopped = [end.code for rank, end in enumerate(ends) if rank != odd or scenario not in ("exit", "raise", "shape")]
-    assert set(stopped) <= {1, watch.EXIT_CODE}, ends
+    assert set(stopped) <= ({0} if scenario in WELL else {1, watch.EXIT_CODE}), ends
     return "\n".join(end.output for end in ends)
 
 
@@ -93,6 +93,28 @@ def test_with_check_a_difference_is_told_at_once(
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_with_check_calls_may_cross_between_groups(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(environment.CHECK, "1")
+    output = run(backend, "crossed", tmp_path, timeout=20.0)
+    assert output.count("crossed and well") == 4, output
+    assert not reports(output), output
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_with_check_a_difference_in_one_of_two_groups_is_told_with_the_group(
+    backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(environment.CHECK, "1")
+    output = run(backend, "group", tmp_path, timeout=600.0)
+    (report,) = reports(output)
+    group = "in group 2 of ranks 0,1,2,3"
+    assert re.search(rf"all_reduce #1 float32\[1024\] at {line('group')} {group}", report), output
+    assert re.search(rf"rank 3 \S+ .*all_reduce #1 float32\[512\] at {line('group odd')} {group}", report), output
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
 @pytest.mark.parametrize("scenario", ["op", "order", "torch"])
 def test_without_check_the_timeout_tells_of_the_odd_rank(backend: str, scenario: str, tmp_path: Path) -> None:
     """What the ranks wait in then is the backend's business; that rank 3 is named, and where it was, is ours."""
@@ -103,12 +125,22 @@ def test_without_check_the_timeout_tells_of_the_odd_rank(backend: str, scenario:
     assert re.search(line(scenario), odd[0]), output
 
 
-def test_without_check_gloo_aborts_a_rank_of_another_shape_and_its_stack_is_shown(tmp_path: Path) -> None:
-    output = run("gloo", "shape", tmp_path, timeout=2.0)
+@pytest.mark.parametrize(
+    ("backend", "words"),
+    [
+        ("gloo", rf"has died; last began all_reduce #2 float32\[512\] at {line('shape')}"),
+        ("mpi", r"is .*all_reduce #2 float32\[512\].*"),
+    ],
+)
+def test_without_check_another_shape_is_told_also_of_a_rank_that_it_killed(
+    backend: str, words: str, tmp_path: Path
+) -> None:
+    output = run(backend, "shape", tmp_path, timeout=2.0)
     (report,) = reports(output)
-    assert "rank 3 does not answer" in report, output
-    (number,) = re.findall(r"\d+$", line("shape"))
-    assert re.search(rf'hang_program.py", line {number} in main', output), output
+    assert re.fullmatch(rf"{ALL}; rank 3 {words}", report.partition(" (")[0]), output
+    if backend == "gloo":  # which aborts the rank
+        (number,) = re.findall(r"\d+$", line("shape"))
+        assert re.search(rf'hang_program.py", line {number} in main', output), output
 
 
 def test_the_rank_that_holds_the_store_may_be_the_one_that_leaves(tmp_path: Path) -> None:

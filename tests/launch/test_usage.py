@@ -10,6 +10,7 @@ import pytest
 import unisono
 from tests.launch.harness import Run
 from unisono import cli
+from unisono.launch import environment
 
 
 @pytest.mark.parametrize(
@@ -34,6 +35,10 @@ from unisono import cli
         (["-n", "1", "--start-timeout", "0", "ok.py"], "--start-timeout 0"),
         (["-n", "1", "--timeout", "-1", "ok.py"], "--timeout -1"),
         (["-n", "1", "--max-restarts", "-1", "ok.py"], "--max-restarts -1"),
+        (["-n", "2", "--elastic", "ok.py"], "--elastic goes on by restarting"),
+        (["-n", "2", "--min-ranks", "1", "ok.py"], "give --elastic too"),
+        (["-n", "2", "--max-restarts", "1", "--elastic", "--min-ranks", "3", "ok.py"], "between 1 and the 2 ranks"),
+        (["-n", "2", "--max-restarts", "1", "--elastic", "--backend", "mpi", "ok.py"], "--elastic does not work with"),
         (["-n", "1", "--master-port", "70000", "ok.py"], "--master-port 70000"),
         (["-n", "1", "--env", "SURELY_NOT_SET_HERE", "ok.py"], "write NAME=VALUE"),
         (["-n", "1", "--ssh", "ssh 'x", "ok.py"], "cannot be read"),
@@ -71,3 +76,11 @@ def test_version_and_a_light_import(tmp_path: Path) -> None:
     code = "import sys, unisono, unisono.cli; print({'torch', 'mpi4py', 'numpy'} & set(sys.modules))"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "set()\n"
+
+
+def test_relative_folders_of_the_python_path_travel_as_absolute_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    told = environment.travelling({"PYTHONPATH": "lib:/opt/lib:", "PYTHONHASHSEED": "1", "HOME": "x"})
+    assert told == {"PYTHONPATH": f"{tmp_path}/lib:/opt/lib:{tmp_path}", "PYTHONHASHSEED": "1"}

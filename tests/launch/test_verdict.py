@@ -42,3 +42,17 @@ def test_words() -> None:
     assert killed.exit_code == 137
     assert verdict.tell(_failed(0, failure.HANG, 0, text="ranks 0,1 wait\n"), "a") == "ranks 0,1 wait"
     assert verdict.tell(_failed(1, verdict.SIGNAL, 0, code=-70), None) == "rank 1 was killed by signal 70"
+
+
+def test_of_a_rank_that_aborted_is_told_what_it_and_the_others_began_last() -> None:
+    aborted = _failed(2, verdict.SIGNAL, 0, code=-signal.SIGABRT)
+    last = dict.fromkeys((0, 1), "all_reduce #2 float32[1024] at a.py:7")
+    alike = verdict.tell(aborted, None, {**last, 2: last[0]}).splitlines()
+    assert alike[1:] == ["ranks 0,1,2 last began all_reduce #2 float32[1024] at a.py:7"]
+    differ = verdict.tell(aborted, None, {**last, 2: "all_reduce #2 float32[512] at a.py:10"}).splitlines()
+    assert differ[1] == (
+        "rank 2 last began all_reduce #2 float32[512] at a.py:10; "
+        "ranks 0,1 last began all_reduce #2 float32[1024] at a.py:7"
+    )
+    assert "--check" in differ[2]
+    assert len(verdict.tell(aborted, None, last).splitlines()) == 1  # nothing is known of the rank itself

@@ -216,7 +216,7 @@ def check_refusals(comm: Communicator) -> None:
         context.cut_targets(torch.ones(4))
     with pytest.raises(UsageError, match="expected one of ring, ulysses"):
         context_parallelize(gpt(), mesh, "star")
-    with pytest.raises(UsageError, match="no list of repeated blocks"):
+    with pytest.raises(UsageError, match=r"no list of repeated blocks.*must take \(batch, sequence, \.\.\.\)"):
         context_parallelize(nn.Linear(2, 2), mesh)
     original = F.scaled_dot_product_attention
     with contextlib.suppress(UsageError):

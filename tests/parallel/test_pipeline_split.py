@@ -13,9 +13,9 @@ from torch import nn
 from tests.parallel import models
 from tests.parallel.cases import CASES, SEED, batch, build, called
 from unisono.errors import UsageError
-from unisono.parallel.pipeline.balance import balanced
 from unisono.parallel.pipeline.layers import LayerSpec, build_whole, split_layers
 from unisono.parallel.pipeline.split import Cut, split
+from unisono.plan.balance import balanced
 from unisono.plan.schedule import Schedule, schedule
 
 

@@ -12,7 +12,7 @@ from torch.overrides import TorchFunctionMode
 from unisono.comm.communicator import Communicator
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
-from unisono.parallel.layout import layout_of, whole_of
+from unisono.parallel.layout import layout_of, wholes_of
 from unisono.parallel.tensor import tensor_parallelize
 
 Build = Callable[[], nn.Module]
@@ -56,15 +56,21 @@ def close(got: torch.Tensor, expected: torch.Tensor, what: str) -> None:
 
 
 def whole_gradients(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
-    found = {}
+    gradients = []
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None, f"{name} has no gradient"
-        found[name] = whole_of(parameter.grad, layout_of(parameter), mesh)
-    return found
+        gradients.append(parameter.grad)
+    return _wholes(model, gradients, mesh)
 
 
 def whole_parameters(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
-    return {name: whole_of(parameter, layout_of(parameter), mesh) for name, parameter in model.named_parameters()}
+    return _wholes(model, [parameter for _, parameter in model.named_parameters()], mesh)
+
+
+def _wholes(model: nn.Module, held: list[torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
+    named = dict(model.named_parameters())
+    wholes = wholes_of(held, [layout_of(parameter) for parameter in named.values()], mesh)
+    return dict(zip(named, wholes, strict=True))
 
 
 def check_training(

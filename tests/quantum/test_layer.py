@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import importlib.util
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from tests.quantum import dense
 from tests.ranks import RankPool
 from unisono import quantum as uq
-from unisono.errors import UsageError
+from unisono.errors import MissingPackageError, UsageError
 
 Pools = Callable[[str, int], RankPool]
 OBSERVABLES: list[Any] = [
@@ -179,3 +181,20 @@ def test_expectations_take_what_layers_take() -> None:
     state = uq.simulate(uq.Circuit(2).h(0).cnot(0, 1))
     assert uq.expectations(state, ["Z0 Z1", {"X0 X1": 0.5}]).tolist() == pytest.approx([1.0, 0.5])
     assert uq.expectations(state, "Z0").tolist() == pytest.approx([0.0])
+
+
+def test_torch_func_is_refused_with_what_to_do() -> None:
+    layer = uq.Layer(uq.Circuit(2).ry(0, uq.feature(0)), "Z0", kernel="reference")
+    with pytest.raises(UsageError, match=r"torch\.func .* \(batch, features\)"):
+        torch.func.vmap(layer)(torch.zeros(3, 1))
+    with pytest.raises(UsageError, match="autograd"):
+        torch.func.grad(lambda x: layer(x).sum())(torch.zeros(2, 1))
+
+
+def test_without_numba_the_error_names_the_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(MissingPackageError, match=r"numba.*quantum"):
+        uq.Layer(uq.Circuit(2).ry(0, uq.weight(0)), "Z0")
+    monkeypatch.setitem(sys.modules, "numba", None)
+    out = uq.Layer(uq.Circuit(2).ry(0, uq.weight(0)), "Z0", weights=[0.0], kernel="reference")()
+    assert out.tolist() == [1.0]

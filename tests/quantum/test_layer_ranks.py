@@ -11,6 +11,8 @@ import torch
 
 from tests.quantum.circuits import random_circuit
 from tests.ranks import RankPool
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
 from unisono.quantum.layer import Layer
 from unisono.quantum.observable import X, Y, Z
 
@@ -18,10 +20,10 @@ Pools = Callable[[str, int], RankPool]
 Found = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def evaluate(comm: Any, kernel: str) -> Found:
+def evaluate(comm: Any, kernel: str, mesh: Any = None) -> Found:
     circuit = random_circuit(6, 50, 11, weights=4, features=2)
     observables = [Z(0), X(1) @ Y(5) - 0.5 * Z(2), X(0) @ X(1) @ X(2)]
-    layer = Layer(circuit, observables, comm, dtype=torch.complex128, kernel=kernel)
+    layer = Layer(circuit, observables, comm, dtype=torch.complex128, kernel=kernel, mesh=mesh)
     x = torch.tensor([[0.3, -0.7], [1.1, 0.2], [0.0, 0.9]], dtype=torch.float64, requires_grad=True)
     out = layer(x)
     (out * torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)).sum().backward()
@@ -50,3 +52,36 @@ def test_three_ranks_share_the_batch(pools: Pools) -> None:
     for answer in pools("gloo", 3).run(evaluate, "reference"):
         for found, expected in zip(answer, alone, strict=True):
             np.testing.assert_allclose(found, expected, atol=1e-11)
+
+
+def evaluate_on_meshes(comm: Any) -> list[Found]:
+    """Samples and states over two axes, in each shape and order of them; then only a part of the mesh's axes."""
+    shapes = [((2, 2), ("dp", "qubits")), ((2, 2), ("qubits", "dp")), ((4, 1), ("dp", "qubits"))]
+    found = [evaluate(None, "reference", Mesh(*each).connect()) for each in shapes]
+    found.append(evaluate(None, "reference", Mesh((2, 1, 2), ("tp", "dp", "qubits")).connect()))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:.*ranks")
+def test_batch_and_state_over_the_axes_of_one_mesh(pools: Pools) -> None:
+    alone = evaluate(None, "reference")
+    for answers in pools("gloo", 4).run(evaluate_on_meshes):
+        for answer in answers:
+            for found, expected in zip(answer, alone, strict=True):
+                np.testing.assert_allclose(found, expected, atol=1e-12)
+
+
+def refused_meshes(comm: Any) -> list[str]:
+    said = []
+    mesh = Mesh((3, 1), ("qubits", "dp")).connect()
+    for options in ({"mesh": mesh}, {"mesh": mesh, "comm": comm}, {"mesh": mesh, "state_axis": "dp"}, {"mesh": 3}):
+        with pytest.raises(UsageError) as raised:
+            Layer(random_circuit(4, 5, 1), "Z0", **options)
+        said.append(str(raised.value))
+    return said
+
+
+def test_meshes_that_cannot_serve(pools: Pools) -> None:
+    for said in pools("gloo", 3).run(refused_meshes):
+        for text, words in zip(said, ("has 3 ranks", "both given", "two axes", "of type int"), strict=True):
+            assert words in text

@@ -15,6 +15,7 @@ from tests.quantum.circuits import random_circuit
 from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.quantum import outputs
+from unisono.quantum import shots as shots_module
 from unisono.quantum.application import applied
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.observable import Hermitian, PauliSum, Projector, X, Y, Z, observable
@@ -174,6 +175,14 @@ def test_courses_follow_the_branches(circuit: Circuit) -> None:
     assert set(found) <= set(expected)
     for bits, chance in expected.items():
         assert abs(found[bits] - shots * chance) < 5 * np.sqrt(shots * chance * (1 - chance)) + 1e-6
+
+
+def test_shots_together_read_what_they_read_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    circuits = [teleport(), again()]
+    together = [measured(circuit, 40, seed=3) for circuit in circuits]
+    monkeypatch.setattr(shots_module, "_AT_ONCE", 0)
+    for circuit, found in zip(circuits, together, strict=True):
+        assert torch.equal(measured(circuit, 40, seed=3), found)
 
 
 def test_final_measurements_are_sampled_at_once() -> None:

@@ -78,6 +78,10 @@ def test_a_manifest_that_is_wrong_is_refused(tmp_path: Path) -> None:
     for change, words in (
         ({"format": "other"}, "has the format 'other'"),
         ({"layout": [0, 0, 1]}, "contradicts itself"),
+        ({"draws": {"bit_generator": "PCG64"}}, "cannot be read"),
+        ({"draws": 7}, "cannot be read"),
+        ({"bits": [1]}, "cannot be read"),
+        ({"norm": None}, "cannot be read"),
     ):
         (path / "manifest.json").write_text(json.dumps(good | change))
         with pytest.raises(DamagedStateError, match=words):

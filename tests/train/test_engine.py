@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import math
+import re
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -292,6 +296,53 @@ def test_a_last_batch_too_small_for_the_pipeline_is_refused(pools: Callable[[str
         assert told.startswith("the smallest training batch of an epoch has 1 samples (batch_size=8), but plan")
 
 
+class Dawdling(uni.Callback):
+    def on_step(self, engine: uni.Engine, moment: Any) -> None:
+        if engine.comm.rank == 1:
+            time.sleep(0.05)
+
+
+def with_a_slow_rank(comm: uni.Communicator) -> str:
+    made = uni.Engine(nn.Linear(4, 2), nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=2")
+    rows = [(torch.ones(4), torch.ones(2))] * 16
+    with contextlib.redirect_stdout(io.StringIO()) as shown:
+        made.fit(rows, epochs=1000, steps=60, batch_size=4, callbacks=[Dawdling()])
+    return shown.getvalue()
+
+
+def test_a_slow_rank_is_named_where_people_look(pools: Callable[[str, int], RankPool]) -> None:
+    shown, silent = pools("gloo", 2).run(with_a_slow_rank)
+    assert re.search(r"^rank 1 on \S+ is slow: it was busy \d+% of the time", shown, re.MULTILINE), shown
+    assert "rank 0 on" not in shown
+    assert silent == ""
+
+
 def test_the_slow_rank_is_named() -> None:
     assert slowest([1.0, 1.1, 4.0, 0.9], 5.0, ["a", "a", "b", "b"]).startswith("rank 2 on b is slow: it was busy 80%")
     assert slowest([1.0, 1.1, 1.2, 0.9], 5.0, ["a"] * 4) == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_on_a_gpu(precision: str, tmp_path: Path) -> None:
+    """One rank with a GPU: the same course of the loss as on the CPU, and a checkpoint that goes on there."""
+
+    def course(device: str, **more: Any) -> list[float]:
+        one = uni.Engine(
+            Words,
+            loss,
+            lambda p: torch.optim.AdamW(p, lr=1e-2),
+            ["accuracy"],
+            "dp=1",
+            precision=precision,
+            device=device,
+        )
+        return one.fit(data(), epochs=2, batch_size=8, validation=data(12), progress=False, **more).losses
+
+    on_cpu = course("cpu")
+    on_gpu = course("cuda", save=tmp_path / "run", steps=5)
+    assert on_gpu == pytest.approx(on_cpu[:5], rel=1e-4 if precision == "fp32" else 3e-2)
+    assert course("cpu", save=tmp_path / "run", resume=True) == pytest.approx(
+        on_cpu[5:], rel=1e-4 if precision == "fp32" else 3e-2
+    )

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 from torch import nn
 
+from unisono.cli import main
 from unisono.errors import UsageError
 from unisono.plan.plan import Plan
 from unisono.train.shapes import plans_for
@@ -26,25 +27,25 @@ def verify(*words: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
 
 
-def test_an_equivalent_plan_exits_0() -> None:
-    done = verify(f"{TASKS}:mlp", "--plan", "dp=2", "--steps", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "equivalent" in done.stdout
-    assert "initial parameters" in done.stdout
+def test_an_equivalent_plan_gives_0(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", f"{TASKS}:mlp", "--plan", "dp=2", "--steps", "1"]) == 0
+    shown = capsys.readouterr().out
+    assert "equivalent" in shown
+    assert "initial parameters" in shown
 
 
-def test_json() -> None:
-    done = verify(f"{TASKS}:mlp", "--plan", "tp=2", "--steps", "1", "--json")
-    told = json.loads(done.stdout)
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", f"{TASKS}:mlp", "--plan", "tp=2", "--steps", "1", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
     assert told["equivalent"] is True
     assert {each["kind"] for each in told["worst"]} >= {"loss", "gradients", "parameters", "optimizer state"}
 
 
-def test_a_refused_plan_exits_1_and_says_why() -> None:
-    done = verify(f"{TASKS}:conv", "--plan", "dp=2,microbatches=2")
-    assert done.returncode == 1
-    assert "refused" in done.stdout
-    assert "BatchNorm" in done.stdout
+def test_a_refused_plan_gives_1_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", f"{TASKS}:conv", "--plan", "dp=2,microbatches=2"]) == 1
+    shown = capsys.readouterr().out
+    assert "refused" in shown
+    assert "BatchNorm" in shown
 
 
 @pytest.mark.parametrize(
@@ -55,13 +56,24 @@ def test_a_refused_plan_exits_1_and_says_why() -> None:
         (("nofile.py:x", "--plan", "dp=2"), "there is no file nofile.py"),
         (("tasks", "--plan", "dp=2"), "expected file.py:name"),
         ((f"{TASKS}:mlp", "--plan", "all"), "needs -n N"),
+        ((f"{TASKS}:mlp", "--plan", "dp=2", "-n", "0"), "-n 0: expected at least 1 rank"),
+        ((f"{TASKS}:mlp", "--plan", ""), "--plan is empty; give a plan such as dp=2"),
+        ((f"{TASKS}:mlp", "--plan", "All", "-n", "2"), '"all", in small letters'),
         ((f"{TASKS}:MLP", "--plan", "dp=2"), "expected a uni.Task"),
     ],
 )
-def test_bad_input_is_told_in_a_line(words: tuple[str, ...], told: str) -> None:
-    done = verify(*words)
+def test_bad_input_is_told_in_a_line(words: tuple[str, ...], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *words]) == 2
+    said = capsys.readouterr().err
+    assert told in said
+    assert len(said.strip().splitlines()) == 1
+
+
+def test_the_command_in_a_process_of_its_own() -> None:
+    """Nothing but that line is said, whatever is imported on the way, and what main() gives is the exit code."""
+    done = verify(f"{TASKS}:none", "--plan", "dp=2")
     assert done.returncode == 2
-    assert told in done.stderr
+    assert done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1
 
 

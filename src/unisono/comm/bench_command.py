@@ -16,9 +16,7 @@ _UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
 _BACKENDS = ("gloo", "nccl", "mpi")
 
 
-def add_parser(subparsers: Any) -> None:
-    parser = subparsers.add_parser("bench", help="measure how fast ranks talk", allow_abbrev=False)
-    kinds = parser.add_subparsers(metavar="WHAT", required=True)
+def add_kind(kinds: Any) -> None:
     comm = kinds.add_parser("comm", help="every collective, against the raw library in the same run")
     add = comm.add_argument
     add("-n", "-np", dest="n", type=int, default=2, metavar="N", help="ranks (default: 2)")

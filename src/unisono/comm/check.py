@@ -1,53 +1,39 @@
 """The check of `--check`: before a collective runs, every rank says which one it is about to run.
 
-This costs a few exchanges with the store for every collective, and finds the first difference at once instead of at
-the timeout.
+The first rank of a group to come to its n-th collective leaves a description of it in the store; each rank that comes
+later compares its own with that, and stops when they differ. Nobody waits for anybody, so whatever order of calls the
+backend allows between groups, the check allows too; and as nobody starts a collective that differs from one already
+described, the backend never sees the two together. This costs two exchanges with the store for every collective.
 """
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from datetime import timedelta
 
 import torch.distributed as dist
 
 from unisono.comm.log import Log, describe
 from unisono.errors import HangError
 
-POLL = timedelta(milliseconds=20)
-
 
 class Check:
     """Compares the next collective of this rank with that of the other ranks of the group."""
 
-    def __init__(self, store: dist.Store, rank: int, disagreed: Callable[[], HangError]) -> None:
+    def __init__(self, store: dist.Store, disagreed: Callable[[str, int], HangError]) -> None:
+        """`disagreed` takes the group and the number of a collective and gives what to raise."""
         self._store = store
-        self._rank = rank
         self._disagreed = disagreed
 
     def agree(self, log: Log) -> None:
-        """Return when all ranks of the log's group are about to run the same collective; raise when one differs."""
+        """Return when no rank of the log's group is about to run another collective than this one; else raise."""
         number = log.count
+        key = f"{log.group}/{number}"
         mine = self.fingerprint(log)
-        self._store.set(self._key(log, number, self._rank), mine)
-        others = [rank for rank in log.ranks if rank != self._rank]
-        while others:
-            keys = [self._key(log, number, rank) for rank in others]
-            try:
-                self._store.wait(keys, POLL)
-                came = others
-            except RuntimeError:
-                came = [rank for rank in others if self._store.check([self._key(log, number, rank)])]
-                if not came:
-                    time.sleep(0.02)
-            for rank in came:
-                if self._store.get(self._key(log, number, rank)).decode() != mine:
-                    raise self._disagreed()
-            others = [rank for rank in others if rank not in came]
-        # Nobody can be more than one collective behind once all have come to this one.
-        if number > 2:
-            self._store.delete_key(self._key(log, number - 2, self._rank))
+        if self._store.compare_set(key, "", mine).decode() != mine:
+            raise self._disagreed(log.group, number)
+        if self._store.add(f"{key}/came", 1) == len(log.ranks):
+            self._store.delete_key(key)
+            self._store.delete_key(f"{key}/came")
 
     @staticmethod
     def fingerprint(log: Log) -> str:
@@ -60,7 +46,3 @@ class Check:
         if "uneven" in detail:
             return f"{op} {detail} {dtype} {len(shape)}"
         return f"{op} {detail} {describe(shape, dtype)}"
-
-    @staticmethod
-    def _key(log: Log, number: int, rank: int) -> str:
-        return f"{log.group}/{number}/{rank}"

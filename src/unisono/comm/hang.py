@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -64,55 +65,67 @@ class State:
         return None
 
 
-def report(states: Mapping[int, State], absent: Mapping[int, str]) -> str:
+Stuck = tuple[str, int, str, str]  # group, number, operation, tensor
+Dispute = tuple[str, int]  # the group and the number of a collective that ranks do not agree about
+
+
+def report(states: Mapping[int, State], absent: Mapping[int, str], dispute: Dispute | None = None) -> str:
     """One sentence: who waits where, and what the others do instead.
 
     `states` are the ranks that answered, `absent` says of each of the others what became of it.
     """
-    stuck = _where_most_wait(states)
+    stuck = _most_common(_disputed(state, dispute) if dispute else _waits_in(state) for state in states.values())
     phrases: dict[str, list[int]] = {}
     for rank in sorted([*states, *absent]):
-        phrase = _phrase(states[rank], stuck) if rank in states else absent[rank]
+        phrase = _phrase(states[rank], stuck, dispute) if rank in states else absent[rank]
         phrases.setdefault(phrase, []).append(rank)
     most_first = sorted(phrases.items(), key=lambda item: (not item[0].startswith("wait"), item[1]))
     return "; ".join(f"{_ranks(ranks)} {_conjugated(phrase, len(ranks))}" for phrase, ranks in most_first)
 
 
-Stuck = tuple[str, int, str, str]  # group, number, operation, tensor
-
-
 def _waits_in(state: State) -> Stuck | None:
-    if state.waiting is None:
-        return None
-    name, number = state.waiting
+    return None if state.waiting is None else _known(state, *state.waiting)
+
+
+def _disputed(state: State, dispute: Dispute) -> Stuck | None:
+    group = state.groups.get(dispute[0])
+    return _known(state, *dispute) if group and group.entry(dispute[1]) else None
+
+
+def _known(state: State, name: str, number: int) -> Stuck:
     entry = state.groups[name].entry(number)
     return (name, number, entry.op, entry.what) if entry else (name, number, "", "")
 
 
-def _where_most_wait(states: Mapping[int, State]) -> Stuck | None:
-    counts: dict[Stuck, int] = {}
-    for state in states.values():
-        where = _waits_in(state)
-        if where:
-            counts[where] = counts.get(where, 0) + 1
+def _most_common(places: Iterable[Stuck | None]) -> Stuck | None:
+    counts = Counter(where for where in places if where is not None)
     return max(counts, key=lambda where: (counts[where], -where[1])) if counts else None
 
 
-def _phrase(state: State, stuck: Stuck | None) -> str:
+def _phrase(state: State, stuck: Stuck | None, dispute: Dispute | None) -> str:
     """What one rank does; verbs in the plural, `_conjugated` mends them."""
     where = _waits_in(state)
+    if dispute is not None and (where is None or where[:2] != dispute) and _disputed(state, dispute):
+        return f"have begun {_shown(state, *dispute)} and {_now(state, where)}"
     if where is None or stuck is None:
         return _idle(state, stuck)
     name, number = where[:2]
-    entry = state.groups[name].entry(number)
-    shown = f"{entry}{_of_group(state, name)}" if entry else f"operation #{number}"
     if where == stuck:
-        return f"wait in {shown}"
+        return f"wait in {_shown(state, name, number)}"
     if name == stuck[0] and number > stuck[1]:
         before = state.groups[name].entry(stuck[1])
         if before is not None:
-            return f"are past {before} and in {shown}"
-    return f"are in {shown}"
+            return f"are past {before} and in {_shown(state, name, number)}"
+    return f"are in {_shown(state, name, number)}"
+
+
+def _now(state: State, where: Stuck | None) -> str:
+    return f"are at {state.place}" if where is None else f"are in {_shown(state, *where[:2])}"
+
+
+def _shown(state: State, name: str, number: int) -> str:
+    entry = state.groups[name].entry(number)
+    return f"{entry or f'operation #{number}'}{_of_group(state, name)}"
 
 
 def _idle(state: State, stuck: Stuck | None) -> str:
@@ -127,9 +140,15 @@ def _idle(state: State, stuck: Stuck | None) -> str:
 
 
 def _of_group(state: State, name: str) -> str:
-    whole = state.groups.get("world")
+    """Which group it is, where that is not the world."""
+    name = name.removesuffix("/p2p")
     ranks = state.groups[name].ranks
-    return "" if whole is None or ranks == whole.ranks else f" in the group of ranks {_numbers(ranks)}"
+    if name == "world":
+        return ""
+    others = (other for other in state.groups if other != "world" and not other.endswith("/p2p"))
+    alike = [other for other in others if state.groups[other].ranks == ranks]
+    which = f"group {alike.index(name) + 1}" if len(alike) > 1 else "the group"
+    return f" in {which} of ranks {_numbers(ranks)}"
 
 
 def _ranks(ranks: Sequence[int]) -> str:

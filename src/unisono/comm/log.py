@@ -17,7 +17,7 @@ import torch
 LENGTH = 64
 
 # number, operation, detail, shape, dtype, and where it was called: code and instruction
-Raw = tuple[int, str, str, torch.Size | None, torch.dtype | None, CodeType, int]
+Raw = tuple[int, str, str, tuple[int, ...] | None, torch.dtype | None, CodeType, int]
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Log:
     only counted, in `quick`: nothing else is treated so, and so a number that is missing in the ring was one of those.
     """
 
-    __slots__ = ("append", "awaited", "entered", "group", "left", "quick", "ranks", "ring")
+    __slots__ = ("append", "awaited", "entered", "group", "left", "quick", "quickest", "ranks", "ring")
 
     def __init__(self, group: str, ranks: tuple[int, ...]) -> None:
         self.group = group
@@ -49,6 +49,7 @@ class Log:
         self.ring: deque[Raw] = deque(maxlen=LENGTH)
         self.append = self.ring.append
         self.quick = 0
+        self.quickest: tuple[tuple[int, ...], torch.dtype] | None = None  # the tensor of the last one of those
         self.entered = 0
         self.left = 0  # how many of those entered this rank has returned from
         self.awaited = 0  # the asynchronous operation that this rank waits for; 0 for none
@@ -70,6 +71,12 @@ class Log:
         """The number of the operation that this rank is blocked in; 0 for none."""
         return self.awaited or (self.count if self.entered > self.left else 0)
 
+    def _what_of_quick(self, number: int) -> str:
+        """The tensor of an operation that was only counted, if it was the last such."""
+        written = {raw[0] for raw in self.ring}
+        last = next((n for n in range(self.count, 0, -1) if n not in written), 0)
+        return describe(*self.quickest) if self.quickest is not None and number == last else ""
+
     def raw(self, number: int) -> Raw | None:
         """What was written down of that operation, if it was and the log still has it."""
         return next((raw for raw in reversed(self.ring) if raw[0] == number), None)
@@ -79,10 +86,16 @@ class Log:
         raw = self.raw(number)
         if raw is None:
             kept = max(0, self.count - LENGTH) < number <= self.count
-            return Entry(number, "all_reduce", "", "") if kept else None
+            return Entry(number, "all_reduce", self._what_of_quick(number), "") if kept else None
         _, op, detail, shape, dtype, code, instruction = raw
         what = "" if shape is None or dtype is None else describe(shape, dtype)
         return Entry(number, f"{op}({detail})" if detail else op, what, place(code, line_of(code, instruction)))
+
+
+def described_call(op: str, detail: str, number: int, tensor: torch.Tensor | None) -> str:
+    """A call as reports show it, without its place."""
+    what = "" if tensor is None else f" {describe(tensor.shape, tensor.dtype)}"
+    return f"{op}({detail}) #{number}{what}" if detail else f"{op} #{number}{what}"
 
 
 def detail_of_root(root: int) -> str:

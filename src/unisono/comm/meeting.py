@@ -22,6 +22,7 @@ from unisono.comm.seat import Seat
 from unisono.errors import CommError, UsageError
 from unisono.launch import environment
 
+START = 60.0  # seconds that ranks of a launcher get to come, however short the timeout of collectives
 PATIENCE = 300.0  # seconds to wait for the other ranks at most, whatever the timeout of collectives
 
 
@@ -40,7 +41,8 @@ class Meeting:
 
 def meet(seat: Seat, timeout: float) -> Meeting:
     """Reach the store and wait until every rank has signed in."""
-    patience = min(timeout, PATIENCE)
+    # Whoever names a place to meet knows when the others come; a launcher may start ranks slowly.
+    patience = min(timeout if seat.url else max(timeout, START), PATIENCE)
     store = _open_store(seat, patience)
     signed_in = dist.PrefixStore("unisono/meeting", store)
     _sign_in(signed_in, seat)
@@ -135,6 +137,7 @@ def _sign_in(store: dist.Store, seat: Seat) -> None:
         store.set("refused", reason)
         raise _refusal(seat, reason)
     store.set(f"host/{seat.rank}", f"{seat.size} {host_name()}")
+    store.add("came", 1)
 
 
 def _refusal(seat: Seat, reason: str) -> CommError:
@@ -145,20 +148,19 @@ def _refusal(seat: Seat, reason: str) -> CommError:
 
 def _wait_for_all(store: dist.Store, seat: Seat, patience: float) -> list[str]:
     keys = [f"host/{rank}" for rank in range(seat.size)]
-    deadline = time.monotonic() + patience
-    while True:
-        try:
-            store.wait(keys, timedelta(seconds=min(1.0, patience)))
-            break
-        except RuntimeError:
-            if store.check(["refused"]):
-                raise _refusal(seat, store.get("refused").decode()) from None
-        if time.monotonic() > deadline:
+    start = time.monotonic()
+    # Not by Store.wait, which prints a warning whenever its time is up.
+    while store.add("came", 0) < seat.size:
+        if store.check(["refused"]):
+            raise _refusal(seat, store.get("refused").decode())
+        waited = time.monotonic() - start
+        time.sleep(min(0.1, 0.002 + waited / 50))
+        if waited > patience:
             missing = [str(rank) for rank in range(seat.size) if not store.check([keys[rank]])]
             raise CommError(
                 f"only {seat.size - len(missing)} of {seat.size} ranks came within {patience:.0f} s; "
                 f"missing: {', '.join(missing)}"
-            ) from None
+            )
     told = [value.decode().split(" ", 1) for value in store.multi_get(keys)]
     for rank, (size, _) in enumerate(told):
         if int(size) != seat.size:

@@ -155,6 +155,7 @@ class MPICommunicator(Communicator):
             requests = self._mpi.start_in_place(tensor.data_ptr(), shape.numel(), plain)
             if len(requests) == 1 and soon_done(requests[0]):
                 log.quick += 1
+                log.quickest = (shape, dtype)
                 return tensor
             frame = sys._getframe(2)
             log.entered += 1
@@ -211,13 +212,13 @@ class MPICommunicator(Communicator):
         )
 
     def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Outcome:
-        self._require_room(out, tensor)
         if self._is_plain and not async_op and not traffic.counters:
             pair = pair_of(out, tensor)
-            if pair is not None:
+            if pair is not None and pair.received.nbytes == pair.sent.nbytes * self.size:
                 request = self._raw.Iallgather(pair.of, pair.into)
                 self._settle("all_gather_into", "", pair, request, sys._getframe(1))
                 return out
+        self._require_room(out, tensor)
         return self._do(
             "all_gather_into",
             "",
@@ -360,19 +361,19 @@ class MPICommunicator(Communicator):
         out: torch.Tensor | None = None,
         async_op: bool = False,
     ) -> Outcome:
-        parts = self._parts("reduce_scatter", tensor, sizes)
-        plan_reduction(op, tensor.dtype)
-        out = self._room("reduce_scatter", out, tensor, parts[self.rank])
-        even = len(set(parts)) == 1
-        plain = PLAIN.get((tensor.dtype, op))
-        if even and plain is not None and self._is_plain and not async_op and not traffic.counters:
+        if out is not None and sizes is None and self._is_plain and not async_op and not traffic.counters:
             pair = pair_of(out, tensor)
-            if pair is not None:
+            plain = None if pair is None or pair.parts != self.size else PLAIN.get((pair.dtype, op))
+            if pair is not None and plain is not None:
                 _, datatype, mpi_op = plain
                 start = self._raw.Ireduce_scatter_block
                 request = start((pair.of[0], datatype), (pair.into[0], datatype), mpi_op)
                 self._settle("reduce_scatter", detail_of_op(op), pair, request, sys._getframe(1))
                 return out
+        parts = self._parts("reduce_scatter", tensor, sizes)
+        plan_reduction(op, tensor.dtype)
+        out = self._room("reduce_scatter", out, tensor, parts[self.rank])
+        even = len(set(parts)) == 1
         pieces = () if even else tensor.split(parts)
 
         def prompt() -> None:

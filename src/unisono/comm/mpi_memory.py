@@ -1,8 +1,8 @@
 """Tensors' own memory as MPI moves it, remembered from call to call. Imports mpi4py: import it late.
 
-Note: why it is remembered. Right after a megabyte has been moved the caches are cold, and each question to a tensor
-takes about a microsecond; a dozen of them is a fifth of the whole operation. A tensor that was seen before is asked
-three things only: where it lies, how long it is, and whether it is still contiguous.
+Note: why it is remembered. Right after a megabyte has been moved the caches are cold, and a dozen questions to tensors
+take a fifth of the whole operation. A tensor that was seen before is not asked at all while it lies where it lay
+(unisono.comm.snapshot).
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from collections.abc import Sequence
 import torch
 from mpi4py import MPI
 
+from unisono.comm import snapshot
+
 _SHORT = 2**31 - 1  # bytes that every MPI takes in one call
 _WORTH = 2**16  # bytes from which on remembering pays
 _address = MPI.memory.fromaddress
@@ -21,22 +23,23 @@ _address = MPI.memory.fromaddress
 class Memory:
     """Where a tensor lies, and how MPI is told so."""
 
-    __slots__ = ("address", "buffer", "count", "dtype", "nbytes", "reference", "shape")
+    __slots__ = ("address", "buffer", "dtype", "nbytes", "reference", "shape", "snapshot")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.address = tensor.data_ptr()
-        self.shape = tensor.shape
+        self.shape = tuple(tensor.shape)  # a torch.Size would bring torch's code back into the cache
         self.dtype = tensor.dtype
-        self.count = tensor.numel()
         self.nbytes = tensor.nbytes
         self.buffer = (_address(self.address, self.nbytes), MPI.BYTE)
-        self.reference: weakref.ref[torch.Tensor] | None = None  # of one that is remembered
+        # Of one that is remembered:
+        self.reference: weakref.ref[torch.Tensor] | None = None
+        self.snapshot: snapshot.Snapshot | snapshot.Questions
 
 
 class Pair:
     """The memory for what is received and for what is sent, of one dtype and apart, as MPI wants them."""
 
-    __slots__ = ("alike", "dtype", "into", "of", "received", "rows_received", "rows_sent", "sent", "shape")
+    __slots__ = ("alike", "dtype", "into", "of", "parts", "received", "rows_received", "rows_sent", "sent", "shape")
 
     def __init__(self, received: Memory, sent: Memory) -> None:
         self.received, self.sent = received, sent
@@ -46,11 +49,20 @@ class Pair:
         # How many times the one is a row of the other; 0 where it is none.
         self.rows_received = _rows(received, sent)
         self.rows_sent = _rows(sent, received)
+        self.parts = _parts(sent, received)
 
 
 def _rows(whole: Memory, row: Memory) -> int:
     rows = whole.shape[0] if whole.shape else 0
     return rows if whole.nbytes == rows * row.nbytes else 0
+
+
+def _parts(whole: Memory, part: Memory) -> int:
+    """Into how many such parts dim 0 of the whole is cut; 0 where it cannot be."""
+    if not whole.shape or not part.shape or not part.shape[0] or whole.shape[1:] != part.shape[1:]:
+        return 0
+    parts, rest = divmod(whole.shape[0], part.shape[0])
+    return 0 if rest else parts
 
 
 _seen: dict[int, Memory] = {}  # by id of the tensor, as long as that lives
@@ -60,12 +72,7 @@ _pairs: dict[tuple[int, int], Pair] = {}  # of tensors in `_seen`
 def memory_of(tensor: torch.Tensor) -> Memory | None:
     """A tensor's own memory, or None where MPI cannot use it as it lies."""
     memory = _seen.get(id(tensor))
-    if (
-        memory is not None
-        and memory.address == tensor.data_ptr()
-        and memory.count == tensor.numel()
-        and tensor.is_contiguous()
-    ):
+    if memory is not None and memory.snapshot.is_true(tensor):
         return memory
     return _new_memory(tensor)
 
@@ -73,17 +80,8 @@ def memory_of(tensor: torch.Tensor) -> Memory | None:
 def pair_of(received: torch.Tensor, sent: torch.Tensor) -> Pair | None:
     """The memory of both, or None where MPI cannot use them as they lie, one beside the other."""
     pair = _pairs.get((id(received), id(sent)))
-    if pair is not None:
-        into, of = pair.received, pair.sent
-        if (
-            into.address == received.data_ptr()
-            and of.address == sent.data_ptr()
-            and into.count == received.numel()
-            and of.count == sent.numel()
-            and received.is_contiguous()
-            and sent.is_contiguous()
-        ):
-            return pair
+    if pair is not None and pair.received.snapshot.is_true(received) and pair.sent.snapshot.is_true(sent):
+        return pair
     return _new_pair(received, sent)
 
 
@@ -107,6 +105,7 @@ def _new_memory(tensor: torch.Tensor) -> Memory | None:
     if memory.nbytes >= _WORTH and not memory.dtype.is_complex:
         key = id(tensor)
         memory.reference = weakref.ref(tensor, lambda _: _forget(key))
+        memory.snapshot = snapshot.take(tensor)
         _seen[key] = memory
     return memory
 

@@ -2,13 +2,15 @@
 
 The lengths are told first, and that much blocks even with async_op=True; then the bytes travel. So ranks that wait at
 once and ranks that wait later say the same things in the same order. Use these among your own ranks only: unpickling
-runs what the sender says.
+runs what the sender says. A value that cannot be pickled is an error on every rank, which no rank waits for in vain:
+in its place travels the reason.
 """
 
 from __future__ import annotations
 
 import pickle
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -27,24 +29,27 @@ class Objects(Collectives):
         """The root's value, on every rank."""
         self._require_rank("root", root)
         is_root = self.rank == root
-        sent = packed(value) if is_root else None
+        sent = Parcel(value, "broadcast_object", root) if is_root else None
         room: list[torch.Tensor] = []
 
         def start() -> list[dist.Work]:
-            length = torch.tensor([0 if sent is None else len(sent)])
+            length = torch.tensor([0 if sent is None else len(sent.bytes)])
             dist.broadcast(length, group=self.group, group_src=root)
-            room.append(torch.empty(int(length), dtype=torch.uint8) if sent is None else sent)
+            room.append(torch.empty(int(length), dtype=torch.uint8) if sent is None else sent.bytes)
             return [dist.broadcast(room[0], group=self.group, group_src=root, async_op=True)]
 
-        return self._travel("broadcast_object", root, start, lambda: value if is_root else unpacked(room[0]), async_op)
+        def finish() -> Any:
+            return unpacked(room[0]) if sent is None or sent.is_refused else value
+
+        return self._travel("broadcast_object", root, start, finish, async_op)
 
     def all_gather_object(self, value: Any, *, async_op: bool = False) -> Outcome:
         """Every rank's value, on every rank."""
-        sent, room = packed(value), Rows()
+        sent, room = Parcel(value, "all_gather_object", self.rank), Rows()
 
         def start() -> list[dist.Work]:
-            room.lengths = self._all_lengths(sent)
-            mine, room.bytes = room.row(sent), room.table()
+            room.take(self._all_lengths(sent))
+            mine, room.bytes = room.row(sent.bytes), room.table()
             return [_all_gather_single(room.bytes, mine, group=self.group, async_op=True)]
 
         return self._travel("all_gather_object", 0, start, room.values, async_op)
@@ -53,15 +58,24 @@ class Objects(Collectives):
         """On the root every rank's value; None elsewhere."""
         self._require_rank("root", root)
         is_root = self.rank == root
-        sent, room = packed(value), Rows()
+        sent, room = Parcel(value, "gather_object", self.rank), Rows()
 
         def start() -> list[dist.Work]:
-            room.lengths = self._all_lengths(sent)
-            mine, room.bytes = room.row(sent), room.table()
+            room.take(self._all_lengths(sent))
+            mine, room.bytes = room.row(sent.bytes), room.table()
             places = list(room.bytes.view(self.size, -1)) if is_root else None
             return [dist.gather(mine, places, group=self.group, group_dst=root, async_op=True)]
 
-        return self._travel("gather_object", root, start, lambda: room.values() if is_root else None, async_op)
+        def finish() -> list[Any] | None:
+            if is_root:
+                return room.values()
+            if sent.is_refused:
+                unpacked(sent.bytes)
+            if room.refused:
+                raise UsageError(f"gather_object: what rank {room.refused[0]} gave cannot be pickled; it says why")
+            return None
+
+        return self._travel("gather_object", root, start, finish, async_op)
 
     def scatter_object(self, values: Sequence[Any] | None = None, root: int = 0, *, async_op: bool = False) -> Outcome:
         """values[rank] of the root; only the root passes `values`."""
@@ -70,13 +84,15 @@ class Objects(Collectives):
         if is_root and (values is None or len(values) != self.size):
             given = "none" if values is None else len(values)
             raise UsageError(f"scatter_object: the root needs {self.size} values, one a rank, but got {given}")
-        sent = [packed(value) for value in values] if is_root and values is not None else []
+        parcels = [Parcel(value, "scatter_object", root) for value in values] if is_root and values is not None else []
+        refused = [parcel.bytes for parcel in parcels if parcel.is_refused]
+        sent = refused[:1] * self.size or [parcel.bytes for parcel in parcels]
         room = Rows()
 
         def start() -> list[dist.Work]:
             lengths = torch.tensor([len(each) for each in sent] or [0] * self.size)
             dist.broadcast(lengths, group=self.group, group_src=root)
-            room.lengths = lengths.tolist()
+            room.take(lengths.tolist())
             room.bytes = room.row(torch.empty(0, dtype=torch.uint8))
             rows = [room.row(each) for each in sent] or None
             return [dist.scatter(room.bytes, rows, group=self.group, group_src=root, async_op=True)]
@@ -90,9 +106,11 @@ class Objects(Collectives):
     ) -> Outcome:
         return self._run(op, None, start, finish, async_op, detail_of_root(root), depth=4, blocks=True)
 
-    def _all_lengths(self, mine: torch.Tensor) -> list[int]:
+    def _all_lengths(self, mine: Parcel) -> list[int]:
+        """Of every rank's parcel; below zero where it holds a refusal."""
         lengths = torch.empty(self.size, dtype=torch.int64)
-        _all_gather_single(lengths, torch.tensor([len(mine)]), group=self.group)
+        length = -len(mine.bytes) if mine.is_refused else len(mine.bytes)
+        _all_gather_single(lengths, torch.tensor([length]), group=self.group)
         return lengths.tolist()
 
 
@@ -100,7 +118,12 @@ class Rows:
     """Pickled values of all ranks, one row each, as long as the longest."""
 
     lengths: list[int]
+    refused: list[int]  # ranks whose value could not be pickled
     bytes: torch.Tensor
+
+    def take(self, lengths: Sequence[int]) -> None:
+        self.lengths = [abs(length) for length in lengths]
+        self.refused = [rank for rank, length in enumerate(lengths) if length < 0]
 
     def row(self, value: torch.Tensor) -> torch.Tensor:
         row = torch.zeros(max(self.lengths), dtype=torch.uint8)
@@ -115,9 +138,36 @@ class Rows:
         return [unpacked(row[:length]) for row, length in zip(rows, self.lengths, strict=True)]
 
 
-def packed(value: Any) -> torch.Tensor:
-    return torch.frombuffer(bytearray(pickle.dumps(value, pickle.HIGHEST_PROTOCOL)), dtype=torch.uint8)
+@dataclass(frozen=True)
+class Refusal:
+    """Travels in the place of a value that cannot."""
+
+    reason: str
+
+
+class Parcel:
+    """A value as bytes, or the refusal of one that cannot be pickled."""
+
+    def __init__(self, value: Any, op: str, rank: int) -> None:
+        self.is_refused = False
+        try:
+            data = pickle.dumps(value, pickle.HIGHEST_PROTOCOL)
+        except Exception as error:
+            self.is_refused = True
+            data = pickle.dumps(Refusal(_reason(value, op, rank, error)))
+        self.bytes = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _reason(value: Any, op: str, rank: int, error: Exception) -> str:
+    kind = type(value)
+    return (
+        f"{op}: rank {rank} gave a value of type {kind.__module__}.{kind.__qualname__} that cannot be pickled "
+        f"({type(error).__name__}: {error}); pass plain data, tensors, or functions and classes of a module's top level"
+    )
 
 
 def unpacked(received: torch.Tensor) -> Any:
-    return pickle.loads(received.numpy().tobytes())
+    value = pickle.loads(received.numpy().tobytes())
+    if isinstance(value, Refusal):
+        raise UsageError(value.reason)
+    return value

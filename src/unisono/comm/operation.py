@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -54,6 +55,9 @@ class Operations:
             traffic.note(op, self.size, tensor)
         try:
             if self.backend == "gloo" and watch.check is None and not blocks:
+                if watch.box is not None:
+                    frame = sys._getframe(depth - 1)
+                    watch.box.write(log, op, detail, tensor, frame.f_code, frame.f_lineno)
                 works = self._started(op, start)
                 log.enter(op, detail, tensor, depth)  # while the message travels, which hides what it costs
             else:

@@ -23,7 +23,8 @@ from types import FrameType, TracebackType
 import torch
 import torch.distributed as dist
 
-from unisono.comm import hang
+from unisono.comm import blackbox, hang
+from unisono.comm.blackbox import BlackBox
 from unisono.comm.check import Check
 from unisono.comm.log import Log, describe, frame_place
 from unisono.errors import CommError, HangError, UnisonoError
@@ -49,7 +50,7 @@ class Watch:
         self.rank = rank
         self.size = size
         self.timeout = timeout
-        self.check = Check(self._clone(store, "check"), rank, self.disagreed) if check and size > 1 else None
+        self.check = Check(self._clone(store, "check"), self.disagreed) if check and size > 1 else None
         self._store = self._clone(store, "watch")
         self.group_logs: dict[object, Log] = {}  # by process group
         self._logs: list[Log] = []
@@ -58,6 +59,7 @@ class Watch:
         self._told = threading.Lock()
         self._thread: threading.Thread | None = None
         self._main = threading.main_thread().ident
+        self.box: BlackBox | None = None
 
     @staticmethod
     def _clone(store: dist.Store, name: str) -> dist.Store:
@@ -71,8 +73,11 @@ class Watch:
         self._logs.append(log)
         return log
 
-    def start(self) -> None:
+    def start(self, backend: str) -> None:
         if self.size > 1:
+            if backend == "gloo":  # the others never kill a process, and are too quick for it
+                self.box = BlackBox()
+                self._store.set(f"box/{self.rank}", self.box.address())
             self._thread = threading.Thread(target=self._keep_watch, name="unisono-watch", daemon=True)
             self._thread.start()
             atexit.register(self._say_goodbye)
@@ -86,6 +91,9 @@ class Watch:
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            if self.box is not None:
+                self.box.close()
+                self.box = None
             atexit.unregister(self._say_goodbye)
 
     # ---- what the communicator calls -----------------------------------------------------------------------------
@@ -112,9 +120,9 @@ class Watch:
             return CommError(f"communication failed on rank {self.rank}: {text}")
         return HangError(f"{self._sound_alarm()} ({text})")
 
-    def disagreed(self) -> HangError:
-        """What to raise when this rank's next collective differs from the others'."""
-        return HangError(self._sound_alarm())
+    def disagreed(self, group: str, number: int) -> HangError:
+        """What to raise when this rank's next collective, of that group and number, differs from the others'."""
+        return HangError(self._sound_alarm((group, number)))
 
     # ---- the thread ----------------------------------------------------------------------------------------------
 
@@ -172,7 +180,7 @@ class Watch:
 
     # ---- the alarm -----------------------------------------------------------------------------------------------
 
-    def _sound_alarm(self) -> str:
+    def _sound_alarm(self, dispute: hang.Dispute | None = None) -> str:
         """Bring about the report on all ranks, and return it."""
         with self._told:
             try:
@@ -180,16 +188,19 @@ class Watch:
                 self._tell_state()
                 if first != str(self.rank):
                     return self._answered()
-                report = self._collect_report()
-                self._store.set("report", report)
-                self._linger()
+                report = self._collect_report(dispute)
             except RuntimeError:
                 states = {self.rank: self._state()}
                 report = hang.report(states, {0: "has exited, and with it the store through which ranks meet"})
-            self._publish(report)
+                self._publish(report)
+                return report
+            self._publish(report)  # before the others read it and leave: mpiexec kills all when one has left
+            with contextlib.suppress(RuntimeError):
+                self._store.set("report", report)
+                self._linger()
             return report
 
-    def _collect_report(self) -> str:
+    def _collect_report(self, dispute: hang.Dispute | None) -> str:
         deadline = time.monotonic() + ANSWER_TIME
         missing = set(range(self.size)) - {self.rank}
         states, absent = {self.rank: self._state()}, {}
@@ -201,9 +212,21 @@ class Watch:
                 elif self._store.check([f"left/{rank}"]):
                     absent[rank] = self._store.get(f"left/{rank}").decode()
                     missing.discard(rank)
+                elif (told := self._fate(rank)) is not None and told.startswith("have died"):
+                    absent[rank] = told
+                    missing.discard(rank)
             time.sleep(0.02)
-        absent |= dict.fromkeys(missing, "do not answer (killed, or busy in native code)")
-        return hang.report(states, absent)
+        absent |= {rank: self._fate(rank) or "do not answer (killed, or busy in native code)" for rank in missing}
+        return hang.report(states, absent, dispute)
+
+    def _fate(self, rank: int) -> str | None:
+        """What became of a rank that does not answer, as far as its black box tells."""
+        key = f"box/{rank}"
+        return blackbox.fate(self._store.get(key).decode()) if self._store.check([key]) else None
+
+    def _discard_box(self) -> None:
+        if self.box is not None:
+            self.box.discard()
 
     def _answered(self) -> str:
         """The report that another rank makes."""
@@ -234,6 +257,7 @@ class Watch:
             print(f"unisono: {report}", file=sys.stderr, flush=True)
 
     def _stop_job(self) -> None:
+        self._discard_box()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(EXIT_CODE)
@@ -284,6 +308,7 @@ class Watch:
         if self._stopping.is_set():
             return
         self._stopping.set()
+        self._discard_box()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", words)
             self._store.set("left", str(self.rank))

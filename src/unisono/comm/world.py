@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+from collections.abc import Iterator
 from datetime import timedelta
 
 import torch
@@ -66,7 +68,7 @@ def init(
         local_size=meeting.seat.local_size,
         hosts=meeting.hosts,
     )
-    _watch.start()
+    _watch.start(name)
     if _watch.check is not None:
         _torch_calls = TorchCalls(_watch)
         _torch_calls.wrap()
@@ -149,3 +151,28 @@ def rank() -> int:
 def world_size() -> int:
     """How many ranks there are; 1 before `init`."""
     return 1 if _world is None else _world.size
+
+
+@contextlib.contextmanager
+def simulated(rank: int, size: int) -> Iterator[Communicator]:
+    """In the block, this process is one rank of a world whose others are not there.
+
+    Every collective and message is over at once and brings nothing: shapes, memory and computing are those of the rank,
+    numbers are not.
+    """
+    global _world
+    if _world is not None or dist.is_initialized():
+        raise CommError("a simulated world needs a process that has not joined one; call uni.shutdown() first")
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers torch's "fake" backend
+
+    store = FakeStore()
+    dist.init_process_group("fake", store=store, rank=rank, world_size=size)
+    assert dist.group.WORLD is not None
+    name = "nccl" if torch.cuda.is_available() else "gloo"
+    watch = Watch(store, rank, size, DEFAULT_TIMEOUT, False)
+    _world = Communicator(dist.group.WORLD, name, watch, local_rank=0, local_size=1, hosts=["here"] * size)
+    try:
+        yield _world
+    finally:
+        _world = None
+        dist.destroy_process_group()

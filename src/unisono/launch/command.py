@@ -15,7 +15,7 @@ from typing import Any
 from unisono.errors import UsageError
 from unisono.launch import environment, hosts, launcher, proctree
 from unisono.launch.console import Console, terminal_variables
-from unisono.launch.hosts import Host, Placement
+from unisono.launch.hosts import Host
 from unisono.launch.job import MODULE, SCRIPT, Job, Program
 from unisono.launch.watch import Interrupted
 
@@ -45,6 +45,8 @@ def add_parser(subparsers: Any) -> None:
         metavar="K",
         help="start again after a failure, K times at most",
     )
+    add("--elastic", action="store_true", help="when a host is gone, restart with fewer ranks on those left")
+    add("--min-ranks", type=int, metavar="K", help="with --elastic: end when fewer than K ranks are left")
     add("--timeout", type=float, metavar="S", help="seconds a collective may take before the job is stopped")
     add("--check", action="store_true", help="compare every collective between ranks before it runs")
     add("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="give ranks a variable")
@@ -78,7 +80,8 @@ def run(chosen: argparse.Namespace) -> int:
 
 def job_of(chosen: argparse.Namespace) -> Job:
     """The job that the options describe. UsageError, before anything starts, when they describe none."""
-    placements = _placements(chosen)
+    named = _hosts(chosen)
+    placements = hosts.place(named, chosen.n)
     for name in ("start_timeout", "timeout"):
         value = getattr(chosen, name)
         if value is not None and not value > 0:
@@ -88,6 +91,7 @@ def job_of(chosen: argparse.Namespace) -> Job:
     if not 0 <= chosen.master_port < 1 << 16:
         raise UsageError(f"--master-port {chosen.master_port}: must be between 1 and 65535")
     world = sum(placement.count for placement in placements)
+    _require_elastic(chosen, world)
     return Job(
         program=_program(chosen.command, chosen.module),
         placements=tuple(placements),
@@ -100,21 +104,39 @@ def job_of(chosen: argparse.Namespace) -> Job:
         master_port=chosen.master_port,
         python=chosen.python,
         ssh=tuple(_words(chosen.ssh or os.environ.get(environment.SSH) or "ssh")),
+        hosts=tuple(named),
+        elastic=chosen.elastic,
+        min_ranks=chosen.min_ranks or 1,
     )
 
 
-def _placements(chosen: argparse.Namespace) -> list[Placement]:
+def _require_elastic(chosen: argparse.Namespace, world: int) -> None:
+    """--elastic and --min-ranks must make sense together with the rest."""
+    if chosen.min_ranks is not None:
+        if not chosen.elastic:
+            raise UsageError(f"--min-ranks {chosen.min_ranks} says how far --elastic may shrink: give --elastic too")
+        if not 1 <= chosen.min_ranks <= world:
+            raise UsageError(f"--min-ranks {chosen.min_ranks}: must be between 1 and the {world} ranks of the job")
+    if not chosen.elastic:
+        return
+    if chosen.max_restarts == 0:
+        raise UsageError("--elastic goes on by restarting: say how often with --max-restarts R")
+    if chosen.backend == "mpi":
+        raise UsageError("--elastic does not work with --backend mpi, where mpiexec ends all hosts; use gloo or nccl")
+
+
+def _hosts(chosen: argparse.Namespace) -> list[Host]:
     if chosen.hosts and chosen.hostfile:
         raise UsageError("--hosts and --hostfile both name hosts; give one of them")
     if chosen.n is not None and chosen.n <= 0:
         raise UsageError(f"-n {chosen.n}: the number of ranks must be at least 1")
     if chosen.hosts is not None:
-        return hosts.place(hosts.parse_list(chosen.hosts), chosen.n)
+        return hosts.parse_list(chosen.hosts)
     if chosen.hostfile is not None:
-        return hosts.place(hosts.parse_file(chosen.hostfile), chosen.n)
+        return hosts.parse_file(chosen.hostfile)
     if chosen.n is None:
         raise UsageError("how many ranks? give -n N, --hosts or --hostfile")
-    return hosts.place([Host(hosts.LOCAL, chosen.n)], chosen.n)
+    return [Host(hosts.LOCAL, chosen.n)]
 
 
 def _program(command: list[str], module: bool) -> Program:

@@ -18,6 +18,7 @@ from unisono.launch.wire import bytes_of
 
 _LONGEST = 1 << 20  # a line without end is broken here
 _CLEAR_LINE = "\r\x1b[K"
+_CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _ERASING = re.compile(r"^(?:\x1b\[[0-2]?K)+")
 
 
@@ -45,9 +46,9 @@ class Console:
         for line in lines:
             self._line(target, self._labelled(rank, _last_state(line)))
         state = _last_state(rest)
-        if state and target.isatty():
+        if _is_visible(state) and target.isatty():
             self._clear_live()
-            self._draw_live((target, rank, self._labelled(rank, _ERASING.sub("", state))))
+            self._draw_live((target, rank, self._labelled(rank, state)))
         # of a line that is being rewritten only the last state counts, so it need not grow
         rest = "\r" + state if "\r" in rest else rest
         if len(rest) > _LONGEST:
@@ -80,7 +81,7 @@ class Console:
         self._clear_live()
         for (rank, stream), rest in self._partial.items():
             state = _last_state(rest)
-            if state:
+            if _is_visible(state):
                 self._line(sys.stderr if stream == "err" else sys.stdout, self._labelled(rank, state))
         self._partial.clear()
         self._flush(sys.stdout)
@@ -147,10 +148,19 @@ def terminal_variables(ranks: int) -> dict[str, str]:
 
 
 def _last_state(line: str) -> str:
-    """What a terminal would show of a line with carriage returns in it."""
+    """What a terminal would show of a line with carriage returns in it.
+
+    What erases the line is left out: the rank's label stands there by then, which it would take along.
+    """
     if "\r" not in line:
         return line
-    return next((part for part in reversed(line.split("\r")) if part), "")
+    states = (_ERASING.sub("", part) for part in reversed(line.split("\r")))
+    return next((state for state in states if state), "")
+
+
+def _is_visible(text: str) -> bool:
+    """Whether it is more than instructions to the terminal, such as to show its cursor again."""
+    return bool(_CONTROL.sub("", text))
 
 
 def _write(target: TextIO, text: str) -> None:

@@ -142,6 +142,11 @@ class Crew:
             found.append(_judge(member, told))
         return found
 
+    def last_words(self) -> dict[int, str]:
+        """What each rank began last, of those that keep a record of it."""
+        told = {rank: failure.read_last_words(_last_words(member)) for rank, member in self.members.items()}
+        return {rank: words for rank, words in told.items() if words}
+
     def settled_failures(self) -> list[RankFailure]:
         """As failures(), after giving others that failed at the same moment time to be noticed."""
         found = self.failures()
@@ -217,6 +222,10 @@ def _read_some(fd: int) -> bytes | None:
         return None
     except OSError:
         return b""
+
+
+def _last_words(member: Member) -> Path:
+    return Path(f"{member.record}.last")
 
 
 def _judge(member: Member, told: failure.Failure | None) -> RankFailure:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import datetime
 import logging
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -28,7 +29,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from unisono.launch import environment, network, rank
+from unisono.launch import environment, failure, network, rank
 from unisono.launch.crew import Crew
 from unisono.launch.job import Share
 from unisono.launch.reporter import Reporter
@@ -67,13 +68,22 @@ class Meeting(RendezvousHandler):
             self._generations.set(f"port/{now}", str(self._open_ranks_store()))
         if self._generations.add(f"arrived/{now}", 1) == self._share.nodes:
             self._generations.set(f"complete/{now}", "1")
-        self._generations.wait([f"complete/{now}"])
+        self._await(f"complete/{now}")
         return RendezvousInfo(
             PrefixStore(f"unisono/agents/{now}", self._store),
             self._share.node,
             self._share.nodes,
             RendezvousStoreInfo(self._share.address, int(self._generations.get(f"port/{now}"))),
         )
+
+    def _await(self, key: str) -> None:
+        """Until the key is there. Not by the store's own wait, which no signal ends: a host may never come."""
+        deadline, pause = time.monotonic() + _STORE_TIMEOUT.total_seconds(), 0.002
+        while not self._generations.check([key]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the other nodes did not come within {_STORE_TIMEOUT.total_seconds():g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
 
     def _open_ranks_store(self) -> int:
         """Ranks that start again need a store without the keys of those before; the first use the agents'."""
@@ -139,7 +149,7 @@ class Agent(SimpleElasticAgent):
             raise AssertionError("ranks must not be forked after CUDA was initialised")
         self._finished = False
         self._crew.clear()
-        attempt = self._meeting.generation
+        attempt = self._attempt
         self._reporter.started(attempt)
         ids: dict[int, Any] = {}
         port = worker_group.master_port
@@ -164,6 +174,11 @@ class Agent(SimpleElasticAgent):
             ids[worker.local_rank] = self._crew.start(worker.global_rank, variables, self._run_program)
         return ids
 
+    @property
+    def _attempt(self) -> int:
+        """How often the job was restarted, these agents' own restarts included."""
+        return self._share.attempt + self._meeting.generation
+
     def _run_program(self, results: int | None) -> int:
         return rank.run(self._share.program, results)
 
@@ -171,8 +186,8 @@ class Agent(SimpleElasticAgent):
         self._crew.pump(_MONITOR)
         if self._crew.failures():
             # restarts count for the job, not for each node by itself
-            self._remaining_restarts = self._share.max_restarts - self._meeting.generation
-            self._reporter.failed(self._crew, self._meeting.generation, self._remaining_restarts > 0)
+            self._remaining_restarts = 0 if self._is_hopeless() else self._share.max_restarts - self._attempt
+            self._reporter.failed(self._crew, self._attempt, self._remaining_restarts > 0)
             return RunResult(state=WorkerState.FAILED)
         if self._crew.running:
             return RunResult(state=WorkerState.HEALTHY)
@@ -180,6 +195,9 @@ class Agent(SimpleElasticAgent):
         if not self._meeting.finished_everywhere(first_time):
             return RunResult(state=WorkerState.HEALTHY)
         return RunResult(state=WorkerState.SUCCEEDED)
+
+    def _is_hopeless(self) -> bool:
+        return any(each.kind == failure.USAGE for each in self._crew.failures())
 
     def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
         self._crew.stop()

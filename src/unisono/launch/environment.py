@@ -14,6 +14,7 @@ HOST = "UNISONO_HOST"  # this rank's host as the user wrote it
 FAILURE_FILE = "UNISONO_FAILURE_FILE"  # where this rank writes why it failed, for the launcher to show
 TIMEOUT = "UNISONO_TIMEOUT"  # seconds: the default timeout of collectives, as `--timeout` said
 ATTEMPT = "UNISONO_ATTEMPT"  # how often the job was restarted before this start: "0", "1", ...
+GONE = "UNISONO_GONE"  # the hosts that an elastic job has lost: "b,c"; absent while it has all
 
 SSH = "UNISONO_SSH"  # read by the launcher: the ssh command, when no --ssh is given
 MPIEXEC = "UNISONO_MPIEXEC"  # read by the launcher: the mpiexec to use
@@ -21,13 +22,18 @@ CONNECT = "UNISONO_CONNECT"  # how an agent that mpiexec started finds its launc
 
 # A remote rank starts in its host's own environment; of the launcher's, these travel with the job.
 TRAVELLING_PREFIXES = ("UNISONO_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTHON")
-STAYING = (CONNECT, FAILURE_FILE, HOST, SSH, MPIEXEC)
+STAYING = (CONNECT, FAILURE_FILE, GONE, HOST, SSH, MPIEXEC)
+
+
+def absolute_path(path: str) -> str:
+    """A list of folders such as PYTHONPATH, of which relative ones mean the same from any directory."""
+    return os.pathsep.join(os.path.abspath(folder) for folder in path.split(os.pathsep))
 
 
 def travelling(environment: dict[str, str]) -> dict[str, str]:
     """The part of the launcher's environment that goes with the job to other hosts."""
     return {
-        name: value
+        name: absolute_path(value) if name == "PYTHONPATH" and value else value
         for name, value in environment.items()
         if name.startswith(TRAVELLING_PREFIXES) and name not in STAYING
     }

@@ -15,6 +15,7 @@ from pathlib import Path
 from unisono.launch import environment
 
 EXCEPTION = "exception"  # the script raised
+USAGE = "usage"  # the script used something wrongly: a restart would meet the same
 HANG = "hang"  # the watch stopped the job; the text is its report
 PEER = "peer"  # stopped because another rank failed: never worth showing
 
@@ -45,6 +46,20 @@ def record(failure: Failure) -> bool:
     finally:
         os.unlink(aside)
     return True
+
+
+def last_words_path() -> Path | None:
+    """Where this rank may write what it does last, for the launcher to read if it dies; None without a launcher."""
+    path = os.environ.get(environment.FAILURE_FILE)
+    return Path(f"{path}.last") if path else None
+
+
+def read_last_words(path: Path) -> str:
+    """The first line of the file, without its end; "" where there is none."""
+    try:
+        return path.read_bytes().partition(b"\n")[0].strip(b"\0").decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def read(path: Path) -> Failure | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from unisono.launch.hosts import Placement
+from unisono.launch.hosts import Host, Placement
 
 SCRIPT = "script"
 MODULE = "module"
@@ -38,6 +38,9 @@ class Job:
     python: str = ""  # the interpreter on other hosts; "" is the launcher's own
     ssh: tuple[str, ...] = ("ssh",)
     time_limit: float | None = None  # seconds until the job is ended
+    hosts: tuple[Host, ...] = ()  # all that were named, also those that no rank needs
+    elastic: bool = False  # go on with the hosts that are left when one is gone
+    min_ranks: int = 1  # fewer than these are not worth going on with
 
     @property
     def world(self) -> int:
@@ -74,7 +77,7 @@ class Share:
     port: int
     environment: dict[str, str]
     max_restarts: int = 0
-    attempt: int = 0
+    attempt: int = 0  # how often the job was restarted before these agents came
     local_rank: int = 0  # of the first rank here, and how many ranks the host has: an MPI agent runs only one
     local_world: int = 0
 

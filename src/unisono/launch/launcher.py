@@ -6,9 +6,11 @@ import signal
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import FrameType
 
-from unisono.launch import mpijob, preflight
+from unisono.errors import PreflightError
+from unisono.launch import mpijob, preflight, survivors
 from unisono.launch.console import Console
 from unisono.launch.job import Job, Share
 from unisono.launch.link import Links
@@ -24,8 +26,32 @@ def launch(job: Job, console: Console) -> Outcome:
 
 
 def _over_elastic(job: Job, console: Console) -> Outcome:
+    """The agents restart their ranks by themselves; without a host that is gone only a new start goes on."""
+    outcome = _attempt(job, console, 0)
+    while job.elastic and outcome.gone:
+        attempt = outcome.attempt + 1
+        left = survivors.of(job, outcome.gone)
+        refusal = survivors.why_not(job, left, attempt)
+        if refusal:
+            return replace(outcome, told=f"{outcome.told}\n{refusal}")
+        console.flush()
+        console.say(survivors.tell(outcome.gone, left, attempt))
+        job = left
+        outcome = _attempt_again(job, console, attempt)
+    return outcome
+
+
+def _attempt_again(job: Job, console: Console, attempt: int) -> Outcome:
+    """As _attempt; that a host does not answer is an outcome, and no restart was used up by it."""
+    try:
+        return _attempt(job, console, attempt)
+    except PreflightError as error:
+        return Outcome(1, str(error), gone=error.causes, attempt=attempt - 1)
+
+
+def _attempt(job: Job, console: Console, attempt: int) -> Outcome:
     links = Links()
-    watch = Watch(job, links, console)
+    watch = Watch(job, links, console, attempt=attempt)
     with ending(watch):
         preflight.gather(job, links, console.say)
         reached_at = preflight.addresses(links)
@@ -45,6 +71,7 @@ def _over_elastic(job: Job, console: Console) -> Outcome:
                 port=port,
                 environment=job.environment,
                 max_restarts=job.max_restarts,
+                attempt=attempt,
             )
             link.wire.send({"do": "run", "share": share.to_json()})
         return watch.until_end()

@@ -36,7 +36,7 @@ def run(job: Job, console: Console) -> Outcome:
     address = _check_hosts(job, console) if job.elsewhere else "127.0.0.1"
     for attempt in range(job.max_restarts + 1):
         outcome = _attempt(job, console, attempt, address)
-        if not outcome.told or attempt == job.max_restarts:
+        if not outcome.told or outcome.is_hopeless or attempt == job.max_restarts:
             break
         console.say(f"restart {attempt + 1} of {job.max_restarts}: {outcome.in_one_line}")
     return outcome
@@ -52,8 +52,8 @@ def _check_hosts(job: Job, console: Console) -> str | None:
 
 def _attempt(job: Job, console: Console, attempt: int, address: str | None) -> Outcome:
     links = Links()
-    watch = Watch(job, links, console)
     folder = Path(tempfile.mkdtemp(prefix="unisono-mpi-"))
+    watch = Watch(job, links, console, lambda link: (folder / "log").read_text(errors="replace"))
     token = secrets.token_hex(16)
     door = network.listen("" if job.elsewhere else "127.0.0.1", 0)
     process = _start(job, console, folder, f"{token} {door.getsockname()[1]}", address)
@@ -76,6 +76,8 @@ def _start(
     addresses = [address] if address else network.all_addresses()
     interface = network.interface_of(address) if address and job.elsewhere else None
     variables = dict(os.environ) | tool.variables(job.ssh, folder)
+    if variables.get("PYTHONPATH"):  # mpiexec may start ranks in another directory
+        variables["PYTHONPATH"] = environment.absolute_path(variables["PYTHONPATH"])
     variables[environment.CONNECT] = f"{meeting_point} {','.join(addresses)}"
     command = tool.command(job.placements, agent_command(job.python or sys.executable), interface)
     if job.verbose:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
-from unisono.errors import LaunchError
+from unisono.errors import PreflightError
 from unisono.launch import remote
 from unisono.launch.job import Job
 from unisono.launch.link import Link, Links, agent_command
@@ -17,7 +17,7 @@ _PROBE_TIMEOUT = 3.0
 
 
 def gather(job: Job, links: Links, say: Say) -> None:
-    """Start an agent on every host, in parallel, and check each; LaunchError names every host that fails."""
+    """Start an agent on every host, in parallel, and check each; PreflightError names every host that fails."""
     began = time.monotonic()
     deadline = began + job.start_timeout
     for placement in job.placements:
@@ -40,8 +40,7 @@ def gather(job: Job, links: Links, say: Say) -> None:
             for line in matrix_lines(links, matrix(links, reached_at)):
                 say(line)
     if problems:
-        causes = "\n".join(f"  {host}: {cause}" for host, cause in problems.items())
-        raise LaunchError(f"preflight failed, nothing was started:\n{causes}")
+        raise PreflightError(problems)
 
 
 def _greet(job: Job, links: Links, deadline: float) -> dict[str, str]:
@@ -120,10 +119,11 @@ def open_door(job: Job, links: Links, master: Link, address: str) -> int:
     answer = answers.get(master, {})
     if "port" not in answer:
         problem = answer.get("problem", "its agent stopped answering")
-        raise LaunchError(
-            f"preflight failed, nothing was started:\n"
-            f"  {master.host}: the master port {job.master_port} cannot be used: {problem};"
-            f" give another with --master-port, or none to have a free one chosen"
+        raise PreflightError(
+            {
+                master.host: f"the master port {job.master_port} cannot be used: {problem};"
+                " give another with --master-port, or none to have a free one chosen"
+            }
         )
     return int(answer["port"])
 
@@ -135,14 +135,14 @@ def require_reach(links: Links, master: Link, address: str, port: int) -> None:
     deadline = time.monotonic() + 10 + _PROBE_TIMEOUT
     answers = links.ask([(link, probe) for link in others], "probed", deadline)
     found = {link: answers.get(link, {}).get("found", ["no answer"])[0] for link in others}
-    causes = [
-        f"  {link.host}: cannot reach {master.host} at {address} port {port}: {cause};"
+    causes = {
+        link.host: f"cannot reach {master.host} at {address} port {port}: {cause};"
         " if a firewall stands between, choose an open port with --master-port"
         for link, cause in found.items()
         if isinstance(cause, str)
-    ]
+    }
     if causes:
-        raise LaunchError("preflight failed, nothing was started:\n" + "\n".join(causes))
+        raise PreflightError(causes)
 
 
 def matrix(links: Links, reached_at: dict[Link, str]) -> list[list[float | str]]:

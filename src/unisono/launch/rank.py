@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from unisono.errors import HangError
+from unisono.errors import HangError, UsageError
 from unisono.launch import failure, proctree
 from unisono.launch.failure import Failure
 from unisono.launch.job import CALL, MODULE, Program
@@ -199,7 +199,7 @@ def _kind_of(error: BaseException) -> str:
         if isinstance(seen, RuntimeError) and _PEER_IS_GONE.search(str(seen)):
             return failure.PEER
         seen = seen.__cause__ or seen.__context__
-    return failure.EXCEPTION
+    return failure.USAGE if isinstance(error, UsageError) else failure.EXCEPTION
 
 
 def _traceback_of(error: BaseException) -> str:

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from unisono.launch import environment
 from unisono.launch.link import Link, agent_command
 
 # What ssh says -> what it means. The first that fits counts.
@@ -31,7 +32,7 @@ def command(host: str, ssh: Sequence[str], python: str, patience: float) -> list
     words = agent_command(python or sys.executable)
     path = os.environ.get("PYTHONPATH")
     if path:
-        words = ["env", f"PYTHONPATH={path}", *words]
+        words = ["env", f"PYTHONPATH={environment.absolute_path(path)}", *words]
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, math.ceil(patience))}", "-T"]
     options += [
         "-o",

@@ -21,12 +21,14 @@ class Reporter:
 
     def failed(self, crew: Crew, attempt: int, restarting: bool) -> None:
         """At once which ranks failed, so that the others' last words are not shown; then, settled, why."""
+        last = crew.last_words()
         crew.pump(0)
         guilty = [each.rank for each in crew.failures() if not each.is_debris]
         if guilty:
             self._wire.send({"event": "failing", "ranks": guilty})
         failures = [each.to_json() for each in crew.settled_failures()]
-        self._wire.send({"event": "failed", "failures": failures, "attempt": attempt, "restarting": restarting})
+        told = {"failures": failures, "attempt": attempt, "restarting": restarting, "last": list(last.items())}
+        self._wire.send({"event": "failed", **told})
 
     def ended(self, codes: dict[int, int | None], problem: str | None) -> None:
         self._wire.send({"event": "ended", "codes": list(codes.items()), "problem": problem})

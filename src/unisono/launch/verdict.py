@@ -7,7 +7,7 @@ first. So order in time is not enough: a broken connection is debris as long as 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -24,6 +24,9 @@ _HINTS = {
     signal.SIGBUS: "bus error; a full /dev/shm does this",
     signal.SIGABRT: "native code aborted; its message is in the rank's output",
 }
+
+
+_DIFFER = "(ranks whose collectives differ crash like this: --check finds the first difference before it does harm)"
 
 
 @dataclass(frozen=True)
@@ -45,6 +48,11 @@ class RankFailure:
     def is_debris(self) -> bool:
         return self.kind == failure.PEER
 
+    @property
+    def may_come_of_a_loss(self) -> bool:
+        """Whether this is what ranks say when the host of others is gone."""
+        return self.kind in (failure.PEER, failure.HANG)
+
 
 def first(failures: Iterable[RankFailure]) -> RankFailure:
     return min(failures, key=lambda each: (_order(each), -each.age, each.rank))
@@ -56,17 +64,34 @@ def _order(each: RankFailure) -> int:
     return 0 if each.kind == SIGNAL and -each.code in _OWN_FAULT else 1
 
 
-def tell(each: RankFailure, host: str | None) -> str:
-    """The words for the user. host is None when there is only one."""
+def tell(each: RankFailure, host: str | None, last: Mapping[int, str] | None = None) -> str:
+    """The words for the user. host is None when there is only one; `last` is what ranks began last."""
     if each.kind == failure.HANG:
         return each.text.rstrip("\n")
     where = f" on host {host}" if host else ""
     if each.kind == SIGNAL:
         name = signal_name(-each.code)
         hint = _HINTS.get(-each.code)  # type: ignore[call-overload]
-        return f"rank {each.rank} was killed by {name}{where}" + (f" ({hint})" if hint else "")
+        head = f"rank {each.rank} was killed by {name}{where}" + (f" ({hint})" if hint else "")
+        return head + _whereabouts(each.rank, last or {})
     head = f"rank {each.rank} failed{where} (exit code {each.exit_code})"
     return f"{head}:\n{each.text.rstrip()}" if each.text.strip() else head
+
+
+def _whereabouts(dead: int, last: Mapping[int, str]) -> str:
+    """What the dead rank, then the others began last; and what it means when that differs."""
+    if dead not in last:
+        return ""
+    ranks_at: dict[str, list[int]] = {}
+    for rank in sorted(last, key=lambda rank: (rank != dead, rank)):
+        ranks_at.setdefault(last[rank], []).append(rank)
+    told = [f"{_ranks(sorted(ranks))} last began {words}" for words, ranks in ranks_at.items()]
+    differ = len({words.partition(" at ")[0] for words in last.values()}) > 1
+    return "\n" + "; ".join(told) + (f"\n{_DIFFER}" if differ else "")
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {','.join(map(str, ranks))}"
 
 
 def in_one_line(each: RankFailure, host: str | None) -> str:

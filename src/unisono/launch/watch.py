@@ -5,9 +5,9 @@ from __future__ import annotations
 import base64
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from unisono.launch import failure, verdict
 from unisono.launch.console import Console
@@ -27,6 +27,9 @@ class Outcome:
     told: str = ""  # the first failure in words; "" when all went well
     results: dict[int, bytes] = field(default_factory=dict)
     in_one_line: str = ""  # the first failure without its traceback
+    is_hopeless: bool = False  # a restart would meet the same failure
+    gone: dict[str, str] = field(default_factory=dict)  # hosts that do not answer any more, and what is known of it
+    attempt: int = 0  # how often the job had been restarted when it ended
 
 
 class Interrupted(Exception):
@@ -38,7 +41,16 @@ class Interrupted(Exception):
 
 
 class Watch:
-    def __init__(self, job: Job, links: Links, console: Console) -> None:
+    def __init__(
+        self,
+        job: Job,
+        links: Links,
+        console: Console,
+        words_of: Callable[[Link], str] | None = None,
+        attempt: int = 0,
+    ) -> None:
+        """`words_of` gives what an agent wrote on stderr, where that is not in its link; `attempt` is the first."""
+        self._words_of = words_of or (lambda link: link.errors.decode(errors="replace"))
         self._job = job
         self._links = links
         self._console = console
@@ -49,14 +61,25 @@ class Watch:
         self._results: dict[int, bytearray] = {}
         self._codes: dict[int, int | None] = {}
         self._lost: str = ""
+        self._gone_hosts: dict[str, str] = {}
+        self._problem = ""  # what made an agent give up, and when: a lost host explains it, if there is one
+        self._problem_since = 0.0
+        self._attempt = attempt
+        self._is_stopping = False
         self._patience = 0.0  # seconds that ranks want to end by themselves
+        self._last: dict[int, str] = {}  # what ranks began last
 
     def until_end(self) -> Outcome:
         """Until the job has ended by itself or failed for good."""
         began = time.monotonic()
+        for link in self._links:
+            if link.gone:  # since the preflight, which had nothing to ask it any more
+                self._gone(link)
         while any(link.ended is None for link in self._links) and not self._lost:
             self._listen(0.1)
             self._enforce_limit(time.monotonic() - began)
+            if self._problem and time.monotonic() - self._problem_since > _SETTLE_DEBRIS:
+                break
             if self._console.is_unread:
                 raise Interrupted(signal.SIGPIPE)
             attempt = self._settled()
@@ -66,7 +89,7 @@ class Watch:
                 break
             self._tell_restart(attempt)
         self.stop()
-        return self._outcome()
+        return replace(self._outcome(), gone=self._gone_hosts, attempt=self._attempt)
 
     def _enforce_limit(self, seconds: float) -> None:
         limit = self._job.time_limit
@@ -76,6 +99,7 @@ class Watch:
 
     def stop(self, signum: int | None = None) -> None:
         """End all ranks. Their agents say when they are done; those that do not are killed."""
+        self._is_stopping = True
         if signum is not None:
             for link in self._links:
                 link.wire.send({"do": "stop", "signal": signum})
@@ -97,6 +121,7 @@ class Watch:
             case "output":
                 self._output(message["rank"], message["stream"], message["data"])
             case "started":
+                self._attempt = max(self._attempt, message["attempt"])
                 self._console.unmute(set(link.ranks))
             case "failing":
                 self._console.mute(set(range(self._job.world)) - set(message["ranks"]))
@@ -107,8 +132,9 @@ class Watch:
             case "ended":
                 link.ended = message
                 self._codes |= dict(message["codes"])
-                if message["problem"] and not self._failures:
-                    self._lost = f"the agent on host {link.host} failed:\n{message['problem'].rstrip()}"
+                if message["problem"] and not self._problem:
+                    self._problem = f"the agent on host {link.host} failed:\n{message['problem'].rstrip()}"
+                    self._problem_since = time.monotonic()
             case "gone":
                 self._gone(link)
 
@@ -121,7 +147,9 @@ class Watch:
     def _failed(self, message: Message) -> None:
         attempt = message["attempt"]
         self._since.setdefault(attempt, time.monotonic())
-        self._restarting = message["restarting"]
+        already = self._restarting or attempt not in self._failures
+        self._restarting = message["restarting"] and already  # nobody restarts where one node does not
+        self._last |= dict(message["last"])
         for told in message["failures"]:
             each = RankFailure(**told)
             self._failures.setdefault(attempt, []).append(each)
@@ -130,8 +158,12 @@ class Watch:
     def _gone(self, link: Link) -> None:
         if link.ended is None:
             link.ended = {}
-            said = link.errors.decode(errors="replace").strip()
-            if not self._failures:
+            if self._is_stopping:  # it was told to go
+                return
+            self._gone_hosts[link.host] = "its agent was lost"
+            self._console.mute(set(range(self._job.world)))  # what the others say now comes of it
+            said = self._words_of(link).strip()
+            if not self._lost:
                 self._lost = f"the agent on host {link.host} was lost; its ranks are {_ranks(link)}" + (
                     f":\n{said}" if said else ""
                 )
@@ -141,8 +173,7 @@ class Watch:
         for attempt, failures in self._failures.items():
             if attempt in self._told:
                 continue
-            debris = all(each.is_debris for each in failures)
-            patience = _SETTLE_DEBRIS if debris else _SETTLE
+            patience = _SETTLE_DEBRIS if _may_come_of_a_loss(failures) else _SETTLE
             alone = len(self._links.all) == 1
             if alone or time.monotonic() - self._since[attempt] >= patience:
                 return attempt
@@ -157,13 +188,14 @@ class Watch:
     def _outcome(self) -> Outcome:
         results = {rank: bytes(data) for rank, data in self._results.items()}
         open_attempts = [attempt for attempt in self._failures if attempt not in self._told]
-        if not open_attempts:
-            return Outcome(1 if self._lost else 0, self._lost, results, self._lost.partition("\n")[0])
-        failures = self._failures[open_attempts[-1]]
+        failures = self._failures[open_attempts[-1]] if open_attempts else []
+        if not failures or (self._lost and _may_come_of_a_loss(failures)):
+            told = self._lost or self._problem
+            return Outcome(1 if told else 0, told, results, told.partition("\n")[0])
         first = verdict.first(failures)
-        told = verdict.tell(first, self._host(first.rank)) + self._note(first, failures)
+        told = verdict.tell(first, self._host(first.rank), self._last) + self._note(first, failures)
         brief = verdict.in_one_line(first, self._host(first.rank))
-        return Outcome(first.exit_code, told, results, brief)
+        return Outcome(first.exit_code, told, results, brief, is_hopeless=first.kind == failure.USAGE)
 
     def _note(self, first: RankFailure, failures: list[RankFailure]) -> str:
         if first.is_debris:
@@ -189,6 +221,10 @@ def ending(watch: Watch) -> Iterator[None]:
     finally:
         watch.stop(signum)
         watch.close()
+
+
+def _may_come_of_a_loss(failures: Sequence[RankFailure]) -> bool:
+    return all(each.may_come_of_a_loss for each in failures)
 
 
 def _for_file(each: RankFailure) -> str:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,15 +89,46 @@ def move(
     expected = local_shape(shape, mesh, source)
     if tuple(local.shape) != expected:
         raise UsageError(f"the local tensor is {tuple(local.shape)}; under {source} of {shape} expected {expected}")
-    if not math.prod(shape):
-        return local.new_empty(local_shape(shape, mesh, target))
-    state = list(source)
-    for step in find_route(shape, local.dtype.itemsize, mesh.shape, source, target):
-        if math.prod(mesh.shape[axis] for axis in step.axes) > 1:
-            local = _STEPS[step.kind](local, _Place.of(mesh, shape, state, step))
-        for axis in step.axes:
-            state[axis] = step.after
-    return local
+    return Mover(mesh, shape, local.dtype.itemsize, source, target)(local)
+
+
+class Mover:
+    """`move`, prepared once for tensors that go the same way again and again. Checks nothing when called.
+
+    The groups that it talks in are made by `connect`, or by the first call: all their ranks take part.
+    """
+
+    def __init__(
+        self, mesh: Mesh, shape: Sequence[int], itemsize: int, source: Sequence[Placement], target: Sequence[Placement]
+    ) -> None:
+        shape, source, target = tuple(shape), tuple(source), tuple(target)
+        self._empty = None if math.prod(shape) else local_shape(shape, mesh, target)
+        self._steps: list[tuple[Callable[[torch.Tensor, _Place], torch.Tensor], _Place]] = []
+        state = list(source)
+        for step in find_route(shape, itemsize, mesh.shape, source, target) if self._empty is None else ():
+            if math.prod(mesh.shape[axis] for axis in step.axes) > 1:
+                self._steps.append((_STEPS[step.kind], _Place.of(mesh, shape, state, step)))
+            for axis in step.axes:
+                state[axis] = step.after
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it returns what it is given."""
+        return not self._steps and self._empty is None
+
+    def connect(self) -> Mover:
+        """Make the groups now, where every rank of the mesh makes the same movers in the same order."""
+        for _, place in self._steps:
+            if place.step.talks:
+                _ = place.comm
+        return self
+
+    def __call__(self, local: torch.Tensor) -> torch.Tensor:
+        if self._empty is not None:
+            return local.new_empty(self._empty)
+        for step, place in self._steps:
+            local = step(local, place)
+        return local
 
 
 class _Reshard(torch.autograd.Function):
@@ -182,7 +214,7 @@ class _Place:
         assert isinstance(self.step.before, Partial)
         return self.step.before.reduce_op
 
-    @property
+    @cached_property
     def comm(self) -> Communicator:
         return self.mesh.comm(*self.names)
 
@@ -190,6 +222,7 @@ class _Place:
     def names(self) -> list[str]:
         return [self.mesh.names[axis] for axis in self.step.axes]
 
+    @cached_property
     def in_group(self) -> list[int]:
         """For each member in the order of the axes, its rank in the communicator."""
         ranks = self.comm.ranks
@@ -211,7 +244,7 @@ def _all_gather(local: torch.Tensor, place: _Place) -> torch.Tensor:
         piece = torch.cat([piece, piece.new_zeros(longest - len(piece), *piece.shape[1:])])
     gathered = piece.new_empty(len(lengths), *piece.shape)
     place.comm.all_gather_into(gathered, piece.contiguous())
-    pieces = [gathered[rank][:length] for rank, length in zip(place.in_group(), lengths, strict=True)]
+    pieces = [gathered[rank][:length] for rank, length in zip(place.in_group, lengths, strict=True)]
     return torch.cat([piece.movedim(0, dim) for piece in pieces], dim)
 
 
@@ -221,7 +254,7 @@ def _reduce_scatter(local: torch.Tensor, place: _Place) -> torch.Tensor:
     longest = max(lengths)
     rows = local.movedim(dim, 0)
     padded = rows.new_zeros(len(lengths), longest, *rows.shape[1:])
-    for rank, piece in zip(place.in_group(), rows.split(lengths), strict=True):
+    for rank, piece in zip(place.in_group, rows.split(lengths), strict=True):
         padded[rank][: len(piece)] = piece
     reduced = place.comm.reduce_scatter(padded.flatten(0, 1), place.op)
     return reduced[: lengths[place.me]].movedim(0, dim).contiguous()
@@ -229,7 +262,7 @@ def _reduce_scatter(local: torch.Tensor, place: _Place) -> torch.Tensor:
 
 def _all_to_all(local: torch.Tensor, place: _Place) -> torch.Tensor:
     joined, cut = place.joined, place.cut
-    order = place.in_group()
+    order = place.in_group
     outgoing: list[torch.Tensor] = [local] * len(order)
     for rank, piece in zip(order, local.split(place.lengths[cut], cut), strict=True):
         outgoing[rank] = piece

@@ -41,6 +41,7 @@ from unisono.parallel.share import rows_of, share, shares
 from unisono.parallel.tensor import require_shareable, tensor_parallelize
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.parallel.zero import Zero
+from unisono.plan.balance import checked
 from unisono.plan.plan import AXES, DATA, REPLICAS, Plan
 from unisono.plan.schedule import Schedule, schedule
 
@@ -73,7 +74,7 @@ def parallelize(
     comm = world.world() if world.is_initialized() else world.init()
     plan.fit(comm.size)
     whole = _whole_model(model, seed, dtype)
-    _refuse_what_cannot_be_right(plan, whole)
+    refuse_what_cannot_be_right(plan, whole)
     precision.require_float32(whole)
     if plan.tp > 1:
         require_shareable(whole, plan.tp, rules)
@@ -87,8 +88,8 @@ def parallelize(
     random = RandomState(seed)
     random.name_modules(whole)
 
-    def applied() -> Trainer:
-        trainer = _applied(whole, plan, mesh, random, loss, optimizer, example, rules, clip)
+    def under_plan() -> Trainer:
+        trainer = applied(whole, plan, mesh, random, loss, optimizer, example, rules, clip)
         trainer.precision = precision
         trainer.scaler = precision.scaler(mesh)
         if trainer.scaler is not None and takes_closure(trainer.optimizer):
@@ -98,7 +99,7 @@ def parallelize(
             )
         return trainer
 
-    return _agreed(comm, applied)
+    return _agreed(comm, under_plan)
 
 
 def _agreed(comm: Communicator, act: Callable[[], Trainer]) -> Trainer:
@@ -124,7 +125,7 @@ def _whole_model(model: Model, seed: int, dtype: torch.dtype | None) -> nn.Modul
     return whole if dtype is None else whole.to(dtype)
 
 
-def _refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
+def refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
     if plan.microbatches > 1 and batchnorm.has_batchnorm(model):
         raise UsageError(
             f"microbatches={plan.microbatches}: BatchNorm takes its statistics over the whole batch at once, which "
@@ -144,10 +145,12 @@ def _refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
     if plan.pp == 1 and plan.schedule != "1f1b":
         raise UsageError(f"schedule={plan.schedule} orders the stages of a pipeline, but pp=1; leave it out")
     if plan.pp > 1:
-        require_stages(model, _order(plan))
+        blocks = require_stages(model, _order(plan))
+        if plan.boundaries:
+            checked(plan.boundaries, len(blocks.modules), _order(plan).stages)
 
 
-def _applied(
+def applied(
     model: nn.Module,
     plan: Plan,
     mesh: Mesh,
@@ -157,7 +160,10 @@ def _applied(
     example: tuple[Any, Any] | None,
     rules: Any,
     clip: float | None,
+    fill: Callable[[nn.Module], None] = lambda model: None,
 ) -> Trainer:
+    """`fill` is given the model when it is cut, and before anything is made of its parameters: to give memory to one
+    that was built without."""
     expert_parallelize(model, mesh)
     if plan.tp > 1:
         tensor_parallelize(model, mesh, rules, sequence=plan.sequence)
@@ -172,8 +178,10 @@ def _applied(
     if plan.pp > 1:
         order = _order(plan)
         with random:
-            cut = split(model, order, mesh.index("pp"), example=_example_inputs(plan, example, mesh.index(*DATA)))
+            inputs = _example_inputs(plan, example, mesh.index(*DATA))
+            cut = split(model, order, mesh.index("pp"), example=inputs, boundaries=plan.boundaries or None)
         random.step = 0
+    fill(model)
     comm = mesh.comm(*REPLICAS)
     normalised = GlobalLoss(loss, comm if comm.size > 1 else None, dims=(0, 1) if plan.cp > 1 else (0,))
     if plan.zero:

@@ -22,10 +22,14 @@ class Blocks:
         return f"{self.path}.{number}" if self.path else str(number)
 
 
-def find_blocks(model: nn.Module) -> Blocks:
+_MEND = "give the pipeline an nn.Sequential or a list of LayerSpec instead"
+
+
+def find_blocks(model: nn.Module, mend: str = _MEND) -> Blocks:
     """The longest list of modules of one class in the model; of several as long, the one with most parameters.
 
-    A list inside a block of another (its experts, say) is a part of that block, however long it is.
+    A list inside a block of another (its experts, say) is a part of that block, however long it is. `mend` tells the
+    user what to do where there are none.
     """
     found = [
         Blocks(path, tuple(module.children()))
@@ -35,7 +39,7 @@ def find_blocks(model: nn.Module) -> Blocks:
     if not found:
         raise UsageError(
             f"{type(model).__name__} has no list of repeated blocks (an nn.ModuleList or nn.Sequential of one class); "
-            "give the pipeline an nn.Sequential or a list of LayerSpec instead"
+            f"{mend}"
         )
     outermost = [each for each in found if not any(_is_inside(each, other) for other in found)]
     return max(outermost, key=lambda blocks: (len(blocks.modules), _weight(blocks)))

@@ -7,7 +7,8 @@ parameter does.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.plan.plan import REPLICAS
 
 Axes = tuple[str, ...]
+_MESSAGE = 2**25  # bytes of whole tensors that are gathered at once
 
 
 @dataclass(frozen=True)
@@ -88,16 +90,81 @@ def local_of(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
 
 def whole_of(local: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
     """The whole tensor, from the pieces of all ranks; every rank of the layout's axes calls it."""
-    local, device = local.detach(), local.device
+    return wholes_of([local], [layout], mesh)[0]
+
+
+def wholes_of(held: Sequence[torch.Tensor], layouts: Sequence[Layout], mesh: Mesh) -> list[torch.Tensor]:
+    """The whole tensors; many pieces travel in one message. Ranks give the same tensors in the same order."""
+    wholes: list[torch.Tensor] = []
+    for begin, end in _bunches([_whole_bytes(*each) for each in zip(held, layouts, strict=True)]):
+        wholes += _gathered(held[begin:end], layouts[begin:end], mesh)
+    return wholes
+
+
+def _gathered(held: Sequence[torch.Tensor], layouts: Sequence[Layout], mesh: Mesh) -> list[torch.Tensor]:
+    """The last cut of each is mended first, in one message for all along the same axes; then the one before it."""
+    now = [local.detach() for local in held]
+    left = [list(layout.splits) for layout in layouts]
+    while any(left):
+        groups: dict[tuple[Axes, torch.dtype, str], list[int]] = {}
+        for number, splits in enumerate(left):
+            if splits:
+                kind = (splits[-1].axes, now[number].dtype, now[number].device.type)
+                groups.setdefault(kind, []).append(number)
+        for (axes, *_), numbers in groups.items():
+            mended = _mended(
+                [now[number] for number in numbers], [left[number].pop() for number in numbers], axes, mesh
+            )
+            for number, tensor in zip(numbers, mended, strict=True):
+                now[number] = tensor
+    return [tensor.to(local.device) for tensor, local in zip(now, held, strict=True)]
+
+
+def _mended(pieces: list[torch.Tensor], splits: list[Split], axes: Axes, mesh: Mesh) -> list[torch.Tensor]:
+    """What the pieces were before these cuts, all of them along the same axes."""
+    comm = mesh.comm(*axes)
+    if comm.backend == "nccl":  # offloaded state is in host memory
+        pieces = [piece.to(comm.device) for piece in pieces]
+    shapes = [
+        [_with(piece.shape, s.dim, len(held)) for held in s.held] for piece, s in zip(pieces, splits, strict=True)
+    ]
+    length = max(sum(math.prod(shape[rank]) for shape in shapes) for rank in range(comm.size))
+    message = pieces[0].new_zeros(length)
+    torch.cat([piece.reshape(-1) for piece in pieces], out=message[: sum(piece.numel() for piece in pieces)])
+    wholes = [
+        piece.new_empty(_with(piece.shape, split.dim, split.length))
+        for piece, split in zip(pieces, splits, strict=True)
+    ]
+    for rank, theirs in enumerate(comm.all_gather(message)):
+        begin = 0
+        for whole, split, shape in zip(wholes, splits, shapes, strict=True):
+            end = begin + math.prod(shape[rank])
+            indices = torch.as_tensor(split.held[rank], dtype=torch.long, device=whole.device)
+            whole.index_copy_(split.dim, indices, theirs[begin:end].view(shape[rank]))
+            begin = end
+    return wholes
+
+
+def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
+    changed = list(shape)
+    changed[dim] = length
+    return changed
+
+
+def _whole_bytes(local: torch.Tensor, layout: Layout) -> int:
+    shape: Sequence[int] = local.shape
     for split in reversed(layout.splits):
-        comm = mesh.comm(*split.axes)
-        if comm.backend == "nccl":  # offloaded state is in host memory
-            local = local.to(comm.device)
-        pieces = comm.all_gather(local.contiguous(), uneven=True)
-        shape = list(local.shape)
-        shape[split.dim] = split.length
-        whole = local.new_empty(shape)
-        for held, piece in zip(split.held, pieces, strict=True):
-            whole.index_copy_(split.dim, torch.as_tensor(held, dtype=torch.long, device=local.device), piece)
-        local = whole
-    return local.to(device)
+        shape = _with(shape, split.dim, split.length)
+    return math.prod(shape) * local.element_size()
+
+
+def _bunches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Runs of tensors of up to _MESSAGE bytes together. All ranks come to the same, as it goes by whole sizes."""
+    begin, total = 0, 0
+    for number, size in enumerate(sizes):
+        if number > begin and total + size > _MESSAGE:
+            yield begin, number
+            begin, total = number, 0
+        total += size
+    if begin < len(sizes):
+        yield begin, len(sizes)

@@ -44,7 +44,7 @@ def recompute(model: nn.Module, what: str | Sequence[str] = "full") -> nn.Module
     if what == "selective":
         return _wrap(model, partial(_with_core_recomputed, model.forward))
     if what == "full":
-        chosen = list(find_blocks(model).modules)
+        chosen = list(find_blocks(model, "name the modules to recompute: recompute=[patterns]").modules)
     elif isinstance(what, str):
         raise UsageError(f"recompute={what!r}; expected one of {', '.join(RECOMPUTE)}, or a list of module patterns")
     else:

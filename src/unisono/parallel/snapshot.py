@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.layout import layout_of, local_of, whole_of
+from unisono.parallel.layout import layout_of, local_of, wholes_of
 from unisono.parallel.state import whole_shape, whole_state
 
 Tensors = dict[str, torch.Tensor]
@@ -24,7 +24,8 @@ Tensors = dict[str, torch.Tensor]
 def whole_tensors(model: nn.Module, optimized: Tensors, mesh: Mesh) -> Tensors:
     """Parameters (what the optimizer has of them, which may be more precise) and buffers, of all stages."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers()), **optimized}
-    mine = {name: whole_of(tensor, layout_of(tensor), mesh).clone() for name, tensor in named.items()}
+    wholes = wholes_of(list(named.values()), [layout_of(tensor) for tensor in named.values()], mesh)
+    mine = {name: tensor.clone() for name, tensor in zip(named, wholes, strict=True)}
     whole: Tensors = {}
     for theirs in _over_stages(mine, mesh):
         whole.update(theirs)

@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.layout import layout_of, local_of, whole_of
+from unisono.parallel.layout import layout_of, local_of, wholes_of
 
 Named = Iterable[tuple[str, torch.Tensor]]
 _LIES = "as the parameter"
@@ -36,32 +36,46 @@ def whole_state(optimizer: Optimizer, named: Named, mesh: Mesh) -> dict[str, Any
         {**group, "params": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]}
         for group in optimizer.param_groups
     ]
-    return {
-        "state": {name: _whole(optimizer.state.get(tensor, {}), tensor, mesh) for name, tensor in tensors.items()},
-        "param_groups": groups,
-    }
+    return {"state": _whole_states(optimizer, tensors, mesh), "param_groups": groups}
 
 
-def _whole(state: dict[str, Any], tensor: torch.Tensor, mesh: Mesh) -> dict[str, Any]:
-    layout = layout_of(tensor)
-    told = {key: _told(value, tensor) for key, value in state.items()}
-    if not layout.axes:
-        return {
+def _whole_states(optimizer: Optimizer, tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, dict[str, Any]]:
+    states = {name: optimizer.state.get(tensor, {}) for name, tensor in tensors.items()}
+    whole = {
+        name: {
             key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
         }
-    # A rank that owns nothing of a parameter may have no state for it: the others tell what there is.
-    merged: dict[str, Any] = {}
-    for theirs in mesh.comm(*_in_order(layout.axes, mesh)).all_gather_object(told):
-        for key, value in theirs.items():
-            merged.setdefault(key, value)
-    whole = {}
-    for key, value in merged.items():
-        if isinstance(value, tuple) and value[0] == _LIES:
-            local = state.get(key, tensor.new_empty(tensor.shape, dtype=value[1]))
-            whole[key] = whole_of(local, layout, mesh)
-        else:
-            whole[key] = value
+        for name, state in states.items()
+    }
+    pieces: dict[tuple[str, str], torch.Tensor] = {}
+    for name, entries in _everyones(states, tensors, mesh).items():
+        whole[name] = entries
+        for key, value in entries.items():
+            if isinstance(value, tuple) and value[0] == _LIES:
+                tensor = tensors[name]
+                pieces[name, key] = states[name].get(key, tensor.new_empty(tensor.shape, dtype=value[1]))
+    gathered = wholes_of(list(pieces.values()), [layout_of(tensors[name]) for name, _ in pieces], mesh)
+    for (name, key), tensor in zip(pieces, gathered, strict=True):
+        whole[name][key] = tensor
     return whole
+
+
+def _everyones(
+    states: dict[str, dict[str, Any]], tensors: dict[str, torch.Tensor], mesh: Mesh
+) -> dict[str, dict[str, Any]]:
+    """What any rank has for each parameter that is cut: one that owns nothing of it may have no state for it."""
+    groups: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
+    for name, tensor in tensors.items():
+        axes = tuple(_in_order(layout_of(tensor).axes, mesh))
+        if axes:
+            told = {key: _told(value, tensor) for key, value in states[name].items()}
+            groups.setdefault(axes, {})[name] = told
+    found: dict[str, dict[str, Any]] = {}
+    for axes, mine in groups.items():
+        for theirs in mesh.comm(*axes).all_gather_object(mine):
+            for name, entries in theirs.items():
+                found[name] = entries | found.get(name, {})
+    return {name: found[name] for name in tensors if name in found}
 
 
 def _told(value: Any, tensor: torch.Tensor) -> Any:

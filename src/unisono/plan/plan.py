@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 from typing import Any
 
 from unisono.errors import UsageError
@@ -43,6 +44,7 @@ class Plan:
     schedule: str = "1f1b"  # of the pipeline
     chunks: int = 1  # stages a rank holds (interleaved, zbv)
     offload: bool = False  # optimizer state in host memory
+    boundaries: tuple[int, ...] = ()  # the first block of each stage; without, stages are balanced by parameters
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "ep", "microbatches", "chunks"):
@@ -62,10 +64,24 @@ class Plan:
             raise UsageError("plan: sp shards activations over the tp ranks, but tp=1; give tp or leave sp out")
         if self.offload and not self.zero:
             raise UsageError("plan: offload moves the sharded optimizer state; give zero=1, 2 or 3")
+        self._check_boundaries()
         if self.chunks > 1 and self.schedule not in ("interleaved", "zbv"):
             raise UsageError(
                 f"plan: schedule={self.schedule} holds one stage a rank; chunks is for interleaved and zbv"
             )
+
+    def _check_boundaries(self) -> None:
+        given = self.boundaries
+        if not given:
+            return
+        whole = all(isinstance(each, int) and not isinstance(each, bool) for each in given)
+        if not whole or given[0] != 0 or any(low >= high for low, high in pairwise(given)):
+            raise UsageError(
+                f"plan: boundaries={'+'.join(map(str, given))}; expected the first block of each stage, rising from 0: "
+                "boundaries=0+6+12"
+            )
+        if self.pp == 1:
+            raise UsageError("plan: boundaries are those of a pipeline, but pp=1; give pp or leave them out")
 
     @classmethod
     def parse(cls, text: str) -> Plan:
@@ -93,7 +109,7 @@ class Plan:
             if isinstance(value, bool):
                 yield word
             else:
-                yield f"{word}={'+'.join(value) if isinstance(value, tuple) else value}"
+                yield f"{word}={'+'.join(map(str, value)) if isinstance(value, tuple) else value}"
 
     @property
     def world(self) -> int:
@@ -141,6 +157,11 @@ def _value(text: str, key: str, value: str, has_value: bool, default: Any) -> An
             return int(value)
         except ValueError:
             raise UsageError(f"plan {text!r}: {key}={value}; expected a whole number") from None
+    if key == "boundaries":
+        words = value.split("+")
+        if not all(word.isdigit() for word in words):
+            raise UsageError(f"plan {text!r}: boundaries={value}; expected the first block of each stage: 0+6+12")
+        return tuple(map(int, words))
     if key == "recompute" and value not in RECOMPUTE:
         return tuple(value.split("+"))
     return value

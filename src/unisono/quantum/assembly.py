@@ -18,12 +18,24 @@ TOGETHER = 3  # bits turned in one pass: 8 rows fill the registers
 
 
 @dataclass(frozen=True)
+class Batch:
+    """Consecutive sweeps whose numbers are in memory together: `values` of them, and `sums` over rows for gradients.
+
+    `constants` are those that do not depend on angles, with their places among the values."""
+
+    sweeps: slice
+    ops: slice
+    values: int
+    sums: int
+    constants: tuple[tuple[int, NDArray[np.float64]], ...]
+
+
+@dataclass(frozen=True)
 class Code:
     """A program for a state of 2^bits amplitudes with rows of 2^lane_bits.
 
-    `angles[i]` is the angle of turn i, for i < turns, and of phase term i - turns after that. `constants` are the
-    numbers of `values` that do not depend on angles. `terms` are records of the phases, as kernels/bind.py reads
-    them."""
+    `angles[i]` is the angle of turn i, for i < turns, and of phase term i - turns after that. `terms` are records of
+    the phases, as kernels/bind.py reads them. Places among values and sums are those of the batch."""
 
     bits: int
     lane_bits: int
@@ -35,27 +47,32 @@ class Code:
     places: NDArray[np.int64]
     angles: tuple[Affine, ...]
     turns: int
-    constants: NDArray[np.float64]
+    batches: tuple[Batch, ...]
     terms: NDArray[np.int64]
     term_constants: NDArray[np.float64]
     term_slopes: NDArray[np.float64]
     term_angles: NDArray[np.int64]  # of each entry of the terms' tables: the number of its angle, or -1
-    sums: int  # how many sums over rows the phases' gradients need
     spare: int  # amplitudes of scratch, for dense matrices
 
 
 class Assembler:
-    """Collects the arrays of a Code, sweep by sweep."""
+    """Collects the arrays of a Code, sweep by sweep; a batch ends when it has `room` values or more.
 
-    def __init__(self, bits: int, lane_bits: int, row_bits: int, every: int = SKEW) -> None:
+    `halved`: linear tables are in two parts, as kernels/code.py says."""
+
+    def __init__(
+        self, bits: int, lane_bits: int, row_bits: int, every: int = SKEW, *, room: int | None = None, halved: bool
+    ) -> None:
         self.bits, self.lane_bits = bits, lane_bits
+        self._room, self._halved = room, halved
         self.width = 1 << lane_bits
         self._ops: list[list[int]] = []
         self._sweeps: list[list[int]] = []
         self._rows: list[NDArray[np.int32]] = []
         self._pairs: list[tuple[int, int]] = []
         self._places: list[NDArray[np.int64]] = []
-        self._constants: list[NDArray[np.float64]] = []
+        self._constants: list[tuple[int, NDArray[np.float64]]] = []
+        self._batches: list[Batch] = []
         self._turn_angles: list[Affine] = []
         self._term_angles: list[Affine] = []
         self._records: list[list[int]] = []
@@ -64,7 +81,7 @@ class Assembler:
         self._sizes = dict.fromkeys(("rows", "places", "values", "records", "tables", "sums"), 0)
         self.row_bits = row_bits
         self._spare = 1
-        self._add("rows", _xors(skew(row_bits, every)[0]).astype(np.int32))
+        self._add("rows", self._table(skew(row_bits, every)[0]))
 
     def sweep(self, primitives: Iterable[Primitive], layout: Layout) -> None:
         """Add a tile's program, and how the tiles lie in the state."""
@@ -76,14 +93,17 @@ class Assembler:
             self._stage(stage, count)
         fields[code.LAST] = len(self._ops)
         fields[code.ROW_BITS], fields[code.OUTSIDE_BITS] = count, len(layout.outside)
-        fields[code.PLACES] = self._add("places", _spread(2 << bit for bit in layout.rows))
+        fields[code.PLACES] = self._add("places", self._table([2 << bit for bit in layout.rows]))
         straight = layout.lanes == tuple(range(self.lane_bits))
-        fields[code.LANES] = -1 if straight else self._add("places", _spread(2 << bit for bit in layout.lanes))
+        fields[code.LANES] = -1 if straight else self._add("places", _xors(2 << bit for bit in layout.lanes))
         fields[code.OUTSIDE] = self._add("places", np.array([2 << bit for bit in layout.outside], dtype=np.int64))
         self._finish(fields, layout, frame)
         self._sweeps.append(fields)
+        if self._room is not None and self._sizes["values"] >= self._room:
+            self._end_batch()
 
     def code(self) -> Code:
+        self._end_batch()
         turns = len(self._turn_angles)
         return Code(
             self.bits,
@@ -96,12 +116,11 @@ class Assembler:
             _joined(self._places, np.int64),
             (*self._turn_angles, *self._term_angles),
             turns,
-            _joined(self._constants, np.float64),
+            tuple(self._batches),
             np.array([number for record in self._records for number in record], dtype=np.int64),
             np.array([value for table, _ in self._term_tables for value in table], dtype=np.float64),
             np.array([value for _, slopes in self._term_tables for value in slopes], dtype=np.float64),
             np.array(self._term_numbers, dtype=np.int64),
-            self._sizes["sums"],
             self._spare,
         )
 
@@ -123,7 +142,7 @@ class Assembler:
         op[code.COUNT] = len(mixes)
         for number, mix in enumerate(mixes):
             op[code.MASK0 + number] = mix.masks[0]
-        op[code.VALUES] = self._add("values", np.zeros(2 * len(mixes)))
+        op[code.VALUES] = self._skip("values", 2 * len(mixes))
         op[code.SLOT] = self._turn_slot(mixes)
 
     def _pair(self, mix: Mix, row_bits: int) -> None:
@@ -132,17 +151,17 @@ class Assembler:
         op[code.COUNT], op[code.MASK0] = 1, mix.masks[0]
         weights = self._lane_weights(mix)
         swapped = np.concatenate([1 - weights, weights, weights, 1 - weights, weights])
-        op[code.VALUES] = self._add("values", swapped)
+        op[code.VALUES] = self._constant(swapped)
         op[code.SLOT] = self._turn_slot([mix]) if mix.angle is not None else -1
 
     def _dense(self, mix: Mix, row_bits: int) -> None:
         size = 1 << len(mix.masks)
-        self._add("rows", _xors(reversed(mix.masks)).astype(np.int32))
+        self._add("rows", _xors(reversed(mix.masks)))
         op = self._op(code.DENSE, [mix], row_bits)
         assert mix.matrix is not None
         op[code.COUNT] = len(mix.masks)
         entries = np.stack([mix.matrix.real, mix.matrix.imag], axis=-1).reshape(-1)
-        op[code.VALUES] = self._add("values", np.concatenate([self._lane_weights(mix), entries]))
+        op[code.VALUES] = self._constant(np.concatenate([self._lane_weights(mix), entries]))
         self._spare = max(self._spare, size * self.width)
 
     def _op(self, kind: int, mixes: Sequence[Mix], row_bits: int) -> list[int]:
@@ -267,21 +286,44 @@ class Assembler:
 
     def _finish(self, fields: list[int], layout: Layout, frame: Frame) -> None:
         masks = [frame.mask[bit] for bit in layout.rows]
-        fields[code.ORDER] = self._add("rows", _xors(masks).astype(np.int32))
+        fields[code.ORDER] = self._add("rows", self._table(masks))
         flips = [(frame.parity[bit].outside, frame.mask[bit]) for bit in layout.rows]
         real = [(outside, mask) for outside, mask in flips if outside]
         fields[code.SWEEP_FLIPS], fields[code.SWEEP_FLIP_COUNT] = self._add_pairs(real), len(real)
 
-    def _add(self, pool: str, array: NDArray) -> int:
-        lists: dict[str, list] = {"rows": self._rows, "places": self._places, "values": self._constants}
-        lists[pool].append(array)
-        return self._skip(pool, len(array), filled=True)
+    def _end_batch(self) -> None:
+        """Sweeps since the last batch are one; its values and sums are counted from 0."""
+        sweeps, ops = (self._batches[-1].sweeps.stop, self._batches[-1].ops.stop) if self._batches else (0, 0)
+        if sweeps == len(self._sweeps):
+            return
+        sizes, constants = self._sizes, tuple(self._constants)
+        made = (slice(sweeps, len(self._sweeps)), slice(ops, len(self._ops)), sizes["values"], sizes["sums"], constants)
+        self._batches.append(Batch(*made))
+        self._constants = []
+        sizes["values"] = sizes["sums"] = 0
 
-    def _skip(self, pool: str, count: int, *, filled: bool = False) -> int:
+    def _table(self, masks: Sequence[int]) -> NDArray[np.int64]:
+        if not self._halved:
+            return _xors(masks)
+        low = np.zeros(1 << code.LOW_BITS, dtype=np.int64)
+        first = _xors(masks[: code.LOW_BITS])
+        low[: len(first)] = first
+        return np.concatenate([low, _xors(masks[code.LOW_BITS :])])
+
+    def _add(self, pool: str, array: NDArray) -> int:
+        if pool == "rows":
+            self._rows.append(array.astype(np.int32))
+        else:
+            self._places.append(array)
+        return self._skip(pool, len(array))
+
+    def _constant(self, numbers: NDArray[np.float64]) -> int:
+        self._constants.append((self._sizes["values"], numbers))
+        return self._skip("values", len(numbers))
+
+    def _skip(self, pool: str, count: int) -> int:
         begin = self._sizes[pool]
         self._sizes[pool] += count
-        if pool == "values" and not filled:
-            self._constants.append(np.zeros(count))
         return begin
 
     def _add_pairs(self, pairs: Sequence[tuple[int, int]]) -> int:
@@ -298,9 +340,6 @@ def _xors(masks: Iterable[int]) -> NDArray[np.int64]:
     return made
 
 
-_spread = _xors  # disjoint weights: adding is the same
-
-
 def _chosen(wanted: Sequence[tuple[int, int]], row_bits: int) -> NDArray[np.int32]:
     """The rows in which each parity has its value."""
     rows = np.arange(1 << row_bits, dtype=np.int32)
@@ -310,4 +349,4 @@ def _chosen(wanted: Sequence[tuple[int, int]], row_bits: int) -> NDArray[np.int3
 
 
 def _joined(parts: Sequence[NDArray], dtype: type) -> NDArray:
-    return np.concatenate([*parts, np.zeros(1)]).astype(dtype)  # never empty: kernels take its address
+    return np.concatenate([*parts, np.zeros(1, dtype)])  # never empty: kernels take its address

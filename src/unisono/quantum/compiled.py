@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from unisono.errors import MissingPackageError, UsageError
-from unisono.quantum.assembly import Assembler, Code
+from unisono.quantum.assembly import Assembler, Batch, Code
 from unisono.quantum.commutation import mixed_wires
 from unisono.quantum.frame import SKEW, Layout
 from unisono.quantum.kernels.threads import count, together
@@ -23,6 +23,7 @@ from unisono.quantum.step import Tile
 LANE_BITS = {torch.complex64: 3, torch.complex128: 2}
 NEAR = 3  # bits above the lanes that every tile has: 2^3 cache lines lie side by side
 ROW_BITS = 12  # of a tile: 2^11 rows of 64 bytes, two of them for gradients, fit a core's second-level cache
+_LEAST = 1 << 18  # bytes of a batch's numbers, or a small part of the state's where that is more
 _PARTS = {torch.complex64: np.float32, torch.complex128: np.float64}
 
 
@@ -60,14 +61,16 @@ def assemble(
     *,
     near: int = NEAR,
     skew: int = SKEW,
+    room: int | None = None,
+    halved: bool = True,
 ) -> Code:
-    """The program of operations on axes 0 (most significant) to bits - 1."""
+    """The program of operations on axes 0 (most significant) to bits - 1; the rest is as Assembler says."""
     widest = max((len(mixed_wires(each)) for each in operations), default=0)
     low = frozenset(range(bits - lane_bits, bits))
     capacity = min(max(row_bits, widest + lane_bits), bits - lane_bits)
     near = max(0, min(near, capacity - widest - lane_bits))
     always = frozenset(range(bits - lane_bits - near, bits - lane_bits))
-    assembler = Assembler(bits, lane_bits, capacity, skew)
+    assembler = Assembler(bits, lane_bits, capacity, skew, room=room, halved=halved)
     for tile in tiles(operations, capacity - near, low, always):
         layout = replace(layout_of(tile, bits, lane_bits, near, capacity), skew=skew)
         assembler.sweep((primitive for each in tile.operations for primitive in lower(each)), layout)
@@ -111,7 +114,8 @@ class Compiled:
         operations = [part for each in operations for part in narrowed(each)]
         widest = max((len(mixed_wires(each)) for each in operations), default=0)
         self.padding = lane_bits if bits - lane_bits < max(4, min(bits, widest + lane_bits)) else 0
-        self.code = assemble(operations, bits + self.padding, lane_bits, row_bits)
+        room = max(_LEAST, dtype.itemsize << bits >> 8) // np.dtype(self.part).itemsize
+        self.code = assemble(operations, bits + self.padding, lane_bits, row_bits, room=room)
         self.angles = Angles(self.code.angles)
         self._last: Bound | None = None  # a gradient comes with the angles of the run before
 
@@ -120,6 +124,7 @@ class Compiled:
         given = [np.asarray(values, dtype=np.float64).reshape(-1) for values in (weights, features)]
         angles = self.angles.values(*given)
         if self._last is None or not np.array_equal(self._last.angles, angles):
+            self._last = None  # its numbers go before others come
             self._last = Bound(self, angles)
         return self._last
 
@@ -139,57 +144,35 @@ class Compiled:
 
 
 class Bound:
-    """A compiled run with its angles filled in."""
+    """A compiled run with its angles filled in, a batch of sweeps at a time."""
 
     def __init__(self, compiled: Compiled, angles: NDArray[np.float64]) -> None:
-        from unisono.quantum.kernels.bind import bind
-
         code = compiled.code
         self.compiled = compiled
         self.angles = angles
         self.ops = code.ops.copy()
-        self.values = code.constants.astype(compiled.part)
+        self.values = np.zeros(max((batch.values for batch in code.batches), default=0) + 1, compiled.part)
         self.scales = np.ones(len(code.sweeps))
-        scratch = np.empty(1 << (code.row_bits + code.lane_bits))
-        bind(
-            code.sweeps,
-            self.ops,
-            code.terms,
-            with_angles(code, angles),
-            angles,
-            self.values,
-            self.scales,
-            1 << code.lane_bits,
-            scratch,
-        )
+        self._tables = with_angles(code, angles)
+        self._filled: Batch | None = None
 
     def run(self, local: torch.Tensor) -> None:
         from unisono.quantum.kernels.cpu import forward
 
         code = self.compiled.code
         state = self._parts(local)
-        scales = self.scales.astype(state.dtype)
         threads = self._threads()
-        counters = np.zeros(2 * len(code.sweeps) + 1, dtype=np.int64)
+        rooms = [(self._tile(), self._tile(code.spare)) for _ in range(threads)]
+        for batch in code.batches:
+            self._fill(batch)
+            sweeps, scales = code.sweeps[batch.sweeps], self.scales[batch.sweeps].astype(state.dtype)
+            counters = np.zeros(2 * len(sweeps), dtype=np.int64)
 
-        def call(number: int) -> None:
-            tile, spare = self._tile(), self._tile(code.spare)
-            forward(
-                state,
-                code.sweeps,
-                self.ops,
-                code.rows,
-                code.pairs,
-                code.places,
-                self.values,
-                scales,
-                tile,
-                spare,
-                counters,
-                threads,
-            )
+            def call(number: int, sweeps: Any = sweeps, scales: Any = scales, counters: Any = counters) -> None:
+                program = (sweeps, self.ops, code.rows, code.pairs, code.places, self.values)
+                forward(state, *program, scales, *rooms[number], counters, threads)
 
-        together(call, threads)
+            together(call, threads)
         self._put(local, state)
 
     def reverse(self, local: torch.Tensor, costate: torch.Tensor) -> NDArray[np.float64]:
@@ -202,38 +185,44 @@ class Bound:
         turns = self.angles[: code.turns] / 2
         halves = np.append(np.stack([np.cos(turns), np.sin(turns)], axis=-1), [1.0]).astype(state.dtype)
         threads = self._threads()
-        counters = np.zeros(2 * len(code.sweeps) + 1, dtype=np.int64)
         gradients = np.zeros((threads, code.turns + 1))
-        sums = np.zeros((threads, code.sums + 1))
+        rooms = [(self._tile(), self._tile(), self._tile(code.spare)) for _ in range(threads)]
+        of_angles = np.zeros(len(self.angles))
+        of_terms = of_angles[code.turns :]
+        for batch in reversed(code.batches):
+            self._fill(batch)
+            sweeps = code.sweeps[batch.sweeps]
+            counters = np.zeros(2 * len(sweeps), dtype=np.int64)
+            sums = np.zeros((threads, batch.sums + 1))
 
-        def call(number: int) -> None:
-            reverse(
-                state,
-                other,
-                code.sweeps,
-                code.ops,
-                code.rows,
-                code.pairs,
-                code.places,
-                self.values,
-                halves,
-                self._tile(),
-                self._tile(),
-                self._tile(code.spare),
-                gradients[number],
-                sums[number],
-                counters,
-                threads,
-            )
+            def call(number: int, sweeps: Any = sweeps, sums: Any = sums, counters: Any = counters) -> None:
+                program = (sweeps, code.ops, code.rows, code.pairs, code.places, self.values, halves)
+                reverse(state, other, *program, *rooms[number], gradients[number], sums[number], counters, threads)
 
-        together(call, threads)
+            together(call, threads)
+            sums[0] += sums[1:].sum(axis=0)
+            width = 1 << code.lane_bits
+            phase_gradients(code.ops[batch.ops], code.terms, code.term_slopes, sums[0], width, of_terms)
         self._put(local, state)
         self._put(costate, other)
-        of_angles = np.zeros(len(self.angles))
         of_angles[: code.turns] = gradients.sum(axis=0)[:-1]
-        of_terms = of_angles[code.turns :]
-        phase_gradients(code.ops, code.terms, code.term_slopes, sums.sum(axis=0), 1 << code.lane_bits, of_terms)
         return of_angles
+
+    def _fill(self, batch: Batch) -> None:
+        """Have the numbers of this batch in `values`; its instructions begin as they were assembled."""
+        from unisono.quantum.kernels.bind import bind
+
+        if self._filled is batch:
+            return
+        code = self.compiled.code
+        self.ops[batch.ops] = code.ops[batch.ops]
+        for begin, numbers in batch.constants:
+            self.values[begin : begin + len(numbers)] = numbers
+        sweeps, scales = code.sweeps[batch.sweeps], self.scales[batch.sweeps]
+        scratch = np.empty(1 << (code.row_bits + code.lane_bits))
+        width = 1 << code.lane_bits
+        bind(sweeps, self.ops, code.terms, self._tables, self.angles, self.values, scales, width, scratch)
+        self._filled = batch
 
     def _threads(self) -> int:
         code = self.compiled.code

@@ -15,12 +15,13 @@ from unisono.quantum.program import Trades
 from unisono.quantum.staging import staging
 
 DEFAULT_CHUNK = 64 << 20  # bytes of all buffers together
+_SHARED = 8 << 20  # bytes of a rank's slots in shared memory: what is packed is still in cache when it is unpacked
 _BUFFERS = 4  # two to send and two to receive: one pair travels while the other is packed
 
 
 def trade(local: torch.Tensor, step: Trades, comm: Communicator, chunk: int = DEFAULT_CHUNK) -> None:
     """Do one exchange. A pair of ranks walks the same pieces in the same order, so each piece finds its place."""
-    shared = staging(comm, min(chunk, 2 * local.nbytes)) if local.device.type == "cpu" else None
+    shared = staging(comm, min(chunk, _SHARED, 2 * local.nbytes)) if local.device.type == "cpu" else None
     for each in step.trades:
         if shared is not None and shared.reaches(each.partner):
             pieces = _split(block(local, step.axes, each.block), max(1, shared.slot // local.element_size()))
@@ -34,7 +35,7 @@ def borrow(
     local: torch.Tensor, partner: int, comm: Communicator, chunk: int = DEFAULT_CHUNK
 ) -> Iterator[tuple[int, torch.Tensor]]:
     """The partner's array, which it lends a chunk at a time while it borrows this rank's: (place, chunk) pairs."""
-    shared = staging(comm, min(chunk, 2 * local.nbytes)) if local.device.type == "cpu" else None
+    shared = staging(comm, min(chunk, _SHARED, 2 * local.nbytes)) if local.device.type == "cpu" else None
     if shared is not None and shared.reaches(partner):
         yield from shared.borrow(chunks(local, _BUFFERS * shared.slot), partner)
         return

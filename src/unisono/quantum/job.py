@@ -112,7 +112,7 @@ def on_rank(job: Job) -> dict[str, Any]:
 def read(job: Job, comm: Communicator | None) -> dict[str, Any]:
     """Simulate, and answer everything that is asked for. Every rank calls it."""
     circuit = job.circuit
-    shared = share(comm, circuit.wires, narrowest=job.narrowest)
+    shared = share(comm, circuit.wires, narrowest=job.narrowest, warn=False)  # the answer says it
     found: dict[str, Any] = {
         "wires": circuit.wires,
         "operations": len(circuit),

@@ -5,12 +5,15 @@
 
 Over a communicator, every rank calls the layer with the same batch and gets the whole output and the whole gradient.
 Ranks share each state; where the batch is large enough and their number is no power of two, groups of them share the
-samples.
+samples. With a mesh, its axes say who shares what:
+
+    layer = uq.Layer(circuit, "Z0", mesh=uni.Mesh((2, 4), ("dp", "qubits")), batch_axis="dp", state_axis="qubits")
 """
 
 from __future__ import annotations
 
 import copy
+import importlib.util
 import math
 from typing import Any
 
@@ -19,7 +22,7 @@ import torch
 from torch import nn
 
 from unisono.comm.communicator import Communicator
-from unisono.errors import UsageError
+from unisono.errors import MissingPackageError, UsageError
 from unisono.quantum.adjoint import gradients
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.compiled import LANE_BITS
@@ -28,9 +31,9 @@ from unisono.quantum.measuring import Output, output_of
 from unisono.quantum.observable import observables as parsed
 from unisono.quantum.program import Program
 from unisono.quantum.schedule import Schedule
-from unisono.quantum.sharing import Share, share
+from unisono.quantum.sharing import Grid, Share, share, share_grid
 from unisono.quantum.shifting import finite_differences, parameter_shift
-from unisono.quantum.state import State
+from unisono.quantum.state import State, device_of, nodes_of
 
 METHODS = ("adjoint", "parameter-shift", "finite-diff")
 KEPT = 256 << 20  # bytes of final states that a forward keeps for its backward; beyond, circuits are run again
@@ -56,8 +59,13 @@ class Layer(nn.Module):
         device: torch.device | str | None = None,
         kernel: str = "auto",
         seed: int = 0,
+        mesh: Grid | None = None,
+        batch_axis: str = "dp",
+        state_axis: str = "qubits",
     ) -> None:
         super().__init__()
+        if mesh is not None and comm is not None:
+            raise UsageError("comm and mesh were both given; a mesh brings its own communicators")
         if diff not in METHODS:
             raise UsageError(f"diff={diff!r}: expected one of {', '.join(METHODS)}")
         if dtype not in LANE_BITS:
@@ -70,10 +78,15 @@ class Layer(nn.Module):
         if diff == "parameter-shift" and not self.output.shiftable:
             raise UsageError("amplitudes have no parameter-shift rule; use diff='adjoint'")
         self.device = None if device is None else require_device(torch.device(device))
+        if kernel == "auto" and device_of(comm, device).type == "cpu" and importlib.util.find_spec("numba") is None:
+            raise MissingPackageError("numba", "a quantum layer on the CPU (kernel='reference' is slow)", "quantum")
         self.features = circuit.features
         self.weights = nn.Parameter(_initial(weights, circuit.weights, self.real_dtype, seed))
         self._programs: dict[int, Program] = {}
         self._shares: dict[bool, Share] = {}
+        if mesh is not None:
+            self._shares = dict.fromkeys((False, True), share_grid(mesh, circuit.wires, batch_axis, state_axis))
+            self.comm = mesh.comm(batch_axis, state_axis)
 
     @property
     def real_dtype(self) -> torch.dtype:
@@ -88,6 +101,11 @@ class Layer(nn.Module):
             return self(x[None])[0]
         if x.dim() != 2 or x.shape[1] != self.features:
             return self._refuse(x)
+        if any(torch._C._functorch.is_functorch_wrapped_tensor(each) for each in (self.weights, x)):
+            raise UsageError(
+                "a quantum layer under torch.func (vmap, grad, jvp, ...): its kernels need real numbers; call it with "
+                "(batch, features), which does all samples at once, and use autograd (backward, torch.autograd.grad)"
+            )
         return _Evaluate.apply(self.weights, x, self)
 
     def plan(self) -> str:
@@ -105,15 +123,20 @@ class Layer(nn.Module):
 
     def run(self, weights: np.ndarray, features: np.ndarray, ranks: Share) -> State:
         """The state that the circuit makes for one sample."""
-        state = self.fresh(ranks)
-        return state.run(self.program(state, ranks), weights, features)
+        program = self.program(ranks)
+        return self.fresh(ranks).run(program, weights, features)
 
     def fresh(self, ranks: Share) -> State:
         return State(self.circuit.wires, ranks.comm, dtype=self.dtype, device=self.device, kernel=self.kernel)
 
-    def program(self, state: State, ranks: Share) -> Program:
+    def program(self, ranks: Share) -> Program:
+        """The circuit for this rank, its kernels ready."""
         if ranks.held not in self._programs:
-            self._programs[ranks.held] = Program.of(state.schedule(self.circuit), state.rank)
+            schedule = Schedule.of(self.circuit, 1 << ranks.held, nodes=nodes_of(ranks.comm))
+            made = Program.of(schedule, ranks.comm.rank if ranks.comm else 0)
+            axes, device = self.circuit.wires - ranks.held, device_of(ranks.comm, self.device)
+            made.prepare(axes, self.dtype, device, self.kernel)
+            self._programs[ranks.held] = made
         return self._programs[ranks.held]
 
     def extra_repr(self) -> str:
@@ -200,7 +223,7 @@ class _FirstOnly(torch.autograd.Function):
 
 def _adjoint(layer: Layer, state: State, gradient: torch.Tensor, given: tuple, ranks: Share) -> tuple:
     costate = layer.output.costate(state, torch.empty(0), gradient)
-    return gradients(layer.program(state, ranks), state, costate, *given)
+    return gradients(layer.program(ranks), state, costate, *given)
 
 
 def _by_running(layer: Layer, gradient: torch.Tensor, given: tuple, ranks: Share) -> tuple:

@@ -86,6 +86,12 @@ class Program:
         steps = tuple(_local_steps(schedule, rank, table))
         return cls(schedule, rank, steps, table)
 
+    def prepare(self, axes: int, dtype: torch.dtype, device: torch.device, kernel: str) -> None:
+        """Make its runs ready for a kernel, which takes memory of its own: best before a state does."""
+        for step in self.steps:
+            if isinstance(step, Run):
+                step.runner(axes, dtype, device, kernel)
+
 
 def _local_steps(schedule: Schedule, rank: int, holdings: Holdings) -> Iterator[LocalStep]:
     for step in schedule.steps:

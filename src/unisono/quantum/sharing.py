@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import Protocol
 
 from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
 
 
 @dataclass(frozen=True)
@@ -22,11 +24,33 @@ class Share:
     note: str = ""
 
 
-def share(comm: Communicator | None, wires: int, *, batch: int = 1, narrowest: int = 1) -> Share:
+class Grid(Protocol):
+    """What is needed of a mesh: the communicator of the ranks along some of its axes."""
+
+    def comm(self, *names: str) -> Communicator: ...
+
+
+def share_grid(grid: Grid, wires: int, batch_axis: str, state_axis: str) -> Share:
+    """Ranks along `state_axis` share each state, those along `batch_axis` the samples of a batch."""
+    if not callable(getattr(grid, "comm", None)):
+        raise UsageError(f"mesh of type {type(grid).__name__}: expected a uni.Mesh, or anything with comm(*axes)")
+    if batch_axis == state_axis:
+        raise UsageError(f"batch_axis and state_axis are both {batch_axis!r}: expected two axes of the mesh")
+    states, samples = grid.comm(state_axis), grid.comm(batch_axis)
+    held = states.size.bit_length() - 1
+    if states.size != 1 << held or held > wires:
+        raise UsageError(
+            f"axis {state_axis!r} has {states.size} ranks for a state of {wires} wires: expected a power of two of at "
+            f"most {2**wires}"
+        )
+    return Share(states if held else None, held, samples.size, samples.rank)
+
+
+def share(comm: Communicator | None, wires: int, *, batch: int = 1, narrowest: int = 1, warn: bool = True) -> Share:
     """Spread states of `wires` wires over all ranks, or over as many as a power of two allows.
 
     A rank keeps at least `narrowest` wires. With a batch, a number of ranks that is no power of two makes several
-    groups, each with its own samples, so that no rank is idle."""
+    groups, each with its own samples, so that no rank is idle. Rank 0 warns of what is unusual."""
     size = 1 if comm is None else comm.size
     most = min(size.bit_length() - 1, max(0, wires - narrowest))
     held = most
@@ -43,7 +67,7 @@ def share(comm: Communicator | None, wires: int, *, batch: int = 1, narrowest: i
         note = f"{size} ranks in {groups} groups of {width}: each group simulates its own samples of the batch"
     if comm is None or size == 1:
         return Share(None, 0, 1, 0)
-    if note and comm.rank == 0:
+    if note and warn and comm.rank == 0:
         warnings.warn(note, stacklevel=2)
     if width == size:
         return Share(comm, held, 1, 0, note)

@@ -1,7 +1,7 @@
 """Readings of a circuit's classical bits.
 
 Where nothing follows the measurements, the state is made once and sampled. Where something does (a reset, a gate on a
-measured wire, a condition), each shot is a course of its own, from the last point that all shots share.
+measured wire, a condition), shots go on from the last point that all share, and part where they read differently.
 """
 
 from __future__ import annotations
@@ -15,8 +15,10 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.outputs import samples
-from unisono.quantum.program import Program
+from unisono.quantum.program import Measure, Program
 from unisono.quantum.state import State
+
+_AT_ONCE = 1 << 30  # bytes of states that may wait while others go on
 
 
 def measured(
@@ -65,18 +67,43 @@ def final_measurements(circuit: Circuit) -> tuple[Circuit | None, dict[int, int]
 
 
 def _courses(circuit: Circuit, state: State, shots: int, weights: Any, features: Any, seed: int) -> torch.Tensor:
+    """Shots that have read the same so far are one state; where so many states do not fit, each shot goes alone."""
     shared, rest = _parted(circuit)
     state.run(shared, weights, features)
-    schedule = state.schedule(rest)
-    program = Program.of(schedule, state.rank, state.holdings)
+    program = Program.of(state.schedule(rest), state.rank, state.holdings)
     bits = torch.zeros((shots, circuit.bits), dtype=torch.uint8)
-    for shot in range(shots):
+    draws = [np.random.default_rng([seed, shot]) for shot in range(shots)]
+    measurements = sum(isinstance(step, Measure) for step in program.steps)
+    together = state.local.nbytes * measurements <= _AT_ONCE
+    for first in (0,) if together else range(shots):
         course = state.like(state.local.clone())
-        course.draws = np.random.default_rng([seed, shot])
-        course.run(program, weights, features)
-        for bit, value in course.bits.items():
-            bits[shot, bit] = value
+        _walk(course, program, 0, np.arange(shots) if together else np.array([first]), draws, bits, (weights, features))
     return bits
+
+
+def _walk(
+    course: State, program: Program, place: int, shots: np.ndarray, draws: list, bits: torch.Tensor, given: tuple
+) -> None:
+    """Run the steps from `place` on for shots that have read alike; at a measurement they part."""
+    for number in range(place, len(program.steps)):
+        step = program.steps[number]
+        if not isinstance(step, Measure):
+            course.do(step, *given)
+            continue
+        if not course.holds(step.condition):
+            continue
+        one, both = course.chance(step)
+        drawn = np.array([draws[shot].random() < one / both for shot in shots], dtype=np.uint8)
+        outcomes = course.agreed(drawn)
+        last = int(outcomes[-1])
+        if (outcomes != last).any():
+            other = course.like(course.local.clone())
+            other.collapse(step, 1 - last, both - one if last else one)
+            _walk(other, program, number + 1, shots[outcomes != last], draws, bits, given)
+            shots = shots[outcomes == last]
+        course.collapse(step, last, one if last else both - one)
+    for bit, value in course.bits.items():
+        bits[torch.from_numpy(shots), bit] = value
 
 
 def _parted(circuit: Circuit) -> tuple[Circuit, Circuit]:

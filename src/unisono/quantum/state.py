@@ -7,6 +7,7 @@ state.amplitudes()                          # the whole vector, on every rank, i
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -63,8 +64,7 @@ class State:
             )
         self.comm = comm if size > 1 else None
         self.rank = comm.rank if comm is not None else 0
-        chosen = torch.device(device) if device is not None else comm.device if comm else torch.device("cpu")
-        self.device = require_device(chosen)
+        self.device = device_of(comm, device)
         self.chunk = chunk
         self.kernel = require_kernel(kernel)
         self.bits: dict[int, int] = {}
@@ -87,7 +87,8 @@ class State:
         if circuit.wires != self.wires:
             raise UsageError(f"a circuit of {circuit.wires} wires for a state of {self.wires}")
         start = None if self.fresh else self.layout
-        return Schedule.of(circuit, 1 << self.held, nodes=self._nodes() if nodes is None else nodes, start=start)
+        chosen = nodes_of(self.comm) if nodes is None else nodes
+        return Schedule.of(circuit, 1 << self.held, nodes=chosen, start=start)
 
     def run(self, circuit: Circuit | Schedule | Program, weights: Any = (), features: Any = ()) -> State:
         """Run a circuit, or a schedule or program made before for a state like this one."""
@@ -96,6 +97,7 @@ class State:
             circuit = self.schedule(circuit)
         if isinstance(circuit, Schedule):
             circuit = Program.of(circuit, self.rank, None if self.fresh else self.holdings)
+        circuit.prepare(self.wires - self.held, self.dtype, self.device, self.kernel)
         self.begin(circuit.schedule)
         for step in circuit.steps:
             self.do(step, weights, features)
@@ -120,9 +122,9 @@ class State:
         elif isinstance(step, Trades):
             self.exchange(step)
         elif isinstance(step, Measure):
-            if self._holds(step.condition):
+            if self.holds(step.condition):
                 self._measure(step)
-        elif isinstance(step, Conditional) and self._holds(step.operation.condition):
+        elif isinstance(step, Conditional) and self.holds(step.operation.condition):
             self.apply(Run((replace(step.operation, condition=()),)), weights, features)
 
     def apply(self, run: Run, weights: Any = (), features: Any = ()) -> None:
@@ -201,12 +203,11 @@ class State:
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def _begin(self, layout: tuple[int, ...], vectors: Sequence[np.ndarray]) -> None:
-        """A product state: a vector of two amplitudes for each wire."""
+        """A product state, from zeros but for the first amplitude: a vector of two amplitudes for each wire."""
         self.layout, self.holdings = layout, Holdings(self.held)
         factor = complex(1)
         for position in range(self.held):
             factor *= complex(vectors[layout[position]][self.holdings.bit(self.rank, position)])
-        self.local.zero_()
         self.local[:1].fill_(factor)
         filled = 1  # from the least significant axis up: [v0 * x, v1 * x]
         for position in reversed(range(self.held, self.wires)):
@@ -218,17 +219,18 @@ class State:
             filled *= 2
         self.norm_expected = 1.0
 
-    def _measure(self, step: Measure) -> None:
-        """Draw an outcome, the same on all ranks, keep its part of the state, and put a reset wire back to 0."""
+    def chance(self, step: Measure) -> tuple[float, float]:
+        """The weights of reading 1 and of reading anything."""
         if step.axis is None:
             ones = _squares(self.local) * step.value
         else:
             ones = _squares(block(self.local, [step.axis], 1))
         one, both = self.total(torch.stack([ones, _squares(self.local)])).tolist()
-        outcome = int(self.draws.random() < one / both)
-        if self.comm is not None:  # sums may differ in the last bit between ranks; the outcome must not
-            outcome = int(self.comm.broadcast(torch.tensor([outcome], device=self.device)))
-        kept = self.norm_expected / (one if outcome else both - one) ** 0.5
+        return one, both
+
+    def collapse(self, step: Measure, outcome: int, weight: float) -> None:
+        """Keep the part of the state with this outcome, which has this weight, and put a reset wire back to 0."""
+        kept = self.norm_expected / weight**0.5
         if step.axis is None:
             self.local *= kept * (step.value == outcome)
         else:
@@ -240,20 +242,37 @@ class State:
         for bit in step.bits:
             self.bits[bit] = outcome
 
-    def _holds(self, condition: Sequence[tuple[int, int]]) -> bool:
+    def agreed(self, outcomes: np.ndarray) -> np.ndarray:
+        """Rank 0's outcomes, on every rank: sums may differ in the last bit between ranks; outcomes must not."""
+        if self.comm is None:
+            return outcomes
+        return self.comm.broadcast(torch.from_numpy(outcomes).to(self.device)).cpu().numpy()
+
+    def _measure(self, step: Measure) -> None:
+        one, both = self.chance(step)
+        outcome = int(self.agreed(np.array([self.draws.random() < one / both], dtype=np.uint8))[0])
+        self.collapse(step, outcome, one if outcome else both - one)
+
+    def holds(self, condition: Sequence[tuple[int, int]]) -> bool:
+        """Whether the bits measured so far have these values."""
         return all(self.bits.get(bit, 0) == value for bit, value in condition)
 
-    def _nodes(self) -> int:
-        """Hosts, where each has the same power of two of consecutive ranks; else one."""
-        if self.comm is None:
-            return 1
-        hosts = self.comm.hosts
-        nodes = len(set(hosts))
-        each = len(hosts) // nodes
-        regular = nodes & (nodes - 1) == 0 and all(
-            len(set(hosts[i : i + each])) == 1 for i in range(0, len(hosts), each)
-        )
-        return nodes if regular else 1
+
+def nodes_of(comm: Communicator | None) -> int:
+    """Hosts, where each has the same power of two of consecutive ranks; else one."""
+    if comm is None:
+        return 1
+    hosts = comm.hosts
+    nodes = len(set(hosts))
+    each = len(hosts) // nodes
+    regular = nodes & (nodes - 1) == 0 and all(len(set(hosts[i : i + each])) == 1 for i in range(0, len(hosts), each))
+    return nodes if regular else 1
+
+
+def device_of(comm: Communicator | None, device: torch.device | str | None) -> torch.device:
+    """The device asked for, or the communicator's, if it is here."""
+    chosen = torch.device(device) if device is not None else comm.device if comm else torch.device("cpu")
+    return require_device(chosen)
 
 
 def _prepared(gates: Sequence[Any]) -> np.ndarray:
@@ -268,5 +287,9 @@ def _squares(amplitudes: torch.Tensor) -> torch.Tensor:
     parts = torch.view_as_real(amplitudes)
     if amplitudes.is_contiguous():
         parts = parts.view(-1)
+        if len(parts) >= _PIECE and parts.device.type == "cpu" and importlib.util.find_spec("numba") is not None:
+            from unisono.quantum.kernels.squares import squares
+
+            return torch.tensor(squares(parts.numpy()), dtype=torch.float64)
     norms = [torch.linalg.vector_norm(piece) for piece in parts.split(_PIECE)]
     return torch.stack(norms).double().square().sum()

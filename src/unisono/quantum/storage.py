@@ -77,9 +77,12 @@ def load(path: str | os.PathLike[str], comm: Communicator | None = None, **optio
         amplitudes = torch.from_numpy(_read_block(folder, manifest, at)).to(state.local)
         low, high = max(at, start), min(at + block, start + len(state.local))
         state.local[low - start : high - start] = amplitudes[low - at : high - at]
-    state.bits = {int(bit): value for bit, value in manifest["bits"].items()}
-    state.draws.bit_generator.state = manifest["draws"]
-    state.norm_expected = manifest["norm"]
+    try:
+        state.bits = {int(bit): int(value) for bit, value in manifest["bits"].items()}
+        state.draws.bit_generator.state = manifest["draws"]
+        state.norm_expected = float(manifest["norm"])
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as error:
+        raise DamagedStateError(f"{folder / 'manifest.json'} cannot be read: {error!r}; save the state again") from None
     state.fresh = False
     return state
 

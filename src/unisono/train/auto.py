@@ -1,17 +1,32 @@
-"""plan="auto": the plan that the engine takes when the user gives none."""
+"""What is expected of a run before it begins: the plan that is searched for, and what a plan will take.
+
+The machine is the one that a hardware file describes, where the variable UNISONO_HARDWARE names one; else the ranks
+measure it briefly, all together. Rank 0 plans for all, so that all have one plan.
+"""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
+import torch
 from torch.optim import Optimizer
 
 from unisono.comm.communicator import Communicator
+from unisono.errors import UnisonoError, UsageError
 from unisono.parallel.apply import Model
 from unisono.parallel.loss import Loss
+from unisono.plan.explain import why_not
+from unisono.plan.hardware import Hardware
+from unisono.plan.measure import BRIEF, measured, merged, written
 from unisono.plan.plan import Plan
+from unisono.plan.search import Candidate, Search
+from unisono.train.planning import Planner
+from unisono.train.task import Task
+
+HARDWARE = "UNISONO_HARDWARE"  # a hardware file, as `unisono bench hardware` writes it
 
 
 @dataclass(frozen=True)
@@ -20,19 +35,79 @@ class Choice:
 
     plan: Plan
     seconds: float | None = None  # a step
-    memory: int | None = None  # bytes a rank
-    told: str = ""
+    memory: int | None = None  # bytes on the rank that needs most
+    memory_by_kind: dict[str, float] = field(default_factory=dict)
+    why: list[tuple[str, str]] = field(default_factory=list)  # neighbours, and what each lacks
+    note: str = ""  # why nothing is expected
 
     def about(self) -> dict[str, Any]:
-        return {"seconds": self.seconds, "memory": self.memory, "told": self.told}
+        return {name: value for name, value in asdict(self).items() if name != "plan"}
+
+    def __str__(self) -> str:
+        if self.note:
+            return f"plan {self.plan} ({self.note})"
+        lines = [f"plan {self.plan}: {1000 * (self.seconds or 0):.1f} ms a step, {(self.memory or 0) / 2**20:.0f} MiB"]
+        return "\n".join([*lines, *(f"  not {change}: {reason}" for change, reason in self.why)])
 
 
-def choose(
-    model: Model,
-    loss: Loss,
-    optimizer: Callable[[Any], Optimizer],
-    example: tuple[Any, Any],
-    comm: Communicator,
-    rules: Any,
-) -> Choice:
-    return Choice(Plan(dp=comm.size))
+@dataclass(frozen=True)
+class Job:
+    """What an engine trains."""
+
+    model: Model
+    loss: Loss
+    optimizer: Callable[[Any], Optimizer]
+    example: tuple[Any, Any]
+    rules: Any = None
+
+    def task(self) -> Task:
+        model = self.model
+        build = model if not isinstance(model, torch.nn.Module) else lambda: model
+        return Task(build, self.loss, self.optimizer, lambda seed: self.example, self.rules)
+
+
+def foresee(job: Job, comm: Communicator, device: torch.device, plan: Plan | None = None) -> Choice:
+    """What is expected of a plan, or of the best one where none is given; every rank calls it.
+
+    A job that cannot be traced shares its batch, and nothing is expected of it.
+    """
+    hardware = _hardware(comm, device)
+    told: Choice | UsageError | None = None
+    if comm.rank == 0:
+        told = _planned(job, comm.size, hardware, plan)
+    told = comm.broadcast_object(told)
+    if isinstance(told, UsageError):
+        raise told
+    assert told is not None
+    return told
+
+
+def _planned(job: Job, world: int, hardware: Hardware, plan: Plan | None) -> Choice | UsageError:
+    try:
+        search = Planner(job.task(), hardware).search(world)
+    except (UnisonoError, RuntimeError, TypeError, ValueError) as error:
+        return Choice(plan or Plan(dp=world), note=f"not foreseen: {str(error).splitlines()[0]}")
+    try:
+        best = search.judged(plan, played=True) if plan is not None else search.run(1).best
+        return _choice(search, best, with_reasons=plan is None)
+    except UsageError as error:
+        return error if plan is None else Choice(plan, note=f"not foreseen: {str(error).splitlines()[0]}")
+
+
+def _choice(search: Search, best: Candidate, with_reasons: bool) -> Choice:
+    reasons = why_not(search, best) if with_reasons else []
+    return Choice(
+        best.plan,
+        best.seconds,
+        int(best.footprint.total),
+        best.footprint.parts(),
+        [(rejected.change, rejected.reason) for rejected in reasons],
+    )
+
+
+def _hardware(comm: Communicator, device: torch.device) -> Hardware:
+    path = os.environ.get(HARDWARE)
+    if path:
+        return Hardware.read(path)
+    figures = merged(comm.all_gather_object(measured(comm, device, BRIEF)))
+    return Hardware.parse(written(figures, comm.size, device.type == "cuda"), "measured here")

@@ -11,6 +11,7 @@ all have, the folder is renamed, and only then is it a checkpoint. Whatever fail
 
 from __future__ import annotations
 
+import copy
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,7 @@ from unisono.train.inventory import Inventory, Shapes, collect, shapes_here
 from unisono.train.manifest import Manifest, differences, shown
 from unisono.train.order import require_whole_number
 from unisono.train.restoring import Restoration
-from unisono.train.saving import Saving, Target, folder_of, steps_in, tidy
+from unisono.train.saving import Saving, Target, folder_of, path_of, steps_in, tidy
 from unisono.train.staging import Staging
 
 
@@ -53,9 +54,7 @@ class Checkpoints:
         self._rank, self._ranks = (world.rank(), world.world_size()) if world.is_initialized() else (0, 1)
         self._staging = Staging()
         self._under_way: Saving | None = None
-        self._token = ""
-        if self._rank == 0 and self.folder.is_dir():
-            tidy(self.folder)
+        self._token = ""  # of this job's saves; none before the first
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.folder)!r}, keep={self.keep})"
@@ -74,24 +73,26 @@ class Checkpoints:
         self.wait()
         if not self._token:
             self.require_same_model(trainer)
-            self._token = self._told(secrets.token_hex(4))
         self._begin(trainer, step, data_state, collect(trainer, extra), wait)
 
     def save_weights(self, trainer: Trainer, step: int) -> Path:
         """Save the model without optimizer and generators: enough to export. Every rank calls it."""
         self.wait()
-        self._token = self._token or self._told(secrets.token_hex(4))
         self._begin(trainer, step, None, collect(trainer, weights_only=True), wait=True)
         return self._path(step)
 
     def _begin(self, trainer: Trainer, step: int, data_state: Any, inventory: Inventory, wait: bool) -> None:
+        if not self._token:  # from now on the folder is this job's to write
+            if self._rank == 0:
+                tidy(self.folder)
+            self._token = self._told(secrets.token_hex(4))
         tensors = [entry.tensor[chunk.slices] for entry in inventory.entries for chunk in entry.written]
         about = {
             "step": step,
             "plan": str(trainer.plan),
             "ranks": self._ranks,
             "seed": trainer.random.seed,
-            "data": data_state,
+            "data": copy.deepcopy(data_state),  # it may change before it is written
         }
         target = Target(self.folder, step, self._token, self._rank, self._ranks)
         if wait:
@@ -199,7 +200,7 @@ class Checkpoints:
     # ---- among ranks ---------------------------------------------------------------------------------------------
 
     def _path(self, step: int) -> Path:
-        return self.folder / folder_of(step)
+        return path_of(self.folder, step)
 
     def _told(self, value: Any) -> Any:
         """What rank 0 says."""

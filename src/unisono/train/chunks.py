@@ -47,9 +47,8 @@ def whole_chunk(shape: Sequence[int]) -> Chunk:
 
 def held_chunks(shape: Sequence[int], layout: Layout, mesh: Mesh) -> list[Chunk]:
     """What this rank holds of a whole tensor of that shape."""
-    runs = [
-        _runs(length, [split for split in layout.splits if split.dim == dim], mesh) for dim, length in enumerate(shape)
-    ]
+    cuts = [[split for split in layout.splits if split.dim == dim] for dim in range(len(shape))]
+    runs = [_runs(length, splits, mesh) for length, splits in zip(shape, cuts, strict=True)]
     chunks = []
     for box in product(*runs):
         offsets, sizes, local = zip(*box, strict=True) if box else ((), (), ())

@@ -10,6 +10,7 @@ The same script runs on one process and under `unisono run -n 8`; every rank cal
 from __future__ import annotations
 
 import math
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,7 +22,8 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from unisono.comm import world
 from unisono.comm.communicator import Communicator
-from unisono.errors import UsageError
+from unisono.errors import UnisonoError, UsageError
+from unisono.launch import environment
 from unisono.parallel.apply import Model, parallelize
 from unisono.parallel.loss import Loss
 from unisono.parallel.precision import Precision
@@ -29,10 +31,11 @@ from unisono.parallel.share import Share, rows_between, rows_of
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
 from unisono.train import evaluation
-from unisono.train.auto import Choice, choose
+from unisono.train.auto import Choice, Job, foresee
 from unisono.train.callbacks import Callback
 from unisono.train.checkpoint import Checkpoints
 from unisono.train.data import Loader
+from unisono.train.explain_command import page_of_plan
 from unisono.train.fit import Fit, History, Options
 from unisono.train.inventory import shapes_here
 from unisono.train.metrics import Function, Metric, named, number_of
@@ -45,7 +48,8 @@ class Engine:
     """model: a module, or a function that builds one. loss(outputs, targets) gives a scalar, optimizer(parameters) a
     torch optimizer, scheduler(optimizer) a torch scheduler, stepped after every training step. metrics: names
     ("accuracy", "top5", "perplexity"), Metrics, or functions (outputs, targets) -> number. plan: "auto", a Plan or its
-    text. clip: the largest norm of the gradients. rules: which layers tp cuts, where the model does not say."""
+    text. clip: the largest norm of the gradients. rules: which layers tp cuts, where the model does not say. device:
+    where this rank computes; by default its GPU, where it has one, else the CPU."""
 
     def __init__(
         self,
@@ -59,8 +63,10 @@ class Engine:
         clip: float | None = None,
         seed: int = 0,
         rules: Any = None,
+        device: torch.device | str | None = None,
     ) -> None:
         self._model = model
+        self._device = None if device is None else torch.device(device)
         self._loss = loss
         self._optimizer = optimizer
         self._scheduler = scheduler
@@ -76,6 +82,7 @@ class Engine:
         self.trainer: Trainer | None = None
         self.schedule: Any = None  # torch's scheduler, once there is an optimizer
         self.choice: Choice | None = None
+        self._example: tuple[Any, Any] | None = None
 
     # ---- before training -----------------------------------------------------------------------------------------
 
@@ -84,14 +91,14 @@ class Engine:
         if self.trainer is not None:
             return self
         _require_pair(example)
+        self._example = example
         if self._plan == "auto":
-            self.choice = choose(self._model, self._loss, self._optimizer, example, self.comm, self._rules)
-            plan = self.choice.plan
+            plan = self.foreseen(example).plan
         else:
             assert isinstance(self._plan, Plan)
-            plan = self._plan
+            plan = _fitting(self._plan, self.comm.size)
         self.trainer = parallelize(
-            self._model,
+            self._placed(),
             plan,
             loss=self._loss,
             optimizer=self._optimizer,
@@ -106,6 +113,58 @@ class Engine:
         self._require_numbers(example)
         return self
 
+    def foreseen(self, example: tuple[Any, Any] | None = None) -> Choice:
+        """What is expected of the plan, which is searched for if none is given; every rank calls it."""
+        if self.choice is None:
+            example = self._example if example is None else example
+            if example is None:
+                raise UsageError("the engine has seen no batch yet: call prepare(example) with one")
+            plan = self._plan if isinstance(self._plan, Plan) else None
+            job = Job(self._model, self._loss, self._optimizer, example, self._rules)
+            self.choice = foresee(job, self.comm, self.device, plan)
+        return self.choice
+
+    def program_page(self) -> str:
+        """The distributed program on the plan's mesh, as `to_static` would run it; empty where there is none."""
+        plan = self.plan
+        if self._example is None or plan != Plan(dp=plan.dp, tp=plan.tp, cp=plan.cp):
+            return ""
+        job = Job(self._model, self._loss, self._optimizer, self._example, self._rules)
+        try:
+            return page_of_plan(job.task(), plan)
+        except UnisonoError:
+            return ""  # what cannot be traced can be trained all the same
+
+    def cost(self) -> Choice:
+        """The time of a step and the memory of a rank that are expected; every rank calls it."""
+        return self.foreseen()
+
+    def explain(self) -> str:
+        """The plan, what is expected of it, and what its neighbours lack; every rank calls it."""
+        return str(self.foreseen())
+
+    def _recall(self, folder: str | Path) -> None:
+        """A run that goes on with as many ranks as before keeps the plan that was found for it."""
+        starts = RunFolder.starts(Path(folder))
+        if self._plan == "auto" and starts and starts[-1]["world"] == self.comm.size:
+            self._plan = Plan.parse(starts[-1]["plan"])
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank computes."""
+        if self._device is None:
+            self._device = torch.device("cpu")
+            if torch.cuda.is_available():
+                self._device = torch.device("cuda", self.comm.local_rank % torch.cuda.device_count())
+        return self._device
+
+    def _placed(self) -> Model:
+        """The model on this rank's device; one that a function builds is built on the CPU first, as everywhere."""
+        model, device = self._model, self.device
+        if isinstance(model, nn.Module):
+            return model.to(device)
+        return lambda: model().to(device)
+
     def _require_numbers(self, example: tuple[Any, Any]) -> None:
         """Every function among the metrics is asked once, before anything is trained."""
         functions = {name: each for name, each in self.metrics.items() if not isinstance(each, Metric)}
@@ -117,6 +176,11 @@ class Engine:
     @property
     def comm(self) -> Communicator:
         return world.world() if world.is_initialized() else world.init()
+
+    @property
+    def _elsewhere(self) -> torch.device | None:
+        """Where batches must be moved to, if anywhere."""
+        return None if self.device.type == "cpu" else self.device
 
     @property
     def ready(self) -> Trainer:
@@ -143,9 +207,10 @@ class Engine:
         """
         given: dict[str, Any] = {"shuffle": shuffle, "seed": self.seed, "workers": workers}
         if self.trainer is None:
-            first = next(iter(Loader(dataset, batch_size, **{**given, "workers": 0})))
+            first = next(iter(Loader(dataset, batch_size, device=self._elsewhere, **{**given, "workers": 0})))
             self.prepare(first.batch if isinstance(first, Share) else first)
-        return Loader(dataset, batch_size, part=(0, 1) if whole else self.ready.part, **given)
+        part = (0, 1) if whole else self.ready.part
+        return Loader(dataset, batch_size, part=part, device=self._elsewhere, **given)
 
     # ---- training ------------------------------------------------------------------------------------------------
 
@@ -186,6 +251,8 @@ class Engine:
         if save is None and (save_every is not None or resume):
             raise UsageError("fit(save_every=..., resume=...) needs save=FOLDER: where checkpoints are")
         options = Options(epochs, steps, look_every, nonfinite, save_every, keep, resume, progress)
+        if save is not None and self.trainer is None:
+            self._recall(save)
         loader = dataset
         if not isinstance(dataset, Loader):
             loader = self.dataloader(dataset, batch_size, shuffle=shuffle, workers=workers)
@@ -202,6 +269,7 @@ class Engine:
     def predict(self, inputs: Any, batch_size: int = 32) -> Any:
         """The model's outputs for all inputs, in their order, on every rank. `inputs`: as the model takes them."""
         trainer, rows = self.ready, rows_of(inputs)
+        inputs = tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf, inputs)
         least = trainer.part[1] * trainer.plan.microbatches if trainer.plan.pp > 1 else 1
         batch_size = max(batch_size, least)
         parts = []
@@ -246,6 +314,20 @@ _FORMS = {
     "optimizer": "optimizer(parameters) gives a torch optimizer, as lambda p: torch.optim.AdamW(p, lr=3e-4)",
     "scheduler": "scheduler(optimizer) gives a torch scheduler",
 }
+
+
+def _fitting(plan: Plan, ranks: int) -> Plan:
+    """The plan, if it fits these ranks; else UsageError, which also says when ranks were lost with their host."""
+    try:
+        return plan.fit(ranks)
+    except UsageError as error:
+        gone = os.environ.get(environment.GONE)
+        if not gone:
+            raise
+        raise UsageError(
+            f"{error}. The job lost host {gone} and goes on with {ranks} ranks: Engine(plan='auto') chooses a plan for "
+            "what is left"
+        ) from None
 
 
 def _require_pair(example: Any) -> None:

@@ -108,10 +108,14 @@ class Fit:
     def run(self) -> History:
         self._require_rows()
         self._restore()
+        if self.options.progress:
+            self._display.say(str(self.engine.foreseen()).splitlines()[0])
         done = self.engine.ready.steps
         self.history.first_step = self.history.step = done
         if self.folder is not None:
             self.folder.open(self._about(), done)
+            if self.options.progress and self.engine.comm.rank == 0:
+                self.folder.write_program(self.engine.program_page())
         for each in self._callbacks:
             each.on_start(self.engine, done, self.steps)
         self._pace.start()

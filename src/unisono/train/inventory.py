@@ -105,13 +105,12 @@ class _Collector:
         }
         if not weights_only:
             self._add_random()
-        if self._is_first:
-            self.made.told["trainer"] = {
-                "steps": self.trainer.steps,
-                "skipped": self.trainer.skipped,
-                "scaler": None if self.trainer.scaler is None else self.trainer.scaler.state_dict(),
-            }
-            self.made.told["extra"] = self._encoded(extra, "extra")
+        self.made.told["extra"] = self._encoded(extra, "extra", is_writer=self._is_first)
+        self.made.told["trainer"] = {
+            "steps": self.trainer.steps,
+            "skipped": self.trainer.skipped,
+            "scaler": None if self.trainer.scaler is None else self.trainer.scaler.state_dict(),
+        }
         return self.made
 
     @property
@@ -134,10 +133,11 @@ class _Collector:
         chunks = [chunk] if tensor.numel() else []
         self.made.entries.append(Entry(entry, tensor, tuple(tensor.shape), chunks, chunks))
 
-    def _encoded(self, value: Any, name: str) -> Any:
+    def _encoded(self, value: Any, name: str, *, is_writer: bool) -> Any:
+        """For JSON; all ranks look at it, so that what cannot be saved is refused on all of them alike."""
         tensors: dict[str, torch.Tensor] = {}
         told = encoded(value, name, tensors)
-        for entry, tensor in tensors.items():
+        for entry, tensor in tensors.items() if is_writer else ():
             self._add_common(entry, tensor)
         return told
 
@@ -151,21 +151,17 @@ class _Collector:
             if lies_as(value, parameter):
                 self._add_laid(entry, value, name, parameter)
                 told[key] = {"laid": entry}
-            elif is_speaker:
-                told[key] = self._encoded(value, entry)
+            else:
+                told[key] = self._encoded(value, entry, is_writer=is_speaker)
         return told if is_speaker else None
 
     def _group(self, number: int, names: dict[int, str]) -> dict[str, Any]:
         group = self.trainer.optimizer.param_groups[number]
-        tensors: dict[str, torch.Tensor] = {}
         told = {
-            key: encoded(value, f"optimizer.group {number}.{key}", tensors)
+            key: self._encoded(value, f"optimizer.group {number}.{key}", is_writer=self._is_first)
             for key, value in group.items()
             if key != "params"
         }
-        if self._is_first:
-            for entry, tensor in tensors.items():
-                self._add_common(entry, tensor)
         return {"values": told, "params": [names[id(p)] for p in group["params"] if id(p) in names]}
 
     def _add_random(self) -> None:

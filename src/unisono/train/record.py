@@ -20,7 +20,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.parallel.apply import parallelize
 from unisono.parallel.expert import collect_aux
-from unisono.parallel.layout import layout_of, whole_of
+from unisono.parallel.layout import layout_of, wholes_of
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.precision import Precision, autocast
 from unisono.parallel.state import whole_state
@@ -105,7 +105,7 @@ def plain_record(
         record.scales.append(scaler.get_scale())
     record.parameters = _copied(model.named_parameters())
     record.buffers = _copied(model.named_buffers())
-    record.optimizer = _flat_state(
+    record.optimizer = flat_state(
         {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
     )
     return record
@@ -154,21 +154,21 @@ def planned_record(
     record.parameters = _whole(trainer, dict(trainer.optimized()))
     record.buffers = _merged(trainer.mesh, _copied(trainer.model.named_buffers()))
     state = whole_state(trainer.optimizer, trainer.optimized(), trainer.mesh)["state"]
-    record.optimizer = _merged(trainer.mesh, _flat_state(state))
+    record.optimizer = _merged(trainer.mesh, flat_state(state))
     return record
 
 
 def _whole(trainer: Trainer, named: Tensors, of_gradients: bool = False) -> Tensors:
-    mine: Tensors = {}
+    held: Tensors = {}
     for name, tensor in named.items():
         local = tensor.grad if of_gradients else tensor
-        if local is None and of_gradients:
+        if local is None:
             if not layout_of(tensor).axes:
                 continue
             local = torch.zeros_like(tensor)
-        assert local is not None
-        mine[name] = whole_of(local, layout_of(tensor), trainer.mesh).cpu().clone()
-    return _merged(trainer.mesh, mine)
+        held[name] = local
+    wholes = wholes_of(list(held.values()), [layout_of(named[name]) for name in held], trainer.mesh)
+    return _merged(trainer.mesh, {name: whole.cpu().clone() for name, whole in zip(held, wholes, strict=True)})
 
 
 def _merged(mesh: Mesh, mine: Tensors) -> Tensors:
@@ -189,7 +189,7 @@ def _gradients(named: Any) -> Tensors:
     return {name: p.grad.detach().cpu().clone() for name, p in named if p.grad is not None}
 
 
-def _flat_state(state: dict[str, dict[str, Any]]) -> Tensors:
+def flat_state(state: dict[str, dict[str, Any]]) -> Tensors:
     flat = {}
     for name, values in state.items():
         for key, value in values.items():

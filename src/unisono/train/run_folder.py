@@ -99,6 +99,11 @@ class RunFolder(Callback):
                 if name not in ("step", "slow") and isinstance(value, int | float):
                     self._board.add_scalar(name, value, moment.step)
 
+    def write_program(self, page: str) -> None:
+        """The distributed program as a page; none where it is empty."""
+        if page:
+            (self.path / "program.html").write_text(page, encoding="utf-8")
+
     def write_rank(self, held: dict[str, Any]) -> None:
         """What this rank held and said, for the report."""
         _write(self.path / "ranks" / f"{self._rank}.json", held)

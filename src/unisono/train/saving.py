@@ -9,6 +9,7 @@ Ranks meet through these files and not through messages, so that all of it can r
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shutil
@@ -194,7 +195,7 @@ def cause_of(error: CheckpointException) -> BaseException:
 
 
 def replace_folder(aside: Path, published: Path) -> None:
-    """Rename, and let an older one of that name go; at every moment one of the two is there (see `tidy`)."""
+    """Rename, and let an older one of that name go; at every moment one of the two is there (see `path_of`)."""
     replaced = published.with_name(_REPLACED + published.name)
     if published.exists():
         shutil.rmtree(replaced, ignore_errors=True)
@@ -208,20 +209,29 @@ def steps_in(folder: Path) -> list[int]:
     """Published steps, oldest first."""
     if not folder.is_dir():
         return []
-    names = [path.name.removeprefix("step-") for path in folder.glob("step-*") if path.is_dir()]
-    return sorted(int(name) for name in names if name.isdigit())
+    names = [path.name for path in (*folder.glob("step-*"), *folder.glob(_REPLACED + "step-*")) if path.is_dir()]
+    numbers = {name.removeprefix(_REPLACED).removeprefix("step-") for name in names}
+    return sorted(int(number) for number in numbers if number.isdigit())
+
+
+def path_of(folder: Path, step: int) -> Path:
+    """The folder of a step; where a job was killed while it put a new one in its place, the old one."""
+    published = folder / folder_of(step)
+    replaced = folder / (_REPLACED + published.name)
+    return replaced if replaced.exists() and not published.exists() else published
 
 
 def forget(folder: Path, keep: int) -> None:
     """All but the newest; none is ever half there under its name."""
     for step in steps_in(folder)[:-keep]:
         gone = folder / f"{_GONE}{step:08d}"
-        (folder / folder_of(step)).rename(gone)
+        with contextlib.suppress(OSError):  # one too many is no reason to stop
+            (folder / folder_of(step)).rename(gone)
         shutil.rmtree(gone, ignore_errors=True)
 
 
 def tidy(folder: Path) -> None:
-    """What jobs that were killed have left behind."""
+    """Remove what jobs that were killed have left behind. Only who is about to write does it: one job at a time."""
     for left in [*folder.glob(ASIDE + "*"), *folder.glob(_GONE + "*")]:
         shutil.rmtree(left, ignore_errors=True)
     for left in folder.glob(_REPLACED + "*"):

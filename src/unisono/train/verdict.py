@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from unisono.plan.plan import Plan
 from unisono.train.record import Record, Tensors
 
 # Halves: the dtype of what is computed; parameters, gradients and optimizer state are then float32. Rounding alone
@@ -55,7 +54,7 @@ class Verdict:
         return cls(**told | {"worst": [Worst(**each) for each in told["worst"]]})
 
 
-def compared(plan: Plan, plain: Record, planned: Record, dtype: str) -> Verdict:
+def compared(plan: object, plain: Record, planned: Record, dtype: str) -> Verdict:
     """The verdict on a run, without the search for what went wrong."""
     noise = _driven_by_noise(plain, _NOISE * TOLERANCE[dtype])
     worst = [

@@ -15,6 +15,7 @@ import json
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,33 +27,45 @@ from unisono.errors import LaunchError, UsageError
 from unisono.launch.spawn import spawn
 from unisono.plan.plan import Plan
 from unisono.train.agreement import with_agreement
+from unisono.train.double import InDouble
 from unisono.train.follow import Follower
+from unisono.train.on_mesh import PREFIX, OnMesh
 from unisono.train.parting import first_parting, guess_fault
-from unisono.train.record import Record, plain_record, planned_record
+from unisono.train.program_parting import program_parting
+from unisono.train.program_record import made_program, program_record
+from unisono.train.record import Record, batch_of, plain_record, planned_record
 from unisono.train.task import Task, load_task
 from unisono.train.verdict import HALVES, TOLERANCE, Verdict, compared
 
+Subject = Plan | OnMesh  # what is proved: a plan, or a program on a mesh
 _REFUSED = "unisono.errors.UsageError: "
 _PATIENCE = 10.0  # seconds in which all ranks refuse a plan, if they all do
 
 
 def verify(
     task: Task | str,
-    plan: Plan | str,
+    plan: Subject | str,
     ranks: int | None = None,
     backend: str | None = None,
     steps: int = 3,
     dtype: str = "float64",
 ) -> Verdict:
-    """Start the plan's ranks on this machine, train, compare. task: a Task, or `file.py:name`."""
-    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    """Start the plan's ranks on this machine, train, compare. task: a Task, or `file.py:name`.
+
+    plan: a Plan or its words, or those of a program on a mesh: "program dp=2,mp=4".
+    """
+    plan = parsed(plan) if isinstance(plan, str) else plan
     plan.fit(plan.world if ranks is None else ranks)
     return verify_all(task, [plan], backend, steps, dtype)[0]
 
 
+def parsed(text: str) -> Subject:
+    return OnMesh.parse(text) if text.startswith(PREFIX) else Plan.parse(text)
+
+
 def verify_all(
     task: Task | str,
-    plans: Sequence[Plan],
+    plans: Sequence[Subject],
     backend: str | None = None,
     steps: int = 3,
     dtype: str = "float64",
@@ -101,7 +114,7 @@ def _on_rank(task: Task | str, plans: Sequence[str], steps: int, dtype: str, fol
         plain = _plain(loaded, steps, dtype) if comm.rank == 0 else None
         for number, text in enumerate(plans):
             try:
-                verdict = verify_here(comm, loaded, Plan.parse(text), steps, dtype, plain=plain)
+                verdict = verify_here(comm, loaded, parsed(text), steps, dtype, plain=plain)
             except UsageError as error:
                 if not _all_refuse(comm, Path(folder), number):
                     raise
@@ -128,7 +141,7 @@ def _all_refuse(comm: Communicator, folder: Path, number: int) -> bool:
 def verify_here(
     comm: Communicator,
     task: Task,
-    plan: Plan,
+    plan: Subject,
     steps: int = 3,
     dtype: str = "float64",
     prepare: Any = None,
@@ -138,7 +151,7 @@ def verify_here(
 
     plain: the record of the plain model on rank 0, where it is known from another plan.
     """
-    planned = planned_record(task, plan, steps, _kept(dtype), prepare=prepare, precision=HALVES.get(dtype, "fp32"))
+    planned = _planned(task, plan, steps, dtype, prepare)
     verdict = None
     if comm.rank == 0:
         verdict = compared(plan, plain or _plain(task, steps, dtype), planned, dtype)
@@ -147,9 +160,27 @@ def verify_here(
     verdict = with_agreement(comm, planned, verdict, TOLERANCE[dtype])
     if verdict.equivalent:
         return verdict
+    if isinstance(plan, OnMesh):
+        return replace(verdict, parting=_program_parting(comm, task, plan, dtype, prepare))
     first = _plain(task, 1, dtype)
     parting = first_parting(comm, plan, first.activations, planned.activations, 10 * TOLERANCE[dtype])
     return Verdict(verdict.plan, False, verdict.worst, parting, guess_fault(plan, first, planned))
+
+
+def _planned(task: Task, plan: Subject, steps: int, dtype: str, prepare: Any) -> Record:
+    if isinstance(plan, Plan):
+        return planned_record(task, plan, steps, _kept(dtype), prepare=prepare, precision=HALVES.get(dtype, "fp32"))
+    if dtype in HALVES:
+        raise UsageError(f"a program is proved in float64 or float32, not in {dtype}")
+    return program_record(task, plan.mesh(), steps, _kept(dtype), prepare=prepare, **plan.options)
+
+
+def _program_parting(comm: Communicator, task: Task, plan: OnMesh, dtype: str, prepare: Any) -> str:
+    program, batch = made_program(task, plan.mesh(), _kept(dtype), **plan.options), batch_of(task, 0, _kept(dtype))
+    if prepare is not None:
+        prepare(program)
+    with InDouble(_kept(dtype)):
+        return program_parting(comm, program, batch, 10 * TOLERANCE[dtype])
 
 
 def _plain(task: Task, steps: int, dtype: str) -> Record:

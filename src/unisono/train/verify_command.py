@@ -10,6 +10,7 @@ from unisono.errors import UsageError
 from unisono.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from unisono.train.on_mesh import OnMesh
     from unisono.train.task import Task
     from unisono.train.verdict import Verdict
 
@@ -20,7 +21,11 @@ def add_parser(subparsers: Any) -> None:
     )
     add = parser.add_argument
     add("task", metavar="task.py:name", help="a uni.Task, or a function that returns one")
-    add("--plan", required=True, metavar="PLAN", help='such as dp=2,tp=2,zero=1; "all" for every shape that fits -n')
+    subject = parser.add_mutually_exclusive_group(required=True)
+    subject.add_argument("--plan", metavar="PLAN", help='such as dp=2,tp=2,zero=1; "all" for every shape that fits -n')
+    subject.add_argument(
+        "--program", metavar="MESH", help="the distributed program on a mesh such as dp=2,mp=4 (search=exact, full)"
+    )
     add("-n", "-np", dest="n", type=int, metavar="N", help="ranks (default: what the plan needs)")
     add("--backend", choices=("gloo", "nccl", "mpi"), help="default: gloo")
     add("--steps", type=int, default=3, metavar="K", help="training steps (default: 3)")
@@ -33,17 +38,30 @@ def run(chosen: argparse.Namespace) -> int:
     """0 only when every plan that was run is equivalent, and at least one was."""
     if chosen.steps < 1:
         raise UsageError(f"--steps {chosen.steps}: expected at least 1")
+    if chosen.n is not None and chosen.n < 1:
+        raise UsageError(f"-n {chosen.n}: expected at least 1 rank")
+    if chosen.program is not None:
+        on_mesh = _on_mesh(chosen.program)
+        return _run_one(chosen, on_mesh.fit(on_mesh.world if chosen.n is None else chosen.n))
+    if not chosen.plan.strip(" ,"):
+        raise UsageError('--plan is empty; give a plan such as dp=2,tp=2 (dp=1 for one device), or "all"')
+    if chosen.plan != "all" and chosen.plan.lower() == "all":
+        raise UsageError(f'--plan {chosen.plan}: every plan that fits is "all", in small letters')
     if chosen.plan != "all":
         plan = Plan.parse(chosen.plan)
         return _run_one(chosen, plan.fit(plan.world if chosen.n is None else chosen.n))
     if chosen.n is None:
         raise UsageError("--plan all needs -n N: which plans fit depends on the number of ranks")
-    if chosen.n < 1:
-        raise UsageError(f"-n {chosen.n}: expected at least 1")
     return _run_all(chosen)
 
 
-def _run_one(chosen: argparse.Namespace, plan: Plan) -> int:
+def _on_mesh(text: str) -> OnMesh:
+    from unisono.train.on_mesh import OnMesh  # imports torch
+
+    return OnMesh.parse(text)
+
+
+def _run_one(chosen: argparse.Namespace, plan: Plan | OnMesh) -> int:
     from unisono.train.task import load_task
     from unisono.train.verify import verify
 

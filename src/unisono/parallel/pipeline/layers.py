@@ -19,11 +19,11 @@ from torch import nn
 from unisono.errors import UsageError
 from unisono.mesh.initial import build_layers
 from unisono.parallel.blocks import Blocks
-from unisono.parallel.pipeline.balance import balanced, checked, require_enough
 from unisono.parallel.pipeline.foreign import Foreign
 from unisono.parallel.pipeline.split import COSTS, Cost, Cut
 from unisono.parallel.pipeline.stage import Stage
 from unisono.parallel.pipeline.tied import Tied
+from unisono.plan.balance import balanced, checked, require_enough
 from unisono.plan.schedule import Schedule
 
 

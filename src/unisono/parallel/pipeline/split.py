@@ -22,11 +22,11 @@ from torch import nn
 
 from unisono.errors import UsageError
 from unisono.parallel.blocks import Blocks, find_blocks
-from unisono.parallel.pipeline.balance import balanced, checked, require_enough
 from unisono.parallel.pipeline.foreign import Foreign
 from unisono.parallel.pipeline.stage import Stage
 from unisono.parallel.pipeline.survey import Survey, by_example, by_order
 from unisono.parallel.pipeline.tied import Tied
+from unisono.plan.balance import balanced, checked, require_enough
 from unisono.plan.schedule import Schedule
 
 Cost = str | Sequence[float]  # "parameters", "operations", or one number a block

@@ -8,11 +8,17 @@ tile they are known. `outside` words have ONE set as well, so that a parity with
 Note: flips. CNOT and X move no amplitude. They change which row stands for which bits, linearly: a turn of a bit pairs
 row r with r ^ mask. Where a row's place also depends on outside bits, `FLIPS` lists (outside mask, row mask) pairs: for
 each whose parity is odd, all rows of the instruction are shifted by the row mask.
+
+Note: tables. Where a tile's rows lie, and in which order they end, is linear in the row's number, so the CPU kernel
+has two short tables: entry i is low[i & (LOW - 1)] and high[i >> LOW_BITS] together; high begins LOW after low. The GPU
+kernel has them whole.
 """
 
 from __future__ import annotations
 
 ONE = 1 << 62
+LOW_BITS = 6
+LOW = 1 << LOW_BITS
 
 # kinds of instructions
 TURNS, PAIR, PHASE, LANE_PHASE, DENSE = range(5)

@@ -9,6 +9,7 @@ from numba import njit
 
 from unisono.quantum.kernels import code
 from unisono.quantum.kernels.parity import parity
+from unisono.quantum.kernels.turning import turn1, turn2, turn3_0, turn3_1, turn3_2, turn3_3
 from unisono.quantum.kernels.vector import (
     deinterleave,
     fetch_add,
@@ -38,7 +39,7 @@ TURNS, PAIR, PHASE, LANE_PHASE = code.TURNS, code.PAIR, code.PHASE, code.LANE_PH
 FIRST, LAST, ROW_BITS, OUTSIDE_BITS = code.FIRST, code.LAST, code.ROW_BITS, code.OUTSIDE_BITS
 PLACES, LANES, OUTSIDE, ORDER = code.PLACES, code.LANES, code.OUTSIDE, code.ORDER
 SWEEP_FLIPS, SWEEP_FLIP_COUNT = code.SWEEP_FLIPS, code.SWEEP_FLIP_COUNT
-ONE = code.ONE
+ONE, LOW, LOW_BITS = code.ONE, code.LOW, code.LOW_BITS
 AHEAD = 32  # rows
 
 
@@ -61,113 +62,32 @@ def holds(pairs, begin, count, outside):  # type: ignore[no-untyped-def]
 
 
 @inline
-def _tan(a, b, t):  # type: ignore[no-untyped-def]
-    """A turn, divided by the cosine."""
-    return fnma(t, b, a), fma(t, a, b)
-
-
-@inline
-def _cot(a, b, t):  # type: ignore[no-untyped-def]
-    """A turn, divided by the sine."""
-    return sub(mul(t, a), b), fma(t, b, a)
-
-
-@inline
-def _turned(a, b, c, s):  # type: ignore[no-untyped-def]
-    return fnma(s, b, mul(c, a)), fma(s, a, mul(c, b))
-
-
-@inline
-def _turn1(tile, rows, begin, count, shift, m0, values, v):  # type: ignore[no-untyped-def]
-    w = width(tile)
-    c0, s0 = splat(values[v]), splat(values[v + 1])
-    for i in range(begin, begin + count):
-        row = np.int64(rows[i]) ^ shift
-        p0, p1 = 2 * w * row, 2 * w * (row ^ m0)
-        for h in range(0, 2 * w, w):
-            a0, a1 = _turned(load(tile, p0 + h), load(tile, p1 + h), c0, s0)
-            store(tile, p0 + h, a0)
-            store(tile, p1 + h, a1)
-
-
-@inline
-def _turn2(tile, rows, begin, count, shift, m0, m1, values, v):  # type: ignore[no-untyped-def]
-    w = width(tile)
-    c0, s0, c1, s1 = splat(values[v]), splat(values[v + 1]), splat(values[v + 2]), splat(values[v + 3])
-    for i in range(begin, begin + count):
-        row = np.int64(rows[i]) ^ shift
-        p0, p1 = 2 * w * row, 2 * w * (row ^ m0)
-        p2, p3 = 2 * w * (row ^ m1), 2 * w * (row ^ m0 ^ m1)
-        for h in range(0, 2 * w, w):
-            a0, a1 = _turned(load(tile, p0 + h), load(tile, p1 + h), c0, s0)
-            a2, a3 = _turned(load(tile, p2 + h), load(tile, p3 + h), c0, s0)
-            a0, a2 = _turned(a0, a2, c1, s1)
-            a1, a3 = _turned(a1, a3, c1, s1)
-            store(tile, p0 + h, a0)
-            store(tile, p1 + h, a1)
-            store(tile, p2 + h, a2)
-            store(tile, p3 + h, a3)
-
-
-def _turn3(f0: Any, f1: Any, f2: Any) -> Any:
-    @inline
-    def turn3(tile, rows, begin, count, shift, m0, m1, m2, s0, s1, s2):  # type: ignore[no-untyped-def]
-        w = width(tile)
-        t0, t1, t2 = splat(s0), splat(s1), splat(s2)
-        for i in range(begin, begin + count):
-            row = np.int64(rows[i]) ^ shift
-            p0, p1 = 2 * w * row, 2 * w * (row ^ m0)
-            p2, p3 = 2 * w * (row ^ m1), 2 * w * (row ^ m0 ^ m1)
-            p4, p5 = 2 * w * (row ^ m2), 2 * w * (row ^ m0 ^ m2)
-            p6, p7 = 2 * w * (row ^ m1 ^ m2), 2 * w * (row ^ m0 ^ m1 ^ m2)
-            for h in range(0, 2 * w, w):
-                a0, a1 = f0(load(tile, p0 + h), load(tile, p1 + h), t0)
-                a2, a3 = f0(load(tile, p2 + h), load(tile, p3 + h), t0)
-                a4, a5 = f0(load(tile, p4 + h), load(tile, p5 + h), t0)
-                a6, a7 = f0(load(tile, p6 + h), load(tile, p7 + h), t0)
-                a0, a2 = f1(a0, a2, t1)
-                a1, a3 = f1(a1, a3, t1)
-                a4, a6 = f1(a4, a6, t1)
-                a5, a7 = f1(a5, a7, t1)
-                a0, a4 = f2(a0, a4, t2)
-                a1, a5 = f2(a1, a5, t2)
-                a2, a6 = f2(a2, a6, t2)
-                a3, a7 = f2(a3, a7, t2)
-                store(tile, p0 + h, a0)
-                store(tile, p1 + h, a1)
-                store(tile, p2 + h, a2)
-                store(tile, p3 + h, a3)
-                store(tile, p4 + h, a4)
-                store(tile, p5 + h, a5)
-                store(tile, p6 + h, a6)
-                store(tile, p7 + h, a7)
-
-    return turn3
-
-
-_turn3_0, _turn3_1 = _turn3(_tan, _tan, _tan), _turn3(_cot, _tan, _tan)
-_turn3_2, _turn3_3 = _turn3(_cot, _cot, _tan), _turn3(_cot, _cot, _cot)
-
-
-@inline
 def turns(tile, op, rows, shift, values):  # type: ignore[no-untyped-def]
     """One to three bits turned in one pass. Three are divided by their cosines, or sines, the latter first."""
-    begin, count, v, form = op[ROWS], op[ROW_COUNT], op[VALUES], op[FORM]
+    begin, end, v, form = op[ROWS], op[ROWS] + op[ROW_COUNT], op[VALUES], op[FORM]
     m0, m1, m2 = op[MASK0], op[MASK1], op[MASK2]
-    if op[COUNT] == 3:
-        s0, s1, s2 = values[v], values[v + 1], values[v + 2]
-        if form == 0:
-            _turn3_0(tile, rows, begin, count, shift, m0, m1, m2, s0, s1, s2)
-        elif form == 1:
-            _turn3_1(tile, rows, begin, count, shift, m0, m1, m2, s0, s1, s2)
-        elif form == 2:
-            _turn3_2(tile, rows, begin, count, shift, m0, m1, m2, s0, s1, s2)
-        else:
-            _turn3_3(tile, rows, begin, count, shift, m0, m1, m2, s0, s1, s2)
-    elif op[COUNT] == 2:
-        _turn2(tile, rows, begin, count, shift, m0, m1, values, v)
+    a, b = splat(values[v]), splat(values[v + 1])
+    if op[COUNT] == 1:
+        for i in range(begin, end):
+            turn1(tile, np.int64(rows[i]) ^ shift, (m0,), (a, b))
+        return
+    c = splat(values[v + 2])
+    if op[COUNT] == 2:
+        d = splat(values[v + 3])
+        for i in range(begin, end):
+            turn2(tile, np.int64(rows[i]) ^ shift, (m0, m1), (a, b, c, d))
+    elif form == 0:
+        for i in range(begin, end):
+            turn3_0(tile, np.int64(rows[i]) ^ shift, (m0, m1, m2), (a, b, c))
+    elif form == 1:
+        for i in range(begin, end):
+            turn3_1(tile, np.int64(rows[i]) ^ shift, (m0, m1, m2), (a, b, c))
+    elif form == 2:
+        for i in range(begin, end):
+            turn3_2(tile, np.int64(rows[i]) ^ shift, (m0, m1, m2), (a, b, c))
     else:
-        _turn1(tile, rows, begin, count, shift, m0, values, v)
+        for i in range(begin, end):
+            turn3_3(tile, np.int64(rows[i]) ^ shift, (m0, m1, m2), (a, b, c))
 
 
 @inline
@@ -243,44 +163,57 @@ def dense(tile, op, rows, shift, values, spare, adjoint):  # type: ignore[no-unt
 
 
 @inline
+def _place(places, begin, i):  # type: ignore[no-untyped-def]
+    return places[begin + (i & (LOW - 1))] + places[begin + LOW + (i >> LOW_BITS)]
+
+
+@inline
+def _row(rows, order, i):  # type: ignore[no-untyped-def]
+    return np.int64(rows[order + (i & (LOW - 1))]) ^ np.int64(rows[order + LOW + (i >> LOW_BITS)])
+
+
+@inline
 def gather(state, start, sweep, places, rows, order, tile, shift):  # type: ignore[no-untyped-def]
-    """Copy a tile; place i of it becomes row rows[order + i] ^ shift."""
+    """Copy a tile; place i of it becomes row _row(rows, order, i) ^ shift."""
     w = width(tile)
     count = 1 << sweep[ROW_BITS]
     begin = sweep[PLACES]
     if sweep[LANES] < 0:
         for i in range(count):
-            p = start + places[begin + i]
-            prefetch(state, start + places[begin + ((i + AHEAD) & (count - 1))])
-            row = 2 * w * (np.int64(rows[order + i]) ^ shift)
+            p = start + _place(places, begin, i)
+            prefetch(state, start + _place(places, begin, (i + AHEAD) & (count - 1)))
+            row = 2 * w * (_row(rows, order, i) ^ shift)
             re, im = deinterleave(load(state, p), load(state, p + w))
             store(tile, row, re)
             store(tile, row + w, im)
     else:
         lanes = places[sweep[LANES] : sweep[LANES] + w]
         for i in range(0, count, w):
-            gather_block(state, start + places[begin + i], lanes, tile, rows, order + i, shift)
+            flip = shift ^ np.int64(rows[order + LOW + (i >> LOW_BITS)])
+            gather_block(state, start + _place(places, begin, i), lanes, tile, rows, order + (i & (LOW - 1)), flip)
 
 
 @inline
 def scatter(state, start, sweep, places, rows, order, tile, shift, scale):  # type: ignore[no-untyped-def]
-    """Copy a tile back: place i of it is row rows[order + i] ^ shift."""
+    """Copy a tile back: place i of it is row _row(rows, order, i) ^ shift."""
     w = width(tile)
     count = 1 << sweep[ROW_BITS]
     begin = sweep[PLACES]
     factor = splat(scale)
     if sweep[LANES] < 0:
         for i in range(count):
-            p = start + places[begin + i]
-            prefetch(state, start + places[begin + ((i + AHEAD) & (count - 1))])
-            row = 2 * w * (np.int64(rows[order + i]) ^ shift)
+            p = start + _place(places, begin, i)
+            prefetch(state, start + _place(places, begin, (i + AHEAD) & (count - 1)))
+            row = 2 * w * (_row(rows, order, i) ^ shift)
             first, second = interleave(mul(load(tile, row), factor), mul(load(tile, row + w), factor))
             store(state, p, first)
             store(state, p + w, second)
     else:
         lanes = places[sweep[LANES] : sweep[LANES] + w]
         for i in range(0, count, w):
-            scatter_block(state, start + places[begin + i], lanes, tile, rows, order + i, shift, factor)
+            flip = shift ^ np.int64(rows[order + LOW + (i >> LOW_BITS)])
+            at, first_row = start + _place(places, begin, i), order + (i & (LOW - 1))
+            scatter_block(state, at, lanes, tile, rows, first_row, flip, factor)
 
 
 @inline
@@ -317,11 +250,11 @@ def _tile(tile, spare, first, last, outside, count, ops, rows, pairs, values):  
         elif kind == PHASE:
             phase(tile, op, count, shift, values)
         elif kind == PAIR:
-            pair(tile, op, rows, shift, values, False)
+            pair(tile, op, rows, shift, values, np.bool_(False))
         elif kind == LANE_PHASE:
             lane_phase(tile, op, count, shift, values)
         else:
-            dense(tile, op, rows, shift, values, spare, False)
+            dense(tile, op, rows, shift, values, spare, np.bool_(False))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -329,6 +262,7 @@ def forward(state, sweeps, ops, rows, pairs, places, values, scales, tile, spare
     """Run all sweeps, together with threads - 1 other calls that share everything but `tile` and `spare`.
 
     `rows` begins with the rows in which a tile begins."""
+    none = np.int64(0)  # a literal 0 would be a type of its own, and gather compiled twice
     for number in range(len(sweeps)):
         sweep = sweeps[number]
         tiles = 1 << sweep[OUTSIDE_BITS]
@@ -338,7 +272,7 @@ def forward(state, sweeps, ops, rows, pairs, places, values, scales, tile, spare
                 break
             start = start_of(sweep, places, mine)
             outside = mine | ONE
-            gather(state, start, sweep, places, rows, 0, tile, 0)
+            gather(state, start, sweep, places, rows, none, tile, none)
             _tile(tile, spare, sweep[FIRST], sweep[LAST], outside, 1 << sweep[ROW_BITS], ops, rows, pairs, values)
             shift = flipped(pairs, sweep[SWEEP_FLIPS], sweep[SWEEP_FLIP_COUNT], outside)
             scatter(state, start, sweep, places, rows, sweep[ORDER], tile, shift, scales[number])

@@ -12,6 +12,7 @@ from numba import njit
 
 from unisono.quantum.kernels import code
 from unisono.quantum.kernels.cpu import dense, flipped, gather, holds, inline, meet, pair, scatter, start_of
+from unisono.quantum.kernels.turning import back1, back2, back3
 from unisono.quantum.kernels.vector import fetch_add, fma, fnma, load, mul, splat, store, sub, total, width
 
 KIND, COUNT, SLOT, VALUES = code.KIND, code.COUNT, code.SLOT, code.VALUES
@@ -26,106 +27,26 @@ ONE = code.ONE
 
 
 @inline
-def _back(a, b, c, s):  # type: ignore[no-untyped-def]
-    """A turn undone."""
-    return fma(c, a, mul(s, b)), fnma(s, a, mul(c, b))
-
-
-@inline
-def _one(psi, lam, p0, p1, c, s, g):  # type: ignore[no-untyped-def]
-    x0, x1, y0, y1 = load(psi, p0), load(psi, p1), load(lam, p0), load(lam, p1)
-    g = fma(y1, x0, fnma(y0, x1, g))
-    x0, x1 = _back(x0, x1, c, s)
-    y0, y1 = _back(y0, y1, c, s)
-    store(psi, p0, x0)
-    store(psi, p1, x1)
-    store(lam, p0, y0)
-    store(lam, p1, y1)
-    return g
-
-
-@inline
-def _two(psi, lam, p0, p1, p2, p3, c0, s0, c1, s1, g0, g1):  # type: ignore[no-untyped-def]
-    x0, x1, x2, x3 = load(psi, p0), load(psi, p1), load(psi, p2), load(psi, p3)
-    y0, y1, y2, y3 = load(lam, p0), load(lam, p1), load(lam, p2), load(lam, p3)
-    g0 = fma(y1, x0, fnma(y0, x1, g0))
-    g1 = fma(y2, x0, fnma(y0, x2, g1))
-    g0 = fma(y3, x2, fnma(y2, x3, g0))
-    g1 = fma(y3, x1, fnma(y1, x3, g1))
-    x0, x1 = _back(x0, x1, c0, s0)
-    x2, x3 = _back(x2, x3, c0, s0)
-    x0, x2 = _back(x0, x2, c1, s1)
-    x1, x3 = _back(x1, x3, c1, s1)
-    store(psi, p0, x0)
-    store(psi, p1, x1)
-    store(psi, p2, x2)
-    store(psi, p3, x3)
-    y0, y1 = _back(y0, y1, c0, s0)
-    y2, y3 = _back(y2, y3, c0, s0)
-    y0, y2 = _back(y0, y2, c1, s1)
-    y1, y3 = _back(y1, y3, c1, s1)
-    store(lam, p0, y0)
-    store(lam, p1, y1)
-    store(lam, p2, y2)
-    store(lam, p3, y3)
-    return g0, g1
-
-
-@inline
-def _turns1(psi, lam, op, rows, shift, halves, gradients):  # type: ignore[no-untyped-def]
-    w, slot = width(psi), op[SLOT]
-    c, s = splat(halves[2 * slot]), splat(halves[2 * slot + 1])
-    g = sub(c, c)
-    for i in range(op[ROWS], op[ROWS] + op[ROW_COUNT]):
-        row = np.int64(rows[i]) ^ shift
-        p0, p1 = 2 * w * row, 2 * w * (row ^ op[MASK0])
-        for h in range(0, 2 * w, w):
-            g = _one(psi, lam, p0 + h, p1 + h, c, s, g)
-    gradients[slot] += total(g)
-
-
-@inline
-def _turns2(psi, lam, op, rows, shift, halves, gradients):  # type: ignore[no-untyped-def]
-    w, slot = width(psi), op[SLOT]
-    m0, m1 = op[MASK0], op[MASK1]
-    c0, s0 = splat(halves[2 * slot]), splat(halves[2 * slot + 1])
-    c1, s1 = splat(halves[2 * slot + 2]), splat(halves[2 * slot + 3])
-    g0, g1 = sub(c0, c0), sub(c0, c0)
-    for i in range(op[ROWS], op[ROWS] + op[ROW_COUNT]):
-        row = np.int64(rows[i]) ^ shift
-        p0, p1 = 2 * w * row, 2 * w * (row ^ m0)
-        p2, p3 = 2 * w * (row ^ m1), 2 * w * (row ^ m0 ^ m1)
-        for h in range(0, 2 * w, w):
-            g0, g1 = _two(psi, lam, p0 + h, p1 + h, p2 + h, p3 + h, c0, s0, c1, s1, g0, g1)
-    gradients[slot] += total(g0)
-    gradients[slot + 1] += total(g1)
-
-
-@inline
-def _turns3(psi, lam, op, rows, shift, halves, gradients):  # type: ignore[no-untyped-def]
-    """Two bits in registers, then the third: eight rows of both states do not fit."""
-    w, slot = width(psi), op[SLOT]
+def _turns(psi, lam, op, rows, shift, halves, gradients):  # type: ignore[no-untyped-def]
+    slot, begin, end = op[SLOT], op[ROWS], op[ROWS] + op[ROW_COUNT]
     m0, m1, m2 = op[MASK0], op[MASK1], op[MASK2]
     c0, s0 = splat(halves[2 * slot]), splat(halves[2 * slot + 1])
-    c1, s1 = splat(halves[2 * slot + 2]), splat(halves[2 * slot + 3])
-    c2, s2 = splat(halves[2 * slot + 4]), splat(halves[2 * slot + 5])
-    g0, g1, g2 = sub(c0, c0), sub(c0, c0), sub(c0, c0)
-    for i in range(op[ROWS], op[ROWS] + op[ROW_COUNT]):
-        row = np.int64(rows[i]) ^ shift
-        p0, p1 = 2 * w * row, 2 * w * (row ^ m0)
-        p2, p3 = 2 * w * (row ^ m1), 2 * w * (row ^ m0 ^ m1)
-        p4, p5 = 2 * w * (row ^ m2), 2 * w * (row ^ m0 ^ m2)
-        p6, p7 = 2 * w * (row ^ m1 ^ m2), 2 * w * (row ^ m0 ^ m1 ^ m2)
-        for h in range(0, 2 * w, w):
-            g0, g1 = _two(psi, lam, p0 + h, p1 + h, p2 + h, p3 + h, c0, s0, c1, s1, g0, g1)
-            g0, g1 = _two(psi, lam, p4 + h, p5 + h, p6 + h, p7 + h, c0, s0, c1, s1, g0, g1)
-            g2 = _one(psi, lam, p0 + h, p4 + h, c2, s2, g2)
-            g2 = _one(psi, lam, p1 + h, p5 + h, c2, s2, g2)
-            g2 = _one(psi, lam, p2 + h, p6 + h, c2, s2, g2)
-            g2 = _one(psi, lam, p3 + h, p7 + h, c2, s2, g2)
+    g0 = g1 = g2 = sub(c0, c0)
+    if op[COUNT] == 1:
+        for i in range(begin, end):
+            (g0,) = back1(psi, lam, np.int64(rows[i]) ^ shift, (m0,), (c0, s0), (g0,))
+    else:
+        c1, s1 = splat(halves[2 * slot + 2]), splat(halves[2 * slot + 3])
+        if op[COUNT] == 2:
+            for i in range(begin, end):
+                g0, g1 = back2(psi, lam, np.int64(rows[i]) ^ shift, (m0, m1), (c0, s0, c1, s1), (g0, g1))
+        else:
+            numbers = (c0, s0, c1, s1, splat(halves[2 * slot + 4]), splat(halves[2 * slot + 5]))
+            for i in range(begin, end):
+                g0, g1, g2 = back3(psi, lam, np.int64(rows[i]) ^ shift, (m0, m1, m2), numbers, (g0, g1, g2))
+            gradients[slot + 2] += total(g2)
+        gradients[slot + 1] += total(g1)
     gradients[slot] += total(g0)
-    gradients[slot + 1] += total(g1)
-    gradients[slot + 2] += total(g2)
 
 
 @inline
@@ -182,24 +103,19 @@ def _tile(psi, lam, spare, first, last, outside, count, ops, rows, pairs, values
         shift = flipped(pairs, op[FLIPS], op[FLIP_COUNT], outside)
         kind = op[KIND]
         if kind == TURNS:
-            if op[COUNT] == 3:
-                _turns3(psi, lam, op, rows, shift, halves, gradients)
-            elif op[COUNT] == 2:
-                _turns2(psi, lam, op, rows, shift, halves, gradients)
-            else:
-                _turns1(psi, lam, op, rows, shift, halves, gradients)
+            _turns(psi, lam, op, rows, shift, halves, gradients)
         elif kind == PHASE:
             _phase(psi, lam, op, count, shift, values, sums, op[SLOT] >= 0)
         elif kind == PAIR:
             if op[SLOT] >= 0:
                 _pair_gradient(psi, lam, op, rows, shift, values, gradients)
-            pair(psi, op, rows, shift, values, True)
-            pair(lam, op, rows, shift, values, True)
+            pair(psi, op, rows, shift, values, np.bool_(True))
+            pair(lam, op, rows, shift, values, np.bool_(True))
         elif kind == LANE_PHASE:
             _lane_phase(psi, lam, op, count, shift, values, sums)
         else:
-            dense(psi, op, rows, shift, values, spare, True)
-            dense(lam, op, rows, shift, values, spare, True)
+            dense(psi, op, rows, shift, values, spare, np.bool_(True))
+            dense(lam, op, rows, shift, values, spare, np.bool_(True))
 
 
 @njit(nogil=True, cache=True, error_model="numpy")
@@ -225,7 +141,7 @@ def reverse(  # type: ignore[no-untyped-def]
 
     `halves` has the cosine and sine of half of each turn's angle, and a 1 at the end; `ops` has the turns' masks in the
     order of `halves`."""
-    one = halves[len(halves) - 1]
+    one, none = halves[len(halves) - 1], np.int64(0)
     for number in range(len(sweeps) - 1, -1, -1):
         sweep = sweeps[number]
         tiles = 1 << sweep[OUTSIDE_BITS]
@@ -243,6 +159,6 @@ def reverse(  # type: ignore[no-untyped-def]
                 psi, lam, spare, sweep[FIRST], sweep[LAST], outside, count,
                 ops, rows, pairs, values, halves, gradients, sums,
             )  # fmt: skip
-            scatter(state, start, sweep, places, rows, 0, psi, 0, one)
-            scatter(costate, start, sweep, places, rows, 0, lam, 0, one)
+            scatter(state, start, sweep, places, rows, none, psi, none, one)
+            scatter(costate, start, sweep, places, rows, none, lam, none, one)
         meet(counters, 2 * number + 1, threads)

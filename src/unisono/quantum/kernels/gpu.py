@@ -92,7 +92,7 @@ class GpuCompiled:
         self.bits, self.dtype = bits, dtype
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         tile = row_bits or ROW_BITS[dtype]
-        self.code = assemble(operations, bits, 0, tile, near=NEAR[dtype], skew=SKEW[dtype])
+        self.code = assemble(operations, bits, 0, tile, near=NEAR[dtype], skew=SKEW[dtype], halved=False)
         self.angles = Angles(self.code.angles)
         self._bound: NDArray[np.float64] | None = None
         self._upload(self.code)
@@ -134,14 +134,14 @@ class GpuCompiled:
         """The program's arrays on the GPU; phases and matrices get arrays of their own, in whole amplitudes."""
         ops = code.ops.astype(np.int32)
         matrices: list[NDArray] = []
+        constants = dict(code.batches[0].constants) if code.batches else {}
         phases = entries = 0
         for op in ops:
             if op[fields.KIND] == fields.PHASE:
                 op[fields.VALUES], phases = phases, phases + int(op[fields.ROW_COUNT])
             elif op[fields.KIND] == fields.DENSE:
                 size = 1 << 2 * int(op[fields.COUNT])
-                first = int(op[fields.VALUES]) + 1  # after the weight of the one lane
-                matrices.append(code.constants[first : first + 2 * size])
+                matrices.append(constants[int(op[fields.VALUES])][1:])  # after the weight of the one lane
                 op[fields.VALUES], entries = entries, entries + size
         which = np.flatnonzero(ops[:, fields.KIND] == fields.PHASE).astype(np.int32)
         self._phase_count = len(which)

@@ -40,13 +40,18 @@ def _backend(kind: Vector) -> ir.VectorType:
     return ir.VectorType(ir.FloatType() if kind.element == types.float32 else ir.DoubleType(), kind.width)
 
 
-def _address(context: Any, builder: Any, kind: types.Array, array: Any, index: Any) -> Any:
+def address(context: Any, builder: Any, kind: types.Array, array: Any, index: Any) -> Any:
     data = context.make_array(kind)(context, builder, array).data
     element = builder.gep(data, [index])
     return builder.bitcast(element, ir.PointerType(_backend(_KINDS[kind.dtype])))
 
 
-def _align(kind: types.Array) -> int:
+def kind_of(array: types.Array) -> Vector:
+    """The vectors of an array."""
+    return _KINDS[array.dtype]
+
+
+def alignment(kind: types.Array) -> int:
     return _KINDS[kind.dtype].element.bitwidth // 8
 
 
@@ -55,7 +60,7 @@ def load(typing: Any, array: Any, index: Any) -> Any:
     vector = _KINDS[array.dtype]
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.load(_address(context, builder, array, args[0], args[1]), align=_align(array))
+        return builder.load(address(context, builder, array, args[0], args[1]), align=alignment(array))
 
     return vector(array, types.intp), generate
 
@@ -63,7 +68,7 @@ def load(typing: Any, array: Any, index: Any) -> Any:
 @intrinsic
 def store(typing: Any, array: Any, index: Any, vector: Any) -> Any:
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        builder.store(args[2], _address(context, builder, array, args[0], args[1]), align=_align(array))
+        builder.store(args[2], address(context, builder, array, args[0], args[1]), align=alignment(array))
         return context.get_dummy_value()
 
     return types.void(array, types.intp, vector), generate
@@ -109,6 +114,11 @@ def sub(typing: Any, a: Any, b: Any) -> Any:
 @intrinsic
 def mul(typing: Any, a: Any, b: Any) -> Any:
     return _elementwise(lambda builder, args, _: builder.fmul(*args), 2)(a)
+
+
+def fused(builder: Any, a: Any, b: Any, c: Any) -> Any:
+    """a * b + c of LLVM values."""
+    return _fma(builder, [a, b, c], a.type)
 
 
 def _fma(builder: Any, args: Sequence[Any], backend: ir.VectorType) -> Any:
@@ -195,17 +205,17 @@ def gather_block(typing: Any, state: Any, index: Any, offsets: Any, tile: Any, r
         for place in range(vector.width):
             at = builder.add(index_, _element(context, builder, offsets, offsets_, place))
             halves = [
-                builder.load(_address(context, builder, state, state_, _plus(builder, at, shift)), align=_align(state))
+                builder.load(address(context, builder, state, state_, plus(builder, at, shift)), align=alignment(state))
                 for shift in (0, vector.width)
             ]
             columns.append([builder.shuffle_vector(*halves, _picks(each)) for each in _apart(vector.width)])
         parts = [_transposed(builder, [column[part] for column in columns]) for part in range(2)]
         for number in range(vector.width):
-            row = _element(context, builder, rows, rows_, _plus(builder, first_, number))
+            row = _element(context, builder, rows, rows_, plus(builder, first_, number))
             start = builder.mul(builder.xor(row, flip_), row.type(2 * vector.width))
             for part in range(2):
-                at = _plus(builder, start, part * vector.width)
-                builder.store(parts[part][number], _address(context, builder, tile, tile_, at), align=_align(tile))
+                at = plus(builder, start, part * vector.width)
+                builder.store(parts[part][number], address(context, builder, tile, tile_, at), align=alignment(tile))
         return context.get_dummy_value()
 
     return types.void(state, types.intp, offsets, tile, rows, types.intp, types.intp), generate
@@ -222,25 +232,25 @@ def scatter_block(
         state_, index_, offsets_, tile_, rows_, first_, flip_, scale_ = args
         parts: list[list[Any]] = [[], []]
         for number in range(vector.width):
-            row = _element(context, builder, rows, rows_, _plus(builder, first_, number))
+            row = _element(context, builder, rows, rows_, plus(builder, first_, number))
             start = builder.mul(builder.xor(row, flip_), row.type(2 * vector.width))
             for part in range(2):
-                at = _plus(builder, start, part * vector.width)
-                value = builder.load(_address(context, builder, tile, tile_, at), align=_align(tile))
+                at = plus(builder, start, part * vector.width)
+                value = builder.load(address(context, builder, tile, tile_, at), align=alignment(tile))
                 parts[part].append(builder.fmul(value, scale_))
         columns = [_transposed(builder, each) for each in parts]
         for place in range(vector.width):
             at = builder.add(index_, _element(context, builder, offsets, offsets_, place))
             for half, picks in enumerate(_together(vector.width)):
                 value = builder.shuffle_vector(columns[0][place], columns[1][place], _picks(picks))
-                where = _plus(builder, at, half * vector.width)
-                builder.store(value, _address(context, builder, state, state_, where), align=_align(state))
+                where = plus(builder, at, half * vector.width)
+                builder.store(value, address(context, builder, state, state_, where), align=alignment(state))
         return context.get_dummy_value()
 
     return types.void(state, types.intp, offsets, tile, rows, types.intp, types.intp, vector), generate
 
 
-def _plus(builder: Any, index: Any, number: int) -> Any:
+def plus(builder: Any, index: Any, number: int) -> Any:
     return builder.add(index, index.type(number))
 
 
@@ -287,8 +297,8 @@ def prefetch(typing: Any, array: Any, index: Any) -> Any:
         flag = ir.IntType(32)
         kind = ir.FunctionType(ir.VoidType(), [byte, flag, flag, flag])
         function = cgutils.get_or_insert_function(builder.module, kind, "llvm.prefetch.p0")
-        address = builder.bitcast(_address(context, builder, array, args[0], args[1]), byte)
-        builder.call(function, [address, flag(0), flag(2), flag(1)])
+        place = builder.bitcast(address(context, builder, array, args[0], args[1]), byte)
+        builder.call(function, [place, flag(0), flag(2), flag(1)])
         return context.get_dummy_value()
 
     return types.void(array, types.intp), generate

@@ -29,6 +29,49 @@ def balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
     return _most_even(sums, stages, _lowest_peak(sums, stages))
 
 
+def quickly_balanced(costs: Sequence[float], stages: int) -> tuple[int, ...]:
+    """As `balanced`, in time for a planner that asks thousands of times: the lowest peak, by bisection, and stages that
+    are about even."""
+    require_enough(len(costs), stages)
+    low, high = max(max(costs), sum(costs) / stages), float(sum(costs))
+    for _ in range(30):
+        middle = (low + high) / 2
+        low, high = (low, middle) if _packed(costs, stages, middle) else (middle, high)
+    starts = _packed(costs, stages, high)
+    assert starts is not None
+    return starts
+
+
+def _packed(costs: Sequence[float], stages: int, peak: float) -> tuple[int, ...] | None:
+    """Stages that cost no more than the peak, each as near to an even share of what is left as that allows."""
+    allowed = peak * (1 + _TOLERANCE)
+    needed = [0] * (len(costs) + 1)  # the least stages for all blocks from here on, packed from the back
+    load, count = 0.0, 0
+    for block in range(len(costs) - 1, -1, -1):
+        load += costs[block]
+        if count == 0 or load > allowed:
+            load, count = costs[block], count + 1
+        needed[block] = count
+    if needed[0] > stages:
+        return None
+    starts, block, left = [], 0, float(sum(costs))
+    for stage in range(stages):
+        starts.append(block)
+        others = stages - stage - 1
+        share, load = left / (others + 1), 0.0
+        while block < len(costs) - others:
+            grown = load + costs[block]
+            must = needed[block] > others  # the stages after this one could not hold it
+            if load and not must and (grown > allowed or grown - share > share - load):
+                break
+            load = grown
+            block += 1
+        if load > allowed:
+            return None
+        left -= load
+    return tuple(starts) if block == len(costs) else None
+
+
 def require_enough(blocks: int, stages: int, what: str = "the model") -> None:
     if stages > blocks:
         raise UsageError(

@@ -1,0 +1,88 @@
+"""What saving costs a training run: how long `save` holds up a step, waiting for the disk and not.
+
+    python benchmarks/checkpoint.py [--ranks 2] [--width 1024] [--folder DIR] [--json OUT]
+
+Each rank holds a stack of linear layers with Adam. `wait=True` writes files and checksums and syncs them before it
+returns; `wait=False` copies to host memory and returns. The ratio of the two medians is what counts: the machine's disk
+cancels out. Steps that run beside the writing are timed too, against steps with nothing to write.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import unisono as uni
+
+
+def measured(width: int, layers: int, folder: str, rounds: int) -> dict[str, Any] | None:
+    torch.set_num_threads(1)
+    comm = uni.init("gloo")
+    trainer = uni.parallelize(
+        lambda: nn.Sequential(*(nn.Linear(width, width) for _ in range(layers))),
+        uni.Plan(dp=comm.size),
+        loss=F.mse_loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-4),
+    )
+    generator = torch.Generator().manual_seed(0)
+    batch = torch.randn(16 * comm.size, width, generator=generator), torch.zeros(16 * comm.size, width)
+    checkpoints = uni.Checkpoints(folder, keep=1)
+    trainer.step(batch)
+    checkpoints.save(trainer, 0, wait=False)  # the first allocates the memory that later ones reuse
+    checkpoints.wait()
+    times: dict[str, list[float]] = {"wait": [], "aside": [], "step": [], "step beside": [], "load": []}
+
+    def timed(name: str, work: Callable[..., Any], *args: Any, **options: Any) -> None:
+        comm.barrier()
+        start = time.perf_counter()
+        work(*args, **options)
+        times[name].append(time.perf_counter() - start)
+
+    for number in range(1, rounds + 1):
+        timed("step", trainer.step, batch)
+        timed("wait", checkpoints.save, trainer, 2 * number)
+        timed("aside", checkpoints.save, trainer, 2 * number + 1, wait=False)
+        timed("step beside", trainer.step, batch)
+        checkpoints.wait()
+    timed("load", checkpoints.load, trainer)
+    gathered = comm.gather_object({name: statistics.median(values) for name, values in times.items()})
+    if gathered is None:
+        return None
+    state = 3 * sum(parameter.nbytes for parameter in trainer.model.parameters())
+    return {"bytes": state, **{name: max(theirs[name] for theirs in gathered) for name in times}}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path)
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=options.folder) as folder:
+        found = uni.spawn(measured, options.ranks, "gloo", (options.width, options.layers, folder, options.rounds))[0]
+    share = found["aside"] / found["wait"]
+    print(f"state of {found['bytes'] / 1e6:.0f} MB on {options.ranks} ranks, median of {options.rounds}")
+    print(f"save, waiting        {found['wait'] * 1e3:8.1f} ms")
+    print(f"save, not waiting    {found['aside'] * 1e3:8.1f} ms   {share:.1%} of it")
+    print(f"a step               {found['step'] * 1e3:8.1f} ms")
+    print(f"a step beside it     {found['step beside'] * 1e3:8.1f} ms")
+    print(f"check and load       {found['load'] * 1e3:8.1f} ms")
+    if options.json:
+        options.json.write_text(json.dumps({"ranks": options.ranks, "share": share, **found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,249 @@
+"""Does the planner choose well, and does it know how long a step takes?
+
+    python benchmarks/planner.py [--hardware here.toml] [--tasks gpt,mlp] [--steps 7] [--json out.json]
+
+For each task, every plan for two ranks on this machine (gloo, one thread each) that the task can run under is judged by
+the planner and then measured: after warm-up, plans take turns step by step, and a plan's time is the median of its
+steps, each as long as its slowest rank. The planner does not see these times. Two figures follow: how much slower the
+chosen plan is than the fastest of all (at most 5%), and how far the predicted step time of the chosen one is from the
+measured (at most 15%). Without --hardware the machine is measured first.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+import unisono as uni
+from unisono.errors import UsageError
+from unisono.plan.hardware import Hardware
+from unisono.plan.plan import Plan
+from unisono.train.measure_command import measure
+from unisono.train.planning import Planner
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
+from gpt import GPT, Config
+
+RANKS = 2
+WARM_UP = 2
+REGRET, ERROR = 0.05, 0.15
+
+
+def _adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-4)
+
+
+def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _gpt(config: Config, batch: int, name: str) -> uni.Task:
+    def tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        made = torch.randint(config.vocabulary, (batch, config.context + 1), generator=generator)
+        return made[:, :-1], made[:, 1:]
+
+    rules = {
+        "blocks.*.attention": "heads:heads",
+        "blocks.*.attention.qkv": "column:qkv",
+        "blocks.*.attention.out": "row",
+        "blocks.*.fc1": "column",
+        "blocks.*.fc2": "row",
+    }
+    return uni.Task(lambda: GPT(config), _token_loss, _adam, tokens, rules=rules, name=name)
+
+
+class _Residual(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up = nn.Linear(width, 4 * width)
+        self.down = nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+class MLP(nn.Module):
+    def __init__(self, width: int, depth: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, width)
+        self.blocks = nn.ModuleList(_Residual(width) for _ in range(depth))
+        self.last = nn.Linear(width, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.last(x)
+
+
+def _mlp(width: int, depth: int, batch: int, name: str, optimizer: Any = _adam) -> uni.Task:
+    def vectors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        return torch.randn(batch, 64, generator=generator), torch.randint(10, (batch,), generator=generator)
+
+    rules = {"blocks.*.up": "column", "blocks.*.down": "row"}
+    return uni.Task(lambda: MLP(width, depth), F.cross_entropy, optimizer, vectors, rules=rules, name=name)
+
+
+TASKS: dict[str, uni.Task] = {
+    task.name: task
+    for task in (
+        _gpt(Config(256, 128, 128, 4, 4), 8, "gpt"),
+        _gpt(Config(256, 64, 256, 8, 4), 2, "gpt-wide"),
+        _gpt(Config(256, 512, 64, 4, 4), 4, "gpt-long"),
+        _gpt(Config(4096, 64, 128, 4, 2), 16, "gpt-vocabulary"),
+        _gpt(Config(256, 32, 64, 4, 8), 32, "gpt-deep"),
+        _mlp(256, 4, 256, "mlp"),
+        _mlp(512, 4, 16, "mlp-heavy"),  # many parameters, few samples: gradients are most of what travels
+        _mlp(64, 8, 2048, "mlp-light"),
+        _mlp(512, 2, 64, "mlp-sgd", lambda parameters: torch.optim.SGD(parameters, lr=1e-3)),
+    )
+}
+
+
+def plans() -> list[Plan]:
+    """All plans for two ranks that differ in more than what two ranks cannot feel."""
+    found = [Plan(dp=2, zero=zero) for zero in (0, 1, 2, 3)]
+    found += [Plan(dp=2, microbatches=2), Plan(dp=2, recompute="full"), Plan(dp=2, recompute="selective")]
+    found += [Plan(tp=2), Plan(tp=2, sequence=True), Plan(tp=2, microbatches=2)]
+    found += [Plan(cp=2), Plan(cp=2, context="ulysses"), Plan(cp=2, zero=1)]
+    for m in (1, 2, 4, 8):
+        found.append(Plan(pp=2, microbatches=m))
+    found += [Plan(pp=2, microbatches=4, schedule="interleaved", chunks=2), Plan(pp=2, microbatches=4, schedule="zb1p")]
+    found += [Plan(pp=2, microbatches=4, schedule="zbv", chunks=2)]
+    return found
+
+
+# ---- on the ranks ----------------------------------------------------------------------------------------------------
+
+
+def race(name: str, texts: list[str], steps: int) -> dict[str, list[float]]:
+    """Seconds of each plan's steps on this rank; plans that are refused are left out."""
+    torch.set_num_threads(1)
+    comm = uni.init()
+    task = TASKS[name]
+    batch = task.batch(0)
+    trainers: dict[str, Any] = {}
+    for text in texts:
+        try:
+            trainers[text] = uni.parallelize(
+                task.model, text, loss=task.loss, optimizer=task.optimizer, example=batch, rules=task.rules
+            )
+        except UsageError:
+            continue
+    times: dict[str, list[float]] = {text: [] for text in trainers}
+    for number in range(-WARM_UP, steps):
+        for text, trainer in trainers.items():
+            comm.barrier()
+            start = time.perf_counter()
+            trainer.step(batch)
+            if number >= 0:
+                times[text].append(time.perf_counter() - start)
+        gc.collect()
+    uni.shutdown()
+    return times
+
+
+def measured(name: str, texts: list[str], steps: int) -> dict[str, float]:
+    ranks = uni.spawn(race, RANKS, "gloo", (name, texts, steps))
+    return {
+        text: statistics.median(max(pair) for pair in zip(*(rank[text] for rank in ranks), strict=True))
+        for text in ranks[0]
+    }
+
+
+# ---- the verdict -----------------------------------------------------------------------------------------------------
+
+
+def judge(name: str, hardware: Hardware, steps: int) -> dict[str, Any]:
+    planner = Planner(TASKS[name], hardware)
+    search = planner.search(RANKS)
+    allowed = [plan for plan in plans() if search.refusal(plan) is None]
+    predicted = {str(plan): search.judged(plan, played=True).seconds for plan in allowed}
+    took = measured(name, list(predicted), steps)
+    ranked = sorted(took, key=lambda text: predicted[text])
+    chosen, fastest = ranked[0], min(took, key=lambda text: took[text])
+    searched = str(search.run(top=1).best.plan.but(boundaries=()))
+    return {
+        "task": name,
+        "plans": {text: {"predicted": predicted[text], "measured": took[text]} for text in ranked},
+        "chosen": chosen,
+        "searched": searched,
+        "fastest": fastest,
+        "regret": took[chosen] / took[fastest] - 1,
+        "error": predicted[chosen] / took[chosen] - 1,
+        "median_error": statistics.median(abs(predicted[text] / took[text] - 1) for text in took),
+    }
+
+
+def show(results: list[dict[str, Any]]) -> None:
+    console = Console(highlight=False)
+    table = Table("task", "plans", "chosen", "fastest", "slower by", "predicted", "measured", "error", "median error")
+    for each in results:
+        times = each["plans"][each["chosen"]]
+        table.add_row(
+            each["task"],
+            str(len(each["plans"])),
+            each["chosen"],
+            each["fastest"],
+            f"{each['regret']:.1%}",
+            f"{times['predicted'] * 1e3:.1f} ms",
+            f"{times['measured'] * 1e3:.1f} ms",
+            f"{each['error']:+.0%}",
+            f"{each['median_error']:.0%}",
+        )
+    console.print(table)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hardware", type=Path, help="a file that `unisono bench hardware` made here")
+    parser.add_argument("--tasks", default=",".join(TASKS), help="default: all")
+    parser.add_argument("--steps", type=int, default=7)
+    parser.add_argument("--verbose", action="store_true", help="show every plan")
+    parser.add_argument("--json", type=Path)
+    chosen = parser.parse_args()
+    unknown = [name for name in chosen.tasks.split(",") if name not in TASKS]
+    if unknown or chosen.steps < 1:
+        parser.error(f"--tasks takes {', '.join(TASKS)}, and --steps at least 1")
+    if chosen.hardware is None:
+        with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
+            file.write(measure(RANKS, "gloo"))
+            file.flush()
+            hardware = Hardware.read(file.name)
+    else:
+        hardware = Hardware.read(chosen.hardware)
+    results = []
+    for name in chosen.tasks.split(","):
+        results.append(judge(name, hardware, chosen.steps))
+        if chosen.verbose:
+            print(name, flush=True)
+            for text, times in results[-1]["plans"].items():
+                print(f"  {text:50} {times['predicted'] * 1e3:9.1f} {times['measured'] * 1e3:9.1f}", flush=True)
+        if chosen.json is not None:
+            chosen.json.write_text(json.dumps(results, indent=1) + "\n")
+    show(results)
+    late = [each["task"] for each in results if each["regret"] > REGRET]
+    wrong = [each["task"] for each in results if abs(each["error"]) > ERROR]
+    print(f"chosen plan more than {REGRET:.0%} slower than the best: {', '.join(late) or 'none'}")
+    print(f"prediction more than {ERROR:.0%} off: {', '.join(wrong) or 'none'}")
+    return 1 if late or wrong else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

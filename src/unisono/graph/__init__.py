@@ -1,0 +1,1 @@
+"""The model as a graph of ops, and how each op may lie on a mesh."""

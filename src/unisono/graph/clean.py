@@ -1,0 +1,262 @@
+"""Passes that bring an exported graph into the form that rules expect: ops without side effects on whole tensors."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from unisono.errors import UsageError
+from unisono.graph.marks import MARKER, Mark, Note
+from unisono.graph.rules.call import Call
+from unisono.graph.source import line_of
+
+_ASSERTIONS = {
+    torch.ops.aten._assert_tensor_metadata.default,
+    torch.ops.aten._assert_async.msg,
+    torch.ops.aten._assert_scalar.default,
+    torch.ops.aten.sym_constrain_range_for_size.default,
+}
+
+
+def clean(module: fx.GraphModule, notes: Sequence[Note] = ()) -> tuple[fx.Graph, list[Mark]]:
+    """The module's graph with regions inlined, assertions gone, and changes in place made new values; and the marks
+    that were in it, of which `notes` says what their numbers mean."""
+    _inline_regions(module)
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.op == "call_module" or (node.op == "call_function" and node.target in _ASSERTIONS):
+            if node.users:
+                raise UsageError(f"{node.target} at {line_of(node)} is not an op that a graph can hold")
+            graph.erase_node(node)
+    _make_functional(graph)
+    _write_out_running_statistics(graph)
+    _drop_broadcasts(graph)
+    marks = _take_marks(graph, notes)
+    afterwards = {node.meta["changed_to"] for node in graph.nodes if "changed_to" in node.meta}
+    for node in reversed(list(graph.nodes)):
+        if node.op in ("call_function", "get_attr") and not node.users and node not in afterwards:
+            graph.erase_node(node)
+    graph.lint()
+    return graph, [mark for mark in marks if _is_used(graph, mark)]
+
+
+# ---- regions: no_grad and autocast ------------------------------------------------------------------------------
+
+
+def _inline_regions(module: fx.GraphModule) -> None:
+    graph = module.graph
+    for node in list(graph.nodes):
+        name = getattr(node.target, "__name__", "") if node.op == "call_function" else ""
+        if name not in ("wrap_with_set_grad_enabled", "wrap_with_autocast"):
+            continue
+        given = next(i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr")
+        settings, body = node.args[:given], getattr(module, str(node.args[given].target))
+        if name == "wrap_with_autocast" and settings[2]:
+            raise UsageError(
+                "the model turns torch.autocast on inside its forward, which a graph cannot hold; trace it without and "
+                'give precision="bf16" to what trains it'
+            )
+        _inline_regions(body)
+        _inline(graph, node, body, node.args[given + 1 :], no_grad=settings[0] is False)
+
+
+def _inline(graph: fx.Graph, node: fx.Node, body: fx.GraphModule, args: Any, no_grad: bool) -> None:
+    """Puts a region's ops in its place; those of no_grad say so in their meta, and their results are detached."""
+    places = dict(zip((n for n in body.graph.nodes if n.op == "placeholder"), args, strict=True))
+    for inner in body.graph.nodes if no_grad else ():
+        inner.meta["no_grad"] = True
+    with graph.inserting_before(node):
+        results = graph.graph_copy(body.graph, places)
+        values = [_detached(graph, value) if no_grad else value for value in _as_list(results)]
+    for user in list(node.users):
+        assert user.target is operator.getitem
+        number = user.args[1]
+        assert isinstance(number, int)
+        user.replace_all_uses_with(values[number])
+        graph.erase_node(user)
+    graph.erase_node(node)
+
+
+def _as_list(results: Any) -> list[Any]:
+    return list(results) if isinstance(results, list | tuple) else [results]
+
+
+def _detached(graph: fx.Graph, value: Any) -> Any:
+    if not isinstance(value, fx.Node):
+        return value
+    detached = graph.call_function(torch.ops.aten.detach.default, (value,))
+    detached.meta = dict(value.meta)
+    return detached
+
+
+def _drop_broadcasts(graph: fx.Graph) -> None:
+    """torch's losses broadcast their arguments to each other; most have the same shape already."""
+    for node in list(graph.nodes):
+        if node.target is torch.ops.aten.broadcast_tensors.default:
+            for user in list(node.users):
+                source = node.args[0][user.args[1]]
+                if source.meta["val"].shape == user.meta["val"].shape:
+                    user.replace_all_uses_with(source)
+                    graph.erase_node(user)
+
+
+# ---- marks ------------------------------------------------------------------------------------------------------
+
+
+def _take_marks(graph: fx.Graph, notes: Sequence[Note]) -> list[Mark]:
+    """Takes marker ops out of the graph: a note on a tensor goes to what made it, any other to all that use it."""
+    marks: list[Mark] = []
+    for node in list(graph.nodes):
+        if node.target is not MARKER:
+            continue
+        note = notes[node.args[1]]
+        if note.lies:
+            marks.append(Mark(_source(node).name, 0, note.wish, op=note.op))
+        for user, number in _uses(node, notes) if not note.lies else ():
+            marks.append(Mark(user.name, number, note.wish, is_input=True, op=note.op))
+    for node in list(graph.nodes):
+        if node.target is MARKER:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    return marks
+
+
+def _source(marker: Any) -> fx.Node:
+    while marker.target is MARKER:
+        marker = marker.args[0]
+    return marker
+
+
+def _uses(marker: fx.Node, notes: Sequence[Note]) -> Iterator[tuple[fx.Node, int]]:
+    """The ops that use a marked tensor, through markers of what they make of it but not through another wish."""
+    for user in marker.users:
+        if user.target is MARKER:
+            yield from _uses(user, notes) if notes[int(user.args[1])].lies else ()  # type: ignore[arg-type]
+            continue
+        for number, given in enumerate(Call(user).tensors):
+            if given is marker:
+                yield user, number
+
+
+def _is_used(graph: fx.Graph, mark: Mark) -> bool:
+    return any(node.name == mark.node for node in graph.nodes)
+
+
+# ---- changes in place -------------------------------------------------------------------------------------------
+
+_VIEWS_THAT_SCATTER = {
+    torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
+    torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
+}
+
+
+def _make_functional(graph: fx.Graph) -> None:
+    """x.add_(y) becomes a new value that later ops use in x's place; through a slice, the slice is put back first."""
+    place = {node: i for i, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and _changes_self(node.target):
+            value = _functional_value(graph, node)
+            _replace_later(node, node, value, place)
+            _write_back(graph, node, node.args[0], value, place)
+            graph.erase_node(node)
+
+
+def _changes_self(target: Any) -> bool:
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.arguments:
+        return False
+    first = schema.arguments[0]
+    name = schema.name.rpartition("::")[2]
+    return first.alias_info is not None and first.alias_info.is_write and name.endswith("_")
+
+
+def _functional_value(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    namespace, _, name = node.target._schema.name.partition("::")  # type: ignore[union-attr]
+    packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
+    overload = node.target._schema.overload_name or "default"  # type: ignore[union-attr]
+    target = getattr(packet, overload, None)
+    if target is None:
+        raise UsageError(f"{node.target} at {line_of(node)} changes a tensor in place and has no form that does not")
+    with graph.inserting_before(node):
+        value = graph.call_function(target, node.args, node.kwargs)
+    value.meta = dict(node.meta)
+    return value
+
+
+def _replace_later(old: fx.Node, after: fx.Node, new: fx.Node, place: dict[fx.Node, int]) -> None:
+    for user in list(old.users):
+        if user is not new and place.get(user, -1) > place[after]:
+            user.replace_input_with(old, new)
+
+
+def _write_back(graph: fx.Graph, node: fx.Node, changed: Any, value: fx.Node, place: dict[fx.Node, int]) -> None:
+    """Let later ops see, in what was changed and in what it is a view of, the new value."""
+    _refuse_other_views(node, changed, place)
+    _replace_later(changed, node, value, place)
+    given = changed if changed.op == "placeholder" else changed.meta.get("changes")
+    if given is not None:
+        given.meta["changed_to"] = value
+        value.meta["changes"] = given
+        return
+    if not _is_view(changed):
+        return
+    scatter = _VIEWS_THAT_SCATTER.get(changed.target)
+    if scatter is None:
+        raise UsageError(
+            f"{node.target} at {line_of(node)} changes a tensor in place through {changed.target}; "
+            "write the result to a new tensor (torch.where, torch.cat), or use a plan, which needs no graph"
+        )
+    base = changed.args[0]
+    with graph.inserting_before(node):
+        whole = graph.call_function(scatter, (base, value, *changed.args[1:]), changed.kwargs)
+    whole.meta = dict(base.meta)
+    _write_back(graph, node, base, whole, place)
+
+
+def _write_out_running_statistics(graph: fx.Graph) -> None:
+    """batch_norm changes its running mean and variance on the side: here ops of their own do."""
+    aten = torch.ops.aten
+    for node in list(graph.nodes):
+        if node.target is not aten.batch_norm.default or not node.args[5] or node.args[3] is None:
+            continue
+        x, weight, bias, mean, variance, training, momentum, *more = node.args
+        node.args = (x, weight, bias, None, None, training, momentum, *more)
+        dims = [dim for dim in range(x.meta["val"].dim()) if dim != 1]
+        with graph.inserting_after(node):
+            seen = _made(graph, node, x, aten.detach.default, (x,))
+        for running, target, kwargs in (
+            (mean, aten.mean.dim, {}), (variance, aten.var.correction, {"correction": 1})
+        ):  # fmt: skip
+            with graph.inserting_before(seen.next):
+                now = _made(graph, node, running, target, (seen, dims), kwargs)
+                kept = _made(graph, node, running, aten.mul.Tensor, (running, 1 - momentum))
+                value = _made(graph, node, running, aten.add.Tensor, (kept, now), {"alpha": momentum})
+            running.meta["changed_to"] = value
+
+
+def _made(
+    graph: fx.Graph, beside: fx.Node, like: fx.Node, target: Any, args: Any, kwargs: dict[str, Any] | None = None
+) -> fx.Node:
+    made = graph.call_function(target, args, kwargs)
+    made.meta = dict(beside.meta) | {"val": like.meta["val"]}
+    return made
+
+
+def _is_view(node: fx.Node) -> bool:
+    schema = getattr(node.target, "_schema", None)
+    return bool(schema and schema.arguments and schema.arguments[0].alias_info and schema.returns[0].alias_info)
+
+
+def _refuse_other_views(node: fx.Node, changed: fx.Node, place: dict[fx.Node, int]) -> None:
+    for view in changed.users:
+        if place.get(view, len(place)) >= place[node] or not _is_view(view) or view is node.args[0]:
+            continue
+        if any(place.get(user, -1) > place[node] for user in view.users):
+            raise UsageError(
+                f"{node.target} at {line_of(node)} changes a tensor in place of which {view.name} is a view that "
+                "is used later; take the view after the change, or use a plan, which needs no graph"
+            )

@@ -1,0 +1,16 @@
+"""One colour a kind of collective, for text, pages and drawings alike; each reads on white and on black."""
+
+COLOURS = {
+    "all_reduce": "#d9480f",
+    "reduce_scatter": "#2f9e44",
+    "all_gather": "#1c7ed6",
+    "all_to_all": "#9c36b5",
+    "cut": "#868e96",
+    "spread": "#868e96",
+    "assign": "#868e96",
+}
+OTHER = "#868e96"
+
+
+def colour_of(kind: str) -> str:
+    return COLOURS.get(kind, OTHER)

@@ -1,0 +1,72 @@
+"""Finding an assignment for a trace: by the search that was asked for, from the user's marks and the batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from unisono.errors import UsageError
+from unisono.graph.assignment import Assignment
+from unisono.graph.dynamic import dynamic
+from unisono.graph.exact import exact
+from unisono.graph.marks import Mark
+from unisono.graph.option import REPLICATE
+from unisono.graph.propagate import propagate
+from unisono.graph.strategy import batch_marks, placements_of_marks
+from unisono.graph.trace import Trace
+from unisono.mesh.mesh import Mesh
+
+BATCH_AXIS = "dp"
+
+Search = Callable[[Trace, Mesh, list[Mark], bool], Assignment]
+
+
+def _propagated(trace: Trace, mesh: Mesh, marks: list[Mark], fully_use_devices: bool) -> Assignment:
+    return propagate(trace, mesh, marks, fully_use_devices=fully_use_devices)
+
+
+def _dynamic(trace: Trace, mesh: Mesh, marks: list[Mark], fully_use_devices: bool) -> Assignment:
+    return dynamic(trace, mesh, marks, fully_use_devices=fully_use_devices)
+
+
+def _exact(trace: Trace, mesh: Mesh, marks: list[Mark], fully_use_devices: bool) -> Assignment:
+    return exact(trace, mesh, marks, fully_use_devices=fully_use_devices)
+
+
+# A search takes the trace, the mesh, marks besides those of the trace, and whether devices are to be used fully.
+SEARCHES: dict[str, Search] = {"propagate": _propagated, "dynamic": _dynamic, "exact": _exact}
+
+
+def find(trace: Trace, mesh: Mesh, search: str = "propagate", fully_use_devices: bool = False) -> Assignment:
+    """An assignment that keeps all marks. An axis called dp shares the batch, unless the user's marks use it."""
+    if search not in SEARCHES:
+        raise UsageError(f"search={search!r}; expected one of {', '.join(SEARCHES)}")
+    found = SEARCHES[search](trace, mesh, _batch(trace, mesh), fully_use_devices)
+    found.check()
+    return found
+
+
+def _batch(trace: Trace, mesh: Mesh) -> list[Mark]:
+    if BATCH_AXIS not in mesh.names or mesh.size(BATCH_AXIS) == 1:
+        return []
+    axis = mesh.axis(BATCH_AXIS)
+    marked = placements_of_marks(trace, mesh, trace.marks)
+    if any(placements[axis] != REPLICATE for placements in marked.values()):
+        return []
+    taken = {(mark.node, mark.number) for mark in trace.marks if not mark.is_input}
+    marks = [mark for mark in batch_marks(trace, mesh, BATCH_AXIS) if (mark.node, mark.number) not in taken]
+    return [mark for mark in marks if _is_cut(trace, mesh, mark)]
+
+
+def _is_cut(trace: Trace, mesh: Mesh, mark: Mark) -> bool:
+    """Whether a given tensor has a row a sample; a batch of samples that ranks cannot share evenly is refused."""
+    samples = trace.specs[trace.inputs[0]][0].shape[0] if trace.inputs and trace.specs[trace.inputs[0]][0].shape else 0
+    rows = trace.specs[mark.node][0].shape[0]
+    if rows != samples:
+        return False
+    ranks = mesh.size(BATCH_AXIS)
+    if rows % ranks:
+        raise UsageError(
+            f"the example has {rows} samples, which {BATCH_AXIS}={ranks} cannot share evenly; "
+            f"expected a multiple of {ranks} (give the axis another name to keep the batch whole)"
+        )
+    return True

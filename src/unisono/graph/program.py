@@ -1,0 +1,313 @@
+"""The distributed program of a model: local ops on local shapes, explicit collectives, one train step.
+
+    mesh = uni.Mesh((2, 4), ("dp", "mp"))
+    program = uni.to_static(model, example=batch, mesh=mesh, loss=loss, optimizer=optimizer)
+    for batch in batches:
+        loss = program(batch)          # forward, backward, update; the loss that one device would have seen
+    program.eval()
+    program(batch), program.predict(inputs)
+    print(program)                     # every op: placements, local shapes, collectives with their ranks
+
+The model is traced with its loss as one graph on whole tensors (trace.py), each op is assigned placements
+(propagate.py), and the graph is lowered to what one rank does (lowering.py). Autograd gives the backward: every move
+knows how the gradient goes back. Batches are global ones, given alike to every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from unisono.comm import world
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.graph.assignment import Assignment
+from unisono.graph.batch import Signature, require_alike, require_pair, signature, tensors_in
+from unisono.graph.carry import carried
+from unisono.graph.drawing import as_svg
+from unisono.graph.finding import find
+from unisono.graph.form import Form
+from unisono.graph.lowering import Laid, Lowered, lower
+from unisono.graph.pieces import Held, Pieces
+from unisono.graph.saving import save
+from unisono.graph.show import as_text
+from unisono.graph.trace import Loss, Trace, trace
+from unisono.mesh.initial import build
+from unisono.mesh.mesh import Mesh
+from unisono.mesh.random import RandomState
+from unisono.mesh.reach import Reach, reach_of
+
+Model = nn.Module | Callable[[], nn.Module]
+
+
+class Program:
+    """A model as one program on a mesh; made by `uni.to_static`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        lowered: Lowered,
+        loss: Loss,
+        optimizer: Callable[[Any], Optimizer],
+        example: tuple[Any, Any],
+        clip: float | None = None,
+        seed: int = 0,
+    ) -> None:
+        self.mesh = lowered.mesh
+        self.clip = clip
+        self.steps = 0
+        self.training = True
+        self.norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
+        self.random = RandomState(seed)
+        self._model = model
+        self._loss = loss
+        self._assignment = lowered.assignment
+        self._device = world.world().device
+        self.pieces = Pieces(model, _lying(lowered), self.mesh, self._device)
+        self.optimizer = optimizer(list(self.pieces.parameters.values()))
+        _require_reach(self.optimizer, optimizer, self.pieces)
+        self._forms: dict[Signature, Form] = {}
+        self._example = _without_data(example)
+        self._forms[signature("train", example)] = Form(lowered, self.pieces, self.random, self._device)
+        self._shown = next(iter(self._forms.values()))
+
+    # ---- training --------------------------------------------------------------------------------------------------
+
+    def __call__(self, batch: tuple[Any, Any]) -> torch.Tensor:
+        """A step of training, or in evaluation mode the loss only, on a global batch (inputs, targets)."""
+        return self.step(batch) if self.training else self.evaluate(batch)
+
+    def step(self, batch: tuple[Any, Any]) -> torch.Tensor:
+        """Forward, backward and update on a global batch (inputs, targets); the loss on all of it."""
+        self.zero_grad()
+        loss = self.backward(batch)
+        self.update()
+        return loss
+
+    def zero_grad(self) -> None:
+        for parameter in self.pieces.parameters.values():
+            parameter.grad = None
+
+    def backward(self, batch: tuple[Any, Any]) -> torch.Tensor:
+        """Forward and backward only; after it, gradients are those of the global batch, before clipping."""
+        form, leaves = self._form("train", batch)
+        self.random.step = self.steps
+        outputs, values = form(leaves)
+        loss = outputs[0]
+        assert loss is not None
+        form.sums.begin()
+        loss.backward()
+        form.sums.finish()
+        form.keep(values)
+        return loss.detach()
+
+    def update(self) -> None:
+        """Clip and let the optimizer step."""
+        if self.clip is not None:
+            self.norm = self.pieces.clip(self.clip)
+        self.optimizer.step()
+        self.steps += 1
+
+    def train(self, mode: bool = True) -> Program:
+        self.training = mode
+        return self
+
+    def eval(self) -> Program:
+        return self.train(False)
+
+    @torch.no_grad()
+    def evaluate(self, batch: tuple[Any, Any]) -> torch.Tensor:
+        """The loss on a global batch, in evaluation mode, without gradients."""
+        form, leaves = self._form("eval", batch)
+        outputs, _ = form(leaves)
+        assert outputs[0] is not None
+        return outputs[0]
+
+    @torch.no_grad()
+    def predict(self, inputs: Any) -> Any:
+        """The model's outputs for a global batch of inputs, whole, on every rank; in evaluation mode."""
+        form, leaves = self._form("predict", (inputs, None))
+        outputs, _ = form(leaves)
+        return pytree.tree_unflatten(outputs, form.lowered.trace.output_spec)
+
+    # ---- forms -----------------------------------------------------------------------------------------------------
+
+    def _form(self, kind: str, batch: tuple[Any, Any]) -> tuple[Form, list[torch.Tensor]]:
+        """The graph for a kind of run and a shape of batch; traced where it is new, with parameters as they lie."""
+        key = signature(kind, batch)
+        if key not in self._forms:
+            require_pair(batch)
+            require_alike(batch, (self._example[0], None) if kind == "predict" else self._example)
+            traced = self._traced(kind, batch)
+            assignment = carried(traced, self._assignment)
+            lowered = lower(traced, assignment, self.mesh)
+            self._forms[key] = Form(lowered, self.pieces, self.random, self._device)
+        return self._forms[key], tensors_in(batch)
+
+    def _traced(self, kind: str, batch: tuple[Any, Any]) -> Trace:
+        modes = [(module, module.training) for module in self._model.modules()]
+        if kind != "train":
+            self._model.eval()
+        try:
+            loss = None if kind == "predict" else self._loss
+            return trace(self._model, batch, loss, unpacked=bool(self._assignment.trace.pieces))
+        finally:
+            for module, mode in modes:
+                module.training = mode
+
+    # ---- state -----------------------------------------------------------------------------------------------------
+
+    def named_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
+        """This rank's pieces, by the model's names."""
+        return list(self.pieces.parameters.items())
+
+    def state_dict(self, local: bool = False) -> dict[str, Any]:
+        """All that training goes on from: whole and by name, as a Trainer's, so that either can load it. Every rank
+        calls it. local: this rank's pieces only, without any talk."""
+        if local:
+            tensors = {**self.pieces.parameters, **self.pieces.buffers}
+            model = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+            return {"model": model, "optimizer": self.optimizer.state_dict(), "steps": self.steps, "local": True}
+        return {
+            "model": self.pieces.whole_tensors(),
+            "optimizer": self.pieces.whole_optimizer(self.optimizer),
+            "steps": self.steps,
+            "skipped": 0,
+            "scaler": None,
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state of the same model: whole, of any program or plan, or local, of this one."""
+        if state.get("local"):
+            for name, tensor in {**self.pieces.parameters, **self.pieces.buffers}.items():
+                piece = state["model"].get(name)
+                if piece is None or piece.shape != tensor.shape:
+                    raise UsageError(f"{name} in the local state is not this rank's piece; load a whole state instead")
+                tensor.copy_(piece)
+            self.optimizer.load_state_dict(state["optimizer"])
+        else:
+            self.pieces.load_tensors(state["model"])
+            self.pieces.load_optimizer(self.optimizer, state["optimizer"])
+        self.steps = state["steps"]
+
+    # ---- showing ---------------------------------------------------------------------------------------------------
+
+    @property
+    def lowered(self) -> Lowered:
+        """What the training step does, as data."""
+        return self._shown.lowered
+
+    @property
+    def source(self) -> str:
+        """The Python function that this rank runs forward."""
+        return self._shown.source
+
+    def __str__(self) -> str:
+        return self.text()
+
+    def text(self, rank: int | None = None) -> str:
+        """The program of a rank, by default this one, beside the serial one."""
+        return as_text(self.lowered, world.rank() if rank is None else rank)
+
+    def draw(self, path: str | Path, rank: int | None = None) -> None:
+        """Write a picture (SVG) of a rank's program, collectives in colour."""
+        Path(path).write_text(as_svg(self.lowered, world.rank() if rank is None else rank))
+
+
+def to_static(
+    model: Model,
+    *,
+    example: tuple[Any, Any],
+    mesh: Mesh,
+    loss: Loss,
+    optimizer: Callable[[Any], Optimizer],
+    search: str = "propagate",
+    assignment: Assignment | None = None,
+    save_graphs: str | Path | None = None,
+    fully_use_devices: bool = False,
+    unpack: bool = False,
+    clip: float | None = None,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Program:
+    """One distributed program for a model, its loss and its optimizer, on a mesh; every rank calls it alike.
+
+    model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
+    torch.manual_seed(seed). example: a global batch (inputs, targets), of which only shapes and dtypes count. search:
+    how placements are found that no mark gives: "propagate", "dynamic" or "exact"; `assignment` gives all of them.
+    unpack: cut the parts of fused projections (queries, keys and values in one weight) each by itself. save_graphs: a
+    folder for the program of every rank after each pass. clip: the largest norm of the gradients.
+    """
+    comm = world.world() if world.is_initialized() else world.init()
+    if mesh.ranks.size != comm.size:
+        raise UsageError(f"{mesh} has {mesh.ranks.size} ranks, but {comm.size} are running; expected a mesh of all")
+    whole = model if isinstance(model, nn.Module) else build(model, seed)
+    if not isinstance(whole, nn.Module):
+        raise UsageError(f"to_static takes an nn.Module or a function that builds one; it gave {type(whole).__name__}")
+    whole = whole if dtype is None else whole.to(dtype)
+    mesh.connect()
+    if isinstance(model, nn.Module):
+        comm.broadcast_parameters(whole)
+    found = assignment
+    if found is None:
+        traced = trace(whole, example, loss, unpacked=unpack)
+        found = _found_by_one(comm, traced, mesh, search, fully_use_devices)
+    found.check()
+    lowered = lower(found.trace, found, mesh)
+    if save_graphs is not None:
+        save(lowered, Path(save_graphs), [comm.rank])
+    return Program(whole, lowered, loss, optimizer, example, clip, seed)
+
+
+def _require_reach(optimizer: Optimizer, make: Callable[[Any], Optimizer], pieces: Pieces) -> None:
+    """Refuse an optimizer that must see more than a rank's pieces, or evaluates the model itself."""
+    name = type(optimizer).__name__
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise UsageError(f"{name} evaluates the model several times in a step, which a program does once; use a plan")
+    cut = [key for key in pieces.parameters if pieces.is_cut(key)]
+    if cut and reach_of(optimizer, make) is not Reach.ELEMENT:
+        raise UsageError(
+            f"{name} looks at parameters as a whole, but {cut[0]} is cut; use marks that leave parameters whole, or an "
+            "optimizer that treats elements alone (if this one does, set is_elementwise = True on its class)"
+        )
+
+
+def _found_by_one(comm: Communicator, traced: Trace, mesh: Mesh, search: str, fully: bool) -> Assignment:
+    """Rank 0 searches for all: ranks that search by themselves would take each other's cores, and might differ."""
+    told: tuple[Any, Any] | UsageError | None = None
+    if comm.rank == 0:
+        try:
+            found = find(traced, mesh, search, fully)
+            told = found.options, found.notes
+        except UsageError as error:
+            told = error
+    told = comm.broadcast_object(told)
+    if isinstance(told, UsageError):
+        raise told
+    assert told is not None
+    return Assignment(traced, mesh, *told)
+
+
+def _lying(lowered: Lowered) -> dict[str, Held]:
+    trace = lowered.trace
+    names = {**trace.parameters, **trace.buffers}
+    found = {names[node]: Held((laid,)) for node, laid in lowered.given.items() if node in names}
+    unpacked: dict[str, list[tuple[int, int, Laid]]] = {}
+    for node, piece in trace.pieces.items():
+        unpacked.setdefault(piece.parameter, []).append((piece.start, piece.dim, lowered.given[node]))
+    for name, parts in unpacked.items():
+        ordered = sorted(parts, key=lambda part: part[0])
+        dim = ordered[0][1] % len(ordered[0][2].shape)
+        found[name] = Held(tuple(laid for _, _, laid in ordered), dim)
+    return found
+
+
+def _without_data(example: tuple[Any, Any]) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, tuple(example))

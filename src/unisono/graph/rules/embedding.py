@@ -1,0 +1,21 @@
+"""Lookups: by row of a table, or element by element along a dim."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch.distributed.tensor import Shard
+
+from unisono.graph.option import SUM, Option
+from unisono.graph.rules.call import Call
+from unisono.graph.rules.registry import rule
+
+
+@rule("aten.embedding")
+def embedding(call: Call) -> Iterator[Option]:
+    """A rank with some rows of the table finds zeros for the others, so that the ranks' findings add up."""
+    for dim in range(len(call.shape("indices"))):
+        yield call.option(Shard(dim), indices=Shard(dim))
+    yield call.option(Shard(len(call.result) - 1), weight=Shard(1))
+    yield call.option(SUM, "embedding", weight=Shard(0))
+    yield call.option(SUM, weight=SUM)

@@ -1,0 +1,69 @@
+"""Ops that make tensors: each rank makes its piece, with the numbers that the whole has there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from torch import fx
+from torch.distributed.tensor import Shard
+
+from unisono.graph.option import REPLICATE, SUM, Option
+from unisono.graph.rules.call import Call
+from unisono.graph.rules.registry import rule, rule_of, target_name
+
+
+@rule("aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.arange", "aten.scalar_tensor", "aten.empty_permuted")
+def factory(call: Call) -> Iterator[Option]:
+    for dim in range(len(call.result)):
+        yield Option((), (Shard(dim),), "factory")
+
+
+@rule("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty")
+def factory_by_example(call: Call) -> Iterator[Option]:
+    """Of the tensor given only dtype and device count, so it may lie in any way."""
+    anyhow = [REPLICATE, *map(Shard, range(len(call.shape())))]
+    for given in anyhow:
+        yield Option((given,), (REPLICATE,))
+        for dim in range(len(call.result)):
+            yield Option((given,), (Shard(dim),), "factory")
+
+
+@rule("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
+def like(call: Call) -> Iterator[Option]:
+    for dim in range(len(call.result)):
+        yield Option((Shard(dim),), (Shard(dim),))
+
+
+@rule("aten.rand", "aten.randn")
+def random_factory(call: Call) -> Iterator[Option]:
+    """Numbers depend on an element's place in the whole, so the ranks' pieces fit together."""
+    yield Option((), (REPLICATE,), "random")
+    for dim in range(len(call.result)):
+        yield Option((), (Shard(dim),), "random")
+
+
+@rule("aten.rand_like", "aten.randn_like", "aten.bernoulli.p")
+def random_like(call: Call) -> Iterator[Option]:
+    yield Option((REPLICATE,), (REPLICATE,), "random")
+    for dim in range(len(call.result)):
+        yield Option((Shard(dim),), (Shard(dim),), "random")
+
+
+def draws(node: fx.Node) -> bool:
+    """Whether an op takes random numbers."""
+    name = target_name(node.target)
+    if name.startswith("aten.dropout."):
+        return bool(Call(node)["train"]) and Call(node)["p"] > 0
+    if name.startswith("aten.scaled_dot_product_attention."):
+        return Call(node)["dropout_p"] > 0
+    return rule_of(node.target) in (random_factory, random_like)
+
+
+@rule("aten.dropout")
+def dropout(call: Call) -> Iterator[Option]:
+    """Linear once its mask is drawn, and the mask is the same for all parts of a sum."""
+    local = "dropout" if draws(call.node) else None
+    yield Option((REPLICATE,), (REPLICATE,), local)
+    for dim in range(len(call.result)):
+        yield Option((Shard(dim),), (Shard(dim),), local)
+    yield Option((SUM,), (SUM,), local)

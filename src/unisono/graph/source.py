@@ -1,0 +1,37 @@
+"""Where in the user's program an op comes from."""
+
+from __future__ import annotations
+
+import os
+import re
+import traceback
+from types import TracebackType
+
+import torch
+from torch import fx
+
+_FRAME = re.compile(r'File "([^"]+)", line (\d+)')
+_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+
+
+def line_of(node: fx.Node) -> str:
+    """ "file.py:42": the innermost line outside torch; "" where none is known."""
+    frames = _FRAME.findall(node.meta.get("stack_trace") or "")
+    own = [frame for frame in frames if not frame[0].startswith(_LIBRARIES)]
+    return f"{os.path.basename(own[-1][0])}:{own[-1][1]}" if own else ""
+
+
+def path_of(node: fx.Node, drop: str = "") -> str:
+    """The dotted name of the module that a node runs in, without a leading `drop`."""
+    stack = node.meta.get("nn_module_stack") or {}
+    path = next((entry[0] for entry in reversed(stack.values())), "")
+    path = re.sub(r"@\d+$", "", path)
+    return path.removeprefix(drop).lstrip(".") if drop and (path == drop or path.startswith(f"{drop}.")) else path
+
+
+def failing_line(trail: TracebackType | None) -> tuple[str, str]:
+    """Of a traceback, the innermost line outside torch and unisono: where it is and what it says."""
+    frames = [frame for frame in traceback.extract_tb(trail) if not frame.filename.startswith((*_LIBRARIES, "<"))]
+    if not frames:
+        return "", ""
+    return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}", (frames[-1].line or "").strip()

@@ -1,0 +1,99 @@
+"""Gradients that ranks hold parts of, summed in buckets while the backward still computes others.
+
+A parameter that lies whole on the ranks of an axis, and is used by ops that are split there, gets a part of its
+gradient on each of them (data parallelism is one case). Nobody needs the sum before the optimizer, so it need not be
+taken edge by edge: parameters whose parts are summed over the same axes share messages. The program is the same on all
+ranks, so all fill buckets in the same order; which parameters get gradients at all is learnt from the first backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from unisono.comm.communicator import Communicator
+from unisono.comm.handle import Handle
+from unisono.mesh.mesh import Mesh
+
+BUCKET_BYTES = 25 * 2**20
+
+Axes = tuple[str, ...]
+
+
+class Bucket:
+    """Parameters of one dtype whose gradients are summed in one message."""
+
+    def __init__(self, parameters: list[torch.nn.Parameter], comm: Communicator) -> None:
+        self.parameters = parameters
+        self.comm = comm
+        self.missing = len(parameters)
+        self.handle: Handle | None = None
+
+    def leave(self) -> None:
+        flat = torch.cat([parameter.grad.reshape(-1) for parameter in self.parameters if parameter.grad is not None])
+        self.handle = self.comm.all_reduce(flat, async_op=True)
+
+    def arrive(self) -> None:
+        if self.handle is None:
+            self.leave()
+        assert self.handle is not None
+        pieces = self.handle.wait().split([parameter.numel() for parameter in self.parameters])
+        for parameter, piece in zip(self.parameters, pieces, strict=True):
+            parameter.grad = piece.view(parameter.shape)
+        self.handle, self.missing = None, len(self.parameters)
+
+
+class Sums:
+    """Sums the gradients of parameters over axes of the mesh: `begin` before a backward, `finish` after it."""
+
+    def __init__(self, summed: Mapping[str, Axes], parameters: Mapping[str, torch.nn.Parameter], mesh: Mesh) -> None:
+        """summed: by a parameter's name, the axes along which ranks hold parts of its gradient."""
+        self._summed = [(parameters[name], axes) for name, axes in summed.items() if axes and mesh.size(*axes) > 1]
+        self._mesh = mesh
+        self._buckets: list[Bucket] | None = None  # until the first backward has shown who gets a gradient
+        self._home: dict[int, Bucket] = {}
+        self._is_open = False
+        for axes in sorted({axes for _, axes in self._summed}):
+            mesh.comm(*axes)  # groups are made in the same order on every rank
+
+    def begin(self) -> None:
+        """Before a backward whose gradients this is to sum: parameters may be in several programs."""
+        self._is_open = True
+
+    def finish(self) -> None:
+        """Wait until every gradient is the sum of its parts. All ranks call it."""
+        if self._buckets is None:
+            self._buckets = self._filled()
+            for bucket in self._buckets:
+                for parameter in bucket.parameters:
+                    self._home[id(parameter)] = bucket
+                    parameter.register_post_accumulate_grad_hook(self._ready)
+        for bucket in self._buckets:
+            bucket.arrive()
+        self._is_open = False
+
+    def _ready(self, parameter: torch.Tensor) -> None:
+        if not self._is_open:
+            return
+        bucket = self._home[id(parameter)]
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            bucket.leave()
+
+    def _filled(self) -> list[Bucket]:
+        """Last parameters first: about the order in which the backward gets to them."""
+        buckets: list[Bucket] = []
+        sizes: dict[tuple[Axes, torch.dtype], tuple[int, Bucket]] = {}
+        for parameter, axes in reversed(self._summed):
+            if parameter.grad is None:
+                continue
+            size = parameter.grad.numel() * parameter.grad.dtype.itemsize
+            filled, bucket = sizes.get((axes, parameter.grad.dtype), (BUCKET_BYTES, None))
+            if bucket is None or filled + size > BUCKET_BYTES:
+                filled, bucket = 0, Bucket([], self._mesh.comm(*axes))
+                buckets.append(bucket)
+            bucket.parameters.append(parameter)
+            bucket.missing += 1
+            sizes[axes, parameter.grad.dtype] = filled + size, bucket
+        return buckets

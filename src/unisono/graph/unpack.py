@@ -1,0 +1,231 @@
+"""Unpacks fused projections: one product whose result is split into parts becomes a product a part.
+
+GPT-2's c_attn gives queries, keys and values side by side, Mixtral's gate_up_proj gates and values. Cut into runs of
+columns, such a weight would give some ranks the queries and others the keys. With a placeholder for each part, each is
+cut by itself, which is how such layers are cut by hand.
+
+What is recognised: a weight that only this product uses (seen through transposes and casts), whose product is split
+along its last dim, or viewed as (..., parts, rest) and unbound along `parts`, with permutations between.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import fx
+
+from unisono.graph.rules.call import Call, Shape
+
+aten = torch.ops.aten
+_FEATURES: dict[Any, tuple[str, int, str]] = {  # the weight's argument, its dim of features, the bias' argument
+    aten.linear.default: ("weight", 0, "bias"),
+    aten.addmm.default: ("mat2", 1, "self"),
+    aten.mm.default: ("mat2", 1, ""),
+    aten.matmul.default: ("other", -1, ""),
+}
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
+
+
+@dataclass(frozen=True)
+class Piece:
+    """The part of a parameter that a placeholder stands for: parameter.narrow(dim, start, length)."""
+
+    parameter: str
+    dim: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class _Packed:
+    """A product to unpack. rest(k, made) leads the product of its k-th part to those that use that part."""
+
+    product: fx.Node
+    weight: fx.Node
+    chain: list[fx.Node]  # from the weight's placeholder to the product
+    dim: int  # of the weight
+    bias: fx.Node | None
+    lengths: list[int]
+    rest: Callable[[int, fx.Node], None]
+
+
+def unpack(graph: fx.Graph, parameters: dict[str, str]) -> tuple[dict[str, str], dict[str, Piece]]:
+    """Changes the graph; the parameters by placeholder as they are then, and which placeholders are pieces."""
+    names = dict(parameters)
+    pieces: dict[str, Piece] = {}
+    for node in list(graph.nodes):
+        packed = _recognised(node, names)
+        if packed is None:
+            continue
+        start = 0
+        for k, length in enumerate(packed.lengths):
+            weight = _piece(graph, packed.weight, packed.dim, start, length, k, names, pieces)
+            bias = None if packed.bias is None else _piece(graph, packed.bias, 0, start, length, k, names, pieces)
+            packed.rest(k, _product(graph, packed, weight, bias, length))
+            start += length
+        for gone in (packed.weight, packed.bias):
+            if gone is not None:
+                del names[gone.name]
+    _sweep(graph, set(parameters) - set(names))
+    order = [node.name for node in graph.nodes if node.op == "placeholder"]
+    return {name: names[name] for name in order if name in names}, pieces
+
+
+def _sweep(graph: fx.Graph, unpacked: set[str]) -> None:
+    for node in reversed(list(graph.nodes)):
+        if not node.users and (node.op == "call_function" or node.name in unpacked):
+            graph.erase_node(node)
+    graph.lint()
+
+
+# ---- recognising ------------------------------------------------------------------------------------------------
+
+
+def _recognised(node: fx.Node, parameters: dict[str, str]) -> _Packed | None:
+    found = _FEATURES.get(node.target) or (("weight", -1, "") if "grouped_mm" in str(node.target) else None)
+    if node.op != "call_function" or found is None or len(node.users) != 1:
+        return None
+    call = Call(node)
+    name, features, bias_name = found
+    operand = call.tensors[1] if name not in call.names else call.tensors[call.names.index(name)]
+    dim, chain, weight = _origin(operand, features % len(call.shape(operand)))
+    bias = call.tensors[call.names.index(bias_name)] if bias_name in call.names else None
+    if weight.name not in parameters or len(weight.users) != 1:
+        return None
+    if bias is not None and (bias.name not in parameters or len(bias.users) != 1 or len(call.shape(bias)) != 1):
+        return None
+    ending = _ending(node)
+    return None if ending is None else _Packed(node, weight, chain, dim, bias, *ending)
+
+
+def _origin(node: fx.Node, dim: int) -> tuple[int, list[fx.Node], fx.Node]:
+    """Back from an operand to its placeholder: where its dim was there, and what lies between."""
+    chain: list[fx.Node] = []
+    while node.op == "call_function" and len(node.users) == 1:
+        ndim = node.meta["val"].dim()
+        if node.target in (aten.transpose.int, aten.t.default):
+            first, second = (int(a) % ndim for a in (node.args[1:] or (0, 1)))  # type: ignore[arg-type]
+            dim = {first: second, second: first}.get(dim, dim)
+        elif node.target is not aten.to.dtype:
+            break
+        chain.insert(0, node)
+        node = node.args[0]  # type: ignore[assignment]
+    return dim, chain, node
+
+
+def _ending(product: fx.Node) -> tuple[list[int], Callable[[int, fx.Node], None]] | None:
+    """Forward from a product to where it comes apart: the parts' lengths, and what puts a new part in its place."""
+    chain: list[fx.Node] = []
+    node = product
+    parts: int | None = None  # the dim that counts parts, once a view has made it
+    while len(node.users) == 1:
+        node = next(iter(node.users))
+        shape = tuple(node.meta["val"].shape) if isinstance(node.meta.get("val"), torch.Tensor) else ()
+        before = tuple(node.args[0].meta["val"].shape) if isinstance(node.args[0], fx.Node) else ()
+        if node.target in _SPLITS and parts is None and Call(node).dim("dim") == len(before) - 1:
+            return [t.shape[-1] for t in node.meta["val"]], partial(_replace_part, node, chain, None)
+        if node.target is aten.unbind.int and parts is not None and Call(node).dim("dim") == parts:
+            count = before[parts]
+            length = product.meta["val"].shape[-1] // count
+            return [length] * count, partial(_replace_part, node, chain, count)
+        if node.target in _VIEWS:
+            split = _splits_last(before, shape)
+            if parts is not None or (split is None and shape[-1:] != before[-1:]):
+                return None
+            parts = split
+        elif node.target is aten.permute.default and parts is not None:
+            parts = [int(d) % len(shape) for d in node.args[1]].index(parts)  # type: ignore[union-attr, arg-type]
+        else:
+            return None
+        chain.append(node)
+    return None
+
+
+def _splits_last(before: Shape, after: Shape) -> int | None:
+    """Where a view that leaves all but the last dim alone puts the first factor of the last."""
+    at = len(before) - 1
+    return at if len(after) > len(before) and after[:at] == before[:at] else None
+
+
+# ---- rewriting --------------------------------------------------------------------------------------------------
+
+
+def _piece(
+    graph: fx.Graph,
+    whole: fx.Node,
+    dim: int,
+    start: int,
+    length: int,
+    k: int,
+    names: dict[str, str],
+    pieces: dict[str, Piece],
+) -> fx.Node:
+    with graph.inserting_before(whole):
+        made = graph.placeholder(f"{whole.name}_part{k}")
+    made.meta = dict(whole.meta)
+    made.meta["val"] = _narrowed(whole.meta["val"], dim, length)
+    names[made.name] = names[whole.name]
+    pieces[made.name] = Piece(names[whole.name], dim, start, length)
+    return made
+
+
+def _narrowed(value: torch.Tensor, dim: int, length: int) -> torch.Tensor:
+    shape = list(value.shape)
+    shape[dim] = length
+    return torch.empty(shape, dtype=value.dtype, device="meta")
+
+
+def _copied(graph: fx.Graph, node: fx.Node, args: tuple[Any, ...], value: torch.Tensor) -> fx.Node:
+    made = graph.call_function(node.target, args, dict(node.kwargs))  # type: ignore[arg-type]
+    made.meta = dict(node.meta)
+    made.meta["val"] = value
+    return made
+
+
+def _product(graph: fx.Graph, packed: _Packed, weight: fx.Node, bias: fx.Node | None, length: int) -> fx.Node:
+    product, dim = packed.product, packed.dim
+    with graph.inserting_before(product):
+        for link in packed.chain:
+            value = link.target(weight.meta["val"], *link.args[1:], **link.kwargs)  # type: ignore[operator]
+            weight = _copied(graph, link, (weight, *link.args[1:]), value)
+        operand = packed.chain[-1] if packed.chain else packed.weight
+        swap = {operand: weight} | ({packed.bias: bias} if packed.bias is not None else {})
+        args = fx.map_arg(product.args, lambda given: swap.get(given, given))
+        made = _copied(graph, product, args, _narrowed(product.meta["val"], -1, length))
+        made.kwargs = fx.map_arg(product.kwargs, lambda given: swap.get(given, given))
+    assert dim >= 0
+    return made
+
+
+def _replace_part(end: fx.Node, chain: list[fx.Node], count: int | None, k: int, made: fx.Node) -> None:
+    """Leads a part through what the whole went through (without the dim of `count` parts), to those that take it."""
+    graph = end.graph
+    parts: int | None = None
+    with graph.inserting_before(end):
+        for link in chain:
+            shape = list(link.meta["val"].shape)
+            if link.target in _VIEWS:
+                if count is None:
+                    shape[-1] = made.meta["val"].shape[-1]
+                else:
+                    before = link.args[0].meta["val"].shape  # type: ignore[union-attr]
+                    parts = _splits_last(tuple(before), tuple(shape)) if parts is None else parts
+                    assert parts is not None
+                    del shape[parts]
+                made = _copied(graph, link, (made, shape), made.meta["val"].reshape(shape))
+            else:
+                assert parts is not None
+                order = [int(d) % len(shape) for d in link.args[1]]  # type: ignore[union-attr, arg-type]
+                place = order.index(parts)
+                order = [d - (d > parts) for d in order if d != parts]
+                parts = place
+                made = _copied(graph, link, (made, order), made.meta["val"].permute(order))
+    for user in list(end.users):
+        if user.target is operator.getitem and user.args[1] == k:
+            user.replace_all_uses_with(made)

@@ -1,0 +1,293 @@
+"""Measures this machine: the figures of a Hardware file.
+
+On a CPU, `ranks` processes with one thread each measure at the same time, because that is how they will compute: they
+share memory bandwidth and caches. On a GPU one process measures the device; links are those of the other ranks on this
+host, where there are several GPUs.
+"""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from unisono.comm.communicator import Communicator
+from unisono.mesh.random import RandomState
+
+Figures = dict[str, Any]
+_SIDES = (16, 32, 64, 128, 256, 512)
+_GPU_SIDES = (128, 512, 1024, 2048, 4096, 8192)
+
+
+class Care(NamedTuple):
+    """How long to measure."""
+
+    rounds: int = 7
+    turn: float = 0.02  # seconds that one turn lasts at least
+    messages: tuple[int, ...] = (2**10, 2**14, 2**17, 2**20, 2**23, 2**25)
+
+
+BRIEF = Care(rounds=3, turn=0.003, messages=(2**10, 2**17, 2**22))
+
+
+def measured(comm: Communicator, device: torch.device, care: Care | None = None) -> Figures:
+    """What one rank sees while all of them measure."""
+    clock = _Clock(comm, device, care or Care())
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    figures: Figures = {"flops": {}, "ops": {}, "links": {}}
+    for each in (torch.bfloat16, torch.float32) if device.type == "cuda" else (torch.float32,):
+        figures["flops"][str(each).removeprefix("torch.")] = clock.products(each)
+    figures["attention"] = clock.attentions(dtype)
+    figures["bandwidth"] = clock.bandwidth()
+    figures["overhead"] = clock.overhead()
+    figures["ops"] = clock.ops(dtype)
+    figures["optimizer"] = clock.optimizer()
+    if comm.size > 1:
+        figures["links"] = {name: clock.messages(name) for name in _COLLECTIVES}
+    return figures
+
+
+class _Clock:
+    """Times things, all ranks together."""
+
+    def __init__(self, comm: Communicator, device: torch.device, care: Care) -> None:
+        self.comm = comm
+        self.device = device
+        self.care = care
+
+    def time(self, call: Callable[[], Any]) -> float:
+        """Seconds of a call: the best of some turns, for what else the machine does only adds to them."""
+        call()
+        once = self._turn(call, 1)
+        loops = max(1, min(1000, int(self.care.turn / max(once, 1e-7))))
+        if self.comm.size > 1:  # as often on all ranks
+            loops = int(self.comm.all_reduce(torch.tensor([float(loops)]), "min").item())
+        return min(self._turn(call, loops) for _ in range(self.care.rounds))
+
+    def _turn(self, call: Callable[[], Any], loops: int) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        if self.comm.size > 1:
+            self.comm.barrier()
+        start = time.perf_counter()
+        for _ in range(loops):
+            call()
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return (time.perf_counter() - start) / loops
+
+    def _random(self, *shape: int, dtype: torch.dtype, grad: bool = False) -> torch.Tensor:
+        return torch.randn(*shape, dtype=dtype, device=self.device, requires_grad=grad)
+
+    def products(self, dtype: torch.dtype) -> list[tuple[float, float]]:
+        """(operations of a call, operations a second)."""
+        points = []
+        for side in _GPU_SIDES if self.device.type == "cuda" else _SIDES:
+            x, w = self._random(4 * side, side, dtype=dtype), self._random(side, side, dtype=dtype)
+            operations = 2.0 * 4 * side**3
+            points.append((operations, operations / self.time(partial(F.linear, x, w))))
+        return points
+
+    def attentions(self, dtype: torch.dtype) -> list[tuple[float, float]]:
+        points = []
+        is_gpu = self.device.type == "cuda"
+        for length in (512, 1024, 2048, 4096) if is_gpu else (32, 128, 512):
+            heads, width = (16, 64) if is_gpu else (4, 32)
+            q, k, v = (self._random(2, heads, length, width, dtype=dtype) for _ in range(3))
+            operations = 4.0 * 2 * heads * length**2 * width
+            taken = self.time(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True))
+            points.append((operations, operations / taken))
+        return points
+
+    def bandwidth(self) -> float:
+        elements = 2**28 if self.device.type == "cuda" else 2**23
+        x = torch.ones(elements, device=self.device)
+        y = torch.empty_like(x)
+        return 2 * x.nbytes / self.time(lambda: y.copy_(x))
+
+    def overhead(self) -> float:
+        """Of one op, half of what it takes forward and backward with nothing to do."""
+        x = self._random(1, dtype=torch.float32, grad=True)
+
+        def chain() -> None:
+            y = x
+            for _ in range(20):
+                y = F.gelu(y)
+            y.backward()
+
+        return self.time(chain) / 40
+
+    def ops(self, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+        """Bytes a second, forward and backward, as a trace counts them: inputs and outputs of the forward."""
+        is_gpu = self.device.type == "cuda"
+        rows, width = (8192, 4096) if is_gpu else (512, 256)
+        x = self._random(rows, width, dtype=dtype, grad=True)
+        other = self._random(rows, width, dtype=dtype)
+        weight, bias = (self._random(width, dtype=dtype, grad=True) for _ in range(2))
+        targets = torch.randint(width, (rows,), device=self.device)
+        table = self._random(1024, width, dtype=dtype, grad=True)
+        places = torch.randint(1024, (rows,), device=self.device)
+        state = RandomState(0)
+        both = 2.0 * x.nbytes
+        calls: dict[str, tuple[Callable[[], torch.Tensor], float]] = {
+            "gelu": (lambda: F.gelu(x), both),
+            "relu": (lambda: F.relu(x), both),
+            "silu": (lambda: F.silu(x), both),
+            "tanh": (lambda: torch.tanh(x), both),
+            "add": (lambda: x + other, 1.5 * both),
+            "mul": (lambda: x * other, 1.5 * both),
+            "softmax": (lambda: F.softmax(x, -1), both),
+            "layer_norm": (lambda: F.layer_norm(x, (width,), weight, bias), both),
+            "rms_norm": (lambda: F.rms_norm(x, (width,), weight), both),
+            "embedding": (lambda: F.embedding(places, table), both / 2),
+            "cross_entropy_loss": (lambda: F.cross_entropy(x, targets), both / 2),
+            "reshape": (lambda: x.t().reshape(-1), both),
+            "dropout": (lambda: F.dropout(x, 0.1), both),
+        }
+        rates = {}
+        with state:
+            for name, (call, moved) in calls.items():
+                rates[name] = self._rate(call, moved)
+        return rates
+
+    def _rate(self, call: Callable[[], torch.Tensor], moved: float) -> tuple[float, float]:
+        forward = self.time(call)
+        result = call()
+        gradient = torch.ones_like(result)
+        whole = self.time(lambda: call().backward(gradient))
+        return moved / forward, moved / max(whole - forward, forward / 4)
+
+    def optimizer(self) -> float:
+        """Bytes a second of AdamW, which reads four and writes three numbers for each parameter."""
+        size = 2**22 if self.device.type == "cuda" else 2**15
+        parameters = [nn.Parameter(torch.randn(size, device=self.device)) for _ in range(16)]
+        for parameter in parameters:
+            parameter.grad = torch.ones_like(parameter)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3)
+        return 28.0 * size * 16 / self.time(optimizer.step)
+
+    def messages(self, name: str) -> list[tuple[float, float]]:
+        """(bytes, seconds) of a collective."""
+        points = []
+        for size in self.care.messages:
+            count = size // 4 // self.comm.size * self.comm.size
+            call = _COLLECTIVES[name](self.comm, torch.ones(count), torch.empty(count))
+            points.append((float(size), self.time(call)))
+        for place in range(len(points) - 2, -1, -1):  # no message takes longer than a larger one
+            points[place] = (points[place][0], min(points[place][1], points[place + 1][1]))
+        return points
+
+
+def _send(comm: Communicator, x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
+    """One way, between neighbours; a turn goes there and back."""
+
+    def there() -> None:
+        if comm.rank ^ 1 < comm.size:
+            if comm.rank % 2:
+                comm.recv(y, comm.rank ^ 1)
+            else:
+                comm.send(x, comm.rank ^ 1)
+
+    return there
+
+
+_COLLECTIVES: dict[str, Callable[[Communicator, torch.Tensor, torch.Tensor], Callable[[], Any]]] = {
+    "all_reduce": lambda comm, x, y: lambda: comm.all_reduce(x, "max"),
+    "all_gather": lambda comm, x, y: lambda: comm.all_gather_into(y, x[: len(x) // comm.size]),
+    "reduce_scatter": lambda comm, x, y: lambda: comm.reduce_scatter(x, "sum", out=y[: len(x) // comm.size]),
+    "all_to_all": lambda comm, x, y: lambda: comm.all_to_all(x, out=y),
+    "send": _send,
+}
+
+
+# ---- the file --------------------------------------------------------------------------------------------------------
+
+
+def merged(figures: list[Figures]) -> Figures:
+    """Of several ranks: the mean, for rates; ranks wait for each other, so a collective's time is the longest."""
+    first = figures[0]
+    if len(figures) == 1:
+        return first
+    together = dict(first)
+    together["links"] = {
+        name: [(size, max(each["links"][name][place][1] for each in figures)) for place, (size, _) in enumerate(points)]
+        for name, points in first["links"].items()
+    }
+    for key in ("bandwidth", "overhead", "optimizer", "step", "microbatch"):
+        together[key] = statistics.mean(each.get(key, 0.0) for each in figures)
+    return together
+
+
+def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
+    """A hardware file."""
+    device = torch.cuda.get_device_properties(0) if is_gpu else None
+    name = device.name if device else f"{ranks} ranks on {platform.machine()} cores"
+    memory = device.total_memory if device else _host_memory() / ranks
+    main = "bfloat16" if is_gpu else "float32"
+    peaks = {dtype: max(rate for _, rate in points) for dtype, points in figures["flops"].items()}
+    link = _link(figures, ranks)
+    lines = [
+        f"# Measured by `unisono bench hardware` with torch {torch.__version__}.",
+        f'name = "{name}"',
+        "",
+        "[machine]",
+        f"devices_per_node = {max(torch.cuda.device_count(), 1) if is_gpu else ranks}",
+        "",
+        "[device]",
+        f"memory = {memory:.4g}",
+        f"memory_bandwidth = {figures['bandwidth']:.4g}",
+        f"op_overhead = {figures['overhead']:.3g}",
+        f"step_overhead = {figures.get('step', 0.0):.3g}",
+        f"microbatch_overhead = {figures.get('microbatch', 0.0):.3g}",
+        f"optimizer_rate = {figures['optimizer']:.4g}",
+        f"overlap = {0.8 if is_gpu else 0.0}  # on CPUs messages take the time of the cores that compute",
+        "margin = 0.05",
+        f"dropout_mask = {0 if is_gpu else 4}",
+        "",
+        "[flops]",
+        *(f"{dtype} = {peak:.4g}" for dtype, peak in peaks.items()),
+        "",
+        "[efficiency]",
+        f"matmul = {_curve(figures['flops'][main], peaks[main])}",
+        f"attention = {_curve(figures['attention'], peaks[main])}",
+        "memory = 1.0",
+        "",
+        "[ops]  # bytes a second, forward and backward",
+        *(f"{op} = [{ahead:.4g}, {back:.4g}]" for op, (ahead, back) in figures["ops"].items()),
+        "",
+        "[intra_node]",
+        *link,
+        "",
+        "[inter_node]  # not measured: as within the node",
+        *link[:2],
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _link(figures: Figures, ranks: int) -> list[str]:
+    links = figures["links"]
+    if not links:
+        return ["bandwidth = 1e11  # not measured: one rank", "latency = 1e-5"]
+    small, large = links["all_gather"][0], links["all_gather"][-1]
+    bandwidth = (ranks - 1) / ranks * large[0] / max(large[1] - small[1], 1e-9)
+    lines = [f"bandwidth = {bandwidth:.4g}", f"latency = {small[1] / (ranks - 1):.3g}", f"ranks = {ranks}"]
+    for name, points in links.items():
+        told = ", ".join(f"[{size:.0f}, {seconds:.3g}]" for size, seconds in points)
+        lines.append(f"{name} = [{told}]")
+    return lines
+
+
+def _curve(points: list[tuple[float, float]], peak: float) -> str:
+    return "[" + ", ".join(f"[{size:.4g}, {min(rate / peak, 1.0):.4f}]" for size, rate in points) + "]"
+
+
+def _host_memory() -> float:
+    with open("/proc/meminfo") as file:
+        return float(file.readline().split()[1]) * 1024

@@ -1,0 +1,132 @@
+"""A portrait of a training job: all that the planner looks at, so that a plan is judged without touching the model.
+
+A model is a row of segments: what it does before its blocks, each block, and what it does after them, loss included.
+Blocks that are alike share one Segment object. Amounts are those of one sample; they grow with the samples, but for
+what is read of parameters. Every amount knows what divides it:
+
+    cut       inside a tensor-parallel region: divided by tp
+    whole     outside: every tp rank has it all, or with sp a tp-th of the sequence
+    gathered  the input of a layer cut by columns: outside, but under sp unisono keeps it gathered for the backward
+
+and everything inside blocks is divided by cp.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from math import prod
+
+
+@dataclass(frozen=True)
+class Work:
+    """One op: what it costs forward for one sample."""
+
+    name: str
+    kind: str  # matmul, attention, memory (what bounds it), or view
+    family: str = ""  # the op's name: gelu, layer_norm, ...
+    flops: float = 0.0
+    moved: float = 0.0  # bytes of activations read and written
+    weights: float = 0.0  # bytes of parameters read
+    outputs: float = 0.0  # bytes
+    saved: float = 0.0  # bytes kept for the backward
+    is_cut: bool = False  # the tp ranks share the work
+    saved_is: str = "whole"  # cut, whole or gathered
+    is_core: bool = False  # of attention's core, which recompute=selective runs again
+    core_saved: float = 0.0  # of `saved`, what recompute=selective forgets
+    is_expert: bool = False
+    calls: int = 1  # kernels that it stands for
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A parameter."""
+
+    name: str
+    shape: tuple[int, ...]
+    itemsize: int
+    tp_dim: int | None = None  # the dim that tp cuts
+    is_expert: bool = False  # ep cuts dim 0
+
+    @property
+    def numel(self) -> int:
+        return prod(self.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class Segment:
+    """A stretch of the model that stays together. `enters` and `leaves`: bytes, for one sample, of the activations that
+    tp ranks sum in the backward, where a region begins, and in the forward, where one ends."""
+
+    works: tuple[Work, ...]
+    weights: tuple[Weight, ...]
+    enters: tuple[float, ...] = ()
+    leaves: tuple[float, ...] = ()
+    expert_traffic: float = 0.0  # bytes a sample that go to experts and come back, forward
+    in_blocks: bool = True
+
+    @cached_property
+    def saved(self) -> dict[str, float]:
+        """Bytes kept for one sample: cut, whole, gathered; and core_cut, core_whole, which selective forgets."""
+        kept = {"cut": 0.0, "whole": 0.0, "gathered": 0.0, "core_cut": 0.0, "core_whole": 0.0}
+        for work in self.works:
+            kept[work.saved_is] += work.saved - work.core_saved
+            kept["core_cut" if work.is_cut else "core_whole"] += work.core_saved
+        return kept
+
+    @cached_property
+    def widest(self) -> tuple[float, float]:
+        """The most bytes for one sample that one op's backward has beside what is saved: (cut, whole)."""
+        cut = max((w.moved for w in self.works if w.is_cut), default=0.0)
+        whole = max((w.moved for w in self.works if not w.is_cut), default=0.0)
+        return cut, whole
+
+    @cached_property
+    def numel(self) -> int:
+        return sum(weight.numel for weight in self.weights)
+
+
+@dataclass(frozen=True)
+class OptimizerState:
+    """Bytes that the optimizer keeps for an element; with ZeRO, half parameters have float32 copies."""
+
+    plain: float = 8.0  # on the parameter itself
+    sharded: float = 8.0  # on what ZeRO gives it
+    copy: float = 0.0  # of what it updates, under ZeRO
+    temporary: float = 4.0  # while it steps, an element
+    traffic: float = 28.0  # bytes read and written in a step, an element
+    is_elementwise: bool = True
+
+
+@dataclass(frozen=True, eq=False)
+class Portrait:
+    """A job of `batch` samples a step."""
+
+    name: str
+    batch: int
+    before: Segment
+    blocks: tuple[Segment, ...]
+    after: Segment
+    hidden: float  # bytes of one sample's activations between blocks
+    dtype: str  # in which it computes
+    optimizer: OptimizerState = field(default_factory=OptimizerState)
+    length: int = 1  # of a sequence: what cp and sp divide
+    tied: tuple[str, ...] = ()  # parameters used before and after the blocks: held by both ends of a pipeline
+    gradient_itemsize: int = 4
+    has_experts: bool = False
+    expert_count: int = 0
+    keeps_gathered: bool = True  # under sp: Megatron gathers again in the backward, unisono keeps
+
+    @cached_property
+    def segments(self) -> tuple[Segment, ...]:
+        return (self.before, *self.blocks, self.after)
+
+    @cached_property
+    def parameters(self) -> int:
+        ends = {weight.name: weight.numel for end in (self.before, self.after) for weight in end.weights}
+        return sum(ends.values()) + sum(block.numel for block in self.blocks)
+
+    @cached_property
+    def flops(self) -> float:
+        """Of a forward on one sample."""
+        return sum(work.flops for segment in self.segments for work in segment.works)

@@ -1,0 +1,230 @@
+"""From a trace to a portrait: which ops belong to which block, and what tensor parallelism divides.
+
+Where tp cuts is known from the parameters alone. A product with a weight that is cut by its outputs begins a region;
+everything that is made from its result is cut too; a product with a weight that is cut by its inputs ends the region.
+An embedding whose rows are cut gives parts of a sum, so it ends one as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import torch
+
+from unisono.errors import UsageError
+from unisono.graph.op import Op, TensorSpec
+from unisono.graph.trace import Trace
+from unisono.plan.portrait import OptimizerState, Portrait, Segment, Weight, Work
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What a trace does not say of the job."""
+
+    name: str
+    batch: int  # samples of a step
+    rows: int  # samples of the traced example
+    weights: Mapping[str, Weight]  # parameters by name, with the dims that tp cuts
+    blocks: str  # path of the list of blocks
+    count: int  # of blocks
+    optimizer: OptimizerState
+    flash: bool = True  # attention without dropout keeps no matrix of queries by keys
+    mask_bytes: float | None = None  # that a dropout keeps for an element; without: as many as the element has
+    keeps_gathered: bool = True
+    repeats: int = 1  # how often the last traced block stands in the model: blocks that are alike are traced once
+
+
+def read(trace: Trace, subject: Subject) -> Portrait:
+    """The portrait of a traced job."""
+    reader = _Reader(trace, subject)
+    for op in trace.ops:
+        reader.take(op)
+    return reader.portrait()
+
+
+@dataclass
+class _Part:
+    works: list[Work] = field(default_factory=list)
+    weights: dict[str, Weight] = field(default_factory=dict)
+    enters: list[float] = field(default_factory=list)
+    leaves: list[float] = field(default_factory=list)
+
+
+class _Reader:
+    def __init__(self, trace: Trace, subject: Subject) -> None:
+        self.trace = trace
+        self.subject = subject
+        self.parameter = dict(trace.parameters)  # of a node: the parameter that it is, or is a view of
+        self.cut: set[str] = set()  # nodes whose tensors are cut by tp
+        self.entered: set[tuple[int, str]] = set()
+        self.parts = [_Part() for _ in range(subject.count + 2)]
+        self.place = 0
+        self.home: dict[str, int] = {}  # the part that makes a node
+        self.hidden: TensorSpec | None = None
+
+    # ---- ops -----------------------------------------------------------------------------------------------------
+
+    def take(self, op: Op) -> None:
+        self.place = self._place_of(op)
+        part = self.parts[self.place]
+        self.home[op.name] = self.place
+        weights = [self.parameter[name] for name in op.inputs if name in self.parameter]
+        others = [name for name in op.inputs if name not in self.parameter and name not in self.trace.buffers]
+        if weights and not others and not op.bytes_moved:
+            self.parameter[op.name] = weights[0]  # a view of a parameter
+            return
+        self._see_boundary(others)
+        for name in weights:
+            part.weights[name] = self.subject.weights[name]
+        is_from_cut = any(name in self.cut for name in others)
+        role = self._role(op, weights)
+        if role == "column":
+            key = (self.place, others[0])
+            if key not in self.entered:
+                self.entered.add(key)
+                part.enters.append(self._sample_bytes(self._spec(others[0])))
+        if role in ("row", "vocab"):
+            part.leaves.append(self._sample_bytes(op.outputs[0]))
+        is_cut = role == "column" or (is_from_cut and role != "row")
+        if is_cut and op.outputs and prod(op.outputs[0].shape) > 1:
+            self.cut.add(op.name)
+        part.works.append(self._work(op, role, is_cut=is_cut or role == "row", is_from_cut=is_from_cut))
+
+    def _place_of(self, op: Op) -> int:
+        prefix = f"{self.subject.blocks}." if self.subject.blocks else ""
+        if op.path.startswith(prefix):
+            number = op.path.removeprefix(prefix).split(".")[0]
+            if number.isdigit() and int(number) < self.subject.count:
+                return int(number) + 1
+        if self.place == self.subject.count + 1:
+            return self.place
+        # Outside the blocks: before the first one, between two of them (kept with the earlier), or after the last.
+        return self.place if self.place < self.subject.count else self.subject.count + 1
+
+    def _role(self, op: Op, weights: list[str]) -> str:
+        """column, row or vocab, where the op works with a weight that tp cuts."""
+        packet = str(getattr(op.target, "_overloadpacket", ""))
+        for name in weights:
+            weight = self.subject.weights[name]
+            if weight.tp_dim is None or len(weight.shape) < 2:
+                continue
+            if packet == "aten.embedding":
+                return "vocab"
+            is_transposed = packet in ("aten.addmm", "aten.mm", "aten.matmul")
+            outputs = len(weight.shape) - 1 if is_transposed else len(weight.shape) - 2
+            return "column" if weight.tp_dim == outputs else "row"
+        return ""
+
+    def _work(self, op: Op, role: str, *, is_cut: bool, is_from_cut: bool) -> Work:
+        rows = self.subject.rows
+        packet = str(getattr(op.target, "_overloadpacket", ""))
+        of_weights = sum(self.trace.specs[name][0].nbytes for name in op.inputs if name in self.parameter)
+        read = 0 if packet == "aten.embedding" else of_weights  # an embedding reads the rows that it looks up
+        is_attention = packet == "aten.scaled_dot_product_attention"
+        work = Work(
+            name=op.name,
+            family=packet.removeprefix("aten."),
+            kind="attention" if is_attention else "matmul" if op.flops else "memory" if op.bytes_moved else "view",
+            flops=op.flops / rows,
+            moved=max(op.bytes_moved - of_weights, 0) / rows,
+            weights=float(read),
+            outputs=sum(spec.nbytes for spec in op.outputs) / rows,
+            saved=op.saved / rows,
+            is_cut=is_cut,
+            saved_is="gathered" if role == "column" else "cut" if is_from_cut else "whole",
+        )
+        if is_attention:
+            return self._attention(op, work)
+        if packet == "aten.dropout" and op.saved:
+            elements = prod(op.outputs[0].shape)
+            return replace(work, saved=work.saved + (self._mask_bytes(op.outputs[0]) - 1) * elements / rows)
+        return work
+
+    def _attention(self, op: Op, work: Work) -> Work:
+        """Fused, it keeps a number a query beside its inputs and result; else a matrix or three of queries by keys."""
+        query, key = (self._spec(name) for name in op.inputs[:2])
+        rows = self.subject.rows
+        queries = prod(query.shape[:-1])
+        normalisers = 4.0 * queries / rows
+        dropout = self._argument(op, 4, "dropout_p", 0.0)
+        if self.subject.flash and not dropout:
+            return replace(work, is_core=True, core_saved=min(normalisers, work.saved))
+        matrix = queries * key.shape[-2] / rows
+        itemsize = query.dtype.itemsize
+        kept = matrix * (2 * itemsize + self._mask_bytes(query) if dropout else itemsize)
+        # The result is kept either way: here where attention is fused, else by the layer that it goes into.
+        saved = max(work.saved - normalisers, 0.0) + kept
+        moved = work.moved + matrix * itemsize * (8 if dropout else 6)
+        calls = 6 if dropout else 4
+        return replace(work, saved=saved, core_saved=kept, is_core=True, moved=moved, calls=calls, kind="matmul")
+
+    def _argument(self, op: Op, place: int, name: str, default: float) -> float:
+        value = op.node.args[place] if len(op.node.args) > place else op.node.kwargs.get(name, default)
+        return float(value) if isinstance(value, int | float) else default
+
+    def _mask_bytes(self, spec: TensorSpec) -> float:
+        return float(spec.dtype.itemsize) if self.subject.mask_bytes is None else self.subject.mask_bytes
+
+    def _spec(self, name: str) -> TensorSpec:
+        return self.trace.specs[name][0]
+
+    def _sample_bytes(self, spec: TensorSpec) -> float:
+        return spec.nbytes / self.subject.rows
+
+    def _see_boundary(self, inputs: list[str]) -> None:
+        """What the second block takes from the first is what a pipeline sends."""
+        if self.hidden is None and self.place >= 2:
+            crossing = [n for n in inputs if self.home.get(n, self.place) < self.place]
+            floats = [self._spec(n) for n in crossing if self.trace.specs[n] and self._spec(n).dtype.is_floating_point]
+            self.hidden = max(floats, key=lambda spec: spec.nbytes, default=None)
+
+    # ---- the whole -----------------------------------------------------------------------------------------------
+
+    def portrait(self) -> Portrait:
+        segments = self._shared([self._segment(part, number) for number, part in enumerate(self.parts)])
+        if not any(segment.works for segment in segments):
+            raise UsageError(f"{self.subject.name}: the trace has no ops to plan for")
+        hidden = self.hidden
+        both = {w.name for w in segments[0].weights} & {w.name for w in segments[-1].weights}
+        first = next(iter(self.subject.weights.values()), None)
+        computes = next((op for op in self.trace.ops if op.flops), None)
+        return Portrait(
+            name=self.subject.name,
+            batch=self.subject.batch,
+            before=segments[0],
+            blocks=(*segments[1:-1], *segments[-2:-1] * (self.subject.repeats - 1)),
+            after=segments[-1],
+            hidden=0.0 if hidden is None else self._sample_bytes(hidden),
+            dtype=_dtype_name(computes.outputs[0].dtype if computes else torch.float32),
+            optimizer=self.subject.optimizer,
+            length=hidden.shape[1] if hidden is not None and len(hidden.shape) > 2 else 1,
+            tied=tuple(sorted(both)),
+            gradient_itemsize=first.itemsize if first is not None else 4,
+            has_experts=any(weight.is_expert for weight in self.subject.weights.values()),
+            keeps_gathered=self.subject.keeps_gathered,
+        )
+
+    def _segment(self, part: _Part, number: int) -> Segment:
+        return Segment(
+            works=tuple(part.works),
+            weights=tuple(part.weights.values()),
+            enters=tuple(part.enters),
+            leaves=tuple(part.leaves),
+            in_blocks=0 < number <= self.subject.count,
+        )
+
+    def _shared(self, segments: list[Segment]) -> list[Segment]:
+        """One object for the works of blocks that are alike; parameters keep their own names."""
+        first: dict[object, Segment] = {}
+        made = []
+        for segment in segments:
+            key = (segment.in_blocks, tuple(replace(work, name="") for work in segment.works),
+                   tuple(replace(weight, name="") for weight in segment.weights))  # fmt: skip
+            made.append(first.setdefault(key, segment))
+        return made
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,312 @@
+"""What a step takes under a plan.
+
+An op takes the longer of computing and moving its bytes (a roofline, at measured efficiencies), and an overhead. Its
+backward computes twice as much. Tensor-parallel regions add collectives of activations, which nothing hides; cp and ep
+add theirs. So each stage has a forward time f and a backward time b for a microbatch, and
+
+    pp = 1     m (f + b)  +  what of the gradients' travel the last backward does not hide  +  the optimizer
+    pp > 1     the schedule, played with those times (`timeline`)  +  the gradients' travel  +  the optimizer
+
+`estimate` uses closed forms for the schedule, in microseconds a plan; `simulated` plays it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from unisono.plan.collective import Group, group
+from unisono.plan.hardware import Hardware, share_at
+from unisono.plan.memory import MemoryModel, State
+from unisono.plan.plan import REPLICAS, Plan
+from unisono.plan.portrait import Portrait, Segment, Work
+from unisono.plan.schedule import schedule
+from unisono.plan.setting import Setting, hidden_bytes
+from unisono.plan.stages import Stages
+from unisono.plan.timeline import Costs, timeline
+
+_LONG = 4  # microbatches a stage after which a pipeline only repeats itself
+
+
+@dataclass(frozen=True)
+class Duration:
+    """Seconds of a step, and what they are made of on the slowest rank."""
+
+    total: float
+    compute: float  # ops, recomputation included
+    tensor: float  # collectives of tp, cp and ep
+    bubble: float  # waiting in the pipeline
+    gradients: float  # travel of gradients and parameters that nothing hides
+    optimizer: float
+    other: float
+    sent: float  # bytes that a rank sends in a step
+
+    @property
+    def bubble_share(self) -> float:
+        return self.bubble / self.total if self.total else 0.0
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Of a segment or a stage, for one microbatch: seconds."""
+
+    forward: float = 0.0
+    inputs: float = 0.0  # the half of the backward that others wait for
+    weights: float = 0.0  # the half that nobody waits for
+    talk: float = 0.0  # of all of these together, what is collectives
+    sent: float = 0.0
+
+    @property
+    def backward(self) -> float:
+        return self.inputs + self.weights
+
+    @property
+    def both(self) -> float:
+        return self.forward + self.backward
+
+    def times(self, count: int) -> Pace:
+        return Pace(*(value * count for value in (self.forward, self.inputs, self.weights, self.talk, self.sent)))
+
+    def plus(self, other: Pace) -> Pace:
+        return Pace(
+            self.forward + other.forward,
+            self.inputs + other.inputs,
+            self.weights + other.weights,
+            self.talk + other.talk,
+            self.sent + other.sent,
+        )
+
+
+class TimeModel:
+    """Judges plans for one portrait on one machine; what segments take is remembered by their setting."""
+
+    def __init__(self, portrait: Portrait, hardware: Hardware, memory: MemoryModel | None = None) -> None:
+        self.portrait = portrait
+        self.hardware = hardware
+        self.memory = memory or MemoryModel(portrait)
+        self._paces: dict[tuple[object, ...], Pace] = {}
+        self._peak = hardware.peak(portrait.dtype)
+        self._bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
+
+    # ---- a segment -----------------------------------------------------------------------------------------------
+
+    def pace(self, segment: Segment, plan: Plan) -> Pace:
+        setting = Setting.of(plan, self.portrait.batch)
+        key = (id(segment), setting, plan.shape, plan.context if plan.cp > 1 else "")
+        if key not in self._paces:
+            self._paces[key] = self._computing(segment, setting).plus(self._talking(segment, plan, setting))
+        return self._paces[key]
+
+    def _computing(self, segment: Segment, setting: Setting) -> Pace:
+        forward = inputs = weights = 0.0
+        for work in segment.works:
+            ahead, back, for_weights = self.op(work, segment, setting)
+            forward += ahead
+            inputs += back
+            weights += for_weights
+            again = setting.recompute == "full" and segment.in_blocks
+            if again or (setting.recompute == "selective" and work.is_core):
+                inputs += ahead
+        return Pace(forward, inputs, weights)
+
+    def op(self, work: Work, segment: Segment, setting: Setting) -> tuple[float, float, float]:
+        """Seconds forward, and of the backward's two halves."""
+        divided = setting.tp * setting.cp if work.is_cut else setting.outside(segment)
+        flops = work.flops * setting.rows / divided
+        weights = work.weights / (setting.tp if work.is_cut else 1)
+        moved = work.moved * setting.rows / divided + weights
+        overhead = self.hardware.op_overhead * work.calls
+        if work.kind == "view":
+            return overhead / 2, overhead / 2, 0.0
+        ahead, back = self.hardware.rates.get(work.family, (self._bandwidth, self._bandwidth))
+        if not flops:
+            return moved / ahead + overhead, moved / back + overhead, 0.0
+        curve = self.hardware.attention if work.kind == "attention" else self.hardware.matmul
+        computing = flops / (self._peak * share_at(curve, flops / work.calls))
+        forward = max(computing, moved / self._bandwidth) + overhead
+        if work.kind == "attention":
+            return forward, 2.5 * computing + overhead, 0.0
+        if not work.weights:
+            return forward, 2 * forward, 0.0
+        return forward, forward, forward
+
+    def _talking(self, segment: Segment, plan: Plan, setting: Setting) -> Pace:
+        pace = Pace()
+        if plan.tp > 1:
+            pace = pace.plus(self._regions(segment, plan, setting))
+        if plan.cp > 1 and segment.in_blocks:
+            pace = pace.plus(self._context(segment, plan, setting))
+        if plan.ep > 1 and segment.expert_traffic:
+            ranks = group(self.hardware, plan, "ep")
+            size = segment.expert_traffic * setting.rows / setting.cp
+            once = 2 * ranks.all_to_all(size)
+            pace = pace.plus(Pace(once, once, 0.0, 2 * once, 4 * size))
+        return pace
+
+    def _regions(self, segment: Segment, plan: Plan, setting: Setting) -> Pace:
+        ranks = group(self.hardware, plan, "tp")
+        each = setting.rows / setting.cp
+        if plan.sequence and segment.in_blocks:
+            forward = sum(ranks.all_gather(size * each) for size in segment.enters)
+            forward += sum(ranks.reduce_scatter(size * each) for size in segment.leaves)
+            backward = sum(ranks.reduce_scatter(size * each) for size in segment.enters)
+            backward += sum(ranks.all_gather(size * each) for size in segment.leaves)
+        else:
+            forward = sum(ranks.all_reduce(size * each) for size in segment.leaves)
+            backward = sum(ranks.all_reduce(size * each) for size in segment.enters)
+        if setting.recompute == "full" and segment.in_blocks:
+            backward += forward
+        share = (ranks.ranks - 1) / ranks.ranks
+        sent = 2 * share * each * (sum(segment.enters) + sum(segment.leaves))
+        return Pace(forward, backward, 0.0, forward + backward, sent)
+
+    def _context(self, segment: Segment, plan: Plan, setting: Setting) -> Pace:
+        """Ring: keys and values go round, and their gradients come back. Ulysses: four all-to-alls each way."""
+        ranks = group(self.hardware, plan, "cp")
+        attentions = sum(work.is_core for work in segment.works)
+        hidden = self.portrait.hidden * setting.rows / setting.cp / setting.tp
+        if plan.context == "ulysses":
+            forward = attentions * 4 * ranks.all_to_all(hidden)
+            sent = attentions * 8 * hidden
+            backward = forward
+        else:
+            forward = attentions * (ranks.ranks - 1) * ranks.send(2 * hidden)
+            backward = attentions * (ranks.ranks - 1) * ranks.send(4 * hidden)
+            sent = attentions * (ranks.ranks - 1) * 6 * hidden
+        return Pace(forward, backward, 0.0, forward + backward, sent)
+
+    # ---- a stage and a step --------------------------------------------------------------------------------------
+
+    def stage_paces(self, plan: Plan, stages: Stages) -> list[Pace]:
+        """Of all stages; those that are alike share one."""
+        kinds, numbers = stages.kinds
+        made = []
+        around = self.hardware.microbatch_overhead if plan.microbatches > 1 or plan.pp > 1 else 0.0
+        for counted in kinds:
+            total = Pace(around / 2, around / 2)
+            for segment, count in counted:
+                total = total.plus(self.pace(segment, plan).times(count))
+            made.append(total)
+        return [made[number] for number in numbers]
+
+    def estimate(self, plan: Plan, stages: Stages) -> Duration:
+        """By closed forms."""
+        paces = self.stage_paces(plan, stages)
+        return self._duration(plan, stages, paces, self._closed(plan, stages, paces))
+
+    def simulated(self, plan: Plan, stages: Stages) -> Duration:
+        """By playing the schedule."""
+        paces = self.stage_paces(plan, stages)
+        if plan.pp == 1:
+            return self._duration(plan, stages, paces, self._closed(plan, stages, paces))
+        return self._duration(plan, stages, paces, self._played(plan, stages, paces))
+
+    def _duration(self, plan: Plan, stages: Stages, paces: list[Pace], passing: float) -> Duration:
+        per_rank = [Pace() for _ in range(stages.ranks)]
+        for stage, rank in enumerate(stages.placement):
+            per_rank[rank] = per_rank[rank].plus(paces[stage])
+        slowest = max(range(stages.ranks), key=lambda rank: per_rank[rank].both)
+        mine, m = per_rank[slowest], plan.microbatches
+        state = self.memory._state(plan, stages, slowest)
+        travel, hidden, sent = self._gradients(plan, state, mine)
+        optimizer = self._optimizer(plan, state)
+        crossing = 0.0 if plan.pp == 1 else 2 * stages.chunks * m * hidden_bytes(self.portrait, self._setting(plan))
+        other = self.hardware.step_overhead
+        return Duration(
+            total=passing + travel - hidden + optimizer + other,
+            compute=m * (mine.both - mine.talk),
+            tensor=m * mine.talk,
+            bubble=max(passing - m * mine.both, 0.0),
+            gradients=travel - hidden,
+            optimizer=optimizer,
+            other=other,
+            sent=m * mine.sent + sent + crossing,
+        )
+
+    def _setting(self, plan: Plan) -> Setting:
+        return Setting.of(plan, self.portrait.batch)
+
+    def _transfer(self, plan: Plan) -> float:
+        return group(self.hardware, plan, "pp").send(hidden_bytes(self.portrait, self._setting(plan)))
+
+    def _closed(self, plan: Plan, stages: Stages, paces: list[Pace]) -> float:
+        m, p = plan.microbatches, plan.pp
+        if p == 1:
+            return m * sum(pace.both for pace in paces)
+        through = sum(pace.both for pace in paces)
+        per_rank = [0.0] * p
+        for stage, rank in enumerate(stages.placement):
+            per_rank[rank] += paces[stage].both
+        slowest = max(per_rank)
+        travel = 2 * (len(paces) - 1) * self._transfer(plan)
+        match plan.schedule:
+            case "interleaved":
+                return m * slowest + (through - slowest) / stages.chunks + travel / stages.chunks
+            case "zb1p":
+                gap = (through - slowest) / p * (1 - 2 * sum(q.weights for q in paces) / through)
+                return m * slowest + max(gap, 0.0) * p + travel
+            case "zbv":
+                return m * slowest + travel / 2
+            case _:
+                return (m - 1) * slowest + through + travel
+
+    def _played(self, plan: Plan, stages: Stages, paces: list[Pace]) -> float:
+        few = min(plan.microbatches, _LONG * plan.pp)
+        order = schedule(plan.schedule, plan.pp, few, stages.chunks if stages.chunks > 1 else None)
+        costs = Costs(
+            forward=[pace.forward for pace in paces],
+            backward=[pace.backward for pace in paces],
+            inputs=[pace.inputs for pace in paces],
+            weights=[pace.weights for pace in paces],
+            transfer=self._transfer(plan),
+        )
+        played = timeline(order, costs)
+        slowest = max(played.busy(rank) for rank in range(plan.pp)) / few
+        return played.makespan + (plan.microbatches - few) * slowest
+
+    def _gradients(self, plan: Plan, state: State, mine: Pace) -> tuple[float, float, float]:
+        """Seconds that gradients and parameters travel, what of it the backward hides, and bytes sent."""
+        ranks = group(self.hardware, plan, *REPLICAS)
+        tied = self._tied(plan)
+        if ranks.ranks == 1:
+            return tied, 0.0, 0.0
+        size = state.elements * state.itemsize
+        m, share = plan.microbatches, (ranks.ranks - 1) / ranks.ranks
+        travel, sent = _zero_travel(plan, ranks, size, m)
+        travel += self._packing(plan, size)
+        room = self.hardware.overlap * (
+            mine.both * m if plan.zero == 3 else mine.backward * (m if plan.zero == 2 else 1)
+        )
+        after = ranks.all_gather(size) if plan.zero in (1, 2) else 0.0  # the optimizer's results, when all is over
+        hides = plan.pp == 1 or plan.zero >= 2
+        hidden = min(travel - after, room) * (self.hardware.overlap > 0) if hides else 0.0
+        return travel + tied, hidden, sent * share
+
+    def _packing(self, plan: Plan, size: float) -> float:
+        """Gradients and parameters are copied into messages and out of them, read and written: ZeRO's row by row."""
+        if plan.zero == 0:
+            return 2 * size / self._bandwidth
+        rate = self.hardware.rates.get("reshape", (self._bandwidth, 0.0))[0]
+        m = plan.microbatches
+        return 2 * size / rate * {1: 2, 2: m + 1, 3: 3 * m}[plan.zero]
+
+    def _tied(self, plan: Plan) -> float:
+        if plan.pp == 1 or not self.portrait.tied:
+            return 0.0
+        size = sum(w.numel * w.itemsize for w in self.portrait.before.weights if w.name in self.portrait.tied)
+        return replace(group(self.hardware, plan, "pp"), ranks=2).all_reduce(size / plan.tp)
+
+    def _optimizer(self, plan: Plan, state: State) -> float:
+        elements = state.sharded if plan.zero else state.elements
+        rate = self.hardware.optimizer_rate or self._bandwidth
+        return elements * self.portrait.optimizer.traffic / rate
+
+
+def _zero_travel(plan: Plan, ranks: Group, size: float, m: int) -> tuple[float, float]:
+    if plan.zero == 0:
+        return ranks.all_reduce(size), 2 * size
+    gather, scatter = ranks.all_gather(size), ranks.reduce_scatter(size)
+    if plan.zero == 1:
+        return scatter + gather, 2 * size
+    if plan.zero == 2:
+        return m * scatter + gather, (m + 1) * size
+    return m * (2 * gather + scatter), 3 * m * size

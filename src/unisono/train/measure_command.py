@@ -1,0 +1,83 @@
+"""`unisono bench hardware`: writes a hardware file for this machine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from unisono.errors import UsageError
+
+
+def add_kind(kinds: Any) -> None:
+    parser = kinds.add_parser("hardware", help="measure this machine for the planner")
+    add = parser.add_argument
+    add("-n", "-np", dest="n", type=int, default=2, metavar="N", help="ranks that share the machine (default: 2)")
+    add("--backend", choices=("gloo", "mpi"), help="default: gloo")
+    parser.set_defaults(handler=run)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    if chosen.n < 1:
+        raise UsageError(f"-n {chosen.n}: expected at least 1")
+    print(measure(chosen.n, chosen.backend), end="")
+    return 0
+
+
+def measure(ranks: int = 2, backend: str | None = None) -> str:
+    """The text of a hardware file for `ranks` ranks on this machine, or for its GPU."""
+    import torch
+
+    from unisono.launch.spawn import spawn
+    from unisono.plan.measure import merged, written
+
+    is_gpu = torch.cuda.is_available()
+    figures = spawn(_on_rank, 1 if is_gpu else ranks, backend, (is_gpu,))
+    return written(merged(figures), ranks, is_gpu)
+
+
+def _on_rank(is_gpu: bool) -> dict[str, Any]:
+    import torch
+
+    from unisono.comm import world
+    from unisono.plan.measure import measured
+
+    if not is_gpu:
+        torch.set_num_threads(1)
+    comm = world.init()
+    try:
+        device = torch.device("cuda" if is_gpu else "cpu")
+        step, several = step_overhead(device, 1), step_overhead(device, 4)
+        return measured(comm, device) | {"step": step, "microbatch": max(several - step, 0.0) / 3}
+    finally:
+        world.shutdown()
+
+
+def step_overhead(device: Any, microbatches: int, steps: int = 30) -> float:
+    """Seconds that a step takes which has next to nothing to compute: what is around the ops of every step."""
+    import time
+
+    import torch
+    import torch.nn.functional as F
+
+    from unisono.comm import world
+    from unisono.parallel.apply import parallelize
+
+    comm = world.world()
+    rows = comm.size * microbatches
+    batch = (torch.ones(rows, 4, device=device), torch.ones(rows, 4, device=device))
+    model = torch.nn.Linear(4, 4).to(device)
+    trainer = parallelize(
+        model,
+        f"dp={comm.size},microbatches={microbatches}",
+        loss=F.mse_loss,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+    )
+    taken = []
+    for _ in range(steps):
+        comm.barrier()
+        start = time.perf_counter()
+        trainer.step(batch)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return sorted(taken)[steps // 3]

@@ -1,0 +1,196 @@
+"""`unisono plan`: its options, its table and its JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from typing import TYPE_CHECKING, Any
+
+from unisono.errors import UsageError
+from unisono.plan.plan import Plan
+
+if TYPE_CHECKING:
+    from unisono.plan.explain import Rejection
+    from unisono.plan.search import Candidate, Result, Search
+    from unisono.train.dry_run import DryRun
+
+
+def add_parser(subparsers: Any) -> None:
+    parser = subparsers.add_parser(
+        "plan", help="find the fastest plan that fits, and say why not others", allow_abbrev=False
+    )
+    add = parser.add_argument
+    add("task", metavar="task.py:name", help="a uni.Task, or a function that returns one")
+    add("--devices", type=int, required=True, metavar="N", help="devices to plan for")
+    add("--hardware", required=True, metavar="FILE.toml", help="the machine, or one that is known: h100, h200, a100")
+    add("--batch", type=int, metavar="B", help="samples of a step (default: those of the task's batch)")
+    add("--top", type=int, default=10, metavar="K", help="plans to show (default: 10)")
+    add("--plan", metavar="PLAN", help="judge this plan instead of searching")
+    add("--dry-run", action="store_true", help="run one rank of the plan here, with communication simulated")
+    add("--rank", type=int, default=0, metavar="R", help="the rank to run (default: 0)")
+    add("--json", action="store_true", help="print all of it as JSON")
+    parser.set_defaults(handler=run)
+
+
+def run(chosen: argparse.Namespace) -> int:
+    _require_sense(chosen)
+    from unisono.plan.explain import why_not
+    from unisono.plan.hardware import Hardware
+    from unisono.plan.search import Result
+    from unisono.train.planning import Planner
+    from unisono.train.task import load_task
+
+    hardware = Hardware.read(chosen.hardware).with_devices(chosen.devices)
+    task = load_task(chosen.task)
+    began = time.perf_counter()
+    planner = Planner(task, hardware, chosen.batch)
+    search = planner.search(chosen.devices)
+    if chosen.plan:
+        given = Plan.parse(chosen.plan).fit(chosen.devices)
+        refusal = search.refusal(given)
+        if refusal:
+            raise UsageError(f"plan {given}: {refusal}")
+        result = Result([search.judged(given, played=True)], 1, 1)
+    else:
+        result = search.run(chosen.top)
+    rejected = why_not(search, result.best)
+    seconds = time.perf_counter() - began
+    tried = None
+    if chosen.dry_run:
+        from unisono.train.dry_run import dry_run
+
+        tried = dry_run(task, result.best.plan, chosen.rank, planner.batch)
+    if chosen.json:
+        print(json.dumps(_as_json(search, result, rejected, seconds, tried), indent=1))
+    else:
+        _show(search, result, rejected, seconds, tried)
+    return 0
+
+
+def _require_sense(chosen: argparse.Namespace) -> None:
+    if chosen.devices < 1:
+        raise UsageError(f"--devices {chosen.devices}: expected at least 1")
+    if chosen.top < 1:
+        raise UsageError(f"--top {chosen.top}: expected at least 1")
+    if chosen.batch is not None and chosen.batch < 1:
+        raise UsageError(f"--batch {chosen.batch}: expected at least 1")
+    if not 0 <= chosen.rank < chosen.devices:
+        raise UsageError(f"--rank {chosen.rank}: expected one of 0 to {chosen.devices - 1}")
+
+
+def shown(plan: Plan) -> str:
+    """A plan without its boundaries, which can be long."""
+    return str(plan.but(boundaries=()))
+
+
+def _show(search: Search, result: Result, rejected: list[Rejection], seconds: float, tried: DryRun | None) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    portrait, hardware = search.portrait, search.hardware
+    console.print(
+        f"{portrait.name}: {_count(portrait.parameters)} parameters in {portrait.dtype}, batch {portrait.batch}, on "
+        f"{search.world} devices ({hardware.name})",
+        markup=False,
+    )
+    console.print(f"{result.considered:,} plans considered, {result.fitting:,} fit, in {seconds:.1f} s\n", markup=False)
+    table = Table(box=None, pad_edge=False)
+    for title in ("plan", "step", "memory", "bubble", "sent"):
+        table.add_column(title, justify="left" if title == "plan" else "right", overflow="fold")
+    for each in result.candidates:
+        table.add_row(
+            shown(each.plan),
+            _seconds(each.seconds),
+            _bytes(each.footprint.total),
+            f"{each.duration.bubble_share:.0%}",
+            _bytes(each.duration.sent),
+        )
+    console.print(table)
+    _show_best(console, search, result.best)
+    console.print("\nwhy not")
+    for rejection in rejected:
+        console.print(f"  {rejection}", markup=False)
+    if tried is not None:
+        console.print(f"\n{tried}", markup=False)
+
+
+def _show_best(console: Any, search: Search, best: Candidate) -> None:
+    parts = {name: size for name, size in best.footprint.parts().items() if size}
+    memory = ", ".join(f"{name} {_bytes(size)}" for name, size in parts.items())
+    console.print(f"\nmemory of a device (pipeline rank {best.footprint.stage}): {memory};", markup=False)
+    margin = search.hardware.margin
+    console.print(
+        f"  {margin:.0%} of {_bytes(search.hardware.memory)} is kept free for fragments and context", markup=False
+    )
+    names = ("compute", "tensor", "bubble", "gradients", "optimizer", "other")
+    spent = {name: getattr(best.duration, name) for name in names}
+    console.print(
+        "step: " + ", ".join(f"{name} {_seconds(value)}" for name, value in spent.items() if value), markup=False
+    )
+    if best.plan.pp > 1:
+        stages = search.stages(best.plan)
+        sizes = [len(span) for span in stages.spans]
+        told = (
+            f"{sizes[0]} blocks a stage" if len(set(sizes)) == 1 else f"stages of {', '.join(map(str, sizes))} blocks"
+        )
+        console.print(told, markup=False)
+        if len(set(sizes)) > 1:
+            console.print(f"  to run it so: boundaries={'+'.join(map(str, stages.starts))}", markup=False)
+
+
+def _as_json(
+    search: Search, result: Result, rejected: list[Rejection], seconds: float, tried: DryRun | None
+) -> dict[str, Any]:
+    return {
+        "task": search.portrait.name,
+        "parameters": search.portrait.parameters,
+        "batch": search.portrait.batch,
+        "devices": search.world,
+        "hardware": search.hardware.name,
+        "usable_memory": search.hardware.usable_memory,
+        "considered": result.considered,
+        "fitting": result.fitting,
+        "planning_seconds": seconds,
+        "plans": [_candidate(search, each) for each in result.candidates],
+        "why_not": [
+            {"change": r.change, "plan": str(r.plan), "reason": r.reason, "seconds": r.seconds, "memory": r.memory}
+            for r in rejected
+        ],
+        **({"dry_run": tried.as_json()} if tried is not None else {}),
+    }
+
+
+def _candidate(search: Search, each: Candidate) -> dict[str, Any]:
+    names = ("compute", "tensor", "bubble", "gradients", "optimizer", "other")
+    return {
+        "plan": str(each.plan),
+        "boundaries": list(search.stages(each.plan).starts) if each.plan.pp > 1 else [],
+        "seconds": each.seconds,
+        "parts": {name: getattr(each.duration, name) for name in names},
+        "bubble": each.duration.bubble_share,
+        "sent": each.duration.sent,
+        "memory": each.footprint.total,
+        "memory_parts": each.footprint.parts(),
+    }
+
+
+def _seconds(value: float) -> str:
+    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
+
+
+def _bytes(size: float) -> str:
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if size < 1000:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
+def _count(number: float) -> str:
+    for unit in ("", " thousand", " million", " billion"):
+        if number < 1000:
+            return f"{number:.3g}{unit}"
+        number /= 1000
+    return f"{number:.3g} trillion"

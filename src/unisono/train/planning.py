@@ -1,0 +1,294 @@
+"""A task as the planner sees it, and which plans it allows.
+
+portrait = portray(task, hardware)                     # traced without being allocated
+plan = choose(task, world, hardware)                   # what Engine(plan="auto") uses
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from unisono.errors import UsageError
+from unisono.graph.trace import trace
+from unisono.mesh.initial import build
+from unisono.parallel.apply import refuse_what_cannot_be_right
+from unisono.parallel.blocks import Blocks, find_blocks
+from unisono.parallel.expert import MoE
+from unisono.parallel.linear import features, is_linear
+from unisono.parallel.precision import HALVES
+from unisono.parallel.reach import Reach, reach_of
+from unisono.parallel.rules import Styles
+from unisono.parallel.share import rows_of
+from unisono.parallel.tensor import require_shareable
+from unisono.plan import search
+from unisono.plan.hardware import Hardware
+from unisono.plan.plan import Plan
+from unisono.plan.portrait import OptimizerState, Portrait, Weight
+from unisono.plan.reading import Subject, read
+from unisono.plan.search import Search
+from unisono.train.task import Task
+
+_SMALL = 2 * 10**8  # parameters that a model may have to be built for a look at it
+_TRACED_ROWS = 2  # of the batch: some models treat a single sample in another way
+
+
+class Planner:
+    """A task that is planned for: its model without memory, its portrait, and what it allows."""
+
+    def __init__(
+        self, task: Task, hardware: Hardware, batch: int | None = None, *, keeps_gathered: bool = True
+    ) -> None:
+        """keeps_gathered: under sp, what a layer cut by columns has gathered stays until its backward."""
+        self.task = task
+        self.hardware = hardware
+        self.model = _without_memory(task)
+        example = task.batch(0)
+        self.batch = rows_of(example) if batch is None else batch
+        if self.batch < 1:
+            raise UsageError(f"batch={self.batch}: expected at least 1 sample")
+        self._rows = min(_TRACED_ROWS, rows_of(example), self.batch)
+        self._example = _first_rows(example, self._rows)
+        self._probe = task.optimizer(list(self.model.parameters()))
+        self._keeps_gathered = keeps_gathered
+        self._tp_refusals: dict[int, str | None] = {}
+        self.portrait = self._portrait()
+
+    def _portrait(self) -> Portrait:
+        weights = dict(_weights(self.model, self._styles()))
+        blocks = _blocks(self.model)
+        short, repeats = _shortened(self.model, blocks)
+        subject = Subject(
+            name=self.task.name or type(self.model).__name__,
+            batch=self.batch,
+            rows=self._rows,
+            weights=weights,
+            blocks=blocks.path if blocks else "",
+            count=len(blocks.modules) - repeats + 1 if blocks else 0,
+            optimizer=self._optimizer_state(),
+            flash=self.hardware.flash,
+            keeps_gathered=self._keeps_gathered,
+            mask_bytes=self.hardware.dropout_mask,
+            repeats=repeats,
+        )
+        portrait = read(trace(short.train(), self._example, self.task.loss), subject)
+        experts = [module.experts for module in self.model.modules() if isinstance(module, MoE)]
+        return replace(portrait, expert_count=min(experts, default=0))
+
+    def search(self, world: int) -> Search:
+        return Search(self.portrait, world, self.hardware, self.allows)
+
+    # ---- what the task allows ------------------------------------------------------------------------------------
+
+    def allows(self, plan: Plan) -> str | None:
+        """Why the task cannot run under a plan; None where it can."""
+        if self._refused_at_once(plan.microbatches > 1, plan.pp > 1, plan.sequence):
+            return self._refused_at_once(plan.microbatches > 1, plan.pp > 1, plan.sequence)
+        if plan.tp > 1 and self._tp_refusal(plan.tp):
+            return self._tp_refusal(plan.tp)
+        if plan.cp > 1 and self._cp_refusal(plan):
+            return self._cp_refusal(plan)
+        return self._optimizer_refusal(plan)
+
+    @cache  # noqa: B019 (a planner lives as long as its command)
+    def _refused_at_once(self, microbatches: bool, pipeline: bool, sequence: bool) -> str | None:
+        """What `parallelize` refuses before ranks compute, for plans of this kind (but for too many stages)."""
+        kind = Plan(
+            tp=2 if sequence else 1,
+            sequence=sequence,
+            microbatches=2 if microbatches else 1,
+            pp=2 if pipeline and len(self.portrait.blocks) > 1 else 1,
+        )
+        try:
+            refuse_what_cannot_be_right(kind, self.model)
+        except UsageError as error:
+            return str(error)
+        return None
+
+    def _tp_refusal(self, tp: int) -> str | None:
+        if tp not in self._tp_refusals:
+            try:
+                require_shareable(self._shareable, tp, self.task.rules)
+                self._tp_refusals[tp] = None
+            except UsageError as error:
+                self._tp_refusals[tp] = str(error)
+        return self._tp_refusals[tp]
+
+    def _cp_refusal(self, plan: Plan) -> str | None:
+        if not any(work.is_core for block in self.portrait.blocks for work in block.works):
+            return "cp: no block calls F.scaled_dot_product_attention"
+        if self.portrait.has_experts:
+            return "cp: experts under cp are not planned for"
+        if plan.context == "ulysses" and self._heads and self._heads % (plan.cp * plan.tp):
+            return f"ulysses: {self._heads} heads for cp={plan.cp} x tp={plan.tp}"
+        return None
+
+    @cached_property
+    def _heads(self) -> int:
+        names = ("heads", "num_heads", "n_head", "num_attention_heads", "nhead")
+        found = [getattr(m, n) for m in self.model.modules() for n in names if type(getattr(m, n, None)) is int]
+        return min(found, default=0)
+
+    def _optimizer_refusal(self, plan: Plan) -> str | None:
+        reach = self._reach
+        name = type(self._probe).__name__
+        if reach is Reach.TENSOR and (plan.tp > 1 or plan.ep > 1):
+            return f"{name} looks at parameters as a whole, which tp and ep cut"
+        if reach is Reach.MODEL and (plan.zero or plan.tp > 1 or plan.pp > 1 or plan.ep > 1):
+            return f"{name} looks at the whole model; only dp, cp and microbatches leave it one"
+        return None
+
+    @cached_property
+    def _reach(self) -> Reach:
+        return reach_of(self._probe, self.task.optimizer)
+
+    # ---- what the model shows ------------------------------------------------------------------------------------
+
+    @property
+    def _shareable(self) -> nn.Module:
+        """A model whose modules can be tried out, where that takes little memory and nobody gave rules."""
+        if self.task.rules is None and sum(p.numel() for p in self.model.parameters()) <= _SMALL:
+            if not hasattr(self, "_built"):
+                self._built = build(self.task.model, 0)
+            return self._built
+        return self.model
+
+    def _styles(self) -> Styles:
+        """How tp would cut, for the smallest tp that can; nothing where none can."""
+        for tp in (2, 3, 5, 7):
+            try:
+                return require_shareable(self._shareable, tp, self.task.rules)
+            except UsageError:
+                continue
+        return {}
+
+    def _optimizer_state(self) -> OptimizerState:
+        dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
+        plain, temporary = _measured_state(self.task.optimizer, dtype)
+        if dtype not in HALVES:
+            traffic = 3 * dtype.itemsize + 2 * plain
+            return OptimizerState(plain, plain, 0.0, temporary, traffic)
+        sharded, wide = _measured_state(self.task.optimizer, torch.float32)
+        return OptimizerState(plain, sharded, 4.0, wide, 12.0 + 2 * sharded)
+
+
+def portray(task: Task, hardware: Hardware, batch: int | None = None) -> Portrait:
+    return Planner(task, hardware, batch).portrait
+
+
+def choose(task: Task, world: int, hardware: Hardware, batch: int | None = None) -> Plan:
+    """The fastest plan that fits `world` devices."""
+    planner = Planner(task, hardware, batch)
+    return search.choose(planner.portrait, world, hardware, planner.allows)
+
+
+# ---- looking at a model ----------------------------------------------------------------------------------------------
+
+
+def _without_memory(task: Task) -> nn.Module:
+    try:
+        with torch.device("meta"):
+            return task.model()
+    except Exception:  # its constructor looks at values
+        return build(task.model, 0)
+
+
+def _first_rows(example: Any, rows: int) -> Any:
+    whole = rows_of(example)
+    return pytree.tree_map(
+        lambda leaf: leaf[:rows] if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == whole else leaf,
+        example,
+    )
+
+
+def _blocks(model: nn.Module) -> Blocks | None:
+    try:
+        return find_blocks(model)
+    except UsageError:
+        return None
+
+
+def _shortened(model: nn.Module, blocks: Blocks | None) -> tuple[nn.Module, int]:
+    """A model with two of its blocks, where all are alike, and how often the second of them stands in the whole."""
+    if blocks is None or not blocks.path or len(blocks.modules) < 4 or len(set(map(_look, blocks.modules))) > 1:
+        return model, 1
+    short = copy.deepcopy(model) if next(model.parameters()).is_meta else model
+    holder = short.get_submodule(blocks.path)
+    if short is model or not isinstance(holder, nn.ModuleList):
+        return model, 1
+    del holder[2:]
+    return short, len(blocks.modules) - 1
+
+
+def _look(module: nn.Module) -> tuple[object, ...]:
+    parameters = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters())
+    return (type(module), parameters, tuple((name, type(child)) for name, child in module.named_modules()))
+
+
+def _weights(model: nn.Module, styles: Styles) -> Iterator[tuple[str, Weight]]:
+    """Every parameter, with the dim that tp cuts."""
+    cut = _cut_dims(model, styles)
+    experts = {id(p) for module in model.modules() if isinstance(module, MoE) for p in _expert_parameters(module)}
+    for name, parameter in model.named_parameters():
+        yield (
+            name,
+            Weight(name, tuple(parameter.shape), parameter.itemsize, cut.get(id(parameter)), id(parameter) in experts),
+        )
+
+
+def _expert_parameters(module: MoE) -> Iterator[nn.Parameter]:
+    for name, parameter in module.named_parameters(recurse=False):
+        if name != "router":
+            yield parameter
+
+
+def _cut_dims(model: nn.Module, styles: Styles) -> dict[int, int]:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    dims: dict[int, int] = {}
+    for name, style in styles.items():
+        module = modules.get(name)
+        if module is None:
+            if style.kind in ("column", "row"):
+                dims[id(model.get_parameter(name))] = 1 if style.kind == "column" else 2
+        elif is_linear(module):
+            dims |= _linear_dims(module, style.kind)
+        elif style.kind == "vocab":
+            dims[id(module.weight)] = 0
+        elif style.kind == "heads" and isinstance(module, nn.MultiheadAttention):
+            for parameter in (module.in_proj_weight, module.in_proj_bias):
+                if parameter is not None:
+                    dims[id(parameter)] = 0
+            dims[id(module.out_proj.weight)] = 1
+    return dims
+
+
+def _linear_dims(module: nn.Module, kind: str) -> dict[int, int]:
+    weight: Any = module.weight
+    is_transposed = tuple(weight.shape) == features(module) and type(module).__name__ == "Conv1D"
+    if kind in ("column", "column_gather", "vocab_head"):
+        dims = {id(weight): 1 if is_transposed else 0}
+        if module.bias is not None:
+            dims[id(module.bias)] = 0
+        return dims
+    return {id(weight): 0 if is_transposed else 1} if kind in ("row", "row_split") else {}
+
+
+def _measured_state(make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> tuple[float, float]:
+    """Bytes of state for an element, and of temporaries while stepping: of a matrix that it is tried on."""
+    parameter = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
+    optimizer = make([parameter])
+    parameter.grad = torch.zeros_like(parameter)
+    try:
+        optimizer.step()
+    except (RuntimeError, TypeError):
+        return 2.0 * dtype.itemsize, float(dtype.itemsize)  # it needs a closure, or more: as Adam
+    tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+    state = sum(value.numel() * value.itemsize for value in tensors if value.numel() > 1) / parameter.numel()
+    return state, float(dtype.itemsize) if len([v for v in tensors if v.numel() > 1]) > 1 else 0.0

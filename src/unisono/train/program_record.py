@@ -1,0 +1,70 @@
+"""A record of a few training steps of a distributed program, to be held against those of the plain model."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from unisono.graph.program import Program, to_static
+from unisono.mesh.initial import build
+from unisono.mesh.mesh import Mesh
+from unisono.train.double import InDouble
+from unisono.train.record import Record, batch_of, flat_state
+from unisono.train.task import Task
+
+Tensors = dict[str, torch.Tensor]
+
+
+def program_record(
+    task: Task,
+    mesh: Mesh,
+    steps: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    prepare: Callable[[Program], None] | None = None,
+    **options: Any,
+) -> Record:
+    """The steps of a task as a program on a mesh; every rank calls it and gets the whole record.
+
+    options: how `to_static` finds placements.
+    """
+    program = made_program(task, mesh, dtype, seed, **options)
+    pieces = program.pieces
+    record = Record(initial=_whole(program, dict(pieces.parameters)))
+    if prepare is not None:
+        prepare(program)
+    for step in range(steps):
+        batch = batch_of(task, step, dtype)
+        program.zero_grad()
+        with InDouble(dtype):
+            record.losses.append(program.backward(batch).item())
+        found = {name: parameter.grad for name, parameter in pieces.parameters.items() if parameter.grad is not None}
+        record.gradients.append(_whole(program, found))
+        program.update()
+        record.scales.append(1.0)
+    record.parameters = _whole(program, dict(pieces.parameters))
+    record.buffers = _whole(program, pieces.buffers)
+    record.optimizer = flat_state(pieces.whole_optimizer(program.optimizer)["state"])
+    return record
+
+
+def made_program(task: Task, mesh: Mesh, dtype: torch.dtype, seed: int = 0, **options: Any) -> Program:
+    whole, example = build(task.model, seed), batch_of(task, 0, dtype)  # the user's own dtypes, so not within InDouble
+    with InDouble(dtype):
+        return to_static(
+            lambda: whole,
+            example=example,
+            mesh=mesh,
+            loss=task.loss,
+            optimizer=task.optimizer,
+            clip=task.clip,
+            seed=seed,
+            dtype=dtype,
+            **options,
+        )
+
+
+def _whole(program: Program, tensors: dict[str, Any]) -> Tensors:
+    return {name: program.pieces.whole(name, tensor).cpu() for name, tensor in tensors.items()}

@@ -1,0 +1,121 @@
+"""A host that is gone: the job goes on without it where it may, and says what happened."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import unisono as uni
+from tests.faults.test_kills import PROGRAM, wait_for_step
+from tests.launch import namespaces
+from tests.launch.harness import Run, wait_for, write_script
+from tests.launch.namespaces import Hosts
+from unisono.errors import UsageError
+from unisono.launch import environment, hosts, survivors
+from unisono.launch.job import SCRIPT, Job, Program
+
+STEPS = 80
+
+
+@pytest.fixture
+def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
+    reason = namespaces.why_not()
+    if reason is not None:
+        pytest.skip(f"no two hosts on this machine: {reason}")
+    with namespaces.two_hosts(tmp_path_factory.mktemp("hosts")) as made:
+        yield made
+
+
+def on_two_hosts(made: Hosts, folder: Path, *arguments: str) -> Run:
+    return Run(["run", *arguments], folder, {"UNISONO_SSH": made.ssh}, before=made.inside)
+
+
+@pytest.mark.hosts
+@pytest.mark.parametrize("order", ["node0:2,node1:2", "node1:2,node0:2"], ids=["last host", "first host"])
+def test_the_job_goes_on_without_a_host_that_is_gone(two_hosts: Hosts, tmp_path: Path, order: str) -> None:
+    folder = tmp_path / "run"
+    options = ("--elastic", "--max-restarts", "3", "-H", order)
+    run = on_two_hosts(two_hosts, tmp_path, *options, PROGRAM, str(folder), "auto", "none", str(STEPS))
+    with run.started() as process:
+        wait_for_step(folder, 7, 4)
+        two_hosts.kill_second()
+        out, said = process.communicate(timeout=90)
+        assert run.left_running() == []
+    assert process.returncode == 0, out + said
+    assert [line for line in said.splitlines() if not line.startswith("[")] == [
+        "host node1 is gone (its agent was lost); going on with 2 ranks on node0: restart 1 of 3"
+    ]
+    _, start = json.loads((folder / "run.json").read_text())["starts"]
+    assert start["world"] == 2
+    assert start["first_step"] > 0
+    assert f"start 1 from step {start['first_step']}: plan {start['plan']}" in out
+    assert f"step {STEPS} done" in out
+    steps = [json.loads(line)["step"] for line in (folder / "steps.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+
+
+STAYS = "import os, pathlib, time\npathlib.Path('up.' + os.environ['RANK']).touch()\ntime.sleep(1000)\n"
+
+
+@pytest.mark.hosts
+def test_without_elastic_a_host_that_is_gone_ends_the_job(two_hosts: Hosts, tmp_path: Path) -> None:
+    write_script(tmp_path, STAYS)
+    run = on_two_hosts(two_hosts, tmp_path, "--max-restarts", "3", "-H", "node0:1,node1:1", "script.py")
+    with run.started() as process:
+        for rank in range(2):
+            wait_for(tmp_path / f"up.{rank}", process)
+        two_hosts.kill_second()
+        _, said = process.communicate(timeout=30)
+        assert run.left_running() == []
+    assert process.returncode == 1
+    assert re.fullmatch(r"the agent on host node1 was lost; its ranks are 1(:\n.*)?\n", said), said
+
+
+def job(named: str, ranks: int | None) -> Job:
+    listed = hosts.parse_list(named)
+    placements = tuple(hosts.place(listed, ranks))
+    return Job(Program(SCRIPT, "x.py"), placements, hosts=tuple(listed), elastic=True, max_restarts=3)
+
+
+def test_what_is_left_of_a_job() -> None:
+    whole = job("a:2,b:2,c:1", None)
+    left = survivors.of(whole, {"b": "its agent was lost"})
+    assert [(each.host.name, each.first_rank, each.count) for each in left.placements] == [("a", 0, 2), ("c", 2, 1)]
+    assert survivors.tell({"b": "its agent was lost"}, left, 2) == (
+        "host b is gone (its agent was lost); going on with 3 ranks on a, c: restart 2 of 3"
+    )
+    assert survivors.why_not(replace(whole, min_ranks=4), left, 2) == (
+        "3 ranks on a, c are too few to go on: --min-ranks is 4"
+    )
+    further = survivors.of(left, {"a": "ssh refused"})
+    assert (further.world, further.environment[environment.GONE]) == (1, "b,a")
+    assert survivors.why_not(left, further, 3) == ""
+    assert survivors.why_not(left, further, 4).startswith("1 rank on c could go on, but the job was restarted 3 times")
+    assert survivors.why_not(left, survivors.of(further, {"c": "x"}), 3) == "no host is left to go on with"
+
+
+def test_spare_hosts_take_the_place_of_the_lost() -> None:
+    left = survivors.of(job("a:2,b:2,spare:2", 4), {"b": "its agent was lost"})
+    assert [(each.host.name, each.count) for each in left.placements] == [("a", 2), ("spare", 2)]
+
+
+def test_a_plan_by_hand_that_fits_no_more_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.GONE, "b")
+    engine = uni.Engine(nn.Linear(2, 2), nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=2,tp=2")
+    with pytest.raises(UsageError, match=r"needs 4 ranks .* but 1 are running.*lost host b .*plan='auto' chooses"):
+        engine.prepare((torch.zeros(4, 2), torch.zeros(4, 2)))
+
+
+def test_wrong_use_is_not_tried_again(tmp_path: Path) -> None:
+    write_script(tmp_path, "from unisono.errors import UsageError\nraise UsageError('plan dp=4 needs 4 ranks')\n")
+    done = Run(["run", "-n", "1", "--max-restarts", "3", "script.py"], tmp_path).finish()
+    assert done.returncode == 1
+    assert done.stderr.endswith("UsageError: plan dp=4 needs 4 ranks\n")
+    assert "restart" not in done.stderr

@@ -1,0 +1,237 @@
+"""Ranks of a mesh in one process: an op's options run on pieces, put together again, against the op on the whole."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import fx
+
+from unisono.graph.assignment import divides, producers
+from unisono.graph.option import REPLICATE, Option, output_gradient
+from unisono.graph.place import Place
+from unisono.graph.rewrites import REWRITES
+from unisono.graph.rules import Call, options, target_name, tensors_of
+from unisono.graph.trace import Trace
+from unisono.mesh.mesh import Mesh
+from unisono.mesh.placement import Placements, is_partial, local_box
+from unisono.mesh.random import RandomState
+
+Coordinate = tuple[int, ...]
+Pieces = dict[Coordinate, torch.Tensor]
+
+
+def coordinates(mesh: Mesh) -> list[Coordinate]:
+    return list(itertools.product(*map(range, mesh.shape)))
+
+
+def lay(tensor: torch.Tensor, placements: Placements, mesh: Mesh) -> Pieces:
+    """Every rank's piece of a tensor; of a sum in parts, parts that are nothing special."""
+    shares = {coordinate: tensor.clone() for coordinate in coordinates(mesh)}
+    summed = [axis for axis, placement in enumerate(placements) if is_partial(placement)]
+    for axis in summed:
+        shares = {
+            place: _part(share, place[axis], mesh.shape[axis], hash(tuple(place[a] for a in summed if a < axis)))
+            for place, share in shares.items()
+        }
+    return {coordinate: _cut(share, placements, mesh, coordinate) for coordinate, share in shares.items()}
+
+
+def _part(whole: torch.Tensor, number: int, count: int, seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed % 2**31)
+    parts = [
+        torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole.dtype) for _ in range(count - 1)
+    ]
+    return parts[number] if number < count - 1 else whole - sum(parts)
+
+
+def _cut(tensor: torch.Tensor, placements: Placements, mesh: Mesh, coordinate: Coordinate) -> torch.Tensor:
+    sizes, offsets = local_box(tensor.shape, mesh, placements, coordinate)
+    for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
+def assemble(pieces: Pieces, placements: Placements, shape: Sequence[int], mesh: Mesh) -> torch.Tensor:
+    """The whole tensor of pieces that lie so; an AssertionError where ranks that should hold the same do not."""
+    any_piece = next(iter(pieces.values()))
+    whole = torch.zeros(tuple(shape), dtype=any_piece.dtype)
+    summed = [axis for axis, placement in enumerate(placements) if is_partial(placement)]
+    copied = [axis for axis, placement in enumerate(placements) if placement == REPLICATE]
+    for coordinate, piece in pieces.items():
+        sizes, offsets = local_box(shape, mesh, placements, coordinate)
+        assert tuple(piece.shape) == sizes, f"a piece of {tuple(piece.shape)} where {sizes} was expected"
+        first = tuple(0 if axis in copied else place for axis, place in enumerate(coordinate))
+        torch.testing.assert_close(piece, pieces[first], **tolerance([piece]))
+        if first == coordinate:
+            place = whole
+            for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
+                place = place.narrow(dim, offset, size)
+            place.copy_(place + piece if summed else piece)
+    return whole
+
+
+class Talker:
+    """All ranks' talk: threads meet and each takes the sum or the largest of what they brought."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self.brought: dict[Any, dict[Coordinate, torch.Tensor]] = defaultdict(dict)
+        self.turns: Counter[Any] = Counter()
+        self.change = threading.Condition()
+
+    def of(self, coordinate: Coordinate) -> Any:
+        def talk(tensor: torch.Tensor, op: str, axes: tuple[int, ...]) -> torch.Tensor:
+            rest = tuple(-1 if axis in axes else place for axis, place in enumerate(coordinate))
+            with self.change:
+                meeting = (axes, rest, self.turns[coordinate, axes])
+                self.turns[coordinate, axes] += 1
+                self.brought[meeting][coordinate] = tensor.detach()
+                self.change.notify_all()
+                count = torch.Size([self.mesh.shape[axis] for axis in axes]).numel()
+                assert self.change.wait_for(lambda: len(self.brought[meeting]) == count, timeout=20), "ranks disagree"
+                tensors = torch.stack([self.brought[meeting][key] for key in sorted(self.brought[meeting])])
+            return tensors.sum(0) if op == "sum" else tensors.amax(0)
+
+        return talk
+
+
+def run_pieces(node: fx.Node, chosen: Sequence[Option], given: list[Pieces], mesh: Mesh, state: RandomState) -> Any:
+    """The op on every rank: {coordinate: tuple of its outputs}."""
+    inputs = tuple(tuple(option.inputs[i] for option in chosen) for i in range(len(given)))
+    count = len(chosen[0].outputs)
+    outputs = tuple(tuple(option.outputs[i] for option in chosen) for i in range(count))
+    local = next((option.local for option in chosen if option.local), None)
+    talker = Talker(mesh)
+
+    def run(coordinate: Coordinate) -> tuple[torch.Tensor, ...]:
+        mine = iter([pieces[coordinate] for pieces in given])
+        tensors = set(Call(node).tensors)
+        args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(mine) if n in tensors else n)
+        if local is None:
+            result = node.target(*args, **kwargs)  # type: ignore[operator]
+        else:
+            place = Place(node, mesh, coordinate, inputs, outputs, talker.of(coordinate), state)
+            result = REWRITES[local](place, *args, **kwargs)
+        return tensors_of(result)
+
+    if local is None:
+        return {coordinate: run(coordinate) for coordinate in coordinates(mesh)}
+    with ThreadPoolExecutor(mesh.size()) as pool:
+        return dict(zip(coordinates(mesh), pool.map(run, coordinates(mesh)), strict=True))
+
+
+def check_option(node: fx.Node, chosen: Sequence[Option], values: Sequence[torch.Tensor], mesh: Mesh) -> None:
+    """Outputs and gradients of the op on pieces are those of the op on whole tensors."""
+    state = RandomState(seed=3)
+    single = Mesh.describe((1,) * mesh.ndim, mesh.names)
+    learns = [value.is_floating_point() and not _is_class_weight(node, i) for i, value in enumerate(values)]
+    leaves = [v.detach().clone().requires_grad_(learn) for v, learn in zip(values, learns, strict=True)]
+    alone = [{(0,) * mesh.ndim: leaf} for leaf in leaves]
+    expected = run_pieces(node, chosen, alone, single, state)[(0,) * mesh.ndim]  # also a rewrite is the op on one rank
+    own = options(node)[0].local
+    close = tolerance([*values, *expected])
+    if own is None:
+        for mine, plain in zip(expected, run_whole(node, leaves), strict=True):
+            torch.testing.assert_close(mine, plain, **close)
+    given = [lay(v, tuple(o.inputs[i] for o in chosen), mesh) for i, v in enumerate(values)]
+    for pieces, learn in zip(given, learns, strict=True):
+        for piece in pieces.values():
+            piece.requires_grad_(learn)
+    results = run_pieces(node, chosen, given, mesh, state)
+    for i, whole in enumerate(expected):
+        placements = tuple(option.outputs[i] for option in chosen)
+        made = assemble({c: r[i].detach() for c, r in results.items()}, placements, whole.shape, mesh)
+        torch.testing.assert_close(made, whole.detach(), **close)
+    _check_gradients(close, chosen, leaves, expected, given, results, mesh)
+
+
+def _is_class_weight(node: fx.Node, i: int) -> bool:
+    """Of a loss, for which torch has no gradient."""
+    return "loss" in target_name(node.target) and Call(node).names[i] == "weight"
+
+
+def _check_gradients(
+    close: dict[str, Any],
+    chosen: Sequence[Option],
+    leaves: list[torch.Tensor],
+    expected: tuple[torch.Tensor, ...],
+    given: list[Pieces],
+    results: Any,
+    mesh: Mesh,
+) -> None:
+    tracked = [i for i, whole in enumerate(expected) if whole.requires_grad]
+    if not tracked:
+        return
+    seeds = [torch.randn(whole.shape, dtype=torch.float64).to(whole.dtype) for whole in expected]
+    wanted = [leaf for leaf in leaves if leaf.requires_grad]
+    whole_grads = torch.autograd.grad(
+        [expected[i] for i in tracked], wanted, [seeds[i] for i in tracked], allow_unused=True
+    )
+    laid = {i: lay(seeds[i], tuple(output_gradient(o.outputs[i]) for o in chosen), mesh) for i in tracked}
+    numbers = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+
+    def backward(coordinate: Coordinate) -> list[torch.Tensor]:
+        own = [i for i in tracked if results[coordinate][i].requires_grad]
+        pieces = [given[n][coordinate] for n in numbers]
+        if not own:
+            return [torch.zeros_like(piece) for piece in pieces]
+        seeded = [laid[i][coordinate] for i in own]
+        found = torch.autograd.grad([results[coordinate][i] for i in own], pieces, seeded, allow_unused=True)
+        return [torch.zeros_like(p) if grad is None else grad for p, grad in zip(pieces, found, strict=True)]
+
+    with ThreadPoolExecutor(mesh.size()) as pool:  # a backward may talk too
+        grads = dict(zip(coordinates(mesh), pool.map(backward, coordinates(mesh)), strict=True))
+    local_grads = {number: {c: grads[c][k] for c in grads} for k, number in enumerate(numbers)}
+    for number, grad in zip(numbers, whole_grads, strict=True):
+        reference = torch.zeros_like(leaves[number]) if grad is None else grad
+        placements = tuple(option.gradient(number) for option in chosen)
+        made = assemble(local_grads[number], placements, reference.shape, mesh)
+        torch.testing.assert_close(made, reference, **close)
+
+
+def run_whole(node: fx.Node, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    mine = iter(leaves)
+    tensors = set(Call(node).tensors)
+    args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(mine) if n in tensors else n)
+    return tensors_of(node.target(*args, **kwargs))  # type: ignore[operator]
+
+
+def tolerance(tensors: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """By the coarsest of some tensors."""
+    single = any(tensor.dtype == torch.float32 for tensor in tensors)
+    return {"rtol": 2e-4 if single else 1e-9, "atol": 2e-4 if single else 1e-9, "equal_nan": True}
+
+
+def run_graph(
+    trace: Trace, values: dict[str, torch.Tensor], state: RandomState
+) -> Iterator[tuple[fx.Node, list[torch.Tensor]]]:
+    """Every op of a trace with the (whole) tensors that reach it, from the placeholders' values."""
+    known: dict[tuple[str, int], torch.Tensor] = {(name, 0): value for name, value in values.items()}
+    mesh = Mesh.describe((1,), ("one",))
+    for node in trace.graph.nodes:
+        if node.op != "call_function":
+            continue
+        given = [known[source] for source in producers(node)]
+        yield node, given
+        if target_name(node.target) == "getitem":
+            results: Any = (given[0],)
+        else:
+            pieces = [{(0,): value} for value in given]
+            results = run_pieces(node, [options(node)[0]], pieces, mesh, state)[(0,)]
+        known.update({(node.name, i): result.detach() for i, result in enumerate(results)})
+
+
+def fits(node: fx.Node, chosen: Sequence[Option], values: Sequence[torch.Tensor], mesh: Mesh) -> bool:
+    for i, value in enumerate(values):
+        if not divides(tuple(value.shape), tuple(option.inputs[i] for option in chosen), mesh.shape):
+            return False
+    for i, result in enumerate(Call(node).results):
+        if not divides(tuple(result.shape), tuple(option.outputs[i] for option in chosen), mesh.shape):
+            return False
+    return True

@@ -1,0 +1,42 @@
+"""Tasks whose batches 2, 4 and 8 ranks can share, of the models that every plan is proved on."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from tests.equivalence import tasks
+from unisono.train.task import Task
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+from gpt import GPT, Config
+from quickstart import quickstart
+
+ROWS = 8
+
+
+def even(task: Task) -> Task:
+    def batch(seed: int) -> Any:
+        return tree_map(lambda leaf: leaf[:ROWS] if isinstance(leaf, torch.Tensor) else leaf, task.batch(seed))
+
+    return replace(task, batch=batch)
+
+
+def _gpt() -> nn.Module:
+    return GPT(Config(vocabulary=32, context=16, width=16, heads=4, layers=1, dropout=0.1))
+
+
+TASKS = {
+    "quickstart": quickstart,
+    "mlp": even(tasks.mlp),
+    "gpt": replace(even(tasks.gpt), model=_gpt),
+    "unpacked": replace(even(tasks.gpt), model=_gpt),  # fused projections are taken apart when it is traced
+    "conv": even(tasks.conv),
+    "llama": even(tasks.llama),
+}

@@ -1,0 +1,215 @@
+"""Marks count or are errors; propagation keeps them and gives the rest what costs least."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import unisono as uni
+from tests.graph import hugging_face
+from unisono.errors import UsageError
+from unisono.graph import cost
+from unisono.graph.assignment import Assignment
+from unisono.graph.propagate import propagate
+from unisono.graph.strategy import batch_marks
+from unisono.graph.trace import Trace, trace
+from unisono.mesh.mesh import Mesh
+from unisono.mesh.route import find_route
+
+R, S = uni.Replicate(), uni.Shard
+MESH = Mesh.describe((2, 4), ("dp", "mp"))
+EXAMPLE = (torch.zeros(16, 32), torch.zeros(16, 16))
+
+
+class Net(nn.Module):
+    """The quickstart of seeds/003: one hidden layer, with one matmul marked."""
+
+    def __init__(self, in_strategy: Any = ((2, 4), (4, 1))) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(32, 16))
+        self.weight2 = nn.Parameter(torch.randn(16, 16))
+        self.matmul = uni.shard(torch.matmul, in_strategy=in_strategy)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.matmul(torch.relu(self.matmul(x, self.weight)), self.weight2)
+
+
+def _forward_collectives(assignment: Assignment) -> list[tuple[str, str, tuple[int, ...]]]:
+    """(source, kind, axes) of everything that talks in the forward pass."""
+    found = []
+    for move in assignment.reshards():
+        route = find_route(move.spec.shape, 4, assignment.mesh.shape, move.lies, move.wanted)
+        found += [(move.source, step.kind, step.axes) for step in route if step.talks]
+    return found
+
+
+def test_the_quickstart_gives_the_published_strategies() -> None:
+    traced = trace(Net(), (EXAMPLE[0], None))
+    found = propagate(traced, MESH, fully_use_devices=True)
+    assert found.strategy("matmul") == ((2, 4), (4, 1))
+    assert found.strategy("relu") == ((2, 4),)
+    assert found.strategy("matmul_1") == ((2, 4), (4, 1))
+    assert [found.local_shape(name) for name in ("input_0", "p_weight", "matmul")] == [(8, 8), (8, 16), (8, 16)]
+    assert found.local_shape("relu") == (8, 4)
+    assert [found.local_shape(name) for name in ("p_weight2", "matmul_1")] == [(4, 16), (8, 16)]
+    # Where MindSpore sums over (0, 1, 2, 3) and slices, the sum is scattered at once, for half the bytes.
+    talk = _forward_collectives(found)
+    assert [step for step in talk if step[1] == "reduce_scatter"] == [("matmul", "reduce_scatter", (1,))]
+    assert ("matmul", "all_reduce", (1,)) not in talk
+    assert MESH.groups("mp")[0] == (0, 1, 2, 3)
+    move = next(move for move in found.reshards() if move.source == "matmul")
+    all_reduce = 2 * 8 * 16 * 4 * 3 / 4
+    assert cost.of_reshard(move, MESH).forward_bytes == all_reduce / 2
+
+
+def test_without_full_use_a_wave_ends_where_whole_is_cheaper() -> None:
+    found = propagate(trace(Net(), EXAMPLE, F.mse_loss), MESH)
+    assert found.strategy("relu") == ((2, 1),)
+    assert found.strategy("matmul_1") == ((2, 1), (1, 1))
+
+
+def test_two_marks_a_layer_make_megatrons_layout() -> None:
+    mesh = Mesh.describe((2, 2), ("dp", "tp"))
+    for name, columns, rows in (
+        ("llama", ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")),
+        ("bert", ("query", "key", "value", "intermediate.dense"), ("attention.output.dense", "0.output.dense")),
+    ):
+        model = hugging_face.model(name)
+        for parameter in dict(model.named_parameters()):
+            if parameter.endswith(("q_proj.weight", "up_proj.weight", "query.weight", "intermediate.dense.weight")):
+                uni.mark(model, parameter, mesh, [R, S(0)])
+        traced = trace(model, hugging_face.batch(name), hugging_face.loss)
+        found = propagate(traced, mesh, batch_marks(traced, mesh, "dp"))
+        for node, parameter in traced.parameters.items():
+            layer = parameter.removesuffix(".weight")
+            cut = S(0) if layer.endswith(columns) else S(1) if layer.endswith(rows) else None
+            if cut is not None and parameter.endswith(".weight"):
+                assert found.layout(node) == (R, cut), parameter
+        tensor_parallel = [step for step in _forward_collectives(found) if step[2] == (1,)]
+        assert [kind for _, kind, _ in tensor_parallel] == ["all_reduce"] * 2  # one a half of the layer
+        assert not found.notes
+
+
+def test_fused_projections_are_cut_part_by_part() -> None:
+    mesh = Mesh.describe((1, 2), ("dp", "tp"))
+    model = hugging_face.model("gpt2").eval()
+    for parameter in ("transformer.h.0.attn.c_attn.weight", "transformer.h.0.mlp.c_fc.weight"):
+        uni.mark(model, parameter, mesh, [R, S(1)])
+    found = propagate(trace(model, hugging_face.batch("gpt2"), hugging_face.loss, unpacked=True), mesh)
+    for part in range(3):
+        assert found.layout(f"p_transformer_h_0_attn_c_attn_weight_part{part}") == (R, S(1))
+    assert found.layout("p_transformer_h_0_attn_c_proj_weight") == (R, S(0))
+    assert found.layout("p_transformer_h_0_mlp_c_proj_weight") == (R, S(0))
+    assert [kind for _, kind, axes in _forward_collectives(found) if axes == (1,)] == ["all_reduce"] * 2
+
+
+class Marked(nn.Module):
+    """Marks of every kind inside a forward."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        super().__init__()
+        self.mesh = mesh
+        self.up = nn.Linear(8, 16, bias=False)
+        self.down = nn.Linear(16, 8, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = uni.shard_tensor(x, self.mesh, [S(0), R])
+        hidden = uni.shard_op(self.up, self.mesh, inputs=[None], outputs=[[S(0), S(1)]])(x)
+        return uni.reshard(self.down(F.relu(hidden)), self.mesh, [S(0), S(1)]) * 2
+
+
+def test_marks_in_a_forward_are_kept() -> None:
+    traced = trace(Marked(MESH), (torch.zeros(4, 8), None))
+    found = propagate(traced, MESH)
+    assert found.wanted("linear", 0) == (S(0), R)
+    assert found.layout("linear") == (S(0), S(1))
+    assert found.layout("p_up_weight") == (R, S(0))
+    assert found.wanted("mul", 0) == (S(0), S(1))
+    x = torch.randn(4, 8)
+    model = Marked(MESH)
+    torch.testing.assert_close(model(x), F.relu(x @ model.up.weight.T) @ model.down.weight.T * 2)  # without ranks
+
+
+def test_a_parameter_is_marked_through_its_tensor_too() -> None:
+    model = Net()
+    assert uni.shard_tensor(model.weight2, MESH, [R, S(1)]) is model.weight2
+    found = propagate(trace(model, EXAMPLE, F.mse_loss), MESH)
+    assert found.layout("p_weight2") == (R, S(1))
+    assert found.wanted("matmul_1", 1) == (R, S(1))
+
+
+def test_a_dropped_mark_is_an_error() -> None:
+    model = Net()
+    uni.shard(torch.relu, in_strategy=((2, 4),))
+    with pytest.raises(UsageError, match=r"relu marked at test_marks.py:\d+: .* thrown away and never called"):
+        trace(model, EXAMPLE, F.mse_loss)
+    trace(model, EXAMPLE, F.mse_loss)  # it is said once
+    model.second = uni.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))  # type: ignore[assignment]
+    with pytest.raises(UsageError, match=r"second .* was not called"):
+        trace(model, EXAMPLE, F.mse_loss)
+    model.second.called = True  # its end is not another test's
+
+
+@pytest.mark.parametrize(
+    ("strategy", "message"),
+    [
+        (((2,), (4, 1)), r"strategy \(2,\) has 1 numbers for an input of shape \(16, 32\)"),
+        (((2, 4),), "names 1 inputs, but was called with 2 tensors"),
+        (((3, 4), (4, 1)), "does not divide the input"),
+        (((4, 4), (4, 1)), "16 pieces, which do not divide the 8 ranks"),
+        (((8, 1), (2, 4)), "cannot be satisfied on"),
+        (((1, 2), (1, 4)), "cannot be satisfied on"),
+        (((2, 2), (2, 1)), "no axes multiply to its numbers"),
+        (((2, 0), (4, 1)), "expected whole numbers of at least 1"),
+        (((4, 2), (1, 8)), "cannot be satisfied"),
+        ((16, 2), "expected a tuple of tuples"),
+    ],
+)
+def test_a_strategy_that_is_off(strategy: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        propagate(trace(Net(strategy), EXAMPLE, F.mse_loss), MESH)
+
+
+def test_marks_that_contradict_or_do_not_fit() -> None:
+    model = Net()
+    with pytest.raises(UsageError, match=r"no parameter or buffer 'other.weight'"):
+        uni.mark(model, "other.weight", MESH, [R, R])
+    with pytest.raises(UsageError, match="expected a list of 2"):
+        uni.mark(model, "weight", MESH, [R])
+    uni.mark(model, "weight", Mesh.describe((8,), ("tp",)), [S(0)])
+    with pytest.raises(UsageError, match=r"a mark is for Mesh\(tp=8\) .* but the program is for"):
+        propagate(trace(model, EXAMPLE, F.mse_loss), MESH)
+    twice = trace(Net(), EXAMPLE, F.mse_loss)
+    with pytest.raises(UsageError, match="marked twice"):
+        propagate(twice, MESH, [*batch_marks(twice, MESH, "dp"), *batch_marks(twice, MESH, "mp")])
+
+
+def test_an_op_without_a_rule_is_whole_and_noted() -> None:
+    class Odd(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.linalg.matrix_exp(x) * 2
+
+    traced: Trace = trace(Odd(), (torch.zeros(8, 4, 4), None))
+    found = propagate(traced, MESH, batch_marks(traced, MESH, "dp"))
+    ((name, note),) = found.notes.items()
+    assert "no rule for aten.linalg_matrix_exp.default" in note
+    assert found.layout(name) == (R, R)
+
+
+def _trace_of_a_spread_model(comm: Any) -> tuple[Any, ...]:
+    mesh = uni.Mesh((comm.size,), ("tp",))
+    model = nn.Sequential(nn.Linear(8, 16, bias=False), nn.ReLU(), nn.Linear(16, 8, bias=False))
+    model[0].weight = uni.shard_tensor(model[0].weight, mesh, [S(0)])  # type: ignore[assignment]
+    dropped = model[2].weight
+    uni.shard_tensor(dropped, mesh, [S(1)])  # what it returns is dropped: the parameter itself is marked
+    found = propagate(trace(model, (torch.zeros(4, 8), None)), mesh)
+    return found.layout("p_0_weight"), found.layout("p_2_weight"), found.layout("relu"), found.local_shape("p_0_weight")
+
+
+def test_parameters_that_are_on_a_mesh_count_as_marked(pools: Any) -> None:
+    for answer in pools("gloo", 2).run(_trace_of_a_spread_model):
+        assert answer == ((S(0),), (S(1),), (S(1),), (8, 8))

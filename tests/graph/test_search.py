@@ -1,0 +1,148 @@
+"""Searches for placements: as good as the hand-written layout of tensor parallelism, or better."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from unisono.errors import UsageError
+from unisono.graph import cost, dynamic, exact
+from unisono.graph.cost import Link
+from unisono.graph.marks import Mark, Wish
+from unisono.graph.problem import Problem, Rates
+from unisono.graph.propagate import propagate
+from unisono.graph.trace import Trace, trace
+from unisono.mesh.mesh import Mesh
+
+TP = Mesh.describe((2,), ("tp",))
+TALK_ONLY = Rates(flops=1e30, memory=1e30, link=Link(1e-12, 1e10))  # what counts is what travels
+COLUMN = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "gate_proj",
+    "up_proj",
+    "query",
+    "key",
+    "value",
+    "intermediate.dense",
+    "fc1",
+    "wi",
+)
+COLUMN += ("SelfAttention.q", "SelfAttention.k", "SelfAttention.v")
+ROW = ("o_proj", "down_proj", "output.dense", "fc2", "SelfAttention.o", "wo")
+MODELS = ("llama", "gpt2", "bert", "vit", "mixtral", "t5")
+
+
+def net(width: int = 8) -> Trace:
+    model = nn.Sequential(nn.Linear(width, 2 * width), nn.ReLU(), nn.Linear(2 * width, width))
+    return trace(model, (torch.zeros(4, width), torch.zeros(4, width)), nn.functional.mse_loss)
+
+
+def chosen_by(problem: Problem, assignment: Any) -> dict[str, int]:
+    return {
+        name: [choice.options for choice in choices].index(assignment.options[name])
+        for name, choices in problem.choices.items()
+    }
+
+
+def test_exact_is_the_best_of_all() -> None:
+    """Every combination of choices of a net of few nodes, looked at one by one."""
+    model = nn.Linear(4, 4, bias=False)
+    found = trace(model, (torch.zeros(4, 4), torch.zeros(4, 4)), lambda y, t: ((y - t) ** 2).mean())
+    rates = Rates(flops=1e6, memory=1e6, link=Link(1e-6, 1e6))
+    problem = Problem.of(found, TP, rates=rates)
+    numbers = [range(len(choices)) for choices in problem.choices.values()]
+    best = min(problem.seconds(dict(zip(problem.choices, some, strict=True))) for some in itertools.product(*numbers))
+    assert problem.seconds(exact.solve(problem)) == pytest.approx(best, rel=1e-6)
+    assert problem.seconds(dynamic.solve(problem)) == pytest.approx(best, rel=1e-6)
+    problem = Problem.of(found, TP, rates=Rates(flops=1e12, memory=1e12, link=Link(1e-3, 1e6)))
+    alone = exact.solve(problem)
+    assert not any(option.splits for name, c in alone.items() for option in problem.choices[name][c].options)
+    problem.memory = 0.99 * problem.held(alone)
+    fitting = [
+        problem.seconds(chosen)
+        for some in itertools.product(*numbers)
+        if problem.held(chosen := dict(zip(problem.choices, some, strict=True))) <= problem.memory
+    ]
+    tight = exact.solve(problem)
+    assert problem.held(tight) <= problem.memory
+    assert problem.seconds(tight) == pytest.approx(min(fitting), rel=1e-6)
+
+
+def test_a_wide_table_of_frontiers_is_exact() -> None:
+    problem = Problem.of(net(64), TP, rates=Rates(flops=1e9, memory=1e9, link=Link(1e-6, 1e8)))
+    assert problem.seconds(dynamic.solve(problem)) == pytest.approx(problem.seconds(exact.solve(problem)), rel=1e-6)
+
+
+def test_marks_are_kept() -> None:
+    found = net()
+    weight = next(iter(found.parameters))
+    marks = [Mark(weight, 0, Wish(TP, (Shard(1),)))]
+    for search in (exact.exact, dynamic.dynamic):
+        assert search(found, TP, marks).layout(weight) == (Shard(1),)
+
+
+def test_what_cannot_fit_is_told() -> None:
+    for search in (exact.exact, dynamic.dynamic):
+        with pytest.raises(UsageError, match=r"fit 100 bytes a rank; parameters and activations need .* at least"):
+            search(net(), TP, memory=100)
+
+
+def test_two_axes() -> None:
+    mesh = Mesh.describe((2, 2), ("a", "b"))
+    found = exact.exact(net(64), mesh, rates=Rates(flops=1e9, memory=1e9, link=Link(1e-9, 1e9)), fully_use_devices=True)
+    products = [op.name for op in found.trace.ops if op.flops]
+    assert products
+    assert all(option.splits for name in products for option in found.options[name])
+
+
+def block(name: str) -> Trace:
+    from tests.graph import hugging_face
+
+    wide = {} if name in ("vit", "t5") else {"hidden_size": 128, "intermediate_size": 256}
+    if name == "t5":
+        import transformers as hf
+
+        config = hf.T5Config(vocab_size=32, d_model=32, d_kv=8, d_ff=64, num_layers=1, num_heads=4)
+        model: nn.Module = hf.T5EncoderModel(config)
+        tokens = hugging_face.batch("llama", 2)[0]
+        return trace(model, (tokens, torch.zeros(())), lambda outputs, _: outputs.last_hidden_state.square().mean())
+    return trace(hugging_face.model(name, **wide), hugging_face.batch(name, 2), hugging_face.loss)
+
+
+def by_hand(name: str, found: Trace) -> list[Mark]:
+    """The layout of Megatron: what opens a block is cut by columns, what closes it by rows."""
+    is_turned = name == "gpt2"  # its layers keep their weights the other way round
+    marks = []
+    for node, path in found.parameters.items():
+        layer = path.removesuffix(".weight")
+        if layer.endswith(COLUMN) or (is_turned and layer.endswith("c_fc")):
+            marks.append(Mark(node, 0, Wish(TP, (Shard(int(is_turned)),))))
+        elif layer.endswith(ROW) or (is_turned and layer.endswith("mlp.c_proj")):
+            marks.append(Mark(node, 0, Wish(TP, (Shard(int(not is_turned)),))))
+    return marks
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("transformers"), reason="transformers is not installed")
+@pytest.mark.parametrize("name", MODELS)
+def test_no_more_is_said_than_in_the_layout_by_hand(name: str) -> None:
+    found = block(name)
+    hand = propagate(found, TP, by_hand(name, found))
+    problem = Problem.of(found, TP, rates=TALK_ONLY)
+    problem.memory = problem.held(chosen_by(problem, hand))
+    best = problem.assignment(exact.solve(problem))
+    said, said_by_hand = cost.of_assignment(best).bytes, cost.of_assignment(hand).bytes
+    assert said_by_hand > 0
+    assert said <= said_by_hand
+    if name == "llama":
+        assert said == said_by_hand
+        for node, path in found.parameters.items():
+            if path.removesuffix(".weight").endswith(COLUMN + ROW):
+                assert best.layout(node) == hand.layout(node), path

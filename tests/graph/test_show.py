@@ -1,0 +1,136 @@
+"""What programs look like: the published quickstart, op by op, in text, page, drawing and files; no rank runs."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.graph.tasks import TASKS
+from unisono.cli import main
+from unisono.graph.account import account
+from unisono.graph.drawing import as_svg
+from unisono.graph.finding import find
+from unisono.graph.lowering import Lowered, lower
+from unisono.graph.native import _NATIVE, native
+from unisono.graph.page import as_page
+from unisono.graph.saving import save
+from unisono.graph.show import as_text
+from unisono.graph.trace import trace
+from unisono.mesh.mesh import Mesh
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+QUICKSTART, GPT = f"{EXAMPLES / 'quickstart.py'}:quickstart", f"{EXAMPLES / 'gpt.py'}:tiny"
+
+
+@pytest.fixture(scope="module")
+def quickstart() -> Lowered:
+    task = TASKS["quickstart"]
+    mesh = Mesh.describe((2, 4), ("dp", "mp"))
+    found = find(trace(task.model(), task.batch(0), task.loss), mesh, fully_use_devices=True)
+    return lower(found.trace, found, mesh)
+
+
+def test_the_quickstart_is_as_published(quickstart: Lowered) -> None:
+    text = as_text(quickstart)
+    lines = [line.partition("|")[2].strip() for line in text.splitlines()]
+    start = next(i for i, line in enumerate(lines) if line.startswith("matmul = "))
+    assert lines[start].endswith("strategy ((2,4),(4,1))")
+    assert lines[start + 1] == "f32[8,8] f32[8,16] -> f32[8,16]   [S0,S1] [R,S0] -> [S0,P]"
+    assert lines[start + 2] == "# quickstart.py:30"
+    assert lines[start + 4] == "forward: reduce_scatter over mp (0,1,2,3): (8,16) -> (8,4), sum, cuts dim 1, 384 B"
+    assert lines[start + 5] == "backward: all_gather over mp (0,1,2,3): (8,4) -> (8,16), joins dim 1, 384 B"
+    assert lines[start + 6] == "relu = relu(matmul_moved)   strategy ((2,4))"
+    assert lines[start + 7] == "f32[8,4] -> f32[8,4]   [S0,S1] -> [S0,S1]"
+    assert lines[start + 9].endswith("strategy ((2,4),(4,1))")
+    assert lines[start + 10].startswith("f32[8,4] f32[4,16] -> f32[8,16]")
+    between = lines[start : start + 10]
+    assert sum("reduce_scatter over" in line for line in between) == 1
+    assert not any("all_reduce" in line for line in between)
+    assert "f32[16,32] f32[32,16] -> f32[16,16]" in text  # the serial program beside it
+
+
+def test_every_rank_has_its_own_groups(quickstart: Lowered) -> None:
+    told = account(quickstart, rank=5)
+    assert told.forward[0].ranks == (4, 5, 6, 7)
+    assert told.sums[0].ranks == (1, 5)
+    assert {talk.kind for talk in told.forward} == {"reduce_scatter", "all_reduce"}
+
+
+def test_a_page_stands_alone(quickstart: Lowered) -> None:
+    page = as_page(quickstart, rank=3, title="a <title>")
+    assert "a &lt;title&gt;" in page
+    assert "prefers-color-scheme: dark" in page
+    assert 'name="viewport"' in page
+    assert not re.search(r'(src|href)="|https?://', page)
+    assert page.count('class="row op"') == len(list(quickstart.computes))
+    assert page.count('class="row move"') == len(list(quickstart.moves))
+
+
+def test_a_drawing_shows_collectives_in_colour(quickstart: Lowered) -> None:
+    drawing = as_svg(quickstart)
+    assert drawing.count("<circle") == len(list(quickstart.computes))
+    assert drawing.count(">reduce_scatter<") == 3  # the legend and two moves
+    assert "#2f9e44" in drawing
+
+
+def test_graphs_are_saved_after_each_pass(quickstart: Lowered, tmp_path: Path) -> None:
+    save(quickstart, tmp_path, range(8))
+    assert len(list(tmp_path.glob("rank_*/*"))) == 8 * 6
+    assert "strategy (2, 4)" in (tmp_path / "rank_0" / "1_marks.txt").read_text()
+    assert "strategy ((2,4),(4,1))" in (tmp_path / "rank_0" / "2_propagation.txt").read_text()
+    assert "f32[8,8] f32[8,16] -> f32[8,16]" in (tmp_path / "rank_7" / "3_local.txt").read_text()
+    assert "(4,5,6,7)" in (tmp_path / "rank_7" / "4_collectives.txt").read_text()
+    assert "v_relu = f_relu(v_matmul_moved)" in (tmp_path / "rank_0" / "5_program.py").read_text()
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "page.html"
+    assert main(["explain", QUICKSTART, "--mesh", "dp=2,mp=4,full", "--rank", "6"]) == 0
+    assert "over mp (4,5,6,7)" in capsys.readouterr().out
+    assert main(["explain", QUICKSTART, "--plan", "dp=2,tp=4", "--html", str(page)]) == 0
+    assert "rank 0 of 8" in page.read_text()
+    assert main(["explain", QUICKSTART, "--plan", "dp=2,pp=2"]) == 2
+    assert "only dp, tp and cp name its axes; use --plan dp=2" in capsys.readouterr().err
+    assert main(["explain", QUICKSTART, "--mesh", "dp=2", "--rank", "2"]) == 2
+    assert "ranks 0 to 1" in capsys.readouterr().err
+
+
+def test_verify_takes_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", QUICKSTART, "--program", "dp=2,mp=2", "-n", "2"]) == 2
+    assert "program dp=2,mp=2 needs 4 ranks, but there are 2" in capsys.readouterr().err
+    assert main(["verify", GPT, "--program", "dp=1", "--steps", "1", "--json"]) == 0
+    assert '"equivalent": true' in capsys.readouterr().out
+
+
+def test_native_calls_are_the_ops() -> None:
+    """A binding that took its arguments, or their defaults, in another way would show here."""
+    x, square = torch.rand(4, 6, dtype=torch.float64) + 0.1, torch.rand(4, 4, dtype=torch.float64)
+    index = torch.tensor([[0, 1], [2, 0]])
+    special = {
+        "layer_norm": (x, [6]), "rms_norm": (x, [6]), "group_norm": (x, 2), "embedding": (x, index), "linear": (x, x),
+        "addmm": (square, square, square), "transpose": (x, 0, 1), "permute": (x, [1, 0]), "t": (x,),
+        "reshape": (x, [2, 12]), "view": (x, [2, 12]), "expand": (x, [2, 4, 6]), "unsqueeze": (x, 1),
+        "squeeze": (x[:1], 0), "select": (x, 1, 2), "split_with_sizes": (x, [1, 3]), "cat": ([x, x], 1),
+        "stack": ([x, x], 1), "mean.dim": (x, [1], True), "sum.dim_IntList": (x, [0]), "pow": (x, 2.5),
+        "softmax": (x, 1, torch.float32), "log_softmax": (x, -1),
+        "conv2d": (x.view(1, 1, 4, 6), x.view(4, 1, 2, 3)[:, :, :1]),
+        "conv1d": (x.view(1, 4, 6), x.view(2, 4, 3)), "clamp": (x, 0.3), "where": (x > 0.5, x, -x),
+        "masked_fill": (x, x > 0.5, 3.0), "argmax": (x, 1), "topk": (x, 2), "cumsum": (x, 1),
+        "index_select": (x, 1, index[0]),
+        "gather": (x, 1, index), "logical_not": (x > 0.5,), "bitwise_and": (index, index),
+        "batch_norm": (x, None, None, None, None, True, 0.1, 1e-5, False),
+        "scaled_dot_product_attention": (x.view(1, 1, 4, 6),) * 3, "bmm": (square[None], square[None]),
+    }  # fmt: skip
+    for target in _NATIVE:
+        name = str(target).removeprefix("aten.")
+        op, overload = name.split(".")[:2]
+        given = special.get(name, special.get(op))
+        if given is None and overload == "Scalar":
+            given = (x, 0.5)
+        elif given is None:
+            tensors = [argument for argument in target._schema.arguments if str(argument.type) == "Tensor"]
+            given = (square,) * len(tensors)
+        torch.testing.assert_close(native(target)(*given), target(*given), rtol=0, atol=0, msg=str(target))

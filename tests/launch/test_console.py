@@ -1,0 +1,64 @@
+"""The console's lines, as a terminal would show them."""
+
+from __future__ import annotations
+
+import io
+import sys
+
+import pytest
+
+from unisono.launch.console import Console
+
+# What rich's progress bar writes: hide the cursor, rewrite the line, leave it, show the cursor.
+BAR = ("\x1b[?25l\r\x1b[2Ktrain   0%", "\r\x1b[2Ktrain  50%", "\r\x1b[2Ktrain 100%\n\x1b[?25h")
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def screen(written: str) -> list[str]:
+    """The lines that a terminal shows: understands carriage returns, erasing and the cursor's visibility."""
+    lines, column = [""], 0
+    rest = written.replace("\x1b[?25l", "").replace("\x1b[?25h", "")
+    while rest:
+        if rest.startswith(("\x1b[K", "\x1b[2K")):
+            whole = rest.startswith("\x1b[2K")
+            lines[-1] = " " * column if whole else lines[-1][:column]
+            rest = rest[4 if whole else 3 :]
+            continue
+        if rest[0] == "\n":
+            lines.append("")
+            column = 0
+        elif rest[0] == "\r":
+            column = 0
+        else:
+            lines[-1] = lines[-1][:column].ljust(column) + rest[0] + lines[-1][column + 1 :]
+            column += 1
+        rest = rest[1:]
+    return lines
+
+
+def test_a_progress_bar_keeps_its_label_to_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stdout", terminal)
+    console = Console()
+    seen = []
+    for piece in BAR:
+        console.write(0, "out", piece)
+        seen.append(screen(terminal.getvalue())[0])
+    assert seen == ["[0] train   0%", "[0] train  50%", "[0] train 100%"]
+    console.write(1, "out", "beside it\n")
+    console.flush()
+    assert screen(terminal.getvalue()) == ["[0] train 100%", "[1] beside it", ""]
+
+
+def test_elsewhere_only_the_last_state_is_written(monkeypatch: pytest.MonkeyPatch) -> None:
+    file = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", file)
+    console = Console()
+    for piece in BAR:
+        console.write(0, "out", piece)
+    console.flush()
+    assert file.getvalue() == "[0] train 100%\n"

@@ -1,0 +1,120 @@
+"""The search: what it finds, how it says why not, and that its quick forms agree with playing schedules."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from unisono.errors import UsageError
+from unisono.plan.balance import balanced, quickly_balanced
+from unisono.plan.explain import why_not
+from unisono.plan.hardware import Hardware
+from unisono.plan.plan import Plan
+from unisono.plan.portrait import Portrait, Segment, Weight, Work
+from unisono.plan.search import Search, choose
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
+H100 = Hardware.read("h100")
+
+
+def portrait(layers: int = 24, width: int = 4096, batch: int = 256) -> Portrait:
+    """A GPT in figures: a block of two regions, 12 width^2 parameters."""
+    tokens, h = 2048, width
+    hidden = 2.0 * tokens * h
+    mlp = 2.0 * tokens * 12 * h * h
+    works = (
+        Work("norm", "memory", moved=2 * hidden, saved=hidden),
+        Work("column", "matmul", flops=0.6 * mlp, moved=5 * hidden, weights=14.0 * h * h, saved=hidden, is_cut=True,
+             saved_is="gathered"),
+        Work("core", "attention", flops=4.0 * tokens**2 * h, moved=4 * hidden, saved=4 * hidden, is_cut=True,
+             saved_is="cut", is_core=True, core_saved=hidden / 64),
+        Work("row", "matmul", flops=0.4 * mlp, moved=5 * hidden, weights=10.0 * h * h, saved=5 * hidden, is_cut=True,
+             saved_is="cut"),
+    )  # fmt: skip
+    block = Segment(
+        works, (Weight("up", (8 * h, h), 2, 0), Weight("down", (h, 4 * h), 2, 1)), (hidden,) * 2, (hidden,) * 2
+    )
+    before = Segment((Work("embed", "memory", moved=hidden),), (Weight("tokens", (50000, h), 2, 0),), in_blocks=False)
+    head = Work("head", "matmul", flops=2.0 * tokens * h * 50000, moved=hidden, saved=tokens * 50000 * 2.0, is_cut=True,
+                saved_is="cut")  # fmt: skip
+    after = Segment((head,), (Weight("head", (50000, h), 2, 0),), in_blocks=False)
+    return Portrait("figures", batch, before, (block,) * layers, after, hidden, "bfloat16", length=tokens)
+
+
+def test_a_model_that_fits_one_device_is_replicated() -> None:
+    plan = choose(portrait(layers=12, width=1024, batch=64), 8, H100)
+    assert (plan.dp, plan.tp, plan.pp, plan.cp) == (8, 1, 1, 1)
+
+
+def test_a_larger_model_is_cut_and_fits() -> None:
+    search = Search(portrait(layers=48, width=8192), 64, H100)
+    result = search.run(5)
+    assert all(each.fits and each.plan.world == 64 for each in result.candidates)
+    assert result.best.plan.tp * result.best.plan.pp > 1 or result.best.plan.zero == 3
+    assert result.candidates == sorted(result.candidates, key=lambda each: each.seconds)
+    told = {each.change: each.reason for each in why_not(search, result.best)}
+    assert any("needs" in reason and "GiB of 74" in reason for reason in told.values())
+    assert any(reason.startswith("+") and "(" in reason for reason in told.values())
+
+
+def test_tp_across_nodes_loses_and_says_so() -> None:
+    search = Search(portrait(layers=48, width=8192), 64, H100)
+    best = search.judged(Plan(tp=8, dp=8, zero=1, sequence=True, microbatches=8), played=True)
+    told = {each.change: each.reason for each in why_not(search, best)}
+    assert told["tp=16"].startswith("+")
+    assert told["tp=16"].endswith("(tp crosses nodes)")
+
+
+def test_nothing_fits() -> None:
+    tight = replace(H100, memory=4 * 2**30)
+    with pytest.raises(UsageError, match=r"none of .* plans for 8 devices fits figures: the smallest, .* GiB of 3\.7"):
+        choose(portrait(layers=48, width=8192), 8, tight)
+
+
+def test_what_the_job_does_not_allow_is_not_chosen() -> None:
+    search = Search(portrait(), 16, H100, lambda plan: "no tp here" if plan.tp > 1 else None)
+    result = search.run(20)
+    assert all(each.plan.tp == 1 for each in result.candidates)
+    assert "cannot: no tp here" in [each.reason for each in why_not(search, result.best)]
+
+
+def test_quick_forms_agree_with_played_schedules() -> None:
+    search = Search(portrait(), 16, H100)
+    for text in (
+        "dp=4,pp=4,microbatches=16",
+        "dp=4,pp=4,microbatches=16,schedule=interleaved,chunks=2",
+        "dp=4,pp=4,microbatches=16,schedule=zb1p",
+        "dp=2,pp=8,microbatches=64",
+        "dp=4,pp=4,microbatches=4",
+    ):
+        plan = Plan.parse(text)
+        quick, played = (search.judged(plan, played=each).seconds for each in (False, True))
+        assert quick == pytest.approx(played, rel=0.06), text
+
+
+def test_quick_balance_has_the_lowest_peak() -> None:
+    for costs, stages in (
+        ([1.5, 1, 1, 1, 1, 1, 3], 3),
+        ([1] * 12, 5),
+        ([3, 1, 1, 1, 1, 1, 1, 4], 4),
+        ([1, 9, 1, 1], 2),
+    ):
+        assert _peak(costs, quickly_balanced(costs, stages)) == _peak(costs, balanced(costs, stages))
+
+
+def _peak(costs: list[float], starts: tuple[int, ...]) -> float:
+    ends = (*starts[1:], len(costs))
+    return max(sum(costs[low:high]) for low, high in zip(starts, ends, strict=True))
+
+
+def test_a_plan_carries_boundaries() -> None:
+    plan = Plan.parse("pp=3,microbatches=3,boundaries=0+5+9")
+    assert plan.boundaries == (0, 5, 9)
+    assert Plan.parse(str(plan)) == plan
+    with pytest.raises(UsageError, match=r"boundaries=1\+5; expected the first block of each stage, rising from 0"):
+        Plan.parse("pp=2,boundaries=1+5")
+    with pytest.raises(UsageError, match="but pp=1"):
+        Plan.parse("boundaries=0+5")

@@ -1,0 +1,84 @@
+"""`unisono plan` from end to end, and a dry run of one rank of many."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+
+import pytest
+
+from tests.equivalence import tasks
+from tests.ranks import RankPool
+from unisono.cli import main
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.plan.hardware import Hardware
+from unisono.plan.plan import Plan
+from unisono.train import auto
+from unisono.train.auto import Choice
+from unisono.train.dry_run import dry_run, run_here
+from unisono.train.planning import Planner, choose
+
+TASK = "examples/gpt.py:tiny"
+
+
+def test_the_command_ranks_plans_and_says_why_not(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", TASK, "--devices", "8", "--hardware", "h100", "--top", "3", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [each["seconds"] for each in told["plans"]] == sorted(each["seconds"] for each in told["plans"])
+    assert all(Plan.parse(each["plan"]).world == 8 for each in told["plans"])
+    assert all(each["memory"] == pytest.approx(sum(each["memory_parts"].values())) for each in told["plans"])
+    assert any(each["reason"].startswith("+") for each in told["why_not"])
+    assert main(["plan", TASK, "--devices", "8", "--hardware", "h100", "--plan", "dp=4,tp=2,sp,zero=1"]) == 0
+    assert "why not" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--devices", "0", "--hardware", "h100"], "--devices 0: expected at least 1"),
+        (["--devices", "8", "--hardware", "nowhere.toml"], "there is no file nowhere.toml"),
+        (["--devices", "8", "--hardware", "h100", "--rank", "8"], "--rank 8: expected one of 0 to 7"),
+        (["--devices", "8", "--hardware", "h100", "--plan", "dp=2"], "plan dp=2 needs 2 ranks"),
+        (["--devices", "8", "--hardware", "h100", "--plan", "dp=1,tp=8"], "tp=8 does not divide"),
+    ],
+)
+def test_bad_words_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", TASK, *words]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_only_plans_that_the_task_can_run_under() -> None:
+    hardware = Hardware.read("h100")
+    planner = Planner(tasks.conv, hardware)  # BatchNorm: no microbatches; no attention: no cp
+    assert "BatchNorm" in (planner.allows(Plan(dp=2, microbatches=2)) or "")
+    assert planner.search(2).refusal(Plan(cp=2)) is not None
+    assert choose(tasks.conv, 2, hardware).microbatches == 1
+    assert Planner(tasks.gpt, hardware).allows(Plan(tp=8)) is not None  # four heads
+
+
+def test_a_dry_run_has_the_predicted_state() -> None:
+    """Rank 5 of 256 in a process of its own: what it holds is what the planner says."""
+    plan = Plan.parse("dp=64,tp=4,sp,zero=1")
+    planner = Planner(tasks.gpt, Hardware.read("h100"), batch=64)
+    found = dry_run("tests/equivalence/tasks.py:gpt", plan, rank=5, batch=64, steps=1)
+    search = planner.search(256)
+    expected = search.memory._state(plan, search.stages(plan), 0)
+    parameters, _, optimizer = expected.bytes(plan, planner.portrait.optimizer)
+    assert found.seconds > 0
+    # Rows that 64 ranks do not divide: some hold one more than others. Adam counts its steps beside them.
+    assert parameters < found.state <= parameters + optimizer + 4 * 64
+    with pytest.raises(UsageError, match="is in stage 1 of the pipeline"):
+        run_here(tasks.gpt, Plan(pp=2, microbatches=2), rank=1)
+
+
+def test_auto_finds_one_plan_on_all_ranks(pools: Callable[[str, int], RankPool]) -> None:
+    first, second = pools("gloo", 2).run(_chosen)
+    assert first == second
+    assert first.plan.world == 2
+    assert first.seconds > 0
+
+
+def _chosen(comm: Communicator) -> Choice:
+    task = tasks.gpt
+    return auto.choose(task.model, task.loss, task.optimizer, task.batch(0), comm, task.rules)
