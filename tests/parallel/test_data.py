@@ -164,8 +164,8 @@ def overlapped(comm: Communicator) -> tuple[int, int, int]:
     with traffic.counted() as seen:
         model(torch.ones(1, 8)).sum().backward()
         data.finish()
-    flags = 4  # one byte a parameter says whether it has a gradient
-    return left[0], seen.calls["all_reduce"] - 1, (seen.payload["all_reduce"] - flags) // 4
+    flags = 4  # a number for each parameter says how many ranks have a gradient
+    return left[0], seen.calls["all_reduce"], seen.payload["all_reduce"] // 4 - flags
 
 
 def test_buckets_leave_during_the_backward(pools: Pools) -> None:

@@ -20,7 +20,7 @@ from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.bucket import Bucket, bucket_bytes_for, buckets_of, summed_axes
 from unisono.parallel.layout import layout_of
-from unisono.parallel.reducer import Reducer
+from unisono.parallel.reducer import Missing, Reducer
 from unisono.plan.plan import REPLICAS
 
 
@@ -34,7 +34,24 @@ def sum_gradients(model: nn.Module, mesh: Mesh) -> None:
             mesh.comm(*axes).all_reduce(parameter.grad)
 
 
-class DataParallel(Reducer[Bucket]):
+class FlaggedBucket(Bucket):
+    """Its message ends with a number for each parameter: how many ranks have a gradient for it.
+
+    So a gradient of zeros is told from none, which an optimizer passes over, without a message of its own.
+    """
+
+    @property
+    def size(self) -> int:
+        return super().size + len(self.parameters)
+
+    def places(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
+        return super().places(message[: super().size])
+
+    def flags(self, message: torch.Tensor) -> torch.Tensor:
+        return message[super().size :]
+
+
+class DataParallel(Reducer[FlaggedBucket]):
     """Sums gradients in buckets during the backward, each parameter's over the axes that its layout names.
 
     replicas = DataParallel(model, mesh)
@@ -48,15 +65,30 @@ class DataParallel(Reducer[Bucket]):
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, bucket_bytes: int | None = None) -> None:
-        super().__init__(buckets_of(list(model.named_parameters()), mesh, bucket_bytes or bucket_bytes_for(model)))
+        most = bucket_bytes or bucket_bytes_for(model)
+        super().__init__(buckets_of(list(model.named_parameters()), mesh, most, FlaggedBucket))
 
-    def _leave(self, bucket: Bucket) -> Handle:
-        return bucket.comm.all_reduce(bucket.message(), async_op=True)
+    def _leave(self, bucket: FlaggedBucket) -> Handle:
+        message = bucket.message()
+        seen = [float(id(parameter) in self._seen) for parameter in bucket.parameters]
+        flags = bucket.flags(message)
+        if all(seen):
+            flags.fill_(1.0)
+        else:
+            flags.copy_(torch.tensor(seen))
+        return bucket.comm.all_reduce(message, async_op=True)
 
-    def _settle(self, bucket: Bucket, total: torch.Tensor) -> None:
+    def _settle(self, bucket: FlaggedBucket, total: torch.Tensor) -> None:
         for parameter, places in zip(bucket.parameters, bucket.places(total), strict=True):
             parameter.grad = places[0]
+        if any(id(parameter) not in self._seen for parameter in bucket.parameters):
+            for parameter, ranks in zip(bucket.parameters, bucket.flags(total).tolist(), strict=True):
+                if not ranks:
+                    parameter.grad = None
         bucket.spare.put(total)  # the next step's gradients come when these are gone
+
+    def _ask_for_missing(self) -> Missing:
+        return []  # the messages tell
 
 
 def torch_data_parallel(model: nn.Module, mesh: Mesh, **options: Any) -> DistributedDataParallel:

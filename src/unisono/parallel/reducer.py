@@ -22,6 +22,7 @@ from unisono.comm.handle import Handle
 from unisono.errors import UsageError
 from unisono.parallel.bucket import Bucket
 
+Missing = list[tuple[Handle, list[tuple[str, nn.Parameter]]]]  # answers, and to which parameters
 AnyBucket = TypeVar("AnyBucket", bound=Bucket)
 
 
@@ -151,7 +152,7 @@ class Reducer(Generic[AnyBucket]):
             bucket.handle = None
             bucket.total = result if bucket.total is None else bucket.total.add_(result)
 
-    def _ask_for_missing(self) -> list[tuple[Handle, list[tuple[str, nn.Parameter]]]]:
+    def _ask_for_missing(self) -> Missing:
         """Tell a gradient of zeros from none: an optimizer passes over a parameter that has none on any rank.
 
         The question travels beside the last gradients, so that nobody waits for the answer alone.
@@ -167,7 +168,7 @@ class Reducer(Generic[AnyBucket]):
             asked.append((comms[key].all_reduce(seen.to(comms[key].device), "max", async_op=True), members))
         return asked
 
-    def _drop_missing(self, asked: list[tuple[Handle, list[tuple[str, nn.Parameter]]]]) -> None:
+    def _drop_missing(self, asked: Missing) -> None:
         for handle, members in asked:
             seen = handle.wait()
             if all(id(parameter) in self._seen for _, parameter in members):
