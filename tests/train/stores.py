@@ -70,7 +70,7 @@ def save(comm: Communicator, folder: str, task: str, plan: str, wait: bool) -> i
 
 
 def pieces_here(trainer: Trainer) -> dict[str, Any]:
-    """This rank's tensors, each with the places of its elements in the whole, without the checkpoint's own code."""
+    """This rank's tensors, each with its elements' places in the whole, found without the checkpoint's own code."""
 
     def piece(value: Any, tensor: torch.Tensor) -> Any:
         if not isinstance(value, torch.Tensor) or value.shape != tensor.shape or not tensor.ndim:
