@@ -28,6 +28,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items.sort(key=lambda item: turn(item.path))
 
 
+@pytest.fixture(autouse=True)
+def no_world_is_left() -> Iterator[None]:
+    """A test that joins a world in this process leaves it, for those after it to start ranks from here."""
+    yield
+    from unisono.comm import world
+
+    if world.is_initialized():
+        world.shutdown()
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[str, int], RankPool]]:
     """pools(backend, size): a pool of ranks, started at first use and kept."""
