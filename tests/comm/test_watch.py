@@ -75,7 +75,8 @@ def test_a_hang_is_told_in_one_sentence(backend: str, scenario: str, tmp_path: P
     output = run(backend, scenario, tmp_path, timeout=2.0)
     if (backend, scenario) == ("mpi", "raise"):
         assert "ValueError: bad sample 17" in output
-        if not reports(output):  # MPI has ended the job, with the traceback, before anyone waited for long
+        # MPI may end the job, with the traceback, before anyone waited for long; rank 0 and its store among the first.
+        if not reports(output) or "and with it the store" in output:
             return
     (report,) = reports(output)
     assert re.fullmatch(rf"{ALL}; {CERTAIN[scenario]}", report), output
