@@ -2,7 +2,7 @@
 
 unisono run -n 4 --max-restarts 1 examples/demo.py
 
-The plan is searched for. At step 120 one rank kills itself: the launcher starts all of them again, the engine goes on
+The plan is searched for. At step 80 one rank kills itself: the launcher starts all of them again, the engine goes on
 from the last checkpoint, and the result is that of a run that nobody disturbed. Any `-n` gives the same losses (up to
 rounding).
 """
@@ -23,8 +23,8 @@ from torch.utils.data import Dataset
 
 import unisono as uni
 
-SAVE_EVERY = 50
-KILL_AT = 120
+SAVE_EVERY = 30
+KILL_AT = 80
 
 
 def library_text(size: int = 2_000_000) -> torch.Tensor:
@@ -94,7 +94,7 @@ def main(steps: int, folder: Path) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--steps", type=int, default=140)
     parser.add_argument("--save", type=Path, default=Path("runs/demo"))
     chosen = parser.parse_args()
     main(chosen.steps, chosen.save)
