@@ -1,0 +1,46 @@
+"""`vqnetrun`: every documented flag, by the real command."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from unisono.compat import vqnetrun
+
+ROOT = Path(__file__).resolve().parents[2]
+LAUNCH = str(ROOT / "examples/seeds/000_vqnet/launch.py")
+
+
+def vqnetrun_command(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "unisono.compat.vqnetrun", *words]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+
+
+def test_ranks_from_a_hostfile_with_all_flags(tmp_path: Path) -> None:
+    """One slot, and two ranks: the host's slots are taken twice, as VQNet's own examples want."""
+    (tmp_path / "hosts").write_text("localhost slots=1\n")
+    flags = ["-np", "2", "-hostfile", "hosts", "--output-filename", "out", "--verbose", "--start-timeout", "60"]
+    done = vqnetrun_command(*flags, "python", LAUNCH, folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for rank in range(2):
+        assert f"rank: {rank}, size 2" in done.stdout
+        assert f"LocalRank {rank} hosts name" in (tmp_path / "out" / f"rank.{rank}").read_text()
+    assert "localhost" in done.stderr  # --verbose tells what was checked
+
+
+def test_help_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        vqnetrun.main(["-h"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    for flag in ("-n", "-np", "-H", "--hosts", "-f", "--hostfile", "-hostfile", "--output-filename", "--verbose"):
+        assert re.search(rf"(^|[ ,]){flag}\b", told, re.MULTILINE), flag
+    assert "--start-timeout" in told
+    assert vqnetrun.main(["-n", "2", "python", "nowhere.py"]) == 2
+    assert "vqnetrun: script 'nowhere.py' is not there" in capsys.readouterr().err
+    assert vqnetrun.main(["-n", "2", "-H", "a:1", "-f", "hosts", "python", LAUNCH]) == 2
+    assert "both name hosts" in capsys.readouterr().err

@@ -1,0 +1,48 @@
+"""Every program of document 000 runs on ranks as its docstring says, and checks its own result."""
+
+from __future__ import annotations
+
+import ast
+import re
+import runpy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.ranks import RankPool
+
+Pools = Callable[[str, int], RankPool]
+
+FOLDER = Path(__file__).resolve().parents[2] / "examples/seeds/000_vqnet"
+NAMES = sorted(path.name for path in FOLDER.glob("*.py"))
+
+
+def ranks_of(name: str) -> int:
+    """How many ranks the command at the example's top starts."""
+    told = ast.get_docstring(ast.parse((FOLDER / name).read_text())) or ""
+    found = re.search(rf"^vqnetrun -n (\d) python examples/seeds/000_vqnet/{name}$", told, re.MULTILINE)
+    assert found, f"{name} does not say how it is run"
+    return int(found.group(1))
+
+
+def perform(comm: Any, names: list[str]) -> None:
+    for name in names:
+        runpy.run_path(str(FOLDER / name), run_name="__main__")
+        comm.barrier()
+
+
+def test_every_program_of_the_document_is_here() -> None:
+    assert len(NAMES) == 18
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_on_gloo(pools: Pools, name: str) -> None:
+    pools("gloo", ranks_of(name)).run(perform, [name])
+
+
+def test_collectives_and_the_circuit_on_mpi(pools: Pools) -> None:
+    """The document's own backend for CPUs; training differs in nothing that these do not use."""
+    training = {"pipeline.py", "zero.py", "tensor_parallel.py"}
+    pools("mpi", 2).run(perform, [name for name in NAMES if ranks_of(name) == 2 and name not in training])
