@@ -53,7 +53,7 @@ class DistributeQMachine(Module):
         self.num_wires, self.grad_mode = num_wires, grad_mode
         self.just_defined, self.save_op_history = False, True
         self.qr_config: dict[str, int] = {}
-        self._layers: dict[Any, Layer] = {}
+        self._layers: dict[Any, tuple[Any, Layer]] = {}
         self.reset_states(1)
 
     # ---- VQNet's settings: kept for programs that set them -------------------------------------------------------
@@ -138,19 +138,20 @@ class DistributeQMachine(Module):
         return wrapped(values.expand(self.batchsize, -1))
 
     def _layer(self, observables: tuple[PauliSum, ...], comm: Communicator | None) -> Layer:
-        key = (tuple(self._form), observables, comm)
+        key = (tuple(self._form), tuple(map(id, observables)), comm)
         if key not in self._layers:
             if len(self._layers) == _KEPT:
                 del self._layers[next(iter(self._layers))]
             zeros = [0.0] * len(self._shared)
-            self._layers[key] = Layer(self.circuit, list(observables), comm, dtype=self.dtype, weights=zeros)
-        return self._layers[key]
+            layer = Layer(self.circuit, list(observables), comm, dtype=self.dtype, weights=zeros)
+            self._layers[key] = (observables, layer)  # which keeps their ids theirs
+        return self._layers[key][1]
 
     def _require_agreement(
         self, comm: Communicator, observables: tuple[PauliSum, ...], shared: torch.Tensor, own: torch.Tensor
     ) -> None:
         """Refuse, on every rank, circuits or angles that differ between ranks: they share one state."""
-        form = repr((self._form, [str(each) for each in observables], self.batchsize))
+        form = repr((self._form, [(each.terms, str(each)) for each in observables], self.batchsize))
         digest = int.from_bytes(hashlib.sha256(form.encode()).digest()[:7], "big")
         digests = [int(each) for each in comm.all_gather(torch.tensor([digest], device=comm.device))]
         strangers = [rank for rank, each in enumerate(digests) if each != digests[0]]
