@@ -127,17 +127,16 @@ class Call(torch.nn.Module):
 # ---- ZeRO -----------------------------------------------------------------------------------------------------------
 
 
-def classifier() -> torch.nn.Module:
+def classifier(norm: bool) -> torch.nn.Module:
     torch.manual_seed(4)
-    return nn.Sequential(
-        nn.Linear(6, 9, dtype=7), torch.nn.BatchNorm1d(9, dtype=torch.float64), nn.Linear(9, 4, dtype=7)
-    )
+    between = torch.nn.BatchNorm1d(9, dtype=torch.float64) if norm else nn.activation.Tanh()
+    return nn.Sequential(nn.Linear(6, 9, dtype=7), between, nn.Linear(9, 4, dtype=7))
 
 
 def zero(comm: Any, stage: int, same: bool) -> list[torch.Tensor]:
     """Three steps, in each of which ranks are given the same batch, or parts of it of sizes 5 and 3."""
     x, labels = samples(24)
-    model = classifier()
+    model = classifier(norm=not same)
     if comm.rank:
         torch.nn.init.zeros_(next(model.parameters()))  # rank 0's count
     args = {
@@ -167,7 +166,7 @@ def zero(comm: Any, stage: int, same: bool) -> list[torch.Tensor]:
 @pytest.mark.parametrize(("stage", "same"), [(1, True), (1, False), (2, False), (3, False)])
 def test_zero_trains_as_one_process(pools: Pools, stage: int, same: bool) -> None:
     x, labels = samples(24)
-    alone = classifier()
+    alone = classifier(norm=not same)
     make: Any = torch.optim.Adam if same else torch.optim.SGD
     optimizer = make(alone.parameters(), **({"lr": 0.01} if same else {"lr": 0.1, "momentum": 0.9}))
     plain_steps(alone, optimizer, zip(x.split(8), labels.split(8), strict=True), clip=0.3)
@@ -188,7 +187,11 @@ def shared_layers(comm: Any) -> list[Any]:
         torch.nn.Tanh(),
         ColumnParallelLinear(7, 5, tp_comm=controller, dtype=7, bias_initializer=torch.nn.init.ones_),
         RowParallelLinear(
-            5, 4, weight_initializer=lambda shape: torch.arange(20.0).reshape(shape) / 9, use_bias=False, dtype=7
+            5,
+            4,
+            weight_initializer=lambda shape: torch.arange(20, dtype=torch.float64).reshape(shape) / 9,
+            use_bias=False,
+            dtype=7,
         ),
     )
     assert model[3].bias is None

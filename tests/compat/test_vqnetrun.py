@@ -12,7 +12,7 @@ import pytest
 from unisono.compat import vqnetrun
 
 ROOT = Path(__file__).resolve().parents[2]
-LAUNCH = str(ROOT / "examples/seeds/000_vqnet/launch.py")
+PROGRAM = str(ROOT / "examples/seeds/000_vqnet/controller.py")
 
 
 def vqnetrun_command(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -24,11 +24,12 @@ def test_ranks_from_a_hostfile_with_all_flags(tmp_path: Path) -> None:
     """One slot, and two ranks: the host's slots are taken twice, as VQNet's own examples want."""
     (tmp_path / "hosts").write_text("localhost slots=1\n")
     flags = ["-np", "2", "-hostfile", "hosts", "--output-filename", "out", "--verbose", "--start-timeout", "60"]
-    done = vqnetrun_command(*flags, "python", LAUNCH, folder=tmp_path)
+    done = vqnetrun_command(*flags, "python", PROGRAM, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     for rank in range(2):
-        assert f"rank: {rank}, size 2" in done.stdout
-        assert f"LocalRank {rank} hosts name" in (tmp_path / "out" / f"rank.{rank}").read_text()
+        told = f"CommController(rank={rank}, size=2, backend="
+        assert told in done.stdout
+        assert told in (tmp_path / "out" / f"rank.{rank}").read_text()
     assert "localhost" in done.stderr  # --verbose tells what was checked
 
 
@@ -42,5 +43,5 @@ def test_help_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert "--start-timeout" in told
     assert vqnetrun.main(["-n", "2", "python", "nowhere.py"]) == 2
     assert "vqnetrun: script 'nowhere.py' is not there" in capsys.readouterr().err
-    assert vqnetrun.main(["-n", "2", "-H", "a:1", "-f", "hosts", "python", LAUNCH]) == 2
+    assert vqnetrun.main(["-n", "2", "-H", "a:1", "-f", "hosts", "python", PROGRAM]) == 2
     assert "both name hosts" in capsys.readouterr().err

@@ -99,7 +99,7 @@ if __name__ == "__main__":
         "backend": "nccl",
         "train_batch_size": 64,
         "train_micro_batch_size_per_gpu": 32,
-        "epochs": 3,
+        "epochs": 2,
         "optimizer": {"type": "Adam", "params": {"lr": 0.001}},
         "local_rank": dist.get_local_rank(),
         "pipeline_parallel_size": pipeline_parallel_size,

@@ -38,6 +38,7 @@ class ZeroModelInitial(Module):
 
     The loss is a mean over samples. Whether ranks are given the same batch, as in VQNet's example, or each a part of
     it, of any size: the step is that of one process with all of them, for a rank counts as much as it has samples.
+    (Of the same batch on all ranks, BatchNorm's running variance alone differs a little: it counts samples.)
     All ranks start from rank 0's parameters.
     """
 
