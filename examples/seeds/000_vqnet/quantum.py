@@ -1,7 +1,7 @@
 """A model of 10 qubits whose state two ranks share, with gradients by the adjoint method.
 
 Document 000, DistributeQMachine and DistQuantumLayerAdjoint. <X5> is that of one qubit, for the CNOT is elsewhere: it
-is checked against matrices of two by two, and so is its gradient.
+is checked against matrices of two by two, and so is its gradient; and both against the same circuit on one process.
 
 vqnetrun -n 2 python examples/seeds/000_vqnet/quantum.py
 """
@@ -17,6 +17,7 @@ from unisono.compat.vqnet import tensor
 from unisono.compat.vqnet.distributed import get_rank
 from unisono.compat.vqnet.distributed.qubits_reorder import DistQuantumLayerAdjoint, DistributeQMachine
 from unisono.compat.vqnet.qnn.vqc import MeasureAll, cnot, rx, ry, rz
+from unisono.quantum import Layer
 
 pyvqnet.utils.set_random_seed(123)
 
@@ -72,4 +73,13 @@ expected = by_hand(params)
 (2 * expected).backward()  # two samples, alike
 torch.testing.assert_close(batch_y.detach().cpu().double(), expected.detach().expand(2, 1), rtol=0, atol=1e-6)
 torch.testing.assert_close(quantum_model.params.grad.cpu().double(), params.grad, rtol=0, atol=1e-6)
-print(f"rank {get_rank()}: <X5> and its gradient are those of one qubit")
+
+# What was recorded, on this process alone: a plain layer of unisono, whose weights are the gates' angles in their order.
+order = [index for i in range(qubit) for index in (i, 3, 4)]
+alone = Layer(quantum_model.qm.circuit, "X5", weights=quantum_model.params[order])
+value = alone()
+(2 * value).sum().backward()
+gradient = torch.zeros(qubit).index_add(0, torch.tensor(order), alone.weights.grad)
+torch.testing.assert_close(batch_y.detach().cpu(), value.detach().expand(2, 1), rtol=0, atol=1e-6)
+torch.testing.assert_close(quantum_model.params.grad.cpu(), gradient, rtol=0, atol=1e-6)
+print(f"rank {get_rank()}: <X5> and its gradient are those of one process, and of one qubit by hand")

@@ -49,10 +49,9 @@ class PipelineParallelTrainingWrapper:
         batch, seed = settings.count("train_batch_size"), settings.count("seed", 0, least=0)
         model = nn.Sequential(*[_layer(number, each) for number, each in enumerate(join_layers)])
         clip = settings.norm("gradient_clipping")
-        settings.count("train_micro_batch_size_per_gpu")
-        stages = settings.count("pipeline_parallel_size")
+        micro, stages = settings.count("train_micro_batch_size_per_gpu"), settings.count("pipeline_parallel_size")
         comm = joined(settings.get("backend"))
-        self.plan = _plan(settings, comm.size, stages, batch)
+        self.plan = _plan(comm.size, stages, batch, micro)
         self._data = _Plain(trainset)
         example = next(iter(self._loader(batch, seed, (0, 1), comm.device))).batch
         self.trainer = parallelize(
@@ -78,8 +77,7 @@ class PipelineParallelTrainingWrapper:
         return loss
 
 
-def _plan(settings: Settings, ranks: int, stages: int, batch: int) -> Plan:
-    micro = settings.count("train_micro_batch_size_per_gpu")
+def _plan(ranks: int, stages: int, batch: int, micro: int) -> Plan:
     if ranks % stages:
         raise UsageError(
             f"{_NAME}, args: pipeline_parallel_size={stages} does not divide the {ranks} ranks that are running"
