@@ -34,13 +34,44 @@ def perform(comm: Any, names: list[str]) -> None:
 
 
 # What the document describes, section by section.
-DOCUMENTED = """
-getRank getSize getLocalRank barrier get_device_num allreduce reduce broadcast allgather send recv split_group
-allreduce_group reduce_group broadcast_group allgather_group all_gather_group broadcast_model_params get_host_name
-split_data get_local_rank get_rank init_group PipelineParallelTrainingWrapper train_batch loss_dict ZeroModelInitial
-ColumnParallelLinear RowParallelLinear DistributeQMachine set_just_defined set_save_op_history_flag set_qr_config
-reset_states MeasureAll DistQuantumLayerAdjoint
-""".split()
+DOCUMENTED = [
+    "getRank",
+    "getSize",
+    "getLocalRank",
+    "barrier",
+    "get_device_num",
+    "allreduce",
+    "reduce",
+    "broadcast",
+    "allgather",
+    "send",
+    "recv",
+    "split_group",
+    "allreduce_group",
+    "reduce_group",
+    "broadcast_group",
+    "allgather_group",
+    "all_gather_group",
+    "broadcast_model_params",
+    "get_host_name",
+    "split_data",
+    "get_local_rank",
+    "get_rank",
+    "init_group",
+    "PipelineParallelTrainingWrapper",
+    "train_batch",
+    "loss_dict",
+    "ZeroModelInitial",
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "DistributeQMachine",
+    "set_just_defined",
+    "set_save_op_history_flag",
+    "set_qr_config",
+    "reset_states",
+    "MeasureAll",
+    "DistQuantumLayerAdjoint",
+]
 
 
 def test_all_that_the_document_describes_is_used() -> None:

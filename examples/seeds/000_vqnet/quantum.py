@@ -74,7 +74,7 @@ expected = by_hand(params)
 torch.testing.assert_close(batch_y.detach().cpu().double(), expected.detach().expand(2, 1), rtol=0, atol=1e-6)
 torch.testing.assert_close(quantum_model.params.grad.cpu().double(), params.grad, rtol=0, atol=1e-6)
 
-# What was recorded, on this process alone: a plain layer of unisono, whose weights are the gates' angles in their order.
+# What was recorded, on this process alone: a plain layer, whose weights are the gates' angles in their order.
 order = [index for i in range(qubit) for index in (i, 3, 4)]
 alone = Layer(quantum_model.qm.circuit, "X5", weights=quantum_model.params[order])
 value = alone()
