@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import pickle
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,11 @@ def test_a_qtensor_is_a_tensor_that_answers_to_both_names() -> None:
     assert wide.grad.tolist() == [[2.0, 4.0, 6.0]] * 2
     assert type(wide + 1) is tensor.QTensor
     assert type(tensor.plain({"a": [wide]})["a"][0]) is torch.Tensor
+    for twin in (
+        copy.deepcopy(tensor.QTensor([5.0], requires_grad=True)),
+        pickle.loads(pickle.dumps(tensor.ones([1]))),
+    ):
+        assert type(twin) is tensor.QTensor
     assert tensor.QTensor(q).data_ptr() != q.data_ptr()
     assert tensor.sums(tensor.argmax(q, dim=1, keepdims=True) == tensor.QTensor([[2]])).item() == 1
 

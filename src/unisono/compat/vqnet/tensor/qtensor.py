@@ -87,6 +87,12 @@ class QTensor(torch.Tensor):
     def to_numpy(self) -> np.ndarray:
         return plain(self).detach().cpu().numpy()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        if not self.is_leaf:
+            return super().__deepcopy__(memo)  # which refuses, as for any tensor
+        twin = memo[id(self)] = plain(self).detach().clone().as_subclass(type(self)).requires_grad_(self.requires_grad)
+        return twin
+
 
 def _device_or(given: Any) -> Any:
     """A number is a device; everything else is as torch takes it."""
