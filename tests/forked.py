@@ -1,19 +1,19 @@
 """Commands that are forked from this process, which has imported torch, instead of started anew.
 
-A Forked is a subprocess.Popen like any other (its pipes, signals and exit code are real) but for its first moment: where
-the command would be executed, a function of this process's own modules is called.
+A Forked is a subprocess.Popen like any other (its pipes, signals and exit code are real) but for its first moment:
+where the command would be executed, a function of this process's own modules is called.
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import inspect
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from tests.processes import become
@@ -30,31 +30,32 @@ class Forked(subprocess.Popen[Any]):
         super().__init__([getattr(job, "__name__", "job")], **options)
 
     def _execute_child(self, *given: Any) -> None:
-        """In the place of fork and exec; the order of what is given is that of Python 3.11 to 3.14."""
-        cwd, env = given[5], given[6]
-        p2cread, p2cwrite, c2pread, c2pwrite, errread, errwrite = given[10:16]
-        in_own_session = given[21]
+        """In the place of fork and exec."""
+        named = inspect.signature(super()._execute_child).bind(*given).arguments  # type: ignore[misc]
         sys.stdout.flush()
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                streams = [source if source != -1 else own for own, source in enumerate((p2cread, c2pwrite, errwrite))]
-                _settle(streams, cwd, env, in_own_session)
+                _settle(named)
             except BaseException:
                 os._exit(255)
             become(self._job)
         self._child_created = True
-        for fd in {p2cread, c2pwrite, errwrite} - {-1}:
-            if fd not in (p2cwrite, c2pread, errread):
-                os.close(fd)
+        for theirs, ours in (("p2cread", "p2cwrite"), ("c2pwrite", "c2pread"), ("errwrite", "errread")):
+            if named[ours] != -1:  # a pipe
+                os.close(named[theirs])
+        if getattr(self, "_devnull", None) is not None:
+            os.close(self._devnull)  # type: ignore[attr-defined]
+        self._closed_child_pipe_fds = True
 
 
-def _settle(streams: Sequence[int], cwd: str | Path | None, env: Mapping[str, str] | None, in_own_session: bool) -> None:
+def _settle(named: Mapping[str, Any]) -> None:
     """What exec would do, and what comes with the options."""
-    if in_own_session:
+    if named["start_new_session"]:
         os.setsid()
-    above = [os.dup(fd) for fd in streams]  # so that none is overwritten before it is in its place
+    given = [named[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+    above = [os.dup(own if fd == -1 else fd) for own, fd in enumerate(given)]  # so that none is overwritten too early
     for own, fd in enumerate(above):
         os.dup2(fd, own)
     os.closerange(3, _HIGHEST)
@@ -62,11 +63,11 @@ def _settle(streams: Sequence[int], cwd: str | Path | None, env: Mapping[str, st
         signal.signal(signum, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.set_wakeup_fd(-1)
-    if env is not None:
+    if named["env"] is not None:
         os.environ.clear()
-        os.environ.update(env)
-    if cwd is not None:
-        os.chdir(cwd)
+        os.environ.update(named["env"])
+    if named["cwd"] is not None:
+        os.chdir(named["cwd"])
 
 
 def command(arguments: Sequence[str], name: str) -> Callable[[], None]:
