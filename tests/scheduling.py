@@ -22,6 +22,7 @@ LONG = (  # the longest files, longest first, those that wait among them
     "equivalence/test_plans.py",
     "comm/test_watch.py",
     "quantum/",
+    "examples/",
     "launch/test_remote.py",
     "graph/test_program.py",
     "launch/test_failures.py",
