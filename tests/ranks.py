@@ -21,13 +21,8 @@ from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
-import torch
-
-import unisono as uni
 from tests import mpi_ranks
 from unisono.launch import proctree
-from unisono.mesh import philox
-from unisono.mesh.region import Runs
 
 TIMEOUT = 120  # seconds for one call
 
@@ -96,6 +91,11 @@ class RankPool:
 @functools.cache
 def _compile_random_words() -> None:
     """Before ranks are forked, so that all have them; their bits are those of `philox.torch_words`."""
+    import torch
+
+    from unisono.mesh import philox
+    from unisono.mesh.region import Runs
+
     kernels = philox.cpu_kernels()
     if kernels is not None:
         kernels.words(philox.Stream.of("first"), Runs(torch.zeros(1, dtype=torch.int64), 4))
@@ -130,6 +130,11 @@ def _serve_with(parent: int, *args: Any) -> None:
 
 def _serve(port: int, key: bytes, backend: str, seat: dict[str, Any]) -> None:
     """What a rank of the pool does all its life: take a function, run it, send back what came of it."""
+    import torch
+
+    import unisono as uni
+    from unisono.mesh import philox
+
     torch.set_num_threads(1)
     philox._drawn = philox._WORTH_COMPILING  # as in a rank that has drawn for a while
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
