@@ -1,0 +1,63 @@
+"""No example without a command, and none that no test runs."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+from tests.examples.runner import EXAMPLES, ROOT, NoCommandError, commands, examples_in, is_part, run_command, run_example
+
+FILES = sorted(path for path in EXAMPLES.rglob("*.py") if not is_part(path))
+
+
+def _words_of_tests() -> set[str]:
+    """Every string written in a test file, and the examples of each folder that is asked for by name."""
+    words: set[str] = set()
+    for file in sorted((ROOT / "tests").rglob("*.py")):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                words.add(node.value.partition(":")[0])
+            if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "examples_in":
+                words |= {each for folder in node.args for each in examples_in(ast.literal_eval(folder))}
+    return words
+
+
+def test_every_example_has_a_command_and_a_test() -> None:
+    words = _words_of_tests()
+    assert FILES
+    for file in FILES:
+        assert commands(file)
+        name = file.relative_to(EXAMPLES).as_posix()
+        assert {name, f"examples/{name}"} & words, f"no test names {name}; add it to one in tests/examples/"
+
+
+def test_a_file_without_a_command_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tests.examples.runner.EXAMPLES", tmp_path)
+    monkeypatch.setattr("tests.examples.runner.ROOT", tmp_path.parent)
+    (tmp_path / "mute.py").write_text('"""Says nothing.\n\nunisono run -n 2 examples/another.py\n"""\n')
+    with pytest.raises(NoCommandError, match="mute.py has no command; expected a line like"):
+        commands("mute.py")
+
+
+def test_a_rank_that_fails_is_told_with_its_traceback(tmp_path: Path) -> None:
+    (tmp_path / "wrong.py").write_text("import unisono as uni\ncomm = uni.init()\nassert comm.rank == 0, 'I am not'\n")
+    with pytest.raises(AssertionError, match=r"(?s)rank 1 failed.*line 3, in <module>.*AssertionError: I am not"):
+        run_command(["unisono", "run", "-n", "2", "wrong.py"], tmp_path)
+
+
+def test_the_gpt_is_proved() -> None:
+    assert "equivalent" in run_example("gpt.py").text
+
+
+def test_the_quickstart_learns() -> None:
+    printed = run_example("quickstart.py", number=2).ranks[0].splitlines()
+    losses = [float(line.rpartition(" ")[2]) for line in printed if line.startswith("step")]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+
+
+def test_the_demo_trains() -> None:
+    ran = run_example("demo.py", "--steps", "4")
+    assert "what it has learned of Python" in ran.ranks[0]
