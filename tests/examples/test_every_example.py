@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import ast
+import shlex
 from pathlib import Path
 
 import pytest
 
-from tests.examples.runner import EXAMPLES, ROOT, NoCommandError, commands, examples_in, is_part, run_command, run_example
+from tests.examples.runner import (
+    EXAMPLES,
+    ROOT,
+    NoCommandError,
+    commands,
+    examples_in,
+    is_part,
+    run_command,
+    run_example,
+)
 
 FILES = sorted(path for path in EXAMPLES.rglob("*.py") if not is_part(path))
 
@@ -37,7 +47,7 @@ def test_a_file_without_a_command_is_refused(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("tests.examples.runner.EXAMPLES", tmp_path)
     monkeypatch.setattr("tests.examples.runner.ROOT", tmp_path.parent)
     (tmp_path / "mute.py").write_text('"""Says nothing.\n\nunisono run -n 2 examples/another.py\n"""\n')
-    with pytest.raises(NoCommandError, match="mute.py has no command; expected a line like"):
+    with pytest.raises(NoCommandError, match=r"mute\.py has no command; expected a line like"):
         commands("mute.py")
 
 
@@ -61,3 +71,11 @@ def test_the_quickstart_learns() -> None:
 def test_the_demo_trains() -> None:
     ran = run_example("demo.py", "--steps", "4")
     assert "what it has learned of Python" in ran.ranks[0]
+
+
+def test_the_readme_of_the_seeds_has_every_program_with_its_command() -> None:
+    page = (EXAMPLES / "seeds" / "README.md").read_text()
+    for file in FILES:
+        if file.is_relative_to(EXAMPLES / "seeds"):
+            assert f"]({file.relative_to(EXAMPLES / 'seeds').as_posix()})" in page, f"{file} is not in the table"
+            assert any(f"`{shlex.join(command)}`" in page for command in commands(file)), f"{file}: no command there"
