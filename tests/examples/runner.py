@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-import torch  # noqa: F401  so that all that is forked here has it
 
+import unisono
 from tests import mpi_ranks
 from tests.examples.agents import fork_agents
 from tests.processes import End, run_forked
@@ -32,6 +32,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 STARTERS = ("unisono", "vqnetrun", "python", "mpiexec")
 TIMEOUT = 150.0
+# What examples import, or torch for them: once here, and not by each of their ranks.
+COMMON = ("torch._dynamo", "torch.distributed.checkpoint", "torch.nn.parallel", "sklearn.datasets", "unisono.nn")
 
 
 class NoCommandError(AssertionError):
@@ -85,6 +87,7 @@ def run_example(path: str, *more: str, number: int = 0, timeout: float = TIMEOUT
 
 def run_command(words: Sequence[str], folder: Path, timeout: float = TIMEOUT) -> Ran:
     """Run a command as a shell in that folder would."""
+    _import_what_is_common()
     if words[0] == "mpiexec":
         return _run_mpiexec(words, folder, timeout)
     job = functools.partial(_in_folder, folder, functools.partial(_start, list(words)))
@@ -94,6 +97,14 @@ def run_command(words: Sequence[str], folder: Path, timeout: float = TIMEOUT) ->
     if "run" not in words[:2] and words[0] != "vqnetrun":
         return Ran(end.output, [end.output])
     return Ran(end.output, [_of_rank(end.output, rank) for rank in range(_ranks(words))])
+
+
+@functools.cache
+def _import_what_is_common() -> None:
+    for name in COMMON:
+        importlib.import_module(name)
+    for name in unisono.__all__:
+        getattr(unisono, name)
 
 
 def _is_command(line: str) -> bool:

@@ -10,7 +10,7 @@ from tests.examples.runner import examples_in, run_example
 
 # What each rank prints, line by line, as a pattern in which {rank} is its number.
 PRINTED = {
-    "template.py": [r"hello from rank \d of 2", r"hello from rank \d of 2", r"seats: \[\(0, 2\), \(1, 2\)\]"],
+    "template.py": [*[r"\[(\d)\] hello from rank \1 of 2"] * 2, r"seats: \[\(0, 2\), \(1, 2\)\]"],
     "launch.py": [r"rank {rank}/4, local rank {rank} on localhost: deviation \S+"],
     "initialise.py": [
         rf"{how}: rank {{rank}} of 4 over gloo, ranks sum to 6" for how in ("environment", "tcp", "file")
