@@ -5,16 +5,26 @@ Document 001, "同步和异步集合运算".
 unisono run -n 2 examples/seeds/001_torch/asynchronous.py
 
 On a GPU, wait() means that the sum stands in the queue before whatever the current stream is given next; another
-stream must be told to wait for that one, as here. On a CPU wait() means that it is done. Printed: 101 for both ranks.
+stream must be told to wait for that one. On a CPU wait() means that it is done. Printed: 101 for both ranks.
 """
 
 from __future__ import annotations
 
-import contextlib
-
 import torch
 
 import unisono as uni
+
+
+def add_hundred(output: torch.Tensor) -> None:
+    """On a GPU in a stream of its own: that stream waits for the sum, and whoever reads the result waits for it."""
+    if not output.is_cuda:
+        output.add_(100)
+        return
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        output.add_(100)
+    torch.cuda.current_stream().wait_stream(side)
 
 
 def main() -> None:
@@ -23,12 +33,7 @@ def main() -> None:
     handle = comm.all_reduce(output, async_op=True)
     handle.wait()
     assert handle.is_completed()
-    with contextlib.ExitStack() as stack:
-        if output.is_cuda:
-            side = torch.cuda.Stream()
-            stack.enter_context(torch.cuda.stream(side))
-            side.wait_stream(torch.cuda.default_stream())
-        output.add_(100)
+    add_hundred(output)
     print(f"rank {comm.rank}: {output.item()}")
     assert output.item() == 100 + comm.size * (comm.size - 1) // 2
 
