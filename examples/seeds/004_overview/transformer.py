@@ -14,7 +14,7 @@ from torch import nn
 
 import unisono as uni
 
-STEPS, BATCH, LENGTH, WIDTH, HEADS, WORDS, LAYERS = 3, 8, 16, 32, 4, 64, 4
+STEPS, BATCH, LENGTH, WIDTH, HEADS, WORDS, LAYERS = 2, 8, 16, 32, 4, 64, 4
 
 
 class Attention(nn.Module):
