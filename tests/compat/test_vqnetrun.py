@@ -1,36 +1,28 @@
-"""`vqnetrun`: every documented flag, by the real command."""
+"""`vqnetrun`: every documented flag, on real ranks."""
 
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.examples.runner import EXAMPLES, run_command
 from unisono.compat import vqnetrun
 
-ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = str(ROOT / "examples/seeds/000_vqnet/controller.py")
-
-
-def vqnetrun_command(*words: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "unisono.compat.vqnetrun", *words]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=120)
+PROGRAM = str(EXAMPLES / "seeds/000_vqnet/controller.py")
 
 
 def test_ranks_from_a_hostfile_with_all_flags(tmp_path: Path) -> None:
     """One slot, and two ranks: the host's slots are taken twice, as VQNet's own examples want."""
     (tmp_path / "hosts").write_text("localhost slots=1\n")
     flags = ["-np", "2", "-hostfile", "hosts", "--output-filename", "out", "--verbose", "--start-timeout", "60"]
-    done = vqnetrun_command(*flags, "python", PROGRAM, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
+    ran = run_command(["vqnetrun", *flags, "python", PROGRAM], tmp_path)
     for rank in range(2):
         told = f"CommController(rank={rank}, size=2, backend="
-        assert told in done.stdout
+        assert told in ran.ranks[rank]
         assert told in (tmp_path / "out" / f"rank.{rank}").read_text()
-    assert "localhost" in done.stderr  # --verbose tells what was checked
+    assert "localhost" in ran.text  # --verbose tells what was checked
 
 
 def test_help_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,34 +2,31 @@
 
 from __future__ import annotations
 
-import ast
 import re
 import runpy
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.examples.runner import EXAMPLES, commands, examples_in
 from tests.ranks import RankPool
 
 Pools = Callable[[str, int], RankPool]
 
-FOLDER = Path(__file__).resolve().parents[2] / "examples/seeds/000_vqnet"
-NAMES = sorted(path.name for path in FOLDER.glob("*.py"))
+NAMES = examples_in("seeds/000_vqnet")
 
 
 def ranks_of(name: str) -> int:
-    """How many ranks the command at the example's top starts."""
-    told = ast.get_docstring(ast.parse((FOLDER / name).read_text())) or ""
-    found = re.search(rf"^vqnetrun -n (\d) python examples/seeds/000_vqnet/{name}$", told, re.MULTILINE)
-    assert found, f"{name} does not say how it is run"
-    return int(found.group(1))
+    """How many ranks the first command of the example starts."""
+    words = commands(name)[0]
+    assert words[:2] == ["vqnetrun", "-n"]
+    return int(words[2])
 
 
 def perform(comm: Any, names: list[str]) -> None:
     for name in names:
-        runpy.run_path(str(FOLDER / name), run_name="__main__")
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
         comm.barrier()
 
 
@@ -75,7 +72,7 @@ DOCUMENTED = [
 
 
 def test_all_that_the_document_describes_is_used() -> None:
-    text = "\n".join((FOLDER / name).read_text() for name in NAMES)
+    text = "\n".join((EXAMPLES / name).read_text() for name in NAMES)
     assert [name for name in DOCUMENTED if not re.search(rf"\b{name}\(|\.{name}\b", text)] == []
 
 
@@ -86,5 +83,5 @@ def test_an_example_on_gloo(pools: Pools, name: str) -> None:
 
 def test_collectives_and_the_circuit_on_mpi(pools: Pools) -> None:
     """The document's own backend for CPUs; training differs in nothing that these do not use."""
-    training = {"pipeline.py", "zero.py", "tensor_parallel.py"}
-    pools("mpi", 2).run(perform, [name for name in NAMES if ranks_of(name) == 2 and name not in training])
+    training = ("pipeline.py", "zero.py", "tensor_parallel.py")
+    pools("mpi", 2).run(perform, [name for name in NAMES if ranks_of(name) == 2 and not name.endswith(training)])
