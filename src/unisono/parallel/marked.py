@@ -26,12 +26,13 @@ from unisono.graph.assignment import Assignment, producers
 from unisono.graph.finding import find
 from unisono.graph.marks import Wish, stages_for, wishes_for
 from unisono.graph.option import REPLICATE
+from unisono.graph.program import Model
 from unisono.graph.rules.call import Call
 from unisono.graph.trace import trace
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import shard_dim
-from unisono.parallel.apply import Model, parallelize
+from unisono.parallel.apply import parallelize
 from unisono.parallel.blocks import Blocks
 from unisono.parallel.linear import is_linear
 from unisono.parallel.loss import Loss

@@ -15,11 +15,11 @@ from unisono.errors import UsageError
 from unisono.graph import program as programs
 from unisono.graph.assignment import Assignment
 from unisono.graph.marks import wishes_for
-from unisono.graph.program import Program
+from unisono.graph.program import Model, Program
 from unisono.graph.trace import Loss
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.apply import Model, parallelize
+from unisono.parallel.apply import parallelize
 from unisono.parallel.marked import Stages, stages_on
 from unisono.parallel.pipeline.traced import Segment, TracedStages
 from unisono.parallel.trainer import Trainer
