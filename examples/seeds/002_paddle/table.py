@@ -9,6 +9,7 @@ It starts the ranks itself. In float64, where what is not rounding shows; with `
 from __future__ import annotations
 
 import argparse
+import gc
 import importlib
 import sys
 from dataclasses import dataclass
@@ -79,7 +80,12 @@ class Row:
 def rows(size: Size, ranks: int) -> list[Row]:
     """The ways that so many ranks go, one after the other, on this rank; each against one device."""
     expected = WAYS[0].train(size)
-    return [_row(way, way.train(size), expected) for way in WAYS if way.ranks == ranks]
+    found = []
+    for way in WAYS:
+        if way.ranks == ranks:
+            found.append(_row(way, way.train(size), expected))
+            gc.collect()  # trainers hold models in cycles
+    return found
 
 
 def _row(way: Way, outcome: Outcome, expected: Outcome) -> Row:
