@@ -23,9 +23,7 @@ def simple_net(size: Size) -> list[uni.nn.LayerSpec]:
 
 def train(size: Size) -> Outcome:
     plan = uni.Plan(pp=2, microbatches=2, schedule="1f1b", boundaries=(0, 2))
-    trainer = uni.parallelize(
-        simple_net(size), plan, loss=F.cross_entropy, optimizer=momentum, example=first(size)
-    )
+    trainer = uni.parallelize(simple_net(size), plan, loss=F.cross_entropy, optimizer=momentum, example=first(size))
     losses = []
     for batch in batches(size):
         loss = trainer.step(batch)

@@ -135,7 +135,7 @@ def _attribute(owner: nn.Module, name: str) -> torch.Tensor:
 def _segments(traced: Trace, starts: Starts, count: int) -> tuple[Segment, ...]:
     _require_plain(traced)
     stage_of = _stages(traced, starts, count)
-    last = {name: count - 1 for name in traced.outputs}
+    last = dict.fromkeys(traced.outputs, count - 1)
     for node in traced.graph.nodes:
         for user in node.users:
             if user.op == "call_function":
@@ -191,7 +191,9 @@ def _stages(traced: Trace, starts: Starts, count: int) -> dict[str, int]:
         found[op.name] = stage
     missing = sorted(set(range(count)) - seen)
     if missing:
-        raise UsageError(f"no op runs on stage {missing[0]} of {count}; mark its first module: mesh.at(pp={missing[0]})")
+        raise UsageError(
+            f"no op runs on stage {missing[0]} of {count}; mark its first module: mesh.at(pp={missing[0]})"
+        )
     return found
 
 
