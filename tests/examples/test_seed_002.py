@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -108,7 +109,7 @@ def test_a_change_is_seen(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     changes = _module("changes")
     for name in ("single", "simple_net", "manual_mp"):
         (tmp_path / f"{name}.py").write_text((FOLDER / f"{name}.py").read_text())
-    mended = (tmp_path / "manual_mp.py").read_text().replace("x = self.relu(x)", "x = self.relu(x) * 2")
+    mended = (tmp_path / "manual_mp.py").read_text().replace("return self.relu(x)", "return self.relu(x) * 2")
     (tmp_path / "manual_mp.py").write_text(mended.replace("optimizer.zero_grad()", "optimizer.zero_grad(True)"))
     monkeypatch.setattr(changes, "HERE", tmp_path)
     assert changes.cells("manual_mp")[1] == "**yes**"
@@ -123,8 +124,8 @@ def test_the_memory_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytes
     printed = capsys.readouterr().out
     assert printed == _module("changes").MEMORY
     cells = [line.split() for line in printed.splitlines()[2:7]]
-    layers = [next(int(a) for a, b in zip(row, row[1:], strict=False) if b == "MiB") for row in cells]
-    totals = [next(float(a) for a, b in zip(row, row[1:], strict=False) if b == "GiB") for row in cells]
+    layers = [next(int(a) for a, b in itertools.pairwise(row) if b == "MiB") for row in cells]
+    totals = [next(float(a) for a, b in itertools.pairwise(row) if b == "GiB") for row in cells]
     assert layers == [2736, 552, 342, 102, 48]
     assert totals == [256.5, 51.75, 32.06, 9.56, 4.5]  # of 32.0625 and 9.5625
     assert "2.7%" in printed

@@ -6,6 +6,7 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import itertools
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -44,7 +45,7 @@ def test_the_quickstart(pools: Pools, tmp_path: Path, capsys: pytest.CaptureFixt
     losses, printed = answers[0]
     expected = _single()
     assert losses == pytest.approx(expected, rel=1e-5)
-    assert all(later < earlier for earlier, later in zip(losses, losses[1:], strict=False))
+    assert all(later < earlier for earlier, later in itertools.pairwise(losses))
     assert all(other == losses for other, _ in answers[1:])  # the loss is on every rank
     assert "epoch: 5 step: 4, loss is " in printed
     _has_what_the_document_shows(printed)

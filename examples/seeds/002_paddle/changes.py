@@ -169,25 +169,8 @@ def changed_lines(file: str) -> tuple[int, int]:
 
 
 def page() -> str:
-    lines = [
-        "# What has to be changed: document 002",
-        "",
-        "Made by `python examples/seeds/002_paddle/changes.py --write`; edit that program and not this page.",
-        "",
-        "The document trains one network in many ways and sums up, table by table, what each asks of the user's code for one",
-        "device. Below are its tables. A cell is **Paddle's (from the document) / unisono's**, and unisono's is read off the",
-        "programs in `examples/seeds/002_paddle`: each is held against `single.py`, and its network against the plain one. Lines:",
-        "those of network and training that are new, and those of `single.py` that are gone. All of them give the losses and",
-        "parameters of one device:",
-        "",
-        "```",
-        "$ python examples/seeds/002_paddle/table.py",
-        "```",
-        "",
-    ]
-    for title, rows in TABLES.items():
-        lines += [f"## {title}", "", *_table(rows), ""]
-    return "\n".join([*lines, *_notes()]) + "\n"
+    tables = [line for title, rows in TABLES.items() for line in (f"## {title}", "", *_table(rows), "")]
+    return "\n".join([INTRODUCTION, *tables, DIFFERENCES, "```", COMMAND, f"{MEMORY}```", "", REMARK])
 
 
 def _table(rows: Sequence[Line]) -> Iterator[str]:
@@ -200,38 +183,52 @@ def _table(rows: Sequence[Line]) -> Iterator[str]:
         yield f"| {row.strategy} | {' | '.join(both)} | +{new} -{gone} | `{row.file}.py` |"
 
 
-def _notes() -> list[str]:
-    return [
-        "## Where they differ",
-        "",
-        "- By marks, Paddle keeps the ordinary loop while the model itself runs; here a step is one call, `trainer.step(batch)`,",
-        "  which is what makes microbatches, schedules and group sharding possible there.",
-        "- A plan, a mesh or a mark is the strategy; there is no environment to set up (`uni.init` is needed only where a program",
-        "  talks by itself, as `manual_mp.py` does).",
-        "- Marks stand beside the model (`uni.mark(model, name, ...)`), so `forward` stays as it is. Paddle's form, marks in the",
-        "  `forward`, works too: `uni.shard_tensor(self.linear1.weight, mesh, [uni.Shard(0)])`. An axis called `dp` shares the",
-        "  batch without a mark.",
-        "- Every rank is given the global batch and takes its part; `uni.Loader` and `engine.dataloader` read only that part.",
-        "- The loss is on every rank, under a pipeline too, and is that of the whole batch.",
-        "- A pipeline by marks has microbatches and schedules (1F1B, F-then-B, ...), the model itself running or as a program.",
-        "- Group sharded by marks is `zero=1`, `2` or `3` beside the mesh, in `uni.apply_marks` and `uni.to_static`.",
-        "- Nothing here needs a GPU.",
-        "",
-        "## The memory table of section 2.2.3.5",
-        "",
-        "GPT-3 175B, one sample, activations of one layer and of all 96, from a trace of the model:",
-        "",
-        "```",
-        "$ unisono plan examples/gpt.py:gpt3_with_dropout --devices 8 \\",
-        "      --hardware examples/seeds/002_paddle/a100_2022.toml --activations",
-        *MEMORY.splitlines(),
-        "```",
-        "",
-        "The document's figures are 2736, 552, 342, 102 and 48 MB a layer, and 256.5, 51.75, 32.0625, 9.5625 and 4.5 GB. Of what is",
-        "computed again it says 2.7% (selective), as here, and tens of times as much (full), where it is the forward once more: a",
-        "third of a step.",
-    ]
+INTRODUCTION = """\
+# What has to be changed: document 002
 
+Made by `python examples/seeds/002_paddle/changes.py --write`; edit that program and not this page.
+
+The document trains one network in many ways and sums up, table by table, what each asks of the user's code for one
+device. Below are its tables. A cell is **Paddle's (from the document) / unisono's**, and unisono's is read off the
+programs in `examples/seeds/002_paddle`: each is held against `single.py`, and its network against the plain one.
+Lines: those of network and training that are new, and those of `single.py` that are gone. All of them give the losses
+and parameters of one device:
+
+```
+$ python examples/seeds/002_paddle/table.py
+```
+"""
+
+DIFFERENCES = """\
+## Where they differ
+
+- By marks, Paddle keeps the ordinary loop while the model itself runs; here a step is one call, `trainer.step(batch)`,
+  which is what makes microbatches, schedules and group sharding possible there.
+- A plan, a mesh or a mark is the strategy; there is no environment to set up (`uni.init` is needed only where a
+  program talks by itself, as `manual_mp.py` does).
+- Marks stand beside the model (`uni.mark(model, name, ...)`), so `forward` stays as it is. Paddle's form, marks in the
+  `forward`, works too: `uni.shard_tensor(self.linear1.weight, mesh, [uni.Shard(0)])`. An axis called `dp` shares the
+  batch without a mark.
+- Every rank is given the global batch and takes its part; `uni.Loader` and `engine.dataloader` read only that part.
+- The loss is on every rank, under a pipeline too, and is that of the whole batch.
+- A pipeline by marks has microbatches and schedules (1F1B, F-then-B, ...), the model itself running or as a program.
+- Group sharded by marks is `zero=1`, `2` or `3` beside the mesh, in `uni.apply_marks` and `uni.to_static`.
+- Nothing here needs a GPU.
+
+## The memory table of section 2.2.3.5
+
+GPT-3 175B, one sample, activations of one layer and of all 96, from a trace of the model:
+"""
+
+COMMAND = """\
+$ unisono plan examples/gpt.py:gpt3_with_dropout --devices 8 \\
+      --hardware examples/seeds/002_paddle/a100_2022.toml --activations"""
+
+REMARK = """\
+The document's figures are 2736, 552, 342, 102 and 48 MB a layer, and 256.5, 51.75, 32.0625, 9.5625 and 4.5 GB. Of what
+is computed again it says 2.7% (selective), as here, and tens of times as much (full), where it is the forward once
+more: a third of a step.
+"""
 
 MEMORY = """\
 gpt3_with_dropout: activations of one sample in bfloat16, on one device

@@ -25,8 +25,7 @@ class SimpleNet(nn.Module):
         x = self.linear1(x)
         x = self.linear2(x)
         x = self.linear3(x)
-        x = self.relu(x)
-        return x
+        return self.relu(x)
 
 
 def train(size: Size) -> Outcome:

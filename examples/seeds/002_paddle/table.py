@@ -3,7 +3,8 @@
 python examples/seeds/002_paddle/table.py
 python examples/seeds/002_paddle/table.py --full
 
-It starts the ranks itself. In float64, where what is not rounding shows; with `--full` at the document's width, in float32.
+It starts the ranks itself. In float64, where what is not rounding shows; with `--full` at the document's width, in
+float32.
 """
 
 from __future__ import annotations

@@ -44,8 +44,7 @@ class Net(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = self.matmul(x, self.weight)
         out = self.relu(out)
-        out = self.matmul2(out, self.weight2)
-        return out
+        return self.matmul2(out, self.weight2)
 
 
 def momentum(parameters: object) -> torch.optim.Optimizer:

@@ -2,7 +2,7 @@
 
     zero=1    the optimizer's state: parameters and gradients are whole, each rank updates its slice of every parameter,
               and the slices are gathered after the update (`Shares`)
-    zero=2    gradients too: a parameter lies in pieces, is gathered once in a step, and its gradient is reduce-scattered
+    zero=2    gradients too: a parameter lies in pieces, is gathered once in a step, and its gradient reduce-scattered
               (`in_pieces`; between steps the parameter itself is in pieces as well)
     zero=3    parameters too: what was gathered is let go of after its op, and gathered again in the backward
               (`Again`)

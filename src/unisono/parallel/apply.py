@@ -65,10 +65,10 @@ def parallelize(
     """Put a plain model under a plan; every rank calls it alike, and trains with the Trainer's `step`.
 
     model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
-    torch.manual_seed(seed), or a list of uni.nn.LayerSpec, which is such a function. loss(outputs, targets) gives a scalar, optimizer(parameters) a torch optimizer. example: a
-    batch (inputs, targets), which pipelines need to find their stages. rules: which layers tp cuts, and how. clip: the
-    largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed from float32
-    parameters; "fp32" leaves the model's own dtype.
+    torch.manual_seed(seed), or a list of uni.nn.LayerSpec, which are built so. loss(outputs, targets) gives a scalar,
+    optimizer(parameters) a torch optimizer. example: a batch (inputs, targets), which pipelines need to find their
+    stages. rules: which layers tp cuts, and how. clip: the largest norm of the gradients. precision: "fp32", "bf16" or
+    "fp16", in which all is computed from float32 parameters; "fp32" leaves the model's own dtype.
     """
     precision = Precision.of(precision)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
@@ -127,7 +127,8 @@ def _whole_model(model: Model, seed: int, dtype: torch.dtype | None) -> nn.Modul
         whole = model
     if not isinstance(whole, nn.Module):
         raise UsageError(
-            f"parallelize takes an nn.Module, a function that builds one or a list of LayerSpec; it was given {type(whole).__name__}"
+            "parallelize takes an nn.Module, a function that builds one or a list of uni.nn.LayerSpec; it was given "
+            f"{type(whole).__name__}"
         )
     return whole if dtype is None else whole.to(dtype)
 

@@ -4,8 +4,8 @@
     uni.mark(model, "linear3", mesh.at(pp=1))                      # a pipeline's second stage
     trainer = uni.apply_marks(model, mesh=mesh, loss=loss, optimizer=optimizer, example=batch)
 
-The model itself runs, op by op, under that plan (`trainer.plan`); `uni.to_static` makes a program of the same marks. What
-each axis of the mesh does is read off the marks and what propagates from them:
+The model itself runs, op by op, under that plan (`trainer.plan`); `uni.to_static` makes a program of the same marks.
+What each axis of the mesh does is read off the marks and what propagates from them:
 
     pp      stages are marked on parts of it
     dp      inputs are cut along it, or it is called dp
@@ -96,7 +96,7 @@ def plan_of_marks(
         rules = _rules(model, found, [name for name in rest if roles[name] == "tp"])
     elif rest:
         roles["dp"] = "dp"
-    _require_order(mesh, roles)
+    require_order(mesh, roles)
     sizes = {role: mesh.size(name) for name, role in roles.items()}
     return Plan(**sizes, boundaries=starts), rules or None
 
@@ -205,7 +205,7 @@ def _rule(found: Assignment, node: str, axis: int, dim: int, module: nn.Module) 
     return "row" if shard_dim(found.layout(source, output)[axis]) is not None else "row_split"
 
 
-def _require_order(mesh: Mesh, roles: dict[str, str]) -> None:
+def require_order(mesh: Mesh, roles: dict[str, str]) -> None:
     """Ranks are laid out by the plan, the axes of which have an order."""
     order = [roles[name] for name in mesh.names if name in roles]
     if order != sorted(order, key=AXES.index):

@@ -20,7 +20,7 @@ from unisono.graph.trace import Loss
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.apply import parallelize
-from unisono.parallel.marked import Stages, stages_on
+from unisono.parallel.marked import Stages, require_order, stages_on
 from unisono.parallel.pipeline.traced import Segment, TracedStages
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
@@ -143,7 +143,7 @@ def to_static(
         return StagedProgram(trainer, staged, mesh, stages, rows)
     if microbatches != 1 or schedule != "1f1b":
         raise UsageError(
-            f"to_static(microbatches={microbatches}, schedule={schedule!r}) are for a pipeline, but no stage is marked; "
+            f"to_static(microbatches={microbatches}, schedule={schedule!r}) is for a pipeline, but no stage is marked; "
             'mark one with uni.mark(model, "layers.6", mesh.at(pp=1))'
         )
     program: Program = programs.to_static(
@@ -169,9 +169,10 @@ def _plan(model: nn.Module, mesh: Mesh, stages: Stages, zero: int, microbatches:
     others = [name for name in mesh.names if name not in (stages.axis, "dp") and mesh.size(name) > 1]
     if others or wishes_for(model):
         raise UsageError(
-            f"a static pipeline is made of stages and the axis dp, but {mesh} has {', '.join(others) or 'marked tensors'} "
-            "as well; uni.apply_marks composes them"
+            f"a static pipeline is made of stages and the axis dp, but {', '.join(others) or 'marked tensors'} of "
+            f"{mesh} would be in it too; uni.apply_marks composes them"
         )
+    require_order(mesh, {stages.axis: "pp", **({"dp": "dp"} if "dp" in mesh.names else {})})
     dp = mesh.size("dp") if "dp" in mesh.names else 1
     return Plan(pp=stages.count, dp=dp, zero=zero, microbatches=microbatches, schedule=schedule)
 

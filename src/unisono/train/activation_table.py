@@ -1,7 +1,8 @@
 """What the activations of one sample take under tensor parallelism, sp and recomputation: `unisono plan --activations`.
 
-For one layer (block) and for all, as Megatron counts it (a layer cut by columns gathers its input again in the backward)
-and as unisono keeps it; what the tp ranks say to each other in a layer; and what of the forward is computed again.
+For one layer (block) and for all, as Megatron counts it (a layer cut by columns gathers its input again in the
+backward) and as unisono keeps it; what the tp ranks say to each other in a layer; and what of the forward is computed
+again.
 """
 
 from __future__ import annotations
