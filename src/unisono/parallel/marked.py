@@ -98,7 +98,7 @@ def plan_of_marks(
         roles["dp"] = "dp"
     require_order(mesh, roles)
     sizes = {role: mesh.size(name) for name, role in roles.items()}
-    return Plan(**sizes, boundaries=starts), rules or None
+    return Plan().but(**sizes, boundaries=starts), rules or None
 
 
 def _has_marks(model: nn.Module) -> bool:
