@@ -164,6 +164,27 @@ def test_a_parameter_that_is_marked_in_the_forward_is_marked() -> None:
     assert rules["second.down"] == "row"
 
 
+def test_stages_that_are_marked_in_the_forward() -> None:
+    """The form of Paddle's programs: shard_op(self.linear3, mesh[1])(x)."""
+    mesh = Mesh.describe((2,), ("pp",))
+
+    class Marked(Net):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            scale = x.mean(1, keepdim=True)
+            y = self.first(uni.shard_op(self.enter, mesh.at(pp=0))(x), scale)
+            return uni.shard_op(self.head, mesh.at(pp=1))(self.second(y, scale))
+
+    net = Marked().double()
+    plan, _ = plan_of_marks(net, mesh, F.cross_entropy, _batch(0))
+    assert str(plan) == "pp=2,boundaries=0+3"
+    inputs = _batch(0)[0]
+    staged = TracedStages(net, {"enter": 0, "head": 1}, 2)
+    torch.testing.assert_close(staged(inputs), net(inputs))  # and without ranks it is the model
+    assert [len(segment.ops) for segment in staged.cuts.of(inputs, True).segments][1] == 1
+    with pytest.raises(UsageError, match="says nothing of inputs or outputs"):
+        uni.shard_op(torch.matmul, mesh)
+
+
 def _refusal(attempt: Callable[[], Any]) -> str:
     with pytest.raises(UsageError) as caught:
         attempt()
@@ -187,7 +208,7 @@ def test_marks_that_make_no_plan() -> None:
     uni.mark(short, "second", three.at(pp=1))
     assert "pp=3 needs as many stages" in _refusal(lambda: plan_of_marks(short, three, F.cross_entropy, batch))
     nothing = _refusal(lambda: plan_of_marks(_net(), Mesh.describe((2,), ("mp",)), F.cross_entropy, batch))
-    assert "nothing is cut along mp" in nothing
+    assert "nothing is marked along mp" in nothing
     turned = Mesh.describe((2, 2), ("mp", "dp"))
     marked = _shared(Mesh.describe((2,), ("mp",)))
     assert "come in the order dp, tp" in _refusal(lambda: plan_of_marks(marked, turned, F.cross_entropy, batch))

@@ -149,13 +149,19 @@ class Sharded:
     """A function whose tensors are marked. Called, it is the function."""
 
     def __init__(
-        self, function: Callable[..., Any], inputs: Sequence[Wish | None], outputs: Sequence[Wish | None]
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Wish | None],
+        outputs: Sequence[Wish | None],
+        stage: Wish | None = None,
     ) -> None:
+        """stage: where a module begins a stage, the mesh of its ranks."""
         self.function = function
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
+        self.stage = stage
         self.called = False
-        self.line = next((wish.line for wish in (*self.inputs, *self.outputs) if wish is not None), "")
+        self.line = next((wish.line for wish in (*self.inputs, *self.outputs, stage) if wish is not None), "")
 
     def __repr__(self) -> str:
         return f"{getattr(self.function, '__name__', self.function)} marked at {self.line}"
@@ -170,6 +176,8 @@ class Sharded:
         if recording is None:
             return self._run(args, kwargs)
         recording.called.add(id(self))
+        if self.stage is not None:
+            recording.note_stage(self.function, self.stage)
         number = recording.next_op()
         given = self._each((args, kwargs), self.inputs, "input", lambda t, w: _noted(t, Note(w, op=number)))
         results = self.function(*given[0], **given[1])
@@ -239,7 +247,17 @@ def shard_op(
     inputs: Sequence[Sequence[Placement] | None] = (),
     outputs: Sequence[Sequence[Placement] | None] = (),
 ) -> Sharded:
-    """The function, marked: how each of its tensors lies on the mesh. None leaves a tensor open."""
+    """The function, marked: how each of its tensors lies on the mesh. None leaves a tensor open.
+
+    Without inputs and outputs, a module: it and all that runs after it are a stage, on the ranks of `mesh`, such as
+    mesh.at(pp=1)."""
+    if not inputs and not outputs:
+        if not isinstance(function, nn.Module):
+            raise UsageError(
+                f"shard_op({getattr(function, '__name__', function)}) says nothing of inputs or outputs; give "
+                "placements, or a module that begins a stage"
+            )
+        return Sharded(function, (), (), Wish(mesh, line=_caller()))
 
     def wishes(given: Sequence[Sequence[Placement] | None]) -> list[Wish | None]:
         for placements in given:
@@ -268,6 +286,7 @@ class Recorder:
     def __init__(self, model: nn.Module) -> None:
         self.notes: list[Note] = []
         self.wishes: dict[str, Wish] = {}  # for parameters, made while the model ran
+        self.stages: dict[str, Wish] = {}  # for modules that begin a stage
         self.called: set[int] = set()
         self._model = model
         self._ops = 0
@@ -278,6 +297,12 @@ class Recorder:
         if name is not None:
             self.wishes[name] = wish
         return name is not None
+
+    def note_stage(self, module: Any, wish: Wish) -> None:
+        name = next((name for name, known in self._model.named_modules() if known is module), None)
+        if name is None:
+            raise UsageError(f"a stage is marked at {wish.line} with a module that is none of the model's")
+        self.stages[name] = wish
 
     def next_op(self) -> int:
         self._ops += 1

@@ -14,6 +14,7 @@ What each axis of the mesh does is read off the marks and what propagates from t
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -24,18 +25,21 @@ from torch.optim import Optimizer
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment, producers
 from unisono.graph.finding import find
-from unisono.graph.marks import Wish, stages_for, wishes_for
+from unisono.graph.marks import Wish, recording, stages_for, wishes_for
 from unisono.graph.option import REPLICATE
 from unisono.graph.program import Model
 from unisono.graph.rules.call import Call
-from unisono.graph.trace import trace
+from unisono.graph.strategy import placements_of_marks
+from unisono.graph.trace import Trace, trace
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import shard_dim
 from unisono.parallel.apply import parallelize
 from unisono.parallel.blocks import Blocks
+from unisono.parallel.hollow import hollow, hollow_copy
 from unisono.parallel.linear import is_linear
 from unisono.parallel.loss import Loss
+from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.split import blocks_of
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import AXES, Plan
@@ -80,7 +84,7 @@ def plan_of_marks(
     model: nn.Module, mesh: Mesh, loss: Loss, example: tuple[Any, Any]
 ) -> tuple[Plan, dict[str, str] | None]:
     """The plan, and the rules by which tp cuts, that follow from a model's marks on a mesh."""
-    stages = stages_on(model, mesh)
+    stages = stages_on(model, mesh, example[0])
     roles: dict[str, str] = {}
     starts: tuple[int, ...] = ()
     if stages is not None:
@@ -90,7 +94,9 @@ def plan_of_marks(
     rules: dict[str, str] = {}
     if rest and (set(rest) != {"dp"} or _has_marks(model)):
         inner = Mesh.describe([mesh.size(name) for name in rest], rest)
-        found = find(trace(model, example, loss), inner)
+        traced = trace(model, example, loss)
+        _require_marks(traced, inner)
+        found = find(traced, inner)
         for name in rest:
             roles[name] = _role(found, name)
         rules = _rules(model, found, [name for name in rest if roles[name] == "tp"])
@@ -135,9 +141,9 @@ class Stages:
         return tuple(start for start in order if start is not None)
 
 
-def stages_on(model: nn.Module, mesh: Mesh) -> Stages | None:
-    """The stages that a model's marks make on a mesh; None where none are marked."""
-    marked = stages_for(model)
+def stages_on(model: nn.Module, mesh: Mesh, inputs: Any) -> Stages | None:
+    """The stages that a model's marks make on a mesh, those in its forward too; None where none are marked."""
+    marked = stages_for(model) | _stages_in_forward(model, inputs)
     found = {name: _place(wish, mesh) for name, wish in marked.items()}
     axes = {axis for axis, _ in found.values()}
     if len(axes) > 1:
@@ -146,6 +152,25 @@ def stages_on(model: nn.Module, mesh: Mesh) -> Stages | None:
         return None
     axis = axes.pop()
     return Stages(axis, mesh.size(axis), {name: place for name, (_, place) in found.items()})
+
+
+def _stages_in_forward(model: nn.Module, inputs: Any) -> dict[str, Wish]:
+    """Marks that the model makes while it runs; it is run hollow, and one that needs values makes none."""
+    with contextlib.suppress(_NeedsValues), torch.no_grad(), torch.device("meta"):
+        copy = hollow_copy(model)
+        with recording(copy) as recorder:
+            try:
+                call(copy, hollow(inputs))
+            except UsageError:
+                raise
+            except Exception as error:
+                raise _NeedsValues from error
+        return recorder.stages
+    return {}
+
+
+class _NeedsValues(Exception):
+    """The model cannot do with shapes alone."""
 
 
 def _place(wish: Wish, mesh: Mesh) -> tuple[str, int]:
@@ -157,6 +182,13 @@ def _place(wish: Wish, mesh: Mesh) -> tuple[str, int]:
 
 
 # ---- the other axes --------------------------------------------------------------------------------------------------
+
+
+def _require_marks(traced: Trace, mesh: Mesh) -> None:
+    marked = placements_of_marks(traced, mesh, traced.marks).values()
+    for axis, name in enumerate(mesh.names):
+        if name != "dp" and all(placements[axis] == REPLICATE for placements in marked):
+            raise UsageError(f"nothing is marked along {name}: cut a parameter or the inputs there, or call it dp")
 
 
 def _role(found: Assignment, axis: str) -> str:
@@ -172,7 +204,9 @@ def _role(found: Assignment, axis: str) -> str:
         return "tp"
     if fed:
         return "dp"
-    raise UsageError(f"nothing is cut along {axis}: mark a parameter or the inputs there, or call the axis dp")
+    raise UsageError(
+        f"along {axis} neither parameters nor inputs are cut, which no plan does; uni.to_static makes a program of it"
+    )
 
 
 def _rules(model: nn.Module, found: Assignment, axes: list[str]) -> dict[str, str]:

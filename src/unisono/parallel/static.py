@@ -131,8 +131,12 @@ def to_static(
     pipeline (StagedProgram, else Program): microbatches and schedule are its.
     """
     whole = model if isinstance(model, nn.Module) else build(model, seed)
-    stages = stages_on(whole, mesh) if isinstance(whole, nn.Module) else None
+    stages = stages_on(whole, mesh, example[0]) if isinstance(whole, nn.Module) else None
     if stages is not None:
+        if assignment is not None or fully_use_devices or unpack or search != "propagate":
+            raise UsageError(
+                "to_static(search, assignment, fully_use_devices, unpack) lay out tensors; stages are marked"
+            )
         plan = _plan(whole, mesh, stages, zero, microbatches, schedule)
         staged = TracedStages(whole if dtype is None else whole.to(dtype), stages.places, stages.count)
         made = staged if isinstance(model, nn.Module) else (lambda: staged)
@@ -140,13 +144,18 @@ def to_static(
             made, plan, loss=loss, optimizer=optimizer, example=example, clip=clip, seed=seed, dtype=dtype
         )
         rows = torch.utils._pytree.tree_map(lambda leaf: _rows(leaf, plan), example[0])
-        return StagedProgram(trainer, staged, mesh, stages, rows)
+        program = StagedProgram(trainer, staged, mesh, stages, rows)
+        if save_graphs is not None:
+            place = Path(save_graphs) / f"rank_{world.rank()}"
+            place.mkdir(parents=True, exist_ok=True)
+            (place / "stage.txt").write_text(f"{program}\n")
+        return program
     if microbatches != 1 or schedule != "1f1b":
         raise UsageError(
             f"to_static(microbatches={microbatches}, schedule={schedule!r}) is for a pipeline, but no stage is marked; "
             'mark one with uni.mark(model, "layers.6", mesh.at(pp=1))'
         )
-    program: Program = programs.to_static(
+    made_of_pieces: Program = programs.to_static(
         model if isinstance(model, nn.Module) else lambda: whole,
         example=example,
         mesh=mesh,
@@ -162,7 +171,7 @@ def to_static(
         seed=seed,
         dtype=dtype,
     )
-    return program
+    return made_of_pieces
 
 
 def _plan(model: nn.Module, mesh: Mesh, stages: Stages, zero: int, microbatches: int, schedule: str) -> Plan:
