@@ -341,6 +341,26 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
                 )
 
 
+@contextlib.contextmanager
+def dry_run(copy: nn.Module) -> Iterator[Recorder]:
+    """Records the marks of a copy of a model that runs in the block, if it can; the copy is thrown away, and its marks
+    need not have counted."""
+    recording = Recorder(copy)
+    _recorders.append(recording)
+    try:
+        yield recording
+    except UsageError:
+        raise
+    except Exception:
+        recording.stages.clear()
+    finally:
+        _recorders.pop()
+        for module in copy.modules():
+            for value in vars(module).values():
+                if isinstance(value, Sharded):
+                    value.called = True
+
+
 @torch.library.custom_op("unisono::mark", mutates_args=())
 def _mark_op(tensor: torch.Tensor, number: int) -> torch.Tensor:
     return tensor.clone()

@@ -14,7 +14,6 @@ What each axis of the mesh does is read off the marks and what propagates from t
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -25,7 +24,7 @@ from torch.optim import Optimizer
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment, producers
 from unisono.graph.finding import find
-from unisono.graph.marks import Wish, recording, stages_for, wishes_for
+from unisono.graph.marks import Wish, dry_run, stages_for, wishes_for
 from unisono.graph.option import REPLICATE
 from unisono.graph.program import Model
 from unisono.graph.rules.call import Call
@@ -155,22 +154,14 @@ def stages_on(model: nn.Module, mesh: Mesh, inputs: Any) -> Stages | None:
 
 
 def _stages_in_forward(model: nn.Module, inputs: Any) -> dict[str, Wish]:
-    """Marks that the model makes while it runs; it is run hollow, and one that needs values makes none."""
-    with contextlib.suppress(_NeedsValues), torch.no_grad(), torch.device("meta"):
+    """Marks that the model makes while it runs. It is run hollow; one that needs values is taken to make none."""
+    try:
         copy = hollow_copy(model)
-        with recording(copy) as recorder:
-            try:
-                call(copy, hollow(inputs))
-            except UsageError:
-                raise
-            except Exception as error:
-                raise _NeedsValues from error
-        return recorder.stages
-    return {}
-
-
-class _NeedsValues(Exception):
-    """The model cannot do with shapes alone."""
+    except Exception:
+        return {}
+    with dry_run(copy) as recorder, torch.no_grad(), torch.device("meta"):
+        call(copy, hollow(inputs))
+    return recorder.stages
 
 
 def _place(wish: Wish, mesh: Mesh) -> tuple[str, int]:
