@@ -195,6 +195,11 @@ def test_marks_that_make_no_plan() -> None:
     mesh = Mesh.describe((2,), ("pp",))
     batch = _batch(0)
     net = _net()
+    for act in (uni.apply_marks, uni.to_static):
+        bad: dict[str, Any] = {**JOB, "example": None}
+        assert "example is NoneType; expected a global batch" in _refusal(
+            lambda act=act, bad=bad: act(net, mesh=mesh, **bad)
+        )
     assert "has no module 'third'" in _refusal(lambda: uni.mark(net, "third", mesh.at(pp=1)))
     assert "pp=2 is off the mesh" in _refusal(lambda: mesh.at(pp=2))
     uni.mark(net, "first.up", mesh.at(pp=1))
@@ -212,6 +217,21 @@ def test_marks_that_make_no_plan() -> None:
     turned = Mesh.describe((2, 2), ("mp", "dp"))
     marked = _shared(Mesh.describe((2,), ("mp",)))
     assert "come in the order dp, tp" in _refusal(lambda: plan_of_marks(marked, turned, F.cross_entropy, batch))
+
+
+def test_what_a_static_pipeline_leaves_to_others() -> None:
+    mesh = Mesh.describe((2, 2), ("pp", "mp"))
+    staged = _staged(mesh)
+    assert "mp of Mesh(pp=2, mp=2) would be in it too" in _refusal(lambda: uni.to_static(staged, mesh=mesh, **JOB))
+    mesh = Mesh.describe((2,), ("pp",))
+    staged = _staged(mesh)
+    told = _refusal(lambda: uni.to_static(staged, mesh=mesh, **JOB, unpack=True))
+    assert "lay out tensors, but this program is made of marked stages" in told
+    told = _refusal(lambda: uni.to_static(_net(), mesh=mesh, **JOB, microbatches=2))
+    assert "is for a pipeline, but no stage is marked" in told
+    turned = Mesh.describe((2, 2), ("dp", "pp"))
+    staged = _staged(turned)
+    assert "come in the order pp, dp" in _refusal(lambda: uni.to_static(staged, mesh=turned, **JOB))
 
 
 def test_graphs_that_are_no_static_pipeline() -> None:

@@ -63,6 +63,7 @@ def apply_marks(
     model, loss, optimizer, example, clip, seed and dtype are those of `uni.parallelize`. zero: what the ranks of the
     data axis share out besides. microbatches and schedule: of a pipeline.
     """
+    require_example(example)
     whole = model if isinstance(model, nn.Module) else build(model, seed)
     plan, rules = plan_of_marks(whole, mesh, loss, example)
     plan = plan.but(zero=zero, microbatches=microbatches, schedule=schedule)
@@ -77,6 +78,11 @@ def apply_marks(
         seed=seed,
         dtype=dtype,
     )
+
+
+def require_example(example: Any) -> None:
+    if not isinstance(example, tuple | list) or len(example) != 2:
+        raise UsageError(f"example is {type(example).__name__}; expected a global batch: (inputs, targets)")
 
 
 def plan_of_marks(

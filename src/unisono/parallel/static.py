@@ -9,18 +9,19 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
 
 from unisono.comm import world
 from unisono.errors import UsageError
 from unisono.graph import program as programs
 from unisono.graph.assignment import Assignment
 from unisono.graph.marks import wishes_for
-from unisono.graph.program import Model, Program
+from unisono.graph.program import Model
 from unisono.graph.trace import Loss
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.apply import parallelize
-from unisono.parallel.marked import Stages, require_order, stages_on
+from unisono.parallel.marked import Stages, require_example, require_order, stages_on
 from unisono.parallel.pipeline.traced import Segment, TracedStages
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
@@ -130,48 +131,51 @@ def to_static(
     Where modules are marked as the first of a stage (`uni.mark(model, "layers.6", mesh.at(pp=1))`), the program is a
     pipeline (StagedProgram, else Program): microbatches and schedule are its.
     """
+    require_example(example)
     whole = model if isinstance(model, nn.Module) else build(model, seed)
+    made: Model = model if isinstance(model, nn.Module) else lambda: whole
+    job: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "example": example}
+    job |= {"clip": clip, "seed": seed, "dtype": dtype}
+    layout: dict[str, Any] = {"search": search, "assignment": assignment}
+    layout |= {"fully_use_devices": fully_use_devices, "unpack": unpack}
     stages = stages_on(whole, mesh, example[0]) if isinstance(whole, nn.Module) else None
     if stages is not None:
-        if assignment is not None or fully_use_devices or unpack or search != "propagate":
+        if layout != _NO_LAYOUT:
             raise UsageError(
-                "to_static(search, assignment, fully_use_devices, unpack) lay out tensors; stages are marked"
+                f"to_static({', '.join(layout)}) lay out tensors, but this program is made of marked stages"
             )
         plan = _plan(whole, mesh, stages, zero, microbatches, schedule)
-        staged = TracedStages(whole if dtype is None else whole.to(dtype), stages.places, stages.count)
-        made = staged if isinstance(model, nn.Module) else (lambda: staged)
-        trainer = parallelize(
-            made, plan, loss=loss, optimizer=optimizer, example=example, clip=clip, seed=seed, dtype=dtype
-        )
-        rows = torch.utils._pytree.tree_map(lambda leaf: _rows(leaf, plan), example[0])
-        program = StagedProgram(trainer, staged, mesh, stages, rows)
-        if save_graphs is not None:
-            place = Path(save_graphs) / f"rank_{world.rank()}"
-            place.mkdir(parents=True, exist_ok=True)
-            (place / "stage.txt").write_text(f"{program}\n")
-        return program
+        return _staged(made, whole, mesh, stages, plan, job, save_graphs)
     if microbatches != 1 or schedule != "1f1b":
         raise UsageError(
             f"to_static(microbatches={microbatches}, schedule={schedule!r}) is for a pipeline, but no stage is marked; "
             'mark one with uni.mark(model, "layers.6", mesh.at(pp=1))'
         )
-    made_of_pieces: Program = programs.to_static(
-        model if isinstance(model, nn.Module) else lambda: whole,
-        example=example,
-        mesh=mesh,
-        loss=loss,
-        optimizer=optimizer,
-        search=search,
-        assignment=assignment,
-        save_graphs=save_graphs,
-        fully_use_devices=fully_use_devices,
-        unpack=unpack,
-        zero=zero,
-        clip=clip,
-        seed=seed,
-        dtype=dtype,
-    )
-    return made_of_pieces
+    return programs.to_static(made, mesh=mesh, save_graphs=save_graphs, zero=zero, **layout, **job)
+
+
+_NO_LAYOUT = {"search": "propagate", "assignment": None, "fully_use_devices": False, "unpack": False}
+
+
+def _staged(
+    made: Model,
+    whole: nn.Module,
+    mesh: Mesh,
+    stages: Stages,
+    plan: Plan,
+    job: dict[str, Any],
+    save_graphs: str | Path | None,
+) -> StagedProgram:
+    dtype = job["dtype"]
+    staged = TracedStages(whole if dtype is None else whole.to(dtype), stages.places, stages.count)
+    trainer = parallelize(staged if isinstance(made, nn.Module) else (lambda: staged), plan, **job)
+    microbatch = tree_map(lambda leaf: _rows(leaf, plan), job["example"][0])
+    program = StagedProgram(trainer, staged, mesh, stages, microbatch)
+    if save_graphs is not None:
+        place = Path(save_graphs) / f"rank_{world.rank()}"
+        place.mkdir(parents=True, exist_ok=True)
+        (place / "stage.txt").write_text(f"{program}\n")
+    return program
 
 
 def _plan(model: nn.Module, mesh: Mesh, stages: Stages, zero: int, microbatches: int, schedule: str) -> Plan:
