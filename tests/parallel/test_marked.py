@@ -19,6 +19,8 @@ from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.marked import plan_of_marks
 from unisono.parallel.pipeline.traced import TracedStages
+from unisono.train.on_mesh import OnMesh
+from unisono.train.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]
 
@@ -63,6 +65,11 @@ def _adam(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=0.01)
 
 
+def _marked() -> nn.Module:
+    return _staged(Mesh.describe((2, 2), ("pp", "dp")))
+
+
+TASK = uni.Task(model=_marked, loss=F.cross_entropy, optimizer=_adam, batch=_batch, clip=0.3)
 JOB: dict[str, Any] = {"loss": F.cross_entropy, "optimizer": _adam, "example": _batch(0)}
 
 
@@ -110,10 +117,12 @@ def train(comm: Communicator) -> list[str]:
         trainer = uni.apply_marks(net(mesh), mesh=mesh, **JOB, **more)
         plans.append(str(trainer.plan))
         _proved(trainer.step, trainer.state_dict)
-    mesh = uni.Mesh((2, 2), ("pp", "dp"))
     program = uni.to_static(_staged(mesh), mesh=mesh, **JOB, zero=1, microbatches=2)
     _proved(program, program.state_dict)
     _shown_and_asked(program)
+    for words in ("pp=2,dp=2,zero=1,microbatches=2", "pp=2,dp=2,microbatches=2"):
+        verdict = verify_here(comm, TASK, OnMesh.parse(words), 2)
+        assert verdict.equivalent, verdict
     return plans
 
 
