@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.examples.runner import run_example
 from tests.ranks import RankPool
 from unisono import cli
 from unisono.comm.communicator import Communicator
@@ -83,6 +84,16 @@ def test_every_program_says_its_section_and_its_command() -> None:
         start = "python" if way.ranks == 1 else f"unisono run -n {way.ranks}"
         assert opening.startswith(f'"""Section {way.section}: ')
         assert f"\n{start} examples/seeds/002_paddle/{name}.py\n" in opening
+
+
+def test_programs_run_by_their_commands() -> None:
+    """Those of other sections differ from these in `train` alone, which the table runs."""
+    alone = run_example("seeds/002_paddle/single.py", "--batches", "2").text
+    losses = [line for line in alone.splitlines() if line.startswith("[batch")]
+    assert len(losses) == 2
+    for name, more in (("static_group_sharded", ["--stage", "1"]), ("manual_mp", [])):
+        printed = run_example(f"seeds/002_paddle/{name}.py", "--batches", "2", *more).ranks[0]
+        assert [line for line in printed.splitlines() if line.startswith("[batch")] == losses
 
 
 def test_the_summary_tables_are_those_of_the_programs() -> None:
