@@ -18,7 +18,7 @@ import contextlib
 import gc
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from unisono.mesh.replay import realise, steps_for, work_of
 Make = Callable[[], nn.Module]
 _MOST_WORK = 4  # times that of building the whole, to build all of it tensor by tensor
 _KINDS = (torch.Tensor, nn.Parameter)
+_SOURCE = "unisono_source"
 
 
 class Draft:
@@ -41,11 +42,13 @@ class Draft:
         self._seed = seed
         self._recording = recording
         self._places: dict[str, Place] = {}
+        self._built: dict[str, torch.Tensor] = {}
         if recording is not None:
-            for name, tensor in _tensors(model):
+            for name, tensor in tensors_in(model):
                 place = recording.place(tensor)
                 assert place is not None
                 self._places[name] = place
+                setattr(tensor, _SOURCE, (self, name))
 
     @property
     def is_hollow(self) -> bool:
@@ -54,26 +57,53 @@ class Draft:
     def __contains__(self, name: str) -> bool:
         return name in self._places
 
+    def __deepcopy__(self, memo: Any) -> Draft:
+        return self
+
     def value(self, name: str) -> torch.Tensor:
         """A parameter, buffer or other tensor of the model, by its name: whole, in memory of its own."""
         assert self._recording is not None
-        try:
-            return realise(self._recording, [self._places[name]])[0]
-        except (CannotRecord, RuntimeError) as error:
-            raise CannotRecord(f"{name}: {error}") from error
+        if not self._built:
+            try:
+                return realise(self._recording, [self._places[name]])[0]
+            except (CannotRecord, RuntimeError) as error:
+                self.note = f"{name}: {error}".splitlines()[0]
+                self._built = dict(tensors_in(build(self._make, self._seed)))
+        return self._built[name].detach().clone()
+
+    def device(self, name: str) -> torch.device:
+        """Where a tensor will be."""
+        assert self._recording is not None
+        return self._recording.memories[self._places[name].memory].device
+
+    def rebuilt(self, note: str) -> Draft:
+        """The same, whole."""
+        return whole_draft(self._make, self._seed, note)
+
+
+def source_of(tensor: torch.Tensor) -> tuple[Draft, str] | None:
+    """The draft that a hollow tensor is of, and its name there."""
+    return getattr(tensor, _SOURCE, None)
+
+
+def forget_source(tensor: torch.Tensor) -> None:
+    vars(tensor).pop(_SOURCE, None)
 
 
 def drafted(make: Make, seed: int) -> Draft:
     """The draft of what `make()` builds after torch.manual_seed(seed)."""
-    if isinstance(make, nn.Module):
-        raise TypeError("drafted takes a function that builds a module")
     with _generators_put_back() as put_back:
         try:
             return _recorded(make, seed)
         except Exception as error:  # the constructor's own mistake comes up again when it is run
-            note = f"{type(error).__name__}: {error}" if not isinstance(error, CannotRecord) else str(error)
+            told = str(error) if isinstance(error, CannotRecord) else f"{type(error).__name__}: {error}"
         put_back()
-        return Draft(build(make, seed), make, seed, None, note.splitlines()[0] if note else "")
+        return whole_draft(make, seed, told.splitlines()[0])
+
+
+def whole_draft(make: Make, seed: int, note: str) -> Draft:
+    """The model itself."""
+    return Draft(build(make, seed), make, seed, None, note)
 
 
 def _recorded(make: Make, seed: int) -> Draft:
@@ -90,7 +120,7 @@ def _recorded(make: Make, seed: int) -> Draft:
 def _require_all_known(model: nn.Module, recording: Recording) -> None:
     """CannotRecord where a hollow tensor is out of reach, or a tensor of the model did not come of the recording."""
     memories: dict[int, int] = {}
-    for name, tensor in _tensors(model):
+    for name, tensor in tensors_in(model):
         place = recording.place(tensor)
         if place is None:
             raise CannotRecord(f"{name} was there before the model was built")
@@ -105,11 +135,15 @@ def _require_all_known(model: nn.Module, recording: Recording) -> None:
     stray = _stray(recording, held)
     if stray is not None:
         raise CannotRecord(f"a tensor of {recording.memories[stray].nbytes} bytes is kept outside the model's modules")
-    work = [(number, work_of(recording, [number])) for number in range(len(recording.steps))]
-    most, total, sizes = _MOST_WORK * sum(size for _, size in work), 0, dict(work)
+    _require_little_work(recording, memories)
+
+
+def _require_little_work(recording: Recording, memories: Iterable[int]) -> None:
+    sizes = [work_of(step) for step in recording.steps]
+    total = 0
     for memory in memories:
         total += sum(sizes[number] for number in steps_for(recording, {memory}))
-        if total > most:
+        if total > _MOST_WORK * sum(sizes):
             raise CannotRecord("its tensors depend on each other so much that building them one by one takes too long")
 
 
@@ -121,7 +155,7 @@ def _stray(recording: Recording, held: dict[int, int]) -> int | None:
     return None
 
 
-def _tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+def tensors_in(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Every tensor that a module of the model holds, by its name: parameters, buffers and what else there is."""
     for prefix, module in model.named_modules(remove_duplicate=False):
         for key, value in vars(module).items():

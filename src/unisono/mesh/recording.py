@@ -186,14 +186,16 @@ class Recording(TorchDispatchMode):
         generator = None
         if torch.Tag.nondeterministic_seeded in func.tags:
             generator = self._draw(func, noted_args, noted_kwargs)
-        is_fill = func.overloadpacket in _FILLS  # hollow, they do nothing, and torch would import its compiler for it
-        outcome = args[0] if is_fill else func(*tree_map(_hollow, args), **_on_meta(func, kwargs))
+        if _is_in_place(func):  # hollow, it does nothing, and torch would import its compiler for that
+            outcome = args[0]
+        else:
+            outcome = func(*tree_map(_hollow, args), **_on_meta(func, kwargs))
         places = [each for each in tree_leaves((noted_args, noted_kwargs)) if isinstance(each, Place)]
         born = self._born(outcome, self._device(noted_args, noted_kwargs))
         if not written and not born:
             return outcome  # a view, or no tensor at all
         renews = {place.memory for _, place in born}
-        target = noted_args[0] if is_fill else None
+        target = noted_args[0] if func.overloadpacket in _FILLS else None
         if isinstance(target, Place) and target.covers(self.memories[target.memory]):
             others = [place.memory for place in places if place is not target]
             renews |= {target.memory} - set(others)
@@ -280,6 +282,13 @@ class Recording(TorchDispatchMode):
         """The device that a hollow tensor of the recording would be on."""
         number = self.number(tensor)
         return None if number is None else self.memories[number].device
+
+
+def _is_in_place(func: Any) -> bool:
+    """Whether it changes its first argument, and returns it."""
+    arguments, returns = func._schema.arguments, func._schema.returns
+    written = [each for each in arguments if each.alias_info is not None and each.alias_info.is_write]
+    return len(returns) == 1 and written == arguments[:1] and func.overloadpacket.__name__.endswith("_")
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

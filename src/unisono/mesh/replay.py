@@ -46,14 +46,10 @@ def steps_for(recording: Recording, memories: set[int]) -> list[int]:
     return sorted(chosen)
 
 
-def work_of(recording: Recording, numbers: Sequence[int]) -> int:
-    """How many elements those steps write, about."""
-    total = 0
-    for number in numbers:
-        step = recording.steps[number]
-        places = [each for each in tree_leaves(step.args) if isinstance(each, Place)]
-        total += max((math.prod(place.size) for place in [*places, *(born for _, born in step.born)]), default=0)
-    return total
+def work_of(step: Step) -> int:
+    """How many elements a step writes, about."""
+    places = [each for each in tree_leaves(step.args) if isinstance(each, Place)]
+    return max((math.prod(place.size) for place in [*places, *(born for _, born in step.born)]), default=0)
 
 
 def _writers(recording: Recording) -> dict[int, list[int]]:

@@ -61,6 +61,7 @@ class Trainer:
     precision: Precision = FULL
     scaler: LossScaler | None = None
     steps: int = 0
+    note: str = ""  # why the model was built whole before it was cut; empty where only what is owned was built
     skipped: int = 0  # steps whose gradients overflowed (fp16)
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
     _whole: tuple[Any, Any] | None = None  # the global batch, where this rank was given all of it
