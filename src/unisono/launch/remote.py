@@ -9,9 +9,11 @@ import shlex
 import sys
 from collections.abc import Sequence
 
+from unisono.errors import UsageError
 from unisono.launch import environment
 from unisono.launch.link import Link, agent_command
 
+_ASKED = 3  # times that ssh asks a silent host for a word
 # What ssh says -> what it means. The first that fits counts.
 _CAUSES = (
     (r"could not resolve hostname", "its name does not resolve; check the spelling, DNS or /etc/hosts"),
@@ -34,13 +36,17 @@ def command(host: str, ssh: Sequence[str], python: str, patience: float) -> list
     if path:
         words = ["env", f"PYTHONPATH={environment.absolute_path(path)}", *words]
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, math.ceil(patience))}", "-T"]
-    options += [
-        "-o",
-        "ServerAliveInterval=10",
-        "-o",
-        "ServerAliveCountMax=3",
-    ]  # a host that vanishes is noticed
+    asked = max(1, silence() // _ASKED)  # a host that vanishes is noticed
+    options += ["-o", f"ServerAliveInterval={asked}", "-o", f"ServerAliveCountMax={_ASKED}"]
     return [*ssh, *options, "--", host, shlex.join(words)]
+
+
+def silence() -> int:
+    """Seconds without a word after which a host counts as gone."""
+    given = os.environ.get(environment.SILENCE, "30")
+    if not given.isdecimal() or int(given) < _ASKED:
+        raise UsageError(f"{environment.SILENCE}={given}: expected whole seconds, at least {_ASKED}")
+    return int(given)
 
 
 def cause(link: Link, python: str) -> str:

@@ -125,13 +125,16 @@ class Engine:
         return self.choice
 
     def program_page(self) -> str:
-        """The distributed program on the plan's mesh, as `to_static` would run it; empty where there is none."""
+        """The distributed program on the plan's mesh, as `to_static` would run it; empty where there is none.
+
+        Of plans that also choose where state lies or when it is computed, that of their dp, tp and cp.
+        """
         plan = self.plan
-        if self._example is None or plan != Plan(dp=plan.dp, tp=plan.tp, cp=plan.cp):
+        if self._example is None or plan.pp > 1 or plan.ep > 1:
             return ""
         job = Job(self._model, self._loss, self._optimizer, self._example, self._rules)
         try:
-            return page_of_plan(job.task(), plan)
+            return page_of_plan(job.task(), Plan(dp=plan.dp, tp=plan.tp, cp=plan.cp))
         except UnisonoError:
             return ""  # what cannot be traced can be trained all the same
 
