@@ -101,7 +101,7 @@ def drafted(make: Make, seed: int) -> Draft:
         return whole_draft(make, seed, told.splitlines()[0])
 
 
-def whole_draft(make: Make, seed: int, note: str) -> Draft:
+def whole_draft(make: Make, seed: int, note: str = "") -> Draft:
     """The model itself."""
     return Draft(build(make, seed), make, seed, None, note)
 

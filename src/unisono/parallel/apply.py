@@ -74,6 +74,7 @@ def parallelize(
     parameters; "fp32" leaves the model's own dtype.
     """
     precision = Precision.of(precision)
+    optimizer = _checked(optimizer)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     comm = world.world() if world.is_initialized() else world.init()
     plan.fit(comm.size)
@@ -129,6 +130,19 @@ def _agreed(comm: Communicator, act: Callable[[], Trainer]) -> Trainer:
     return trainer
 
 
+def _checked(make: Callable[[Any], Optimizer]) -> Callable[[Any], Optimizer]:
+    def made(parameters: Any) -> Optimizer:
+        optimizer = make(parameters)
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(
+                f"optimizer(parameters) gave a {type(optimizer).__name__}; expected a torch optimizer, as "
+                "lambda p: torch.optim.AdamW(p, lr=3e-4) gives"
+            )
+        return optimizer
+
+    return made
+
+
 def draft_for(plan: Plan, model: Model | Draft, seed: int, dtype: torch.dtype | None = None) -> Draft:
     """The model as the plan needs it: hollow where a function builds it and ranks will own parts, else whole."""
     if isinstance(model, Draft):
@@ -148,8 +162,8 @@ def draft_for(plan: Plan, model: Model | Draft, seed: int, dtype: torch.dtype | 
         # Under cp, later stages of a pipeline learn the length of sequences from a run of the whole model.
         if is_cut and not (plan.pp > 1 and plan.cp > 1):
             return drafted(make, seed)
-        return whole_draft(make, seed, "every rank owns all of it" if not is_cut else "pp and cp are used together")
-    return whole_draft(lambda: model if dtype is None else model.to(dtype), seed, "it was given as an object")
+        return whole_draft(make, seed, "pp and cp are used together" if is_cut else "")
+    return whole_draft(lambda: model if dtype is None else model.to(dtype), seed)
 
 
 def refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:

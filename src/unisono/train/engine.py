@@ -65,6 +65,10 @@ class Engine:
         rules: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
+        if not callable(model):
+            raise UsageError(f"Engine(model={model!r}): expected an nn.Module, or a function that builds one")
+        if not isinstance(plan, str | Plan):
+            raise UsageError(f'Engine(plan={plan!r}): expected "auto", a Plan or its text, as "dp=2,tp=2"')
         self._model = model
         self._device = None if device is None else torch.device(device)
         self._loss = loss
@@ -166,7 +170,12 @@ class Engine:
         model, device = self._model, self.device
         if isinstance(model, nn.Module):
             return model.to(device)
-        return lambda: model().to(device)
+
+        def placed() -> nn.Module:
+            made = model()
+            return made.to(device) if isinstance(made, nn.Module) else made
+
+        return placed
 
     def _require_numbers(self, example: tuple[Any, Any]) -> None:
         """Every function among the metrics is asked once, before anything is trained."""
@@ -210,7 +219,9 @@ class Engine:
         """
         given: dict[str, Any] = {"shuffle": shuffle, "seed": self.seed, "workers": workers}
         if self.trainer is None:
-            first = next(iter(Loader(dataset, batch_size, device=self._elsewhere, **{**given, "workers": 0})))
+            first = next(iter(Loader(dataset, batch_size, device=self._elsewhere, **{**given, "workers": 0})), None)
+            if first is None:
+                raise UsageError("the dataset is empty; expected at least one sample")
             self.prepare(first.batch if isinstance(first, Share) else first)
         part = (0, 1) if whole else self.ready.part
         return Loader(dataset, batch_size, part=part, device=self._elsewhere, **given)
