@@ -71,7 +71,7 @@ def test_a_host_that_falls_silent_is_noticed(two_hosts: Hosts, tmp_path: Path) -
     with run.started() as process:
         wait_for_step(folder, 7, 2)
         two_hosts.cut_cable()
-        out, said = process.communicate(timeout=60)
+        out, said = process.communicate(timeout=90)
         two_hosts.kill_second()  # what runs there would end by itself, after minutes
         assert run.left_running() == []
     assert process.returncode == 0, out + said

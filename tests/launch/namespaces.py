@@ -59,7 +59,6 @@ class Hosts:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
-
     def cut_cable(self) -> None:
         """The hosts are there, but neither hears the other any more, and nobody tells them."""
         _do("ip", "-n", self.namespaces[1], "link", "set", _ends()[1], "down")
