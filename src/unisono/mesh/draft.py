@@ -129,7 +129,7 @@ def _require_all_known(model: nn.Module, recording: Recording) -> None:
         if memories.setdefault(place.memory, id(tensor)) != id(tensor):
             raise CannotRecord(f"{name} shares its memory with another tensor")
     del tensor
-    held = {memory: 1 for memory in memories}
+    held = dict.fromkeys(memories, 1)
     if _stray(recording, held) is not None:
         gc.collect()
     stray = _stray(recording, held)

@@ -26,11 +26,31 @@ _META = torch.device("meta")
 _CPU = torch.device("cpu")
 # They write all of their first argument, and do not look at what is in it.
 _FILLS = frozenset(
-    getattr(_aten, name)
-    for name in "uniform_ normal_ zero_ fill_ copy_ exponential_ cauchy_ log_normal_ geometric_ random_".split()
+    (
+        _aten.uniform_,
+        _aten.normal_,
+        _aten.zero_,
+        _aten.fill_,
+        _aten.copy_,
+        _aten.exponential_,
+        _aten.cauchy_,
+        _aten.log_normal_,
+        _aten.geometric_,
+        _aten.random_,
+    )
 )
 # They take a tensor for its form only.
-_LIKES = frozenset(getattr(_aten, f"{name}_like") for name in "empty zeros ones full rand randn randint".split())
+_LIKES = frozenset(
+    (
+        _aten.empty_like,
+        _aten.zeros_like,
+        _aten.ones_like,
+        _aten.full_like,
+        _aten.rand_like,
+        _aten.randn_like,
+        _aten.randint_like,
+    )
+)
 _LOOKS = (_aten._local_scalar_dense.default,)  # .item() and what comes down to it
 _PLAIN = (type(None), bool, int, float, complex, str, torch.dtype, torch.layout, torch.memory_format)
 
@@ -298,8 +318,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 def _hollow(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.device != _META:
         with _disable_current_modes():
-            copied = torch.empty_like(leaf, device=_META)
-        return copied
+            return torch.empty_like(leaf, device=_META)
     return leaf
 
 

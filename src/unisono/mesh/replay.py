@@ -107,8 +107,12 @@ def _apart() -> Iterator[None]:
     """Nothing that surrounds the caller changes what is replayed, and the generator is put back."""
     default = torch.get_default_dtype()
     try:
-        with _disable_current_modes(), torch._C.DisableTorchFunction(), torch.no_grad():
-            with torch.random.fork_rng(devices=[]):
-                yield
+        with (
+            _disable_current_modes(),
+            torch._C.DisableTorchFunction(),
+            torch.no_grad(),
+            torch.random.fork_rng(devices=[]),
+        ):
+            yield
     finally:
         torch.set_default_dtype(default)
