@@ -142,6 +142,12 @@ def in_a_closure() -> nn.Module:
     return layer
 
 
+def hooked() -> nn.Module:
+    layer = nn.Linear(4, 3)
+    layer.weight.register_hook(lambda gradient: gradient * 2)
+    return layer
+
+
 def one_memory() -> nn.Module:
     both, module = torch.randn(6), nn.Module()
     module.first, module.second = nn.Parameter(both[:3]), nn.Parameter(both[3:])
@@ -175,6 +181,7 @@ BUILT = nn.Linear(3, 3)
         (written_past_torch, "past torch"),
         (in_a_closure, "outside the model's modules"),
         (one_memory, "shares its memory"),
+        (hooked, "has hooks"),
         (from_file, "memory"),
         (each_from_all_before, "takes too long"),
         (lambda: BUILT, "there before"),

@@ -19,6 +19,7 @@ import gc
 import random
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -126,6 +127,8 @@ def _require_all_known(model: nn.Module, recording: Recording) -> None:
             raise CannotRecord(f"{name} was there before the model was built")
         if type(tensor) not in _KINDS or tensor.grad_fn is not None or tensor.grad is not None:
             raise CannotRecord(f"{name} is no plain tensor")
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise CannotRecord(f"{name} has hooks")
         if memories.setdefault(place.memory, id(tensor)) != id(tensor):
             raise CannotRecord(f"{name} shares its memory with another tensor")
     del tensor
@@ -139,12 +142,18 @@ def _require_all_known(model: nn.Module, recording: Recording) -> None:
 
 
 def _require_little_work(recording: Recording, memories: Iterable[int]) -> None:
+    """CannotRecord where steps would be done again too often. Forgets what steps that nothing comes of were given."""
     sizes = [work_of(step) for step in recording.steps]
     total = 0
+    needed: set[int] = set()
     for memory in memories:
-        total += sum(sizes[number] for number in steps_for(recording, {memory}))
+        numbers = steps_for(recording, {memory})
+        needed.update(numbers)
+        total += sum(sizes[number] for number in numbers)
         if total > _MOST_WORK * sum(sizes):
             raise CannotRecord("its tensors depend on each other so much that building them one by one takes too long")
+    for number in set(range(len(recording.steps))) - needed:
+        recording.steps[number] = replace(recording.steps[number], args=(), kwargs={}, generator=None)
 
 
 def _stray(recording: Recording, held: dict[int, int]) -> int | None:

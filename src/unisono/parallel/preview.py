@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.errors import UsageError
 from unisono.parallel.expert import collect_aux
@@ -42,7 +42,9 @@ def require_fitting_loss(model: nn.Module, loss: Loss, example: tuple[Any, Any])
             return
         samples = rows_between(tuple(example), 0, min(_SAMPLES, rows_of(example)))
         if any(parameter.is_meta for parameter in model.parameters()):
-            asked(_made_up(model, samples[0]), samples[1])
+            made_up = _made_up(model, samples[0])
+            if made_up is not None:
+                asked(made_up, samples[1])
             return
         try:
             with left_as_it_was(model):
@@ -55,7 +57,7 @@ def require_fitting_loss(model: nn.Module, loss: Loss, example: tuple[Any, Any])
 
 
 def _made_up(model: nn.Module, inputs: Any) -> Any:
-    """Numbers in the form of what a model that has no values would return."""
+    """Numbers in the form of what a model that has no values would return; None where the form is not known."""
     generator = torch.Generator().manual_seed(0)
 
     def made_up(leaf: Any) -> Any:
@@ -66,4 +68,6 @@ def _made_up(model: nn.Module, inputs: Any) -> Any:
 
     with torch.device("meta"):
         outputs = call(hollow_copy(model), hollow(inputs))
+    if not all(isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in tree_leaves(outputs)):
+        return None
     return tree_map(made_up, outputs)
