@@ -22,7 +22,7 @@ from unisono.launch import environment, hosts, survivors
 from unisono.launch.job import SCRIPT, Job, Program
 
 STEPS = 80
-SILENCE = 6  # seconds
+SILENCE = 3  # seconds
 
 
 @pytest.fixture
