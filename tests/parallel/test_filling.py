@@ -19,6 +19,7 @@ from unisono.errors import UsageError
 from unisono.mesh.initial import build
 from unisono.parallel.apply import parallelize
 from unisono.parallel.layout import layout_of, local_of
+from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
 
 WIDTH, HIDDEN, BLOCKS = 512, 2048, 10
@@ -28,17 +29,17 @@ MIB = 2**20
 
 
 class Block(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, hidden: int) -> None:
         super().__init__()
-        self.up = nn.Linear(WIDTH, HIDDEN, bias=False)
-        self.down = nn.Linear(HIDDEN, WIDTH, bias=False)
+        self.up = nn.Linear(WIDTH, hidden, bias=False)
+        self.down = nn.Linear(hidden, WIDTH, bias=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.down(F.relu(self.up(x)))
 
 
-def big() -> nn.Module:
-    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+def big(hidden: int = HIDDEN) -> nn.Module:
+    model = nn.Sequential(*(Block(hidden) for _ in range(BLOCKS)))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     return model
@@ -52,18 +53,23 @@ def _status(key: str) -> int:
     )
 
 
-def peak_of_building(comm: Communicator, plan: str) -> tuple[int, int, str]:
-    """The most memory that building took, what is held afterwards, in bytes, and why it was built whole."""
-    before = _status("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
-    trainer = parallelize(
-        big,
+def _trained(make: Any, plan: str, loss: Any, targets: torch.Tensor | None = None) -> Trainer:
+    return parallelize(
+        make,
         plan,
-        loss=F.mse_loss,
+        loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        example=(torch.zeros(4, WIDTH), torch.zeros(4, WIDTH)),
+        example=(torch.zeros(4, WIDTH), torch.zeros(4, WIDTH) if targets is None else targets),
         rules={"*.up": "column", "*.down": "row"},
     )
+
+
+def peak_of_building(comm: Communicator, plan: str) -> tuple[int, int, str]:
+    """The most memory that building took, what is held afterwards, in bytes, and why it was built whole."""
+    _trained(lambda: big(2), plan, F.mse_loss)  # what is imported and kept for all models
+    before = _status("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is used now
+    trainer = _trained(big, plan, F.mse_loss)
     peak = _status("VmHWM") - before
     held = sum(parameter.untyped_storage().nbytes() for parameter in trainer.model.parameters())
     return peak, held, trainer.note
@@ -123,25 +129,21 @@ def test_values_are_those_of_one_process(pools: Callable[[str, int], RankPool], 
 def mistakes(comm: Communicator) -> list[str]:
     """What is refused before training, of a model that is not there yet."""
     told = []
-    for loss in (lambda outputs, targets: outputs, F.cross_entropy):
+    for loss, targets in (
+        (lambda outputs, targets: outputs, None),
+        (F.cross_entropy, torch.zeros(4, 3, dtype=torch.long)),
+    ):
         try:
-            parallelize(
-                big,
-                "tp=2",
-                loss=loss,
-                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-                example=(torch.zeros(4, WIDTH), torch.zeros(3, dtype=torch.long)),
-                rules={"*.up": "column", "*.down": "row"},
-            )
+            _trained(lambda: big(2), "tp=2", loss, targets)
         except UsageError as error:
             told.append(str(error))
     return told
 
 
 def test_a_loss_that_does_not_fit_is_refused_all_the_same(pools: Callable[[str, int], RankPool]) -> None:
-    for not_a_number, does_not_fit in pools("gloo", 2).run(mistakes):
-        assert "scalar" in not_a_number
-        assert "cross_entropy" in does_not_fit
+    for told in pools("gloo", 2).run(mistakes):
+        assert "expected one number" in told[0]
+        assert "cross_entropy" in told[1]
 
 
 def with_numbers(comm: Communicator) -> Any:

@@ -157,7 +157,7 @@ class Recording(TorchDispatchMode):
             return None
         if tensor.untyped_storage().nbytes() != self.memories[number].nbytes:
             raise CannotRecord("a tensor's memory has changed its size")
-        return Place(number, tuple(tensor.shape), tensor.stride(), tensor.storage_offset(), tensor.dtype)
+        return Place(number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
         """What would be in a tensor now."""
