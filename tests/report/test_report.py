@@ -13,8 +13,9 @@ from pathlib import Path
 import pytest
 
 from tests.ranks import RankPool
-from tests.train.test_engine import stopped
+from tests.train.test_engine import data, engine, stopped
 from unisono import cli
+from unisono.comm.communicator import Communicator
 from unisono.report.page import _memory, as_page
 from unisono.report.run import Run
 
@@ -76,8 +77,18 @@ def test_memory_and_bytes_in_the_ledger_are_those_of_the_plan(run_folder: Path) 
     assert told[0]["collectives"]["all_reduce"]["payload"] >= told[0]["memory"]["gradients"]
 
 
-def test_each_rank_has_its_own_prediction_beside_what_was_measured(run_folder: Path) -> None:
-    run = Run.read(run_folder)
+def foretold(comm: Communicator, plan: str, folder: str) -> None:
+    trained = engine(plan)
+    trained.dataloader(data(), batch_size=8)
+    trained.foreseen()
+    trained.fit(data(), batch_size=8, save=folder, progress=False)
+
+
+def test_each_rank_has_its_own_prediction_beside_what_was_measured(
+    tmp_path: Path, pools: Callable[[str, int], RankPool]
+) -> None:
+    pools("gloo", 4).run(foretold, "dp=2,pp=2,microbatches=2", str(tmp_path))
+    run = Run.read(tmp_path)
     stages = run.predicted["memory_by_stage"]
     assert len(stages) == 2
     rows = _memory(run)

@@ -373,7 +373,7 @@ def _same(argument: Any, device: torch.device) -> Any:
     return argument
 
 
-_DEVICE = torch.Tensor.device.__get__  # type: ignore[attr-defined]
+_DEVICE = torch.Tensor.device.__get__
 _DEVICE_FLAGS: dict[Any, str] = {
     torch.Tensor.is_meta.__get__: "meta",  # type: ignore[attr-defined]
     torch.Tensor.is_cpu.__get__: "cpu",  # type: ignore[attr-defined]

@@ -33,7 +33,7 @@ from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import expert_parallelize, needs_whole_batch
 from unisono.parallel.filling import Filling
 from unisono.parallel.loss import GlobalLoss, Loss
-from unisono.parallel.pipeline.rehearsal import rehearse
+from unisono.parallel.pipeline.rehearsal import rehearse, surveyed
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import require_stages, split
 from unisono.parallel.pipeline.tied import TiedGradients
@@ -88,7 +88,9 @@ def parallelize(
         require_fitting_loss(whole, loss, example)
     survey = None
     if plan.pp > 1:
-        survey = rehearse(whole, _order(plan), _example_inputs(plan, example))
+        inputs = _example_inputs(plan, example)
+        rehearse(whole, _order(plan), inputs)
+        survey = surveyed(whole, _order(plan), inputs) if draft.is_hollow else None
         if draft.is_hollow and survey is None:
             draft = draft.rebuilt("its forward cannot be run without numbers, to see what each stage of it uses")
             whole = draft.model

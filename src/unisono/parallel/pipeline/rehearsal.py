@@ -13,20 +13,19 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from unisono.errors import UsageError
 from unisono.parallel.hollow import hollow, hollow_copy
 from unisono.parallel.pipeline.message import Form
+from unisono.parallel.pipeline.shadow import Shadow
 from unisono.parallel.pipeline.split import named_tensors, require_stages, split
 from unisono.parallel.pipeline.survey import by_example
 from unisono.plan.schedule import Schedule
 
 
-def rehearse(model: nn.Module, schedule: Schedule, inputs: Any) -> dict[str, frozenset[int]] | None:
-    """UsageError where one of the stages could not run on a microbatch of such inputs.
-
-    Which segments of the forward use each parameter and buffer, by name; None for a model that needs numbers.
-    """
+def rehearse(model: nn.Module, schedule: Schedule, inputs: Any) -> None:
+    """UsageError where one of the stages could not run on a microbatch of such inputs."""
     with contextlib.suppress(_NeedsNumbers), torch.device("meta"):
         inputs = hollow(inputs)
         cuts = [
@@ -40,14 +39,19 @@ def rehearse(model: nn.Module, schedule: Schedule, inputs: Any) -> dict[str, fro
             outcome = _played(lambda stage=stage, told=message, form=form: stage.forward(inputs, told, form))
             message = [torch.empty_like(tensor, requires_grad=tensor.requires_grad) for tensor in outcome.tensors]
             form = outcome.form
-        return _survey(model, schedule, inputs)
-    return None
 
 
-def _survey(model: nn.Module, schedule: Schedule, inputs: Any) -> dict[str, frozenset[int]]:
+def surveyed(model: nn.Module, schedule: Schedule, inputs: Any) -> dict[str, frozenset[int]] | None:
+    """Which segments of the forward use each parameter and buffer of a hollow model, by name.
+
+    None where the model needs numbers that come of its parameters.
+    """
     copy = hollow_copy(model)
-    users = _played(lambda: by_example(copy, require_stages(copy, schedule), inputs)).users
-    return {name: users[id(tensor)] for name, tensor in named_tensors(copy)}
+    devices = [leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    with contextlib.suppress(_NeedsNumbers), Shadow(devices[0] if devices else torch.device("cpu")):
+        users = _played(lambda: by_example(copy, require_stages(copy, schedule), inputs)).users
+        return {name: users[id(tensor)] for name, tensor in named_tensors(copy)}
+    return None
 
 
 class _NeedsNumbers(Exception):
