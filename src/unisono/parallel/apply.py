@@ -32,6 +32,7 @@ from unisono.parallel.context import context_parallelize
 from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import expert_parallelize, needs_whole_batch
 from unisono.parallel.filling import Filling
+from unisono.parallel.head_width import HeadWidth
 from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.pipeline.rehearsal import rehearse, surveyed
 from unisono.parallel.pipeline.runtime import PipelineRuntime
@@ -210,6 +211,7 @@ def applied(
     """`fill` is given the model when it is cut, and before anything is made of its parameters: to give memory to one
     that was built without. `filling` does so with the values that it is to have; `survey` then tells which segments of
     the forward use a parameter or buffer, as a hollow model cannot be run among ranks."""
+    head_width = HeadWidth(model, plan.tp, products=plan.cp == 1) if plan.tp > 1 else None
     expert_parallelize(model, mesh)
     if plan.tp > 1:
         tensor_parallelize(model, mesh, rules, sequence=plan.sequence)
@@ -246,6 +248,7 @@ def applied(
         stepping = optimizer(list(model.parameters()))
         require_whole(stepping, optimizer, model, is_spread=plan.pp > 1)
         trainer = Trainer(model, plan, mesh, normalised, stepping, random, DataParallel(model, mesh), clip, context)
+    trainer.head_width = head_width
     if cut is not None and order is not None:
         trainer.pipeline = PipelineRuntime(
             cut.stages,
