@@ -116,7 +116,7 @@ PLANS = [
     ("conv", "dp=4,zero=3"),
 ]
 if importlib.util.find_spec("transformers"):
-    PLANS += [("llama", "dp=2,zero=3"), ("llama", "tp=2"), ("llama", "pp=2,tp=2,microbatches=2")]
+    PLANS += [("llama", "dp=2,tp=2,zero=3"), ("llama", "pp=2,tp=2,microbatches=2")]
 
 
 @pytest.mark.parametrize(("task", "plan"), PLANS)
