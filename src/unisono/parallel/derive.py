@@ -18,6 +18,7 @@ from torch import nn
 
 from unisono.errors import UsageError
 from unisono.parallel.blocks import Blocks, find_blocks
+from unisono.parallel.hollow import realised_copy
 from unisono.parallel.linear import features, is_linear
 from unisono.parallel.rules import Rules
 
@@ -100,9 +101,10 @@ def _attention(module: nn.Module, heads: str, layers: dict[str, tuple[int, int]]
 def _holds(module: nn.Module, rules: Rules, ranks: int, cut: Any) -> bool:
     """Whether simulated ranks that share the module give what it gives alone."""
     layer = next(layer for layer in module.children() if is_linear(layer))
-    if layer.weight.is_meta:
+    real = realised_copy(module)
+    if real is None:
         return False
-    whole = copy.deepcopy(module).double().cpu().eval()
+    whole = real.double().cpu().eval()
     x = torch.randn(2, 5, features(layer)[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     try:
         with torch.no_grad():

@@ -115,6 +115,8 @@ def _taken(
     shape = torch.Size((*raw.shape[:-1], sum(piece.lengths)))
     if func == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
         return True, shape
+    if func is torch.Tensor.register_hook:
+        return True, func(piece, *args, **kwargs)  # the whole, made for the hook, would get no gradient
     if func is torch.Tensor.data_ptr:
         raise UsageError("a piece of the logits was asked for its address, as if it were the whole")
     if func is torch.Tensor.size:

@@ -65,10 +65,12 @@ class Zero(Reducer[PieceBucket]):
         units: list[nn.Module] | None = None,
         users: Mapping[str, tuple[int, ...]] | None = None,
         tied: Collection[str] = (),
+        fill: Callable[[str, nn.Parameter], None] = lambda name, parameter: None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Of a pipeline: `units` are the blocks here, `users` the stages here that use a parameter, and `tied` the
-        parameters that other ranks of the pipeline hold too."""
+        parameters that other ranks of the pipeline hold too. `fill` gives a parameter its values, in stage 3, before
+        it is cut: only one of those that are left without is whole at a time."""
         if stage not in (1, 2, 3):
             raise UsageError(f"zero: stage {stage!r}; expected 1, 2 or 3")
         self.stage = stage
@@ -101,6 +103,7 @@ class Zero(Reducer[PieceBucket]):
         self._copies = {name: self._copy(p, p.data) for name, p in self.alone.items() if self._needs_copy(p)}
         for bucket in buckets:
             for piece in bucket.pieces:
+                fill(piece.name, piece.parameter)
                 self._take(piece)
         self._hand_over()
         super().__init__(buckets, watch=stage == 1 or (stage == 2 and not self._is_pipeline))

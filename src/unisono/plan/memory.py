@@ -164,9 +164,10 @@ class MemoryModel:
     def footprint(self, plan: Plan, stages: Stages) -> Footprint:
         """Of the rank that needs most."""
         ranks = stages.telling_ranks
-        return max((self._of_rank(plan, stages, rank) for rank in ranks), key=lambda each: each.total)
+        return max((self.of_rank(plan, stages, rank) for rank in ranks), key=lambda each: each.total)
 
-    def _of_rank(self, plan: Plan, stages: Stages, rank: int) -> Footprint:
+    def of_rank(self, plan: Plan, stages: Stages, rank: int) -> Footprint:
+        """Of a rank of the pipeline. Those of the other axes hold equally much, but for rows that do not divide."""
         setting = Setting.of(plan, self.portrait.batch)
         segments = stages.segments_of(rank)
         state = self._state(plan, stages, rank)

@@ -18,6 +18,7 @@ from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
 from unisono.graph.trace import trace
+from unisono.mesh.draft import drafted
 from unisono.mesh.initial import build
 from unisono.parallel.apply import refuse_what_cannot_be_right
 from unisono.parallel.blocks import Blocks, find_blocks
@@ -156,7 +157,7 @@ class Planner:
         """A model whose modules can be tried out, where that takes little memory and nobody gave rules."""
         if self.task.rules is None and sum(p.numel() for p in self.model.parameters()) <= _SMALL:
             if not hasattr(self, "_built"):
-                self._built = build(self.task.model, 0)
+                self._built = drafted(self.task.model, 0).model
             return self._built
         return self.model
 
