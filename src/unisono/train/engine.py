@@ -26,6 +26,7 @@ from unisono.errors import UnisonoError, UsageError
 from unisono.launch import environment
 from unisono.parallel.apply import Model, parallelize
 from unisono.parallel.loss import Loss
+from unisono.parallel.pipeline.layers import build_whole
 from unisono.parallel.precision import Precision
 from unisono.parallel.share import Share, rows_between, rows_of
 from unisono.parallel.trainer import Trainer
@@ -65,11 +66,9 @@ class Engine:
         rules: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
-        if not callable(model):
-            raise UsageError(f"Engine(model={model!r}): expected an nn.Module, or a function that builds one")
         if not isinstance(plan, str | Plan):
             raise UsageError(f'Engine(plan={plan!r}): expected "auto", a Plan or its text, as "dp=2,tp=2"')
-        self._model = model
+        self._model: nn.Module | Callable[[], nn.Module] = _buildable(model, seed)
         self._device = None if device is None else torch.device(device)
         self._loss = loss
         self._optimizer = optimizer
@@ -321,6 +320,17 @@ class Engine:
         if isinstance(dataset, Loader):
             return dataset
         return self.dataloader(dataset, batch_size, shuffle=False, whole=evaluation.needs_whole(self.metrics))
+
+
+def _buildable(model: Model, seed: int) -> nn.Module | Callable[[], nn.Module]:
+    """A list of layers as a function that builds them."""
+    if isinstance(model, nn.Module) or callable(model):
+        return model
+    if not isinstance(model, list | tuple) or not model:
+        raise UsageError(
+            f"Engine(model={model!r}): expected an nn.Module, a function that builds one or a list of uni.nn.LayerSpec"
+        )
+    return lambda: build_whole(model, seed)
 
 
 _FORMS = {
