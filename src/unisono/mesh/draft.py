@@ -44,6 +44,7 @@ class Draft:
         self._recording = recording
         self._places: dict[str, Place] = {}
         self._built: dict[str, torch.Tensor] = {}
+        self._default = torch.get_default_dtype()
         if recording is not None:
             for name, tensor in tensors_in(model):
                 place = recording.place(tensor)
@@ -69,7 +70,7 @@ class Draft:
                 return realise(self._recording, [self._places[name]])[0]
             except (CannotRecord, RuntimeError) as error:
                 self.note = f"{name}: {error}".splitlines()[0]
-                self._built = dict(tensors_in(build(self._make, self._seed)))
+                self._built = dict(tensors_in(self._build()))
         return self._built[name].detach().clone()
 
     def device(self, name: str) -> torch.device:
@@ -79,7 +80,12 @@ class Draft:
 
     def rebuilt(self, note: str) -> Draft:
         """The same, whole."""
-        return whole_draft(self._make, self._seed, note)
+        return Draft(self._build(), self._make, self._seed, None, note)
+
+    def _build(self) -> nn.Module:
+        """The whole model, as it would have been built where it was drafted."""
+        with _without_function_modes(self._default):
+            return build(self._make, self._seed)
 
 
 def source_of(tensor: torch.Tensor) -> tuple[Draft, str] | None:
@@ -185,6 +191,20 @@ def _inside(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
     elif isinstance(value, list | tuple):
         for number, each in enumerate(value):
             yield from _inside(each, f"{name}[{number}]")
+
+
+@contextlib.contextmanager
+def _without_function_modes(default: torch.dtype) -> Iterator[None]:
+    """In the block, nothing that surrounds the caller changes what torch's functions do, or the default dtype."""
+    before = torch.get_default_dtype()
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    torch.set_default_dtype(default)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
 
 
 @contextlib.contextmanager

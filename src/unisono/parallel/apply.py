@@ -38,6 +38,7 @@ from unisono.parallel.pipeline.layers import LayerSpec, build_whole
 from unisono.parallel.pipeline.rehearsal import rehearse, surveyed
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import require_stages, split
+from unisono.parallel.pipeline.survey import Users, by_names
 from unisono.parallel.pipeline.tied import TiedGradients
 from unisono.parallel.precision import Precision
 from unisono.parallel.preview import require_fitting_loss
@@ -134,9 +135,6 @@ def _agreed(comm: Communicator, act: Callable[[], Trainer]) -> Trainer:
     return trainer
 
 
-_MODELS = "an nn.Module, a function that builds one or a list of uni.nn.LayerSpec"
-
-
 def _checked(make: Callable[[Any], Optimizer]) -> Callable[[Any], Optimizer]:
     def made(parameters: Any) -> Optimizer:
         optimizer = make(parameters)
@@ -154,26 +152,32 @@ def draft_for(plan: Plan, model: Model | Draft, seed: int, dtype: torch.dtype | 
     """The model as the plan needs it: hollow where a function builds it and ranks will own parts, else whole."""
     if isinstance(model, Draft):
         return model
+    if isinstance(model, nn.Module):
+        return whole_draft(lambda: model if dtype is None else model.to(dtype), seed)
+    function = _function(model, seed)
+
+    def make() -> nn.Module:
+        made = function()
+        if not isinstance(made, nn.Module):
+            raise UsageError(f"{_TAKES}; the function gave {type(made).__name__}")
+        return made if dtype is None else made.to(dtype)
+
+    is_cut = plan.tp > 1 or plan.pp > 1 or plan.ep > 1 or plan.zero == 3
+    # Under cp, later stages of a pipeline learn the length of sequences from a run of the whole model.
+    if is_cut and not (plan.pp > 1 and plan.cp > 1):
+        return drafted(make, seed)
+    return whole_draft(make, seed, "pp and cp are used together" if is_cut else "")
+
+
+_TAKES = "parallelize takes an nn.Module, a function that builds one or a list of uni.nn.LayerSpec"
+
+
+def _function(model: Any, seed: int) -> Callable[[], nn.Module]:
     if isinstance(model, list | tuple) and model and all(isinstance(each, LayerSpec) for each in model):
-        specs = model
-        model = lambda: build_whole(specs, seed)  # noqa: E731
+        return lambda: build_whole(model, seed)
     if not callable(model):
-        raise UsageError(f"parallelize takes {_MODELS}; it was given {type(model).__name__}")
-    if not isinstance(model, nn.Module):
-        function = model
-
-        def make() -> nn.Module:
-            made = function()
-            if not isinstance(made, nn.Module):
-                raise UsageError(f"parallelize takes {_MODELS}; it was given {type(made).__name__}")
-            return made if dtype is None else made.to(dtype)
-
-        is_cut = plan.tp > 1 or plan.pp > 1 or plan.ep > 1 or plan.zero == 3
-        # Under cp, later stages of a pipeline learn the length of sequences from a run of the whole model.
-        if is_cut and not (plan.pp > 1 and plan.cp > 1):
-            return drafted(make, seed)
-        return whole_draft(make, seed, "pp and cp are used together" if is_cut else "")
-    return whole_draft(lambda: model if dtype is None else model.to(dtype), seed)
+        raise UsageError(f"{_TAKES}; it was given {type(model).__name__}")
+    return model  # type: ignore[no-any-return]
 
 
 def refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
@@ -213,7 +217,7 @@ def applied(
     clip: float | None,
     fill: Callable[[nn.Module], None] = lambda model: None,
     filling: Filling | None = None,
-    survey: dict[str, frozenset[int]] | None = None,
+    survey: Users | None = None,
 ) -> Trainer:
     """`fill` is given the model when it is cut, and before anything is made of its parameters: to give memory to one
     that was built without. `filling` does so with the values that it is to have; `survey` then tells which segments of
@@ -234,8 +238,9 @@ def applied(
         order = _order(plan)
         with random:
             inputs = _example_inputs(plan, example, mesh.index(*DATA))
-            known = None if filling is None else survey
-            cut = split(model, order, mesh.index("pp"), example=inputs, boundaries=plan.boundaries or None, known=known)
+            known = None if survey is None else by_names(model, require_stages(model, order), survey)
+            bounds = plan.boundaries or None
+            cut = split(model, order, mesh.index("pp"), example=inputs, boundaries=bounds, survey=known)
         random.step = 0
     fill(model)
     by_piece: dict[str, Any] = {}

@@ -326,9 +326,9 @@ def _buildable(model: Model, seed: int) -> nn.Module | Callable[[], nn.Module]:
     """A list of layers as a function that builds them."""
     if isinstance(model, nn.Module) or callable(model):
         return model
-    if not isinstance(model, list | tuple):
+    if not isinstance(model, list | tuple) or not model:
         raise UsageError(
-            f"Engine(model={model!r}): expected an nn.Module, a function that builds one, or a list of uni.nn.LayerSpec"
+            f"Engine(model={model!r}): expected an nn.Module, a function that builds one or a list of uni.nn.LayerSpec"
         )
     return lambda: build_whole(model, seed)
 

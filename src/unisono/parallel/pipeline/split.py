@@ -15,11 +15,10 @@ of its names, and is foreign everywhere else.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import nn
 
 from unisono.errors import UsageError
@@ -56,42 +55,25 @@ def split(
     cost: Cost = "parameters",
     blocks: str | None = None,
     survey: Survey | None = None,
-    known: Mapping[str, frozenset[int]] | None = None,
 ) -> Cut:
     """Keep this rank's stages of the model, in place.
 
     example: inputs as of a microbatch, to see where parameters are used; without, the order of registration tells.
     boundaries: the first block of each stage; without, stages are balanced by `cost`, which counts parameters,
     operations (needs an example), or what is given for each block; embedding and head count to the first and last.
-    blocks: the path of the list of blocks, where it should not be found automatically. known: which segments use a
-    parameter or buffer, by name, in the place of an example. survey: all that an example would
-    show.
+    blocks: the path of the list of blocks, where it should not be found automatically. survey: where it is known.
     """
     found = require_stages(model, schedule, blocks)
     if cost == "operations" and example is None:
         raise UsageError("pipeline: to balance stages by operations, pass an example of the model's inputs")
     if survey is None:
-        survey = _survey(model, found, example, known, counts=cost == "operations" and boundaries is None)
+        counts = cost == "operations" and boundaries is None
+        survey = by_order(model, found) if example is None else by_example(model, found, example, count=counts)
     if boundaries is None:
         starts = balanced(_costs(model, found, survey, cost), schedule.stages)
     else:
         starts = checked(boundaries, len(found.modules), schedule.stages)
     return _keep(model, found, survey, starts, schedule, rank)
-
-
-def _survey(
-    model: nn.Module, blocks: Blocks, example: Any, known: Mapping[str, frozenset[int]] | None, counts: bool
-) -> Survey:
-    if known is not None:
-        users = {id(tensor): known[name] for name, tensor in named_tensors(model) if name in known}
-        return Survey(by_order(model, blocks).users | users)
-    return by_order(model, blocks) if example is None else by_example(model, blocks, example, count=counts)
-
-
-def named_tensors(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-    """Parameters and buffers, under all of their names."""
-    yield from model.named_parameters(remove_duplicate=False)
-    yield from model.named_buffers(remove_duplicate=False)
 
 
 def require_stages(model: nn.Module, schedule: Schedule, blocks: str | None = None) -> Blocks:
