@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from unisono.quantum.allocation import zeros_like
 from unisono.quantum.blocks import block
 from unisono.quantum.kernels.words import add_words
 from unisono.quantum.observable import PauliSum, Word
@@ -20,7 +21,7 @@ def applied(state: State, observable: PauliSum) -> State:
     """O|state>, a state of the same layout that is not normalised. Ranks exchange once for each mask of held wires that
     words flip; the state itself is not changed."""
     observable.check(state.wires)
-    made = state.like(torch.zeros_like(state.local))
+    made = state.like(zeros_like(state.local))
     words = PauliSum(observable.terms, observable.blocks).paulis()
     axes = state.wires - state.held
     by_flip: dict[int, list[Masked]] = {}

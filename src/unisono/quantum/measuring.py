@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from unisono.errors import UsageError
+from unisono.quantum.allocation import zeros_like
 from unisono.quantum.application import applied
 from unisono.quantum.expectation import expectations
 from unisono.quantum.observable import LARGEST_EXPANSION, PauliSum
@@ -118,7 +119,7 @@ def output_of(kind: str, observables: Sequence[PauliSum], wires: int, dtype: tor
 
 def _placed(state: State, amplitudes: torch.Tensor) -> State:
     """Amplitudes in the order of wires, as a state of this layout."""
-    return state.like(torch.empty_like(state.local)).set_amplitudes(amplitudes)
+    return state.like(zeros_like(state.local)).set_amplitudes(amplitudes)
 
 
 def _all(wires: int) -> int:

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from unisono.quantum.allocation import zeros_like
 from unisono.quantum.kernels.threads import count, together
 from unisono.quantum.observable import PauliSum, Word
 
@@ -37,7 +38,7 @@ class Words:
 
     def applied(self, local: torch.Tensor, weights: Sequence[float]) -> torch.Tensor:
         """(sum of weight * observable) |local>."""
-        made = torch.empty_like(local)
+        made = zeros_like(local)
         _, groups = self._groups(dict(enumerate(weights)), merged=True)
         self._call(groups, local, made)
         return made

@@ -8,15 +8,14 @@ whose z lies within the block give the same table for every block, the others ar
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
-
+from unisono.quantum.kernels.compiling import entry, inner
 from unisono.quantum.kernels.parity import parity
 from unisono.quantum.kernels.vector import fetch_add
 
 BLOCK = 10
 
 
-@njit(nogil=True, error_model="numpy", fastmath=True)
+@inner(fastmath=True)
 def _factor(re, im, group, begin, end, high, fixed, signs, factors, tables, places):  # type: ignore[no-untyped-def]
     """The factor of a group, for the block whose index begins with `high`."""
     for i in range(len(re)):
@@ -39,7 +38,7 @@ def _factor(re, im, group, begin, end, high, fixed, signs, factors, tables, plac
                 im[i] += b * table[i]
 
 
-@njit(nogil=True, cache=True, error_model="numpy", fastmath=True)
+@entry(fastmath=True)
 def apply_words(state, costate, flips, starts, signs, factors, fixed, tables, places, re, im, values, counters):  # type: ignore[no-untyped-def]
     """Add each group's part of <state|O|state> to `values`; write O|state> to `costate` unless that is empty.
 
