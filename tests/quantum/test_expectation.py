@@ -115,11 +115,14 @@ def test_words_fast_and_plain(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtyp
     tolerance = 1e-3 if dtype == torch.complex64 else 1e-11
     for fast in (True, False):
         monkeypatch.setattr(words, "_fast", lambda _, fast=fast: fast)
-        np.testing.assert_allclose(words.word_sums(mine, theirs, flip, signs), expected, atol=tolerance)
-        np.testing.assert_allclose(words.word_sums(mine, theirs, flip, signs[:3]), expected[:3], atol=tolerance)
-        assert words.word_sums(mine, mine, 0, signs)[0].imag == pytest.approx(0, abs=tolerance)
+        many, few, plain = words.word_sums(mine, theirs, [(flip, signs), (flip, signs[:3]), (0, signs)])
+        np.testing.assert_allclose(many, expected, atol=tolerance)
+        np.testing.assert_allclose(few, expected[:3], atol=tolerance)
+        np.testing.assert_allclose(plain, table @ (theirs.numpy().conj() * mine.numpy()), atol=tolerance)
+        (alike,) = words.word_sums(mine, mine, [(0, signs)])
+        np.testing.assert_allclose(alike, table @ (mine.numpy().conj() * mine.numpy()), atol=tolerance)
         into = mine.clone()
-        words.add_words(into, theirs, flip, signs, factors)
+        words.add_words(into, theirs, [(flip, signs[:8], factors[:8]), (flip, signs[8:], factors[8:])])
         np.testing.assert_allclose(into.numpy(), added, atol=tolerance)
 
 

@@ -151,7 +151,7 @@ class State:
         partner = self.holdings.rank_of(int(self.holdings.table[self.rank]) ^ flip)
         if flip and self.comm is not None:
             return borrow(self.local, partner, self.comm, self.chunk)
-        return chunks(self.local, self.chunk)
+        return chunks(self.local, self.chunk if self.device.type == "cuda" else 4 * self.local.nbytes)
 
     # ---- looking ------------------------------------------------------------------------------------------------
 
