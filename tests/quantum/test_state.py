@@ -18,10 +18,8 @@ from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.quantum import staging
 from unisono.quantum.allocation import zeros
-from unisono.quantum.blocks import block
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.holdings import Holdings
-from unisono.quantum.norm import squares
 from unisono.quantum.program import Program, Run, Trades
 from unisono.quantum.sharing import share
 from unisono.quantum.state import NormError, State
@@ -188,14 +186,6 @@ def test_large_arrays_are_zero_and_whole_pages() -> None:
         made += 1
         assert made.sum() == count
         assert count < 9 or made.data_ptr() % (2 << 20) == 0
-
-
-def test_squares_of_parts_that_lie_apart() -> None:
-    state = torch.view_as_complex(torch.randn(1 << 20, 2, generator=torch.Generator().manual_seed(1)))
-    for axes, value in (((), 0), ((0,), 1), ((3,), 0), ((13,), 1), ((19,), 1), ((2, 9), 2)):
-        part = block(state, axes, value)
-        expected = (part.to(torch.complex128).abs() ** 2).sum()
-        torch.testing.assert_close(squares(part), expected, rtol=1e-6, atol=0)
 
 
 def test_a_state_that_does_not_fit_is_refused_with_what_would_do() -> None:

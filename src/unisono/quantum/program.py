@@ -49,11 +49,6 @@ class Trades:
     axes: tuple[int, ...]
     trades: tuple[Trade, ...]
 
-    @property
-    def kept(self) -> list[int]:
-        """The blocks that stay."""
-        return sorted(set(range(2 ** len(self.axes))) - {trade.block for trade in self.trades})
-
 
 @dataclass(frozen=True)
 class Measure:

@@ -1,7 +1,8 @@
 """Shared memory between the ranks of a host: a block is packed by one rank and unpacked by the other, and no message is
 sent.
 
-Each rank has a file in memory: counters of how often it has come to meet each other rank, then two slots. Files lose
+Each rank has a file in memory: counters of how often it has come to meet each other rank, beside them a number that all
+add up, then two slots. Files lose
 their names as soon as everyone has them open, so nothing is left behind, however the ranks end. Where any of this
 fails, blocks travel as messages.
 """
@@ -22,7 +23,6 @@ import torch
 from numpy.typing import NDArray
 
 from unisono.comm.communicator import Communicator
-from unisono.quantum.norm import squares
 
 _FOLDER = "/dev/shm"
 SLOTS = 2
@@ -46,6 +46,9 @@ class Staging:
         self._counters: dict[int, NDArray[np.int64]] = {
             rank: np.frombuffer(each, np.int64, self._begin // 8) for rank, each in maps.items()
         }
+        self._cells = {rank: counters.view(np.float64) for rank, counters in self._counters.items()}
+        self._sums = 0
+        self.has_all = len(maps) == comm.size
         self.slot = slot  # bytes
 
     def reaches(self, rank: int) -> bool:
@@ -57,20 +60,15 @@ class Staging:
         flat = torch.frombuffer(self._maps[rank], dtype=like.dtype, count=like.numel(), offset=start)
         return flat.view(like.shape)
 
-    def trade(self, pieces: Iterator[torch.Tensor], partner: int) -> torch.Tensor:
+    def trade(self, pieces: Iterator[torch.Tensor], partner: int) -> None:
         """Trade pieces with a partner, who has pieces of the same shapes.
 
-        A slot is packed again only when the partner has come to the piece after: then it has unpacked this one. Returns
-        the sum of squares of what came."""
-        came = torch.zeros((), dtype=torch.float64)
+        A slot is packed again only when the partner has come to the piece after: then it has unpacked this one."""
         for number, piece in enumerate(pieces):
             self.place(self._rank, number, piece).copy_(piece)
             self._meet(partner)
-            theirs = self.place(partner, number, piece)
-            piece.copy_(theirs)
-            came += squares(theirs)
+            piece.copy_(self.place(partner, number, piece))
         self._meet(partner)
-        return came
 
     def borrow(self, pieces: Iterator[tuple[int, torch.Tensor]], partner: int) -> Iterator[tuple[int, torch.Tensor]]:
         """The partner's pieces, where it put them, while it looks at this rank's; `trade` says when a slot is free."""
@@ -79,6 +77,18 @@ class Staging:
             self._meet(partner)
             yield place, self.place(partner, number, piece)
         self._meet(partner)
+
+    def total(self, value: float) -> float:
+        """The sum over all ranks, which are all on this host.
+
+        A cell is written again two sums later, when everyone has come to the sum between, and so has read this one."""
+        self._sums += 1
+        cell = 1 + self._sums % 2
+        self._cells[self._rank][_LINE // 8 * self._rank + cell] = value
+        for partner in range(self._comm.size):
+            if partner != self._rank:
+                self._meet(partner)
+        return float(sum(self._cells[rank][_LINE // 8 * rank + cell] for rank in range(self._comm.size)))
 
     def _meet(self, partner: int) -> None:
         """Wait until the partner has come here as often as this rank has."""
@@ -111,6 +121,11 @@ def staging(comm: Communicator, size: int) -> Staging | None:
     if comm not in _kept or (found is not None and found.slot < slot):
         _kept[comm] = _made(comm, slot)
     return _kept[comm]
+
+
+def known(comm: Communicator) -> Staging | None:
+    """The staging that a communicator has already."""
+    return _kept.get(comm)
 
 
 def _made(comm: Communicator, slot: int) -> Staging | None:

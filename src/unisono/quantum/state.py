@@ -19,7 +19,7 @@ from unisono.errors import UsageError
 from unisono.quantum.allocation import zeros
 from unisono.quantum.blocks import block
 from unisono.quantum.circuit import Circuit
-from unisono.quantum.exchange import DEFAULT_CHUNK, borrow, chunks, trade
+from unisono.quantum.exchange import DEFAULT_CHUNK, borrow, chunks, summed, trade
 from unisono.quantum.holdings import Holdings
 from unisono.quantum.kernels import require_device, require_kernel
 from unisono.quantum.memory import require_room
@@ -135,9 +135,8 @@ class State:
         """Trade blocks with other ranks; the norm must be the same after as it was at the start."""
         if self.comm is None:
             return
-        came = trade(self.local, step, self.comm, self.chunk)
-        stayed = [squares(block(self.local, step.axes, number)) for number in step.kept]
-        norm = float(self.total(torch.stack([came, *stayed]).sum())) ** 0.5
+        trade(self.local, step, self.comm, self.chunk)
+        norm = summed(squares(self.local), self.comm) ** 0.5
         if not abs(norm - self.norm_expected) <= DRIFT[self.dtype] * self.norm_expected:
             raise NormError(
                 f"after an exchange the norm is {norm:.12g}, but it was {self.norm_expected:.12g}: a gate is not "

@@ -6,14 +6,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from numba import njit
+import numba
 
+_njit: Any = numba.njit  # its types know fewer options than it has
 _ALL: dict[str, Any] = {"nogil": True, "error_model": "numpy", "no_cfunc_wrapper": True}
 
 
 def entry(*, fastmath: bool = False) -> Any:
-    return njit(**_ALL, cache=True, fastmath=fastmath)
+    return _njit(**_ALL, cache=True, fastmath=fastmath)
 
 
 def inner(*, fastmath: bool = False) -> Any:
-    return njit(**_ALL, no_cpython_wrapper=True, fastmath=fastmath)
+    return _njit(**_ALL, no_cpython_wrapper=True, fastmath=fastmath)

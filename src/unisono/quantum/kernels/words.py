@@ -39,7 +39,8 @@ def word_sums(mine: torch.Tensor, theirs: torch.Tensor, groups: Sequence[Group])
     low, counters = _low_signs(signs, block, _parts(mine).dtype), np.zeros(1, np.int64)
 
     def call(number: int) -> None:
-        words_cpu.sums(_parts(mine), _parts(theirs), alike, flips, starts, signs, low, out[number], counters)
+        program = (flips, starts, signs, low, out[number], *np.empty((2, block), low.dtype))
+        words_cpu.sums(_parts(mine), _parts(theirs), alike, *program, counters)
 
     together(call, threads)
     total = out.sum(axis=0)
@@ -65,8 +66,8 @@ def add_words(into: torch.Tensor, theirs: torch.Tensor, groups: Sequence[Weighte
     parts, counters = np.stack([factors.real, factors.imag], axis=1).astype(part), np.zeros(1, np.int64)
 
     def call(_: int) -> None:
-        program = (flips, starts, signs, parts, fixed, tables, places, counters)
-        words_cpu.add(_parts(into), _parts(theirs), *program)
+        program = (flips, starts, signs, parts, fixed, tables, places, *np.empty((2, block), part))
+        words_cpu.add(_parts(into), _parts(theirs), *program, counters)
 
     together(call, min(count(), len(into) // block))
 

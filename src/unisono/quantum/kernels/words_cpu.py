@@ -2,11 +2,9 @@
 
 Amplitudes are flat arrays of real and imaginary parts in turn. Group g has words starts[g] to starts[g + 1], which flip
 flips[g]. A sign is that of the block's place times that within the block, which tables have. Threads share `counters`,
-from which each takes its next block."""
+from which each takes its next block; each has two arrays of a block's size to work in."""
 
 from __future__ import annotations
-
-import numpy as np
 
 from unisono.quantum.kernels.compiling import entry, inner
 from unisono.quantum.kernels.parity import parity
@@ -37,12 +35,11 @@ def transform(values):  # type: ignore[no-untyped-def]
 
 
 @entry(fastmath=True)
-def sums(mine, theirs, alike, flips, starts, signs, low, out, counters):  # type: ignore[no-untyped-def]
+def sums(mine, theirs, alike, flips, starts, signs, low, out, real, imaginary, counters):  # type: ignore[no-untyped-def]
     """out[word] += the sum over i of conj(theirs[i ^ flip]) * mine[i] * (-1)^popcount(i & sign).
 
     `alike`: both arrays are the same, so that products without a flip are real."""
     size = low.shape[1]
-    real, imaginary = np.empty(size, mine.dtype), np.empty(size, mine.dtype)
     while True:
         base = fetch_add(counters, 0, 1) * size
         if 2 * base >= len(mine):
@@ -93,13 +90,12 @@ def _factor(re, im, group, begin, end, base, fixed, signs, factors, tables, plac
 
 
 @entry(fastmath=True)
-def add(into, theirs, flips, starts, signs, factors, fixed, tables, places, counters):  # type: ignore[no-untyped-def]
+def add(into, theirs, flips, starts, signs, factors, fixed, tables, places, re, im, counters):  # type: ignore[no-untyped-def]
     """into[i] += theirs[i ^ flip] * factor * (-1)^popcount(i & sign), for all words.
 
     fixed[g] is what the words of group g whose signs lie within a block make of any block. For the others, places[word]
     is the row of `tables` that has the signs within the block (row 0: all ones)."""
     size = fixed.shape[2]
-    re, im = np.empty(size, into.dtype), np.empty(size, into.dtype)
     while True:
         base = fetch_add(counters, 0, 1) * size
         if 2 * base >= len(into):
