@@ -53,19 +53,21 @@ def split(
     boundaries: Sequence[int] | None = None,
     cost: Cost = "parameters",
     blocks: str | None = None,
+    survey: Survey | None = None,
 ) -> Cut:
     """Keep this rank's stages of the model, in place.
 
     example: inputs as of a microbatch, to see where parameters are used; without, the order of registration tells.
     boundaries: the first block of each stage; without, stages are balanced by `cost`, which counts parameters,
     operations (needs an example), or what is given for each block; embedding and head count to the first and last.
-    blocks: the path of the list of blocks, where it should not be found automatically.
+    blocks: the path of the list of blocks, where it should not be found automatically. survey: where it is known.
     """
     found = require_stages(model, schedule, blocks)
     if cost == "operations" and example is None:
         raise UsageError("pipeline: to balance stages by operations, pass an example of the model's inputs")
-    counts = cost == "operations" and boundaries is None
-    survey = by_order(model, found) if example is None else by_example(model, found, example, count=counts)
+    if survey is None:
+        counts = cost == "operations" and boundaries is None
+        survey = by_order(model, found) if example is None else by_example(model, found, example, count=counts)
     if boundaries is None:
         starts = balanced(_costs(model, found, survey, cost), schedule.stages)
     else:
