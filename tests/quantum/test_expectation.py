@@ -82,6 +82,23 @@ def test_stages_with_turned_wires_read_the_same(pools: Pools) -> None:
         np.testing.assert_allclose(values, expected, atol=1e-12)
 
 
+def read_held_words(comm: Any) -> tuple[np.ndarray, list[Word]]:
+    """Many words that flip a held wire and no other, with Y there: their sums are imaginary."""
+    state = State(6, comm, kernel="reference").run(random_circuit(6, 60, 8))
+    held, others = state.layout[0], sorted(state.layout[1:])
+    words = [tuple(sorted([(held, "Y"), *((wire, "Z") for wire in others[:count])])) for count in range(6)]
+    words += [tuple(sorted([(held, "Y"), (wire, "Z")])) for wire in others[1:]]
+    return words_values(state, words).numpy(), words
+
+
+def test_words_that_flip_held_wires_only(pools: Pools) -> None:
+    vector = dense.state(random_circuit(6, 60, 8))
+    for values, read in pools("gloo", 2).run(read_held_words):
+        expected = [dense.expectation(vector, PauliSum(((1.0, word),))) for word in read]
+        assert np.abs(expected).max() > 0.01
+        np.testing.assert_allclose(values, expected, atol=1e-12)
+
+
 def test_two_thousand_words_on_eight_ranks() -> None:
     layout = tuple(range(20))
     assert reading(random_words(20, 2000, 0), layout, 3).exchanges == 7
