@@ -60,6 +60,7 @@ class Hardware:
     overlap: float = 1.0  # share of a gradient's travel that can hide behind the backward
     margin: float = 0.05  # share of the memory that allocators cannot use: fragments and context
     flash: bool = True  # whether attention keeps no matrix of queries by keys
+    library_memory: float = 0.0  # bytes that the device's libraries keep once they have computed
     dropout_mask: float = 0.0  # bytes that a dropout keeps for an element; unisono draws again on GPUs
     nodes: int | None = None
     source: str = field(default="", compare=False)
@@ -162,6 +163,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
         "margin",
         "flash",
         "dropout_mask",
+        "library_memory",
         "optimizer_rate",
     ),
     "efficiency": ("matmul", "attention", "memory"),
@@ -210,6 +212,7 @@ class _Reader:
             margin=self._share("device", device, "margin", 0.05),
             flash=self._flag("device", device, "flash", True),
             dropout_mask=self._number("device", device, "dropout_mask", 0.0),
+            library_memory=self._number("device", device, "library_memory", 0.0),
             source=self.file,
         )
 

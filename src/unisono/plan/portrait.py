@@ -36,6 +36,14 @@ class Work:
     core_saved: float = 0.0  # of `saved`, what recompute=selective forgets
     is_expert: bool = False
     calls: int = 1  # kernels that it stands for
+    held_cut: float = 0.0  # bytes of activations' gradients that are alive in its backward, of what tp cuts
+    held_whole: float = 0.0  # ... and of what it does not
+    temporary: float = 0.0  # bytes beside those, in its backward
+    gradients: float = 0.0  # bytes of parameters' gradients that its backward makes, not of one sample but in all
+    role: str = ""  # column, row or vocab: a layer that tp cuts
+    crossing: float = 0.0  # bytes of what enters a region here, or leaves it
+    tp_saved: float = 0.0  # bytes more that are kept where tp cuts it
+    tp_temporary: float = 0.0  # in the place of `temporary`, where tp cuts it
 
 
 @dataclass(frozen=True)
@@ -67,19 +75,14 @@ class Segment:
 
     @cached_property
     def saved(self) -> dict[str, float]:
-        """Bytes kept for one sample: cut, whole, gathered; and core_cut, core_whole, which selective forgets."""
-        kept = {"cut": 0.0, "whole": 0.0, "gathered": 0.0, "core_cut": 0.0, "core_whole": 0.0}
+        """Bytes kept for one sample: cut, whole, gathered; core_cut, core_whole, which selective forgets; and what is kept
+        in addition where tp cuts."""
+        kept = {"cut": 0.0, "whole": 0.0, "gathered": 0.0, "core_cut": 0.0, "core_whole": 0.0, "under_tp": 0.0}
         for work in self.works:
+            kept["under_tp"] += work.tp_saved
             kept[work.saved_is] += work.saved - work.core_saved
             kept["core_cut" if work.is_cut else "core_whole"] += work.core_saved
         return kept
-
-    @cached_property
-    def widest(self) -> tuple[float, float]:
-        """The most bytes for one sample that one op's backward has beside what is saved: (cut, whole)."""
-        cut = max((w.moved for w in self.works if w.is_cut), default=0.0)
-        whole = max((w.moved for w in self.works if not w.is_cut), default=0.0)
-        return cut, whole
 
     @cached_property
     def numel(self) -> int:

@@ -16,6 +16,7 @@ import torch
 from unisono.errors import UsageError
 from unisono.graph.op import Op, TensorSpec
 from unisono.graph.trace import Trace
+from unisono.plan.backward import held_by_ops, is_view
 from unisono.plan.portrait import OptimizerState, Portrait, Segment, Weight, Work
 
 
@@ -41,6 +42,7 @@ def read(trace: Trace, subject: Subject) -> Portrait:
     reader = _Reader(trace, subject)
     for op in trace.ops:
         reader.take(op)
+    reader.look_back()
     return reader.portrait()
 
 
@@ -123,10 +125,12 @@ class _Reader:
         of_weights = sum(self.trace.specs[name][0].nbytes for name in op.inputs if name in self.parameter)
         read = 0 if packet == "aten.embedding" else of_weights  # an embedding reads the rows that it looks up
         is_attention = packet == "aten.scaled_dot_product_attention"
+        inputs = [name for name in op.inputs if name not in self.parameter and self.trace.specs[name]]
+        crossing = self._spec(inputs[0]) if role == "column" else op.outputs[0] if role else None
         work = Work(
             name=op.name,
             family=packet.removeprefix("aten."),
-            kind="attention" if is_attention else "matmul" if op.flops else "memory" if op.bytes_moved else "view",
+            kind="attention" if is_attention else "matmul" if op.flops else "view" if is_view(op) else "memory",
             flops=op.flops / rows,
             moved=max(op.bytes_moved - of_weights, 0) / rows,
             weights=float(read),
@@ -134,9 +138,14 @@ class _Reader:
             saved=op.saved / rows,
             is_cut=is_cut,
             saved_is="gathered" if role == "column" else "cut" if is_from_cut else "whole",
+            gradients=float(sum(self._gradient_bytes(name) for name in op.inputs)),
+            role=role,
+            crossing=self._sample_bytes(crossing) if crossing is not None else 0.0,
         )
         if is_attention:
             return self._attention(op, work)
+        if packet == "aten.cross_entropy_loss":
+            return self._cross_entropy(op, work, is_from_cut)
         if packet == "aten.dropout" and op.saved:
             elements = prod(op.outputs[0].shape)
             return replace(work, saved=work.saved + (self._mask_bytes(op.outputs[0]) - 1) * elements / rows)
@@ -159,6 +168,31 @@ class _Reader:
         moved = work.moved + matrix * itemsize * (8 if dropout else 6)
         calls = 6 if dropout else 4
         return replace(work, saved=saved, core_saved=kept, is_core=True, moved=moved, calls=calls, kind="matmul")
+
+    def _cross_entropy(self, op: Op, work: Work, is_from_cut: bool) -> Work:
+        """A log-softmax, which is kept, and a choice, whose gradient is as large. Where the vocabulary is cut, exponentials
+        in float32 are kept, and a gradient in float32 comes before that of the logits."""
+        logits = self._spec(op.inputs[0])
+        work = replace(work, temporary=self._sample_bytes(logits))
+        if not is_from_cut:
+            return work
+        wide = 4 * prod(logits.shape) / self.subject.rows
+        is_half = logits.dtype.itemsize < 4
+        return replace(work, tp_saved=max(wide - work.saved, 0.0), tp_temporary=wide if is_half else 0.0)
+
+    def _gradient_bytes(self, name: str) -> int:
+        weight = self.subject.weights.get(self.parameter.get(name, ""))
+        return weight.numel * weight.itemsize if weight is not None else 0
+
+    def look_back(self) -> None:
+        """Tell every op what is alive in its backward."""
+        held = held_by_ops(self.trace, self.cut)
+        rows = self.subject.rows
+        for part in self.parts:
+            part.works = [
+                replace(work, held_cut=held[work.name].cut / rows, held_whole=held[work.name].whole / rows)
+                for work in part.works
+            ]
 
     def _argument(self, op: Op, place: int, name: str, default: float) -> float:
         value = op.node.args[place] if len(op.node.args) > place else op.node.kwargs.get(name, default)
