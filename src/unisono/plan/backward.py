@@ -7,7 +7,7 @@ tensor with several users gets a gradient from each; when the second comes, ther
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
 from unisono.graph.op import Op
@@ -15,10 +15,11 @@ from unisono.graph.trace import Trace
 
 
 class Held(NamedTuple):
-    """Bytes of gradients, of tensors that tp cuts and of others."""
+    """Bytes of gradients, of tensors that tp cuts and of others; and of those that are added to one that is there."""
 
     cut: float = 0.0
     whole: float = 0.0
+    added: float = 0.0
 
 
 def held_by_ops(trace: Trace, cut: Collection[str]) -> dict[str, Held]:
@@ -85,7 +86,7 @@ class _Gradients:
             is_cut[root] = is_cut.get(root, False) or name in self.cut
         found = {}
         for number, op in enumerate(self.trace.ops):
-            bytes_of = [0.0, 0.0]
+            bytes_of, added = [0.0, 0.0], 0.0
             for root, (first, latest, size) in spans.items():
                 if first <= number <= latest:
                     bytes_of[not is_cut[root]] += size
@@ -93,13 +94,30 @@ class _Gradients:
                 for name in {self.tensors.of(each) for each in op.inputs if each in self.sizes}:
                     if last[name] > number:
                         bytes_of[not is_cut[self.shared.of(name)]] += self.sizes[name]
-            found[op.name] = Held(*bytes_of)
+                        added += self.sizes[name]
+            found[op.name] = Held(*bytes_of, added)
         return found
 
 
 def is_view(op: Op) -> bool:
     """Whether its result is memory of its input."""
     return not op.bytes_moved or (_packet(op) == "aten.dropout" and op.node.args[1] == 0.0)
+
+
+_PARTINGS = ("aten.unbind", "aten.split", "aten.split_with_sizes", "aten.chunk", "aten.select", "aten.slice")
+_TURNS = ("aten.permute", "aten.transpose", "aten.t")
+_FORMS = ("aten.view", "aten.reshape", "aten.unflatten", "aten._unsafe_view")
+
+
+def moved_back(op: Op, makers: Mapping[str, Op]) -> int:
+    """Bytes that the backward of a view moves: parts of a tensor are put together again, and what was turned after it
+    was given another form must lie in order for the form that it had."""
+    packet = _packet(op)
+    source = makers.get(op.inputs[0]) if op.inputs else None
+    if packet in _PARTINGS or (packet in _TURNS and source is not None and _packet(source) in _FORMS):
+        sizes = source.outputs if source is not None else op.outputs
+        return 2 * sum(spec.nbytes for spec in sizes)
+    return 0
 
 
 def _is_sum(op: Op) -> bool:

@@ -55,6 +55,11 @@ class Hardware:
     rates: dict[str, tuple[float, float]] = field(default_factory=dict)  # of an op: bytes a second, forward, backward
     optimizer_rate: float = 0.0  # bytes a second that an optimizer passes; 0: as other elementwise work
     op_overhead: float = 0.0  # seconds that an op takes beside its work, forward or backward
+    asynchronous: bool = False  # whether that is the time of a host which runs ahead while the device works
+    # Seconds that a parameter takes of that host, by the stages of ZeRO: in a backward, and after it.
+    gradient_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    parameter_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    curves: dict[str, Curve] = field(default_factory=dict)  # as `matmul` and `attention`, for a dtype: matmul_float32
     step_overhead: float = 0.0  # seconds that a step takes beside its ops
     microbatch_overhead: float = 0.0  # seconds that each further microbatch, or each of a stage, takes beside its ops
     overlap: float = 1.0  # share of a gradient's travel that can hide behind the backward
@@ -98,6 +103,10 @@ class Hardware:
             f"hardware {self.source or self.name}: no flops.{dtype}, in which the model computes; known are "
             f"{', '.join(self.flops)}"
         )
+
+    def curve(self, kind: str, dtype: str) -> Curve:
+        """What share of the peak `matmul` or `attention` reaches."""
+        return self.curves.get(f"{kind}_{dtype}", self.attention if kind == "attention" else self.matmul)
 
     def with_devices(self, devices: int) -> Hardware:
         """The same kind of machine with so many devices."""
@@ -157,6 +166,9 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "machine": ("nodes",),
     "device": (
         "op_overhead",
+        "asynchronous",
+        "gradient_overhead",
+        "parameter_overhead",
         "step_overhead",
         "microbatch_overhead",
         "overlap",
@@ -166,7 +178,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
         "library_memory",
         "optimizer_rate",
     ),
-    "efficiency": ("matmul", "attention", "memory"),
+    "efficiency": ("matmul", "attention", "memory", "matmul_float32", "attention_float32"),
     "intra_node": ("ranks", *_COLLECTIVES),
     "inter_node": ("ranks", *_COLLECTIVES),
 }
@@ -206,6 +218,10 @@ class _Reader:
             rates=self._rates(given.get("ops", {})),
             optimizer_rate=self._number("device", device, "optimizer_rate", 0.0),
             op_overhead=self._number("device", device, "op_overhead", 0.0),
+            asynchronous=self._flag("device", device, "asynchronous", False),
+            gradient_overhead=self._each_stage(device, "gradient_overhead"),
+            parameter_overhead=self._each_stage(device, "parameter_overhead"),
+            curves={key: self._curve(efficiency, key) for key in efficiency if key.endswith("_float32")},
             step_overhead=self._number("device", device, "step_overhead", 0.0),
             microbatch_overhead=self._number("device", device, "microbatch_overhead", 0.0),
             overlap=self._share("device", device, "overlap", 1.0),
@@ -298,6 +314,12 @@ class _Reader:
                 self._fail(f"[ops] {op} = {pair!r}; expected [bytes a second forward, bytes a second backward]")
             rates[op] = (self._number("ops", {op: pair[0]}, op), self._number("ops", {op: pair[1]}, op))
         return rates
+
+    def _each_stage(self, device: dict[str, Any], key: str) -> tuple[float, ...]:
+        values = device.get(key, [0.0] * 4)
+        if not isinstance(values, list) or len(values) != 4:
+            self._fail(f"[device] {key} = {values!r}; expected four numbers of seconds, for the stages 0 to 3 of ZeRO")
+        return tuple(self._number("device", {key: value}, key, 0.0) for value in values)
 
     def _curve(self, given: dict[str, Any], key: str) -> Curve:
         value = given.get(key, 1.0)

@@ -27,6 +27,7 @@ class Work:
     family: str = ""  # the op's name: gelu, layer_norm, ...
     flops: float = 0.0
     moved: float = 0.0  # bytes of activations read and written
+    moved_back: float = 0.0  # ... by the backward, beside what it does in the place of the forward
     weights: float = 0.0  # bytes of parameters read
     outputs: float = 0.0  # bytes
     saved: float = 0.0  # bytes kept for the backward
@@ -39,6 +40,7 @@ class Work:
     held_cut: float = 0.0  # bytes of activations' gradients that are alive in its backward, of what tp cuts
     held_whole: float = 0.0  # ... and of what it does not
     temporary: float = 0.0  # bytes beside those, in its backward
+    parameters: int = 0  # that it works with
     gradients: float = 0.0  # bytes of parameters' gradients that its backward makes, not of one sample but in all
     role: str = ""  # column, row or vocab: a layer that tp cuts
     crossing: float = 0.0  # bytes of what enters a region here, or leaves it
@@ -97,7 +99,8 @@ class OptimizerState:
     sharded: float = 8.0  # on what ZeRO gives it
     copy: float = 0.0  # of what it updates, under ZeRO
     temporary: float = 4.0  # while it steps, an element
-    traffic: float = 28.0  # bytes read and written in a step, an element
+    traffic: float = 28.0  # bytes read and written in a step, an element of what ZeRO gives it
+    plain_traffic: float = 28.0  # ... of the parameter itself
     is_elementwise: bool = True
 
 
@@ -116,6 +119,7 @@ class Portrait:
     length: int = 1  # of a sequence: what cp and sp divide
     tied: tuple[str, ...] = ()  # parameters used before and after the blocks: held by both ends of a pipeline
     gradient_itemsize: int = 4
+    clips: bool = False  # whether gradients are scaled by their norm
     has_experts: bool = False
     expert_count: int = 0
     keeps_gathered: bool = True  # under sp: Megatron gathers again in the backward, unisono keeps
@@ -123,6 +127,12 @@ class Portrait:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         return (self.before, *self.blocks, self.after)
+
+    @cached_property
+    def tensors(self) -> int:
+        """How many parameters there are."""
+        ends = {weight.name for end in (self.before, self.after) for weight in end.weights}
+        return len(ends) + sum(len(block.weights) for block in self.blocks)
 
     @cached_property
     def parameters(self) -> int:

@@ -16,7 +16,7 @@ import torch
 from unisono.errors import UsageError
 from unisono.graph.op import Op, TensorSpec
 from unisono.graph.trace import Trace
-from unisono.plan.backward import held_by_ops, is_view
+from unisono.plan.backward import held_by_ops, is_view, moved_back
 from unisono.plan.portrait import OptimizerState, Portrait, Segment, Weight, Work
 
 
@@ -34,6 +34,7 @@ class Subject:
     flash: bool = True  # attention without dropout keeps no matrix of queries by keys
     mask_bytes: float | None = None  # that a dropout keeps for an element; without: as many as the element has
     keeps_gathered: bool = True
+    clips: bool = False
     repeats: int = 1  # how often the last traced block stands in the model: blocks that are alike are traced once
 
 
@@ -65,10 +66,12 @@ class _Reader:
         self.place = 0
         self.home: dict[str, int] = {}  # the part that makes a node
         self.hidden: TensorSpec | None = None
+        self.makers: dict[str, Op] = {}
 
     # ---- ops -----------------------------------------------------------------------------------------------------
 
     def take(self, op: Op) -> None:
+        self.makers[op.name] = op
         self.place = self._place_of(op)
         part = self.parts[self.place]
         self.home[op.name] = self.place
@@ -138,6 +141,8 @@ class _Reader:
             saved=op.saved / rows,
             is_cut=is_cut,
             saved_is="gathered" if role == "column" else "cut" if is_from_cut else "whole",
+            moved_back=self._moved_back(op, role, others=inputs),
+            parameters=sum(name in self.parameter for name in op.inputs),
             gradients=float(sum(self._gradient_bytes(name) for name in op.inputs)),
             role=role,
             crossing=self._sample_bytes(crossing) if crossing is not None else 0.0,
@@ -180,6 +185,13 @@ class _Reader:
         is_half = logits.dtype.itemsize < 4
         return replace(work, tp_saved=max(wide - work.saved, 0.0), tp_temporary=wide if is_half else 0.0)
 
+    def _moved_back(self, op: Op, role: str, others: list[str]) -> float:
+        """What views move, and a bias, whose gradient is a sum over all of the op's."""
+        moved = float(moved_back(op, self.makers)) if others else 0.0
+        if op.flops and sum(name in self.parameter for name in op.inputs) > 1:
+            moved += op.outputs[0].nbytes
+        return moved / self.subject.rows
+
     def _gradient_bytes(self, name: str) -> int:
         weight = self.subject.weights.get(self.parameter.get(name, ""))
         return weight.numel * weight.itemsize if weight is not None else 0
@@ -190,7 +202,12 @@ class _Reader:
         rows = self.subject.rows
         for part in self.parts:
             part.works = [
-                replace(work, held_cut=held[work.name].cut / rows, held_whole=held[work.name].whole / rows)
+                replace(
+                    work,
+                    held_cut=held[work.name].cut / rows,
+                    held_whole=held[work.name].whole / rows,
+                    moved_back=work.moved_back + 3 * held[work.name].added / rows,  # two are read, one is written
+                )
                 for work in part.works
             ]
 
@@ -238,6 +255,7 @@ class _Reader:
             gradient_itemsize=first.itemsize if first is not None else 4,
             has_experts=any(weight.is_expert for weight in self.subject.weights.values()),
             keeps_gathered=self.subject.keeps_gathered,
+            clips=self.subject.clips,
         )
 
     def _segment(self, part: _Part, number: int) -> Segment:

@@ -77,6 +77,7 @@ class Planner:
             keeps_gathered=self._keeps_gathered,
             mask_bytes=self.hardware.dropout_mask,
             repeats=repeats,
+            clips=self.task.clip is not None,
         )
         portrait = read(trace(short.train(), self._example, self.task.loss), subject)
         experts = [module.experts for module in self.model.modules() if isinstance(module, MoE)]
@@ -172,11 +173,11 @@ class Planner:
     def _optimizer_state(self) -> OptimizerState:
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
         plain, temporary = _measured_state(self.task.optimizer, dtype)
+        traffic = 3 * dtype.itemsize + 2 * plain
         if dtype not in HALVES:
-            traffic = 3 * dtype.itemsize + 2 * plain
-            return OptimizerState(plain, plain, 0.0, temporary, traffic)
+            return OptimizerState(plain, plain, 0.0, temporary, traffic, traffic)
         sharded, wide = _measured_state(self.task.optimizer, torch.float32)
-        return OptimizerState(plain, sharded, 4.0, wide, 12.0 + 2 * sharded)
+        return OptimizerState(plain, sharded, 4.0, wide, 12.0 + 2 * sharded, traffic)
 
 
 def portray(task: Task, hardware: Hardware, batch: int | None = None) -> Portrait:
