@@ -56,6 +56,7 @@ class Hardware:
     optimizer_rate: float = 0.0  # bytes a second that an optimizer passes; 0: as other elementwise work
     op_overhead: float = 0.0  # seconds that an op takes beside its work, forward or backward
     asynchronous: bool = False  # whether that is the time of a host which runs ahead while the device works
+    message_overhead: float = 0.0  # seconds that a message takes of that host, with the copies around it
     # Seconds that a parameter takes of that host, by the stages of ZeRO: in a backward, and after it.
     gradient_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     parameter_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
@@ -167,6 +168,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "device": (
         "op_overhead",
         "asynchronous",
+        "message_overhead",
         "gradient_overhead",
         "parameter_overhead",
         "step_overhead",
@@ -219,6 +221,7 @@ class _Reader:
             optimizer_rate=self._number("device", device, "optimizer_rate", 0.0),
             op_overhead=self._number("device", device, "op_overhead", 0.0),
             asynchronous=self._flag("device", device, "asynchronous", False),
+            message_overhead=self._number("device", device, "message_overhead", 0.0),
             gradient_overhead=self._each_stage(device, "gradient_overhead"),
             parameter_overhead=self._each_stage(device, "parameter_overhead"),
             curves={key: self._curve(efficiency, key) for key in efficiency if key.endswith("_float32")},

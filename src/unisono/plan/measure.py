@@ -287,6 +287,8 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
 
 def _of_host(figures: Figures) -> list[str]:
     lines = ["asynchronous = true", f"library_memory = {figures['library']:.4g}"]
+    if "message" in figures:
+        lines.append(f"message_overhead = {figures['message']:.3g}")
     for key in ("gradient", "parameter"):
         if key in figures:
             lines.append(f"{key}_overhead = [{', '.join(f'{value:.3g}' for value in figures[key])}]  # by ZeRO's stage")

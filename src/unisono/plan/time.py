@@ -16,7 +16,7 @@ from dataclasses import astuple, dataclass, replace
 
 from unisono.plan.collective import Group, group
 from unisono.plan.hardware import Hardware
-from unisono.plan.memory import MemoryModel, State
+from unisono.plan.memory import BUCKET, MemoryModel, State
 from unisono.plan.plan import REPLICAS, Plan
 from unisono.plan.portrait import Portrait, Segment
 from unisono.plan.roofline import Roofline
@@ -25,7 +25,6 @@ from unisono.plan.setting import Setting, hidden_bytes
 from unisono.plan.stages import Stages
 from unisono.plan.timeline import Costs, timeline
 
-_LAUNCHES = 4  # ops that the host runs for a message: the message, and copies before and after
 _LONG = 4  # microbatches a stage after which a pipeline only repeats itself
 
 
@@ -103,9 +102,12 @@ class TimeModel:
 
     def _computing(self, segment: Segment, setting: Setting) -> Pace:
         total = Pace()
-        for work in segment.works:
+        is_again = setting.recompute == "full" and segment.in_blocks
+        # A repetition ends where the last op that keeps anything would begin: what it keeps is there by then.
+        last = max((place for place, work in enumerate(segment.works) if work.saved), default=0)
+        for place, work in enumerate(segment.works):
             forward, inputs, weights, launch_forward, launch_backward = self.roofline.op(work, segment, setting)
-            again = setting.recompute == "full" and segment.in_blocks
+            again = is_again and place < last
             if again or (setting.recompute == "selective" and work.is_core):
                 inputs += forward
                 launch_backward += launch_forward
@@ -141,11 +143,11 @@ class TimeModel:
         messages = len(segment.enters) + len(segment.leaves)
         again = setting.recompute == "full" and segment.in_blocks
         if again:
-            backward += forward
+            backward += forward * max(messages - 1, 0) / max(messages, 1)  # the last region's end is not repeated
         share = (ranks.ranks - 1) / ranks.ranks
         sent = 2 * share * each * (sum(segment.enters) + sum(segment.leaves))
         copied = self._copying(segment, setting, each)
-        launch = self.hardware.op_overhead * _LAUNCHES * messages if self.hardware.asynchronous else 0.0
+        launch = self.hardware.message_overhead * messages
         return Pace(forward, backward, 0.0, forward + backward, sent).plus(
             Pace(
                 copied[0], copied[1] + again * copied[0],
@@ -194,7 +196,14 @@ class TimeModel:
     def _sending(self, plan: Plan) -> float:
         """What a host takes to send a stage's gradients off, for each backward: often, or in the last one only."""
         often = 1.0 if plan.zero >= 2 else 1 / plan.microbatches
-        return self.hardware.gradient_overhead[plan.zero] * self.portrait.tensors / plan.pp * often
+        each = self.hardware.gradient_overhead[plan.zero] * self.portrait.tensors
+        return (each + self._buckets(plan) * self.hardware.message_overhead) / plan.pp * often
+
+    def _buckets(self, plan: Plan) -> float:
+        """Messages that the gradients of all stages travel in, beyond the first, which is counted with the parameters."""
+        if plan.dp * plan.cp == 1 or plan.zero == 3:
+            return 0.0
+        return self.portrait.parameters * self.portrait.gradient_itemsize / plan.tp / BUCKET
 
     def estimate(self, plan: Plan, stages: Stages) -> Duration:
         """By closed forms."""
@@ -308,7 +317,10 @@ class TimeModel:
         optimizer = self.portrait.optimizer
         traffic = optimizer.traffic if plan.zero else optimizer.plain_traffic
         clipping = 3 * elements * state.itemsize / self._bandwidth if self.portrait.clips else 0.0
-        launching = self.hardware.parameter_overhead[plan.zero] * self.portrait.tensors / plan.pp
+        launching = self.hardware.parameter_overhead[plan.zero] * self.portrait.tensors
+        if plan.zero in (1, 2):  # results are gathered
+            launching += self._buckets(plan) * self.hardware.message_overhead
+        launching /= plan.pp
         return max(elements * traffic / rate + clipping, launching)
 
 

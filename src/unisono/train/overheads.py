@@ -19,6 +19,7 @@ from unisono.comm import world
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.parallel.apply import applied
+from unisono.parallel.conjugates import gather_to_use, reduce_to_piece
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import AXES, Plan
 
@@ -72,6 +73,7 @@ def overheads(device: torch.device, rounds: int = 15) -> dict[str, Any]:
         "overhead": layer / _LAUNCHES,
         "gradient": in_backward,
         "parameter": after,
+        "message": clock.message(),
         "step": max(whole + ends, 0.0),
         "microbatch": max(microbatch, 0.0),
     }
@@ -105,6 +107,21 @@ class _Clock:
             return (self._now() - start,)
 
         return self._median(call)[0]
+
+    def message(self) -> float:
+        """One along the sequence, where a tensor-parallel region begins or ends, forward or backward."""
+        with world.simulated(0, 2) as comm:
+            x = torch.ones(2, 2, _WIDTH, device=self.device, requires_grad=True)
+
+            def call() -> tuple[float]:
+                start = self._now()
+                y = x
+                for _ in range(FEW):
+                    y = reduce_to_piece(gather_to_use(y, 1, (2, 2), comm), 1, (2, 2), comm)
+                y.sum().backward()
+                return ((self._now() - start) / (4 * FEW),)
+
+            return self._median(call)[0]
 
     def trained(self, text: str, layers: int) -> _Parts:
         plan = Plan.parse(text)
