@@ -154,11 +154,11 @@ def _held_by_op(segment: Segment, work: Work, setting: Setting) -> float:
     temporary = work.tp_temporary if setting.tp > 1 and work.tp_saved else work.temporary
     held = work.held_cut / inside + work.held_whole / outside + temporary / (inside if work.is_cut else outside)
     copies = 0.0
-    if setting.tp > 1 and work.role in ("column", "row"):
+    if setting.tp > 1 and work.role in ("column", "gather", "row"):
         # With sp a gradient is whole here, and in another order of its dims for the message; else where a region
         # begins its sum is made in a copy.
         shares_sequence = setting.sequence and segment.in_blocks
-        copies = 2.0 if shares_sequence else 1.0 if work.role == "column" else 0.0
+        copies = 2.0 if shares_sequence else 0.0 if work.role == "row" else 1.0
     return setting.rows * (held + copies * work.crossing / setting.cp) + work.gradients / (
         setting.tp if work.role else 1
     )

@@ -57,6 +57,7 @@ class Weight:
     itemsize: int
     tp_dim: int | None = None  # the dim that tp cuts
     is_expert: bool = False  # ep cuts dim 0
+    gathers: bool = False  # where tp cuts a layer by its outputs: whether these are gathered at once
 
     @property
     def numel(self) -> int:

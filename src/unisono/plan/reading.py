@@ -85,17 +85,17 @@ class _Reader:
             part.weights[name] = self.subject.weights[name]
         is_from_cut = any(name in self.cut for name in others)
         role = self._role(op, weights)
-        if role == "column":
+        if role in ("column", "gather"):
             key = (self.place, others[0])
             if key not in self.entered:
                 self.entered.add(key)
                 part.enters.append(self._sample_bytes(self._spec(others[0])))
-        if role in ("row", "vocab"):
+        if role in ("row", "vocab", "gather"):
             part.leaves.append(self._sample_bytes(op.outputs[0]))
-        is_cut = role == "column" or (is_from_cut and role != "row")
+        is_cut = role == "column" or (is_from_cut and role not in ("row", "gather"))
         if is_cut and op.outputs and prod(op.outputs[0].shape) > 1:
             self.cut.add(op.name)
-        part.works.append(self._work(op, role, is_cut=is_cut or role == "row", is_from_cut=is_from_cut))
+        part.works.append(self._work(op, role, is_cut=is_cut or role in ("row", "gather"), is_from_cut=is_from_cut))
 
     def _place_of(self, op: Op) -> int:
         prefix = f"{self.subject.blocks}." if self.subject.blocks else ""
@@ -109,7 +109,7 @@ class _Reader:
         return self.place if self.place < self.subject.count else self.subject.count + 1
 
     def _role(self, op: Op, weights: list[str]) -> str:
-        """column, row or vocab, where the op works with a weight that tp cuts."""
+        """column, gather, row or vocab, where the op works with a weight that tp cuts."""
         packet = str(getattr(op.target, "_overloadpacket", ""))
         for name in weights:
             weight = self.subject.weights[name]
@@ -119,7 +119,7 @@ class _Reader:
                 return "vocab"
             is_transposed = packet in ("aten.addmm", "aten.mm", "aten.matmul")
             outputs = len(weight.shape) - 1 if is_transposed else len(weight.shape) - 2
-            return "column" if weight.tp_dim == outputs else "row"
+            return "row" if weight.tp_dim != outputs else "gather" if weight.gathers else "column"
         return ""
 
     def _work(self, op: Op, role: str, *, is_cut: bool, is_from_cut: bool) -> Work:
@@ -129,7 +129,7 @@ class _Reader:
         read = 0 if packet == "aten.embedding" else of_weights  # an embedding reads the rows that it looks up
         is_attention = packet == "aten.scaled_dot_product_attention"
         inputs = [name for name in op.inputs if name not in self.parameter and self.trace.specs[name]]
-        crossing = self._spec(inputs[0]) if role == "column" else op.outputs[0] if role else None
+        crossing = self._spec(inputs[0]) if role in ("column", "gather") else op.outputs[0] if role else None
         work = Work(
             name=op.name,
             family=packet.removeprefix("aten."),
@@ -140,7 +140,7 @@ class _Reader:
             outputs=sum(spec.nbytes for spec in op.outputs) / rows,
             saved=op.saved / rows,
             is_cut=is_cut,
-            saved_is="gathered" if role == "column" else "cut" if is_from_cut else "whole",
+            saved_is="gathered" if role in ("column", "gather") else "cut" if is_from_cut else "whole",
             moved_back=self._moved_back(op, role, others=inputs),
             parameters=sum(name in self.parameter for name in op.inputs),
             gradients=float(sum(self._gradient_bytes(name) for name in op.inputs)),

@@ -27,7 +27,7 @@ from unisono.parallel.precision import HALVES
 from unisono.parallel.reach import Reach, reach_of
 from unisono.parallel.rules import Styles
 from unisono.parallel.share import rows_of
-from unisono.parallel.tensor import require_shareable
+from unisono.parallel.tensor import fitting_rules, heads_of, require_shareable
 from unisono.plan import search
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import Plan
@@ -116,7 +116,7 @@ class Planner:
     def _tp_refusal(self, tp: int) -> str | None:
         if tp not in self._tp_refusals:
             try:
-                require_shareable(self._shareable, tp, self.task.rules)
+                require_shareable(self._shareable, tp, self._rules(tp))
                 self._tp_refusals[tp] = None
             except UsageError as error:
                 self._tp_refusals[tp] = str(error)
@@ -161,11 +161,15 @@ class Planner:
             return self._built
         return self.model
 
+    @cache  # noqa: B019
+    def _rules(self, tp: int) -> Any:
+        return fitting_rules(self._shareable, tp, self.task.rules, self._example)
+
     def _styles(self) -> Styles:
         """How tp would cut, for the smallest tp that can; nothing where none can."""
         for tp in (2, 3, 5, 7):
             try:
-                return require_shareable(self._shareable, tp, self.task.rules)
+                return require_shareable(self._shareable, tp, self._rules(tp))
             except UsageError:
                 continue
         return {}
@@ -236,12 +240,28 @@ def _look(module: nn.Module) -> tuple[object, ...]:
 def _weights(model: nn.Module, styles: Styles) -> Iterator[tuple[str, Weight]]:
     """Every parameter, with the dim that tp cuts."""
     cut = _cut_dims(model, styles)
+    gathered = _gathered(model, styles)
     experts = {id(p) for module in model.modules() if isinstance(module, MoE) for p in _expert_parameters(module)}
     for name, parameter in model.named_parameters():
         yield (
             name,
-            Weight(name, tuple(parameter.shape), parameter.itemsize, cut.get(id(parameter)), id(parameter) in experts),
+            Weight(
+                name,
+                tuple(parameter.shape),
+                parameter.itemsize,
+                cut.get(id(parameter)),
+                id(parameter) in experts,
+                id(parameter) in gathered,
+            ),
         )
+
+
+def _gathered(model: nn.Module, styles: Styles) -> set[int]:
+    """Weights of layers that gather what they give; heads whose logits stay in pieces do not."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    heads = heads_of(model, styles, modules)
+    layers = [modules[name] for name, style in styles.items() if style.kind == "column_gather"]
+    return {id(layer.weight) for layer in layers if layer not in heads}
 
 
 def _expert_parameters(module: MoE) -> Iterator[nn.Parameter]:
