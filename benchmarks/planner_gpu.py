@@ -71,7 +71,7 @@ def judge(setting: Setting, hardware: Hardware) -> dict[str, Any]:
     planner.hardware = silent
     expected = planner.search(plan.world).judged(plan)
     began = time.perf_counter()
-    found = run_here(task, plan, rank=0, steps=5)
+    found = run_here(task, plan, rank=0, steps=9)
     return {
         "setting": asdict(setting),
         "predicted_memory": expected.footprint.total,

@@ -57,6 +57,21 @@ def test_only_plans_that_the_task_can_run_under() -> None:
     assert Planner(tasks.gpt, hardware).allows(Plan(tp=8)) is not None  # four heads
 
 
+def test_experts_are_planned_for() -> None:
+    """Routing has no place in a graph: tokens are taken to visit experts in turn. ep divides experts, and talks."""
+    search = Planner(tasks.moe, Hardware.read("h100")).search(4)
+    block = search.portrait.blocks[0]
+    products = [work for work in block.works if work.family == "linear" and work.flops]
+    tokens = 16 * 2  # of a sample, each of which visits two experts
+    assert sum(work.flops for work in products[-8:]) == 2 * 2 * tokens * 16 * 32  # up and down, of four experts
+    assert block.expert_traffic == tokens * 16 * 4
+    plain, spread = (search.judged(Plan.parse(text)) for text in ("dp=4", "dp=4,ep=4"))
+    assert search.refusal(spread.plan) is None
+    assert spread.footprint.parameters < plain.footprint.parameters
+    assert spread.duration.tensor > plain.duration.tensor == 0
+    assert any(plan.ep > 1 for plan in search.scheduled())
+
+
 def test_a_dry_run_has_the_predicted_state() -> None:
     """Rank 5 of 256 in a process of its own: what it holds is what the planner says."""
     plan = Plan.parse("dp=64,tp=4,sp,zero=1")

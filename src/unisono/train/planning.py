@@ -21,6 +21,7 @@ from unisono.graph.trace import trace
 from unisono.mesh.initial import build
 from unisono.parallel.apply import refuse_what_cannot_be_right
 from unisono.parallel.blocks import Blocks, find_blocks
+from unisono.parallel.even_experts import evenly_visited
 from unisono.parallel.expert import MoE
 from unisono.parallel.linear import features, is_linear
 from unisono.parallel.precision import HALVES
@@ -31,7 +32,7 @@ from unisono.parallel.tensor import fitting_rules, heads_of, require_shareable
 from unisono.plan import search
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import Plan
-from unisono.plan.portrait import OptimizerState, Portrait, Weight
+from unisono.plan.portrait import OptimizerState, Portrait, Segment, Weight
 from unisono.plan.reading import Subject, read
 from unisono.plan.search import Search
 from unisono.train.task import Task
@@ -79,8 +80,11 @@ class Planner:
             repeats=repeats,
             clips=self.task.clip is not None,
         )
-        portrait = read(trace(short.train(), self._example, self.task.loss), subject)
+        with evenly_visited(short):
+            portrait = read(trace(short.train(), self._example, self.task.loss), subject)
         experts = [module.experts for module in self.model.modules() if isinstance(module, MoE)]
+        if experts and blocks:
+            portrait = _with_traffic(portrait, blocks)
         return replace(portrait, expert_count=min(experts, default=0))
 
     def search(self, world: int) -> Search:
@@ -182,6 +186,18 @@ class Planner:
             return OptimizerState(plain, plain, 0.0, temporary, traffic, traffic)
         sharded, wide = _measured_state(self.task.optimizer, torch.float32)
         return OptimizerState(plain, sharded, 4.0, wide, 12.0 + 2 * sharded, traffic)
+
+
+def _with_traffic(portrait: Portrait, blocks: Blocks) -> Portrait:
+    """With what goes to experts: every token of a sample, as often as it visits one."""
+    made: dict[tuple[int, int], Segment] = {}
+    segments = []
+    for segment, block in zip(portrait.blocks, blocks.modules, strict=True):
+        visits = sum(module.top_k for module in block.modules() if isinstance(module, MoE))
+        if (id(segment), visits) not in made:
+            made[id(segment), visits] = replace(segment, expert_traffic=visits * portrait.hidden)
+        segments.append(made[id(segment), visits])
+    return replace(portrait, blocks=tuple(segments))
 
 
 def portray(task: Task, hardware: Hardware, batch: int | None = None) -> Portrait:
