@@ -65,9 +65,10 @@ def parallelize(
 
     model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
     torch.manual_seed(seed). loss(outputs, targets) gives a scalar, optimizer(parameters) a torch optimizer. example: a
-    batch (inputs, targets), which pipelines need to find their stages, and tp to search the graph of a model for rules.
-    rules: which layers tp cuts, and how; without, those of the model, or what it shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed from float32
-    parameters; "fp32" leaves the model's own dtype.
+    batch (inputs, targets), which pipelines need to find their stages, and tp to search a model for rules. rules: which
+    layers tp cuts, and how; without, what the model brings or shows. clip: the largest norm of the gradients.
+    precision: "fp32", "bf16" or "fp16", in which all is computed from float32 parameters; "fp32" leaves the model's own
+    dtype.
     """
     precision = Precision.of(precision)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan

@@ -32,14 +32,14 @@ from unisono.parallel.derive import together
 
 _SMALL = 5 * 10**7  # parameters of a model that is tried
 _FEW = 400  # nodes of a graph that is searched exactly
-_ONE = {"relu", "gelu", "silu", "tanh", "sigmoid", "dropout", "leaky_relu", "elu", "softplus", "neg", "exp", "hardtanh",
-        "hardswish", "mish", "selu", "relu6", "celu", "abs", "square", "sqrt", "alias", "clone", "contiguous"}  # fmt: skip
+_ONE = {
+    "abs", "alias", "celu", "clone", "contiguous", "dropout", "elu", "exp", "gelu", "hardswish", "hardtanh",
+    "leaky_relu", "mish", "neg", "relu", "relu6", "selu", "sigmoid", "silu", "softplus", "sqrt", "square", "tanh",
+}  # fmt: skip
 _TWO = {"mul", "add", "sub", "div"}  # of tensors: a number may have been read off a shape
 
 
-def searched_rules(
-    model: nn.Module, ranks: int, example: tuple[Any, Any], cut: Callable[..., None]
-) -> dict[str, str]:
+def searched_rules(model: nn.Module, ranks: int, example: tuple[Any, Any], cut: Callable[..., None]) -> dict[str, str]:
     """Rules for so many ranks; empty where no layer can be cut. cut(module, rules, comm) shares a model between the
     ranks of a communicator."""
     found = trace(model, example)

@@ -40,7 +40,6 @@ from unisono.parallel.reach import Reach, require_whole
 from unisono.parallel.reducer import Reducer
 from unisono.parallel.units import Units
 
-
 _MESSAGES = 2  # of gradients that may be on their way while the next is filled, where gradients are spread
 
 

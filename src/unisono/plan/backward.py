@@ -58,12 +58,9 @@ class _Gradients:
             return
         for name in inputs:
             self.used[name] = number
-        if inputs:
-            self.sizes[op.name] = sum(spec.nbytes for spec in op.outputs)
-        elif op.bytes_moved:
-            self.sizes[op.name] = sum(spec.nbytes for spec in op.outputs)
-        else:
+        if not inputs and not op.bytes_moved:
             return  # a view of a parameter, whose gradient is not an activation's
+        self.sizes[op.name] = sum(spec.nbytes for spec in op.outputs)
         self.made[op.name] = number
         if is_view(op) and inputs:
             self.tensors.join(op.name, inputs[0])
@@ -95,13 +92,13 @@ class _Gradients:
                     if last[name] > number:
                         bytes_of[not is_cut[self.shared.of(name)]] += self.sizes[name]
                         added += self.sizes[name]
-            found[op.name] = Held(*bytes_of, added)
+            found[op.name] = Held(bytes_of[0], bytes_of[1], added)
         return found
 
 
 def is_view(op: Op) -> bool:
     """Whether its result is memory of its input."""
-    return not op.bytes_moved or (_packet(op) == "aten.dropout" and op.node.args[1] == 0.0)
+    return not op.bytes_moved or (_packet(op) == "aten.dropout" and op.node.args[1] in (0, 0.0))
 
 
 _PARTINGS = ("aten.unbind", "aten.split", "aten.split_with_sizes", "aten.chunk", "aten.select", "aten.slice")

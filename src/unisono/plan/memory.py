@@ -325,7 +325,7 @@ class MemoryModel:
         mine = state.sharded if plan.zero else state.elements
         seen = 4 if plan.zero and optimizer.copy else state.itemsize
         gathered = (state.elements + state.sharded) * state.itemsize if plan.zero in (1, 2) else 0.0
-        message = self._bucket(plan, state) if plan.zero in (1, 2) else 0.0  # kept for the next; the first gathered takes it
+        message = self._bucket(plan, state) if plan.zero in (1, 2) else 0.0  # which the first that is gathered takes
         workspace = max(mine * optimizer.temporary + message, gathered)
         return Footprint(kept[0], float(mine * seen), kept[1], 0.0, workspace, 0.0, rank)
 

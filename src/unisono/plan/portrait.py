@@ -78,8 +78,8 @@ class Segment:
 
     @cached_property
     def saved(self) -> dict[str, float]:
-        """Bytes kept for one sample: cut, whole, gathered; core_cut, core_whole, which selective forgets; and what is kept
-        in addition where tp cuts."""
+        """Bytes kept for one sample: cut, whole, gathered; core_cut, core_whole, which selective forgets; and what is
+        kept in addition where tp cuts."""
         kept = {"cut": 0.0, "whole": 0.0, "gathered": 0.0, "core_cut": 0.0, "core_whole": 0.0, "under_tp": 0.0}
         for work in self.works:
             kept["under_tp"] += work.tp_saved

@@ -175,8 +175,8 @@ class _Reader:
         return replace(work, saved=saved, core_saved=kept, is_core=True, moved=moved, calls=calls, kind="matmul")
 
     def _cross_entropy(self, op: Op, work: Work, is_from_cut: bool) -> Work:
-        """A log-softmax, which is kept, and a choice, whose gradient is as large. Where the vocabulary is cut, exponentials
-        in float32 are kept, and a gradient in float32 comes before that of the logits."""
+        """A log-softmax, which is kept, and a choice, whose gradient is as large. Where the vocabulary is cut,
+        exponentials in float32 are kept, and a gradient in float32 comes before that of the logits."""
         logits = self._spec(op.inputs[0])
         work = replace(work, temporary=self._sample_bytes(logits))
         if not is_from_cut:

@@ -200,7 +200,7 @@ class TimeModel:
         return (each + self._buckets(plan) * self.hardware.message_overhead) / plan.pp * often
 
     def _buckets(self, plan: Plan) -> float:
-        """Messages that the gradients of all stages travel in, beyond the first, which is counted with the parameters."""
+        """Messages that the gradients of all stages travel in."""
         if plan.dp * plan.cp == 1 or plan.zero == 3:
             return 0.0
         return self.portrait.parameters * self.portrait.gradient_itemsize / plan.tp / BUCKET
