@@ -265,12 +265,12 @@ class MemoryModel:
             return left + sent, bucket + sent / replicas
         arrived = float(state.sharded * itemsize) if accumulates else sent / replicas
         if plan.zero == 2:
-            return arrived, bucket if is_first else 3 * bucket
+            return arrived, bucket if is_first else min(3 * bucket, max(whole, bucket))
         unit, root = self._largest_unit * self.portrait.gradient_itemsize / plan.tp, self._root(plan)
         if is_first:
             return arrived, root + max(unit, root)
-        # Two units are whole, or on their way to be; one has gradients, which are packed while two more are under way.
-        return arrived, 2 * root + 6 * unit
+        # Two units are whole, or on their way to be; one has gradients; of those before it up to two are under way.
+        return arrived, 2 * root + 3 * unit + min(2 * unit, max(sent - root, 0.0))
 
     def _state(self, plan: Plan, stages: Stages, rank: int) -> State:
         key = (plan.tp, plan.ep, plan.dp, plan.cp, stages.starts, stages.placement, rank)
