@@ -1,4 +1,7 @@
-"""A small GPT in plain PyTorch: the model does not know that it will run on many ranks. `tiny` is a task to prove."""
+"""A small GPT in plain PyTorch: the model does not know that it will run on many ranks. `tiny` is a task to prove.
+
+unisono verify examples/gpt.py:tiny --plan dp=2,tp=2
+"""
 
 from __future__ import annotations
 
@@ -143,6 +146,11 @@ def large_gpt(name: str, config: Config, batch: int, dtype: torch.dtype = torch.
 def gpt3_175b() -> uni.Task:
     """unisono plan examples/gpt.py:gpt3_175b --devices 1024 --hardware h100"""
     return large_gpt("gpt3_175b", Config(51200, 2048, 12288, 96, 96), batch=1536)
+
+
+def gpt3_with_dropout() -> uni.Task:
+    """As in 2022, dropout everywhere; its table of activations is in docs/seeds/002.md."""
+    return large_gpt("gpt3_with_dropout", Config(51200, 2048, 12288, 96, 96, dropout=0.1), batch=8)
 
 
 def gpt_1t() -> uni.Task:

@@ -11,7 +11,7 @@ A combination that cannot give the result of one device is refused before any ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -28,7 +28,9 @@ from unisono.parallel import batchnorm
 from unisono.parallel.context import context_parallelize
 from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import expert_parallelize, needs_whole_batch
+from unisono.parallel.head_width import HeadWidth
 from unisono.parallel.loss import GlobalLoss, Loss
+from unisono.parallel.pipeline.layers import LayerSpec, build_whole
 from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import require_stages, split
@@ -45,7 +47,7 @@ from unisono.plan.balance import checked
 from unisono.plan.plan import AXES, DATA, REPLICAS, Plan
 from unisono.plan.schedule import Schedule, schedule
 
-Model = nn.Module | Callable[[], nn.Module]
+Model = nn.Module | Callable[[], nn.Module] | Sequence[LayerSpec]
 
 
 def parallelize(
@@ -64,11 +66,11 @@ def parallelize(
     """Put a plain model under a plan; every rank calls it alike, and trains with the Trainer's `step`.
 
     model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
-    torch.manual_seed(seed). loss(outputs, targets) gives a scalar, optimizer(parameters) a torch optimizer. example: a
-    batch (inputs, targets), which pipelines need to find their stages, and tp to search a model for rules. rules: which
-    layers tp cuts, and how; without, what the model brings or shows. clip: the largest norm of the gradients.
-    precision: "fp32", "bf16" or "fp16", in which all is computed from float32 parameters; "fp32" leaves the model's own
-    dtype.
+    torch.manual_seed(seed), or a list of uni.nn.LayerSpec, which are built so. loss(outputs, targets) gives a scalar,
+    optimizer(parameters) a torch optimizer. example: a batch (inputs, targets), which pipelines need to find their
+    stages, and tp to search a model for rules. rules: which layers tp cuts, and how; without, what the model brings or
+    shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed from
+    float32 parameters; "fp32" leaves the model's own dtype.
     """
     precision = Precision.of(precision)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
@@ -119,10 +121,17 @@ def _agreed(comm: Communicator, act: Callable[[], Trainer]) -> Trainer:
 
 
 def _whole_model(model: Model, seed: int, dtype: torch.dtype | None) -> nn.Module:
-    whole = model if isinstance(model, nn.Module) else build(model, seed)
+    whole: Any
+    if isinstance(model, list | tuple) and model and all(isinstance(each, LayerSpec) for each in model):
+        whole = build_whole(model, seed)
+    elif callable(model):
+        whole = model if isinstance(model, nn.Module) else build(model, seed)
+    else:
+        whole = model
     if not isinstance(whole, nn.Module):
         raise UsageError(
-            f"parallelize takes an nn.Module or a function that builds one; it gave {type(whole).__name__}"
+            "parallelize takes an nn.Module, a function that builds one or a list of uni.nn.LayerSpec; it was given "
+            f"{type(whole).__name__}"
         )
     return whole if dtype is None else whole.to(dtype)
 
@@ -166,6 +175,7 @@ def applied(
 ) -> Trainer:
     """`fill` is given the model when it is cut, and before anything is made of its parameters: to give memory to one
     that was built without."""
+    head_width = HeadWidth(model, plan.tp, products=plan.cp == 1) if plan.tp > 1 else None
     expert_parallelize(model, mesh)
     if plan.tp > 1:
         tensor_parallelize(model, mesh, rules, sequence=plan.sequence)
@@ -197,6 +207,7 @@ def applied(
         stepping = optimizer(list(model.parameters()))
         require_whole(stepping, optimizer, model, is_spread=plan.pp > 1)
         trainer = Trainer(model, plan, mesh, normalised, stepping, random, DataParallel(model, mesh), clip, context)
+    trainer.head_width = head_width
     if cut is not None and order is not None:
         trainer.pipeline = PipelineRuntime(
             cut.stages,
