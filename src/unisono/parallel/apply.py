@@ -45,7 +45,7 @@ from unisono.parallel.preview import require_fitting_loss
 from unisono.parallel.reach import require_whole
 from unisono.parallel.recompute import is_recomputed, recompute
 from unisono.parallel.share import rows_of, share, shares
-from unisono.parallel.tensor import require_shareable, tensor_parallelize
+from unisono.parallel.tensor import fitting_rules, require_shareable, tensor_parallelize
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.parallel.zero import Zero
 from unisono.plan.balance import checked
@@ -73,8 +73,9 @@ def parallelize(
     model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
     torch.manual_seed(seed), or a list of uni.nn.LayerSpec, which are built so. loss(outputs, targets) gives a scalar,
     optimizer(parameters) a torch optimizer. example: a batch (inputs, targets), which pipelines need to find their
-    stages. rules: which layers tp cuts, and how. clip: the largest norm of the gradients. precision: "fp32", "bf16" or
-    "fp16", in which all is computed from float32 parameters; "fp32" leaves the model's own dtype.
+    stages, and tp to search a model for rules. rules: which layers tp cuts, and how; without, what the model brings or
+    shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed from
+    float32 parameters; "fp32" leaves the model's own dtype.
     """
     precision = Precision.of(precision)
     optimizer = _checked(optimizer)
@@ -86,6 +87,7 @@ def parallelize(
     refuse_what_cannot_be_right(plan, whole)
     precision.require_float32(whole)
     if plan.tp > 1:
+        rules = fitting_rules(whole, plan.tp, rules, example)
         require_shareable(whole, plan.tp, rules)
     if example is not None:
         require_fitting_loss(whole, loss, example)

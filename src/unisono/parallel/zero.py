@@ -40,6 +40,8 @@ from unisono.parallel.reach import Reach, require_whole
 from unisono.parallel.reducer import Reducer
 from unisono.parallel.units import Units
 
+_MESSAGES = 2  # of gradients that may be on their way while the next is filled, where gradients are spread
+
 
 class Zero(Reducer[PieceBucket]):
     """A model's optimizer, with its state (stage 1), gradients (2) and parameters (3) spread over the replicas.
@@ -86,6 +88,7 @@ class Zero(Reducer[PieceBucket]):
         self._tied = frozenset(tied)
         self._of_stage: dict[int, list[PieceBucket]] = {}  # of a pipeline, in stage 2: sent in each of its backwards
         self._is_pipeline = users is not None
+        self._under_way: list[PieceBucket] = []
         named = list(model.named_parameters())
         if stage == 3:
             self._units = Units(model, units, users)
@@ -206,6 +209,11 @@ class Zero(Reducer[PieceBucket]):
             super()._complete()
 
     def _leave(self, bucket: PieceBucket) -> Handle:
+        if self.stage > 1:  # what a stage saves is not to be spent on messages that have arrived long since
+            self._under_way = [other for other in self._under_way if other.handle is not None]
+            while len(self._under_way) >= _MESSAGES:
+                self._land(self._under_way.pop(0))
+            self._under_way.append(bucket)
         bucket.sent = bucket.message()
         return bucket.comm.reduce_scatter(bucket.sent, async_op=True)
 
