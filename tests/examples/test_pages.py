@@ -1,0 +1,101 @@
+"""What the documentation names exists: names of unisono, options of the command, files, pictures."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from functools import reduce
+
+import pytest
+
+import unisono as uni
+from tools.blocks import ROOT, pages
+from unisono import cli
+from unisono import quantum as uq
+from unisono.comm.communicator import Communicator
+from unisono.mesh.mesh import Mesh
+from unisono.quantum.circuit import Circuit
+from unisono.quantum.state import State
+
+# What a word before a dot stands for in the pages. The other words (dist, qml, engine of DeepSpeed, ...) are not ours.
+OWNERS = {
+    "uni": uni,
+    "uq": uq,
+    "comm": Communicator,
+    "mesh": Mesh,
+    "circuit": Circuit,
+    "state": State,
+    "trainer": uni.Trainer,
+    "checkpoints": uni.Checkpoints,
+    "program": uni.Program,
+}
+INSTANCE = {"comm": {"rank", "size", "backend", "local_rank"}, "state": {"local"}, "program": {"svg"}, "uni": {"errors"}}
+NAME = re.compile(r"(?<![\w./\"])(" + "|".join(OWNERS) + r")((?:\.[A-Za-z_]\w*)+)")
+
+
+def _named(text: str) -> set[tuple[str, str]]:
+    return {(owner, path[1:]) for owner, path in NAME.findall(text)}
+
+
+@pytest.mark.parametrize("page", [str(page.relative_to(ROOT)) for page in pages()])
+def test_every_name_exists(page: str) -> None:
+    for owner, path in sorted(_named((ROOT / page).read_text(encoding="utf-8"))):
+        first = path.split(".")[0]
+        if first in INSTANCE.get(owner, set()):
+            continue
+        found = OWNERS[owner]
+        if owner in ("uni", "uq"):
+            found = reduce(getattr, path.split("."), found)  # AttributeError: the page names what is not there
+        else:
+            found = getattr(found, first, None) or found.__dataclass_fields__[first]
+        assert found is not None, f"{page}: {owner}.{path}"
+
+
+def test_the_tables_of_names_are_looked_at() -> None:
+    named = _named((ROOT / "docs" / "coming.md").read_text(encoding="utf-8"))
+    assert len([path for owner, path in named if owner in ("uni", "uq")]) > 30
+    with pytest.raises(AttributeError):
+        reduce(getattr, ["no_such_name"], uni)
+
+
+def test_every_option_exists(capsys: pytest.CaptureFixture[str]) -> None:
+    known = ""
+    for words in (["run"], ["verify"], ["plan"], ["explain"], ["report"], ["doctor"], ["qsim"], ["bench", "comm"]):
+        with pytest.raises(SystemExit):
+            cli.main([*words, "--help"])
+        known += capsys.readouterr().out
+    text = (ROOT / "docs" / "command.md").read_text(encoding="utf-8")
+    for option in sorted(set(re.findall(r"(?<![\w-])--?[a-zA-Z][a-z-]*", text)) - {"--help"}):
+        assert re.search(rf"{option}\b", known), f"docs/command.md: {option}"
+
+
+def test_every_file_exists() -> None:
+    """Files of the repository that pages name in backticks, and what README links to."""
+    folders = ("", "src/unisono", "docs")
+    for page in pages():
+        text = page.read_text(encoding="utf-8")
+        for path in set(re.findall(r"`((?:tests|examples|tools|benchmarks|parallel|plan|graph|comm|quantum|train)/[\w/.]+)`", text)):
+            assert any((ROOT / folder / path).exists() for folder in folders), f"{page.name}: {path}"
+        if page.parent == ROOT:
+            for path in set(re.findall(r"\]\((?!http)([^)#]+)", text)):
+                assert (ROOT / path).exists(), f"{page.name}: {path}"
+
+
+def test_translations_have_the_same_blocks() -> None:
+    """So that they run once, and cannot fall behind."""
+    from tools.blocks import blocks_of
+
+    pairs = [(ROOT / "README.md", ROOT / "README.zh.md")]
+    chinese = ROOT / "docs" / "zh"
+    pairs += [(ROOT / "docs" / page.relative_to(chinese), page) for page in sorted(chinese.rglob("*.md"))]
+    assert len(pairs) > 10
+    for page, translation in pairs:
+        ours, theirs = ([(b.language, b.title, b.text) for b in blocks_of(each)] for each in (page, translation))
+        assert ours == theirs, f"{translation.relative_to(ROOT)} differs from {page.relative_to(ROOT)}"
+
+
+def test_drawings_are_up_to_date() -> None:
+    command = [sys.executable, str(ROOT / "tools" / "drawings.py"), "--check"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
