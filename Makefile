@@ -42,7 +42,7 @@ unit: setup
 
 # The site, in site/: opens from the folder, needs no network.
 docs: setup
-	$(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 	@echo "open site/index.html"
 
 clean:

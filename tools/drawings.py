@@ -1,4 +1,6 @@
-"""Draws the pictures of the documentation into docs/images: `python tools/drawings.py` (`--check`: are they up to date?).
+"""Draws the pictures of the documentation into docs/images: `python tools/drawings.py`.
+
+`--check` tells which are not up to date.
 
 Pipelines and meshes are drawn by unisono itself, from the schedules that it runs and the plans that it applies; the
 rest is drawn here, a function a picture.
@@ -43,7 +45,9 @@ class Canvas:
         if text:
             self.words(x + w / 2, y + h / 2 + 4.5, text)
 
-    def words(self, x: float, y: float, text: str, soft: bool = False, anchor: str = "middle", bold: bool = False) -> None:
+    def words(
+        self, x: float, y: float, text: str, soft: bool = False, anchor: str = "middle", bold: bool = False
+    ) -> None:
         weight = ' font-weight="600"' if bold else ""
         self.parts.append(
             f'<text x="{x}" y="{y}" text-anchor="{anchor}" fill="{SOFT if soft else INK}"{weight}>{escape(text)}</text>'
@@ -209,7 +213,7 @@ def recompute() -> str:
                 c.box(left + 8 + 40 * place, top + 2, 34, 36, HUES[0 if is_kept else 2], fill=0.75 if is_kept else 0.06)
     for place, name in enumerate(names):
         c.parts.append(
-            f'<text x="{96 + 8 + 40 * place + 17}" y="24" text-anchor="middle" font-size="10" fill="{SOFT}">{name}</text>'
+            f'<text x="{121 + 40 * place}" y="24" text-anchor="middle" font-size="10" fill="{SOFT}">{name}</text>'
         )
     c.words(428, 264, "filled: kept for the backward; empty: computed again in it", soft=True)
     return c.svg()

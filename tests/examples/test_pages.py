@@ -6,11 +6,12 @@ import re
 import subprocess
 import sys
 from functools import reduce
+from pathlib import Path
 
 import pytest
 
 import unisono as uni
-from tools.blocks import ROOT, pages
+from tools.blocks import ROOT, blocks_of, pages
 from unisono import cli
 from unisono import quantum as uq
 from unisono.comm.communicator import Communicator
@@ -30,7 +31,14 @@ OWNERS = {
     "checkpoints": uni.Checkpoints,
     "program": uni.Program,
 }
-INSTANCE = {"comm": {"rank", "size", "backend", "local_rank"}, "state": {"local"}, "program": {"svg"}, "uni": {"errors"}}
+INSTANCE = {
+    "comm": {"rank", "size", "backend", "local_rank"},
+    "state": {"local"},
+    "program": {"svg"},
+    "uni": {"errors"},
+}
+FILE = re.compile(r"`((?:tests|examples|tools|benchmarks|parallel|plan|graph|comm|quantum|train)/[\w/.]+)`")
+LINK = re.compile(r"\]\((?!https?:)([^)#]*)(#([^)]+))?\)")
 NAME = re.compile(r"(?<![\w./\"])(" + "|".join(OWNERS) + r")((?:\.[A-Za-z_]\w*)+)")
 
 
@@ -71,21 +79,32 @@ def test_every_option_exists(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_every_file_exists() -> None:
-    """Files of the repository that pages name in backticks, and what README links to."""
-    folders = ("", "src/unisono", "docs")
+    """Files of the repository that pages name in backticks."""
     for page in pages():
-        text = page.read_text(encoding="utf-8")
-        for path in set(re.findall(r"`((?:tests|examples|tools|benchmarks|parallel|plan|graph|comm|quantum|train)/[\w/.]+)`", text)):
-            assert any((ROOT / folder / path).exists() for folder in folders), f"{page.name}: {path}"
-        if page.parent == ROOT:
-            for path in set(re.findall(r"\]\((?!http)([^)#]+)", text)):
-                assert (ROOT / path).exists(), f"{page.name}: {path}"
+        for path in set(FILE.findall(page.read_text(encoding="utf-8"))):
+            assert any((ROOT / folder / path).exists() for folder in ("", "src/unisono")), f"{page.name}: {path}"
+
+
+def test_every_link_leads_somewhere() -> None:
+    for page in pages():
+        for path, _, anchor in set(LINK.findall(page.read_text(encoding="utf-8"))):
+            target = (page.parent / path).resolve() if path else page
+            assert target.exists(), f"{page.relative_to(ROOT)}: {path}"
+            assert not anchor or anchor in _anchors(target), f"{page.relative_to(ROOT)}: {path}#{anchor}"
+
+
+def _anchors(page: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w]+", "-", re.sub(r"[^\w\s-]", "", heading.lower())).strip("-") for heading in headings}
+
+
+def test_the_site_has_every_page() -> None:
+    listed = set(re.findall(r"[\w/-]+\.md", (ROOT / "mkdocs.yml").read_text(encoding="utf-8")))
+    assert listed == {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
 
 
 def test_translations_have_the_same_blocks() -> None:
     """So that they run once, and cannot fall behind."""
-    from tools.blocks import blocks_of
-
     pairs = [(ROOT / "README.md", ROOT / "README.zh.md")]
     chinese = ROOT / "docs" / "zh"
     pairs += [(ROOT / "docs" / page.relative_to(chinese), page) for page in sorted(chinese.rglob("*.md"))]
@@ -93,6 +112,15 @@ def test_translations_have_the_same_blocks() -> None:
     for page, translation in pairs:
         ours, theirs = ([(b.language, b.title, b.text) for b in blocks_of(each)] for each in (page, translation))
         assert ours == theirs, f"{translation.relative_to(ROOT)} differs from {page.relative_to(ROOT)}"
+
+
+def test_every_strategy_is_drawn_and_measured() -> None:
+    found = sorted((ROOT / "docs" / "strategies").glob("*.md"))
+    assert len(found) == 10
+    for page in found:
+        text = page.read_text(encoding="utf-8")
+        assert "examples/measure.py" in text, page.name
+        assert page.name == "index.md" or "../images/" in text, page.name
 
 
 def test_drawings_are_up_to_date() -> None:
