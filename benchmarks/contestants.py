@@ -35,6 +35,7 @@ class Config:
     layers: int = 4
     batch: int = 8
     microbatches: int = 4
+    fused: bool = False  # AdamW told to step all of its tensors at once, for every contestant
 
 
 class Attention(nn.Module):
@@ -102,8 +103,8 @@ def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def optimizer(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-4)
+def optimizer(config: Config) -> Callable[[Any], torch.optim.Optimizer]:
+    return lambda parameters: torch.optim.AdamW(parameters, lr=1e-4, fused=config.fused or None)
 
 
 @dataclass
@@ -125,7 +126,7 @@ def unisono(plan: str) -> Make:
     def make(config: Config) -> Contestant:
         rules = RULES if "tp" in plan else None
         trainer = uni.parallelize(
-            build(config), plan, loss=loss, optimizer=optimizer, example=batch(config, 0), rules=rules
+            build(config), plan, loss=loss, optimizer=optimizer(config), example=batch(config, 0), rules=rules
         )
         return Contestant(trainer.step, "whole")
 
@@ -160,7 +161,7 @@ def plain_step(
 
 def torch_ddp(config: Config) -> Contestant:
     model = nn.parallel.DistributedDataParallel(build(config), gradient_as_bucket_view=True)
-    return Contestant(plain_step(model, optimizer(model.parameters()), share_of), "share")
+    return Contestant(plain_step(model, optimizer(config)(model.parameters()), share_of), "share")
 
 
 def torch_fully_shard(config: Config) -> Contestant:
@@ -171,7 +172,7 @@ def torch_fully_shard(config: Config) -> Contestant:
     for block in model.blocks:
         fully_shard(block, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    return Contestant(plain_step(model, optimizer(model.parameters()), share_of), "share")
+    return Contestant(plain_step(model, optimizer(config)(model.parameters()), share_of), "share")
 
 
 def torch_parallelize_module(config: Config) -> Contestant:
@@ -183,7 +184,7 @@ def torch_parallelize_module(config: Config) -> Contestant:
         columns = {name: ColwiseParallel() for name in ("attention.q", "attention.k", "attention.v", "fc1")}
         rows = {name: RowwiseParallel() for name in ("attention.out", "fc2")}
         parallelize_module(block, mesh, {**columns, **rows})
-    return Contestant(plain_step(model, optimizer(model.parameters())), "whole")
+    return Contestant(plain_step(model, optimizer(config)(model.parameters())), "whole")
 
 
 class _Half(nn.Module):
@@ -214,7 +215,7 @@ def torch_schedule_1f1b(config: Config) -> Contestant:
     model = _Half(build(config), is_first)
     stage = PipelineStage(model, dist.get_rank(), 2, torch.device("cpu"))
     schedule = Schedule1F1B(stage, config.microbatches, loss_fn=loss)
-    stepping = optimizer(model.parameters())
+    stepping = optimizer(config)(model.parameters())
 
     def step(whole: Batch) -> torch.Tensor | None:
         stepping.zero_grad()
@@ -237,7 +238,7 @@ def accelerate(config: Config) -> Contestant:
 
     accelerator = Accelerator(cpu=True)
     model = build(config)
-    model, stepping = accelerator.prepare(model, optimizer(model.parameters()))
+    model, stepping = accelerator.prepare(model, optimizer(config)(model.parameters()))
 
     def step(whole: Batch) -> torch.Tensor:
         inputs, targets = share_of(whole)
@@ -266,7 +267,7 @@ def deepspeed(stage: int) -> Make:
         }
         with contextlib.redirect_stdout(io.StringIO()):
             engine, *_ = ds.initialize(
-                model=model, optimizer=optimizer(model.parameters()), config=settings, dist_init_required=False
+                model=model, optimizer=optimizer(config)(model.parameters()), config=settings, dist_init_required=False
             )
 
         def step(whole: Batch) -> torch.Tensor:
@@ -310,8 +311,8 @@ def single(device: torch.device, config: Config) -> dict[str, Contestant]:
     """One rank: unisono in a world of one against the plain loop."""
     model = build(config, device)
     twin = copy.deepcopy(model)
-    trainer = uni.parallelize(model, "dp=1", loss=loss, optimizer=optimizer)
+    trainer = uni.parallelize(model, "dp=1", loss=loss, optimizer=optimizer(config))
     return {
         "unisono dp=1": Contestant(trainer.step, "whole"),
-        "plain loop": Contestant(plain_step(twin, optimizer(twin.parameters())), "whole"),
+        "plain loop": Contestant(plain_step(twin, optimizer(config)(twin.parameters())), "whole"),
     }

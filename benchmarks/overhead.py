@@ -196,6 +196,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--width", type=int, help="of the model")
     parser.add_argument("--layers", type=int, help="of the model")
     parser.add_argument("--batch", type=int, help="samples in a global batch")
+    parser.add_argument("--fused", action="store_true", help="AdamW(fused=True) for every contestant")
     parser.add_argument("--json", type=Path, help="write the figures there")
     chosen = parser.parse_args()
     unknown = [name for name in chosen.only.split(",") if name not in known]
@@ -208,7 +209,7 @@ def main() -> int:
     chosen = arguments()
     is_gpu = chosen.single and torch.cuda.is_available()
     given = {key: value for key in ("width", "layers", "batch") if (value := getattr(chosen, key)) is not None}
-    config = Config(**{**asdict(GPU_CONFIG if is_gpu else Config()), **given})
+    config = Config(**{**asdict(GPU_CONFIG if is_gpu else Config()), **given, "fused": chosen.fused})
     results: dict[str, dict[str, Any]] = {}
     if chosen.single:
         device = torch.device("cuda" if is_gpu else "cpu")

@@ -47,14 +47,14 @@ def program(config: Config, mesh: uni.Mesh, is_cut: bool) -> Contestant:
         example=contestants.batch(config, 0),
         mesh=mesh,
         loss=contestants.loss,
-        optimizer=contestants.optimizer,
+        optimizer=contestants.optimizer(config),
     )
     return Contestant(made.step, "whole")
 
 
 def plain(config: Config) -> Contestant:
     model = contestants.build(config)
-    optimizer = contestants.optimizer(model.parameters())
+    optimizer = contestants.optimizer(config)(model.parameters())
 
     def step(batch: contestants.Batch) -> torch.Tensor:
         optimizer.zero_grad()

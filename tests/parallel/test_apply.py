@@ -143,6 +143,54 @@ def test_what_one_rank_refuses_all_refuse(pools: Callable[[str, int], RankPool],
     assert pools("gloo", 2).run(refused_by_one, plan) == ["rank 1 will not"] * 2
 
 
+class CountsItsHeads(nn.Module):
+    """Takes what is left for the width of a head: half of the columns fit as well, and mean something else."""
+
+    def __init__(self, with_products: bool) -> None:
+        super().__init__()
+        self.count, self.with_products = 4, with_products
+        self.q, self.k, self.v = nn.Linear(32, 32), nn.Linear(32, 32), nn.Linear(32, 32)
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (layer(x).unflatten(-1, (self.count, -1)).transpose(1, 2) for layer in (self.q, self.k, self.v))
+        if self.with_products:
+            mixed = (q @ k.transpose(-2, -1)).softmax(-1) @ v
+        else:
+            mixed = F.scaled_dot_product_attention(q, k, v)
+        return self.out(mixed.transpose(1, 2).flatten(-2))
+
+
+CUT = {"0.[qkv]": "column", "0.out": "row"}
+
+
+def cut_through_heads(comm: Communicator, with_products: bool) -> str:
+    x = torch.randn(4, 3, 32, generator=torch.Generator().manual_seed(1))
+    told = ""
+    for rules in ({**CUT, "0": "heads:count"}, CUT):
+        trainer = parallelize(
+            lambda: nn.Sequential(CountsItsHeads(with_products)),
+            "tp=2",
+            loss=F.mse_loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            rules=rules,
+        )
+        try:
+            trainer.step((x, x))
+        except UsageError as error:
+            told += str(error)
+        else:
+            told += "trains; "
+    return told
+
+
+@pytest.mark.parametrize("with_products", [False, True])
+def test_tp_does_not_cut_through_heads(pools: Callable[[str, int], RankPool], with_products: bool) -> None:
+    told = pools("gloo", 2).run(cut_through_heads, with_products)
+    words = r"trains; tp=2: CountsItsHeads computes attention over 4 features of a head; in the whole model it is .*8"
+    assert all(re.match(words, each) for each in told), told
+
+
 class Remembering(nn.Module):
     """Keeps a table of its first run, and needs values: a look ahead must leave no trace in it."""
 

@@ -28,6 +28,7 @@ from unisono.parallel import batchnorm
 from unisono.parallel.context import context_parallelize
 from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import expert_parallelize, needs_whole_batch
+from unisono.parallel.head_width import HeadWidth
 from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.runtime import PipelineRuntime
@@ -164,6 +165,7 @@ def applied(
 ) -> Trainer:
     """`fill` is given the model when it is cut, and before anything is made of its parameters: to give memory to one
     that was built without."""
+    head_width = HeadWidth(model, plan.tp, products=plan.cp == 1) if plan.tp > 1 else None
     expert_parallelize(model, mesh)
     if plan.tp > 1:
         tensor_parallelize(model, mesh, rules, sequence=plan.sequence)
@@ -195,6 +197,7 @@ def applied(
         stepping = optimizer(list(model.parameters()))
         require_whole(stepping, optimizer, model, is_spread=plan.pp > 1)
         trainer = Trainer(model, plan, mesh, normalised, stepping, random, DataParallel(model, mesh), clip, context)
+    trainer.head_width = head_width
     if cut is not None and order is not None:
         trainer.pipeline = PipelineRuntime(
             cut.stages,

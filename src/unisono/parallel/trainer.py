@@ -26,6 +26,7 @@ from unisono.parallel.context import Context
 from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import collect_aux
 from unisono.parallel.fused import fused
+from unisono.parallel.head_width import HeadWidth
 from unisono.parallel.logits import Proof, in_pieces
 from unisono.parallel.loss import GlobalLoss
 from unisono.parallel.outputs import joined, with_whole_sequences
@@ -63,6 +64,7 @@ class Trainer:
     steps: int = 0
     skipped: int = 0  # steps whose gradients overflowed (fp16)
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
+    head_width: HeadWidth | None = None  # of the whole model, until a step has shown that tp has not cut through heads
     _whole: tuple[Any, Any] | None = None  # the global batch, where this rank was given all of it
     _microbatches: list[Share] = field(default_factory=list)
     logits: Proof = field(init=False)
@@ -111,7 +113,7 @@ class Trainer:
 
     def backward(self, batch: Batch) -> torch.Tensor:
         """Forward and backward only; after it, gradients are those of the global batch, before clipping."""
-        with self._cut(batch):
+        with self._heads_whole(batch), self._cut(batch):
             if self.pipeline is None:
                 self._run_microbatches()
                 loss = self.loss.total(self._partials)
@@ -209,6 +211,16 @@ class Trainer:
         # Who has targets is after a loss: it needs no whole logits.
         with self.random, self.random.sharded(0, mine.positions, mine.of), in_pieces(targets is not None):
             yield
+
+    @contextlib.contextmanager
+    def _heads_whole(self, batch: Batch) -> Iterator[None]:
+        if self.head_width is None:
+            yield
+            return
+        inputs = (batch.batch if isinstance(batch, Share) else batch)[0]
+        with self.head_width.required(inputs):
+            yield
+        self.head_width = None
 
     def _require_rows(self, mine: Share) -> None:
         if rows_of(mine.batch) != len(mine.positions):

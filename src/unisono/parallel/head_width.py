@@ -1,0 +1,104 @@
+"""Heads are shared out between tp's ranks whole. A model that counts its heads itself, and takes what is left for their
+width, cuts through every head instead: `x.view(batch, tokens, self.heads, -1)` fits half the columns as well, and each
+rank then computes attention of the wrong kind, in the right shape. So the first step compares: what attentions sum over
+must be as wide as in the whole model, which is run hollow on the same inputs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
+
+from unisono.errors import UsageError
+from unisono.parallel.hollow import hollow, hollow_copy
+from unisono.parallel.pipeline.inputs import call
+
+# torch's own: when it is called, others may have put a function of theirs in its place.
+_ATTENTION = F.scaled_dot_product_attention
+_PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
+_CALL = nn.Module._call_impl.__code__
+
+Tell = Callable[[int], object]
+
+
+class HeadWidth:
+    """Made of the whole model, before it is cut."""
+
+    def __init__(self, whole: nn.Module, ranks: int, products: bool) -> None:
+        """products: whether attention that is written out with matmul counts too, if there is no other."""
+        self._whole: nn.Module | None = None
+        with contextlib.suppress(Exception):  # a model with a layer that talks cannot be copied
+            self._whole = hollow_copy(whole).eval()
+        self._ranks, self._products = ranks, products
+
+    @contextlib.contextmanager
+    def required(self, inputs: Any) -> Iterator[None]:
+        """In the block the model runs on these inputs, cut; UsageError where an attention is of another width."""
+        in_attention, in_products = self._widths_of_whole(inputs)
+        if in_attention:
+            with _Widths(self._require(in_attention), _ignored):
+                yield
+        elif in_products and self._products:
+            with _Widths(_ignored, self._require(in_products)):
+                yield
+        else:
+            yield
+
+    def _widths_of_whole(self, inputs: Any) -> tuple[set[int], set[int]]:
+        """Empty where the model cannot run hollow."""
+        if self._whole is None:
+            return set(), set()
+        in_attention: set[int] = set()
+        in_products: set[int] = set()
+        with contextlib.suppress(Exception), torch.no_grad(), torch.device("meta"):
+            with _Widths(in_attention.add, in_products.add):
+                call(self._whole, hollow(inputs))
+            return in_attention, in_products
+        return set(), set()
+
+    def _require(self, allowed: set[int]) -> Tell:
+        def require(width: int) -> None:
+            if width not in allowed:
+                raise UsageError(
+                    f"tp={self._ranks}: {_caller()} computes attention over {width} features of a head; in the whole "
+                    f"model it is {' or '.join(map(str, sorted(allowed)))}. tp has cut through heads, as the module "
+                    'counts them itself; give it a rule "heads:NAME", NAME being the attribute that counts them, or '
+                    "write the head's width in its view, and -1 for the number of heads"
+                )
+
+        return require
+
+
+class _Widths(TorchFunctionMode):
+    """Tells what attentions sum over, and what other products of four dimensions do."""
+
+    def __init__(self, of_attention: Tell, of_product: Tell) -> None:
+        super().__init__()
+        self._of_attention, self._of_product = of_attention, of_product
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is _ATTENTION:
+            self._of_attention((args[0] if args else kwargs["query"]).shape[-1])
+        elif function in _PRODUCTS and len(args) == 2 and args[0].dim() == args[1].dim() == 4:
+            self._of_product(args[0].shape[-1])
+        return function(*args, **kwargs)
+
+
+def _ignored(width: int) -> None:
+    pass
+
+
+def _caller() -> str:
+    """The module that computes, by its class."""
+    frame = sys._getframe(1)
+    while frame is not None and frame.f_code is not _CALL:
+        frame = frame.f_back  # type: ignore[assignment]
+    return "the model" if frame is None else type(frame.f_locals["self"]).__name__
