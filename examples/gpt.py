@@ -1,4 +1,7 @@
-"""A small GPT in plain PyTorch: the model does not know that it will run on many ranks. `tiny` is a task to prove."""
+"""A small GPT in plain PyTorch: the model does not know that it will run on many ranks. `tiny` is a task to prove.
+
+unisono verify examples/gpt.py:tiny --plan dp=2,tp=2
+"""
 
 from __future__ import annotations
 

@@ -25,6 +25,8 @@ from unisono.launch import environment
 START = 60.0  # seconds that ranks of a launcher get to come, however short the timeout of collectives
 PATIENCE = 300.0  # seconds to wait for the other ranks at most, whatever the timeout of collectives
 
+_worlds_left = 0  # by this process
+
 
 @dataclass(frozen=True)
 class Meeting:
@@ -34,6 +36,8 @@ class Meeting:
 
     def close(self) -> None:
         """The last rank to leave clears away the file through which they met."""
+        global _worlds_left
+        _worlds_left += 1
         if self.seat.how == seats.FILE and self.store.add("unisono/closed", 1) == self.seat.size:
             assert self.seat.url is not None
             Path(urlparse(self.seat.url).path).unlink(missing_ok=True)
@@ -65,9 +69,9 @@ def _open_store(seat: Seat, patience: float) -> dist.Store:
     host, port = _address(seat)
     agent_holds_it = seat.how == seats.ENVIRONMENT and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _tcp_store(seat, host, port, seat.rank == 0 and not agent_holds_it, patience)
-    # An agent's store outlives the ranks it restarts.
+    # An agent's store outlives the ranks it restarts, and the worlds that they leave.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt_{attempt}", store) if agent_holds_it else store
+    return dist.PrefixStore(f"attempt_{attempt}/world_{_worlds_left}", store) if agent_holds_it else store
 
 
 def _address(seat: Seat) -> tuple[str, int]:
