@@ -98,7 +98,7 @@ def zero() -> str:
                 c.box(x, top + 12 * rank, 180, 9, LINE, fill=0.08)
                 at, width = (x + 45 * rank, 45) if sharded else (x, 180)
                 c.box(at, top + 12 * rank, width, 9, HUES[rank], fill=0.75)
-    c.words(380, 302, "a row a rank; what is filled is held between steps", soft=True)
+    c.words(380, 302, "a row a rank; filled is what it holds (gradients: while microbatches are added up)", soft=True)
     return c.svg()
 
 
