@@ -8,11 +8,15 @@ rest is drawn here, a function a picture.
 
 from __future__ import annotations
 
+import contextlib
+import io
 import sys
+import tempfile
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
 
+from unisono import cli
 from unisono.parallel.tokens import Tokens
 from unisono.plan.picture import draw_svg
 from unisono.plan.plan import Plan
@@ -20,7 +24,8 @@ from unisono.plan.schedule import schedule
 from unisono.plan.timeline import timeline
 from unisono.report.mesh_picture import mesh_svg
 
-IMAGES = Path(__file__).resolve().parent.parent / "docs" / "images"
+ROOT = Path(__file__).resolve().parent.parent
+IMAGES = ROOT / "docs" / "images"
 HUES = ("#1c7ed6", "#2f9e44", "#d9480f", "#9c36b5")  # of ranks
 INK, SOFT, LINE = "#1f2328", "#59636e", "#adb5bd"
 
@@ -234,6 +239,15 @@ def pipeline(name: str, ranks: int = 4, microbatches: int = 8) -> str:
     return draw_svg(timeline(schedule(name, ranks, microbatches)), width=1000)
 
 
+def program() -> str:
+    """What `unisono explain examples/quickstart.py:quickstart --mesh dp=2,mp=4,full --svg FILE` draws."""
+    task = f"{ROOT / 'examples' / 'quickstart.py'}:quickstart"
+    with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(io.StringIO()):
+        file = Path(folder) / "program.svg"
+        cli.main(["explain", task, "--mesh", "dp=2,mp=4,full", "--svg", str(file)])
+        return file.read_text(encoding="utf-8")
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "data": data,
     "zero": zero,
@@ -243,6 +257,7 @@ PICTURES: dict[str, Callable[[], str]] = {
     "expert": expert,
     "recompute": recompute,
     "hybrid": lambda: mesh("dp=2,tp=2,pp=2"),
+    "program": program,
     "pipeline-f-then-b": lambda: pipeline("f-then-b"),
     "pipeline-1f1b": lambda: pipeline("1f1b"),
     "pipeline-interleaved": lambda: pipeline("interleaved"),
@@ -252,12 +267,13 @@ PICTURES: dict[str, Callable[[], str]] = {
 
 def main() -> int:
     IMAGES.mkdir(parents=True, exist_ok=True)
-    stale = [name for name, draw in PICTURES.items() if _read(name) != draw()]
+    drawn = {name: draw() for name, draw in PICTURES.items()}
+    stale = [name for name, picture in drawn.items() if _read(name) != picture]
     if "--check" in sys.argv:
         print(f"not up to date: {', '.join(stale)}; run python tools/drawings.py" if stale else "drawings: up to date")
         return int(bool(stale))
     for name in stale:
-        (IMAGES / f"{name}.svg").write_text(PICTURES[name](), encoding="utf-8")
+        (IMAGES / f"{name}.svg").write_text(drawn[name], encoding="utf-8")
         print(f"drew docs/images/{name}.svg")
     return 0
 
