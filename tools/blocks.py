@@ -296,6 +296,8 @@ def write(page: Path, printed: list[str]) -> None:
 
 def told_by(page: Path) -> dict[str, Any]:
     """Run a page in a process of its own: what its blocks printed, or why it failed."""
+    if not any(block.runs or block.title for block in blocks_of(page)):
+        return {"printed": [], "fault": "", "seconds": 0.0}
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="unisono-page-") as scratch:
         answer, folder = Path(scratch) / "answer.json", Path(scratch) / "page"
