@@ -36,6 +36,7 @@ class RankPool:
         """Ranks are forked from this process; those of the backend mpi belong to an mpiexec."""
         self.size = size
         self.backend = backend
+        _compile_random_words()
         gc.collect()
         gc.freeze()  # keeps the ranks from copying pages that the collector would touch
         self._listener = Listener(("127.0.0.1", 0), backlog=size, authkey=secrets.token_bytes(16))
@@ -87,6 +88,19 @@ class RankPool:
         self._listener.close()
 
 
+@functools.cache
+def _compile_random_words() -> None:
+    """Before ranks are forked, so that all have them; their bits are those of `philox.torch_words`."""
+    import torch
+
+    from unisono.mesh import philox
+    from unisono.mesh.region import Runs
+
+    kernels = philox.cpu_kernels()
+    if kernels is not None:
+        kernels.words(philox.Stream.of("first"), Runs(torch.zeros(1, dtype=torch.int64), 4))
+
+
 def free_port() -> int:
     """A port to listen on. Below those that the system gives to whoever connects, so that nobody takes it meanwhile."""
     while True:
@@ -119,8 +133,10 @@ def _serve(port: int, key: bytes, backend: str, seat: dict[str, Any]) -> None:
     import torch
 
     import unisono as uni
+    from unisono.mesh import philox
 
     torch.set_num_threads(1)
+    philox._drawn = philox._WORTH_COMPILING  # as in a rank that has drawn for a while
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     comm = uni.init(backend, **seat)
     connection = Client(("127.0.0.1", port), authkey=key)

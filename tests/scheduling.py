@@ -1,8 +1,11 @@
 """Which tests run side by side, when pytest is given workers (`make test` gives it one for each core, up to four).
 
 A worker runs the tests of a file in their order, so that what a file shares (a launch of mpiexec, a record of the plain
-model) is made once. Tests of circuits are one worker's, so that numba compiles each kernel once. Long files come first,
-or one worker would be left alone with one of them at the end.
+model) is made once. Tests of circuits are one worker's, so that numba compiles each kernel once.
+
+Every second worker begins with files whose tests mostly wait (for processes to end, for a timeout to pass), beside
+others that compute: two that wait would leave cores idle, two that compute would share them. Long files come first, or
+one worker would be left alone with one of them at the end.
 """
 
 from __future__ import annotations
@@ -14,7 +17,29 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 TOGETHER = "tests/quantum/"
-FIRST = ("equivalence", "quantum", "comm", "launch", "parallel")  # folders with long files
+WAITING = ("tests/launch/", "tests/faults/", "tests/comm/test_watch.py", "tests/comm/test_world.py")
+LONG = (  # the longest files, longest first, those that wait among them
+    "equivalence/test_plans.py",
+    "comm/test_watch.py",
+    "quantum/",
+    "examples/",
+    "launch/test_remote.py",
+    "graph/test_program.py",
+    "launch/test_failures.py",
+    "launch/test_ending.py",
+    "comm/test_mpi_programs.py",
+    "equivalence/",
+    "faults/",
+    "mesh/test_reshard.py",
+    "parallel/test_zero.py",
+    "parallel/test_hugging_face.py",
+    "parallel/test_context_models.py",
+    "parallel/test_pipeline.py",
+    "comm/",
+    "launch/",
+    "parallel/",
+    "graph/",
+)
 
 
 class FilesScheduling(LoadScopeScheduling):
@@ -25,8 +50,17 @@ class FilesScheduling(LoadScopeScheduling):
     def _split_scope(self, nodeid: str) -> str:
         return TOGETHER if nodeid.startswith(TOGETHER) else nodeid.split("::", 1)[0]
 
+    def _assign_work_unit(self, node: Any) -> None:
+        """The next file of the kind that the worker prefers, or else the next."""
+        takes_waiting = int(node.gateway.id.removeprefix("gw")) % 2 == 1
+        preferred = (scope for scope in self.workqueue if scope.startswith(WAITING) == takes_waiting)
+        scope = next(preferred, None)
+        if scope is not None:
+            self.workqueue.move_to_end(scope, last=False)
+        super()._assign_work_unit(node)
+
 
 def turn(path: PurePath) -> int:
     """The sooner, the lower."""
-    folder = path.parent.name
-    return FIRST.index(folder) if folder in FIRST else len(FIRST)
+    name = f"{path.parent.name}/{path.name}"
+    return next((place for place, start in enumerate(LONG) if name.startswith(start)), len(LONG))

@@ -36,6 +36,11 @@ def run_under(
         )
 
 
+def run_quickly_under(mpi: str, n: int, script: str) -> subprocess.CompletedProcess[str]:
+    """Forked where that is possible."""
+    return run_forked_under_mpich(n, script) if mpi == "mpich" else run_under(mpi, n, script)
+
+
 def run_forked_under_mpich(n: int, script: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """The same under MPICH, its ranks forked from here instead of importing torch each."""
     _mpiexec("mpich")

@@ -1,28 +1,67 @@
-"""verify among the ranks of a pool; the plain model of a task runs once a pool, and not once a plan."""
+"""verify among the ranks of a pool; what is the same for all plans of a task is done once a pool."""
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.parallel import apply
 from unisono.plan.plan import Plan
 from unisono.train.record import Record, plain_record
-from unisono.train.verdict import Verdict
+from unisono.train.verdict import HALVES, Verdict
 from unisono.train.verify import verify_here
 
 _plain: dict[tuple[Any, ...], Record] = {}
+_seen: set[tuple[Any, ...]] = set()
 
 
-def prove(comm: Communicator, module: str, task: str, plan: str, steps: int = 2) -> Verdict:
+def prove(
+    comm: Communicator,
+    module: str,
+    task: str,
+    plan: str,
+    dtype: str = "float64",
+    prepare: Callable[[Any], None] | None = None,
+) -> Verdict:
+    steps, parsed = 2, Plan.parse(plan)
     found = getattr(importlib.import_module(f"tests.equivalence.{module}"), task)
-    key = (module, task, steps)
+    key = (module, task, dtype)
     if comm.rank == 0 and key not in _plain:
-        _plain[key] = plain_record(found, steps, torch.float64)
-    return verify_here(comm, found, Plan.parse(plan), steps, plain=_plain.get(key))
+        kept = torch.float32 if dtype in HALVES else torch.float64
+        _plain[key] = plain_record(found, steps, kept, precision=HALVES.get(dtype, "fp32"))
+    with _looking_ahead_once(key, parsed):
+        return verify_here(comm, found, parsed, steps, dtype, prepare, _plain.get(key))
+
+
+@contextlib.contextmanager
+def _looking_ahead_once(task: tuple[Any, ...], plan: Plan) -> Iterator[None]:
+    """Before ranks communicate, hollow copies of the model are run: for the loss, and in a pipeline's stages. What that
+    gives depends on the task and on these parts of the plan only."""
+    pipeline = (plan.pp, plan.schedule, plan.chunks, plan.microbatches, plan.dp)
+    looks = {"require_fitting_loss": (), "rehearse": pipeline}
+    originals = {name: getattr(apply, name) for name in looks}
+
+    def once(name: str, key: tuple[Any, ...]) -> Callable[..., None]:
+        def look(*args: Any) -> None:
+            if key not in _seen:
+                originals[name](*args)
+                _seen.add(key)
+
+        return look
+
+    for name, parts in looks.items():
+        setattr(apply, name, once(name, (name, *task, *parts)))
+    try:
+        yield
+    finally:
+        for name, original in originals.items():
+            setattr(apply, name, original)
 
 
 def refused(comm: Communicator, module: str, task: str, plan: str) -> str:

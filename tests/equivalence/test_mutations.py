@@ -10,15 +10,12 @@ import torch
 from torch import nn
 
 from tests.equivalence import tasks
+from tests.equivalence.proof import prove
 from tests.ranks import RankPool
-from unisono.comm.communicator import Communicator
 from unisono.parallel.expert import MoE
 from unisono.parallel.spread_attention import SpreadAttention
 from unisono.parallel.tokens import Tokens
 from unisono.parallel.trainer import Trainer
-from unisono.plan.plan import Plan
-from unisono.train.verdict import Verdict
-from unisono.train.verify import verify_here
 
 
 def forget_to_sum(trainer: Trainer) -> None:
@@ -192,18 +189,14 @@ FAULTS: dict[str, tuple[str, str, Callable[[Trainer], None], str]] = {
 }
 
 
-def prove_with(comm: Communicator, fault: str) -> Verdict:
-    task, plan, plant, _ = FAULTS[fault]
-    return verify_here(comm, getattr(tasks, task), Plan.parse(plan), steps=2, prepare=plant)
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_caught(pools: Callable[[str, int], RankPool], fault: str) -> None:
-    verdict = pools("gloo", 2).run(prove_with, fault)[0]
+    task, plan, plant, kind = FAULTS[fault]
+    verdict = pools("gloo", 2).run(prove, "tasks", task, plan, "float64", plant)[0]
     assert not verdict.equivalent
     worst = {each.kind: each.deviation for each in verdict.worst}
     assert worst["initial parameters"] == 0
-    assert worst[FAULTS[fault][3]] > 1e-6, verdict
+    assert worst[kind] > 1e-6, verdict
     if fault == "wrong scale":
         assert "2 times too small, which is dp" in verdict.guess, verdict
     if fault == "different mask":

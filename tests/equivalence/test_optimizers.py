@@ -29,7 +29,7 @@ def optimizer(name: str, parameters: Any) -> torch.optim.Optimizer:
 
 def prove(comm: Communicator, name: str, task: str, plan: str) -> Verdict:
     with_it = replace(getattr(tasks, task), optimizer=lambda parameters: optimizer(name, parameters))
-    return verify_here(comm, with_it, Plan.parse(plan))
+    return verify_here(comm, with_it, Plan.parse(plan), steps=2)
 
 
 CASES = [

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from tests.equivalence import tasks
+from tests.equivalence.proof import prove
 from tests.equivalence.test_mutations import average_instead
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
@@ -19,7 +20,6 @@ from unisono.parallel.precision import LossScaler, Precision
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
 from unisono.train.record import plain_record, planned_record
-from unisono.train.verify import Verdict, verify_here
 
 Pools = Callable[[str, int], RankPool]
 CASES = [
@@ -37,19 +37,15 @@ CASES = [
 ]
 
 
-def prove(comm: Communicator, task: str, plan: str, dtype: str, fault: Any = None) -> Verdict:
-    return verify_here(comm, getattr(tasks, task), Plan.parse(plan), dtype=dtype, prepare=fault)
-
-
 @pytest.mark.parametrize(("task", "plan", "dtype"), CASES)
 def test_a_plan_changes_nothing_but_rounding(pools: Pools, task: str, plan: str, dtype: str) -> None:
-    verdict = pools("gloo", Plan.parse(plan).world).run(prove, task, plan, dtype)[0]
+    verdict = pools("gloo", Plan.parse(plan).world).run(prove, "tasks", task, plan, dtype)[0]
     assert verdict.equivalent, verdict
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_a_wrong_scale_is_more_than_rounding(pools: Pools, dtype: str) -> None:
-    verdict = pools("gloo", 2).run(prove, "gpt", "dp=2", dtype, average_instead)[0]
+    verdict = pools("gloo", 2).run(prove, "tasks", "gpt", "dp=2", dtype, average_instead)[0]
     assert not verdict.equivalent
     assert {each.kind: each.deviation for each in verdict.worst}["gradients"] > 0.4
 

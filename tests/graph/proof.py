@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+import torch.export._trace  # here, so that ranks that are forked later need not
 
 import unisono as uni
 from tests.graph.chance import chance_assignment

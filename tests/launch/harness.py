@@ -12,6 +12,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import unisono.launch.elastic  # noqa: F401  (agents that are forked from here have imported it)
+from tests import forked
 
 MARK = "UNISONO_TEST_MARK"
 COMMAND = (sys.executable, "-P", "-m", "unisono")  # -P: as the installed script, cwd is not on sys.path
@@ -19,13 +23,18 @@ COMMAND = (sys.executable, "-P", "-m", "unisono")  # -P: as the installed script
 
 @dataclass
 class Run:
-    """A run of the command; its processes, and all they start, carry a mark in their environment."""
+    """A run of the command; all that it starts carries a mark, in its environment or, where it was forked, as its name.
+
+    The command and its agent are forked from here unless `anew`: where the start of their interpreters is tested, or
+    something comes `before` the command.
+    """
 
     arguments: Sequence[str]
     directory: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     before: Sequence[str] = ()
-    mark: str = field(default_factory=lambda: uuid.uuid4().hex)
+    anew: bool = False
+    mark: str = field(default_factory=lambda: uuid.uuid4().hex[:15])  # as much as the kernel keeps of a name
 
     @property
     def variables(self) -> dict[str, str]:
@@ -36,31 +45,26 @@ class Run:
     def words(self) -> list[str]:
         return [*self.before, *COMMAND, *self.arguments]
 
+    def start(self, **options: Any) -> subprocess.Popen[Any]:
+        """Options as of subprocess.Popen."""
+        options = {"stdin": subprocess.DEVNULL, "cwd": self.directory, "env": self.variables, **options}
+        if self.before or self.anew:
+            return subprocess.Popen(self.words, **options)
+        return forked.Forked(forked.command(self.arguments, self.mark), **options)
+
     def finish(self, timeout: float = 90) -> subprocess.CompletedProcess[str]:
-        done = subprocess.run(
-            self.words,
-            cwd=self.directory,
-            env=self.variables,
-            capture_output=True,
-            text=True,
-            timeout=timeout,
-            stdin=subprocess.DEVNULL,
-        )
+        with self.start(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                stdout, stderr = process.communicate(timeout=timeout)
+            except BaseException:
+                process.kill()
+                raise
         assert self.left_running() == []
-        return done
+        return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
 
     @contextmanager
     def started(self) -> Iterator[subprocess.Popen[str]]:
-        process = subprocess.Popen(
-            self.words,
-            cwd=self.directory,
-            env=self.variables,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
+        process = self.start(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
         try:
             yield process
         finally:
@@ -82,7 +86,8 @@ class Run:
             if not name.isdigit():
                 continue
             try:
-                marked = wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
+                inherited = wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
+                marked = inherited or Path(f"/proc/{name}/comm").read_text().strip() == self.mark
                 alive = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
             except OSError:
                 continue

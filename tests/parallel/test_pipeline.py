@@ -1,4 +1,4 @@
-"""The pipeline at work, against one process: losses, gradients and three steps, under every schedule."""
+"""The pipeline at work, against one process: losses, gradients and two steps, under every schedule."""
 
 from __future__ import annotations
 

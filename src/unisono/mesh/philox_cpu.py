@@ -15,7 +15,7 @@ _HALF = np.uint64(32)
 
 
 def words(stream: Stream, runs: Runs) -> torch.Tensor:
-    out = torch.empty(runs.count, dtype=torch.int32)
+    out = torch.empty(runs.count, dtype=torch.int32, device="cpu")
     identity = tuple(np.uint32(word) for word in (*stream.key, *stream.counter))
     _fill(out.numpy().view(np.uint32), runs.starts.numpy(), runs.length, *identity)
     return out

@@ -11,7 +11,7 @@ A combination that cannot give the result of one device is refused before any ra
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import expert_parallelize, needs_whole_batch
 from unisono.parallel.head_width import HeadWidth
 from unisono.parallel.loss import GlobalLoss, Loss
+from unisono.parallel.pipeline.layers import LayerSpec, build_whole
 from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import require_stages, split
@@ -46,7 +47,7 @@ from unisono.plan.balance import checked
 from unisono.plan.plan import AXES, DATA, REPLICAS, Plan
 from unisono.plan.schedule import Schedule, schedule
 
-Model = nn.Module | Callable[[], nn.Module]
+Model = nn.Module | Callable[[], nn.Module] | Sequence[LayerSpec]
 
 
 def parallelize(
@@ -65,10 +66,10 @@ def parallelize(
     """Put a plain model under a plan; every rank calls it alike, and trains with the Trainer's `step`.
 
     model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
-    torch.manual_seed(seed). loss(outputs, targets) gives a scalar, optimizer(parameters) a torch optimizer. example: a
-    batch (inputs, targets), which pipelines need to find their stages. rules: which layers tp cuts, and how. clip: the
-    largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed from float32
-    parameters; "fp32" leaves the model's own dtype.
+    torch.manual_seed(seed), or a list of uni.nn.LayerSpec, which are built so. loss(outputs, targets) gives a scalar,
+    optimizer(parameters) a torch optimizer. example: a batch (inputs, targets), which pipelines need to find their
+    stages. rules: which layers tp cuts, and how. clip: the largest norm of the gradients. precision: "fp32", "bf16" or
+    "fp16", in which all is computed from float32 parameters; "fp32" leaves the model's own dtype.
     """
     precision = Precision.of(precision)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
@@ -118,10 +119,17 @@ def _agreed(comm: Communicator, act: Callable[[], Trainer]) -> Trainer:
 
 
 def _whole_model(model: Model, seed: int, dtype: torch.dtype | None) -> nn.Module:
-    whole = model if isinstance(model, nn.Module) else build(model, seed)
+    whole: Any
+    if isinstance(model, list | tuple) and model and all(isinstance(each, LayerSpec) for each in model):
+        whole = build_whole(model, seed)
+    elif callable(model):
+        whole = model if isinstance(model, nn.Module) else build(model, seed)
+    else:
+        whole = model
     if not isinstance(whole, nn.Module):
         raise UsageError(
-            f"parallelize takes an nn.Module or a function that builds one; it gave {type(whole).__name__}"
+            "parallelize takes an nn.Module, a function that builds one or a list of uni.nn.LayerSpec; it was given "
+            f"{type(whole).__name__}"
         )
     return whole if dtype is None else whole.to(dtype)
 

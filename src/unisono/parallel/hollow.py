@@ -17,8 +17,8 @@ def hollow(tree: Any) -> Any:
 
 def hollow_copy(model: nn.Module) -> nn.Module:
     """A copy, so that what a model keeps of a run (tables, masks) is kept elsewhere."""
-    held = (*model.parameters(), *model.buffers())
-    return copy.deepcopy(model, {id(tensor): _hollow(tensor) for tensor in held})
+    full = (tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
+    return copy.deepcopy(model, {id(tensor): _hollow(tensor) for tensor in full})
 
 
 def _hollow(leaf: Any) -> Any:

@@ -26,6 +26,7 @@ from unisono.errors import UnisonoError, UsageError
 from unisono.launch import environment
 from unisono.parallel.apply import Model, parallelize
 from unisono.parallel.loss import Loss
+from unisono.parallel.pipeline.layers import build_whole
 from unisono.parallel.precision import Precision
 from unisono.parallel.share import Share, rows_between, rows_of
 from unisono.parallel.trainer import Trainer
@@ -65,7 +66,7 @@ class Engine:
         rules: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
-        self._model = model
+        self._model: nn.Module | Callable[[], nn.Module] = _buildable(model, seed)
         self._device = None if device is None else torch.device(device)
         self._loss = loss
         self._optimizer = optimizer
@@ -307,6 +308,13 @@ class Engine:
         if isinstance(dataset, Loader):
             return dataset
         return self.dataloader(dataset, batch_size, shuffle=False, whole=evaluation.needs_whole(self.metrics))
+
+
+def _buildable(model: Model, seed: int) -> nn.Module | Callable[[], nn.Module]:
+    """A list of layers as a function that builds them."""
+    if isinstance(model, nn.Module) or callable(model):
+        return model
+    return lambda: build_whole(model, seed)
 
 
 _FORMS = {

@@ -135,6 +135,13 @@ def planned_record(
             dtype=dtype,
             precision=precision,
         )
+    return trainer_record(trainer, task, steps, dtype, prepare)
+
+
+def trainer_record(
+    trainer: Trainer, task: Task, steps: int, dtype: torch.dtype, prepare: Callable[[Trainer], None] | None = None
+) -> Record:
+    """The steps of a trainer that has not taken any."""
     record = Record(initial=_whole(trainer, dict(trainer.optimized())))
     if prepare is not None:
         prepare(trainer)

@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+_PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _aten = torch.ops.aten
 # These take a tensor for its shape, dtype and device only.
 _LIKES = frozenset(
@@ -73,9 +74,21 @@ class Touch(TorchDispatchMode):
 
 
 def storages_of(tree: Any) -> list[StorageWeakRef]:
-    """The memory of all tensors of a tree; of those that have none of their own (sparse ones), nothing."""
-    return [
-        StorageWeakRef(leaf.untyped_storage())
-        for leaf in tree_leaves(tree)
-        if isinstance(leaf, torch.Tensor) and torch._C._has_storage(leaf)
-    ]
+    """The memory of all tensors of a tree; of those that have none of their own (sparse ones), nothing.
+
+    Asked for the arguments of every operation, so it knows the common kinds itself and asks pytrees for the rest only.
+    """
+    found = []
+    pending = [tree]
+    while pending:
+        each = pending.pop()
+        if isinstance(each, torch.Tensor):
+            if torch._C._has_storage(each):
+                found.append(StorageWeakRef(each.untyped_storage()))
+        elif type(each) in (tuple, list):
+            pending.extend(each)
+        elif type(each) is dict:
+            pending.extend(each.values())
+        elif type(each) not in _PLAIN:
+            pending.extend(leaf for leaf in tree_leaves(each) if leaf is not each)
+    return found

@@ -32,6 +32,11 @@ class Survey:
     users: dict[int, frozenset[int]]  # the id of a parameter or buffer -> the segments that use it
     operations: tuple[int, ...] | None = None  # floating-point operations of each segment, if they were counted
 
+    def of_copy(self, model: nn.Module, copy: nn.Module) -> Survey:
+        """The survey of a copy of the surveyed model."""
+        pairs = zip(held_by(model), held_by(copy), strict=True)
+        return Survey({id(theirs): self.users[id(ours)] for ours, theirs in pairs}, self.operations)
+
 
 def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = False) -> Survey:
     """Run the model on the example, whose inputs are as a microbatch's. Random numbers and buffers are put back."""
