@@ -15,7 +15,7 @@ The backward frees activations as gradients come: the highest of its moments cou
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from math import ceil
@@ -220,15 +220,15 @@ class MemoryModel:
         if plan.pp > 1:
             alive, workspace = self._activations(plan, stages, rank, setting)
             growing, buffers = self._gradients(plan, state, 0, is_first=False)
-            buffers += 2 * hidden_bytes(self.portrait, setting)
+            buffers += 2 * hidden_bytes(self.portrait, setting) + self.library
             peaks.append(Footprint(parameters, growing, held, alive, workspace, buffers, rank))
         else:
             end = Moment(0.0, 0.0, state.elements)
             for place, moment in enumerate([*self._backward(plan, setting), end]):
                 growing, buffers = self._gradients(plan, state, moment.done, is_first=place == 0)
+                buffers += self.library
                 peaks.append(Footprint(parameters, growing, held, moment.waiting, moment.at_hand, buffers, rank))
-        highest = max(peaks, key=lambda each: each.total)
-        return replace(highest, buffers=highest.buffers + self.library)
+        return max(peaks, key=lambda each: each.total)
 
     def _backward(self, plan: Plan, setting: Setting) -> list[Moment]:
         """Of the whole model, from its end: what comes after the blocks, of each kind of blocks the last, the first
@@ -328,7 +328,7 @@ class MemoryModel:
         gathered = (state.elements + state.sharded) * state.itemsize if plan.zero in (1, 2) else 0.0
         message = self._bucket(plan, state) if plan.zero in (1, 2) else 0.0  # which the first that is gathered takes
         workspace = max(mine * optimizer.temporary + message, gathered)
-        return Footprint(kept[0], float(mine * seen), kept[1], 0.0, workspace, 0.0, rank)
+        return Footprint(kept[0], float(mine * seen), kept[1], 0.0, workspace, self.library, rank)
 
     @cached_property
     def _largest_unit(self) -> int:

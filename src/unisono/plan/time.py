@@ -12,7 +12,7 @@ add theirs. So each stage has a forward time f and a backward time b for a micro
 
 from __future__ import annotations
 
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 
 from unisono.plan.collective import Group, group
 from unisono.plan.hardware import Hardware
@@ -46,7 +46,7 @@ class Duration:
         return self.bubble / self.total if self.total else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Pace:
     """Of a segment or a stage, for one microbatch: seconds."""
 
@@ -67,13 +67,31 @@ class Pace:
         return self.forward + self.backward
 
     def times(self, count: int) -> Pace:
-        return Pace(*(value * count for value in astuple(self)))
+        return Pace(
+            self.forward * count,
+            self.inputs * count,
+            self.weights * count,
+            self.talk * count,
+            self.sent * count,
+            self.launch_forward * count,
+            self.launch_backward * count,
+        )
 
     def plus(self, other: Pace) -> Pace:
-        return Pace(*map(sum, zip(astuple(self), astuple(other), strict=True)))
+        return Pace(
+            self.forward + other.forward,
+            self.inputs + other.inputs,
+            self.weights + other.weights,
+            self.talk + other.talk,
+            self.sent + other.sent,
+            self.launch_forward + other.launch_forward,
+            self.launch_backward + other.launch_backward,
+        )
 
     def launched(self) -> Pace:
         """Where launching takes longer than what is launched, it sets the pace."""
+        if self.launch_forward <= self.forward and self.launch_backward <= self.backward:
+            return self
         forward = max(self.forward, self.launch_forward)
         slower = max(self.launch_backward / self.backward, 1.0) if self.backward else 1.0
         return replace(self, forward=forward, inputs=self.inputs * slower, weights=self.weights * slower)
