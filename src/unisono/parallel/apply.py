@@ -177,7 +177,7 @@ def _function(model: Any, seed: int) -> Callable[[], nn.Module]:
         return lambda: build_whole(model, seed)
     if not callable(model):
         raise UsageError(f"{_TAKES}; it was given {type(model).__name__}")
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
