@@ -170,7 +170,7 @@ def changed_lines(file: str) -> tuple[int, int]:
 
 def page() -> str:
     tables = [line for title, rows in TABLES.items() for line in (f"## {title}", "", *_table(rows), "")]
-    return "\n".join([INTRODUCTION, *tables, DIFFERENCES, "```", COMMAND, f"{MEMORY}```", "", REMARK])
+    return "\n".join([INTRODUCTION, *tables, DIFFERENCES, NOT_RUN, "```console", COMMAND, f"{MEMORY}```", "", REMARK])
 
 
 def _table(rows: Sequence[Line]) -> Iterator[str]:
@@ -194,10 +194,13 @@ programs in `examples/seeds/002_paddle`: each is held against `single.py`, and i
 Lines: those of network and training that are new, and those of `single.py` that are gone. All of them give the losses
 and parameters of one device:
 
-```
+<!-- not run: tests/examples/test_seed_002.py does -->
+```console
 $ python examples/seeds/002_paddle/table.py
 ```
 """
+
+NOT_RUN = "<!-- not run: tests/examples/test_seed_002.py does -->"
 
 DIFFERENCES = """\
 ## Where they differ
