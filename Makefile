@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests run side by side, in a worker for each core, up to four.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? cores : 4)))
 
-.PHONY: setup demo test lint types imports unit clean
+.PHONY: setup demo test lint types imports unit docs clean
 
 setup: $(STAMP)
 
@@ -40,5 +40,10 @@ imports: setup
 unit: setup
 	$(BIN)/python -m pytest -n $(WORKERS)
 
+# The site, in site/: opens from the folder, needs no network.
+docs: setup
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@echo "open site/index.html"
+
 clean:
-	rm -rf $(VENV) build .ruff_cache .mypy_cache .pytest_cache
+	rm -rf $(VENV) build site .ruff_cache .mypy_cache .pytest_cache

@@ -148,6 +148,11 @@ def gpt3_175b() -> uni.Task:
     return large_gpt("gpt3_175b", Config(51200, 2048, 12288, 96, 96), batch=1536)
 
 
+def gpt3_with_dropout() -> uni.Task:
+    """As in 2022, dropout everywhere; its table of activations is in docs/seeds/002.md."""
+    return large_gpt("gpt3_with_dropout", Config(51200, 2048, 12288, 96, 96, dropout=0.1), batch=8)
+
+
 def gpt_1t() -> uni.Task:
     """unisono plan examples/gpt.py:gpt_1t --devices 8192 --hardware h100"""
     return large_gpt("gpt_1t", Config(51200, 2048, 25600, 160, 128), batch=3072)

@@ -24,13 +24,15 @@ if TYPE_CHECKING:
     from unisono.graph.marks import shard_op as shard_op
     from unisono.graph.marks import shard_tensor as shard_tensor
     from unisono.graph.program import Program as Program
-    from unisono.graph.program import to_static as to_static
     from unisono.launch.spawn import spawn as spawn
     from unisono.mesh.mesh import Mesh as Mesh
     from unisono.mesh.placement import Partial as Partial
     from unisono.mesh.placement import Replicate as Replicate
     from unisono.mesh.placement import Shard as Shard
     from unisono.parallel.apply import parallelize as parallelize
+    from unisono.parallel.marked import apply_marks as apply_marks
+    from unisono.parallel.static import StagedProgram as StagedProgram
+    from unisono.parallel.static import to_static as to_static
     from unisono.parallel.trainer import Trainer as Trainer
     from unisono.plan.plan import Plan as Plan
     from unisono.train.callbacks import Callback as Callback
@@ -83,7 +85,9 @@ _HOME = {
     "shutdown": "unisono.comm.world",
     "spawn": "unisono.launch.spawn",
     "split_data": "unisono.train.partition",
-    "to_static": "unisono.graph.program",
+    "StagedProgram": "unisono.parallel.static",
+    "apply_marks": "unisono.parallel.marked",
+    "to_static": "unisono.parallel.static",
     "world": "unisono.comm.world",
     "world_size": "unisono.comm.world",
 }

@@ -30,7 +30,7 @@ PLANS = {
         "pp=2,tp=2,microbatches=4,schedule=zb1p",
         "dp=2,pp=2,microbatches=3,zero=2",
     ],
-    "conv": ["dp=2", "dp=4", "dp=2,zero=1", "dp=2,zero=2", "dp=4,zero=3"],
+    "conv": ["dp=2", "dp=4", "dp=2,zero=1", "dp=2,zero=2", "dp=4,zero=3", "pp=2"],
     "gpt": [
         "dp=2",
         "dp=4,zero=1",

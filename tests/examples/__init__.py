@@ -1,0 +1,1 @@
+"""The programs of examples/, run and checked."""

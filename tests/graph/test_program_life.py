@@ -223,7 +223,13 @@ def test_what_is_refused(pools: Pools) -> None:
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [("dp=2,tp", "'tp' is no axis"), ("search=exact,dp=x", "is no axis"), ("full", "has no axes"), ("dp=0", "no axis")],
+    [
+        ("dp=2,tp", "'tp' is no axis"),
+        ("search=exact,dp=x", "is no axis"),
+        ("full", "has no axes"),
+        ("dp=0", "no axis"),
+        ("dp=2,zero=4", "'zero=4' is no axis"),
+    ],
 )
 def test_words_of_a_mesh_that_make_no_sense(words: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):

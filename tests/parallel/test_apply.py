@@ -25,7 +25,7 @@ REFUSALS = [
     (2, "mlp", "dp=2,qp=1", {}, "unknown key 'qp'"),
     (2, "conv", "dp=2,microbatches=2", {}, "BatchNorm takes its statistics over the whole batch"),
     (2, "mlp", "pp=2,microbatches=4", {"example": None}, "needs an example batch"),
-    (2, "conv", "pp=2,microbatches=1", {}, "BatchNorm|blocks|stage"),
+    (2, "conv", "pp=2,microbatches=2", {}, "BatchNorm takes its statistics over the whole batch"),
     (2, "mlp", "dp=2,schedule=zb1p", {}, "but pp=1; leave it out"),
     (2, "mlp", "pp=2,microbatches=4,schedule=naive", {}, "naive"),
     (2, "mlp", "dp=2,ep=2", {}, "has no uni.nn.MoE"),

@@ -42,6 +42,8 @@ class Communicator(Objects):
     ranks of the world. All ranks that methods take or return are ranks of the group.
     """
 
+    is_simulated = False  # whether the other ranks are not there, and what they would bring means nothing
+
     def __init__(
         self,
         group: dist.ProcessGroup,

@@ -11,6 +11,7 @@ from unisono.graph.code import generate
 from unisono.graph.lowering import Laid, Lowered
 from unisono.graph.pieces import Pieces
 from unisono.graph.sums import Sums
+from unisono.graph.zero import Again
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import local_box
 from unisono.mesh.random import RandomState
@@ -21,10 +22,18 @@ Cut = Callable[[torch.Tensor], torch.Tensor]
 class Form:
     """Runs a lowered graph on this rank's pieces. Every rank of the mesh makes the same forms in the same order."""
 
-    def __init__(self, lowered: Lowered, pieces: Pieces, random: RandomState, device: torch.device) -> None:
+    def __init__(
+        self, lowered: Lowered, pieces: Pieces, random: RandomState, device: torch.device, again: Again | None = None
+    ) -> None:
+        """again: gathers parameters anew in the backward."""
         self.lowered = lowered
         trace = lowered.trace
-        self._run, self.source = generate(lowered, bind(lowered, random), device)
+        callees = bind(lowered, random)
+        if again is not None:
+            for each in lowered.moves:
+                if each.source in trace.parameters:
+                    callees[each.name] = again.watched(each, callees[each.name])  # type: ignore[arg-type]
+        self._run, self.source = generate(lowered, callees, device)
         held = [name for name in lowered.given if name not in fed(lowered)]
         self._held = [_held(name, lowered, pieces, device) for name in held]
         self._parts = [(i, *_part(name, lowered, pieces)) for i, name in enumerate(held) if name in trace.pieces]

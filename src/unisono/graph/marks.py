@@ -2,6 +2,7 @@
 
     weight = uni.shard_tensor(weight, mesh, [uni.Replicate(), uni.Shard(1)])    # a tensor
     uni.mark(model, "layers.0.mlp.up.weight", mesh, [uni.Replicate(), uni.Shard(0)])
+    uni.mark(model, "layers.6", mesh.at(pp=1))                                  # a stage: from here on, on those ranks
     matmul = uni.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))              # an op: pieces a dim, input by input
     y = uni.shard_op(torch.matmul, mesh, inputs=[[...], None], outputs=[[...]])(x, weight)
     y = uni.reshard(y, mesh, [uni.Shard(0), uni.Replicate()])                   # from here on
@@ -64,13 +65,15 @@ class Mark:
 
 _tensors: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _modules: weakref.WeakKeyDictionary[nn.Module, dict[str, Wish]] = weakref.WeakKeyDictionary()
+_stages: weakref.WeakKeyDictionary[nn.Module, dict[str, Wish]] = weakref.WeakKeyDictionary()
 
 
 def shard_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> torch.Tensor:
     """The tensor, marked. Where the mesh's ranks are running, a DTensor of which each rank keeps its part."""
     wish = Wish(mesh, checked(placements, mesh, tensor.dim()), line=_caller())
-    if recorder() is not None:
-        return _noted(tensor, Note(wish))
+    recording = recorder()
+    if recording is not None:
+        return tensor if recording.is_parameter(tensor, wish) else _noted(tensor, Note(wish))
     if not isinstance(tensor, DTensor):
         _tensors[tensor] = wish
     if not worlds.is_initialized():
@@ -89,14 +92,37 @@ def reshard(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -
     return moves.reshard(tensor, mesh, placements)
 
 
-def mark(module: nn.Module, name: str, mesh: Mesh, placements: Sequence[Placement]) -> None:
-    """Marks a parameter or buffer of a module by its name, such as "layers.0.mlp.up.weight"."""
+def mark(module: nn.Module, name: str, mesh: Mesh, placements: Sequence[Placement] | None = None) -> None:
+    """Marks a parameter or buffer of a module by its name, such as "layers.0.mlp.up.weight"; or, without placements,
+    one of its modules: it and all that runs after it are on the ranks of `mesh`, such as mesh.at(pp=1)."""
+    if placements is None:
+        _mark_stage(module, name, mesh)
+        return
     held = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     if name not in held:
         close = [known for known in held if known.rpartition(".")[2] == name.rpartition(".")[2]][:5]
         raise UsageError(f"the module has no parameter or buffer {name!r}; expected a name such as {', '.join(close)}")
     wish = Wish(mesh, checked(placements, mesh, held[name].dim()), line=_caller())
     _modules.setdefault(module, {})[name] = wish
+
+
+def _mark_stage(module: nn.Module, name: str, mesh: Mesh) -> None:
+    names = [known for known, _ in module.named_modules() if known]
+    if name not in names:
+        raise UsageError(
+            f"the module has no module {name!r} to mark as a stage's first; its modules are {', '.join(names[:12])}"
+            f"{', ...' if len(names) > 12 else ''} (a parameter's mark has placements)"
+        )
+    _stages.setdefault(module, {})[name] = Wish(mesh, line=_caller())
+
+
+def stages_for(model: nn.Module) -> dict[str, Wish]:
+    """The modules that are marked as the first of a stage, by name; each wish has the mesh of the stage's ranks."""
+    found: dict[str, Wish] = {}
+    for prefix, module in model.named_modules():
+        for name, wish in _stages.get(module, {}).items():
+            found[f"{prefix}.{name}".lstrip(".")] = wish
+    return found
 
 
 def wishes_for(model: nn.Module) -> dict[str, Wish]:
@@ -123,13 +149,19 @@ class Sharded:
     """A function whose tensors are marked. Called, it is the function."""
 
     def __init__(
-        self, function: Callable[..., Any], inputs: Sequence[Wish | None], outputs: Sequence[Wish | None]
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Wish | None],
+        outputs: Sequence[Wish | None],
+        stage: Wish | None = None,
     ) -> None:
+        """stage: where a module begins a stage, the mesh of its ranks."""
         self.function = function
         self.inputs = tuple(inputs)
         self.outputs = tuple(outputs)
+        self.stage = stage
         self.called = False
-        self.line = next((wish.line for wish in (*self.inputs, *self.outputs) if wish is not None), "")
+        self.line = next((wish.line for wish in (*self.inputs, *self.outputs, stage) if wish is not None), "")
 
     def __repr__(self) -> str:
         return f"{getattr(self.function, '__name__', self.function)} marked at {self.line}"
@@ -144,6 +176,8 @@ class Sharded:
         if recording is None:
             return self._run(args, kwargs)
         recording.called.add(id(self))
+        if self.stage is not None:
+            recording.note_stage(self.function, self.stage)
         number = recording.next_op()
         given = self._each((args, kwargs), self.inputs, "input", lambda t, w: _noted(t, Note(w, op=number)))
         results = self.function(*given[0], **given[1])
@@ -213,7 +247,17 @@ def shard_op(
     inputs: Sequence[Sequence[Placement] | None] = (),
     outputs: Sequence[Sequence[Placement] | None] = (),
 ) -> Sharded:
-    """The function, marked: how each of its tensors lies on the mesh. None leaves a tensor open."""
+    """The function, marked: how each of its tensors lies on the mesh. None leaves a tensor open.
+
+    Without inputs and outputs, a module: it and all that runs after it are a stage, on the ranks of `mesh`, such as
+    mesh.at(pp=1)."""
+    if not inputs and not outputs:
+        if not isinstance(function, nn.Module):
+            raise UsageError(
+                f"shard_op({getattr(function, '__name__', function)}) says nothing of inputs or outputs; give "
+                "placements, or a module that begins a stage"
+            )
+        return Sharded(function, (), (), Wish(mesh, line=_caller()))
 
     def wishes(given: Sequence[Sequence[Placement] | None]) -> list[Wish | None]:
         for placements in given:
@@ -239,10 +283,26 @@ class Note:
 class Recorder:
     """The notes of one trace, by their number in the graph's marker ops."""
 
-    def __init__(self) -> None:
+    def __init__(self, model: nn.Module) -> None:
         self.notes: list[Note] = []
+        self.wishes: dict[str, Wish] = {}  # for parameters, made while the model ran
+        self.stages: dict[str, Wish] = {}  # for modules that begin a stage
         self.called: set[int] = set()
+        self._model = model
         self._ops = 0
+
+    def is_parameter(self, tensor: torch.Tensor, wish: Wish) -> bool:
+        """A mark on a parameter holds for the parameter, whether or not the model uses what the mark returned."""
+        name = next((name for name, parameter in self._model.named_parameters() if parameter is tensor), None)
+        if name is not None:
+            self.wishes[name] = wish
+        return name is not None
+
+    def note_stage(self, module: Any, wish: Wish) -> None:
+        name = next((name for name, known in self._model.named_modules() if known is module), None)
+        if name is None:
+            raise UsageError(f"a stage is marked at {wish.line} with a module that is none of the model's")
+        self.stages[name] = wish
 
     def next_op(self) -> int:
         self._ops += 1
@@ -266,7 +326,7 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
             f"{'; '.join(dropped)}: what uni.shard or uni.shard_op returned was thrown away and never called, so the "
             "mark would not count; keep it and call it in the function's place"
         )
-    recording = Recorder()
+    recording = Recorder(model)
     _recorders.append(recording)
     try:
         yield recording
@@ -279,6 +339,26 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
                 raise UsageError(
                     f"{where} ({value!r}) was not called, so its marks would not count; call it, or remove it"
                 )
+
+
+@contextlib.contextmanager
+def dry_run(copy: nn.Module) -> Iterator[Recorder]:
+    """Records the marks of a copy of a model that runs in the block, if it can; the copy is thrown away, and its marks
+    need not have counted."""
+    recording = Recorder(copy)
+    _recorders.append(recording)
+    try:
+        yield recording
+    except UsageError:
+        raise
+    except Exception:
+        recording.stages.clear()
+    finally:
+        _recorders.pop()
+        for module in copy.modules():
+            for value in vars(module).values():
+                if isinstance(value, Sharded):
+                    value.called = True
 
 
 @torch.library.custom_op("unisono::mark", mutates_args=())

@@ -59,10 +59,14 @@ class Pieces:
             self.parameters[name] = nn.Parameter(piece, requires_grad=parameter.requires_grad)
         for name, buffer in model.named_buffers():
             self.buffers[name] = self.piece(name, buffer.detach()).to(device)
+        self.optimized = dict(self.parameters)  # what the optimizer sees of each parameter, and how that lies
+        self.optimized_laid = dict(self.laid)
 
     def piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
         """This rank's own copy of its part of a whole tensor that lies as `name` does."""
-        laid = self.laid.get(name)
+        return self._piece(self.laid.get(name), whole)
+
+    def _piece(self, laid: Held | None, whole: torch.Tensor) -> torch.Tensor:
         if laid is None:
             return whole.clone(memory_format=torch.contiguous_format)
         if len(laid.parts) == 1:
@@ -72,7 +76,9 @@ class Pieces:
 
     def whole(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """The whole of which every rank has a part that lies as `name` does. Every rank calls it."""
-        laid = self.laid.get(name)
+        return self._whole(self.laid.get(name), local)
+
+    def _whole(self, laid: Held | None, local: torch.Tensor) -> torch.Tensor:
         if laid is None:
             return local.detach().clone()
         if len(laid.parts) == 1:
@@ -85,7 +91,8 @@ class Pieces:
         return move(local, self.mesh, laid.shape, laid.placements, (Replicate(),) * self.mesh.ndim)
 
     def is_cut(self, name: str) -> bool:
-        laid = self.laid.get(name)
+        """Whether the optimizer sees a part of it."""
+        laid = self.optimized_laid.get(name)
         return laid is not None and any(shard_dim(placement) is not None for placement in laid.placements)
 
     # ---- states ----------------------------------------------------------------------------------------------------
@@ -107,10 +114,10 @@ class Pieces:
 
     def whole_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
         """{"state": {name: {key: whole tensor or value}}, "param_groups": [...]}, with names for parameters."""
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        names = {id(parameter): name for name, parameter in self.optimized.items()}
         state = {
             name: {key: self._whole_value(name, value) for key, value in optimizer.state.get(parameter, {}).items()}
-            for name, parameter in self.parameters.items()
+            for name, parameter in self.optimized.items()
         }
         groups = [
             {**group, "params": [names[id(parameter)] for parameter in group["params"]]}
@@ -121,8 +128,8 @@ class Pieces:
     def _whole_value(self, name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        if value.ndim and value.shape == self.parameters[name].shape:
-            return self.whole(name, value)
+        if value.ndim and value.shape == self.optimized[name].shape:
+            return self._whole(self.optimized_laid.get(name), value.contiguous())
         return value.detach().clone()
 
     @torch.no_grad()
@@ -137,7 +144,7 @@ class Pieces:
             )
         for group, loaded in zip(optimizer.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
-        for name, parameter in self.parameters.items():
+        for name, parameter in self.optimized.items():
             values = {key: self._piece_of_value(name, value) for key, value in state["state"][name].items()}
             if values:
                 optimizer.state[parameter] = values
@@ -147,7 +154,7 @@ class Pieces:
             return value
         shape = self.laid[name].shape if name in self.laid else tuple(self.parameters[name].shape)
         if value.ndim and tuple(value.shape) == shape:
-            return self.piece(name, value).to(self.parameters[name].device)
+            return self._piece(self.optimized_laid.get(name), value).to(self.parameters[name].device)
         return value.clone()
 
     # ---- the norm --------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ knows how the gradient goes back. Batches are global ones, given alike to every 
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ from unisono.graph.pieces import Held, Pieces
 from unisono.graph.saving import save
 from unisono.graph.show import as_text
 from unisono.graph.trace import Loss, Trace, trace
+from unisono.graph.zero import Again, Shares, in_pieces, require_stage
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
@@ -58,8 +60,10 @@ class Program:
         example: tuple[Any, Any],
         clip: float | None = None,
         seed: int = 0,
+        zero: int = 0,
     ) -> None:
         self.mesh = lowered.mesh
+        self.zero = zero
         self.clip = clip
         self.steps = 0
         self.training = True
@@ -70,11 +74,13 @@ class Program:
         self._assignment = lowered.assignment
         self._device = world.world().device
         self.pieces = Pieces(model, _lying(lowered), self.mesh, self._device)
-        self.optimizer = optimizer(list(self.pieces.parameters.values()))
+        self._shares = Shares(self.pieces) if zero == 1 else None
+        self._again = Again() if zero == 3 else None
+        self.optimizer = optimizer(list(self.pieces.optimized.values()))
         _require_reach(self.optimizer, optimizer, self.pieces)
         self._forms: dict[Signature, Form] = {}
         self._example = _without_data(example)
-        self._forms[signature("train", example)] = Form(lowered, self.pieces, self.random, self._device)
+        self._forms[signature("train", example)] = Form(lowered, self.pieces, self.random, self._device, self._again)
         self._shown = next(iter(self._forms.values()))
 
     # ---- training --------------------------------------------------------------------------------------------------
@@ -98,12 +104,15 @@ class Program:
         """Forward and backward only; after it, gradients are those of the global batch, before clipping."""
         form, leaves = self._form("train", batch)
         self.random.step = self.steps
-        outputs, values = form(leaves)
+        with contextlib.nullcontext() if self._again is None else self._again:
+            outputs, values = form(leaves)
         loss = outputs[0]
         assert loss is not None
         form.sums.begin()
         loss.backward()
         form.sums.finish()
+        if self._again is not None:
+            self._again.forget()
         form.keep(values)
         return loss.detach()
 
@@ -111,7 +120,11 @@ class Program:
         """Clip and let the optimizer step."""
         if self.clip is not None:
             self.norm = self.pieces.clip(self.clip)
+        if self._shares is not None:
+            self._shares.take_gradients()
         self.optimizer.step()
+        if self._shares is not None:
+            self._shares.publish()
         self.steps += 1
 
     def train(self, mode: bool = True) -> Program:
@@ -147,7 +160,7 @@ class Program:
             traced = self._traced(kind, batch)
             assignment = carried(traced, self._assignment)
             lowered = lower(traced, assignment, self.mesh)
-            self._forms[key] = Form(lowered, self.pieces, self.random, self._device)
+            self._forms[key] = Form(lowered, self.pieces, self.random, self._device, self._again)
         return self._forms[key], tensors_in(batch)
 
     def _traced(self, kind: str, batch: tuple[Any, Any]) -> Trace:
@@ -233,6 +246,7 @@ def to_static(
     save_graphs: str | Path | None = None,
     fully_use_devices: bool = False,
     unpack: bool = False,
+    zero: int = 0,
     clip: float | None = None,
     seed: int = 0,
     dtype: torch.dtype | None = None,
@@ -242,12 +256,14 @@ def to_static(
     model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
     torch.manual_seed(seed). example: a global batch (inputs, targets), of which only shapes and dtypes count. search:
     how placements are found that no mark gives: "propagate", "dynamic" or "exact"; `assignment` gives all of them.
-    unpack: cut the parts of fused projections (queries, keys and values in one weight) each by itself. save_graphs: a
+    unpack: cut the parts of fused projections (queries, keys and values in one weight) each by itself. zero: what
+    the ranks of the axis dp share out: 1 optimizer state, 2 gradients too, 3 parameters too (zero.py). save_graphs: a
     folder for the program of every rank after each pass. clip: the largest norm of the gradients.
     """
     comm = world.world() if world.is_initialized() else world.init()
     if mesh.ranks.size != comm.size:
         raise UsageError(f"{mesh} has {mesh.ranks.size} ranks, but {comm.size} are running; expected a mesh of all")
+    require_stage(zero, mesh)
     whole = model if isinstance(model, nn.Module) else build(model, seed)
     if not isinstance(whole, nn.Module):
         raise UsageError(f"to_static takes an nn.Module or a function that builds one; it gave {type(whole).__name__}")
@@ -259,11 +275,13 @@ def to_static(
     if found is None:
         traced = trace(whole, example, loss, unpacked=unpack)
         found = _found_by_one(comm, traced, mesh, search, fully_use_devices)
+    if zero > 1:
+        found = in_pieces(found)
     found.check()
     lowered = lower(found.trace, found, mesh)
     if save_graphs is not None:
         save(lowered, Path(save_graphs), [comm.rank])
-    return Program(whole, lowered, loss, optimizer, example, clip, seed)
+    return Program(whole, lowered, loss, optimizer, example, clip, seed, zero)
 
 
 def _require_reach(optimizer: Optimizer, make: Callable[[Any], Optimizer], pieces: Pieces) -> None:

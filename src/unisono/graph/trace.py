@@ -98,7 +98,7 @@ def trace(model: nn.Module, example: tuple[Any, Any], loss: Loss | None = None, 
     with recording(model) as recorder, _without_data(model) as fake:
         given = fake((_arguments(inputs), targets if loss is not None else None))
         program = _exported(step, given)
-    return _read(program, model, given, recorder, wishes, unpacked)
+    return _read(program, model, given, recorder, wishes | recorder.wishes, unpacked)
 
 
 def _checked(example: Any) -> tuple[Any, Any]:

@@ -30,6 +30,11 @@ def add_parser(subparsers: Any) -> None:
         usage="unisono run -n N [options] script.py ARGS | -m module ARGS",
         allow_abbrev=False,
     )
+    add_options(parser)
+    parser.set_defaults(handler=run)
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("-n", "-np", dest="n", type=int, metavar="N", help="ranks in all (default: every slot of the hosts)")
     add("-H", "--hosts", metavar="a:2,b:2", help="hosts with their slots")
@@ -55,7 +60,6 @@ def add_parser(subparsers: Any) -> None:
     add("--ssh", metavar="COMMAND", help='the ssh to use, with options: "ssh -F file" (default: $UNISONO_SSH)')
     add("-m", dest="module", action="store_true", help="run a module, as `python -m` does")
     add("command", nargs=argparse.REMAINDER, metavar="script.py ARGS", help="what every rank runs")
-    parser.set_defaults(handler=run)
 
 
 def run(chosen: argparse.Namespace) -> int:

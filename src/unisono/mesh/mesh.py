@@ -5,6 +5,7 @@
     mesh.comm("tp")                         # the Communicator of the ranks that differ from this one in tp only
     mesh.comm("dp", "tp")                   # ... in dp and tp: the two axes as one group
     mesh["tp"], mesh["dp", "tp"]            # the sub-mesh of those axes that this rank is in
+    mesh.at(pp=1)                           # the ranks at that place of an axis, whichever rank asks
 
 A mesh is a description until a group is asked for: a plan for 1,024 ranks can be made where one process runs.
 """
@@ -69,6 +70,7 @@ class Mesh:
         self._root = root
         self._device_mesh: tuple[weakref.ref[Communicator], DeviceMesh] | None = None
         self._key = (self.shape, names, grid.tobytes())
+        self._coordinates: dict[int, tuple[int, ...]] = {}  # a step asks hundreds of times
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in zip(self.names, self.shape, strict=True))
@@ -102,10 +104,12 @@ class Mesh:
     def coordinate(self, rank: int | None = None) -> tuple[int, ...]:
         """The place of a rank of the world (by default this one) in the grid."""
         rank = worlds.rank() if rank is None else rank
-        places = np.argwhere(self.ranks == rank)
-        if not len(places):
-            raise UsageError(f"rank {rank} is not in {self}, whose ranks are {self._shown()}")
-        return tuple(int(place) for place in places[0])
+        if rank not in self._coordinates:
+            places = np.argwhere(self.ranks == rank)
+            if not len(places):
+                raise UsageError(f"rank {rank} is not in {self}, whose ranks are {self._shown()}")
+            self._coordinates[rank] = tuple(int(place) for place in places[0])
+        return self._coordinates[rank]
 
     def index(self, *names: str, rank: int | None = None) -> int:
         """The place of a rank (by default this one) along these axes, the last one running fastest."""
@@ -141,6 +145,16 @@ class Mesh:
         """The sub-mesh of these axes that this rank is in."""
         names = (names,) if isinstance(names, str) else tuple(names)
         return Mesh._made(names, self._slab(names, None), self._root or self)
+
+    def at(self, **places: int) -> Mesh:
+        """The ranks at these places, as a mesh of the same axes, of which those named have one rank: mesh.at(pp=0)."""
+        cut: list[Any] = [slice(None)] * self.ndim
+        for name, place in places.items():
+            axis = self.axis(name)
+            if not 0 <= place < self.shape[axis]:
+                raise UsageError(f"{name}={place} is off the mesh: expected 0 to {self.shape[axis] - 1}")
+            cut[axis] = slice(place, place + 1)
+        return Mesh._made(self.names, self.ranks[tuple(cut)])
 
     def flatten(self, names: Sequence[str], name: str | None = None) -> Mesh:
         """The mesh with these axes made one, in the place of the first of them; called a_b unless named."""

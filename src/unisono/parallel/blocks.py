@@ -17,9 +17,29 @@ from unisono.errors import UsageError
 class Blocks:
     path: str  # of the list that holds them: "transformer.h"
     modules: tuple[nn.Module, ...]
+    names: tuple[str, ...] = ()  # of blocks that are in no list: their own
 
     def name(self, number: int) -> str:
+        if self.names:
+            return self.names[number]
         return f"{self.path}.{number}" if self.path else str(number)
+
+    def places(self, model: nn.Module) -> list[tuple[dict[str, nn.Module | None], str]]:
+        """Where each block stands in the model: the holder's modules, and the block's key among them."""
+        if not self.names:
+            holder = model.get_submodule(self.path)._modules
+            return [(holder, key) for key in holder]
+        split = [name.rpartition(".") for name in self.names]
+        return [(model.get_submodule(parent)._modules, key) for parent, _, key in split]
+
+
+def layers_of(model: nn.Module) -> Blocks | None:
+    """For a model without a list of blocks: those of its own children that have parameters, if there are several. They
+    are taken to run once each in that order, which a pipeline finds out when it surveys the model."""
+    named = [(name, child) for name, child in model.named_children() if any(True for _ in child.parameters())]
+    if len(named) < 2:
+        return None
+    return Blocks("", tuple(child for _, child in named), tuple(name for name, _ in named))
 
 
 _MEND = "give the pipeline an nn.Sequential or a list of LayerSpec instead"

@@ -84,6 +84,7 @@ def lowered_task(task: Task, on_mesh: OnMesh) -> Lowered:
     from unisono.graph.finding import find
     from unisono.graph.lowering import lower
     from unisono.graph.trace import trace
+    from unisono.graph.zero import in_pieces, require_stage
     from unisono.mesh.initial import build
 
     try:
@@ -93,7 +94,9 @@ def lowered_task(task: Task, on_mesh: OnMesh) -> Lowered:
         model = build(task.model, 0)  # it looks at values while it is built
     mesh = on_mesh.described()
     traced = trace(model, task.batch(0), task.loss, unpacked=on_mesh.unpack)
+    require_stage(on_mesh.zero, mesh)
     found = find(traced, mesh, on_mesh.search, on_mesh.fully_use_devices)
+    found = in_pieces(found) if on_mesh.zero > 1 else found
     return lower(found.trace, found, mesh)
 
 

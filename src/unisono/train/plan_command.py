@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from unisono.plan.explain import Rejection
     from unisono.plan.search import Candidate, Result, Search
     from unisono.train.dry_run import DryRun
+    from unisono.train.planning import Planner
 
 
 def add_parser(subparsers: Any) -> None:
@@ -29,6 +30,7 @@ def add_parser(subparsers: Any) -> None:
     add("--plan", metavar="PLAN", help="judge this plan instead of searching")
     add("--dry-run", action="store_true", help="run one rank of the plan here, with communication simulated")
     add("--rank", type=int, default=0, metavar="R", help="the rank to run (default: 0)")
+    add("--activations", action="store_true", help="what one sample's activations take, layer by layer; no search")
     add("--json", action="store_true", help="print all of it as JSON")
     parser.set_defaults(handler=run)
 
@@ -45,6 +47,8 @@ def run(chosen: argparse.Namespace) -> int:
     task = load_task(chosen.task)
     began = time.perf_counter()
     planner = Planner(task, hardware, chosen.batch)
+    if chosen.activations:
+        return _show_activations(planner, chosen)
     search = planner.search(chosen.devices)
     if chosen.plan:
         given = Plan.parse(chosen.plan).fit(chosen.devices)
@@ -65,6 +69,14 @@ def run(chosen: argparse.Namespace) -> int:
         print(json.dumps(_as_json(search, result, rejected, seconds, tried), indent=1))
     else:
         _show(search, result, rejected, seconds, tried)
+    return 0
+
+
+def _show_activations(planner: Planner, chosen: argparse.Namespace) -> int:
+    from unisono.train.activation_table import activation_rows, show
+
+    rows = activation_rows(planner, chosen.devices)
+    print(json.dumps([row.as_json() for row in rows], indent=1) if chosen.json else show(planner.portrait, rows))
     return 0
 
 

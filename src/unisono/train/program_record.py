@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from unisono.graph.program import Program, to_static
+from unisono.graph.program import Program
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
+from unisono.parallel.static import StagedProgram, to_static
 from unisono.train.double import InDouble
-from unisono.train.record import Record, batch_of, flat_state
+from unisono.train.record import Record, batch_of, flat_state, trainer_record
 from unisono.train.task import Task
 
 Tensors = dict[str, torch.Tensor]
@@ -23,7 +24,7 @@ def program_record(
     steps: int,
     dtype: torch.dtype,
     seed: int = 0,
-    prepare: Callable[[Program], None] | None = None,
+    prepare: Callable[[Any], None] | None = None,
     **options: Any,
 ) -> Record:
     """The steps of a task as a program on a mesh; every rank calls it and gets the whole record.
@@ -31,6 +32,8 @@ def program_record(
     options: how `to_static` finds placements.
     """
     program = made_program(task, mesh, dtype, seed, **options)
+    if isinstance(program, StagedProgram):
+        return trainer_record(program.trainer, task, steps, dtype, prepare)
     pieces = program.pieces
     record = Record(initial=_whole(program, dict(pieces.parameters)))
     if prepare is not None:
@@ -50,10 +53,10 @@ def program_record(
     return record
 
 
-def made_program(task: Task, mesh: Mesh, dtype: torch.dtype, seed: int = 0, **options: Any) -> Program:
+def made_program(task: Task, mesh: Mesh, dtype: torch.dtype, seed: int = 0, **options: Any) -> Program | StagedProgram:
     whole, example = build(task.model, seed), batch_of(task, 0, dtype)  # the user's own dtypes, so not within InDouble
     with InDouble(dtype):
-        return to_static(
+        made: Program | StagedProgram = to_static(
             lambda: whole,
             example=example,
             mesh=mesh,
@@ -64,6 +67,7 @@ def made_program(task: Task, mesh: Mesh, dtype: torch.dtype, seed: int = 0, **op
             dtype=dtype,
             **options,
         )
+    return made
 
 
 def _whole(program: Program, tensors: dict[str, Any]) -> Tensors:

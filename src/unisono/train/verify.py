@@ -25,6 +25,7 @@ from unisono.comm import world
 from unisono.comm.communicator import Communicator
 from unisono.errors import LaunchError, UsageError
 from unisono.launch.spawn import spawn
+from unisono.parallel.static import StagedProgram
 from unisono.plan.plan import Plan
 from unisono.train.agreement import with_agreement
 from unisono.train.double import InDouble
@@ -177,6 +178,8 @@ def _planned(task: Task, plan: Subject, steps: int, dtype: str, prepare: Any) ->
 
 def _program_parting(comm: Communicator, task: Task, plan: OnMesh, dtype: str, prepare: Any) -> str:
     program, batch = made_program(task, plan.mesh(), _kept(dtype), **plan.options), batch_of(task, 0, _kept(dtype))
+    if isinstance(program, StagedProgram):
+        return "the stages of a pipeline are not looked into; try the plan that the marks make: uni.apply_marks"
     if prepare is not None:
         prepare(program)
     with InDouble(_kept(dtype)):

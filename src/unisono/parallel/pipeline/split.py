@@ -4,8 +4,9 @@
     cut.model                      # the same object, now with only this rank's parameters, under their old names
     PipelineRuntime(cut.stages, ...)
 
-The model is an nn.Sequential, whose children are the blocks, or any model with a list of repeated ones. Every rank
-builds it whole, from the same seed, and keeps its part; `layers.split_layers` builds only the part.
+The model is an nn.Sequential, whose children are the blocks, or any model with a list of repeated ones, or one whose
+children with parameters run one after the other. Every rank builds it whole, from the same seed, and keeps its part;
+`layers.split_layers` builds only the part.
 
 A parameter belongs to every stage whose segment of the forward uses it (`survey`): that of an embedding to the first,
 of a head to the last, and one that is tied between the two to both. It is held where one of its stages is, under all
@@ -21,7 +22,7 @@ from typing import Any
 from torch import nn
 
 from unisono.errors import UsageError
-from unisono.parallel.blocks import Blocks, find_blocks
+from unisono.parallel.blocks import Blocks, find_blocks, layers_of
 from unisono.parallel.pipeline.foreign import Foreign
 from unisono.parallel.pipeline.stage import Stage
 from unisono.parallel.pipeline.survey import Survey, by_example, by_order
@@ -77,19 +78,27 @@ def split(
 
 def require_stages(model: nn.Module, schedule: Schedule, blocks: str | None = None) -> Blocks:
     """The model's blocks, of which the schedule's stages must each get one at least."""
-    found = _blocks(model, blocks)
+    found = blocks_of(model, blocks)
     require_enough(len(found.modules), schedule.stages, f"{type(model).__name__} ({found.path or 'its children'})")
     return found
 
 
-def _blocks(model: nn.Module, path: str | None) -> Blocks:
+def blocks_of(model: nn.Module, path: str | None = None) -> Blocks:
+    """The blocks that a pipeline can cut between. A model may name its list of blocks itself, as `pipeline_blocks`."""
+    path = getattr(model, "pipeline_blocks", None) if path is None else path
     if path is not None:
         holder = dict(model.named_modules()).get(path)
         if not isinstance(holder, nn.ModuleList | nn.Sequential):
             raise UsageError(f"pipeline: {type(model).__name__} has no nn.ModuleList or nn.Sequential at {path!r}")
         return Blocks(path, tuple(holder.children()))
     if not isinstance(model, nn.Sequential):
-        return find_blocks(model)
+        try:
+            return find_blocks(model)
+        except UsageError:
+            layers = layers_of(model)
+            if layers is None:
+                raise
+            return layers
     children = Blocks("", tuple(model.children()))
     try:
         nested = find_blocks(model)

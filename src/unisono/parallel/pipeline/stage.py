@@ -140,10 +140,9 @@ class Stage:
 
     @contextlib.contextmanager
     def _running(self, run: _Run) -> Iterator[None]:
-        holder = self.model.get_submodule(self._blocks.path)._modules
-        names = list(holder)
-        blocks = dict(holder)
-        holder.update(zip(names, self._gates, strict=True))
+        places = self._blocks.places(self.model)
+        for (holder, key), gate in zip(places, self._gates, strict=True):
+            holder[key] = gate
         self._run = run
         try:
             with contextlib.ExitStack() as modes:
@@ -158,7 +157,8 @@ class Stage:
                 yield
         finally:
             self._run = None
-            holder.update(blocks)
+            for (holder, key), block in zip(places, self._blocks.modules, strict=True):
+                holder[key] = block
 
     # ---- what the gates do ---------------------------------------------------------------------------------------
 

@@ -1,0 +1,28 @@
+"""Every rank gets all ranks' rows, one after the other.
+
+Document 000, CommController.allgather.
+
+vqnetrun -n 2 python examples/seeds/000_vqnet/allgather.py
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from unisono.compat.vqnet.distributed import CommController
+from unisono.compat.vqnet.tensor import tensor
+
+Comm_OP = CommController("mpi")
+
+
+def drawn(rank: int) -> np.ndarray:
+    return np.random.default_rng(rank).random((1, 5))
+
+
+num = tensor.to_tensor(drawn(Comm_OP.getRank()))
+print(f"rank {Comm_OP.getRank()}  {num}")
+
+num = Comm_OP.allgather(num)
+print(f"rank {Comm_OP.getRank()}  {num}")
+
+np.testing.assert_array_equal(num.to_numpy(), np.concatenate([drawn(rank) for rank in range(Comm_OP.getSize())]))

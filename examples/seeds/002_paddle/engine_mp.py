@@ -1,0 +1,26 @@
+"""Section 2.2.4.3.3: the Engine, model parallel.
+
+unisono run -n 2 examples/seeds/002_paddle/engine_mp.py
+"""
+
+from __future__ import annotations
+
+import torch.nn.functional as F
+from simple_net import Outcome, RandomDataset, SimpleNet, Size, main, momentum
+
+import unisono as uni
+
+
+def train(size: Size) -> Outcome:
+    engine = uni.Engine(
+        lambda: SimpleNet(size), F.cross_entropy, momentum, plan="tp=2", rules={"linear1": "column", "linear2": "row"}
+    )
+    losses = []
+    for batch in engine.dataloader(RandomDataset(size), size.batch_size, shuffle=False):
+        loss = engine.run(batch)
+        losses.append(loss.item())
+    return Outcome(losses, engine.ready.state_dict()["model"], str(engine.plan))
+
+
+if __name__ == "__main__":
+    main(train)

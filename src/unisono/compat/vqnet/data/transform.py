@@ -1,0 +1,90 @@
+"""What is done to an image before training: an array (height, width, channels) becomes a tensor (channels, ...)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+from unisono.errors import UsageError
+
+
+class TransformCompose:
+    """One transform after the other."""
+
+    def __init__(self, transforms: Sequence[Callable[[Any], Any]]) -> None:
+        self.transforms = list(transforms)
+
+    def __call__(self, image: Any) -> Any:
+        for transform in self.transforms:
+            image = transform(image)
+        return image
+
+
+class TransformResize:
+    """Scale an image, so that its shorter side (one number) or its height and width (two) are these."""
+
+    def __init__(self, size: int | Sequence[int]) -> None:
+        self.size = size
+
+    def __call__(self, image: np.ndarray) -> np.ndarray:
+        height, width = _require_image(image).shape[:2]
+        if isinstance(self.size, int):
+            scale = self.size / min(height, width)
+            wanted = (round(height * scale), round(width * scale))
+        else:
+            wanted = (self.size[0], self.size[1])
+        rows = torch.from_numpy(np.ascontiguousarray(image)).permute(2, 0, 1)[None].float()
+        scaled = F.interpolate(rows, wanted, mode="bilinear", antialias=True)[0].permute(1, 2, 0).numpy()
+        return scaled.round().clip(0, 255).astype(np.uint8) if image.dtype == np.uint8 else scaled
+
+
+class TransformCenterCrop:
+    """The middle of an image, `size` high and wide."""
+
+    def __init__(self, size: int | Sequence[int]) -> None:
+        self.height, self.width = (size, size) if isinstance(size, int) else size
+
+    def __call__(self, image: np.ndarray) -> np.ndarray:
+        height, width = _require_image(image).shape[:2]
+        if self.height > height or self.width > width:
+            raise UsageError(
+                f"TransformCenterCrop: {self.height} x {self.width} of an image of {height} x {width}; resize it first"
+            )
+        top, left = (height - self.height) // 2, (width - self.width) // 2
+        return image[top : top + self.height, left : left + self.width]
+
+
+class TransformToTensor:
+    """(height, width, channels) of bytes becomes (channels, height, width) of float32 from 0 to 1."""
+
+    def __call__(self, image: np.ndarray) -> torch.Tensor:
+        made = torch.from_numpy(np.ascontiguousarray(_require_image(image))).permute(2, 0, 1).contiguous()
+        return made.float() / 255 if made.dtype == torch.uint8 else made.float()
+
+
+class TransformNormalize:
+    """Subtract each channel's mean, and divide by its deviation."""
+
+    def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        self.mean, self.std = (torch.tensor(list(each), dtype=torch.float32)[:, None, None] for each in (mean, std))
+
+    def __call__(self, image: torch.Tensor) -> torch.Tensor:
+        if not isinstance(image, torch.Tensor) or image.shape[0] != len(self.mean):
+            raise UsageError(
+                f"TransformNormalize has {len(self.mean)} channels; expected a tensor (channels, height, width), as "
+                "TransformToTensor makes it"
+            )
+        return (image - self.mean) / self.std
+
+
+def _require_image(image: Any) -> np.ndarray:
+    if not isinstance(image, np.ndarray) or image.ndim != 3:
+        raise UsageError(
+            f"an image of type {type(image).__name__}: expected a NumPy array (height, width, channels); "
+            "TransformToTensor comes after resizing and cropping"
+        )
+    return image

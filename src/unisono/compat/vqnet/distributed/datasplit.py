@@ -1,0 +1,17 @@
+"""Data cut into a part for each rank."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from unisono.compat.vqnet.distributed.joining import joined_if_many
+from unisono.train import partition
+
+
+def split_data(x_train: Any, y_train: Any, shuffle: bool = False) -> tuple[Any, Any]:
+    """This rank's part of samples and labels; parts differ by one sample at most, and none is left out.
+
+    Shuffled, samples are in the same new order on all ranks before they are cut.
+    """
+    joined_if_many()
+    return partition.split_data(x_train, y_train, shuffle)

@@ -1,0 +1,43 @@
+"""Groups of ranks, as VQNet's `split_group` and `init_group` give them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+
+
+class Group(NamedTuple):
+    """A group's communicator (None on ranks that are not in it) and its ranks in the world."""
+
+    comm: Communicator | None
+    ranks: list[int]
+
+
+def groups_of(comm: Communicator, rank_lists: Sequence[Sequence[int]]) -> list[Group]:
+    """One group for each list; every rank calls it, with the same lists. A rank may be in several."""
+    lists = [list(ranks) for ranks in rank_lists]
+    for ranks in lists:
+        if not ranks or len(set(ranks)) != len(ranks):
+            raise UsageError(f"group {ranks}: expected different ranks, one at least")
+        for rank in ranks:
+            if not isinstance(rank, int) or not 0 <= rank < comm.size:
+                raise UsageError(f"group {ranks}: rank {rank!r} is not one of 0 to {comm.size - 1}")
+    return [Group(comm.subgroup(ranks) if comm.rank in ranks else None, ranks) for ranks in lists]
+
+
+def comm_of_group(group: Any, otherwise: Communicator) -> Communicator:
+    """Of what a VQNet program passes as `group`: an element of the list, its communicator, or None for all ranks."""
+    if group is None:
+        return otherwise
+    if isinstance(group, Group):
+        if group.comm is None:
+            raise UsageError(f"rank {otherwise.rank} is not in group {group.ranks}; only its ranks call on it")
+        return group.comm
+    if not isinstance(group, Communicator):
+        raise UsageError(
+            f"group={group!r}: expected an element of what split_group or init_group gave, or its communicator"
+        )
+    return group

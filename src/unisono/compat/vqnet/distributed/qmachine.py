@@ -1,0 +1,179 @@
+"""DistributeQMachine: records the gates of a forward, and runs them on all ranks when it is measured.
+
+Each forward is recorded anew, so a circuit may depend on the data. What is recorded is the circuit's form, in which
+every angle stands for an entry of a vector: those that all samples share are the circuit's weights, those that each
+sample has of its own are its features. Both vectors are stacked from the very tensors that the gates were given, so
+that autograd carries the adjoint method's gradients back to wherever they came from. Circuits of one form are compiled
+once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.func import functional_call
+
+from unisono.comm.communicator import Communicator
+from unisono.compat.vqnet.distributed.joining import joined_if_many
+from unisono.compat.vqnet.distributed.settings import Settings
+from unisono.compat.vqnet.dtype import Dtype, dtype_of, kcomplex64
+from unisono.compat.vqnet.nn.module import Module
+from unisono.compat.vqnet.qnn.vqc.gate import Wires
+from unisono.compat.vqnet.tensor.qtensor import plain, wrapped
+from unisono.errors import UsageError
+from unisono.quantum.circuit import Circuit
+from unisono.quantum.gates import CONTROLLED, gate
+from unisono.quantum.layer import Layer
+from unisono.quantum.observable import PauliSum
+from unisono.quantum.parameter import Affine, feature, weight
+
+ADJOINT = "adjoint"
+_GRAD_MODES = ("", ADJOINT)
+_KEPT = 8  # compiled circuits of different forms
+_TOLERANCE = {torch.complex64: 1e-5, torch.complex128: 1e-10}
+
+
+class DistributeQMachine(Module):
+    """`num_wires` qubits whose state is spread over all ranks; every rank records the same gates on the same batch.
+
+    How many qubits ranks share follows from how many ranks run, whatever `set_qr_config` says: results do not depend on
+    it.
+    """
+
+    def __init__(self, num_wires: int, dtype: Dtype = kcomplex64, grad_mode: str = "") -> None:
+        super().__init__()
+        if grad_mode not in _GRAD_MODES:
+            raise UsageError(f"DistributeQMachine: grad_mode={grad_mode!r}; expected '' or {ADJOINT!r}")
+        self.dtype = dtype_of(dtype)
+        if self.dtype not in _TOLERANCE:
+            raise UsageError(f"DistributeQMachine: dtype {self.dtype}; expected kcomplex64 or kcomplex128")
+        self.num_wires, self.grad_mode = num_wires, grad_mode
+        self.just_defined, self.save_op_history = False, True
+        self.qr_config: dict[str, int] = {}
+        self._layers: dict[Any, tuple[Any, Layer]] = {}
+        self.reset_states(1)
+
+    # ---- VQNet's settings: kept for programs that set them -------------------------------------------------------
+
+    def set_just_defined(self, just_defined: bool) -> None:
+        self.just_defined = bool(just_defined)
+
+    def set_save_op_history_flag(self, save: bool) -> None:
+        """Gates are recorded in any case."""
+        self.save_op_history = bool(save)
+
+    def set_qr_config(self, config: Mapping[str, int]) -> None:
+        """{"qubit": all qubits, "global_qubit": those that ranks share}."""
+        where = "DistributeQMachine, set_qr_config"
+        settings = Settings(where, config, {"qubit": "all qubits", "global_qubit": "log2 of the ranks"})
+        qubits, shared = settings.count("qubit"), settings.count("global_qubit", least=0)
+        if qubits != self.num_wires:
+            raise UsageError(f"{where}: qubit={qubits}, but the machine has num_wires={self.num_wires}")
+        if shared >= qubits:
+            raise UsageError(f"{where}: global_qubit={shared}; expected fewer than the {qubits} qubits")
+        self.qr_config = {"qubit": qubits, "global_qubit": shared}
+
+    # ---- recording -----------------------------------------------------------------------------------------------
+
+    def reset_states(self, batchsize: int) -> None:
+        """Begin anew, with so many samples in |0...0>."""
+        if isinstance(batchsize, bool) or not isinstance(batchsize, int) or batchsize < 1:
+            raise UsageError(f"DistributeQMachine: reset_states({batchsize!r}); expected a number of samples")
+        self.batchsize = batchsize
+        self.circuit = Circuit(self.num_wires)
+        self._form: list[tuple[Any, ...]] = []
+        self._shared: list[torch.Tensor] = []  # angles that are the same for all samples
+        self._own: list[torch.Tensor] = []  # (samples,) each
+
+    def record(self, kind: str, wires: Wires, params: Any, use_dagger: bool) -> None:
+        """Add a gate; see `qnn.vqc`."""
+        places = (wires,) if isinstance(wires, int) else tuple(wires)
+        values, is_own = self._values(kind, params)
+        kept = self._own if is_own else self._shared
+        stand_for = feature if is_own else weight
+        angles: list[Affine] = [stand_for(len(kept) + number) for number in range(len(values))]
+        added = Circuit(self.num_wires).apply(kind, places, *angles)
+        self.circuit.compose(added.inverse() if use_dagger else added)
+        kept.extend(values)
+        self._form.append((kind, places, bool(use_dagger), is_own))
+
+    def _values(self, kind: str, params: Any) -> tuple[list[torch.Tensor], bool]:
+        """A gate's angles, one after the other, and whether each sample has its own."""
+        count = gate(CONTROLLED[kind][0] if kind in CONTROLLED else kind).parameters
+        if params is None or not count:
+            if (params is None) == (not count):
+                return [], False
+            needs = f"takes {count} angles, but params is None" if count else "takes no angles, but params are given"
+            raise UsageError(f"{kind} {needs}")
+        given = plain(params) if isinstance(params, torch.Tensor) else torch.as_tensor(params, dtype=torch.float64)
+        if given.is_complex():
+            raise UsageError(f"{kind}: params are {given.dtype}; expected real angles")
+        if given.numel() == count:
+            return list(given.reshape(-1)), False
+        if given.dim() and len(given) == self.batchsize and given.numel() == count * self.batchsize:
+            return list(given.reshape(self.batchsize, count).unbind(1)), True
+        raise UsageError(
+            f"{kind}: params of shape {tuple(given.shape)}; expected ({count},) for all samples, or "
+            f"({self.batchsize}, {count}) with a row for each of the {self.batchsize} samples of reset_states"
+        )
+
+    # ---- running -------------------------------------------------------------------------------------------------
+
+    def measure(self, observables: tuple[PauliSum, ...]) -> torch.Tensor:
+        """Expectation values of what was recorded, (samples, observables), on every rank."""
+        comm = joined_if_many()
+        real = torch.float32 if self.dtype == torch.complex64 else torch.float64
+        home = next((each.device for each in (*self._own, *self._shared)), torch.device("cpu"))
+        rows = self.batchsize if self._own else 1  # all samples are alike where none has angles of its own
+        shared = torch.stack([each.to(home, real) for each in self._shared]) if self._shared else torch.zeros(0)
+        own = torch.stack([each.to(home, real) for each in self._own], 1) if self._own else torch.zeros(rows, 0)
+        shared, own = shared.to(home, real), own.to(home, real)
+        if comm is not None and comm.size > 1:
+            self._require_agreement(comm, observables, shared, own)
+        layer = self._layer(observables, comm)
+        values = functional_call(layer, {"weights": shared}, (own,))
+        return wrapped(values.expand(self.batchsize, -1))
+
+    def _layer(self, observables: tuple[PauliSum, ...], comm: Communicator | None) -> Layer:
+        key = (tuple(self._form), tuple(map(id, observables)), comm)
+        if key not in self._layers:
+            if len(self._layers) == _KEPT:
+                del self._layers[next(iter(self._layers))]
+            zeros = [0.0] * len(self._shared)
+            layer = Layer(self.circuit, list(observables), comm, dtype=self.dtype, weights=zeros)
+            self._layers[key] = (observables, layer)  # which keeps their ids theirs
+        return self._layers[key][1]
+
+    def _require_agreement(
+        self, comm: Communicator, observables: tuple[PauliSum, ...], shared: torch.Tensor, own: torch.Tensor
+    ) -> None:
+        """Refuse, on every rank, circuits or angles that differ between ranks: they share one state."""
+        form = repr((self._form, [(each.terms, str(each)) for each in observables], self.batchsize))
+        digest = int.from_bytes(hashlib.sha256(form.encode()).digest()[:7], "big")
+        digests = [int(each) for each in comm.all_gather(torch.tensor([digest], device=comm.device))]
+        strangers = [rank for rank, each in enumerate(digests) if each != digests[0]]
+        if strangers:
+            raise UsageError(
+                f"DistributeQMachine: rank {strangers[0]} recorded other gates than rank 0, or on another number of "
+                "samples; all ranks share one state, so give all of them the same batch"
+            )
+        values = torch.cat([shared.detach(), own.detach().reshape(-1)]).to(comm.device, torch.float64)
+        if not len(values):
+            return
+        highest, lowest = comm.all_reduce(values.clone(), "max"), comm.all_reduce(values.clone(), "min")
+        apart = float((highest - lowest).max())
+        if not apart <= _TOLERANCE[self.dtype] * max(1.0, float(highest.max()), -float(lowest.min())):
+            raise UsageError(
+                f"DistributeQMachine: angles differ between ranks by up to {apart:.3g}; all ranks share one state, so "
+                "give all of them the same batch and parameters"
+            )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DistributeQMachine:
+        """A machine with the same settings that has recorded nothing."""
+        twin = memo[id(self)] = DistributeQMachine(self.num_wires, self.dtype, self.grad_mode)
+        twin.just_defined, twin.save_op_history = self.just_defined, self.save_op_history
+        twin.qr_config = dict(self.qr_config)
+        return twin

@@ -1,0 +1,81 @@
+"""The `args` dictionaries of VQNet's wrappers, read strictly: a key that would be passed over is an error."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+from unisono.errors import UsageError
+
+OPTIMIZERS: dict[str, type[Optimizer]] = {
+    "adam": torch.optim.Adam,
+    "adamw": torch.optim.AdamW,
+    "adamax": torch.optim.Adamax,
+    "adagrad": torch.optim.Adagrad,
+    "adadelta": torch.optim.Adadelta,
+    "rmsprop": torch.optim.RMSprop,
+    "sgd": torch.optim.SGD,
+}
+
+
+class Settings:
+    """A dictionary whose keys are known: `known` says of each what it takes."""
+
+    def __init__(self, where: str, given: Any, known: Mapping[str, str]) -> None:
+        self._where, self._known = where, known
+        if not isinstance(given, Mapping):
+            raise UsageError(f"{where}: expected a dictionary of {self._listed}, not a {type(given).__name__}")
+        strangers = [key for key in given if key not in known]
+        if strangers:
+            raise UsageError(f"{where}: unknown key {strangers[0]!r}; known are {self._listed}")
+        self._given = given
+
+    @property
+    def _listed(self) -> str:
+        return ", ".join(f"{key} ({what})" for key, what in self._known.items())
+
+    def need(self, key: str) -> Any:
+        if key not in self._given:
+            raise UsageError(
+                f"{self._where}: the key {key!r} ({self._known[key]}) is missing; known are {self._listed}"
+            )
+        return self._given[key]
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self._given.get(key, default)
+
+    def count(self, key: str, default: int | None = None, least: int = 1) -> int:
+        """A whole number; without a default it is needed."""
+        value = self.need(key) if default is None else self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            raise UsageError(f"{self._where}: {key}={value!r}; expected a whole number of at least {least}")
+        return value
+
+    def norm(self, key: str) -> float | None:
+        """A number above zero, or None where it is not given."""
+        value = self.get(key)
+        if value is not None and not (isinstance(value, int | float) and value > 0):
+            raise UsageError(f"{self._where}: {key}={value!r}; expected a number above 0")
+        return value
+
+
+def optimizer_of(where: str, given: Any) -> Callable[[Any], Optimizer]:
+    """What makes the optimizer that a dictionary {"type": "Adam", "params": {"lr": 0.001}} describes."""
+    where = f"{where}, optimizer"
+    settings = Settings(where, given, {"type": " | ".join(OPTIMIZERS), "params": "its arguments, such as lr"})
+    name = settings.need("type")
+    kind = OPTIMIZERS.get(name.lower()) if isinstance(name, str) else None
+    if kind is None:
+        raise UsageError(f"{where}: type {name!r} is unknown; expected one of {', '.join(OPTIMIZERS)}")
+    taken = [key for key in inspect.signature(kind).parameters if key != "params"]
+    options = settings.get("params", {})
+    Settings(f"{where}, params of {name}", options, dict.fromkeys(taken, "as torch's"))
+
+    def make(parameters: Any) -> Optimizer:
+        return kind(parameters, **options)
+
+    return make

@@ -1,0 +1,101 @@
+"""Linear layers shared by ranks, with VQNet's arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from unisono.comm.communicator import Communicator
+from unisono.compat.vqnet.distributed.joining import communicator_of
+from unisono.compat.vqnet.dtype import Dtype, dtype_of
+from unisono.compat.vqnet.nn.initial import Initializer, fill
+from unisono.compat.vqnet.nn.module import Module
+from unisono.parallel import linear
+
+
+class ColumnParallelLinear(Module, linear.ColumnParallelLinear):
+    """Y = X A + b of which each rank has some columns of A: X is whole on all ranks, Y is this rank's piece.
+
+    A starts normal with deviation 1/sqrt(input_size), b as zeros, unless initializers fill them: they are given the
+    whole shapes, (input_size, output_size) and (output_size,). Ranks take pieces of what rank 0 has drawn.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        weight_initializer: Initializer | None = None,
+        bias_initializer: Initializer | None = None,
+        use_bias: bool = True,
+        dtype: Dtype | None = None,
+        name: str = "",
+        tp_comm: Any = None,
+    ) -> None:
+        comm = communicator_of(tp_comm)
+        linear.ColumnParallelLinear.__init__(
+            self,
+            input_size,
+            output_size,
+            bias=use_bias,
+            init=_weight(weight_initializer, comm),
+            bias_init=_bias(bias_initializer, comm),
+            comm=comm,
+            dtype=None if dtype is None else dtype_of(dtype),
+        )
+        self.name = name
+
+
+class RowParallelLinear(Module, linear.RowParallelLinear):
+    """Y = X A + b of which each rank has some rows of A: Y is whole on all ranks.
+
+    X is this rank's piece, as ColumnParallelLinear gives it, or whole: its width tells. Otherwise as there.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        output_size: int,
+        weight_initializer: Initializer | None = None,
+        bias_initializer: Initializer | None = None,
+        use_bias: bool = True,
+        dtype: Dtype | None = None,
+        name: str = "",
+        tp_comm: Any = None,
+    ) -> None:
+        comm = communicator_of(tp_comm)
+        linear.RowParallelLinear.__init__(
+            self,
+            input_size,
+            output_size,
+            bias=use_bias,
+            init=_weight(weight_initializer, comm),
+            bias_init=_bias(bias_initializer, comm),
+            comm=comm,
+            dtype=None if dtype is None else dtype_of(dtype),
+        )
+        self.name = name
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.input_is_parallel = x.shape[-1] != self.in_features
+        return super().forward(x)
+
+
+def _weight(initializer: Initializer | None, comm: Communicator) -> Callable[[torch.Tensor], None]:
+    def init(weight: torch.Tensor) -> None:
+        if initializer is None:
+            torch.nn.init.normal_(weight, std=weight.shape[1] ** -0.5)
+        else:
+            fill(weight, initializer, transposed=True)
+        comm.broadcast(weight.data)
+
+    return init
+
+
+def _bias(initializer: Initializer | None, comm: Communicator) -> Callable[[torch.Tensor], None]:
+    def init(bias: torch.Tensor) -> None:
+        fill(bias, torch.nn.init.zeros_ if initializer is None else initializer)
+        comm.broadcast(bias.data)
+
+    return init

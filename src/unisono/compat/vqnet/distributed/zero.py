@@ -1,0 +1,112 @@
+"""ZeRO, described by VQNet's dictionary."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from unisono.compat.vqnet.distributed.joining import joined
+from unisono.compat.vqnet.distributed.settings import Settings, optimizer_of
+from unisono.compat.vqnet.nn.module import Module
+from unisono.compat.vqnet.tensor.qtensor import plain, wrapped
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.parallel import batchnorm
+from unisono.parallel.clip import clip_by_norm
+from unisono.parallel.zero import Zero
+from unisono.plan.plan import AXES, Plan
+
+_NAME = "ZeroModelInitial"
+_KEYS = {
+    "train_batch_size": "samples of a step",
+    "optimizer": "a dictionary of type and params, where none is passed",
+    "zero_optimization": "a dictionary of stage",
+    "gradient_clipping": "the largest norm of the gradients",
+}
+
+
+class ZeroModelInitial(Module):
+    """A model whose optimizer state (stage 1), gradients (2) and parameters (3) are spread over all ranks.
+
+        model = ZeroModelInitial(args, model, optimizer)
+        loss = criterion(labels, model(data)); model.backward(loss); model.step()
+
+    The loss is a mean over samples. Whether ranks are given the same batch, as in VQNet's example, or each a part of
+    it, of any size: the step is that of one process with all of them, for a rank counts as much as it has samples.
+    (Of the same batch on all ranks, BatchNorm's running variance alone differs a little: it counts samples.)
+    All ranks start from rank 0's parameters.
+    """
+
+    def __init__(self, args: Mapping[str, Any], model: nn.Module, optimizer: Optimizer | None = None) -> None:
+        super().__init__()
+        settings = Settings(f"{_NAME}, args", args, _KEYS)
+        settings.count("train_batch_size")
+        stage = Settings(
+            f"{_NAME}, args, zero_optimization", settings.need("zero_optimization"), {"stage": "1, 2 or 3"}
+        ).count("stage")
+        if stage > 3:
+            raise UsageError(f"{_NAME}, args, zero_optimization: stage={stage}; expected 1, 2 or 3")
+        if optimizer is None:
+            make = optimizer_of(f"{_NAME}, args", settings.need("optimizer"))
+        else:
+            make = _same(optimizer, model)
+        self._clip = settings.norm("gradient_clipping")
+        self._comm = joined()
+        self._mesh = Mesh(Plan(dp=self._comm.size).shape, AXES).connect()
+        self._comm.broadcast_parameters(model)
+        batchnorm.convert(model, self._mesh)
+        self._zero = Zero(model, self._mesh, make, stage)
+        self.module = model
+        self._rows: int | None = None  # of the last forward that is to be trained on
+        self._has_gradients = False
+
+    @property
+    def optimizer(self) -> Optimizer:
+        return self._zero.optimizer
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        rows = [leaf.shape[0] for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.ndim]
+        if torch.is_grad_enabled():
+            self._rows = rows[0] if rows else 1
+        return wrapped(self.module(*plain(args), **plain(kwargs)))
+
+    def backward(self, loss: torch.Tensor) -> None:
+        """Gradients of the mean over all ranks' samples."""
+        if self._rows is None or self._has_gradients:
+            raise UsageError(f"{_NAME}: call the model, backward(loss) and step() in turn, each once")
+        if loss.numel() != 1:
+            raise UsageError(f"{_NAME}: backward of a loss of shape {tuple(loss.shape)}; expected one number")
+        total = self._comm.all_reduce(torch.tensor([self._rows], device=self._comm.device))
+        plain(loss * (self._rows / int(total))).backward()
+        self._zero.finish()
+        self._rows, self._has_gradients = None, True
+
+    def step(self) -> None:
+        """Let the optimizer step, and forget the gradients."""
+        if not self._has_gradients:
+            raise UsageError(f"{_NAME}: step() without backward(loss) before it")
+        if self._clip is not None:
+            clip_by_norm([each for _, each in self._zero.optimized()], self._clip, self._mesh)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        for _, each in self._zero.optimized():
+            each.grad = None
+        self._has_gradients = False
+
+
+def _same(optimizer: Optimizer, model: nn.Module) -> Callable[[Any], Optimizer]:
+    """Makes the optimizer that is there already; for other parameters, which only a trial has, one of its kind."""
+    mine = {id(parameter) for parameter in model.parameters()}
+
+    def make(parameters: Any) -> Optimizer:
+        listed = list(parameters)
+        if any(id(each) in mine for each in listed):
+            return optimizer
+        return type(optimizer)(listed, **optimizer.defaults)
+
+    return make

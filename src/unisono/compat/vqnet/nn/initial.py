@@ -1,0 +1,32 @@
+"""Initial values: a VQNet initializer is given a shape and returns a tensor; torch's fill a tensor in place."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from unisono.errors import UsageError
+
+Initializer = Callable[..., Any]
+
+
+@torch.no_grad()
+def fill(tensor: torch.Tensor, initializer: Initializer | None, transposed: bool = False) -> None:
+    """Give the tensor the initializer's values; None leaves it as it is.
+
+    transposed: a VQNet initializer is asked for the transpose, as VQNet writes Y = X A and torch keeps A's transpose.
+    """
+    if initializer is None:
+        return
+    if getattr(initializer, "__module__", "") == "torch.nn.init":
+        initializer(tensor)
+        return
+    place = tensor.t() if transposed else tensor
+    shape = tuple(place.shape)
+    values = torch.as_tensor(initializer(list(shape)))
+    if tuple(values.shape) != shape:
+        name = getattr(initializer, "__name__", type(initializer).__name__)
+        raise UsageError(f"initializer {name} gave a tensor of shape {tuple(values.shape)}; expected {shape}")
+    place.copy_(values)

@@ -1,0 +1,59 @@
+"""VQNet's optimizers: torch's, with VQNet's arguments and defaults."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+class SGD(torch.optim.SGD):
+    is_elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.01, momentum: float = 0, nesterov: bool = False) -> None:
+        super().__init__(params, lr=lr, momentum=momentum, nesterov=nesterov)
+
+
+class Adam(torch.optim.Adam):
+    is_elementwise = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 0.01,
+        beta1: float = 0.9,
+        beta2: float = 0.999,
+        epsilon: float = 1e-8,
+        amsgrad: bool = False,
+    ) -> None:
+        super().__init__(params, lr=lr, betas=(beta1, beta2), eps=epsilon, amsgrad=amsgrad)
+
+
+class Adamax(torch.optim.Adamax):
+    is_elementwise = True
+
+    def __init__(
+        self, params: Any, lr: float = 0.01, beta1: float = 0.9, beta2: float = 0.999, epsilon: float = 1e-8
+    ) -> None:
+        super().__init__(params, lr=lr, betas=(beta1, beta2), eps=epsilon)
+
+
+class Adagrad(torch.optim.Adagrad):
+    is_elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.01, epsilon: float = 1e-8) -> None:
+        super().__init__(params, lr=lr, eps=epsilon)
+
+
+class Adadelta(torch.optim.Adadelta):
+    is_elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.01, beta: float = 0.99, epsilon: float = 1e-8) -> None:
+        super().__init__(params, lr=lr, rho=beta, eps=epsilon)
+
+
+class RMSProp(torch.optim.RMSprop):
+    is_elementwise = True
+
+    def __init__(self, params: Any, lr: float = 0.01, beta: float = 0.99, epsilon: float = 1e-8) -> None:
+        super().__init__(params, lr=lr, alpha=beta, eps=epsilon)

@@ -1,0 +1,39 @@
+"""`vqnetrun`: every documented flag, on real ranks."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.examples.runner import EXAMPLES, run_command
+from unisono.compat import vqnetrun
+
+PROGRAM = str(EXAMPLES / "seeds/000_vqnet/controller.py")
+
+
+def test_ranks_from_a_hostfile_with_all_flags(tmp_path: Path) -> None:
+    """One slot, and two ranks: the host's slots are taken twice, as VQNet's own examples want."""
+    (tmp_path / "hosts").write_text("localhost slots=1\n")
+    flags = ["-np", "2", "-hostfile", "hosts", "--output-filename", "out", "--verbose", "--start-timeout", "60"]
+    ran = run_command(["vqnetrun", *flags, "python", PROGRAM], tmp_path)
+    for rank in range(2):
+        told = f"CommController(rank={rank}, size=2, backend="
+        assert told in ran.ranks[rank]
+        assert told in (tmp_path / "out" / f"rank.{rank}").read_text()
+    assert "localhost" in ran.text  # --verbose tells what was checked
+
+
+def test_help_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        vqnetrun.main(["-h"])
+    assert ended.value.code == 0
+    told = capsys.readouterr().out
+    for flag in ("-n", "-np", "-H", "--hosts", "-f", "--hostfile", "-hostfile", "--output-filename", "--verbose"):
+        assert re.search(rf"(^|[ ,]){flag}\b", told, re.MULTILINE), flag
+    assert "--start-timeout" in told
+    assert vqnetrun.main(["-n", "2", "python", "nowhere.py"]) == 2
+    assert "vqnetrun: script 'nowhere.py' is not there" in capsys.readouterr().err
+    assert vqnetrun.main(["-n", "2", "-H", "a:1", "-f", "hosts", "python", PROGRAM]) == 2
+    assert "both name hosts" in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""Every program of document 000 runs on ranks as its docstring says, and checks its own result."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from tests.examples.runner import EXAMPLES, commands, examples_in
+from tests.ranks import RankPool
+
+Pools = Callable[[str, int], RankPool]
+
+NAMES = examples_in("seeds/000_vqnet")
+
+
+def ranks_of(name: str) -> int:
+    """How many ranks the first command of the example starts."""
+    words = commands(name)[0]
+    assert words[:2] == ["vqnetrun", "-n"]
+    return int(words[2])
+
+
+def perform(comm: Any, names: list[str]) -> None:
+    for name in names:
+        runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+        comm.barrier()
+
+
+# What the document describes, section by section.
+DOCUMENTED = [
+    "getRank",
+    "getSize",
+    "getLocalRank",
+    "barrier",
+    "get_device_num",
+    "allreduce",
+    "reduce",
+    "broadcast",
+    "allgather",
+    "send",
+    "recv",
+    "split_group",
+    "allreduce_group",
+    "reduce_group",
+    "broadcast_group",
+    "allgather_group",
+    "all_gather_group",
+    "broadcast_model_params",
+    "get_host_name",
+    "split_data",
+    "get_local_rank",
+    "get_rank",
+    "init_group",
+    "PipelineParallelTrainingWrapper",
+    "train_batch",
+    "loss_dict",
+    "ZeroModelInitial",
+    "ColumnParallelLinear",
+    "RowParallelLinear",
+    "DistributeQMachine",
+    "set_just_defined",
+    "set_save_op_history_flag",
+    "set_qr_config",
+    "reset_states",
+    "MeasureAll",
+    "DistQuantumLayerAdjoint",
+]
+
+
+def test_all_that_the_document_describes_is_used() -> None:
+    text = "\n".join((EXAMPLES / name).read_text() for name in NAMES)
+    assert [name for name in DOCUMENTED if not re.search(rf"\b{name}\(|\.{name}\b", text)] == []
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_an_example_on_gloo(pools: Pools, name: str) -> None:
+    pools("gloo", ranks_of(name)).run(perform, [name])
+
+
+def test_collectives_and_the_circuit_on_mpi(pools: Pools) -> None:
+    """The document's own backend for CPUs; training differs in nothing that these do not use."""
+    training = ("pipeline.py", "zero.py", "tensor_parallel.py")
+    pools("mpi", 2).run(perform, [name for name in NAMES if ranks_of(name) == 2 and not name.endswith(training)])

@@ -1,0 +1,52 @@
+"""Document 003: the quickstart of sharding propagation, on eight ranks, against the same network on one device."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.examples.runner import run_example
+
+RANKS = 8
+
+
+def _losses(printed: str) -> list[float]:
+    return [float(number) for number in re.findall(r"epoch: \d step: \d, loss is (\S+)", printed)]
+
+
+def test_the_quickstart(tmp_path: Path) -> None:
+    ran = run_example("seeds/003_mindspore/net.py", "--folder", str(tmp_path))
+    losses = _losses(ran.ranks[0])
+    assert len(losses) == 20
+    assert losses == pytest.approx(_losses(run_example("seeds/003_mindspore/single.py").text), rel=1e-5)
+    assert all(later < earlier for earlier, later in itertools.pairwise(losses))
+    _has_what_the_document_shows(ran.ranks[0])
+    _is_saved(tmp_path)
+
+
+def _has_what_the_document_shows(printed: str) -> None:
+    """step_parallel_begin: strategies and whole shapes. execute: local shapes and the group of the sum."""
+    pieces = " ".join(printed.split())
+    for shown in (
+        "matmul = matmul(input_0, p_weight) strategy ((2,4),(4,1))",
+        "f32[16,32] f32[32,16] -> f32[16,16] | f32[8,8] f32[8,16] -> f32[8,16]",
+        "reduce_scatter over mp (0,1,2,3): (8,16) -> (8,4)",  # an AllReduce and a StridedSlice there: twice the bytes
+        "relu = relu(matmul_moved) strategy ((2,4))",
+        "f32[8,4] -> f32[8,4]",
+        "matmul_1 = matmul(relu, p_weight2) strategy ((2,4),(4,1))",
+        "f32[8,4] f32[4,16] -> f32[8,16]",
+    ):
+        assert shown in pieces, shown
+
+
+def _is_saved(folder: Path) -> None:
+    for rank in range(RANKS):
+        graphs = folder / "saved_graph" / f"rank_{rank}"
+        assert "strategy ((2,4),(4,1))" in (graphs / "2_propagation.txt").read_text()
+        assert "f32[8,4] f32[4,16] -> f32[8,16]" in (graphs / "3_local.txt").read_text()
+        saved = torch.load(folder / "device" / str(rank) / "net.pt", weights_only=True)
+        assert tuple(saved["model"]["weight2"].shape) == (4, 16)

@@ -1,0 +1,375 @@
+"""Runs the code blocks of pages, and compares what they print with what the pages say they print.
+
+    python tools/blocks.py                             every page
+    python tools/blocks.py README.md docs/index.md     these
+    python tools/blocks.py --write docs/index.md       and put what was printed into the page
+
+```python                   runs; the blocks of a page are one script, in order
+```python title="x.py"      is written to x.py in the page's folder, as is any block with a title
+```bash                     runs, in the page's folder, a line after the other
+```console                  the same for the lines that begin with $; the others are what they print
+```text                     is not run (nor is toml, json, mermaid)
+<!-- output -->             before a text block: it is what the block before it prints; ... stands for anything, and a
+                            deviation such as 9.7e-14 for any other that small
+<!-- output: any order -->  the same, but ranks print when they like: lines are compared in any order
+<!-- exit: 75 -->           before a block that ends with that code; `any`: with any but 0
+<!-- not run: REASON -->    before a block that is not run
+
+Blocks run in forks of this process, which has imported torch: that saves two seconds a block. A page's folder has links
+to the repository's examples and tests.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import linecache
+import os
+import re
+import runpy
+import shlex
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+RUN, SHOWN = ("python", "bash", "console"), ("text", "toml", "json", "mermaid", "yaml")
+LIMIT = 150  # seconds a page may take
+# What blocks use, imported once for all that is forked from here. torch's optimizers load torch._dynamo by themselves.
+COMMON = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.export", "numba",
+          "unisono.cli", "unisono.nn", "unisono.train.engine", "unisono.quantum.layer")  # fmt: skip
+_FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<info>.*)$")
+_NOTE = re.compile(r"^ *<!-- (?P<word>not run|exit|output)(?:: (?P<said>.*?))? -->$")
+_SHELL = re.compile(r"[|&;<>`*?$(){}~]")
+_DEVIATION = re.compile(r"(?:\\ )*\d(?:\\\.\d)?e\\-\d\d")  # in an escaped text, with the spaces before it
+_ANY_DEVIATION = r" *(?:\d(?:\.\d)?e-\d\d|bit for bit)"
+
+
+@dataclass
+class Block:
+    """A fenced block: where its text stands in the page, and what is said about it."""
+
+    language: str
+    title: str
+    text: str
+    first: int  # line of the page, from 0, of its first line of text
+    last: int  # the line after its last
+    notes: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def runs(self) -> bool:
+        return self.language in RUN and not self.title and "not run" not in self.notes
+
+    def ends_well_with(self, code: int) -> bool:
+        """Whether that is the exit code that the page says it ends with."""
+        wanted = self.notes.get("exit", "0")
+        return code != 0 if wanted == "any" else code == int(wanted)
+
+
+def pages() -> list[Path]:
+    named = [ROOT / "README.md", ROOT / "README.zh.md", ROOT / "examples" / "seeds" / "README.md"]
+    return [page for page in named if page.is_file()] + sorted((ROOT / "docs").rglob("*.md"))
+
+
+def blocks_of(page: Path) -> list[Block]:
+    """The fenced blocks of a page. ValueError, with the line, where one is not closed or has no language we know."""
+    found: list[Block] = []
+    lines = page.read_text(encoding="utf-8").splitlines()
+    notes: dict[str, str] = {}
+    number = 0
+    while number < len(lines):
+        fence, note = _FENCE.match(lines[number]), _NOTE.match(lines[number])
+        if note:
+            notes[note["word"]] = note["said"] or ""
+        elif fence:
+            indent, ticks = fence["indent"], fence["ticks"]
+            end = next((n for n in range(number + 1, len(lines)) if lines[n].strip() == ticks), None)
+            if end is None:
+                raise ValueError(f"{page.name}:{number + 1}: the block is not closed")
+            language, _, rest = fence["info"].strip().partition(" ")
+            if language not in RUN + SHOWN:
+                raise ValueError(f"{page.name}:{number + 1}: language {language!r}; known are {', '.join(RUN + SHOWN)}")
+            title = re.search(r'title="([^"]+)"', rest)
+            text = "\n".join(line.removeprefix(indent) for line in lines[number + 1 : end])
+            found.append(Block(language, title[1] if title else "", text, number + 1, end, notes))
+            notes, number = {}, end
+        elif lines[number].strip():
+            notes = {}
+        number += 1
+    return found
+
+
+# ---- running -----------------------------------------------------------------------------------------------------
+
+
+def run_page(page: Path, folder: Path) -> list[str]:
+    """Run the blocks in `folder`; what each printed. AssertionError where one ends otherwise than it should."""
+    for name in ("examples", "tests", "benchmarks"):
+        (folder / name).symlink_to(ROOT / name)
+    os.chdir(folder)
+    sys.path.insert(0, str(folder))
+    names: dict[str, Any] = {"__name__": "__main__"}
+    printed = []
+    for block in blocks_of(page):
+        if block.title and "not run" not in block.notes:
+            Path(block.title).parent.mkdir(parents=True, exist_ok=True)
+            Path(block.title).write_text(block.text + "\n", encoding="utf-8")
+        if block.runs:
+            with _Caught() as caught:
+                code = _run_python(block, page, names) if block.language == "python" else _run_shell(block)
+            where = f"{page.relative_to(ROOT)}:{block.first}"
+            assert block.ends_well_with(code), f"{where}: ended with {code}:\n{caught.text}"
+            printed.append(caught.text)
+    return printed
+
+
+class _Caught:
+    """What is written to standard output and error meanwhile, by this process and those it starts."""
+
+    def __enter__(self) -> _Caught:
+        self.text = ""
+        self._file = tempfile.TemporaryFile()
+        self._kept = _flushed(os.dup(1)), os.dup(2)
+        for number in (1, 2):
+            os.dup2(self._file.fileno(), number)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for saved, number in zip(self._kept, (1, 2), strict=True):
+            os.dup2(_flushed(saved), number)
+            os.close(saved)
+        self._file.seek(0)
+        self.text = self._file.read().decode("utf-8", "replace")
+        self._file.close()
+
+
+def _flushed(descriptor: int) -> int:
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return descriptor
+
+
+def _run_python(block: Block, page: Path, names: dict[str, Any]) -> int:
+    name = str(page.relative_to(ROOT))
+    source = "\n" * block.first + block.text + "\n"  # so that a traceback tells the line of the page
+    linecache.cache[name] = (len(source), None, page.read_text(encoding="utf-8").splitlines(keepends=True), name)
+    try:
+        exec(compile(source, name, "exec"), names)
+    except SystemExit as ending:
+        return int(ending.code or 0)
+    except BaseException:
+        traceback.print_exc()
+        return 1
+    return 0
+
+
+def commands_of(block: Block) -> list[str]:
+    """Lines that a backslash continues are one."""
+    joined = block.text.replace("\\\n", " ").splitlines()
+    if block.language == "console":
+        return [line.removeprefix("$ ") for line in joined if line.startswith("$ ")]
+    return [line for line in joined if line.strip() and not line.startswith("#")]
+
+
+def _run_shell(block: Block) -> int:
+    for command in commands_of(block):
+        if block.language == "console" and len(commands_of(block)) > 1:
+            print(f"$ {command}", flush=True)
+        code = _run_command(command)
+        if code:
+            return code
+    return 0
+
+
+def _run_command(command: str) -> int:
+    bare = command.split(" #")[0]
+    words = [] if _SHELL.search(bare) else shlex.split(bare)
+    if words[:1] == ["unisono"]:
+        return _forked(lambda: _unisono(words[1:]))
+    if words[:1] == ["python"] and words[1:] and words[1].endswith(".py"):
+        return _forked(lambda: _script(words[1:]))
+    return subprocess.run(["bash", "-o", "pipefail", "-c", command]).returncode
+
+
+def _unisono(words: list[str]) -> int:
+    if words[:2] == ["run", "-n"] and words[3].endswith(
+        ".py"
+    ):  # nothing special: the same ranks without a second torch
+        import unisono as uni
+
+        uni.spawn(lambda: _script(words[3:]), int(words[2]))
+        return 0
+    from unisono.cli import main
+
+    sys.argv = ["unisono", *words]
+    return main(words)
+
+
+def _script(words: list[str]) -> int:
+    sys.argv = words
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def _forked(act: Callable[[], int]) -> int:
+    """What act gives, run in a fork of this process."""
+    sys.stdout.flush()
+    child = os.fork()
+    if not child:
+        code = 1
+        try:
+            code = act()
+        except SystemExit as ending:
+            code = ending.code if isinstance(ending.code, int) else int(bool(ending.code))
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+# ---- what pages say ----------------------------------------------------------------------------------------------
+
+
+def matches(said: str, printed: str) -> bool:
+    """Whether the text is what was printed, `...` standing for anything; trailing spaces do not count."""
+    parts = [_DEVIATION.sub(lambda _: _ANY_DEVIATION, re.escape(part)) for part in _trimmed(said).split("...")]
+    return re.fullmatch(".*".join(parts), _trimmed(printed), re.DOTALL) is not None
+
+
+def _sorted(text: str) -> str:
+    return "\n".join(sorted(text.splitlines()))
+
+
+def _trimmed(text: str) -> str:
+    return "\n".join(line.rstrip() for line in text.strip().splitlines())
+
+
+def shown_of(page: Path, printed: list[str]) -> Iterator[tuple[Block, str, str]]:
+    """The blocks that show output, with what they say and what was printed."""
+    outputs = iter(printed)
+    output = ""
+    for block in blocks_of(page):
+        if block.runs:
+            output = next(outputs)
+        if "output" in block.notes:
+            is_sorted = block.notes["output"] == "any order"
+            yield block, _sorted(block.text) if is_sorted else block.text, _sorted(output) if is_sorted else output
+        elif block.language == "console" and block.runs:
+            is_many = len(commands_of(block)) > 1
+            lines = block.text.replace("\\\n", " ").splitlines()
+            yield block, "\n".join(line for line in lines if is_many or not line.startswith("$ ")), output
+
+
+def faults_of(page: Path, printed: list[str]) -> list[str]:
+    """Where the page says otherwise than its blocks printed."""
+    return [
+        f"{page.relative_to(ROOT)}:{block.first}: the page says\n{said}\nbut the block printed\n{output}"
+        for block, said, output in shown_of(page, printed)
+        if not matches(said, output)
+    ]
+
+
+def write(page: Path, printed: list[str]) -> None:
+    """Put what blocks printed into the text blocks that show it, except where they leave something out by `...`."""
+    lines = page.read_text(encoding="utf-8").splitlines()
+    for block, said, output in reversed(list(shown_of(page, printed))):
+        if block.language != "console" and "..." not in said:
+            lines[block.first : block.last] = _trimmed(output).splitlines()
+    page.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+# ---- all pages ---------------------------------------------------------------------------------------------------
+
+
+def told_by(page: Path) -> dict[str, Any]:
+    """Run a page in a process of its own: what its blocks printed, or why it failed."""
+    if not any(block.runs or block.title for block in blocks_of(page)):
+        return {"printed": [], "fault": "", "seconds": 0.0}
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="unisono-page-") as scratch:
+        answer, folder = Path(scratch) / "answer.json", Path(scratch) / "page"
+        folder.mkdir()
+        child = os.fork()
+        if not child:
+            os.setpgid(0, 0)
+            told: dict[str, Any] = {"printed": [], "fault": ""}
+            try:
+                told["printed"] = run_page(page, folder)
+            except BaseException as error:
+                told["fault"] = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
+            answer.write_text(json.dumps(told))
+            os._exit(0)
+        _await(child)
+        told = (
+            json.loads(answer.read_text()) if answer.is_file() else {"printed": [], "fault": f"not done in {LIMIT} s"}
+        )
+    told["seconds"] = round(time.monotonic() - started, 1)
+    return told
+
+
+def _await(child: int) -> None:
+    """Until it has ended; after LIMIT seconds it is ended, with all that it has started."""
+    until = time.monotonic() + LIMIT
+    while not os.waitpid(child, os.WNOHANG)[0]:
+        if time.monotonic() > until:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+            return
+        time.sleep(0.02)
+
+
+def run_all(chosen: list[Path], is_written: bool = False) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Pages with equal blocks, as translations have, run once."""
+    seen: dict[str, dict[str, Any]] = {}
+    for page in chosen:
+        blocks = [block for block in blocks_of(page) if block.runs or block.title]
+        key = json.dumps([(block.language, block.title, block.text, block.notes.get("exit")) for block in blocks])
+        told = {**seen[key], "seconds": 0.0} if key in seen else told_by(page)
+        seen[key] = told
+        fault = told["fault"]
+        if not fault:
+            if is_written:
+                write(page, told["printed"])
+            fault = "\n".join(faults_of(page, told["printed"]))
+        yield page, {**told, "fault": fault}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Run the code blocks of pages.")
+    parser.add_argument("page", nargs="*", type=Path, help="default: README and all of docs/")
+    parser.add_argument("--write", action="store_true", help="put what was printed into the pages")
+    parser.add_argument("--json", action="store_true", help="a line a page, as data")
+    chosen = parser.parse_args()
+    os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    sys.path[0] = str(ROOT / "src")
+    for name in COMMON:
+        importlib.import_module(name)
+    failed = False
+    for page, told in run_all([page.resolve() for page in chosen.page] or pages(), chosen.write):
+        name = str(page.relative_to(ROOT))
+        failed = failed or bool(told["fault"])
+        if chosen.json:
+            print(json.dumps({"page": name, **told}), flush=True)
+        else:
+            print(f"{name}: {told['seconds']} s {told['fault'] or 'ok'}", flush=True)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
