@@ -26,11 +26,11 @@ from rich.console import Console
 from rich.table import Table
 
 import unisono as uni
-from unisono.comm import world
 from unisono.plan.hardware import Hardware, Link
-from unisono.plan.measure import measured, written
+from unisono.plan.measure import written
 from unisono.plan.plan import Plan
 from unisono.train.dry_run import run_here
+from unisono.train.measure_command import measured_gpu
 from unisono.train.planning import Planner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
@@ -71,7 +71,7 @@ def judge(setting: Setting, hardware: Hardware) -> dict[str, Any]:
     planner.hardware = silent
     expected = planner.search(plan.world).judged(plan)
     began = time.perf_counter()
-    found = run_here(task, plan, rank=0, steps=5)
+    found = run_here(task, plan, rank=0, steps=9)
     return {
         "setting": asdict(setting),
         "predicted_memory": expected.footprint.total,
@@ -90,8 +90,7 @@ def judge(setting: Setting, hardware: Hardware) -> dict[str, Any]:
 
 def this_gpu() -> Hardware:
     """The figures of this GPU; what ranks say to each other does not matter here."""
-    with world.simulated(0, 1) as comm:
-        text = written(measured(comm, torch.device("cuda")), 1, True)
+    text = written(measured_gpu(), 1, True)
     print(text)
     with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
         file.write(text.replace("devices_per_node = 1", "devices_per_node = 8"))

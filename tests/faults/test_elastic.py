@@ -22,6 +22,7 @@ from unisono.launch import environment, hosts, survivors
 from unisono.launch.job import SCRIPT, Job, Program
 
 STEPS = 80
+SILENCE = 3  # seconds
 
 
 @pytest.fixture
@@ -34,7 +35,8 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 def on_two_hosts(made: Hosts, folder: Path, *arguments: str) -> Run:
-    return Run(["run", *arguments], folder, {"UNISONO_SSH": made.ssh}, before=made.inside)
+    told = {"UNISONO_SSH": made.ssh, environment.SILENCE: str(SILENCE)}
+    return Run(["run", *arguments], folder, told, before=made.inside)
 
 
 @pytest.mark.hosts
@@ -56,6 +58,24 @@ def test_the_job_goes_on_without_a_host_that_is_gone(two_hosts: Hosts, tmp_path:
     assert start["world"] == 2
     assert start["first_step"] > 0
     assert f"start 1 from step {start['first_step']}: plan {start['plan']}" in out
+    assert f"step {STEPS} done" in out
+    steps = [json.loads(line)["step"] for line in (folder / "steps.jsonl").read_text().splitlines()]
+    assert steps == list(range(1, STEPS + 1))
+
+
+@pytest.mark.hosts
+def test_a_host_that_falls_silent_is_noticed(two_hosts: Hosts, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    options = ("--elastic", "--max-restarts", "3", "-H", "node0:1,node1:1")
+    run = on_two_hosts(two_hosts, tmp_path, *options, PROGRAM, str(folder), "auto", "none", str(STEPS))
+    with run.started() as process:
+        wait_for_step(folder, 7, 2)
+        two_hosts.cut_cable()
+        out, said = process.communicate(timeout=90)
+        two_hosts.kill_second()  # what runs there would end by itself, after minutes
+        assert run.left_running() == []
+    assert process.returncode == 0, out + said
+    assert "host node1 is gone (its agent was lost); going on with 1 rank on node0: restart 1 of 3" in said
     assert f"step {STEPS} done" in out
     steps = [json.loads(line)["step"] for line in (folder / "steps.jsonl").read_text().splitlines()]
     assert steps == list(range(1, STEPS + 1))

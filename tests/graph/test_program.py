@@ -14,9 +14,9 @@ from unisono.train.on_mesh import OnMesh
 Pools = Callable[[str, int], RankPool]
 
 MESHES = {
-    "quickstart": ["dp=2,mp=4,full"],
+    "quickstart": ["dp=2,mp=4,full", "dp=2,mp=4,full,zero=1", "dp=2,mp=4,full,zero=3"],
     "mlp": ["dp=2", "mp=2,full", "mp=2,search=exact,full", "mp=2,search=dynamic,full", "dp=2,zero=1", "dp=2,zero=2"],
-    "gpt": ["dp=2,mp=2,full,unpack", "mp=4,search=exact,full", "dp=2,mp=2,full,zero=1", "dp=2,mp=2,full,zero=3"],
+    "gpt": ["dp=2,mp=2,full,unpack", "mp=4,search=exact,full", "mp=2,dp=2,full,zero=1", "dp=2,mp=2,full,zero=3"],
 }
 CHANCE = [
     ("mlp", (2, 2), range(4)),

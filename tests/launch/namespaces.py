@@ -59,6 +59,10 @@ class Hosts:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
 
+    def cut_cable(self) -> None:
+        """The hosts are there, but neither hears the other any more, and nobody tells them."""
+        _do("ip", "-n", self.namespaces[1], "link", "set", _ends()[1], "down")
+
 
 @contextmanager
 def two_hosts(folder: Path) -> Iterator[Hosts]:
@@ -88,7 +92,7 @@ def _on(namespace: str) -> list[str]:
 
 
 def _cable(names: tuple[str, str]) -> None:
-    ends = [f"uv{os.getpid()}{side}" for side in "ab"]
+    ends = _ends()
     for name in names:
         _do("ip", "netns", "add", name)
     _do("ip", "link", "add", ends[0], "type", "veth", "peer", "name", ends[1])
@@ -97,6 +101,10 @@ def _cable(names: tuple[str, str]) -> None:
         _do("ip", "-n", name, "addr", "add", f"{address}/24", "dev", end)
         _do("ip", "-n", name, "link", "set", end, "up")
         _do("ip", "-n", name, "link", "set", "lo", "up")
+
+
+def _ends() -> list[str]:
+    return [f"uv{os.getpid()}{side}" for side in "ab"]
 
 
 def _keys(folder: Path) -> None:

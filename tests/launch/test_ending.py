@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
 
-from tests.launch.harness import Run, wait_for, write_script
+from tests.launch.harness import MARK, Run, wait_for, write_script
+from unisono.launch.job import SCRIPT, Program, Share
+from unisono.launch.link import Links, agent_command
 
 # Every rank ignores SIGTERM and has a child in a session of its own, whose parent then dies.
 STAY = """
@@ -131,3 +134,26 @@ def test_ranks_that_asked_for_patience_may_save_first(tmp_path: Path, backend: s
         assert run.left_running() == []
     assert said == "stopped by SIGTERM; all ranks have ended\n"
     assert sorted(path.name for path in tmp_path.glob("saved.*")) == ["saved.0", "saved.1"]
+
+
+def test_an_agent_that_hears_nothing_of_its_launcher_ends_its_rank(tmp_path: Path) -> None:
+    write_script(tmp_path, "import pathlib, time\npathlib.Path('up').touch()\ntime.sleep(1000)\n")
+    run = Run([], tmp_path)
+    links = Links()
+    link = links.start("far", agent_command(), run.variables)
+    assert link.process is not None
+    assert links.await_event([link], "hello", time.monotonic() + 60)
+    program = Program(SCRIPT, "script.py", directory=str(tmp_path))
+    share = Share(program, "far", 0, 1, 0, 1, 1, "127.0.0.1", 1, {MARK: run.mark}, local_world=1)
+    link.wire.send({"do": "run", "share": share.to_json()})
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "up").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        link.wire.send({"do": "trust", "seconds": 0.5})
+        assert link.process.wait(timeout=30) == 1
+        assert run.left_running() == []
+    finally:
+        links.kill()
+        links.close()

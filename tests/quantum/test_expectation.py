@@ -82,6 +82,23 @@ def test_stages_with_turned_wires_read_the_same(pools: Pools) -> None:
         np.testing.assert_allclose(values, expected, atol=1e-12)
 
 
+def read_held_words(comm: Any) -> tuple[np.ndarray, list[Word]]:
+    """Many words that flip a held wire and no other, with Y there: their sums are imaginary."""
+    state = State(6, comm, kernel="reference").run(random_circuit(6, 60, 8))
+    held, others = state.layout[0], sorted(state.layout[1:])
+    words = [tuple(sorted([(held, "Y"), *((wire, "Z") for wire in others[:count])])) for count in range(6)]
+    words += [tuple(sorted([(held, "Y"), (wire, "Z")])) for wire in others[1:]]
+    return words_values(state, words).numpy(), words
+
+
+def test_words_that_flip_held_wires_only(pools: Pools) -> None:
+    vector = dense.state(random_circuit(6, 60, 8))
+    for values, read in pools("gloo", 2).run(read_held_words):
+        expected = [dense.expectation(vector, PauliSum(((1.0, word),))) for word in read]
+        assert np.abs(expected).max() > 0.01
+        np.testing.assert_allclose(values, expected, atol=1e-12)
+
+
 def test_two_thousand_words_on_eight_ranks() -> None:
     layout = tuple(range(20))
     assert reading(random_words(20, 2000, 0), layout, 3).exchanges == 7
@@ -115,11 +132,14 @@ def test_words_fast_and_plain(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtyp
     tolerance = 1e-3 if dtype == torch.complex64 else 1e-11
     for fast in (True, False):
         monkeypatch.setattr(words, "_fast", lambda _, fast=fast: fast)
-        np.testing.assert_allclose(words.word_sums(mine, theirs, flip, signs), expected, atol=tolerance)
-        np.testing.assert_allclose(words.word_sums(mine, theirs, flip, signs[:3]), expected[:3], atol=tolerance)
-        assert words.word_sums(mine, mine, 0, signs)[0].imag == pytest.approx(0, abs=tolerance)
+        many, few, plain = words.word_sums(mine, theirs, [(flip, signs), (flip, signs[:3]), (0, signs)])
+        np.testing.assert_allclose(many, expected, atol=tolerance)
+        np.testing.assert_allclose(few, expected[:3], atol=tolerance)
+        np.testing.assert_allclose(plain, table @ (theirs.numpy().conj() * mine.numpy()), atol=tolerance)
+        (alike,) = words.word_sums(mine, mine, [(0, signs)])
+        np.testing.assert_allclose(alike, table @ (mine.numpy().conj() * mine.numpy()), atol=tolerance)
         into = mine.clone()
-        words.add_words(into, theirs, flip, signs, factors)
+        words.add_words(into, theirs, [(flip, signs[:8], factors[:8]), (flip, signs[8:], factors[8:])])
         np.testing.assert_allclose(into.numpy(), added, atol=tolerance)
 
 

@@ -130,7 +130,7 @@ def test_pauli_words_on_a_gpu(dtype: torch.dtype) -> None:
         layout = [int(wire) for wire in draw.permutation(bits)]
         state = State(bits, dtype=torch.complex128)
         state.local, state.layout = random_state(bits), tuple(layout)
-        words = GpuWords(made, layout, dtype)
+        words = GpuWords(made, layout)
         there = state.local.to(CUDA, dtype)
         np.testing.assert_allclose(words.values(there), expectations(state, made), atol=10 * TOLERANCE[dtype])
         weights = draw.normal(size=len(made)).tolist()

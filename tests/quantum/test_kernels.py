@@ -15,9 +15,10 @@ from unisono.quantum import Circuit, weight
 from unisono.quantum.compiled import Compiled
 from unisono.quantum.gates import GATES
 from unisono.quantum.kernels import code, reference
+from unisono.quantum.measuring import Expectations
 from unisono.quantum.observable import observable
 from unisono.quantum.parameter import Affine
-from unisono.quantum.words import Words
+from unisono.quantum.state import State
 
 WEIGHTS, FEATURES = np.array([0.3, -1.1, 2.0, 4.4, -2.9]), np.array([0.7, 0.2])
 TOLERANCE = {torch.complex64: 2e-5, torch.complex128: 1e-12}
@@ -143,21 +144,18 @@ def test_pauli_words(dtype: torch.dtype, threads: int) -> None:
         texts = [" ".join(f"{draw.choice([*'IXYZ'])}{wire}" for wire in range(bits)) for _ in range(6)]
         made = [observable({text: float(draw.normal())}) for text in texts]
         made[1] = made[1] + made[0] + 0.5
-        layout = [int(wire) for wire in draw.permutation(bits)]
-        state = random_state(bits, dtype)
-        words = Words(made, layout, dtype)
-        ordered = state.to(torch.complex128).reshape((2,) * bits).permute([layout.index(w) for w in range(bits)])
-        vector = ordered.reshape(-1).numpy()
-        found = words.values(state)
+        state = State(bits, dtype=dtype).set_amplitudes(random_state(bits, dtype))
+        state.layout = tuple(int(wire) for wire in draw.permutation(bits))
+        vector = state.amplitudes().to(torch.complex128).numpy()
+        output = Expectations(made, bits, dtype)
+        found = output.read(state).double().numpy()
         weights = draw.normal(size=len(made))
-        applied = words.applied(state, weights.tolist())
-        total = sum(float(weight) * each for weight, each in zip(weights, made, strict=True))
+        applied = output.costate(state, torch.empty(0), torch.from_numpy(weights)).local
         if bits < 10:
             expected = [dense.expectation(vector, each) for each in made]
             np.testing.assert_allclose(found, expected, atol=10 * TOLERANCE[dtype])
-        overlap = torch.vdot(state, applied).real.item()
+        overlap = torch.vdot(state.local, applied).real.item()
         np.testing.assert_allclose(overlap, found @ weights, atol=10 * TOLERANCE[dtype])
-        np.testing.assert_allclose(Words([total], layout, dtype).values(state)[0], overlap, atol=10 * TOLERANCE[dtype])
 
 
 def test_bad_amplitudes_are_refused() -> None:

@@ -71,6 +71,30 @@ def test_batch_and_state_over_the_axes_of_one_mesh(pools: Pools) -> None:
                 np.testing.assert_allclose(found, expected, atol=1e-12)
 
 
+def evaluate_own_batches(comm: Any) -> list[np.ndarray]:
+    """Each group of an axis has its own part of the batch, and gradients are added up over the other axis by hand."""
+    mesh = Mesh((2, 2), ("dp", "qubits")).connect()
+    groups, samples = mesh.comm("qubits"), mesh.comm("dp")
+    circuit = random_circuit(6, 50, 11, weights=4, features=2)
+    layer = Layer(circuit, [Z(0), X(0) @ X(1) @ X(2)], groups, dtype=torch.complex128, kernel="reference")
+    layer(BATCH[samples.rank :: samples.size]).sum().backward()
+    assert layer.weights.grad is not None
+    return [samples.all_reduce(layer.weights.grad).numpy()]
+
+
+BATCH = torch.tensor([[0.3, -0.7], [1.1, 0.2], [0.0, 0.9], [-0.4, 0.6]], dtype=torch.float64)
+
+
+@pytest.mark.filterwarnings("ignore:.*ranks")
+def test_a_layer_over_one_axis_in_any_data_parallelism(pools: Pools) -> None:
+    circuit = random_circuit(6, 50, 11, weights=4, features=2)
+    alone = Layer(circuit, [Z(0), X(0) @ X(1) @ X(2)], dtype=torch.complex128, kernel="reference")
+    alone(BATCH).sum().backward()
+    assert alone.weights.grad is not None
+    for (found,) in pools("gloo", 4).run(evaluate_own_batches):
+        np.testing.assert_allclose(found, alone.weights.grad.numpy(), atol=1e-12)
+
+
 def refused_meshes(comm: Any) -> list[str]:
     said = []
     mesh = Mesh((3, 1), ("qubits", "dp")).connect()

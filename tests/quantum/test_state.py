@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import subprocess
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +17,7 @@ from tests.quantum.circuits import random_circuit
 from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.quantum import staging
+from unisono.quantum.allocation import zeros
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.holdings import Holdings
 from unisono.quantum.program import Program, Run, Trades
@@ -151,6 +154,38 @@ def damage(comm: Any) -> str:
 def test_a_norm_that_drifts_is_an_error(pools: Pools) -> None:
     for message in pools("gloo", 2).run(damage):
         assert "after an exchange the norm is" in message
+
+
+def wait_for_partners(comm: Any) -> tuple[np.ndarray, str]:
+    """One rank comes late; then each waits for a meeting that never comes, with a partner that has ended."""
+    staging._kept.pop(comm, None)
+    shared = staging.staging(comm, 1 << 12)
+    assert shared is not None
+    if comm.rank:
+        time.sleep(0.2)
+    vector = State(7, comm, kernel="reference").run(random_circuit(7, 40, 2)).amplitudes().numpy()
+    ended = subprocess.Popen(["true"])
+    ended.wait()
+    shared._pids = [ended.pid] * comm.size
+    with pytest.raises(RuntimeError) as raised:
+        shared._wait(1 - comm.rank, 1 << 40)
+    return vector, str(raised.value)
+
+
+def test_ranks_of_a_host_wait_for_each_other_as_long_as_they_live(pools: Pools) -> None:
+    for rank, (vector, said) in enumerate(pools("gloo", 2).run(wait_for_partners)):
+        np.testing.assert_allclose(vector, dense.state(random_circuit(7, 40, 2)), atol=1e-12)
+        assert said == f"rank {1 - rank} has ended"
+
+
+def test_large_arrays_are_zero_and_whole_pages() -> None:
+    for count in (3, 1 << 19, (1 << 19) + 5):
+        made = zeros(count, torch.complex128, torch.device("cpu"))
+        assert made.shape == (count,)
+        assert not made.any()
+        made += 1
+        assert made.sum() == count
+        assert count < 9 or made.data_ptr() % (2 << 20) == 0
 
 
 def test_a_state_that_does_not_fit_is_refused_with_what_would_do() -> None:

@@ -7,13 +7,17 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.ranks import RankPool
-from tests.train.test_engine import stopped
+from tests.train.test_engine import data, engine, stopped
 from unisono import cli
+from unisono.comm.communicator import Communicator
+from unisono.report.page import _memory, as_page
+from unisono.report.run import Run
 
 BROWSER = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
@@ -71,6 +75,30 @@ def test_memory_and_bytes_in_the_ledger_are_those_of_the_plan(run_folder: Path) 
         assert rank["memory"]["activations"] > 0
     assert told[0]["memory"] == told[1]["memory"], "two replicas of the first stage"
     assert told[0]["collectives"]["all_reduce"]["payload"] >= told[0]["memory"]["gradients"]
+
+
+def foretold(comm: Communicator, plan: str, folder: str) -> None:
+    trained = engine(plan)
+    trained.dataloader(data(), batch_size=8)
+    trained.foreseen()
+    trained.fit(data(), batch_size=8, save=folder, progress=False)
+
+
+def test_each_rank_has_its_own_prediction_beside_what_was_measured(
+    tmp_path: Path, pools: Callable[[str, int], RankPool]
+) -> None:
+    pools("gloo", 4).run(foretold, "dp=2,pp=2,microbatches=2", str(tmp_path))
+    run = Run.read(tmp_path)
+    stages = run.predicted["memory_by_stage"]
+    assert len(stages) == 2
+    rows = _memory(run)
+    for rank, stage in enumerate((0, 0, 1, 1)):
+        assert rows[f"rank {rank} predicted"]["parameters"] == stages[stage]["parameters"]
+        assert rows[f"rank {rank}"]["parameters"] == pytest.approx(stages[stage]["parameters"], rel=0.02)
+    assert stages[0]["parameters"] != stages[1]["parameters"]
+    assert "a stage each" in as_page(run)
+    zero = replace(run, starts=[{**run.starts[-1], "plan": "dp=4,zero=3"}], program="<p>one</p>")
+    assert "zero=3 keeps state in pieces" in as_page(zero)
 
 
 @pytest.mark.skipif(not BROWSER, reason="no Chromium on this machine; install it to look at the page")

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import gc
 import json
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 from tests.equivalence import tasks
 from tests.ranks import RankPool
 from unisono.cli import main
+from unisono.comm import world
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.launch.spawn import spawn
+from unisono.mesh.mesh import Mesh
 from unisono.plan.hardware import Hardware
-from unisono.plan.plan import Plan
+from unisono.plan.plan import AXES, Plan
 from unisono.train.auto import Choice, Job, foresee
-from unisono.train.dry_run import dry_run, run_here
+from unisono.train.dry_run import _built, dry_run, run_here
 from unisono.train.planning import Planner, choose
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 TASK = "examples/gpt.py:tiny"
 
 
@@ -57,6 +66,21 @@ def test_only_plans_that_the_task_can_run_under() -> None:
     assert Planner(tasks.gpt, hardware).allows(Plan(tp=8)) is not None  # four heads
 
 
+def test_experts_are_planned_for() -> None:
+    """Routing has no place in a graph: tokens are taken to visit experts in turn. ep divides experts, and talks."""
+    search = Planner(tasks.moe, Hardware.read("h100")).search(4)
+    block = search.portrait.blocks[0]
+    products = [work for work in block.works if work.family == "linear" and work.flops]
+    tokens = 16 * 2  # of a sample, each of which visits two experts
+    assert sum(work.flops for work in products[-8:]) == 2 * 2 * tokens * 16 * 32  # up and down, of four experts
+    assert block.expert_traffic == tokens * 16 * 4
+    plain, spread = (search.judged(Plan.parse(text)) for text in ("dp=4", "dp=4,ep=4"))
+    assert search.refusal(spread.plan) is None
+    assert spread.footprint.parameters < plain.footprint.parameters
+    assert spread.duration.tensor > plain.duration.tensor == 0
+    assert any(plan.ep > 1 for plan in search.scheduled())
+
+
 def test_a_dry_run_has_the_predicted_state() -> None:
     """Rank 5 of 256 in a process of its own: what it holds is what the planner says."""
     plan = Plan.parse("dp=64,tp=4,sp,zero=1")
@@ -70,6 +94,48 @@ def test_a_dry_run_has_the_predicted_state() -> None:
     assert parameters < found.state <= parameters + optimizer + 4 * 64
     with pytest.raises(UsageError, match="is in stage 1 of the pipeline"):
         run_here(tasks.gpt, Plan(pp=2, microbatches=2), rank=1)
+
+
+def test_predicted_memory_is_what_is_allocated() -> None:
+    """To 2%, at every moment of a backward that could be the highest, in a process of its own."""
+    for plan, predicted, allocated in spawn(_allocated, 1, None, ())[0]:
+        assert predicted == pytest.approx(allocated, rel=0.02), plan
+
+
+PLANS = ("dp=8,zero=1,microbatches=2", "dp=8,zero=2,recompute=full", "dp=2,tp=4,sp,zero=1")
+
+
+def _allocated() -> list[tuple[str, float, float]]:
+    from gpt import Config, large_gpt
+
+    found = []
+    for text in PLANS:
+        plan = Plan.parse(text)
+        task = large_gpt("small", Config(512, 64, 128, 4, 4), 2 * plan.dp * plan.microbatches, torch.float32)
+        expected = Planner(task, Hardware.read("h100")).search(8).judged(plan).footprint.total
+        with (
+            world.simulated(0, plan.world),
+            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
+        ):
+            mesh = Mesh(plan.shape, AXES).connect()
+            trainer = _built(task, plan, mesh, torch.device("cpu"))
+            for _ in range(3):
+                trainer.step(task.batch(0))
+            del trainer
+            gc.collect()
+        totals = _totals(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+        found.append((text, expected, max(total for _, total in totals) - min(totals)[1]))
+    return found
+
+
+def _totals(events: list[Any]) -> list[tuple[int, float]]:
+    """Bytes that were allocated after each allocation, with its time."""
+    told: list[tuple[int, float]] = []
+    for event in events:
+        total = getattr(event.extra_fields, "total_allocated", None)
+        told += [(event.start_time_ns, total)] if total is not None else []
+        told += _totals(event.children)
+    return told
 
 
 def test_auto_finds_one_plan_on_all_ranks(pools: Callable[[str, int], RankPool]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -41,6 +41,8 @@ class Communicator(Objects):
     `rank` and `size` are this rank's place in the group and the group's size; `ranks` are the group's members as
     ranks of the world. All ranks that methods take or return are ranks of the group.
     """
+
+    is_simulated = False  # whether the other ranks are not there, and what they would bring means nothing
 
     def __init__(
         self,
@@ -146,6 +148,15 @@ class Communicator(Objects):
             self._letters.left = self._letters.entered
         handle = Handle(works, finish, self._watch.waiter(self._letters))
         return handle if async_op else handle.wait()
+
+    def block(self, what: str, until: Callable[[], None]) -> None:
+        """Wait for other ranks in a way of one's own, where the watch sees it: `until` returns, or raises RuntimeError
+        where what is waited for will not come."""
+        self._letters.enter(what, "", None, 2)
+        try:
+            self._watch.waiter(self._letters)(until)
+        finally:
+            self._letters.left = self._letters.entered
 
     def _send(self, op: str, tensor: torch.Tensor, to: int, tag: int) -> Handle:
         self._require_peer(to)

@@ -14,6 +14,7 @@ from unisono.comm import backends
 from unisono.comm.communicator import Communicator
 from unisono.comm.meeting import Meeting, meet
 from unisono.comm.seat import find_seat
+from unisono.comm.simulated import SimulatedCommunicator
 from unisono.comm.torch_calls import TorchCalls
 from unisono.comm.watch import Watch
 from unisono.errors import CommError, UsageError
@@ -157,8 +158,8 @@ def world_size() -> int:
 def simulated(rank: int, size: int) -> Iterator[Communicator]:
     """In the block, this process is one rank of a world whose others are not there.
 
-    Every collective and message is over at once and brings nothing: shapes, memory and computing are those of the rank,
-    numbers are not.
+    Every collective and message is over at once and brings what this rank has, or nothing: shapes, memory and computing
+    are those of the rank, numbers are not.
     """
     global _world
     if _world is not None or dist.is_initialized():
@@ -170,7 +171,7 @@ def simulated(rank: int, size: int) -> Iterator[Communicator]:
     assert dist.group.WORLD is not None
     name = "nccl" if torch.cuda.is_available() else "gloo"
     watch = Watch(store, rank, size, DEFAULT_TIMEOUT, False)
-    _world = Communicator(dist.group.WORLD, name, watch, local_rank=0, local_size=1, hosts=["here"] * size)
+    _world = SimulatedCommunicator(dist.group.WORLD, name, watch, local_rank=0, local_size=1, hosts=["here"] * size)
     try:
         yield _world
     finally:

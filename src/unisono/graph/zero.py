@@ -29,7 +29,7 @@ from unisono.graph.option import REPLICATE
 from unisono.graph.pieces import Held, Pieces
 from unisono.graph.rules.registry import options
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.placement import Placements, Shard, local_slice
+from unisono.mesh.placement import Placements, Shard, local_slice, shard_dim
 from unisono.mesh.reshard import move
 
 AXIS = "dp"
@@ -60,9 +60,11 @@ def in_pieces(assignment: Assignment) -> Assignment:
 
 
 def _even_dim(shape: tuple[int, ...], lying: Placements, axis: int, mesh: Mesh) -> int | None:
-    """The first dim that the ranks of an axis can cut evenly."""
+    """The first dim that the ranks of an axis can cut evenly. Not one that a later axis of the mesh cuts: this axis
+    would come before it, and every piece would be made of other rows."""
+    later = {shard_dim(placement) for placement in lying[axis + 1 :]}
     for dim in range(len(shape)):
-        if shape[dim] and divides(shape, _cut_at(lying, axis, dim), mesh.shape):
+        if dim not in later and shape[dim] and divides(shape, _cut_at(lying, axis, dim), mesh.shape):
             return dim
     return None
 

@@ -213,6 +213,7 @@ class Lifeline:
         self._crew = crew
         self._retired = False
         self._patience = 0.0
+        self._trust: float | None = None  # seconds without a word of the launcher after which the job is over
         self._is_asked = False  # to go, by SIGTERM to the launcher or to this agent
         self.signal = signal.SIGTERM
         self.on_stop: Callable[[signal.Signals], None] | None = None
@@ -222,12 +223,22 @@ class Lifeline:
 
     def _watch(self) -> None:
         while not self._wire.closed:
-            for message in self._wire.receive():
+            if self._wire.is_silent(self._trust):
+                self._end_at_once()
+            for message in self._wire.read_once():
                 if message["do"] == "stop":
                     self.signal = signal.Signals(message["signal"])
                     self._is_asked = self.signal == signal.SIGTERM
                     self._stop()
+                elif message["do"] == "trust":
+                    self._trust = message["seconds"]
         self._stop()
+
+    def _end_at_once(self) -> None:
+        """The launcher has not been heard for long: its host, or the network, is gone, and nobody may be told."""
+        if not self._retired:
+            self._crew.kill_all()
+            os._exit(1)
 
     def _stop(self) -> None:
         if self._retired:

@@ -17,12 +17,13 @@ ATTEMPT = "UNISONO_ATTEMPT"  # how often the job was restarted before this start
 GONE = "UNISONO_GONE"  # the hosts that an elastic job has lost: "b,c"; absent while it has all
 
 SSH = "UNISONO_SSH"  # read by the launcher: the ssh command, when no --ssh is given
+SILENCE = "UNISONO_SILENCE"  # read by the launcher: seconds without a word after which a host counts as gone
 MPIEXEC = "UNISONO_MPIEXEC"  # read by the launcher: the mpiexec to use
 CONNECT = "UNISONO_CONNECT"  # how an agent that mpiexec started finds its launcher
 
 # A remote rank starts in its host's own environment; of the launcher's, these travel with the job.
 TRAVELLING_PREFIXES = ("UNISONO_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTHON")
-STAYING = (CONNECT, FAILURE_FILE, GONE, HOST, SSH, MPIEXEC)
+STAYING = (CONNECT, FAILURE_FILE, GONE, HOST, SSH, SILENCE, MPIEXEC)
 
 
 def absolute_path(path: str) -> str:

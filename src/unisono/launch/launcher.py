@@ -10,7 +10,7 @@ from dataclasses import replace
 from types import FrameType
 
 from unisono.errors import PreflightError
-from unisono.launch import mpijob, preflight, survivors
+from unisono.launch import mpijob, preflight, remote, survivors
 from unisono.launch.console import Console
 from unisono.launch.job import Job, Share
 from unisono.launch.link import Links
@@ -74,7 +74,8 @@ def _attempt(job: Job, console: Console, attempt: int) -> Outcome:
                 attempt=attempt,
             )
             link.wire.send({"do": "run", "share": share.to_json()})
-        return watch.until_end()
+        with remote.heard(links):
+            return watch.until_end()
 
 
 @contextmanager

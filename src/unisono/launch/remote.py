@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
 import shlex
 import sys
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
 
+from unisono.errors import UsageError
 from unisono.launch import environment
 from unisono.launch.link import Link, agent_command
 
+_ASKED = 3  # times that ssh asks a silent host for a word
+_TRUST = 10  # so many times longer, a host that hears nothing waits before it ends its ranks
 # What ssh says -> what it means. The first that fits counts.
 _CAUSES = (
     (r"could not resolve hostname", "its name does not resolve; check the spelling, DNS or /etc/hosts"),
@@ -34,13 +39,41 @@ def command(host: str, ssh: Sequence[str], python: str, patience: float) -> list
     if path:
         words = ["env", f"PYTHONPATH={environment.absolute_path(path)}", *words]
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={max(1, math.ceil(patience))}", "-T"]
-    options += [
-        "-o",
-        "ServerAliveInterval=10",
-        "-o",
-        "ServerAliveCountMax=3",
-    ]  # a host that vanishes is noticed
+    asked = max(1, silence() // _ASKED)  # a host that vanishes is noticed
+    options += ["-o", f"ServerAliveInterval={asked}", "-o", f"ServerAliveCountMax={_ASKED}"]
     return [*ssh, *options, "--", host, shlex.join(words)]
+
+
+def silence() -> int:
+    """Seconds without a word after which a host counts as gone."""
+    given = os.environ.get(environment.SILENCE, "30")
+    if not given.isdecimal() or int(given) < _ASKED:
+        raise UsageError(f"{environment.SILENCE}={given}: expected whole seconds, at least {_ASKED}")
+    return int(given)
+
+
+@contextlib.contextmanager
+def heard(links: Iterable[Link]) -> Iterator[None]:
+    """In the block, agents on other hosts hear every few seconds that the launcher is there.
+
+    One that does not for ten times as long as a host may be silent ends its ranks: the launcher has given it up.
+    """
+    far = [link for link in links if not link.is_local]
+    over = threading.Event()
+
+    def tell() -> None:
+        while far and not over.is_set():
+            for link in far:
+                link.wire.send({"do": "trust", "seconds": _TRUST * silence()})
+            over.wait(silence() / _ASKED)
+
+    teller = threading.Thread(target=tell, daemon=True)
+    teller.start()
+    try:
+        yield
+    finally:
+        over.set()
+        teller.join(timeout=1)
 
 
 def cause(link: Link, python: str) -> str:

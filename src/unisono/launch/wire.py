@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
 import socket
 import threading
 from typing import Any
@@ -44,6 +45,13 @@ class Wire:
             messages = self.read_once()
         return messages
 
+    def is_silent(self, seconds: float | None) -> bool:
+        """Whether nothing comes within so many seconds; None waits for ever."""
+        try:
+            return not select.select([self.read_fd], [], [], seconds)[0]
+        except (OSError, ValueError):
+            return False  # closed: a read tells
+
     def read_once(self) -> list[Message]:
         """The whole messages after one read (which blocks unless the descriptor is readable)."""
         try:
@@ -58,6 +66,10 @@ class Wire:
 
     def hang_up(self) -> None:
         """Say no more: the other end reads the end of the stream, and can still answer."""
+        with self._sending:
+            self._hang_up()
+
+    def _hang_up(self) -> None:
         if self.write_fd == self.read_fd:
             with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.write_fd)) as connection:
                 connection.shutdown(socket.SHUT_WR)

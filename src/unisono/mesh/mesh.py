@@ -70,6 +70,7 @@ class Mesh:
         self._root = root
         self._device_mesh: tuple[weakref.ref[Communicator], DeviceMesh] | None = None
         self._key = (self.shape, names, grid.tobytes())
+        self._coordinates: dict[int, tuple[int, ...]] = {}  # a step asks hundreds of times
 
     def __repr__(self) -> str:
         axes = ", ".join(f"{name}={size}" for name, size in zip(self.names, self.shape, strict=True))
@@ -103,10 +104,12 @@ class Mesh:
     def coordinate(self, rank: int | None = None) -> tuple[int, ...]:
         """The place of a rank of the world (by default this one) in the grid."""
         rank = worlds.rank() if rank is None else rank
-        places = np.argwhere(self.ranks == rank)
-        if not len(places):
-            raise UsageError(f"rank {rank} is not in {self}, whose ranks are {self._shown()}")
-        return tuple(int(place) for place in places[0])
+        if rank not in self._coordinates:
+            places = np.argwhere(self.ranks == rank)
+            if not len(places):
+                raise UsageError(f"rank {rank} is not in {self}, whose ranks are {self._shown()}")
+            self._coordinates[rank] = tuple(int(place) for place in places[0])
+        return self._coordinates[rank]
 
     def index(self, *names: str, rank: int | None = None) -> int:
         """The place of a rank (by default this one) along these axes, the last one running fastest."""

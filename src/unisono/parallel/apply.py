@@ -1,10 +1,12 @@
 """Where a Plan meets a model: the one place that knows all strategies, and in which order they are applied.
 
-1. The model is built whole, from one seed, and its modules are named: random numbers go by those names.
+1. The model is built from one seed, and its modules are named: random numbers go by those names. Where a function
+   builds it, and the plan leaves a rank a part, it is hollow at first (mesh/draft.py): a rank never builds the whole.
 2. Experts, layers and sequences are shared out (ep, tp with sp, cp), in place, under the parameters' own names.
 3. Batch statistics become global, chosen modules are recomputed.
 4. The pipeline keeps this rank's stages.
-5. What is left of the model on this rank is replicated over the data ranks, plainly or by ZeRO.
+5. What is left of the model on this rank gets its values, where it was hollow (filling.py), and is replicated over the
+   data ranks, plainly or by ZeRO.
 
 A combination that cannot give the result of one device is refused before any rank computes.
 """
@@ -21,26 +23,29 @@ from torch.optim import Optimizer
 from unisono.comm import world
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.mesh.initial import build
+from unisono.mesh.draft import Draft, drafted, whole_draft
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.parallel import batchnorm
+from unisono.parallel.bucket import is_summed
 from unisono.parallel.context import context_parallelize
 from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import expert_parallelize, needs_whole_batch
+from unisono.parallel.filling import Filling
 from unisono.parallel.head_width import HeadWidth
 from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.pipeline.layers import LayerSpec, build_whole
-from unisono.parallel.pipeline.rehearsal import rehearse
+from unisono.parallel.pipeline.rehearsal import rehearse, surveyed
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import require_stages, split
+from unisono.parallel.pipeline.survey import Users, by_names
 from unisono.parallel.pipeline.tied import TiedGradients
 from unisono.parallel.precision import Precision
 from unisono.parallel.preview import require_fitting_loss
 from unisono.parallel.reach import require_whole
 from unisono.parallel.recompute import is_recomputed, recompute
 from unisono.parallel.share import rows_of, share, shares
-from unisono.parallel.tensor import require_shareable, tensor_parallelize
+from unisono.parallel.tensor import fitting_rules, require_shareable, tensor_parallelize
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.parallel.zero import Zero
 from unisono.plan.balance import checked
@@ -51,7 +56,7 @@ Model = nn.Module | Callable[[], nn.Module] | Sequence[LayerSpec]
 
 
 def parallelize(
-    model: Model,
+    model: Model | Draft,
     plan: Plan | str,
     *,
     loss: Loss,
@@ -68,22 +73,32 @@ def parallelize(
     model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
     torch.manual_seed(seed), or a list of uni.nn.LayerSpec, which are built so. loss(outputs, targets) gives a scalar,
     optimizer(parameters) a torch optimizer. example: a batch (inputs, targets), which pipelines need to find their
-    stages. rules: which layers tp cuts, and how. clip: the largest norm of the gradients. precision: "fp32", "bf16" or
-    "fp16", in which all is computed from float32 parameters; "fp32" leaves the model's own dtype.
+    stages, and tp to search a model for rules. rules: which layers tp cuts, and how; without, what the model brings or
+    shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed from
+    float32 parameters; "fp32" leaves the model's own dtype.
     """
     precision = Precision.of(precision)
+    optimizer = _checked(optimizer)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     comm = world.world() if world.is_initialized() else world.init()
     plan.fit(comm.size)
-    whole = _whole_model(model, seed, dtype)
+    draft = draft_for(plan, model, seed, dtype)
+    whole = draft.model
     refuse_what_cannot_be_right(plan, whole)
     precision.require_float32(whole)
     if plan.tp > 1:
+        rules = fitting_rules(whole, plan.tp, rules, example)
         require_shareable(whole, plan.tp, rules)
     if example is not None:
         require_fitting_loss(whole, loss, example)
+    survey = None
     if plan.pp > 1:
-        rehearse(whole, _order(plan), _example_inputs(plan, example))
+        inputs = _example_inputs(plan, example)
+        rehearse(whole, _order(plan), inputs)
+        survey = surveyed(whole, _order(plan), inputs) if draft.is_hollow else None
+        if draft.is_hollow and survey is None:
+            draft = draft.rebuilt("its forward cannot be run without numbers, to see what each stage of it uses")
+            whole = draft.model
     mesh = Mesh(plan.shape, AXES).connect()  # the first time that ranks communicate
     if isinstance(model, nn.Module):
         comm.broadcast_parameters(whole)
@@ -91,7 +106,11 @@ def parallelize(
     random.name_modules(whole)
 
     def under_plan() -> Trainer:
-        trainer = applied(whole, plan, mesh, random, loss, optimizer, example, rules, clip)
+        filling = Filling(draft, mesh) if draft.is_hollow else None
+        trainer = applied(
+            whole, plan, mesh, random, loss, optimizer, example, rules, clip, filling=filling, survey=survey
+        )
+        trainer.note = draft.note
         trainer.precision = precision
         trainer.scaler = precision.scaler(mesh)
         if trainer.scaler is not None and takes_closure(trainer.optimizer):
@@ -118,20 +137,49 @@ def _agreed(comm: Communicator, act: Callable[[], Trainer]) -> Trainer:
     return trainer
 
 
-def _whole_model(model: Model, seed: int, dtype: torch.dtype | None) -> nn.Module:
-    whole: Any
+def _checked(make: Callable[[Any], Optimizer]) -> Callable[[Any], Optimizer]:
+    def made(parameters: Any) -> Optimizer:
+        optimizer = make(parameters)
+        if not isinstance(optimizer, Optimizer):
+            raise UsageError(
+                f"optimizer(parameters) gave a {type(optimizer).__name__}; expected a torch optimizer, as "
+                "lambda p: torch.optim.AdamW(p, lr=3e-4) gives"
+            )
+        return optimizer
+
+    return made
+
+
+def draft_for(plan: Plan, model: Model | Draft, seed: int, dtype: torch.dtype | None = None) -> Draft:
+    """The model as the plan needs it: hollow where a function builds it and ranks will own parts, else whole."""
+    if isinstance(model, Draft):
+        return model
+    if isinstance(model, nn.Module):
+        return whole_draft(lambda: model if dtype is None else model.to(dtype), seed)
+    function = _function(model, seed)
+
+    def make() -> nn.Module:
+        made = function()
+        if not isinstance(made, nn.Module):
+            raise UsageError(f"{_TAKES}; the function gave {type(made).__name__}")
+        return made if dtype is None else made.to(dtype)
+
+    is_cut = plan.tp > 1 or plan.pp > 1 or plan.ep > 1 or plan.zero == 3
+    # Under cp, later stages of a pipeline learn the length of sequences from a run of the whole model.
+    if is_cut and not (plan.pp > 1 and plan.cp > 1):
+        return drafted(make, seed)
+    return whole_draft(make, seed, "pp and cp are used together" if is_cut else "")
+
+
+_TAKES = "parallelize takes an nn.Module, a function that builds one or a list of uni.nn.LayerSpec"
+
+
+def _function(model: Any, seed: int) -> Callable[[], nn.Module]:
     if isinstance(model, list | tuple) and model and all(isinstance(each, LayerSpec) for each in model):
-        whole = build_whole(model, seed)
-    elif callable(model):
-        whole = model if isinstance(model, nn.Module) else build(model, seed)
-    else:
-        whole = model
-    if not isinstance(whole, nn.Module):
-        raise UsageError(
-            "parallelize takes an nn.Module, a function that builds one or a list of uni.nn.LayerSpec; it was given "
-            f"{type(whole).__name__}"
-        )
-    return whole if dtype is None else whole.to(dtype)
+        return lambda: build_whole(model, seed)
+    if not callable(model):
+        raise UsageError(f"{_TAKES}; it was given {type(model).__name__}")
+    return model
 
 
 def refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
@@ -170,9 +218,12 @@ def applied(
     rules: Any,
     clip: float | None,
     fill: Callable[[nn.Module], None] = lambda model: None,
+    filling: Filling | None = None,
+    survey: Users | None = None,
 ) -> Trainer:
     """`fill` is given the model when it is cut, and before anything is made of its parameters: to give memory to one
-    that was built without."""
+    that was built without. `filling` does so with the values that it is to have; `survey` then tells which segments of
+    the forward use a parameter or buffer, as a hollow model cannot be run among ranks."""
     head_width = HeadWidth(model, plan.tp, products=plan.cp == 1) if plan.tp > 1 else None
     expert_parallelize(model, mesh)
     if plan.tp > 1:
@@ -189,9 +240,15 @@ def applied(
         order = _order(plan)
         with random:
             inputs = _example_inputs(plan, example, mesh.index(*DATA))
-            cut = split(model, order, mesh.index("pp"), example=inputs, boundaries=plan.boundaries or None)
+            known = None if survey is None else by_names(model, require_stages(model, order), survey)
+            bounds = plan.boundaries or None
+            cut = split(model, order, mesh.index("pp"), example=inputs, boundaries=bounds, survey=known)
         random.step = 0
     fill(model)
+    by_piece: dict[str, Any] = {}
+    if filling is not None:
+        filling.fill(model, later=lambda parameter: plan.zero == 3 and is_summed(parameter, mesh))
+        by_piece = {"fill": filling.fill_one}
     comm = mesh.comm(*REPLICAS)
     normalised = GlobalLoss(loss, comm if comm.size > 1 else None, dims=(0, 1) if plan.cp > 1 else (0,))
     if plan.zero:
@@ -199,7 +256,7 @@ def applied(
         if cut is not None:
             in_pipeline["units"] = [block for stage in cut.stages for block in stage.modules]
             in_pipeline |= {"users": cut.users, "tied": [each.name for each in cut.tied]}
-        zero = Zero(model, mesh, optimizer, plan.zero, offload=plan.offload, **in_pipeline)
+        zero = Zero(model, mesh, optimizer, plan.zero, offload=plan.offload, **in_pipeline, **by_piece)
         trainer = Trainer(model, plan, mesh, normalised, zero.optimizer, random, zero, clip, context)
     else:
         stepping = optimizer(list(model.parameters()))

@@ -23,6 +23,11 @@ def summed_axes(parameter: torch.Tensor, mesh: Mesh) -> Axes:
     return tuple(axis for axis in layout_of(parameter).summed if axis in mesh.names and mesh.size(axis) > 1)
 
 
+def is_summed(parameter: torch.Tensor, mesh: Mesh) -> bool:
+    """Whether several ranks have a part of its gradient."""
+    return parameter.requires_grad and bool(summed_axes(parameter, mesh))
+
+
 def gradient_dtype(parameter: torch.Tensor) -> torch.dtype:
     return getattr(parameter, "grad_dtype", None) or parameter.dtype
 
@@ -146,7 +151,7 @@ def buckets_of(
     kinds: dict[tuple[Axes, torch.dtype, torch.device], list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
         axes = summed_axes(parameter, mesh)
-        if axes and parameter.requires_grad:
+        if is_summed(parameter, mesh):
             kinds.setdefault((axes, gradient_dtype(parameter), parameter.device), []).append((name, parameter))
     made: list[tuple[int, Any]] = []
     places = {id(parameter): place for place, (_, parameter) in enumerate(named)}

@@ -34,10 +34,13 @@ def gradient_norm(
         for parameter in _once(parameters)
         if parameter.grad is not None and id(parameter) not in skipped and _counts(parameter, mesh)
     ]
-    norms = [torch.linalg.vector_norm(gradient, norm_type).double() for gradient in mine if gradient.numel()]
+    stacks = [
+        torch.stack(torch._foreach_norm(alike, norm_type)).double()
+        for alike in _alike(gradient for gradient in mine if gradient.numel())
+    ]
     comm = mesh.comm()
-    device = norms[0].device if norms else comm.device
-    stacked = torch.stack([norm.to(device) for norm in norms]) if norms else torch.zeros(1, device=device).double()
+    device = stacks[0].device if stacks else comm.device
+    stacked = torch.cat([norms.to(device) for norms in stacks]) if stacks else torch.zeros(1, device=device).double()
     if math.isinf(norm_type):
         total = stacked.max()
         return comm.all_reduce(total.to(comm.device), "max") if comm.size > 1 else total
@@ -67,9 +70,8 @@ def clip_by_norm(
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise UsageError(f"the norm of the gradients is {float(norm)}; a loss or a learning rate may be too large")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parameter.grad.detach().mul_(factor.to(parameter.grad.device, parameter.grad.dtype))
+    for alike in _alike(parameter.grad.detach() for parameter in parameters if parameter.grad is not None):
+        torch._foreach_mul_(alike, factor.to(alike[0].device, alike[0].dtype))
     return norm
 
 
@@ -86,6 +88,14 @@ def _counts(parameter: torch.Tensor, mesh: Mesh) -> bool:
     """Whether this rank counts its piece, rather than another rank that has the same."""
     cut = (*layout_of(parameter).axes, STAGES)
     return all(mesh.index(axis) == 0 for axis in mesh.names if axis not in cut)
+
+
+def _alike(tensors: Iterable[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Those of one device and dtype together: one call serves them all, where each of its own would cost a launch."""
+    kinds: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.device, tensor.dtype), []).append(tensor)
+    return list(kinds.values())
 
 
 def _once(parameters: Iterable[torch.Tensor]) -> list[torch.Tensor]:

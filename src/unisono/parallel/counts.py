@@ -86,7 +86,12 @@ def joined(numbers: Sequence[Any], device: torch.device | None) -> torch.Tensor:
     """Numbers in one tensor; nobody waits for those that are on a GPU."""
     if device is None or device.type == "cpu":
         return torch.tensor([float(number) for number in numbers], dtype=torch.float64)
-    return torch.stack([torch.as_tensor(number, dtype=torch.float64, device=device) for number in numbers])
+    known = [0.0 if isinstance(number, torch.Tensor) else float(number) for number in numbers]
+    message = torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True)  # one copy, for which nobody waits
+    for place, number in enumerate(numbers):
+        if isinstance(number, torch.Tensor):
+            message[place] = number
+    return message
 
 
 def _device_of(parts: Sequence[Sequence[Count]], comm: Communicator | None) -> torch.device | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import nn
 
 from unisono.errors import UsageError
 from unisono.parallel.blocks import Blocks, find_blocks
+from unisono.parallel.hollow import realised_copy
 from unisono.parallel.linear import features, is_linear
 from unisono.parallel.rules import Rules
 
@@ -100,16 +101,17 @@ def _attention(module: nn.Module, heads: str, layers: dict[str, tuple[int, int]]
 def _holds(module: nn.Module, rules: Rules, ranks: int, cut: Any) -> bool:
     """Whether simulated ranks that share the module give what it gives alone."""
     layer = next(layer for layer in module.children() if is_linear(layer))
-    if layer.weight.is_meta:
+    real = realised_copy(module)
+    if real is None:
         return False
-    whole = copy.deepcopy(module).double().cpu().eval()
+    whole = real.double().cpu().eval()
     x = torch.randn(2, 5, features(layer)[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     try:
         with torch.no_grad():
             expected = _first(whole(x))
             if not isinstance(expected, torch.Tensor):
                 return False
-            outcomes = _together(whole, rules, ranks, x, cut)
+            outcomes = together(whole, rules, ranks, lambda shared: _first(shared(x.clone())), cut)
     except Exception:  # a module that takes other arguments, or cannot be cut this way: not derivable
         return False
     return all(outcome.shape == expected.shape and torch.allclose(outcome, expected) for outcome in outcomes)
@@ -119,8 +121,8 @@ def _first(output: Any) -> Any:
     return output[0] if isinstance(output, tuple | list) else output
 
 
-def _together(whole: nn.Module, rules: Rules, ranks: int, x: torch.Tensor, cut: Any) -> list[torch.Tensor]:
-    """What each simulated rank computes; the first error of any of them."""
+def together(whole: nn.Module, rules: Rules, ranks: int, compute: Callable[[nn.Module], Any], cut: Any) -> list[Any]:
+    """What each simulated rank computes with its share of the module; the first error of any of them."""
     meeting = _Meeting(ranks)
     holder = nn.ModuleDict({"probed": whole})
     named = {f"probed.{relative}".strip("."): text for relative, text in rules.items()}
@@ -132,7 +134,7 @@ def _together(whole: nn.Module, rules: Rules, ranks: int, x: torch.Tensor, cut: 
     def run(rank: int) -> None:
         try:
             with torch.no_grad():
-                outcomes[rank] = _first(shared[rank]["probed"](x.clone()))
+                outcomes[rank] = compute(shared[rank]["probed"])
         except Exception as error:
             outcomes[rank] = error
             meeting.barrier.abort()
@@ -142,9 +144,9 @@ def _together(whole: nn.Module, rules: Rules, ranks: int, x: torch.Tensor, cut: 
         thread.start()
     for thread in threads:
         thread.join()
-    for outcome in outcomes:
-        if isinstance(outcome, Exception):
-            raise outcome
+    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
+    for error in sorted(errors, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
+        raise error
     return outcomes
 
 
@@ -167,3 +169,10 @@ class _SimulatedRank:
         tensor.copy_(torch.stack(self._meeting.brought).sum(0))
         self._meeting.barrier.wait()
         return tensor
+
+    def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+        self._meeting.brought[self.rank] = tensor.clone()
+        self._meeting.barrier.wait()
+        out.copy_(torch.cat(self._meeting.brought).view(out.shape))
+        self._meeting.barrier.wait()
+        return out

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from unisono.mesh.draft import source_of, tensors_in
+
 
 def hollow(tree: Any) -> Any:
     """The same, with hollow tensors in the place of its tensors."""
@@ -19,6 +21,21 @@ def hollow_copy(model: nn.Module) -> nn.Module:
     """A copy, so that what a model keeps of a run (tables, masks) is kept elsewhere."""
     full = (tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
     return copy.deepcopy(model, {id(tensor): _hollow(tensor) for tensor in full})
+
+
+def realised_copy(module: nn.Module) -> nn.Module | None:
+    """A copy with the values that a hollow module of a draft would have; None where nobody knows them."""
+    values: dict[int, torch.Tensor] = {}
+    for _, tensor in tensors_in(module):
+        if tensor.is_meta and id(tensor) not in values:
+            source = source_of(tensor)
+            if source is None:
+                return None
+            draft, name = source
+            value = draft.value(name)
+            is_parameter = isinstance(tensor, nn.Parameter)
+            values[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
+    return copy.deepcopy(module, values)
 
 
 def _hollow(leaf: Any) -> Any:

@@ -79,6 +79,11 @@ class Piece:
         return rows(whole)[self.mine.start : self.mine.stop].view(self.local_shape)
 
     @property
+    def is_even(self) -> bool:
+        """Whether all ranks own as many rows, and some."""
+        return bool(self.shape) and len(self.mine) > 0 and len({len(held) for held in self.held}) == 1
+
+    @property
     def local_shape(self) -> tuple[int, ...]:
         return (len(self.mine), *self.shape[1:]) if self.shape else ()
 
@@ -93,20 +98,33 @@ class PieceBucket(Bucket):
         self.pieces = list(pieces)
         self.sent: torch.Tensor | None = None  # the message that is on its way
         self.chunk = max(sum(piece.size(rank) for piece in pieces) for rank in range(comm.size))
+        self.is_even = all(piece.is_even for piece in pieces)
 
     @property
     def size(self) -> int:
         return self.comm.size * self.chunk
 
     def places(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Where each rank's rows of each parameter lie in a message; the padding becomes zeros."""
+        """Where each rank's rows of each parameter lie in a message, for evenly cut parameters those of all ranks in
+        one; the padding becomes zeros."""
+        ranks = self.comm.size
+        if self.is_even:
+            first, found = 0, []
+            for piece in self.pieces:
+                last = first + piece.size(0)
+                rows_of_all = message.view(ranks, self.chunk)[:, first:last]
+                found.append([rows_of_all.unflatten(1, piece.local_shape)])
+                first = last
+            return found
         by_rank = []
-        for rank in range(self.comm.size):
+        for rank in range(ranks):
             message[rank * self.chunk + self._used(rank) : (rank + 1) * self.chunk].zero_()
             by_rank.append(self._rows(message, rank))
         return [list(places) for places in zip(*by_rank, strict=True)]
 
     def parts(self, index: int, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+        if self.is_even:
+            return [gradient.unflatten(0, (self.comm.size, -1))]
         return [self.pieces[index].of(gradient, rank) for rank in range(self.comm.size)]
 
     def all_gather(self, locals_: Sequence[torch.Tensor], dtype: torch.dtype, spare: Spare | None = None) -> Handle:
@@ -123,6 +141,10 @@ class PieceBucket(Bucket):
     @torch.no_grad()
     def unpack(self, message: torch.Tensor, wholes: Sequence[torch.Tensor], has_own: bool = False) -> None:
         """Put what `all_gather` brought into whole tensors; with `has_own`, which have this rank's rows already."""
+        if self.is_even:  # what is there already is written once more: that costs less than to leave it out
+            sources = [places[0] for places in self.places(message)]
+            torch._foreach_copy_([self.parts(index, whole)[0] for index, whole in enumerate(wholes)], sources)
+            return
         targets, sources = [], []
         for rank in range(self.comm.size):
             if has_own and rank == self.comm.rank:

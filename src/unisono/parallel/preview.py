@@ -2,7 +2,7 @@
 
 A hollow copy of the model (on torch's "meta" device: no memory, no time) is run on the example. What fails there proves
 nothing, as some models need values; so a loss that fails is asked once more, with the model's real output for two
-samples, and only then is the job refused.
+samples (with made-up numbers of that form, where the model itself is hollow), and only then is the job refused.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.errors import UsageError
 from unisono.parallel.expert import collect_aux
@@ -40,6 +41,11 @@ def require_fitting_loss(model: nn.Module, loss: Loss, example: tuple[Any, Any])
             asked(outputs, targets)
             return
         samples = rows_between(tuple(example), 0, min(_SAMPLES, rows_of(example)))
+        if any(parameter.is_meta for parameter in model.parameters()):
+            made_up = _made_up(model, samples[0])
+            if made_up is not None:
+                asked(made_up, samples[1])
+            return
         try:
             with left_as_it_was(model):
                 outputs = call(model, samples[0])
@@ -48,3 +54,20 @@ def require_fitting_loss(model: nn.Module, loss: Loss, example: tuple[Any, Any])
         finally:
             collect_aux(model)  # nobody else will
         asked(outputs, samples[1])
+
+
+def _made_up(model: nn.Module, inputs: Any) -> Any:
+    """Numbers in the form of what a model that has no values would return; None where the form is not known."""
+    generator = torch.Generator().manual_seed(0)
+
+    def made_up(leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        numbers = torch.rand(leaf.shape, generator=generator, device="cpu", dtype=torch.float32)
+        return numbers.to(leaf.dtype)
+
+    with torch.device("meta"):
+        outputs = call(hollow_copy(model), hollow(inputs))
+    if not all(isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in tree_leaves(outputs)):
+        return None
+    return tree_map(made_up, outputs)

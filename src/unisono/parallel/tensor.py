@@ -31,6 +31,7 @@ from unisono.parallel.linear import ColumnParallelLinear, RowParallelLinear, fea
 from unisono.parallel.logits import keep_in_pieces
 from unisono.parallel.region import Region
 from unisono.parallel.rules import Rules, Style, Styles, known, matched, published
+from unisono.parallel.searched import searched_rules
 from unisono.parallel.sequence import SequenceParallel
 from unisono.parallel.tensor_pieces import Pieces, add_up, packed
 from unisono.parallel.vocabulary import VocabParallelEmbedding
@@ -80,12 +81,28 @@ def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Style
         styles = matched(model, derived(model, ranks, _cut_alone))
     if all(style.kind == "whole" for style in styles.values()):
         raise UsageError(
-            f"{type(model).__name__} brings no tensor-parallel plan, and its blocks show none; pass rules such as "
+            f"{type(model).__name__} brings no tensor-parallel plan, and its blocks show none; pass an example for a "
+            "search, or rules such as "
             '{"*.fc1": "column", "*.fc2": "row", "*.qkv": "column:qkv", "*.out": "row", "*.attention": "heads:heads"}'
         )
     _find_attentions(model, styles)
     _follow_ties(model, styles, explicit=False)
     return styles
+
+
+def fitting_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tuple[Any, Any] | None) -> Rules | None:
+    """The rules to use. Where none are given and the model shows none, they are searched for in its graph, for which an
+    example of (inputs, targets) is needed; None where the model shows its own."""
+    if rules is not None or ranks == 1 or example is None:
+        return rules
+    try:
+        styles_of(model, ranks)
+        return None
+    except UsageError as error:
+        try:
+            return searched_rules(model, ranks, example, _cut_alone) or None
+        except UsageError as untraceable:
+            raise UsageError(f"{error} (its graph cannot be searched: {untraceable})") from None
 
 
 def _cut_alone(module: nn.Module, rules: Rules, comm: Any) -> None:
@@ -186,7 +203,7 @@ def _require_whole_heads(name: str, parent: nn.Module, linear: nn.Module, style:
 def _cut(model: nn.Module, styles: Styles, comm: Communicator, region_of: Regions) -> None:
     pieces = Pieces(comm.rank, comm.size)
     modules = dict(model.named_modules(remove_duplicate=False))
-    heads = _heads(model, styles, modules)
+    heads = heads_of(model, styles, modules)
     made: dict[nn.Module, nn.Module] = {}
     for name, style in styles.items():
         module = modules.get(name)
@@ -207,7 +224,7 @@ def _cut(model: nn.Module, styles: Styles, comm: Communicator, region_of: Region
     _share_pieces(model, pieces)
 
 
-def _heads(model: nn.Module, styles: Styles, modules: dict[str, nn.Module]) -> set[nn.Module]:
+def heads_of(model: nn.Module, styles: Styles, modules: dict[str, nn.Module]) -> set[nn.Module]:
     """The layers that make logits: those that say so (Hugging Face), or share their weight with an embedding."""
     said = getattr(model, "get_output_embeddings", lambda: None)()
     tied = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}

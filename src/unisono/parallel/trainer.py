@@ -62,6 +62,7 @@ class Trainer:
     precision: Precision = FULL
     scaler: LossScaler | None = None
     steps: int = 0
+    note: str = ""  # why a model that a function builds was built whole on every rank, before it was cut
     skipped: int = 0  # steps whose gradients overflowed (fp16)
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
     head_width: HeadWidth | None = None  # of the whole model, until a step has shown that tp has not cut through heads
@@ -246,6 +247,7 @@ class Trainer:
                 self._partials.append(partial.detach())
                 if number == last:
                     self.loss.start_total(self._partials)
+                _require_gradient(partial)
                 self._scaled(partial).backward()
 
     def _microbatch(self, number: int) -> contextlib.AbstractContextManager[None]:
@@ -279,7 +281,10 @@ class Trainer:
     def pipeline_loss(self, outputs: Any, number: int) -> torch.Tensor:
         """What the last stage runs backward from."""
         partial = self._partial_loss(outputs, number)
-        return self._scaled(partial) if torch.is_grad_enabled() else partial
+        if not torch.is_grad_enabled():
+            return partial
+        _require_gradient(partial)
+        return self._scaled(partial)
 
     def _inputs(self, part: Share) -> Any:
         return part.batch[0]
@@ -365,3 +370,11 @@ def _with_rows(outputs: Any, rows: int, wanted: int) -> Any:
         return leaf
 
     return tree_map(resized, outputs)
+
+
+def _require_gradient(loss: torch.Tensor) -> None:
+    if not loss.requires_grad:
+        raise UsageError(
+            "the loss has no gradient: no parameter takes part in it; return it as it was computed, without .detach(), "
+            ".item() or torch.no_grad(), and leave parameters that are to be trained requires_grad=True"
+        )

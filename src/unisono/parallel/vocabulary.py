@@ -163,7 +163,8 @@ class _CrossEntropy(torch.autograd.Function):
         smoothing: float,
     ) -> torch.Tensor:
         ctx.smoothing, ctx.classes, ctx.dtype = smoothing, sum(lengths), logits.dtype
-        if logits.dtype in (torch.float16, torch.bfloat16):
+        is_ours = logits.dtype in (torch.float16, torch.bfloat16)
+        if is_ours:
             logits = logits.float()  # a sum over the vocabulary is more than half precision can hold
         ignored = targets == ignore_index
         place = targets - sum(lengths[: comm.rank])
@@ -174,12 +175,12 @@ class _CrossEntropy(torch.autograd.Function):
         if logits.shape[-1]:
             maximum = logits.amax(-1)
         comm.all_reduce(maximum, "max")
-        shifted = logits - maximum.unsqueeze(-1)
-        exponentials = shifted.exp()
+        # Of what is as large as the logits, there is one: it is shifted, then exponentials, then probabilities.
+        shifted = logits.sub_(maximum.unsqueeze(-1)) if is_ours else logits - maximum.unsqueeze(-1)
         own = shifted.gather(-1, place).squeeze(-1) if logits.shape[-1] else torch.zeros_like(maximum)
-        sums = [exponentials.sum(-1), own.masked_fill(elsewhere, 0.0)]
-        if smoothing:
-            sums.append(shifted.sum(-1))
+        of_all = [shifted.sum(-1)] if smoothing else []
+        exponentials = shifted.exp_()
+        sums = [exponentials.sum(-1), own.masked_fill(elsewhere, 0.0), *of_all]
         total, target, *rest = _summed(sums, comm)
 
         losses = total.log() - target
@@ -195,7 +196,7 @@ class _CrossEntropy(torch.autograd.Function):
         if slope.shape[-1]:
             own = (ctx.smoothing - 1) * (~elsewhere).to(slope.dtype)
             slope.scatter_add_(-1, place, own.unsqueeze(-1))
-        slope = slope * grad.masked_fill(ignored, 0.0).unsqueeze(-1)
+        slope *= grad.masked_fill(ignored, 0.0).unsqueeze(-1)
         return slope.to(ctx.dtype), None, None, None, None, None
 
 

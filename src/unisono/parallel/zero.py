@@ -40,6 +40,8 @@ from unisono.parallel.reach import Reach, require_whole
 from unisono.parallel.reducer import Reducer
 from unisono.parallel.units import Units
 
+_MESSAGES = 2  # of gradients that may be on their way while the next is filled, where gradients are spread
+
 
 class Zero(Reducer[PieceBucket]):
     """A model's optimizer, with its state (stage 1), gradients (2) and parameters (3) spread over the replicas.
@@ -65,10 +67,12 @@ class Zero(Reducer[PieceBucket]):
         units: list[nn.Module] | None = None,
         users: Mapping[str, tuple[int, ...]] | None = None,
         tied: Collection[str] = (),
+        fill: Callable[[str, nn.Parameter], None] = lambda name, parameter: None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Of a pipeline: `units` are the blocks here, `users` the stages here that use a parameter, and `tied` the
-        parameters that other ranks of the pipeline hold too."""
+        parameters that other ranks of the pipeline hold too. `fill` gives a parameter its values, in stage 3, before
+        it is cut: only one of those that are left without is whole at a time."""
         if stage not in (1, 2, 3):
             raise UsageError(f"zero: stage {stage!r}; expected 1, 2 or 3")
         self.stage = stage
@@ -84,6 +88,7 @@ class Zero(Reducer[PieceBucket]):
         self._tied = frozenset(tied)
         self._of_stage: dict[int, list[PieceBucket]] = {}  # of a pipeline, in stage 2: sent in each of its backwards
         self._is_pipeline = users is not None
+        self._under_way: list[PieceBucket] = []
         named = list(model.named_parameters())
         if stage == 3:
             self._units = Units(model, units, users)
@@ -101,6 +106,7 @@ class Zero(Reducer[PieceBucket]):
         self._copies = {name: self._copy(p, p.data) for name, p in self.alone.items() if self._needs_copy(p)}
         for bucket in buckets:
             for piece in bucket.pieces:
+                fill(piece.name, piece.parameter)
                 self._take(piece)
         self._hand_over()
         super().__init__(buckets, watch=stage == 1 or (stage == 2 and not self._is_pipeline))
@@ -203,6 +209,11 @@ class Zero(Reducer[PieceBucket]):
             super()._complete()
 
     def _leave(self, bucket: PieceBucket) -> Handle:
+        if self.stage > 1:  # what a stage saves is not to be spent on messages that have arrived long since
+            self._under_way = [other for other in self._under_way if other.handle is not None]
+            while len(self._under_way) >= _MESSAGES:
+                self._land(self._under_way.pop(0))
+            self._under_way.append(bucket)
         bucket.sent = bucket.message()
         return bucket.comm.reduce_scatter(bucket.sent, async_op=True)
 

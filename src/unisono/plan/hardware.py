@@ -55,11 +55,18 @@ class Hardware:
     rates: dict[str, tuple[float, float]] = field(default_factory=dict)  # of an op: bytes a second, forward, backward
     optimizer_rate: float = 0.0  # bytes a second that an optimizer passes; 0: as other elementwise work
     op_overhead: float = 0.0  # seconds that an op takes beside its work, forward or backward
+    asynchronous: bool = False  # whether that is the time of a host which runs ahead while the device works
+    message_overhead: float = 0.0  # seconds that a message takes of that host, with the copies around it
+    # Seconds that a parameter takes of that host, by the stages of ZeRO: in a backward, and after it.
+    gradient_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    parameter_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    curves: dict[str, Curve] = field(default_factory=dict)  # as `matmul` and `attention`, for a dtype: matmul_float32
     step_overhead: float = 0.0  # seconds that a step takes beside its ops
     microbatch_overhead: float = 0.0  # seconds that each further microbatch, or each of a stage, takes beside its ops
     overlap: float = 1.0  # share of a gradient's travel that can hide behind the backward
     margin: float = 0.05  # share of the memory that allocators cannot use: fragments and context
     flash: bool = True  # whether attention keeps no matrix of queries by keys
+    library_memory: float = 0.0  # bytes that the device's libraries keep once they have computed
     dropout_mask: float = 0.0  # bytes that a dropout keeps for an element; unisono draws again on GPUs
     nodes: int | None = None
     source: str = field(default="", compare=False)
@@ -97,6 +104,10 @@ class Hardware:
             f"hardware {self.source or self.name}: no flops.{dtype}, in which the model computes; known are "
             f"{', '.join(self.flops)}"
         )
+
+    def curve(self, kind: str, dtype: str) -> Curve:
+        """What share of the peak `matmul` or `attention` reaches."""
+        return self.curves.get(f"{kind}_{dtype}", self.attention if kind == "attention" else self.matmul)
 
     def with_devices(self, devices: int) -> Hardware:
         """The same kind of machine with so many devices."""
@@ -156,15 +167,20 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "machine": ("nodes",),
     "device": (
         "op_overhead",
+        "asynchronous",
+        "message_overhead",
+        "gradient_overhead",
+        "parameter_overhead",
         "step_overhead",
         "microbatch_overhead",
         "overlap",
         "margin",
         "flash",
         "dropout_mask",
+        "library_memory",
         "optimizer_rate",
     ),
-    "efficiency": ("matmul", "attention", "memory"),
+    "efficiency": ("matmul", "attention", "memory", "matmul_float32", "attention_float32"),
     "intra_node": ("ranks", *_COLLECTIVES),
     "inter_node": ("ranks", *_COLLECTIVES),
 }
@@ -204,12 +220,18 @@ class _Reader:
             rates=self._rates(given.get("ops", {})),
             optimizer_rate=self._number("device", device, "optimizer_rate", 0.0),
             op_overhead=self._number("device", device, "op_overhead", 0.0),
+            asynchronous=self._flag("device", device, "asynchronous", False),
+            message_overhead=self._number("device", device, "message_overhead", 0.0),
+            gradient_overhead=self._each_stage(device, "gradient_overhead"),
+            parameter_overhead=self._each_stage(device, "parameter_overhead"),
+            curves={key: self._curve(efficiency, key) for key in efficiency if key.endswith("_float32")},
             step_overhead=self._number("device", device, "step_overhead", 0.0),
             microbatch_overhead=self._number("device", device, "microbatch_overhead", 0.0),
             overlap=self._share("device", device, "overlap", 1.0),
             margin=self._share("device", device, "margin", 0.05),
             flash=self._flag("device", device, "flash", True),
             dropout_mask=self._number("device", device, "dropout_mask", 0.0),
+            library_memory=self._number("device", device, "library_memory", 0.0),
             source=self.file,
         )
 
@@ -295,6 +317,12 @@ class _Reader:
                 self._fail(f"[ops] {op} = {pair!r}; expected [bytes a second forward, bytes a second backward]")
             rates[op] = (self._number("ops", {op: pair[0]}, op), self._number("ops", {op: pair[1]}, op))
         return rates
+
+    def _each_stage(self, device: dict[str, Any], key: str) -> tuple[float, ...]:
+        values = device.get(key, [0.0] * 4)
+        if not isinstance(values, list) or len(values) != 4:
+            self._fail(f"[device] {key} = {values!r}; expected four numbers of seconds, for the stages 0 to 3 of ZeRO")
+        return tuple(self._number("device", {key: value}, key, 0.0) for value in values)
 
     def _curve(self, given: dict[str, Any], key: str) -> Curve:
         value = given.get(key, 1.0)

@@ -45,6 +45,9 @@ def measured(comm: Communicator, device: torch.device, care: Care | None = None)
     for each in (torch.bfloat16, torch.float32) if device.type == "cuda" else (torch.float32,):
         figures["flops"][str(each).removeprefix("torch.")] = clock.products(each)
     figures["attention"] = clock.attentions(dtype)
+    if device.type == "cuda":
+        figures["attention_float32"] = clock.attentions(torch.float32)
+        figures["library"] = clock.library()
     figures["bandwidth"] = clock.bandwidth()
     figures["overhead"] = clock.overhead()
     figures["ops"] = clock.ops(dtype)
@@ -112,6 +115,11 @@ class _Clock:
         y = torch.empty_like(x)
         return 2 * x.nbytes / self.time(lambda: y.copy_(x))
 
+    def library(self) -> float:
+        """Bytes that libraries keep once they have computed."""
+        torch.cuda.synchronize()
+        return float(torch.cuda.memory_allocated())
+
     def overhead(self) -> float:
         """Of one op, half of what it takes forward and backward with nothing to do."""
         x = self._random(1, dtype=torch.float32, grad=True)
@@ -131,7 +139,9 @@ class _Clock:
         x = self._random(rows, width, dtype=dtype, grad=True)
         other = self._random(rows, width, dtype=dtype)
         weight, bias = (self._random(width, dtype=dtype, grad=True) for _ in range(2))
-        targets = torch.randint(width, (rows,), device=self.device)
+        classes = 8 * width if is_gpu else width
+        logits = self._random(rows, classes, dtype=dtype, grad=True) if is_gpu else x
+        targets = torch.randint(classes, (rows,), device=self.device)
         table = self._random(1024, width, dtype=dtype, grad=True)
         places = torch.randint(1024, (rows,), device=self.device)
         state = RandomState(0)
@@ -147,10 +157,12 @@ class _Clock:
             "layer_norm": (lambda: F.layer_norm(x, (width,), weight, bias), both),
             "rms_norm": (lambda: F.rms_norm(x, (width,), weight), both),
             "embedding": (lambda: F.embedding(places, table), both / 2),
-            "cross_entropy_loss": (lambda: F.cross_entropy(x, targets), both / 2),
+            "cross_entropy_loss": (lambda: F.cross_entropy(logits, targets), float(logits.nbytes)),
             "reshape": (lambda: x.t().reshape(-1), both),
             "dropout": (lambda: F.dropout(x, 0.1), both),
         }
+        if is_gpu:  # rows that lie elsewhere in a message: large copies, unlike those of a transposed matrix
+            calls["rows"] = (lambda: x.view(8, -1, width).transpose(0, 1).contiguous(), both)
         rates = {}
         with state:
             for name, (call, moved) in calls.items():
@@ -244,6 +256,7 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         f"memory = {memory:.4g}",
         f"memory_bandwidth = {figures['bandwidth']:.4g}",
         f"op_overhead = {figures['overhead']:.3g}",
+        *([] if not is_gpu else _of_host(figures)),
         f"step_overhead = {figures.get('step', 0.0):.3g}",
         f"microbatch_overhead = {figures.get('microbatch', 0.0):.3g}",
         f"optimizer_rate = {figures['optimizer']:.4g}",
@@ -257,6 +270,7 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         "[efficiency]",
         f"matmul = {_curve(figures['flops'][main], peaks[main])}",
         f"attention = {_curve(figures['attention'], peaks[main])}",
+        *([] if not is_gpu else _of_float32(figures, peaks["float32"])),
         "memory = 1.0",
         "",
         "[ops]  # bytes a second, forward and backward",
@@ -269,6 +283,23 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         *link[:2],
     ]
     return "\n".join(lines) + "\n"
+
+
+def _of_host(figures: Figures) -> list[str]:
+    lines = ["asynchronous = true", f"library_memory = {figures['library']:.4g}"]
+    if "message" in figures:
+        lines.append(f"message_overhead = {figures['message']:.3g}")
+    for key in ("gradient", "parameter"):
+        if key in figures:
+            lines.append(f"{key}_overhead = [{', '.join(f'{value:.3g}' for value in figures[key])}]  # by ZeRO's stage")
+    return lines
+
+
+def _of_float32(figures: Figures, peak: float) -> list[str]:
+    return [
+        f"matmul_float32 = {_curve(figures['flops']['float32'], peak)}",
+        f"attention_float32 = {_curve(figures['attention_float32'], peak)}",
+    ]
 
 
 def _link(figures: Figures, ranks: int) -> list[str]:

@@ -4,11 +4,12 @@
                     the N replicas (dp x cp)
     activations     what the ops of a block save (from the trace), cut by tp, sp, cp and recomputation, times the
                     microbatches that the schedule keeps alive
-    workspace       the largest op of the backward, a block that is computed again, the optimizer's temporaries
-    buffers         messages under way: a bucket of gradients, gathered parameters, activations of the tp region
+    workspace       what the segment has whose backward runs: what its ops have saved or computed again, gradients of
+                    activations, copies; or the optimizer's temporaries
+    buffers         messages under way: buckets of gradients, gathered parameters; what libraries keep for themselves
 
-A step has three peaks, of which the highest counts: in the backward, when activations are alive; at its end, when all
-gradients are there; and while the optimizer steps. `Hardware.margin` is kept free on top, for fragments.
+The backward frees activations as gradients come: the highest of its moments counts, or the optimizer's step.
+`Hardware.margin` is kept free on top, for fragments.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate
 from math import ceil
+from typing import NamedTuple
 
 from unisono.plan.plan import Plan
-from unisono.plan.portrait import OptimizerState, Portrait, Segment, Weight
+from unisono.plan.portrait import OptimizerState, Portrait, Segment, Weight, Work
 from unisono.plan.setting import Setting, hidden_bytes
 from unisono.plan.stages import Stages
 
@@ -115,20 +118,50 @@ def kept_by_ops(portrait: Portrait, segment: Segment, setting: Setting, *, core:
     if core:
         cut += kept["core_cut"]
         whole += kept["core_whole"]
+    if setting.tp > 1:
+        cut += kept["under_tp"]
     gathered = kept["gathered"] / (setting.cp if portrait.keeps_gathered else outside)
     return setting.rows * (cut / setting.tp / setting.cp + whole / outside + gathered)
 
 
-def workspace_of(portrait: Portrait, segment: Segment, setting: Setting) -> float:
-    """What the backward of a segment has beside saved activations and gradients of parameters."""
-    cut, whole = segment.widest
-    widest = setting.rows * max(cut / setting.tp / setting.cp, whole / setting.outside(segment))
-    if setting.recompute == "full" and segment.in_blocks:
-        return widest + kept_by_ops(portrait, segment, setting)
-    if setting.recompute == "selective":
-        core = segment.saved["core_cut"] / setting.tp + segment.saved["core_whole"]
-        return widest + setting.rows * core / setting.cp / max(len([w for w in segment.works if w.is_core]), 1)
-    return widest
+def high_water(portrait: Portrait, segment: Segment, setting: Setting) -> float:
+    """The most that the backward of a segment has, what the segment has saved included: as its ops run backward, from
+    the last to the first, they free what they have saved, and hold gradients."""
+    kept = highest = 0.0
+    for work in segment.works:
+        kept += _kept_by_op(portrait, segment, work, setting)
+        core = 0.0
+        if work.is_core and setting.recompute == "selective":  # computed again
+            core = work.core_saved * setting.rows / setting.cp / (setting.tp if work.is_cut else 1)
+        highest = max(highest, kept + core + _held_by_op(segment, work, setting))
+    return highest
+
+
+def _kept_by_op(portrait: Portrait, segment: Segment, work: Work, setting: Setting) -> float:
+    saved = work.saved - (work.core_saved if setting.recompute == "selective" else 0.0)
+    divided = {
+        "cut": setting.tp * setting.cp,
+        "whole": setting.outside(segment),
+        "gathered": setting.cp if portrait.keeps_gathered else setting.outside(segment),
+    }
+    under_tp = work.tp_saved / setting.tp / setting.cp if setting.tp > 1 else 0.0
+    return setting.rows * (saved / divided[work.saved_is] + under_tp)
+
+
+def _held_by_op(segment: Segment, work: Work, setting: Setting) -> float:
+    """Gradients of activations and of the op's parameters, temporaries, and copies that are sent."""
+    inside, outside = setting.tp * setting.cp, setting.outside(segment)
+    temporary = work.tp_temporary if setting.tp > 1 and work.tp_saved else work.temporary
+    held = work.held_cut / inside + work.held_whole / outside + temporary / (inside if work.is_cut else outside)
+    copies = 0.0
+    if setting.tp > 1 and work.role in ("column", "gather", "row"):
+        # With sp a gradient is whole here, and in another order of its dims for the message; else where a region
+        # begins its sum is made in a copy.
+        shares_sequence = setting.sequence and segment.in_blocks
+        copies = 2.0 if shares_sequence else 0.0 if work.role == "row" else 1.0
+    return setting.rows * (held + copies * work.crossing / setting.cp) + work.gradients / (
+        setting.tp if work.role else 1
+    )
 
 
 def chunks_alive(schedule: str, ranks: int, microbatches: int, chunks: int, rank: int) -> int:
@@ -153,35 +186,92 @@ def chunks_alive(schedule: str, ranks: int, microbatches: int, chunks: int, rank
 # ---- the whole -------------------------------------------------------------------------------------------------------
 
 
+class Moment(NamedTuple):
+    """A point of the backward: what is saved by then for what is still to come, the most that the segment at hand has,
+    and the elements of the parameters whose gradients are there already. At the first of them the loss is at hand."""
+
+    waiting: float
+    at_hand: float
+    done: int
+
+
 class MemoryModel:
     """Judges plans for one portrait. A plan takes microseconds: what segments need is remembered by their setting."""
 
-    def __init__(self, portrait: Portrait) -> None:
+    def __init__(self, portrait: Portrait, library: float = 0.0) -> None:
+        """`library`: bytes that the device's libraries keep for themselves."""
         self.portrait = portrait
+        self.library = library
         self._saved: dict[tuple[int, Setting], tuple[float, float]] = {}
         self._states: dict[tuple[object, ...], State] = {}
+        self._moments: dict[Setting, list[Moment]] = {}
 
     def footprint(self, plan: Plan, stages: Stages) -> Footprint:
         """Of the rank that needs most."""
         ranks = stages.telling_ranks
-        return max((self._of_rank(plan, stages, rank) for rank in ranks), key=lambda each: each.total)
+        return max((self.of_rank(plan, stages, rank) for rank in ranks), key=lambda each: each.total)
 
-    def _of_rank(self, plan: Plan, stages: Stages, rank: int) -> Footprint:
+    def of_rank(self, plan: Plan, stages: Stages, rank: int) -> Footprint:
+        """Of a rank of the pipeline. Those of the other axes hold equally much, but for rows that do not divide."""
         setting = Setting.of(plan, self.portrait.batch)
-        segments = stages.segments_of(rank)
         state = self._state(plan, stages, rank)
-        parameters, gradients, held = state.bytes(plan, self.portrait.optimizer)
-        alive, workspace = self._activations(plan, stages, rank, segments, setting)
-        whole = float(state.elements * state.itemsize)
-        accumulates = plan.microbatches > 1 or plan.pp > 1
-        growing = gradients if plan.zero >= 2 else whole if accumulates else 0.0
-        backward = Footprint(parameters, growing, held, alive, workspace, self._buffers(plan, state, setting), rank)
-        peaks = [backward, self._stepping(plan, state, (parameters, held), rank)]
-        if plan.zero < 2:  # when activations are gone and all gradients are there, the last bucket of them leaves
-            message = self._bucket(plan, state) * (2 if plan.zero else 1)  # in pieces, and what others send of theirs
-            message += message / 2 / (plan.dp * plan.cp) if plan.zero else 0.0
-            peaks.append(Footprint(parameters, whole, held, 0.0, 0.0, message, rank))
+        parameters, _, held = state.bytes(plan, self.portrait.optimizer)
+        peaks = [self._stepping(plan, state, (parameters, held), rank)]
+        if plan.pp > 1:
+            alive, workspace = self._activations(plan, stages, rank, setting)
+            growing, buffers = self._gradients(plan, state, 0, is_first=False)
+            buffers += 2 * hidden_bytes(self.portrait, setting) + self.library
+            peaks.append(Footprint(parameters, growing, held, alive, workspace, buffers, rank))
+        else:
+            end = Moment(0.0, 0.0, state.elements)
+            for place, moment in enumerate([*self._backward(plan, setting), end]):
+                growing, buffers = self._gradients(plan, state, moment.done, is_first=place == 0)
+                buffers += self.library
+                peaks.append(Footprint(parameters, growing, held, moment.waiting, moment.at_hand, buffers, rank))
         return max(peaks, key=lambda each: each.total)
+
+    def _backward(self, plan: Plan, setting: Setting) -> list[Moment]:
+        """Of the whole model, from its end: what comes after the blocks, of each kind of blocks the last, the first
+        block, and what comes before."""
+        if setting not in self._moments:
+            segments = self.portrait.segments
+            sizes = [self._segment_state(segment, plan).elements for segment in segments]
+            saved = [self._of_segment(segment, setting)[0] for segment in segments]
+            places = {segment: place for place, segment in enumerate(segments)}
+            told = sorted({*places.values(), 0, min(1, len(segments) - 1)}, reverse=True)
+            before = [0.0, *accumulate(saved)]
+            after = [0, *accumulate(reversed(sizes))]
+            self._moments[setting] = [
+                Moment(before[n], self._of_segment(segments[n], setting)[1], after[len(segments) - 1 - n]) for n in told
+            ]
+        return self._moments[setting]
+
+    def _gradients(self, plan: Plan, state: State, done: int, *, is_first: bool) -> tuple[float, float]:
+        """Gradients of parameters when those of `done` elements have left in messages, and the messages.
+
+        Without ZeRO messages become the gradients, and their memory stays for those of the next step. ZeRO keeps one of
+        them; from its second stage on two are under way while one is filled.
+        """
+        whole, itemsize = float(state.elements * state.itemsize), state.itemsize
+        replicas = plan.dp * plan.cp
+        accumulates = plan.microbatches > 1 or plan.pp > 1
+        sent = float(done * itemsize)
+        left = whole - sent if accumulates else 0.0  # of microbatches before the last
+        if replicas == 1:
+            return (whole if accumulates else sent), 0.0
+        bucket = self._bucket(plan, state)
+        if plan.zero == 0:
+            return whole + left, 0.0
+        if plan.zero == 1:
+            return left + sent, bucket + sent / replicas
+        arrived = float(state.sharded * itemsize) if accumulates else sent / replicas
+        if plan.zero == 2:
+            return arrived, bucket if is_first else min(3 * bucket, max(whole, bucket))
+        unit, root = self._largest_unit * self.portrait.gradient_itemsize / plan.tp, self._root(plan)
+        if is_first:
+            return arrived, root + max(unit, root)
+        # Two units are whole, or on their way to be; one has gradients; of those before it up to two are under way.
+        return arrived, 2 * root + 3 * unit + min(2 * unit, max(sent - root, 0.0))
 
     def _state(self, plan: Plan, stages: Stages, rank: int) -> State:
         key = (plan.tp, plan.ep, plan.dp, plan.cp, stages.starts, stages.placement, rank)
@@ -207,39 +297,23 @@ class MemoryModel:
         return self._states[key]
 
     def _of_segment(self, segment: Segment, setting: Setting) -> tuple[float, float]:
+        """What a segment keeps of a microbatch, and the most that it has in its backward."""
         key = (id(segment), setting)
         if key not in self._saved:
             self._saved[key] = (
-                saved_by(self.portrait, segment, setting), workspace_of(self.portrait, segment, setting)
+                saved_by(self.portrait, segment, setting), high_water(self.portrait, segment, setting)
             )  # fmt: skip
         return self._saved[key]
 
-    def _activations(
-        self, plan: Plan, stages: Stages, rank: int, segments: Sequence[tuple[Segment, int]], setting: Setting
-    ) -> tuple[float, float]:
+    def _activations(self, plan: Plan, stages: Stages, rank: int, setting: Setting) -> tuple[float, float]:
+        """Of a rank of a pipeline: what its microbatches keep, and what the backward of one has beside that."""
         saved = workspace = 0.0
-        for segment, count in segments:
-            kept, widest = self._of_segment(segment, setting)
+        for segment, count in stages.segments_of(rank):
+            kept, highest = self._of_segment(segment, setting)
             saved += kept * count
-            workspace = max(workspace, widest)
-        if plan.pp == 1:
-            return saved, workspace
-        chunks = stages.chunks
-        alive = chunks_alive(plan.schedule, plan.pp, plan.microbatches, chunks, rank)
-        return saved * alive / chunks, workspace
-
-    def _buffers(self, plan: Plan, state: State, setting: Setting) -> float:
-        """Messages that are under way during the backward."""
-        between = hidden_bytes(self.portrait, setting)
-        whole = between * (setting.tp if setting.sequence else 1)
-        size = 2 * whole if plan.tp > 1 else 0.0
-        size += 2 * between if plan.pp > 1 else 0.0
-        if plan.zero == 2:
-            return size + 2 * self._bucket(plan, state)  # gradients that fill one, and its message
-        if plan.zero == 3 and plan.dp * plan.cp > 1:
-            # Two units are whole, each with the message that it came in; one has gradients, and their message.
-            return size + 6 * self._largest_unit * self.portrait.gradient_itemsize / plan.tp + self._root(plan)
-        return size
+            workspace = max(workspace, highest - kept)
+        alive = chunks_alive(plan.schedule, plan.pp, plan.microbatches, stages.chunks, rank)
+        return saved * alive / stages.chunks, workspace
 
     def _bucket(self, plan: Plan, state: State) -> float:
         if plan.dp * plan.cp == 1:
@@ -252,8 +326,9 @@ class MemoryModel:
         mine = state.sharded if plan.zero else state.elements
         seen = 4 if plan.zero and optimizer.copy else state.itemsize
         gathered = (state.elements + state.sharded) * state.itemsize if plan.zero in (1, 2) else 0.0
-        workspace = max(mine * optimizer.temporary, gathered)
-        return Footprint(kept[0], float(mine * seen), kept[1], 0.0, workspace, 0.0, rank)
+        message = self._bucket(plan, state) if plan.zero in (1, 2) else 0.0  # which the first that is gathered takes
+        workspace = max(mine * optimizer.temporary + message, gathered)
+        return Footprint(kept[0], float(mine * seen), kept[1], 0.0, workspace, self.library, rank)
 
     @cached_property
     def _largest_unit(self) -> int:
@@ -262,7 +337,7 @@ class MemoryModel:
     def _root(self, plan: Plan) -> float:
         """What is outside the blocks is whole as long as the model works."""
         both = {w.name: w for end in (self.portrait.before, self.portrait.after) for w in end.weights}
-        return state_of(list(both.values()), plan).elements * self.portrait.gradient_itemsize * 2.0
+        return state_of(list(both.values()), plan).elements * float(self.portrait.gradient_itemsize)
 
     @cached_property
     def _largest_weight(self) -> float:

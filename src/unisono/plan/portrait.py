@@ -27,6 +27,7 @@ class Work:
     family: str = ""  # the op's name: gelu, layer_norm, ...
     flops: float = 0.0
     moved: float = 0.0  # bytes of activations read and written
+    moved_back: float = 0.0  # ... by the backward, beside what it does in the place of the forward
     weights: float = 0.0  # bytes of parameters read
     outputs: float = 0.0  # bytes
     saved: float = 0.0  # bytes kept for the backward
@@ -36,6 +37,15 @@ class Work:
     core_saved: float = 0.0  # of `saved`, what recompute=selective forgets
     is_expert: bool = False
     calls: int = 1  # kernels that it stands for
+    held_cut: float = 0.0  # bytes of activations' gradients that are alive in its backward, of what tp cuts
+    held_whole: float = 0.0  # ... and of what it does not
+    temporary: float = 0.0  # bytes beside those, in its backward
+    parameters: int = 0  # that it works with
+    gradients: float = 0.0  # bytes of parameters' gradients that its backward makes, not of one sample but in all
+    role: str = ""  # column, row or vocab: a layer that tp cuts
+    crossing: float = 0.0  # bytes of what enters a region here, or leaves it
+    tp_saved: float = 0.0  # bytes more that are kept where tp cuts it
+    tp_temporary: float = 0.0  # in the place of `temporary`, where tp cuts it
 
 
 @dataclass(frozen=True)
@@ -47,6 +57,7 @@ class Weight:
     itemsize: int
     tp_dim: int | None = None  # the dim that tp cuts
     is_expert: bool = False  # ep cuts dim 0
+    gathers: bool = False  # where tp cuts a layer by its outputs: whether these are gathered at once
 
     @property
     def numel(self) -> int:
@@ -67,19 +78,14 @@ class Segment:
 
     @cached_property
     def saved(self) -> dict[str, float]:
-        """Bytes kept for one sample: cut, whole, gathered; and core_cut, core_whole, which selective forgets."""
-        kept = {"cut": 0.0, "whole": 0.0, "gathered": 0.0, "core_cut": 0.0, "core_whole": 0.0}
+        """Bytes kept for one sample: cut, whole, gathered; core_cut, core_whole, which selective forgets; and what is
+        kept in addition where tp cuts."""
+        kept = {"cut": 0.0, "whole": 0.0, "gathered": 0.0, "core_cut": 0.0, "core_whole": 0.0, "under_tp": 0.0}
         for work in self.works:
+            kept["under_tp"] += work.tp_saved
             kept[work.saved_is] += work.saved - work.core_saved
             kept["core_cut" if work.is_cut else "core_whole"] += work.core_saved
         return kept
-
-    @cached_property
-    def widest(self) -> tuple[float, float]:
-        """The most bytes for one sample that one op's backward has beside what is saved: (cut, whole)."""
-        cut = max((w.moved for w in self.works if w.is_cut), default=0.0)
-        whole = max((w.moved for w in self.works if not w.is_cut), default=0.0)
-        return cut, whole
 
     @cached_property
     def numel(self) -> int:
@@ -94,7 +100,8 @@ class OptimizerState:
     sharded: float = 8.0  # on what ZeRO gives it
     copy: float = 0.0  # of what it updates, under ZeRO
     temporary: float = 4.0  # while it steps, an element
-    traffic: float = 28.0  # bytes read and written in a step, an element
+    traffic: float = 28.0  # bytes read and written in a step, an element of what ZeRO gives it
+    plain_traffic: float = 28.0  # ... of the parameter itself
     is_elementwise: bool = True
 
 
@@ -113,6 +120,7 @@ class Portrait:
     length: int = 1  # of a sequence: what cp and sp divide
     tied: tuple[str, ...] = ()  # parameters used before and after the blocks: held by both ends of a pipeline
     gradient_itemsize: int = 4
+    clips: bool = False  # whether gradients are scaled by their norm
     has_experts: bool = False
     expert_count: int = 0
     keeps_gathered: bool = True  # under sp: Megatron gathers again in the backward, unisono keeps
@@ -120,6 +128,12 @@ class Portrait:
     @cached_property
     def segments(self) -> tuple[Segment, ...]:
         return (self.before, *self.blocks, self.after)
+
+    @cached_property
+    def tensors(self) -> int:
+        """How many parameters there are."""
+        ends = {weight.name for end in (self.before, self.after) for weight in end.weights}
+        return len(ends) + sum(len(block.weights) for block in self.blocks)
 
     @cached_property
     def parameters(self) -> int:

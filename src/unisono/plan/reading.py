@@ -16,6 +16,7 @@ import torch
 from unisono.errors import UsageError
 from unisono.graph.op import Op, TensorSpec
 from unisono.graph.trace import Trace
+from unisono.plan.backward import held_by_ops, is_view, moved_back
 from unisono.plan.portrait import OptimizerState, Portrait, Segment, Weight, Work
 
 
@@ -33,6 +34,7 @@ class Subject:
     flash: bool = True  # attention without dropout keeps no matrix of queries by keys
     mask_bytes: float | None = None  # that a dropout keeps for an element; without: as many as the element has
     keeps_gathered: bool = True
+    clips: bool = False
     repeats: int = 1  # how often the last traced block stands in the model: blocks that are alike are traced once
 
 
@@ -41,6 +43,7 @@ def read(trace: Trace, subject: Subject) -> Portrait:
     reader = _Reader(trace, subject)
     for op in trace.ops:
         reader.take(op)
+    reader.look_back()
     return reader.portrait()
 
 
@@ -63,10 +66,12 @@ class _Reader:
         self.place = 0
         self.home: dict[str, int] = {}  # the part that makes a node
         self.hidden: TensorSpec | None = None
+        self.makers: dict[str, Op] = {}
 
     # ---- ops -----------------------------------------------------------------------------------------------------
 
     def take(self, op: Op) -> None:
+        self.makers[op.name] = op
         self.place = self._place_of(op)
         part = self.parts[self.place]
         self.home[op.name] = self.place
@@ -80,17 +85,17 @@ class _Reader:
             part.weights[name] = self.subject.weights[name]
         is_from_cut = any(name in self.cut for name in others)
         role = self._role(op, weights)
-        if role == "column":
+        if role in ("column", "gather"):
             key = (self.place, others[0])
             if key not in self.entered:
                 self.entered.add(key)
                 part.enters.append(self._sample_bytes(self._spec(others[0])))
-        if role in ("row", "vocab"):
+        if role in ("row", "vocab", "gather"):
             part.leaves.append(self._sample_bytes(op.outputs[0]))
-        is_cut = role == "column" or (is_from_cut and role != "row")
+        is_cut = role == "column" or (is_from_cut and role not in ("row", "gather"))
         if is_cut and op.outputs and prod(op.outputs[0].shape) > 1:
             self.cut.add(op.name)
-        part.works.append(self._work(op, role, is_cut=is_cut or role == "row", is_from_cut=is_from_cut))
+        part.works.append(self._work(op, role, is_cut=is_cut or role in ("row", "gather"), is_from_cut=is_from_cut))
 
     def _place_of(self, op: Op) -> int:
         prefix = f"{self.subject.blocks}." if self.subject.blocks else ""
@@ -104,7 +109,7 @@ class _Reader:
         return self.place if self.place < self.subject.count else self.subject.count + 1
 
     def _role(self, op: Op, weights: list[str]) -> str:
-        """column, row or vocab, where the op works with a weight that tp cuts."""
+        """column, gather, row or vocab, where the op works with a weight that tp cuts."""
         packet = str(getattr(op.target, "_overloadpacket", ""))
         for name in weights:
             weight = self.subject.weights[name]
@@ -114,7 +119,7 @@ class _Reader:
                 return "vocab"
             is_transposed = packet in ("aten.addmm", "aten.mm", "aten.matmul")
             outputs = len(weight.shape) - 1 if is_transposed else len(weight.shape) - 2
-            return "column" if weight.tp_dim == outputs else "row"
+            return "row" if weight.tp_dim != outputs else "gather" if weight.gathers else "column"
         return ""
 
     def _work(self, op: Op, role: str, *, is_cut: bool, is_from_cut: bool) -> Work:
@@ -123,20 +128,29 @@ class _Reader:
         of_weights = sum(self.trace.specs[name][0].nbytes for name in op.inputs if name in self.parameter)
         read = 0 if packet == "aten.embedding" else of_weights  # an embedding reads the rows that it looks up
         is_attention = packet == "aten.scaled_dot_product_attention"
+        inputs = [name for name in op.inputs if name not in self.parameter and self.trace.specs[name]]
+        crossing = self._spec(inputs[0]) if role in ("column", "gather") else op.outputs[0] if role else None
         work = Work(
             name=op.name,
             family=packet.removeprefix("aten."),
-            kind="attention" if is_attention else "matmul" if op.flops else "memory" if op.bytes_moved else "view",
+            kind="attention" if is_attention else "matmul" if op.flops else "view" if is_view(op) else "memory",
             flops=op.flops / rows,
             moved=max(op.bytes_moved - of_weights, 0) / rows,
             weights=float(read),
             outputs=sum(spec.nbytes for spec in op.outputs) / rows,
             saved=op.saved / rows,
             is_cut=is_cut,
-            saved_is="gathered" if role == "column" else "cut" if is_from_cut else "whole",
+            saved_is="gathered" if role in ("column", "gather") else "cut" if is_from_cut else "whole",
+            moved_back=self._moved_back(op, role, others=inputs),
+            parameters=sum(name in self.parameter for name in op.inputs),
+            gradients=float(sum(self._gradient_bytes(name) for name in op.inputs)),
+            role=role,
+            crossing=self._sample_bytes(crossing) if crossing is not None else 0.0,
         )
         if is_attention:
             return self._attention(op, work)
+        if packet == "aten.cross_entropy_loss":
+            return self._cross_entropy(op, work, is_from_cut)
         if packet == "aten.dropout" and op.saved:
             elements = prod(op.outputs[0].shape)
             return replace(work, saved=work.saved + (self._mask_bytes(op.outputs[0]) - 1) * elements / rows)
@@ -159,6 +173,43 @@ class _Reader:
         moved = work.moved + matrix * itemsize * (8 if dropout else 6)
         calls = 6 if dropout else 4
         return replace(work, saved=saved, core_saved=kept, is_core=True, moved=moved, calls=calls, kind="matmul")
+
+    def _cross_entropy(self, op: Op, work: Work, is_from_cut: bool) -> Work:
+        """A log-softmax, which is kept, and a choice, whose gradient is as large. Where the vocabulary is cut,
+        exponentials in float32 are kept, and a gradient in float32 comes before that of the logits."""
+        logits = self._spec(op.inputs[0])
+        work = replace(work, temporary=self._sample_bytes(logits))
+        if not is_from_cut:
+            return work
+        wide = 4 * prod(logits.shape) / self.subject.rows
+        is_half = logits.dtype.itemsize < 4
+        return replace(work, tp_saved=max(wide - work.saved, 0.0), tp_temporary=wide if is_half else 0.0)
+
+    def _moved_back(self, op: Op, role: str, others: list[str]) -> float:
+        """What views move, and a bias, whose gradient is a sum over all of the op's."""
+        moved = float(moved_back(op, self.makers)) if others else 0.0
+        if op.flops and sum(name in self.parameter for name in op.inputs) > 1:
+            moved += op.outputs[0].nbytes
+        return moved / self.subject.rows
+
+    def _gradient_bytes(self, name: str) -> int:
+        weight = self.subject.weights.get(self.parameter.get(name, ""))
+        return weight.numel * weight.itemsize if weight is not None else 0
+
+    def look_back(self) -> None:
+        """Tell every op what is alive in its backward."""
+        held = held_by_ops(self.trace, self.cut)
+        rows = self.subject.rows
+        for part in self.parts:
+            part.works = [
+                replace(
+                    work,
+                    held_cut=held[work.name].cut / rows,
+                    held_whole=held[work.name].whole / rows,
+                    moved_back=work.moved_back + 3 * held[work.name].added / rows,  # two are read, one is written
+                )
+                for work in part.works
+            ]
 
     def _argument(self, op: Op, place: int, name: str, default: float) -> float:
         value = op.node.args[place] if len(op.node.args) > place else op.node.kwargs.get(name, default)
@@ -204,6 +255,7 @@ class _Reader:
             gradient_itemsize=first.itemsize if first is not None else 4,
             has_experts=any(weight.is_expert for weight in self.subject.weights.values()),
             keeps_gathered=self.subject.keeps_gathered,
+            clips=self.subject.clips,
         )
 
     def _segment(self, part: _Part, number: int) -> Segment:

@@ -78,7 +78,7 @@ class Search:
 
     def __post_init__(self) -> None:
         self.hardware = self.hardware.with_devices(self.world)
-        self.memory = MemoryModel(self.portrait)
+        self.memory = MemoryModel(self.portrait, self.hardware.library_memory)
         self.time = TimeModel(self.portrait, self.hardware, self.memory)
 
     def run(self, top: int = 10) -> Result:

@@ -15,10 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from unisono.plan.collective import Group, group
-from unisono.plan.hardware import Hardware, share_at
-from unisono.plan.memory import MemoryModel, State
+from unisono.plan.hardware import Hardware
+from unisono.plan.memory import BUCKET, MemoryModel, State
 from unisono.plan.plan import REPLICAS, Plan
-from unisono.plan.portrait import Portrait, Segment, Work
+from unisono.plan.portrait import Portrait, Segment
+from unisono.plan.roofline import Roofline
 from unisono.plan.schedule import schedule
 from unisono.plan.setting import Setting, hidden_bytes
 from unisono.plan.stages import Stages
@@ -45,7 +46,7 @@ class Duration:
         return self.bubble / self.total if self.total else 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Pace:
     """Of a segment or a stage, for one microbatch: seconds."""
 
@@ -54,6 +55,8 @@ class Pace:
     weights: float = 0.0  # the half that nobody waits for
     talk: float = 0.0  # of all of these together, what is collectives
     sent: float = 0.0
+    launch_forward: float = 0.0  # of a host that runs ahead of its device
+    launch_backward: float = 0.0
 
     @property
     def backward(self) -> float:
@@ -64,7 +67,15 @@ class Pace:
         return self.forward + self.backward
 
     def times(self, count: int) -> Pace:
-        return Pace(*(value * count for value in (self.forward, self.inputs, self.weights, self.talk, self.sent)))
+        return Pace(
+            self.forward * count,
+            self.inputs * count,
+            self.weights * count,
+            self.talk * count,
+            self.sent * count,
+            self.launch_forward * count,
+            self.launch_backward * count,
+        )
 
     def plus(self, other: Pace) -> Pace:
         return Pace(
@@ -73,7 +84,17 @@ class Pace:
             self.weights + other.weights,
             self.talk + other.talk,
             self.sent + other.sent,
+            self.launch_forward + other.launch_forward,
+            self.launch_backward + other.launch_backward,
         )
+
+    def launched(self) -> Pace:
+        """Where launching takes longer than what is launched, it sets the pace."""
+        if self.launch_forward <= self.forward and self.launch_backward <= self.backward:
+            return self
+        forward = max(self.forward, self.launch_forward)
+        slower = max(self.launch_backward / self.backward, 1.0) if self.backward else 1.0
+        return replace(self, forward=forward, inputs=self.inputs * slower, weights=self.weights * slower)
 
 
 class TimeModel:
@@ -84,8 +105,9 @@ class TimeModel:
         self.hardware = hardware
         self.memory = memory or MemoryModel(portrait)
         self._paces: dict[tuple[object, ...], Pace] = {}
-        self._peak = hardware.peak(portrait.dtype)
-        self._bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
+        self.roofline = Roofline(hardware, portrait.dtype)
+        self._bandwidth = self.roofline.bandwidth
+        self._row_rate = hardware.rates.get("rows", hardware.rates.get("reshape", (self._bandwidth, 0.0)))[0]
 
     # ---- a segment -----------------------------------------------------------------------------------------------
 
@@ -97,37 +119,20 @@ class TimeModel:
         return self._paces[key]
 
     def _computing(self, segment: Segment, setting: Setting) -> Pace:
-        forward = inputs = weights = 0.0
-        for work in segment.works:
-            ahead, back, for_weights = self.op(work, segment, setting)
-            forward += ahead
-            inputs += back
-            weights += for_weights
-            again = setting.recompute == "full" and segment.in_blocks
+        total = Pace()
+        is_again = setting.recompute == "full" and segment.in_blocks
+        # A repetition ends where the last op that keeps anything would begin: what it keeps is there by then.
+        last = max((place for place, work in enumerate(segment.works) if work.saved), default=0)
+        for place, work in enumerate(segment.works):
+            forward, inputs, weights, launch_forward, launch_backward = self.roofline.op(work, segment, setting)
+            again = is_again and place < last
             if again or (setting.recompute == "selective" and work.is_core):
-                inputs += ahead
-        return Pace(forward, inputs, weights)
-
-    def op(self, work: Work, segment: Segment, setting: Setting) -> tuple[float, float, float]:
-        """Seconds forward, and of the backward's two halves."""
-        divided = setting.tp * setting.cp if work.is_cut else setting.outside(segment)
-        flops = work.flops * setting.rows / divided
-        weights = work.weights / (setting.tp if work.is_cut else 1)
-        moved = work.moved * setting.rows / divided + weights
-        overhead = self.hardware.op_overhead * work.calls
-        if work.kind == "view":
-            return overhead / 2, overhead / 2, 0.0
-        ahead, back = self.hardware.rates.get(work.family, (self._bandwidth, self._bandwidth))
-        if not flops:
-            return moved / ahead + overhead, moved / back + overhead, 0.0
-        curve = self.hardware.attention if work.kind == "attention" else self.hardware.matmul
-        computing = flops / (self._peak * share_at(curve, flops / work.calls))
-        forward = max(computing, moved / self._bandwidth) + overhead
-        if work.kind == "attention":
-            return forward, 2.5 * computing + overhead, 0.0
-        if not work.weights:
-            return forward, 2 * forward, 0.0
-        return forward, forward, forward
+                inputs += forward
+                launch_backward += launch_forward
+            total = total.plus(
+                Pace(forward, inputs, weights, launch_forward=launch_forward, launch_backward=launch_backward)
+            )
+        return total
 
     def _talking(self, segment: Segment, plan: Plan, setting: Setting) -> Pace:
         pace = Pace()
@@ -153,11 +158,27 @@ class TimeModel:
         else:
             forward = sum(ranks.all_reduce(size * each) for size in segment.leaves)
             backward = sum(ranks.all_reduce(size * each) for size in segment.enters)
-        if setting.recompute == "full" and segment.in_blocks:
-            backward += forward
+        messages = len(segment.enters) + len(segment.leaves)
+        again = setting.recompute == "full" and segment.in_blocks
+        if again:
+            backward += forward * max(messages - 1, 0) / max(messages, 1)  # the last region's end is not repeated
         share = (ranks.ranks - 1) / ranks.ranks
         sent = 2 * share * each * (sum(segment.enters) + sum(segment.leaves))
-        return Pace(forward, backward, 0.0, forward + backward, sent)
+        copied = self._copying(segment, setting, each)
+        launch = self.hardware.message_overhead * messages
+        return Pace(forward, backward, 0.0, forward + backward, sent).plus(
+            Pace(
+                copied[0], copied[1] + again * copied[0],
+                launch_forward=launch, launch_backward=launch * (1 + again),
+            )
+        )  # fmt: skip
+
+    def _copying(self, segment: Segment, setting: Setting, each: float) -> tuple[float, float]:
+        """Messages are copies. Those along the sequence lie in another order of dims, before and after."""
+        if setting.sequence and segment.in_blocks:
+            crossing = 2 * each * (sum(segment.enters) + sum(segment.leaves)) * (1 + 1 / setting.tp) / self._row_rate
+            return crossing, crossing
+        return 2 * each * sum(segment.leaves) / self._bandwidth, 2 * each * sum(segment.enters) / self._bandwidth
 
     def _context(self, segment: Segment, plan: Plan, setting: Setting) -> Pace:
         """Ring: keys and values go round, and their gradients come back. Ulysses: four all-to-alls each way."""
@@ -183,10 +204,24 @@ class TimeModel:
         around = self.hardware.microbatch_overhead if plan.microbatches > 1 or plan.pp > 1 else 0.0
         for counted in kinds:
             total = Pace(around / 2, around / 2)
+            if self.hardware.asynchronous:
+                total = Pace(launch_forward=around / 2, launch_backward=around / 2 + self._sending(plan))
             for segment, count in counted:
                 total = total.plus(self.pace(segment, plan).times(count))
-            made.append(total)
+            made.append(total.launched())
         return [made[number] for number in numbers]
+
+    def _sending(self, plan: Plan) -> float:
+        """What a host takes to send a stage's gradients off, for each backward: often, or in the last one only."""
+        often = 1.0 if plan.zero >= 2 else 1 / plan.microbatches
+        each = self.hardware.gradient_overhead[plan.zero] * self.portrait.tensors
+        return (each + self._buckets(plan) * self.hardware.message_overhead) / plan.pp * often
+
+    def _buckets(self, plan: Plan) -> float:
+        """Messages that the gradients of all stages travel in."""
+        if plan.dp * plan.cp == 1 or plan.zero == 3:
+            return 0.0
+        return self.portrait.parameters * self.portrait.gradient_itemsize / plan.tp / BUCKET
 
     def estimate(self, plan: Plan, stages: Stages) -> Duration:
         """By closed forms."""
@@ -272,22 +307,20 @@ class TimeModel:
         size = state.elements * state.itemsize
         m, share = plan.microbatches, (ranks.ranks - 1) / ranks.ranks
         travel, sent = _zero_travel(plan, ranks, size, m)
-        travel += self._packing(plan, size)
         room = self.hardware.overlap * (
             mine.both * m if plan.zero == 3 else mine.backward * (m if plan.zero == 2 else 1)
         )
         after = ranks.all_gather(size) if plan.zero in (1, 2) else 0.0  # the optimizer's results, when all is over
         hides = plan.pp == 1 or plan.zero >= 2
         hidden = min(travel - after, room) * (self.hardware.overlap > 0) if hides else 0.0
-        return travel + tied, hidden, sent * share
+        return travel + tied + self._packing(plan, size), hidden, sent * share
 
     def _packing(self, plan: Plan, size: float) -> float:
         """Gradients and parameters are copied into messages and out of them, read and written: ZeRO's row by row."""
         if plan.zero == 0:
             return 2 * size / self._bandwidth
-        rate = self.hardware.rates.get("reshape", (self._bandwidth, 0.0))[0]
         m = plan.microbatches
-        return 2 * size / rate * {1: 2, 2: m + 1, 3: 3 * m}[plan.zero]
+        return 2 * size / self._row_rate * {1: 2, 2: m + 1, 3: 3 * m}[plan.zero]
 
     def _tied(self, plan: Plan) -> float:
         if plan.pp == 1 or not self.portrait.tied:
@@ -296,9 +329,17 @@ class TimeModel:
         return replace(group(self.hardware, plan, "pp"), ranks=2).all_reduce(size / plan.tp)
 
     def _optimizer(self, plan: Plan, state: State) -> float:
+        """Clipping too: it reads gradients for their norm, and again to scale them."""
         elements = state.sharded if plan.zero else state.elements
         rate = self.hardware.optimizer_rate or self._bandwidth
-        return elements * self.portrait.optimizer.traffic / rate
+        optimizer = self.portrait.optimizer
+        traffic = optimizer.traffic if plan.zero else optimizer.plain_traffic
+        clipping = 3 * elements * state.itemsize / self._bandwidth if self.portrait.clips else 0.0
+        launching = self.hardware.parameter_overhead[plan.zero] * self.portrait.tensors
+        if plan.zero in (1, 2):  # results are gathered
+            launching += self._buckets(plan) * self.hardware.message_overhead
+        launching /= plan.pp
+        return max(elements * traffic / rate + clipping, launching)
 
 
 def _zero_travel(plan: Plan, ranks: Group, size: float, m: int) -> tuple[float, float]:

@@ -5,12 +5,15 @@ A word P sends |i> to f(i) |i ^ x>, f a sign and a power of i; words that flip t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
+from unisono.quantum.allocation import zeros_like
 from unisono.quantum.blocks import block
 from unisono.quantum.kernels.words import add_words
-from unisono.quantum.observable import PauliSum, Word
+from unisono.quantum.observable import PauliSum, Values, Word
 from unisono.quantum.state import State
 
 Masked = tuple[int, int, complex]  # bits that a word flips, bits whose sign counts, its coefficient and power of i
@@ -20,17 +23,23 @@ def applied(state: State, observable: PauliSum) -> State:
     """O|state>, a state of the same layout that is not normalised. Ranks exchange once for each mask of held wires that
     words flip; the state itself is not changed."""
     observable.check(state.wires)
-    made = state.like(torch.zeros_like(state.local))
-    words = PauliSum(observable.terms, observable.blocks).paulis()
+    return applied_words(state, PauliSum(observable.terms, observable.blocks).paulis().terms, observable.projectors)
+
+
+def applied_words(
+    state: State, terms: Sequence[tuple[float, Word]], projectors: Sequence[tuple[float, Values]]
+) -> State:
+    """The same for weighted words and projectors."""
+    made = state.like(zeros_like(state.local))
     axes = state.wires - state.held
     by_flip: dict[int, list[Masked]] = {}
-    for coefficient, word in words.terms:
+    for coefficient, word in terms:
         masked = _masked(coefficient, word, state)
         by_flip.setdefault(masked[0] >> axes, []).append(masked)
     for flip, group in sorted(by_flip.items()):
         for place, theirs in state.partner_chunks(flip):
             _add(made.local, state, place, theirs, group, flip)
-    for coefficient, values in observable.projectors:
+    for coefficient, values in projectors:
         _project(made.local, state, coefficient, dict(values))
     return made
 
@@ -47,14 +56,17 @@ def _add(into: torch.Tensor, state: State, place: int, theirs: torch.Tensor, gro
     axes, width = state.wires - state.held, len(theirs)
     held = int(state.holdings.table[state.rank]) ^ flip
     above = (held << axes) | place
-    shifts: dict[int, list[tuple[int, complex]]] = {}
+    shifts: dict[int, dict[int, list[tuple[int, complex]]]] = {}  # by place, then by what is flipped within it
     for flips, signs, factor in group:
         sign = -1 if (above & signs & ~(width - 1)).bit_count() % 2 else 1
-        shifts.setdefault(flips & ((1 << axes) - 1), []).append((signs & (width - 1), sign * factor))
-    for flips, members in shifts.items():
-        at = place ^ (flips & ~(width - 1))
-        masks, scales = np.array([mask for mask, _ in members]), np.array([scale for _, scale in members])
-        add_words(into[at : at + width], theirs, flips & (width - 1), masks, scales)
+        at = place ^ (flips & ((1 << axes) - 1) & ~(width - 1))
+        shifts.setdefault(at, {}).setdefault(flips & (width - 1), []).append((signs & (width - 1), sign * factor))
+    for at, by_flip in shifts.items():
+        groups = [
+            (flip, np.array([mask for mask, _ in members]), np.array([scale for _, scale in members]))
+            for flip, members in sorted(by_flip.items())
+        ]
+        add_words(into[at : at + width], theirs, groups)
 
 
 def _masked(coefficient: float, word: Word, state: State) -> Masked:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,6 +73,7 @@ class Assembler:
         self._places: list[NDArray[np.int64]] = []
         self._constants: list[tuple[int, NDArray[np.float64]]] = []
         self._batches: list[Batch] = []
+        self._known: dict[tuple[object, ...], tuple[int, int]] = {}
         self._turn_angles: list[Affine] = []
         self._term_angles: list[Affine] = []
         self._records: list[list[int]] = []
@@ -93,7 +94,8 @@ class Assembler:
             self._stage(stage, count)
         fields[code.LAST] = len(self._ops)
         fields[code.ROW_BITS], fields[code.OUTSIDE_BITS] = count, len(layout.outside)
-        fields[code.PLACES] = self._add("places", self._table([2 << bit for bit in layout.rows]))
+        places, _ = self._once(("places", *layout.rows), lambda: self._table([2 << bit for bit in layout.rows]))
+        fields[code.PLACES] = places
         straight = layout.lanes == tuple(range(self.lane_bits))
         fields[code.LANES] = -1 if straight else self._add("places", _xors(2 << bit for bit in layout.lanes))
         fields[code.OUTSIDE] = self._add("places", np.array([2 << bit for bit in layout.outside], dtype=np.int64))
@@ -179,8 +181,8 @@ class Assembler:
                     flips.append((parity.outside, mix.guard_masks[number]))
                 elif not parity.lanes:
                     conditions.append((parity.outside, value))
-        rows = _chosen(wanted, row_bits)
-        op[code.ROWS], op[code.ROW_COUNT] = self._add("rows", rows), len(rows)
+        key = ("rows", row_bits, *sorted(wanted), len(self._ops) if kind == code.DENSE else 0)  # masks precede its rows
+        op[code.ROWS], op[code.ROW_COUNT] = self._once(key, lambda: _chosen(wanted, row_bits))
         self._flips(op, flips, conditions)
         return op
 
@@ -286,7 +288,7 @@ class Assembler:
 
     def _finish(self, fields: list[int], layout: Layout, frame: Frame) -> None:
         masks = [frame.mask[bit] for bit in layout.rows]
-        fields[code.ORDER] = self._add("rows", self._table(masks))
+        fields[code.ORDER], _ = self._once(("rows", "order", *masks), lambda: self._table(masks))
         flips = [(frame.parity[bit].outside, frame.mask[bit]) for bit in layout.rows]
         real = [(outside, mask) for outside, mask in flips if outside]
         fields[code.SWEEP_FLIPS], fields[code.SWEEP_FLIP_COUNT] = self._add_pairs(real), len(real)
@@ -309,6 +311,13 @@ class Assembler:
         first = _xors(masks[: code.LOW_BITS])
         low[: len(first)] = first
         return np.concatenate([low, _xors(masks[code.LOW_BITS :])])
+
+    def _once(self, key: tuple[object, ...], make: Callable[[], NDArray]) -> tuple[int, int]:
+        """Where an array is that others may want as well, and its length; the key begins with its pool."""
+        if key not in self._known:
+            array = make()
+            self._known[key] = (self._add(str(key[0]), array), len(array))
+        return self._known[key]
 
     def _add(self, pool: str, array: NDArray) -> int:
         if pool == "rows":

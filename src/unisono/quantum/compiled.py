@@ -23,7 +23,7 @@ from unisono.quantum.step import Tile
 LANE_BITS = {torch.complex64: 3, torch.complex128: 2}
 NEAR = 3  # bits above the lanes that every tile has: 2^3 cache lines lie side by side
 ROW_BITS = 12  # of a tile: 2^11 rows of 64 bytes, two of them for gradients, fit a core's second-level cache
-_LEAST = 1 << 18  # bytes of a batch's numbers, or a small part of the state's where that is more
+_ROOM = 1 << 18  # bytes of numbers after which a batch ends
 _PARTS = {torch.complex64: np.float32, torch.complex128: np.float64}
 
 
@@ -114,7 +114,7 @@ class Compiled:
         operations = [part for each in operations for part in narrowed(each)]
         widest = max((len(mixed_wires(each)) for each in operations), default=0)
         self.padding = lane_bits if bits - lane_bits < max(4, min(bits, widest + lane_bits)) else 0
-        room = max(_LEAST, dtype.itemsize << bits >> 8) // np.dtype(self.part).itemsize
+        room = _ROOM // np.dtype(self.part).itemsize
         self.code = assemble(operations, bits + self.padding, lane_bits, row_bits, room=room)
         self.angles = Angles(self.code.angles)
         self._last: Bound | None = None  # a gradient comes with the angles of the run before

@@ -12,7 +12,7 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.quantum.blocks import block
 from unisono.quantum.program import Trades
-from unisono.quantum.staging import staging
+from unisono.quantum.staging import known, staging
 
 DEFAULT_CHUNK = 64 << 20  # bytes of all buffers together
 _SHARED = 8 << 20  # bytes of a rank's slots in shared memory: what is packed is still in cache when it is unpacked
@@ -43,6 +43,14 @@ def borrow(
         theirs = torch.empty_like(mine)
         comm.exchange([(mine, partner)], [(theirs, partner)])
         yield place, theirs
+
+
+def summed(value: torch.Tensor, comm: Communicator) -> float:
+    """The sum over ranks, on every rank; those of one host that have traded need no message for it."""
+    shared = known(comm)
+    if shared is not None and shared.has_all:
+        return shared.total(float(value))
+    return float(comm.all_reduce(value))
 
 
 def chunks(local: torch.Tensor, chunk: int) -> Iterator[tuple[int, torch.Tensor]]:

@@ -32,16 +32,27 @@ _IN_FRAME = {  # what a letter is once the wire is turned, and its sign
 
 def expectations(state: State, observables: Any, *, restore: bool = True) -> torch.Tensor:
     """<O> of each observable (or of one), float64, on every rank. `restore` puts the layout back, for who walks on."""
-    plain = [each.check(state.wires) for each in parsed(observables)]
-    sums = [PauliSum(each.terms, each.blocks).paulis() for each in plain]
-    words = sorted({word for each in sums for _, word in each.terms})
-    values = dict(zip(words, words_values(state, words, restore=restore).tolist(), strict=True))
-    found = [
-        sum(coefficient * values[word] for coefficient, word in each.terms)
-        + sum(coefficient * _projected(state, bits) for coefficient, bits in whole.projectors)
-        for each, whole in zip(sums, plain, strict=True)
-    ]
-    return torch.tensor(found, dtype=torch.float64)
+    return Observed(parsed(observables), state.wires).values(state, restore=restore)
+
+
+class Observed:
+    """Observables made ready to be read many times: `sums` are their Pauli words, matrices written out, and
+    `projectors` what is left."""
+
+    def __init__(self, observables: Sequence[PauliSum], wires: int) -> None:
+        plain = [each.check(wires) for each in observables]
+        self.sums = [PauliSum(each.terms, each.blocks).paulis().terms for each in plain]
+        self.projectors = [each.projectors for each in plain]
+        self._words = sorted({word for terms in self.sums for _, word in terms})
+
+    def values(self, state: State, *, restore: bool = True) -> torch.Tensor:
+        values = dict(zip(self._words, words_values(state, self._words, restore=restore).tolist(), strict=True))
+        found = [
+            sum(coefficient * values[word] for coefficient, word in terms)
+            + sum(coefficient * _projected(state, bits) for coefficient, bits in projectors)
+            for terms, projectors in zip(self.sums, self.projectors, strict=True)
+        ]
+        return torch.tensor(found, dtype=torch.float64)
 
 
 def words_values(state: State, words: Sequence[Word], *, restore: bool = True) -> torch.Tensor:
@@ -121,12 +132,18 @@ def _read(state: State, stage: Stage, shift: Shift, words: Sequence[Word], value
         groups.setdefault(masks.flip & local, []).append((number, masks))
     for place, theirs in state.partner_chunks(shift.flip):
         width = len(theirs)
-        for flip, members in groups.items():
-            mine_at = place ^ (flip & ~(width - 1))
-            signs = np.array([masks.sign & (width - 1) for _, masks in members])
-            sums = word_sums(state.local[mine_at : mine_at + width], theirs, flip & (width - 1), signs)
+        by_place: dict[int, list[int]] = {}
+        for flip in groups:
+            by_place.setdefault(place ^ (flip & ~(width - 1)), []).append(flip)
+        for at, flips in by_place.items():
+            members = [(number, masks) for flip in flips for number, masks in groups[flip]]
+            within = [
+                (flip & (width - 1), np.array([masks.sign & (width - 1) for _, masks in groups[flip]]))
+                for flip in flips
+            ]
+            sums = np.concatenate(word_sums(state.local[at : at + width], theirs, within))
             for (number, masks), total in zip(members, sums.tolist(), strict=True):
-                outside = (held_index << axes | mine_at) & masks.sign & ~(width - 1)
+                outside = (held_index << axes | at) & masks.sign & ~(width - 1)
                 values[number] += (masks.factor * total).real * (-1) ** outside.bit_count()
 
 

@@ -45,6 +45,8 @@ class Holdings:
         """What the operations, on positions, are for one rank: operations on its local axes.
 
         Operations that permute held indices change the table, for all ranks, as they pass."""
+        if not self.held:
+            return list(operations)
         local = []
         for operation in operations:
             if self.is_move(operation):

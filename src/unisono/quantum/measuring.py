@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
 from unisono.errors import UsageError
-from unisono.quantum.application import applied
-from unisono.quantum.expectation import expectations
+from unisono.quantum.allocation import zeros_like
+from unisono.quantum.application import applied_words
+from unisono.quantum.expectation import Observed
 from unisono.quantum.observable import LARGEST_EXPANSION, PauliSum
 from unisono.quantum.outputs import MOST_PROBABILITIES
 from unisono.quantum.state import State
-from unisono.quantum.words import Words
+
+if TYPE_CHECKING:
+    from unisono.quantum.kernels.words_gpu import GpuWords
 
 
 class Expectations:
@@ -25,39 +29,34 @@ class Expectations:
         self.observables = tuple(each.check(wires) for each in observables)
         self.width = len(self.observables)
         self.dtype = torch.float32 if dtype == torch.complex64 else torch.float64
-        self._words: dict[tuple[int, ...], Words] = {}
+        self._observed = Observed(self.observables, wires)
+        self._on_gpu: dict[tuple[int, ...], GpuWords] = {}
 
     def read(self, state: State) -> torch.Tensor:
-        if words := self._local(state):
+        if words := self._gpu_words(state):
             return torch.from_numpy(words.values(state.local)).to(self.dtype)
-        return expectations(state, self.observables).to(self.dtype)
+        return self._observed.values(state).to(self.dtype)
 
     def costate(self, state: State, output: torch.Tensor, gradient: torch.Tensor) -> State:
         weights = gradient.double().tolist()
-        if words := self._local(state):
+        if words := self._gpu_words(state):
             return state.like(words.applied(state.local, weights))
-        total = PauliSum()
-        for weight, observable in zip(weights, self.observables, strict=True):
-            total = total + weight * observable
-        return applied(state, total)
+        seen = self._observed
+        terms = [(w * c, word) for w, each in zip(weights, seen.sums, strict=True) for c, word in each]
+        projectors = [(w * c, bits) for w, each in zip(weights, seen.projectors, strict=True) for c, bits in each]
+        return applied_words(state, terms, projectors)
 
-    def _local(self, state: State) -> Words | None:
-        """The fast way, where this rank has the whole state and the observables are short Pauli sums."""
+    def _gpu_words(self, state: State) -> GpuWords | None:
+        """The GPU's own kernel, where one GPU has the whole state and the observables are short Pauli sums."""
         wide = [len(bits) for each in self.observables for _, bits in each.projectors]
         wide += [len(block.wires) for each in self.observables for block in each.blocks]
-        if state.held or state.kernel == "reference" or max(wide, default=0) > _WIDEST:
+        if state.device.type != "cuda" or state.held or state.kernel == "reference" or max(wide, default=0) > _WIDEST:
             return None
-        if state.layout not in self._words:
-            self._words[state.layout] = _words(state)(self.observables, state.layout, state.dtype)
-        return self._words[state.layout]
+        from unisono.quantum.kernels.words_gpu import GpuWords  # compiled where there is a GPU
 
-
-def _words(state: State) -> type[Words]:
-    if state.device.type == "cpu":
-        return Words
-    from unisono.quantum.kernels.words_gpu import GpuWords  # compiled where there is a GPU
-
-    return GpuWords
+        if state.layout not in self._on_gpu:
+            self._on_gpu[state.layout] = GpuWords(self.observables, state.layout)
+        return self._on_gpu[state.layout]
 
 
 _WIDEST = min(4, LARGEST_EXPANSION)  # wires of a matrix or projector that is worth writing out in words
@@ -118,7 +117,7 @@ def output_of(kind: str, observables: Sequence[PauliSum], wires: int, dtype: tor
 
 def _placed(state: State, amplitudes: torch.Tensor) -> State:
     """Amplitudes in the order of wires, as a state of this layout."""
-    return state.like(torch.empty_like(state.local)).set_amplitudes(amplitudes)
+    return state.like(zeros_like(state.local)).set_amplitudes(amplitudes)
 
 
 def _all(wires: int) -> int:

@@ -18,7 +18,7 @@ from unisono.quantum.parameter import Affine, Terms
 Controls = tuple[tuple[int, int], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Operation:
     """`controls` are (wire, value) pairs. A measurement writes the classical `bits`; `condition` holds (bit, value)
     pairs, without which the operation does not happen."""
@@ -92,11 +92,10 @@ class Operation:
 
     def on(self, wires: Sequence[int] | Mapping[int, int]) -> Operation:
         """The same with wire w moved to wires[w]."""
-        return replace(
-            self,
-            targets=tuple(wires[wire] for wire in self.targets),
-            controls=tuple((wires[wire], value) for wire, value in self.controls),
-        )
+        targets = tuple(wires[wire] for wire in self.targets)
+        controls = tuple((wires[wire], value) for wire, value in self.controls)
+        stays = targets == self.targets and controls == self.controls
+        return self if stays else replace(self, targets=targets, controls=controls)
 
     def lowered(self) -> tuple[Operation, ...]:
         """Operations of gates with small matrices or diagonals: a Pauli rotation becomes basis changes around Z...Z.

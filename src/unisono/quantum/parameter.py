@@ -15,7 +15,7 @@ from unisono.errors import UsageError
 Terms = tuple[tuple[int, float], ...]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Affine:
     """constant + sum of coefficient * weight[index] + sum of coefficient * feature[index].
 

@@ -7,7 +7,6 @@ state.amplitudes()                          # the whole vector, on every rank, i
 
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,18 +16,19 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.quantum.allocation import zeros
 from unisono.quantum.blocks import block
 from unisono.quantum.circuit import Circuit
-from unisono.quantum.exchange import DEFAULT_CHUNK, borrow, chunks, trade
+from unisono.quantum.exchange import DEFAULT_CHUNK, borrow, chunks, summed, trade
 from unisono.quantum.holdings import Holdings
 from unisono.quantum.kernels import require_device, require_kernel
 from unisono.quantum.memory import require_room
+from unisono.quantum.norm import squares
 from unisono.quantum.program import Conditional, LocalStep, Measure, Program, Run, Trades
 from unisono.quantum.schedule import Schedule
 
 DRIFT = {torch.complex64: 1e-3, torch.complex128: 1e-9}  # of the norm, before it is an error
 _LARGEST_GATHERED = 30  # wires
-_PIECE = 1 << 19  # numbers whose squares are added in their own precision
 
 
 class NormError(ArithmeticError):
@@ -69,7 +69,7 @@ class State:
         self.kernel = require_kernel(kernel)
         self.bits: dict[int, int] = {}
         require_room(wires, self.held, dtype, self.device, chunk, self.comm)
-        self.local = torch.zeros(1 << (wires - self.held), dtype=dtype, device=self.device)
+        self.local = zeros(1 << (wires - self.held), dtype, self.device)
         self.layout: tuple[int, ...] = tuple(range(wires))
         self.holdings = Holdings(self.held)
         self.draws = np.random.default_rng(seed)
@@ -136,7 +136,7 @@ class State:
         if self.comm is None:
             return
         trade(self.local, step, self.comm, self.chunk)
-        norm = self.norm()
+        norm = summed(squares(self.local), self.comm) ** 0.5
         if not abs(norm - self.norm_expected) <= DRIFT[self.dtype] * self.norm_expected:
             raise NormError(
                 f"after an exchange the norm is {norm:.12g}, but it was {self.norm_expected:.12g}: a gate is not "
@@ -150,7 +150,7 @@ class State:
         partner = self.holdings.rank_of(int(self.holdings.table[self.rank]) ^ flip)
         if flip and self.comm is not None:
             return borrow(self.local, partner, self.comm, self.chunk)
-        return chunks(self.local, self.chunk)
+        return chunks(self.local, self.chunk if self.device.type == "cuda" else 4 * self.local.nbytes)
 
     # ---- looking ------------------------------------------------------------------------------------------------
 
@@ -164,7 +164,7 @@ class State:
         return self.holdings.bit(self.rank, self.layout.index(wire))
 
     def norm(self) -> float:
-        return float(self.total(_squares(self.local))) ** 0.5
+        return float(self.total(squares(self.local))) ** 0.5
 
     def total(self, value: torch.Tensor) -> torch.Tensor:
         """The sum over ranks, on every rank."""
@@ -222,10 +222,10 @@ class State:
     def chance(self, step: Measure) -> tuple[float, float]:
         """The weights of reading 1 and of reading anything."""
         if step.axis is None:
-            ones = _squares(self.local) * step.value
+            ones = squares(self.local) * step.value
         else:
-            ones = _squares(block(self.local, [step.axis], 1))
-        one, both = self.total(torch.stack([ones, _squares(self.local)])).tolist()
+            ones = squares(block(self.local, [step.axis], 1))
+        one, both = self.total(torch.stack([ones, squares(self.local)])).tolist()
         return one, both
 
     def collapse(self, step: Measure, outcome: int, weight: float) -> None:
@@ -280,16 +280,3 @@ def _prepared(gates: Sequence[Any]) -> np.ndarray:
     for operation in gates:
         vector = operation.matrix(operation.angles()) @ vector
     return vector
-
-
-def _squares(amplitudes: torch.Tensor) -> torch.Tensor:
-    """The sum of squared moduli, in float64: added up in pieces, each short enough for its own precision."""
-    parts = torch.view_as_real(amplitudes)
-    if amplitudes.is_contiguous():
-        parts = parts.view(-1)
-        if len(parts) >= _PIECE and parts.device.type == "cpu" and importlib.util.find_spec("numba") is not None:
-            from unisono.quantum.kernels.squares import squares
-
-            return torch.tensor(squares(parts.numpy()), dtype=torch.float64)
-    norms = [torch.linalg.vector_norm(piece) for piece in parts.split(_PIECE)]
-    return torch.stack(norms).double().square().sum()

@@ -9,6 +9,7 @@ from importlib import resources
 from typing import Any
 
 from unisono.errors import MissingPackageError
+from unisono.plan.plan import AXES, Plan
 from unisono.report import charts, pipeline
 from unisono.report.mesh_picture import mesh_svg
 from unisono.report.run import Run
@@ -39,6 +40,7 @@ def as_page(run: Run) -> str:
         collectives=_collectives(run),
         why=run.predicted.get("why") or [],
         program=run.program,
+        about_program=_about_program(run),
     )
 
 
@@ -82,12 +84,44 @@ def _times(run: Run) -> dict[str, list[tuple[float, float]]]:
 def _memory(run: Run) -> dict[str, dict[str, float]]:
     """By rank: what was predicted, where it was, above what was measured."""
     rows: dict[str, dict[str, float]] = {}
-    predicted = run.predicted.get("memory_by_kind") or {}
+    stages = run.predicted.get("memory_by_stage") or []
     for rank, told in sorted(run.ranks.items()):
-        if predicted:
+        if stages:
+            predicted = stages[_place(run.plan, rank, "pp") % len(stages)]
             rows[f"rank {rank} predicted"] = {kind: predicted.get(kind, 0) for kind in _KINDS}
         rows[f"rank {rank}"] = {kind: told["memory"].get(kind, 0) for kind in _KINDS}
     return rows
+
+
+def _place(plan: Plan, rank: int, axis: str) -> int:
+    """Of a rank on an axis of the mesh."""
+    for name, size in reversed(list(zip(AXES, plan.shape, strict=True))):
+        rank, place = divmod(rank, size)
+        if name == axis:
+            return place
+    return 0
+
+
+def _about_program(run: Run) -> str:
+    """What the program on the page leaves out, or why there is none."""
+    plan = run.plan
+    if not run.program:
+        if plan.pp > 1:
+            return "It is not shown: the ranks of a pipeline run different programs, a stage each, and no common one."
+        if plan.ep > 1:
+            return "It is not shown: to which rank a token goes is decided by numbers, which a program does not know."
+        return "It is not shown: the model could not be traced."
+    left_out = [
+        told
+        for is_used, told in (
+            (plan.zero, f"zero={plan.zero} keeps state in pieces between uses"),
+            (plan.sequence, "sp cuts sequences between the layers that tp cuts"),
+            (plan.microbatches > 1, f"it runs for each of {plan.microbatches} microbatches"),
+            (plan.recompute != "none", f"recompute={plan.recompute} runs parts of it twice"),
+        )
+        if is_used
+    ]
+    return f"Shown for its dp, tp and cp; beside that, {'; '.join(left_out)}." if left_out else ""
 
 
 def _collectives(run: Run) -> list[tuple[str, int, str, str]]:

@@ -36,7 +36,8 @@ class Choice:
     plan: Plan
     seconds: float | None = None  # a step
     memory: int | None = None  # bytes on the rank that needs most
-    memory_by_kind: dict[str, float] = field(default_factory=dict)
+    memory_by_kind: dict[str, float] = field(default_factory=dict)  # on that rank
+    memory_by_stage: list[dict[str, float]] = field(default_factory=list)  # by kind, on each rank of the pipeline
     why: list[tuple[str, str]] = field(default_factory=list)  # neighbours, and what each lacks
     note: str = ""  # why nothing is expected
 
@@ -96,11 +97,13 @@ def _planned(job: Job, world: int, hardware: Hardware, plan: Plan | None) -> Cho
 
 def _choice(search: Search, best: Candidate, with_reasons: bool) -> Choice:
     reasons = why_not(search, best) if with_reasons else []
+    stages = search.stages(best.plan)
     return Choice(
         best.plan,
         best.seconds,
         int(best.footprint.total),
         best.footprint.parts(),
+        [search.memory.of_rank(best.plan, stages, rank).parts() for rank in range(best.plan.pp)],
         [(rejected.change, rejected.reason) for rejected in reasons],
     )
 

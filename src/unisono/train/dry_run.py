@@ -24,7 +24,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.parallel.apply import applied, refuse_what_cannot_be_right
 from unisono.parallel.share import rows_of
-from unisono.parallel.tensor import require_shareable
+from unisono.parallel.tensor import fitting_rules, require_shareable
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import AXES, Plan
 from unisono.train.task import Task, load_task
@@ -95,13 +95,15 @@ def _built(task: Task, plan: Plan, mesh: Mesh, device: torch.device) -> Trainer:
     with torch.device("meta"):
         model = task.model()
     refuse_what_cannot_be_right(plan, model)
+    rules = task.rules
     if plan.tp > 1:
-        require_shareable(model, plan.tp, task.rules)
+        rules = fitting_rules(model, plan.tp, rules, _of_size(task.batch(0), 2))
+        require_shareable(model, plan.tp, rules)
     random = RandomState(0)
     random.name_modules(model)
     example = _on(_of_size(task.batch(0), plan.dp * plan.microbatches), torch.device("meta"))
     return applied(
-        model, plan, mesh, random, task.loss, task.optimizer, example, task.rules, task.clip,
+        model, plan, mesh, random, task.loss, task.optimizer, example, rules, task.clip,
         fill=lambda made: give_memory(made, device),
     )  # fmt: skip
 

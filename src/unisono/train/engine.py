@@ -66,6 +66,8 @@ class Engine:
         rules: Any = None,
         device: torch.device | str | None = None,
     ) -> None:
+        if not isinstance(plan, str | Plan):
+            raise UsageError(f'Engine(plan={plan!r}): expected "auto", a Plan or its text, as "dp=2,tp=2"')
         self._model: nn.Module | Callable[[], nn.Module] = _buildable(model, seed)
         self._device = None if device is None else torch.device(device)
         self._loss = loss
@@ -126,13 +128,16 @@ class Engine:
         return self.choice
 
     def program_page(self) -> str:
-        """The distributed program on the plan's mesh, as `to_static` would run it; empty where there is none."""
+        """The distributed program on the plan's mesh, as `to_static` would run it; empty where there is none.
+
+        Of plans that also choose where state lies or when it is computed, that of their dp, tp and cp.
+        """
         plan = self.plan
-        if self._example is None or plan != Plan(dp=plan.dp, tp=plan.tp, cp=plan.cp):
+        if self._example is None or plan.pp > 1 or plan.ep > 1:
             return ""
         job = Job(self._model, self._loss, self._optimizer, self._example, self._rules)
         try:
-            return page_of_plan(job.task(), plan)
+            return page_of_plan(job.task(), Plan(dp=plan.dp, tp=plan.tp, cp=plan.cp))
         except UnisonoError:
             return ""  # what cannot be traced can be trained all the same
 
@@ -164,7 +169,12 @@ class Engine:
         model, device = self._model, self.device
         if isinstance(model, nn.Module):
             return model.to(device)
-        return lambda: model().to(device)
+
+        def placed() -> nn.Module:
+            made = model()
+            return made.to(device) if isinstance(made, nn.Module) else made
+
+        return placed
 
     def _require_numbers(self, example: tuple[Any, Any]) -> None:
         """Every function among the metrics is asked once, before anything is trained."""
@@ -208,7 +218,9 @@ class Engine:
         """
         given: dict[str, Any] = {"shuffle": shuffle, "seed": self.seed, "workers": workers}
         if self.trainer is None:
-            first = next(iter(Loader(dataset, batch_size, device=self._elsewhere, **{**given, "workers": 0})))
+            first = next(iter(Loader(dataset, batch_size, device=self._elsewhere, **{**given, "workers": 0})), None)
+            if first is None:
+                raise UsageError("the dataset is empty; expected at least one sample")
             self.prepare(first.batch if isinstance(first, Share) else first)
         part = (0, 1) if whole else self.ready.part
         return Loader(dataset, batch_size, part=part, device=self._elsewhere, **given)
@@ -314,6 +326,10 @@ def _buildable(model: Model, seed: int) -> nn.Module | Callable[[], nn.Module]:
     """A list of layers as a function that builds them."""
     if isinstance(model, nn.Module) or callable(model):
         return model
+    if not isinstance(model, list | tuple) or not model:
+        raise UsageError(
+            f"Engine(model={model!r}): expected an nn.Module, a function that builds one or a list of uni.nn.LayerSpec"
+        )
     return lambda: build_whole(model, seed)
 
 

@@ -110,6 +110,8 @@ class Fit:
         self._restore()
         if self.options.progress:
             self._display.say(str(self.engine.foreseen()).splitlines()[0])
+            if self.engine.ready.note:
+                self._display.say(f"the model was built whole on every rank: {self.engine.ready.note}")
         done = self.engine.ready.steps
         self.history.first_step = self.history.step = done
         if self.folder is not None:

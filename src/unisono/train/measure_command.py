@@ -41,15 +41,30 @@ def _on_rank(is_gpu: bool) -> dict[str, Any]:
     from unisono.comm import world
     from unisono.plan.measure import measured
 
-    if not is_gpu:
-        torch.set_num_threads(1)
+    if is_gpu:
+        return measured_gpu()
+    torch.set_num_threads(1)
     comm = world.init()
     try:
-        device = torch.device("cuda" if is_gpu else "cpu")
+        device = torch.device("cpu")
         step, several = step_overhead(device, 1), step_overhead(device, 4)
         return measured(comm, device) | {"step": step, "microbatch": max(several - step, 0.0) / 3}
     finally:
         world.shutdown()
+
+
+def measured_gpu() -> dict[str, Any]:
+    """The figures of this process's GPU; it must not have joined a world. Links are not measured."""
+    import torch
+
+    from unisono.comm import world
+    from unisono.plan.measure import measured
+    from unisono.train.overheads import overheads
+
+    device = torch.device("cuda")
+    with world.simulated(0, 1) as comm:
+        figures = measured(comm, device)
+    return figures | overheads(device)
 
 
 def step_overhead(device: Any, microbatches: int, steps: int = 30) -> float:

@@ -18,20 +18,22 @@ from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
 from unisono.graph.trace import trace
+from unisono.mesh.draft import drafted
 from unisono.mesh.initial import build
 from unisono.parallel.apply import refuse_what_cannot_be_right
 from unisono.parallel.blocks import Blocks, find_blocks
+from unisono.parallel.even_experts import evenly_visited
 from unisono.parallel.expert import MoE
 from unisono.parallel.linear import features, is_linear
 from unisono.parallel.precision import HALVES
 from unisono.parallel.reach import Reach, reach_of
 from unisono.parallel.rules import Styles
 from unisono.parallel.share import rows_of
-from unisono.parallel.tensor import require_shareable
+from unisono.parallel.tensor import fitting_rules, heads_of, require_shareable
 from unisono.plan import search
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import Plan
-from unisono.plan.portrait import OptimizerState, Portrait, Weight
+from unisono.plan.portrait import OptimizerState, Portrait, Segment, Weight
 from unisono.plan.reading import Subject, read
 from unisono.plan.search import Search
 from unisono.train.task import Task
@@ -77,9 +79,13 @@ class Planner:
             keeps_gathered=self._keeps_gathered,
             mask_bytes=self.hardware.dropout_mask,
             repeats=repeats,
+            clips=self.task.clip is not None,
         )
-        portrait = read(trace(short.train(), self._example, self.task.loss), subject)
+        with evenly_visited(short):
+            portrait = read(trace(short.train(), self._example, self.task.loss), subject)
         experts = [module.experts for module in self.model.modules() if isinstance(module, MoE)]
+        if experts and blocks:
+            portrait = _with_traffic(portrait, blocks)
         return replace(portrait, expert_count=min(experts, default=0))
 
     def search(self, world: int) -> Search:
@@ -115,7 +121,7 @@ class Planner:
     def _tp_refusal(self, tp: int) -> str | None:
         if tp not in self._tp_refusals:
             try:
-                require_shareable(self._shareable, tp, self.task.rules)
+                require_shareable(self._shareable, tp, self._rules(tp))
                 self._tp_refusals[tp] = None
             except UsageError as error:
                 self._tp_refusals[tp] = str(error)
@@ -156,15 +162,19 @@ class Planner:
         """A model whose modules can be tried out, where that takes little memory and nobody gave rules."""
         if self.task.rules is None and sum(p.numel() for p in self.model.parameters()) <= _SMALL:
             if not hasattr(self, "_built"):
-                self._built = build(self.task.model, 0)
+                self._built = drafted(self.task.model, 0).model
             return self._built
         return self.model
+
+    @cache  # noqa: B019
+    def _rules(self, tp: int) -> Any:
+        return fitting_rules(self._shareable, tp, self.task.rules, self._example)
 
     def _styles(self) -> Styles:
         """How tp would cut, for the smallest tp that can; nothing where none can."""
         for tp in (2, 3, 5, 7):
             try:
-                return require_shareable(self._shareable, tp, self.task.rules)
+                return require_shareable(self._shareable, tp, self._rules(tp))
             except UsageError:
                 continue
         return {}
@@ -172,11 +182,23 @@ class Planner:
     def _optimizer_state(self) -> OptimizerState:
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
         plain, temporary = _measured_state(self.task.optimizer, dtype)
+        traffic = 3 * dtype.itemsize + 2 * plain
         if dtype not in HALVES:
-            traffic = 3 * dtype.itemsize + 2 * plain
-            return OptimizerState(plain, plain, 0.0, temporary, traffic)
+            return OptimizerState(plain, plain, 0.0, temporary, traffic, traffic)
         sharded, wide = _measured_state(self.task.optimizer, torch.float32)
-        return OptimizerState(plain, sharded, 4.0, wide, 12.0 + 2 * sharded)
+        return OptimizerState(plain, sharded, 4.0, wide, 12.0 + 2 * sharded, traffic)
+
+
+def _with_traffic(portrait: Portrait, blocks: Blocks) -> Portrait:
+    """With what goes to experts: every token of a sample, as often as it visits one."""
+    made: dict[tuple[int, int], Segment] = {}
+    segments = []
+    for segment, block in zip(portrait.blocks, blocks.modules, strict=True):
+        visits = sum(module.top_k for module in block.modules() if isinstance(module, MoE))
+        if (id(segment), visits) not in made:
+            made[id(segment), visits] = replace(segment, expert_traffic=visits * portrait.hidden)
+        segments.append(made[id(segment), visits])
+    return replace(portrait, blocks=tuple(segments))
 
 
 def portray(task: Task, hardware: Hardware, batch: int | None = None) -> Portrait:
@@ -235,12 +257,28 @@ def _look(module: nn.Module) -> tuple[object, ...]:
 def _weights(model: nn.Module, styles: Styles) -> Iterator[tuple[str, Weight]]:
     """Every parameter, with the dim that tp cuts."""
     cut = _cut_dims(model, styles)
+    gathered = _gathered(model, styles)
     experts = {id(p) for module in model.modules() if isinstance(module, MoE) for p in _expert_parameters(module)}
     for name, parameter in model.named_parameters():
         yield (
             name,
-            Weight(name, tuple(parameter.shape), parameter.itemsize, cut.get(id(parameter)), id(parameter) in experts),
+            Weight(
+                name,
+                tuple(parameter.shape),
+                parameter.itemsize,
+                cut.get(id(parameter)),
+                id(parameter) in experts,
+                id(parameter) in gathered,
+            ),
         )
+
+
+def _gathered(model: nn.Module, styles: Styles) -> set[int]:
+    """Weights of layers that gather what they give; heads whose logits stay in pieces do not."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    heads = heads_of(model, styles, modules)
+    layers = [modules[name] for name, style in styles.items() if style.kind == "column_gather"]
+    return {id(layer.weight) for layer in layers if layer not in heads}
 
 
 def _expert_parameters(module: MoE) -> Iterator[nn.Parameter]:

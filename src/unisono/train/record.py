@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
-from unisono.parallel.apply import parallelize
+from unisono.parallel.apply import draft_for, parallelize
 from unisono.parallel.expert import collect_aux
 from unisono.parallel.layout import layout_of, wholes_of
 from unisono.parallel.pipeline.inputs import call
@@ -121,10 +121,11 @@ def planned_record(
     precision: str | Precision = "fp32",
 ) -> Record:
     """The same steps under the plan; every rank calls it and gets the whole record. Activations are this rank's."""
-    whole, example = build(task.model, seed), batch_of(task, 0, dtype)  # the user's own dtypes, so not within InDouble
+    example = batch_of(task, 0, dtype)
+    draft = draft_for(plan, task.model, seed, dtype)  # the user's own dtypes, so not within InDouble
     with InDouble(dtype):
         trainer = parallelize(
-            lambda: whole,
+            draft,
             plan,
             loss=task.loss,
             optimizer=task.optimizer,
@@ -132,7 +133,6 @@ def planned_record(
             rules=task.rules,
             clip=task.clip,
             seed=seed,
-            dtype=dtype,
             precision=precision,
         )
     return trainer_record(trainer, task, steps, dtype, prepare)

@@ -101,8 +101,11 @@ class RunFolder(Callback):
 
     def write_program(self, page: str) -> None:
         """The distributed program as a page; none where it is empty."""
+        file = self.path / "program.html"
         if page:
-            (self.path / "program.html").write_text(page, encoding="utf-8")
+            file.write_text(page, encoding="utf-8")
+        else:
+            file.unlink(missing_ok=True)  # of an earlier start, under another plan
 
     def write_rank(self, held: dict[str, Any]) -> None:
         """What this rank held and said, for the report."""

@@ -26,6 +26,8 @@ from unisono.parallel.blocks import Blocks
 from unisono.parallel.pipeline.dependence import Touch, storages_of
 from unisono.parallel.pipeline.inputs import call
 
+Users = dict[str, frozenset[int]]  # of a parameter or buffer, by name: the segments that use it
+
 
 @dataclass(frozen=True)
 class Survey:
@@ -36,6 +38,10 @@ class Survey:
         """The survey of a copy of the surveyed model."""
         pairs = zip(held_by(model), held_by(copy), strict=True)
         return Survey({id(theirs): self.users[id(ours)] for ours, theirs in pairs}, self.operations)
+
+    def by_name(self, model: nn.Module) -> Users:
+        """Of the surveyed model, the segments by the names of parameters and buffers, all of them."""
+        return {name: self.users[id(tensor)] for name, tensor in _named(model)}
 
 
 def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = False) -> Survey:
@@ -79,6 +85,17 @@ def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = 
 def by_order(model: nn.Module, blocks: Blocks) -> Survey:
     """Take the order in which parameters are registered for the order in which they are used."""
     return Survey(_with_names(model, blocks, {}))
+
+
+def by_names(model: nn.Module, blocks: Blocks, known: Users) -> Survey:
+    """Take it from a survey of a model with the same names, of which this one is a part."""
+    users = {id(tensor): known[name] for name, tensor in _named(model) if name in known}
+    return Survey(by_order(model, blocks).users | users)
+
+
+def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from model.named_parameters(remove_duplicate=False)
+    yield from model.named_buffers(remove_duplicate=False)
 
 
 def _entering(enter: Any, number: int) -> Any:

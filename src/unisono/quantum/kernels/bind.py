@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 
-from numba import njit
-
 from unisono.quantum.kernels import code
+from unisono.quantum.kernels.compiling import entry, inner
 from unisono.quantum.kernels.parity import parity
 
 KIND, COUNT, FORM, MASK0 = code.KIND, code.COUNT, code.FORM, code.MASK0
@@ -15,7 +14,7 @@ TURNS, PAIR, PHASE, LANE_PHASE = code.TURNS, code.PAIR, code.PHASE, code.LANE_PH
 FIRST, LAST = code.FIRST, code.LAST
 
 
-@njit(nogil=True)
+@inner()
 def _turns(op, angles, values):  # type: ignore[no-untyped-def]
     """Of three turns: tangents and cotangents, the cotangents first with their masks; of fewer: cosines and sines.
 
@@ -44,7 +43,7 @@ def _turns(op, angles, values):  # type: ignore[no-untyped-def]
     return scale
 
 
-@njit(nogil=True)
+@inner()
 def _pair(op, angles, values, width):  # type: ignore[no-untyped-def]
     v, slot = op[VALUES], op[SLOT]
     c, s = math.cos(angles[slot] / 2), math.sin(angles[slot] / 2)
@@ -55,7 +54,7 @@ def _pair(op, angles, values, width):  # type: ignore[no-untyped-def]
         values[v + 2 * width + lane] = s * weight
 
 
-@njit(nogil=True)
+@inner()
 def _index(terms, at, row, lane):  # type: ignore[no-untyped-def]
     """The entry of its table that a phase's record reads for a row and lane; -1 where a guard fails."""
     guards, bits = terms[at + 4], terms[at + 5]
@@ -71,7 +70,7 @@ def _index(terms, at, row, lane):  # type: ignore[no-untyped-def]
     return index
 
 
-@njit(nogil=True)
+@inner()
 def _phase(op, terms, tables, values, width, spare):  # type: ignore[no-untyped-def]
     rows = op[ROW_COUNT]
     lanes = width if op[KIND] == LANE_PHASE else 1
@@ -98,7 +97,7 @@ def _phase(op, terms, tables, values, width, spare):  # type: ignore[no-untyped-
             values[v + 2 * lanes * row + lanes + lane] = math.sin(spare[row * lanes + lane])
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@entry()
 def bind(sweeps, ops, terms, tables, angles, values, scales, width, spare):  # type: ignore[no-untyped-def]
     """Fill in `values`, the turns' forms and the order of their masks in `ops`, and the factor of each sweep."""
     for number in range(len(sweeps)):
@@ -115,7 +114,7 @@ def bind(sweeps, ops, terms, tables, angles, values, scales, width, spare):  # t
         scales[number] = scale
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@entry()
 def phase_gradients(ops, terms, slopes, sums, width, gradients):  # type: ignore[no-untyped-def]
     """gradients[angle] += -2 sum of slope * sums over rows, for every phase term that has an angle."""
     for i in range(len(ops)):

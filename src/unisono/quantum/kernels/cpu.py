@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
-from numba import njit
 
 from unisono.quantum.kernels import code
+from unisono.quantum.kernels.compiling import entry, inner
 from unisono.quantum.kernels.parity import parity
 from unisono.quantum.kernels.turning import turn1, turn2, turn3_0, turn3_1, turn3_2, turn3_3
 from unisono.quantum.kernels.vector import (
@@ -28,8 +26,6 @@ from unisono.quantum.kernels.vector import (
     width,
 )
 
-inline: Any = njit(nogil=True, error_model="numpy")
-
 KIND, COUNT, FORM = code.KIND, code.COUNT, code.FORM
 MASK0, MASK1, MASK2 = code.MASK0, code.MASK1, code.MASK2
 ROWS, ROW_COUNT, VALUES = code.ROWS, code.ROW_COUNT, code.VALUES
@@ -43,7 +39,7 @@ ONE, LOW, LOW_BITS = code.ONE, code.LOW, code.LOW_BITS
 AHEAD = 32  # rows
 
 
-@inline
+@inner()
 def flipped(pairs, begin, count, outside):  # type: ignore[no-untyped-def]
     """The shift of rows that the outside bits ask for."""
     shift = np.int64(0)
@@ -53,7 +49,7 @@ def flipped(pairs, begin, count, outside):  # type: ignore[no-untyped-def]
     return shift
 
 
-@inline
+@inner()
 def holds(pairs, begin, count, outside):  # type: ignore[no-untyped-def]
     for i in range(begin, begin + count):  # noqa: SIM110 - kernels have no generators
         if parity(pairs[i, 0] & outside) != pairs[i, 1]:
@@ -61,7 +57,7 @@ def holds(pairs, begin, count, outside):  # type: ignore[no-untyped-def]
     return True
 
 
-@inline
+@inner()
 def turns(tile, op, rows, shift, values):  # type: ignore[no-untyped-def]
     """One to three bits turned in one pass. Three are divided by their cosines, or sines, the latter first."""
     begin, end, v, form = op[ROWS], op[ROWS] + op[ROW_COUNT], op[VALUES], op[FORM]
@@ -90,7 +86,7 @@ def turns(tile, op, rows, shift, values):  # type: ignore[no-untyped-def]
             turn3_3(tile, np.int64(rows[i]) ^ shift, (m0, m1, m2), (a, b, c))
 
 
-@inline
+@inner()
 def pair(tile, op, rows, shift, values, transposed):  # type: ignore[no-untyped-def]
     """A real 2 x 2 matrix, whose entries may differ from lane to lane, on chosen rows."""
     w = width(tile)
@@ -108,7 +104,7 @@ def pair(tile, op, rows, shift, values, transposed):  # type: ignore[no-untyped-
             store(tile, p1 + h, fma(k11, a1, mul(k10, a0)))
 
 
-@inline
+@inner()
 def phase(tile, op, count, shift, values):  # type: ignore[no-untyped-def]
     """Each row times a number of its own."""
     w = width(tile)
@@ -120,7 +116,7 @@ def phase(tile, op, count, shift, values):  # type: ignore[no-untyped-def]
         store(tile, p + w, fma(s, re, mul(c, im)))
 
 
-@inline
+@inner()
 def lane_phase(tile, op, count, shift, values):  # type: ignore[no-untyped-def]
     """Each amplitude times a number of its own."""
     w = width(tile)
@@ -132,7 +128,7 @@ def lane_phase(tile, op, count, shift, values):  # type: ignore[no-untyped-def]
         store(tile, p + w, fma(s, re, mul(c, im)))
 
 
-@inline
+@inner()
 def dense(tile, op, rows, shift, values, spare, adjoint):  # type: ignore[no-untyped-def]
     """A complex matrix on chosen rows, each lane with a weight of 1 or 0.
 
@@ -162,17 +158,17 @@ def dense(tile, op, rows, shift, values, spare, adjoint):  # type: ignore[no-unt
                 store(tile, p + h, fma(lanes, sub(load(spare, 2 * w * j + h), old), old))
 
 
-@inline
+@inner()
 def _place(places, begin, i):  # type: ignore[no-untyped-def]
     return places[begin + (i & (LOW - 1))] + places[begin + LOW + (i >> LOW_BITS)]
 
 
-@inline
+@inner()
 def _row(rows, order, i):  # type: ignore[no-untyped-def]
     return np.int64(rows[order + (i & (LOW - 1))]) ^ np.int64(rows[order + LOW + (i >> LOW_BITS)])
 
 
-@inline
+@inner()
 def gather(state, start, sweep, places, rows, order, tile, shift):  # type: ignore[no-untyped-def]
     """Copy a tile; place i of it becomes row _row(rows, order, i) ^ shift."""
     w = width(tile)
@@ -193,7 +189,7 @@ def gather(state, start, sweep, places, rows, order, tile, shift):  # type: igno
             gather_block(state, start + _place(places, begin, i), lanes, tile, rows, order + (i & (LOW - 1)), flip)
 
 
-@inline
+@inner()
 def scatter(state, start, sweep, places, rows, order, tile, shift, scale):  # type: ignore[no-untyped-def]
     """Copy a tile back: place i of it is row _row(rows, order, i) ^ shift."""
     w = width(tile)
@@ -216,7 +212,7 @@ def scatter(state, start, sweep, places, rows, order, tile, shift, scale):  # ty
             scatter_block(state, at, lanes, tile, rows, first_row, flip, factor)
 
 
-@inline
+@inner()
 def start_of(sweep, places, number):  # type: ignore[no-untyped-def]
     """Where in the state tile `number` begins."""
     start = np.int64(0)
@@ -226,7 +222,7 @@ def start_of(sweep, places, number):  # type: ignore[no-untyped-def]
     return start
 
 
-@inline
+@inner()
 def meet(counters, index, threads):  # type: ignore[no-untyped-def]
     """Wait until all threads are here."""
     fetch_add(counters, index, 1)
@@ -237,7 +233,7 @@ def meet(counters, index, threads):  # type: ignore[no-untyped-def]
             give_way()
 
 
-@inline
+@inner()
 def _tile(tile, spare, first, last, outside, count, ops, rows, pairs, values):  # type: ignore[no-untyped-def]
     for number in range(first, last):
         op = ops[number]
@@ -257,7 +253,7 @@ def _tile(tile, spare, first, last, outside, count, ops, rows, pairs, values):  
             dense(tile, op, rows, shift, values, spare, np.bool_(False))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@entry()
 def forward(state, sweeps, ops, rows, pairs, places, values, scales, tile, spare, counters, threads):  # type: ignore[no-untyped-def]
     """Run all sweeps, together with threads - 1 other calls that share everything but `tile` and `spare`.
 

@@ -8,10 +8,10 @@ psi) for each amplitude: sums over rows from which the angles of all merged phas
 from __future__ import annotations
 
 import numpy as np
-from numba import njit
 
 from unisono.quantum.kernels import code
-from unisono.quantum.kernels.cpu import dense, flipped, gather, holds, inline, meet, pair, scatter, start_of
+from unisono.quantum.kernels.compiling import entry, inner
+from unisono.quantum.kernels.cpu import dense, flipped, gather, holds, meet, pair, scatter, start_of
 from unisono.quantum.kernels.turning import back1, back2, back3
 from unisono.quantum.kernels.vector import fetch_add, fma, fnma, load, mul, splat, store, sub, total, width
 
@@ -26,7 +26,7 @@ ORDER, SWEEP_FLIPS, SWEEP_FLIP_COUNT = code.ORDER, code.SWEEP_FLIPS, code.SWEEP_
 ONE = code.ONE
 
 
-@inline
+@inner()
 def _turns(psi, lam, op, rows, shift, halves, gradients):  # type: ignore[no-untyped-def]
     slot, begin, end = op[SLOT], op[ROWS], op[ROWS] + op[ROW_COUNT]
     m0, m1, m2 = op[MASK0], op[MASK1], op[MASK2]
@@ -49,7 +49,7 @@ def _turns(psi, lam, op, rows, shift, halves, gradients):  # type: ignore[no-unt
     gradients[slot] += total(g0)
 
 
-@inline
+@inner()
 def _pair_gradient(psi, lam, op, rows, shift, values, gradients):  # type: ignore[no-untyped-def]
     w = width(psi)
     weights = load(values, op[VALUES] + 4 * w)
@@ -62,7 +62,7 @@ def _pair_gradient(psi, lam, op, rows, shift, values, gradients):  # type: ignor
     gradients[op[SLOT]] += total(mul(g, weights))
 
 
-@inline
+@inner()
 def _phase(psi, lam, op, count, shift, values, sums, differentiable):  # type: ignore[no-untyped-def]
     w = width(psi)
     slot = op[SLOT]
@@ -78,7 +78,7 @@ def _phase(psi, lam, op, count, shift, values, sums, differentiable):  # type: i
         store(lam, p + w, fnma(s, yr, mul(c, yi)))
 
 
-@inline
+@inner()
 def _lane_phase(psi, lam, op, count, shift, values, sums):  # type: ignore[no-untyped-def]
     w = width(psi)
     for row in range(count):
@@ -94,7 +94,7 @@ def _lane_phase(psi, lam, op, count, shift, values, sums):  # type: ignore[no-un
             store(tile, p + w, fnma(s, re, mul(c, im)))
 
 
-@inline
+@inner()
 def _tile(psi, lam, spare, first, last, outside, count, ops, rows, pairs, values, halves, gradients, sums):  # type: ignore[no-untyped-def]
     for number in range(last - 1, first - 1, -1):
         op = ops[number]
@@ -118,7 +118,7 @@ def _tile(psi, lam, spare, first, last, outside, count, ops, rows, pairs, values
             dense(lam, op, rows, shift, values, spare, np.bool_(True))
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@entry()
 def reverse(  # type: ignore[no-untyped-def]
     state,
     costate,

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from numba import njit
+from typing import Any
+
+from numba.core import types
+
+from unisono.quantum.kernels.vector import intrinsic
 
 
-@njit(nogil=True, error_model="numpy")
-def parity(word):  # type: ignore[no-untyped-def]
+@intrinsic
+def parity(typing: Any, word: Any) -> Any:
     """1 for an odd number of bits, else 0."""
-    word ^= word >> 32
-    word ^= word >> 16
-    word ^= word >> 8
-    word ^= word >> 4
-    word ^= word >> 2
-    word ^= word >> 1
-    return word & 1
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.and_(builder.ctpop(args[0]), args[0].type(1))
+
+    return types.int64(types.int64), generate

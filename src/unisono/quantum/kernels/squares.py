@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from numba import njit
-
+from unisono.quantum.kernels.compiling import entry
 from unisono.quantum.kernels.vector import add, fma, load, sub, total, width
 
 PIECE = 1 << 14  # numbers that are added up in their own precision
 
 
-@njit(nogil=True, cache=True, error_model="numpy")
+@entry()
 def squares(numbers):  # type: ignore[no-untyped-def]
     """Of a flat array whose length is a multiple of PIECE."""
     w = width(numbers)

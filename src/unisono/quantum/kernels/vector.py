@@ -316,6 +316,17 @@ def fetch_add(typing: Any, array: Any, index: Any, value: Any) -> Any:
 
 
 @intrinsic
+def fetch(typing: Any, array: Any, index: Any) -> Any:
+    """Element `index` of an int64 array that threads or processes share; what was written before it is seen as well."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        data = context.make_array(array)(context, builder, args[0]).data
+        return builder.load_atomic(builder.gep(data, [args[1]]), "acquire", 8)
+
+    return types.int64(array, types.intp), generate
+
+
+@intrinsic
 def give_way(typing: Any) -> Any:
     """Let another thread run."""
 

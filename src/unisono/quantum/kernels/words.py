@@ -1,13 +1,15 @@
 """Pauli words and amplitudes: the sums that expectation values are made of, and words applied to a state.
 
-A word sends amplitude i to i ^ flip with the sign (-1)^popcount(i & sign). Words that flip the same bits are done
-together. `theirs` are the amplitudes that a word acts on, `mine` or `into` those where they go; all are arrays of the
-same power of two.
+A word sends amplitude i to i ^ flip with the sign (-1)^popcount(i & sign). Words that flip the same bits are a group.
+`theirs` are the amplitudes that a word acts on, `mine` or `into` those where they go; all are arrays of the same power
+of two.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import itertools
+from collections.abc import Sequence
 
 import numpy as np
 import torch
@@ -16,53 +18,89 @@ from numpy.typing import NDArray
 from unisono.quantum.blocks import flipped
 from unisono.quantum.kernels.threads import count, together
 
-_BLOCK = 256  # amplitudes that a block of the fast kernel holds
+_SUM_BLOCK, _ADD_BLOCK = 256, 1024  # amplitudes that a block of the fast kernels holds
 _SMALL = 8  # bits of a sum that is done as one product with a matrix of signs
 
+Group = tuple[int, NDArray[np.int64]]  # what the words flip, and the mask of each word's sign
+Weighted = tuple[int, NDArray[np.int64], NDArray[np.complex128]]  # and each word's factor
 
-def word_sums(mine: torch.Tensor, theirs: torch.Tensor, flip: int, signs: NDArray[np.int64]) -> NDArray[np.complex128]:
-    """For each sign mask, the sum over i of conj(theirs[i ^ flip]) * mine[i] * (-1)^popcount(i & sign)."""
+
+def word_sums(mine: torch.Tensor, theirs: torch.Tensor, groups: Sequence[Group]) -> list[NDArray[np.complex128]]:
+    """For each group, and each sign mask of it: the sum over i of conj(theirs[i ^ flip]) * mine[i] * (-1)^popcount(i &
+    sign)."""
     if not _fast(mine):
-        return signed_sums(flipped(theirs, flip).conj() * mine, signs).cpu().numpy()
+        return [signed_sums(flipped(theirs, flip).conj() * mine, signs).cpu().numpy() for flip, signs in groups]
     from unisono.quantum.kernels import words_cpu
 
-    blocks, block = _blocks(mine)
-    threads = min(count(), blocks)
-    sums = np.zeros((threads, len(signs), 2))
-    ours, other, low = _parts(mine), _parts(theirs), _low_signs(signs, block, _parts(mine).dtype)
+    block, alike = min(_SUM_BLOCK, len(mine)), mine.data_ptr() == theirs.data_ptr()
+    threads = min(count(), len(mine) // block)
+    flips, starts, signs = _flat(groups)
+    out = np.zeros((threads, len(signs), 2))
+    low, counters = _low_signs(signs, block, _parts(mine).dtype), np.zeros(1, np.int64)
 
     def call(number: int) -> None:
-        begin, end = blocks * number // threads, blocks * (number + 1) // threads
-        words_cpu.sums(ours, other, flip, signs, low, begin, end, sums[number])
+        program = (flips, starts, signs, low, out[number], *np.empty((2, block), low.dtype))
+        words_cpu.sums(_parts(mine), _parts(theirs), alike, *program, counters)
 
     together(call, threads)
-    total: NDArray[np.float64] = sums.sum(axis=0)
-    return total[:, 0] + 1j * total[:, 1]
+    total = out.sum(axis=0)
+    return np.split(total[:, 0] + 1j * total[:, 1], starts[1:-1])
 
 
-def add_words(
-    into: torch.Tensor, theirs: torch.Tensor, flip: int, signs: NDArray[np.int64], factors: NDArray[np.complex128]
-) -> None:
-    """into[i ^ flip] += theirs[i] * sum over words of factor * (-1)^popcount(i & sign)."""
+def add_words(into: torch.Tensor, theirs: torch.Tensor, groups: Sequence[Weighted]) -> None:
+    """into[i ^ flip] += theirs[i] * sum over words of factor * (-1)^popcount(i & sign), for each group."""
     if not _fast(into):
-        scale = torch.zeros_like(theirs)
-        for sign, factor in zip(signs.tolist(), factors.tolist(), strict=True):
-            scale.add_(_signs(len(theirs), sign, theirs), alpha=factor)
-        into += flipped(theirs * scale, flip)
+        for flip, signs, factors in groups:
+            scale = torch.zeros_like(theirs)
+            for sign, factor in zip(signs.tolist(), factors.tolist(), strict=True):
+                scale.add_(_signs(len(theirs), sign, theirs), alpha=factor)
+            into += flipped(theirs * scale, flip)
         return
     from unisono.quantum.kernels import words_cpu
 
-    blocks, block = _blocks(into)
-    threads = min(count(), blocks)
-    out, other = _parts(into), _parts(theirs)
-    low = _low_signs(signs, block, out.dtype)
-    parts = np.stack([factors.real, factors.imag], axis=1).astype(out.dtype)
+    block, part = min(_ADD_BLOCK, len(into)), _parts(into).dtype
+    flips, starts, signs = _flat(groups)
+    arriving = [_signs_at(signs, flip) * factors for flip, signs, factors in groups]
+    factors = np.concatenate(arriving) if arriving else np.zeros(0, np.complex128)
+    fixed, tables, places = _tables(starts, signs, factors, block, part)
+    parts, counters = np.stack([factors.real, factors.imag], axis=1).astype(part), np.zeros(1, np.int64)
 
-    def call(number: int) -> None:
-        begin, end = blocks * number // threads, blocks * (number + 1) // threads
-        words_cpu.add(out, other, flip, signs, parts, low, begin, end)
+    def call(_: int) -> None:
+        program = (flips, starts, signs, parts, fixed, tables, places, *np.empty((2, block), part))
+        words_cpu.add(_parts(into), _parts(theirs), *program, counters)
 
-    together(call, threads)
+    together(call, min(count(), len(into) // block))
+
+
+def _flat(groups: Sequence[Group] | Sequence[Weighted]) -> tuple[NDArray[np.int64], ...]:
+    """What each group flips, where its words begin (and the end of all), and all sign masks."""
+    flips = np.array([group[0] for group in groups], np.int64)
+    starts = np.cumsum([0, *(len(group[1]) for group in groups)]).astype(np.int64)
+    return flips, starts, np.concatenate([np.zeros(0, np.int64), *(group[1] for group in groups)])
+
+
+def _signs_at(signs: NDArray[np.int64], flip: int) -> NDArray[np.int64]:
+    """What turns a sign of the amplitude that a word leaves into that of the one where it arrives."""
+    return 1 - 2 * (np.bitwise_count(signs & flip).astype(np.int64) & 1)
+
+
+def _tables(
+    starts: NDArray[np.int64], signs: NDArray[np.int64], factors: NDArray[np.complex128], block: int, part: np.dtype
+) -> tuple[NDArray, NDArray, NDArray[np.int64]]:
+    """The arrays `fixed`, `tables` and `places` of words_cpu.add."""
+    fixed = np.zeros((len(starts) - 1, 2, block), part)
+    rows: dict[int, int] = {0: 0}
+    places = np.full(len(signs), -1, np.int64)
+    for group, (begin, end) in enumerate(itertools.pairwise(starts.tolist())):
+        for word in range(begin, end):
+            low = int(signs[word]) & (block - 1)
+            if signs[word] != low:
+                places[word] = rows.setdefault(low, len(rows))
+            else:
+                row = _low_signs(signs[word : word + 1], block, part)[0]
+                fixed[group, 0] += factors[word].real * row
+                fixed[group, 1] += factors[word].imag * row
+    return fixed, _low_signs(np.array([*rows], np.int64), block, part), places
 
 
 def signed_sums(values: torch.Tensor, masks: NDArray[np.int64]) -> torch.Tensor:
@@ -96,20 +134,11 @@ def _signs(size: int, mask: int, like: torch.Tensor) -> torch.Tensor:
 
 def _low_signs(masks: NDArray[np.int64], size: int, dtype: np.dtype) -> NDArray:
     """The signs of the first `size` places, a row a mask."""
-    both = masks[:, None] & np.arange(size)
-    parity = np.zeros_like(both)
-    for bit in range(size.bit_length() - 1):
-        parity ^= both >> bit & 1
-    return (1 - 2 * parity).astype(dtype)
+    return (1 - 2 * (np.bitwise_count(masks[:, None] & np.arange(size)).astype(np.int8) & 1)).astype(dtype)
 
 
 def _fast(amplitudes: torch.Tensor) -> bool:
     return amplitudes.device.type == "cpu" and importlib.util.find_spec("numba") is not None
-
-
-def _blocks(amplitudes: torch.Tensor) -> tuple[int, int]:
-    block = min(_BLOCK, len(amplitudes))
-    return len(amplitudes) // block, block
 
 
 def _parts(amplitudes: torch.Tensor) -> NDArray:

@@ -1,0 +1,222 @@
+"""A draft: a model that a function builds, hollow, and the means to give each of its tensors the values it would have.
+
+    draft = drafted(make_model, seed)
+    draft.model                        # on torch's "meta" device: shapes, no memory
+    draft.value("blocks.3.fc1.weight") # what one process gets from torch.manual_seed(seed), bit for bit
+
+So a rank makes what it owns, one tensor at a time: its memory is that of its own part and of the largest tensor. The
+time is that of building the whole, as random numbers can only be reached through those before them, and of the random
+numbers of its own part once more.
+
+A constructor that cannot be written down (see recording.py) is run, and the model is whole from the beginning; `note`
+says why. So is one that would take much longer by replaying, as where each tensor depends on all before it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import random
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.mesh.initial import build, seeded
+from unisono.mesh.recording import CannotRecord, Place, Recording
+from unisono.mesh.replay import realise, steps_for, work_of
+
+Make = Callable[[], nn.Module]
+_MOST_WORK = 4  # times that of building the whole, to build all of it tensor by tensor
+_KINDS = (torch.Tensor, nn.Parameter)
+_SOURCE = "unisono_source"
+
+
+class Draft:
+    def __init__(self, model: nn.Module, make: Make, seed: int, recording: Recording | None, note: str = "") -> None:
+        self.model = model
+        self.note = note  # why it was built whole
+        self._make = make
+        self._seed = seed
+        self._recording = recording
+        self._places: dict[str, Place] = {}
+        self._built: dict[str, torch.Tensor] = {}
+        self._default = torch.get_default_dtype()
+        if recording is not None:
+            for name, tensor in tensors_in(model):
+                place = recording.place(tensor)
+                assert place is not None
+                self._places[name] = place
+                setattr(tensor, _SOURCE, (self, name))
+
+    @property
+    def is_hollow(self) -> bool:
+        return self._recording is not None
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._places
+
+    def __deepcopy__(self, memo: Any) -> Draft:
+        return self
+
+    def value(self, name: str) -> torch.Tensor:
+        """A parameter, buffer or other tensor of the model, by its name: whole, in memory of its own."""
+        assert self._recording is not None
+        if not self._built:
+            try:
+                return realise(self._recording, [self._places[name]])[0]
+            except (CannotRecord, RuntimeError) as error:
+                self.note = f"{name}: {error}".splitlines()[0]
+                self._built = dict(tensors_in(self._build()))
+        return self._built[name].detach().clone()
+
+    def device(self, name: str) -> torch.device:
+        """Where a tensor will be."""
+        assert self._recording is not None
+        return self._recording.memories[self._places[name].memory].device
+
+    def rebuilt(self, note: str) -> Draft:
+        """The same, whole."""
+        return Draft(self._build(), self._make, self._seed, None, note)
+
+    def _build(self) -> nn.Module:
+        """The whole model, as it would have been built where it was drafted."""
+        with _without_function_modes(self._default):
+            return build(self._make, self._seed)
+
+
+def source_of(tensor: torch.Tensor) -> tuple[Draft, str] | None:
+    """The draft that a hollow tensor is of, and its name there."""
+    return getattr(tensor, _SOURCE, None)
+
+
+def forget_source(tensor: torch.Tensor) -> None:
+    vars(tensor).pop(_SOURCE, None)
+
+
+def drafted(make: Make, seed: int) -> Draft:
+    """The draft of what `make()` builds after torch.manual_seed(seed)."""
+    with _generators_put_back() as put_back:
+        try:
+            return _recorded(make, seed)
+        except Exception as error:  # the constructor's own mistake comes up again when it is run
+            told = str(error) if isinstance(error, CannotRecord) else f"{type(error).__name__}: {error}"
+        put_back()
+        return whole_draft(make, seed, told.splitlines()[0])
+
+
+def whole_draft(make: Make, seed: int, note: str = "") -> Draft:
+    """The model itself."""
+    return Draft(build(make, seed), make, seed, None, note)
+
+
+def _recorded(make: Make, seed: int) -> Draft:
+    recording = Recording(realise)
+    with seeded(seed), recording:
+        model = make()
+    if not isinstance(model, nn.Module):
+        raise CannotRecord(f"it gave a {type(model).__name__}")
+    recording.close()
+    _require_all_known(model, recording)
+    return Draft(model, make, seed, recording)
+
+
+def _require_all_known(model: nn.Module, recording: Recording) -> None:
+    """CannotRecord where a hollow tensor is out of reach, or a tensor of the model did not come of the recording."""
+    memories: dict[int, int] = {}
+    for name, tensor in tensors_in(model):
+        place = recording.place(tensor)
+        if place is None:
+            raise CannotRecord(f"{name} was there before the model was built")
+        if type(tensor) not in _KINDS or tensor.grad_fn is not None or tensor.grad is not None:
+            raise CannotRecord(f"{name} is no plain tensor")
+        if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
+            raise CannotRecord(f"{name} has hooks")
+        if memories.setdefault(place.memory, id(tensor)) != id(tensor):
+            raise CannotRecord(f"{name} shares its memory with another tensor")
+    del tensor
+    held = dict.fromkeys(memories, 1)
+    if _stray(recording, held) is not None:
+        gc.collect()
+    stray = _stray(recording, held)
+    if stray is not None:
+        raise CannotRecord(f"a tensor of {recording.memories[stray].nbytes} bytes is kept outside the model's modules")
+    _require_little_work(recording, memories)
+
+
+def _require_little_work(recording: Recording, memories: Iterable[int]) -> None:
+    """CannotRecord where steps would be done again too often. Forgets what steps that nothing comes of were given."""
+    sizes = [work_of(step) for step in recording.steps]
+    total = 0
+    needed: set[int] = set()
+    for memory in memories:
+        numbers = steps_for(recording, {memory})
+        needed.update(numbers)
+        total += sum(sizes[number] for number in numbers)
+        if total > _MOST_WORK * sum(sizes):
+            raise CannotRecord("its tensors depend on each other so much that building them one by one takes too long")
+    for number in set(range(len(recording.steps))) - needed:
+        recording.steps[number] = replace(recording.steps[number], args=(), kwargs={}, generator=None)
+
+
+def _stray(recording: Recording, held: dict[int, int]) -> int | None:
+    """A memory in which more tensors lie than the model's."""
+    for memory in range(len(recording.memories)):
+        if recording.uses(memory) > held.get(memory, 0):
+            return memory
+    return None
+
+
+def tensors_in(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that a module of the model holds, by its name: parameters, buffers and what else there is."""
+    for prefix, module in model.named_modules(remove_duplicate=False):
+        for key, value in vars(module).items():
+            if key in ("_parameters", "_buffers"):
+                for name, tensor in value.items():
+                    if tensor is not None:
+                        yield f"{prefix}.{name}".lstrip("."), tensor
+            elif key != "_modules":
+                yield from _inside(value, f"{prefix}.{key}".lstrip("."))
+
+
+def _inside(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    if isinstance(value, torch.Tensor):
+        yield name, value
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            yield from _inside(each, f"{name}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for number, each in enumerate(value):
+            yield from _inside(each, f"{name}[{number}]")
+
+
+@contextlib.contextmanager
+def _without_function_modes(default: torch.dtype) -> Iterator[None]:
+    """In the block, nothing that surrounds the caller changes what torch's functions do, or the default dtype."""
+    before = torch.get_default_dtype()
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    torch.set_default_dtype(default)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+@contextlib.contextmanager
+def _generators_put_back() -> Iterator[Callable[[], None]]:
+    """What puts Python's and numpy's generators back to where they are now."""
+    numpy = sys.modules.get("numpy")
+    python_state = random.getstate()
+    numpy_state = None if numpy is None else numpy.random.get_state()
+
+    def put_back() -> None:
+        random.setstate(python_state)
+        if numpy is not None:
+            numpy.random.set_state(numpy_state)
+
+    yield put_back

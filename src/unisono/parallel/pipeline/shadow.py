@@ -1,0 +1,70 @@
+"""Running a hollow model on real inputs: what a model makes of its inputs alone has numbers, the rest has shapes.
+
+Many models look at their inputs on the way (is there padding, are these positions consecutive?) and never at what comes
+of their parameters. Within a Shadow such a model runs without any memory for parameters: an operation on real tensors
+is done, one that a hollow tensor takes part in gives hollow ones, and code that asks where a tensor is hears of the
+device that the inputs are on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+_META = torch.device("meta")
+
+
+class Shadow(TorchDispatchMode):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._surface = _Surface(device)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # torch would import its compiler, which takes seconds, to keep away from it
+
+    def __enter__(self) -> Shadow:
+        super().__enter__()
+        self._surface.__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        self._surface.__exit__(*error)
+        super().__exit__(*error)
+
+    def __torch_dispatch__(
+        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunction():
+            tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            if any(tensor.device == _META for tensor in tensors):
+                args, kwargs = tree_map(_hollowed, (args, kwargs))
+            return func(*args, **kwargs)
+
+
+def _hollowed(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.device != _META:
+        return torch.empty_like(leaf, device=_META)
+    return _META if isinstance(leaf, torch.device) else leaf
+
+
+class _Surface(TorchFunctionMode):
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func == _DEVICE:
+            return self._device
+        return func(*args, **(kwargs or {}))
+
+
+_DEVICE = torch.Tensor.device.__get__

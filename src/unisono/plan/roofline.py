@@ -1,0 +1,72 @@
+"""What one op takes: the longer of computing and of moving its bytes, at measured efficiencies.
+
+On a device that its host runs ahead of, an op takes time twice: that of the device, and that of the host, which
+launches it. The two go on at the same time, so they are told apart here, and the longer counts for a whole stage.
+Elsewhere the time to launch is part of the op's.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from unisono.plan.hardware import Hardware, share_at
+from unisono.plan.portrait import Segment, Work
+from unisono.plan.setting import Setting
+
+# Bytes that the loss of a cut vocabulary passes for each logit: it works in float32, in several passes.
+_LOSS_FORWARD, _LOSS_BACKWARD = 34.0, 22.0
+
+
+class OpTime(NamedTuple):
+    """Seconds: forward, the backward's halves, and what the host takes to launch forward and backward."""
+
+    forward: float
+    inputs: float
+    weights: float = 0.0
+    launch_forward: float = 0.0
+    launch_backward: float = 0.0
+
+
+class Roofline:
+    """Times ops of one dtype on one machine."""
+
+    def __init__(self, hardware: Hardware, dtype: str) -> None:
+        self.hardware = hardware
+        self.bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
+        self._peak = hardware.peak(dtype)
+        self._curves = {kind: hardware.curve(kind, dtype) for kind in ("matmul", "attention")}
+
+    def op(self, work: Work, segment: Segment, setting: Setting) -> OpTime:
+        overhead = self.hardware.op_overhead * work.calls
+        if not self.hardware.asynchronous:
+            return self._on_device(work, segment, setting, overhead)
+        timed = self._on_device(work, segment, setting, 0.0)
+        if work.kind == "view":
+            return timed._replace(launch_forward=overhead / 2, launch_backward=overhead / 2)
+        # Backward: a product for the inputs and one for the weights, and each parameter's gradient goes to its place.
+        launches = 1 + bool(work.flops and work.weights)
+        backward = overhead * launches + self.hardware.op_overhead * work.parameters
+        return timed._replace(launch_forward=overhead, launch_backward=backward)
+
+    def _on_device(self, work: Work, segment: Segment, setting: Setting, overhead: float) -> OpTime:
+        divided = setting.tp * setting.cp if work.is_cut else setting.outside(segment)
+        flops = work.flops * setting.rows / divided
+        moved = work.moved * setting.rows / divided + work.weights / (setting.tp if work.is_cut else 1)
+        more = work.moved_back * setting.rows / divided / self.bandwidth
+        if work.kind == "view":
+            return OpTime(overhead / 2, overhead / 2 + more)
+        if work.tp_saved and setting.tp > 1:
+            logits = setting.rows / divided * (work.saved + work.tp_saved) / 4
+            passes = (_LOSS_FORWARD * logits / self.bandwidth, _LOSS_BACKWARD * logits / self.bandwidth)
+            return OpTime(passes[0] + overhead, passes[1] + overhead)
+        if not flops:
+            ahead, back = self.hardware.rates.get(work.family, (self.bandwidth, self.bandwidth))
+            return OpTime(moved / ahead + overhead, moved / back + overhead + more)
+        curve = self._curves["attention" if work.kind == "attention" else "matmul"]
+        computing = flops / (self._peak * share_at(curve, flops / work.calls))
+        forward = max(computing, moved / self.bandwidth) + overhead
+        if work.kind == "attention":
+            return OpTime(forward, 2.5 * computing + overhead + more)
+        if not work.weights:
+            return OpTime(forward, 2 * forward + more)
+        return OpTime(forward, forward + more, forward)

@@ -1,0 +1,156 @@
+"""What the host of an asynchronous device takes for a step: launching ops, and what unisono does around them.
+
+Measured on models with next to nothing to compute, of few layers and of many: the difference is what layers take, the
+rest what a step takes. They are trained as one rank of eight whose others are not there.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from unisono.comm import world
+from unisono.mesh.mesh import Mesh
+from unisono.mesh.random import RandomState
+from unisono.parallel.apply import applied
+from unisono.parallel.conjugates import gather_to_use, reduce_to_piece
+from unisono.parallel.trainer import Trainer
+from unisono.plan.plan import AXES, Plan
+
+FEW, MANY = 8, 24  # layers
+_PARAMETERS = 6  # of a layer
+# As `plan.roofline` counts: 5 ops forward, and backward 5, two more products, and six gradients.
+_LAUNCHES = 5 + 5 + 2 + _PARAMETERS
+_RANKS, _WIDTH = 8, 8
+
+
+class _Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(_WIDTH)
+        self.up = nn.Linear(_WIDTH, _WIDTH)
+        self.down = nn.Linear(_WIDTH, _WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(F.gelu(self.up(self.norm(x))))
+
+
+def _model(layers: int, device: torch.device) -> nn.Module:
+    return nn.Sequential(*(_Layer() for _ in range(layers))).to(device)
+
+
+class _Parts(NamedTuple):
+    """Seconds of a step: before and in the backward, and after it."""
+
+    computing: float
+    after: float
+
+
+def overheads(device: torch.device, rounds: int = 15) -> dict[str, Any]:
+    """Figures for `plan.measure.written`. The process must not have joined a world."""
+    clock = _Clock(device, rounds)
+    layer = (clock.plain(MANY) - clock.plain(FEW)) / (MANY - FEW)
+    in_backward, after = [], []
+    for zero in range(4):
+        plan = f"dp={_RANKS}" + (f",zero={zero}" if zero else "")
+        few, many = clock.trained(plan, FEW), clock.trained(plan, MANY)
+        each = (MANY - FEW) * _PARAMETERS
+        in_backward.append(max((many.computing - few.computing) / each - layer / _PARAMETERS, 0.0))
+        after.append(max((many.after - few.after) / each, 0.0))
+        if zero == 0:
+            ends = few.after - after[0] * FEW * _PARAMETERS
+            whole = few.computing - FEW * (layer + in_backward[0] * _PARAMETERS)
+    several = clock.trained(f"dp={_RANKS},microbatches=4", FEW).computing
+    once = FEW * layer
+    microbatch = (several - whole - 4 * once - FEW * _PARAMETERS * in_backward[0]) / 3
+    return {
+        "overhead": layer / _LAUNCHES,
+        "gradient": in_backward,
+        "parameter": after,
+        "message": clock.message(),
+        "step": max(whole + ends, 0.0),
+        "microbatch": max(microbatch, 0.0),
+    }
+
+
+class _Clock:
+    def __init__(self, device: torch.device, rounds: int) -> None:
+        self.device = device
+        self.rounds = rounds
+
+    def _median(self, call: Callable[[], tuple[float, ...]]) -> tuple[float, ...]:
+        for _ in range(3):
+            call()
+        taken = [call() for _ in range(self.rounds)]
+        return tuple(statistics.median(column) for column in zip(*taken, strict=True))
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def plain(self, layers: int) -> float:
+        """Forward and backward in torch."""
+        model = _model(layers, self.device)
+        x = torch.ones(2, _WIDTH, device=self.device, requires_grad=True)
+
+        def call() -> tuple[float]:
+            model.zero_grad()
+            start = self._now()
+            model(x).sum().backward()
+            return (self._now() - start,)
+
+        return self._median(call)[0]
+
+    def message(self) -> float:
+        """One along the sequence, where a tensor-parallel region begins or ends, forward or backward."""
+        with world.simulated(0, 2) as comm:
+            x = torch.ones(2, 2, _WIDTH, device=self.device, requires_grad=True)
+
+            def call() -> tuple[float]:
+                start = self._now()
+                y = x
+                for _ in range(FEW):
+                    y = reduce_to_piece(gather_to_use(y, 1, (2, 2), comm), 1, (2, 2), comm)
+                y.sum().backward()
+                return ((self._now() - start) / (4 * FEW),)
+
+            return self._median(call)[0]
+
+    def trained(self, text: str, layers: int) -> _Parts:
+        plan = Plan.parse(text)
+        with world.simulated(0, plan.world):
+            mesh = Mesh(plan.shape, AXES).connect()
+            trainer = self._trainer(plan, mesh, layers)
+            rows = plan.dp * plan.microbatches
+            batch = tuple(torch.ones(rows, _WIDTH, device=self.device) for _ in range(2))
+            finish, ended = trainer.replicas.finish, [0.0]
+
+            def noted() -> None:
+                ended[0] = self._now()
+                finish()
+
+            trainer.replicas.finish = noted  # type: ignore[method-assign]
+
+            def call() -> tuple[float, float]:
+                start = self._now()
+                trainer.step(batch)  # type: ignore[arg-type]
+                return ended[0] - start, self._now() - ended[0]
+
+            return _Parts(*self._median(call))
+
+    def _trainer(self, plan: Plan, mesh: Mesh, layers: int) -> Trainer:
+        model = _model(layers, self.device)
+        random = RandomState(0)
+        random.name_modules(model)
+
+        def optimizer(parameters: Any) -> torch.optim.Optimizer:
+            return torch.optim.AdamW(parameters, lr=0.0)
+
+        return applied(model, plan, mesh, random, F.mse_loss, optimizer, None, None, 1.0)

@@ -1,0 +1,35 @@
+"""tp without rules, for models that show none: the graph is searched, and the result is that of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from torch import nn
+
+from tests.equivalence import unnamed
+from tests.equivalence.proof import prove
+from tests.ranks import RankPool
+from unisono.errors import UsageError
+from unisono.parallel.tensor import fitting_rules, styles_of
+
+
+def test_layers_are_cut_where_little_travels() -> None:
+    model = unnamed.Tower()
+    with pytest.raises(UsageError, match="its blocks show none"):
+        styles_of(model, 2)
+    rules = fitting_rules(model, 2, None, unnamed.tower.batch(0))
+    assert rules is not None
+    assert (rules["alpha"], rules["beta"]) == ("column", "row")  # nothing is said in between
+    assert rules["gamma"] in ("column_gather", "row_split")  # its result meets a whole parameter
+    assert {"alpha", "beta", "gamma", "delta", "odd"} == set(rules)
+    assert fitting_rules(model, 5, None, unnamed.tower.batch(0)) is None  # no layer that five ranks divide
+    assert fitting_rules(nn.Linear(4, 4), 2, None, None) is None  # nothing to search with
+
+
+@pytest.mark.parametrize(("task", "plan"), [("tower", "tp=2"), ("looker", "tp=2"), ("looker", "dp=2,tp=2,zero=1")])
+def test_what_is_found_gives_the_result_of_one_device(
+    task: str, plan: str, pools: Callable[[str, int], RankPool]
+) -> None:
+    verdict = pools("gloo", 4 if "dp" in plan else 2).run(prove, "unnamed", task, plan)[0]
+    assert verdict.equivalent, verdict
