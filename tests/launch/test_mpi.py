@@ -104,6 +104,18 @@ def test_what_a_rank_sent_before_it_ended_arrives(tmp_path: Path, variables: dic
     assert (done.returncode, done.stdout, done.stderr) == (0, "[1] 100000\n", "")
 
 
+def test_a_rank_that_ends_last_is_left_to_end(tmp_path: Path, variables: dict[str, str]) -> None:
+    """MPICH's mpiexec kills what is left when a process ends, also after MPI_Finalize: none may end before the last."""
+    write_script(
+        tmp_path,
+        "import atexit, time\nfrom mpi4py import MPI\n"
+        "if MPI.COMM_WORLD.rank == 1:\n"
+        "    atexit.register(lambda: (time.sleep(0.7), print('finalized', MPI.Is_finalized(), flush=True)))\n",
+    )
+    done = Run(["run", "-n", "2", "--backend", "mpi", "script.py"], tmp_path, variables).finish()
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[1] finalized True\n", "")
+
+
 def test_which_mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNISONO_MPIEXEC", "/nowhere/mpiexec")
     with pytest.raises(UsageError, match="/nowhere/mpiexec"):

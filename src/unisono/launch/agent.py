@@ -136,7 +136,7 @@ def _run(share: Share, wire: Wire, door: socket.socket | None, keep: set[int]) -
     reporter = Reporter(wire)
     crew = Crew(reporter.output, keep, with_results=share.program.kind == CALL)
     lifeline = Lifeline(wire, crew)
-    problem = None
+    problem, is_stopped = None, False
     try:
         if share.local_world:  # under mpiexec, which numbers the ranks and starts them: one rank, no rendezvous
             if door is not None:
@@ -145,6 +145,7 @@ def _run(share: Share, wire: Wire, door: socket.socket | None, keep: set[int]) -
         else:
             _conduct(share, crew, reporter, door, lifeline)
     except Stopped:
+        is_stopped = True
         lifeline.take_time()
         crew.stop(lifeline.signal)
     except Exception:
@@ -156,7 +157,16 @@ def _run(share: Share, wire: Wire, door: socket.socket | None, keep: set[int]) -
     crew.close()
     proctree.sweep(os.getpid())
     reporter.ended(codes, problem)
+    if share.local_world and not is_stopped:
+        _outlast_others(wire)
     return 0
+
+
+def _outlast_others(wire: Wire) -> None:
+    """Stay until the launcher hangs up, when all have ended: MPICH's mpiexec (5.0) kills the processes that are left as
+    soon as one of them ends, after MPI_Finalize too."""
+    while not wire.closed:  # the lifeline reads it
+        time.sleep(0.02)
 
 
 def _conduct(share: Share, crew: Crew, reporter: Reporter, door: socket.socket | None, lifeline: Lifeline) -> None:
