@@ -13,8 +13,7 @@ from tests.comm import hang_program
 from tests.mpi_ranks import MPIEXEC
 from tests.processes import run_forked
 from tests.ranks import free_port
-from unisono.comm import watch
-from unisono.launch import environment
+from unisono.launch import environment, failure
 
 PROGRAM = Path(hang_program.__file__)
 SOURCE = PROGRAM.read_text().splitlines()
@@ -61,7 +60,7 @@ def run(backend: str, scenario: str, folder: Path, timeout: float, odd: int = 3)
     ]
     ends = run_forked(jobs, folder)
     stopped = [end.code for rank, end in enumerate(ends) if rank != odd or scenario not in ("exit", "raise", "shape")]
-    assert set(stopped) <= ({0} if scenario in WELL else {1, watch.EXIT_CODE}), ends
+    assert set(stopped) <= ({0} if scenario in WELL else {1, failure.HANG_CODE}), ends
     return "\n".join(end.output for end in ends)
 
 

@@ -30,7 +30,6 @@ from unisono.comm.log import Log, describe, frame_place
 from unisono.errors import CommError, HangError, UnisonoError
 from unisono.launch import failure
 
-EXIT_CODE = 75  # of a job that the watch stopped
 ANSWER_TIME = 3.0  # seconds that ranks get to tell their state
 LOST_TIME = 1.0  # seconds that ranks may stay blocked after another has gone
 
@@ -260,7 +259,7 @@ class Watch:
         self._discard_box()
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(EXIT_CODE)
+        os._exit(failure.HANG_CODE)
 
     # ---- what this rank says of itself ---------------------------------------------------------------------------
 

@@ -17,6 +17,7 @@ from unisono.launch import environment
 EXCEPTION = "exception"  # the script raised
 USAGE = "usage"  # the script used something wrongly: a restart would meet the same
 HANG = "hang"  # the watch stopped the job; the text is its report
+HANG_CODE = 75  # with which a rank ends that the watch stopped
 PEER = "peer"  # stopped because another rank failed: never worth showing
 
 

@@ -123,7 +123,7 @@ def _guarded(body: Callable[[], object]) -> int:
         kind = _kind_of(error)
         text = str(error) if kind == failure.HANG else _traceback_of(error)
         failure.record(Failure.now(_own_rank(), kind, text))
-        return 130 if isinstance(error, KeyboardInterrupt) else 1
+        return {KeyboardInterrupt: 130, HangError: failure.HANG_CODE}.get(type(error), 1)
     return 0
 
 
