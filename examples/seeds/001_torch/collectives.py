@@ -4,8 +4,8 @@ Document 001, "常用集合通信函数" and "distributed.ReduceOp"; document 00
 
 unisono run -n 4 examples/seeds/001_torch/collectives.py
 
-All of them work on gloo, MPI and NCCL alike, those that the document's table crosses out included. Rank r starts with
-r + 1. Printed by each rank: what it has after each collective.
+All of them work on gloo and MPI alike, those that the document's table crosses out included (NCCL was tried with one
+rank). Rank r starts with r + 1. Printed by each rank: what it has after each collective.
 """
 
 from __future__ import annotations

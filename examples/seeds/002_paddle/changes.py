@@ -198,6 +198,9 @@ and parameters of one device:
 ```console
 $ python examples/seeds/002_paddle/table.py
 ```
+
+It prints 27 rows, with their losses and deviations. In float64 the worst deviation of all is 3e-16; at the document's
+own width, `--full --batches 2` (102,400, float32), it is 2e-6.
 """
 
 NOT_RUN = "<!-- not run: tests/examples/test_seed_002.py does -->"

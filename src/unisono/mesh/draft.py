@@ -36,9 +36,19 @@ _SOURCE = "unisono_source"
 
 
 class Draft:
-    def __init__(self, model: nn.Module, make: Make, seed: int, recording: Recording | None, note: str = "") -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        make: Make,
+        seed: int,
+        recording: Recording | None,
+        note: str = "",
+        rewind: Callable[[], None] = lambda: None,
+    ) -> None:
+        """rewind: puts Python's and numpy's generators to where they were when the function was first called."""
         self.model = model
         self.note = note  # why it was built whole
+        self._rewind = rewind
         self._make = make
         self._seed = seed
         self._recording = recording
@@ -68,6 +78,8 @@ class Draft:
         if not self._built:
             try:
                 return realise(self._recording, [self._places[name]])[0]
+            except torch.OutOfMemoryError:
+                raise  # the whole would need more
             except (CannotRecord, RuntimeError) as error:
                 self.note = f"{name}: {error}".splitlines()[0]
                 self._built = dict(tensors_in(self._build()))
@@ -84,8 +96,12 @@ class Draft:
 
     def _build(self) -> nn.Module:
         """The whole model, as it would have been built where it was drafted."""
-        with _without_function_modes(self._default):
-            return build(self._make, self._seed)
+        with _without_function_modes(self._default), _generators_put_back() as go_on:
+            self._rewind()
+            try:
+                return build(self._make, self._seed)
+            finally:
+                go_on()
 
 
 def source_of(tensor: torch.Tensor) -> tuple[Draft, str] | None:
@@ -101,7 +117,7 @@ def drafted(make: Make, seed: int) -> Draft:
     """The draft of what `make()` builds after torch.manual_seed(seed)."""
     with _generators_put_back() as put_back:
         try:
-            return _recorded(make, seed)
+            return _recorded(make, seed, put_back)
         except Exception as error:  # the constructor's own mistake comes up again when it is run
             told = str(error) if isinstance(error, CannotRecord) else f"{type(error).__name__}: {error}"
         put_back()
@@ -113,7 +129,7 @@ def whole_draft(make: Make, seed: int, note: str = "") -> Draft:
     return Draft(build(make, seed), make, seed, None, note)
 
 
-def _recorded(make: Make, seed: int) -> Draft:
+def _recorded(make: Make, seed: int, rewind: Callable[[], None]) -> Draft:
     recording = Recording(realise)
     with seeded(seed), recording:
         model = make()
@@ -121,7 +137,7 @@ def _recorded(make: Make, seed: int) -> Draft:
         raise CannotRecord(f"it gave a {type(model).__name__}")
     recording.close()
     _require_all_known(model, recording)
-    return Draft(model, make, seed, recording)
+    return Draft(model, make, seed, recording, rewind=rewind)
 
 
 def _require_all_known(model: nn.Module, recording: Recording) -> None:

@@ -116,6 +116,7 @@ class Recording(TorchDispatchMode):
         self.indexed = 0
         self._numbers: dict[int, int] = {}
         self._constants: dict[int, tuple[torch.Tensor, Constant]] = {}
+        self._foreign: set[int] = set()  # memories that stand for a view of a tensor that was there before
         self._realise = realise
         self._surface = _Surface(self)
 
@@ -157,6 +158,8 @@ class Recording(TorchDispatchMode):
             return None
         if tensor.untyped_storage().nbytes() != self.memories[number].nbytes:
             raise CannotRecord("a tensor's memory has changed its size")
+        if tensor.is_conj() or tensor.is_neg():
+            raise CannotRecord("a tensor is kept conjugated or negated, without being computed")
         return Place(number, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()), tensor.dtype)
 
     def values(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -199,6 +202,8 @@ class Recording(TorchDispatchMode):
     def _step(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "resize" in func.name() or func.overloadpacket in (_aten.set_, _aten.set):
             raise CannotRecord(f"{func} changes a tensor's memory")
+        if func.overloadpacket is _aten._to_copy and self._was_there(args[0]):
+            raise CannotRecord("a module that was there before is moved or converted")
         noted_args, noted_kwargs = tree_map(self._noted, args), tree_map(self._noted, kwargs)
         if noted_kwargs.get("device") == _META:  # an operation that is made of others: where its arguments are
             noted_kwargs = {**noted_kwargs, "device": self._device(noted_args, {**noted_kwargs, "device": None})}
@@ -212,6 +217,8 @@ class Recording(TorchDispatchMode):
             outcome = func(*tree_map(_hollow, args), **_on_meta(func, kwargs))
         places = [each for each in tree_leaves((noted_args, noted_kwargs)) if isinstance(each, Place)]
         born = self._born(outcome, self._device(noted_args, noted_kwargs))
+        if _is_view(func) and any(isinstance(each, Constant) for each in tree_leaves((noted_args, noted_kwargs))):
+            self._foreign |= {place.memory for _, place in born}
         if not written and not born:
             return outcome  # a view, or no tensor at all
         renews = {place.memory for _, place in born}
@@ -236,6 +243,9 @@ class Recording(TorchDispatchMode):
         )
         return outcome
 
+    def _was_there(self, tensor: Any) -> bool:
+        return isinstance(tensor, torch.nn.Parameter) and self.number(tensor) is None
+
     def _written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Place]:
         given = {argument.name: value for argument, value in zip(func._schema.arguments, args, strict=False)} | kwargs
         written: list[Place] = []
@@ -245,6 +255,8 @@ class Recording(TorchDispatchMode):
             for leaf in tree_leaves(given.get(argument.name)):
                 if isinstance(leaf, Constant):
                     raise CannotRecord(f"{func} changes a tensor that is not the model's")
+                if isinstance(leaf, Place) and leaf.memory in self._foreign:
+                    raise CannotRecord(f"{func} changes a part of a tensor that is not the model's")
                 if isinstance(leaf, Place):
                     written.append(leaf)
         return written
@@ -305,10 +317,19 @@ class Recording(TorchDispatchMode):
 
 
 def _is_in_place(func: Any) -> bool:
-    """Whether it changes its first argument, and returns it."""
+    """Whether it changes what is in its first argument (not its shape, as t_ does), and returns it."""
+    if torch.Tag.inplace_view in func.tags:
+        return False
     arguments, returns = func._schema.arguments, func._schema.returns
     written = [each for each in arguments if each.alias_info is not None and each.alias_info.is_write]
     return len(returns) == 1 and written == arguments[:1] and func.overloadpacket.__name__.endswith("_")
+
+
+def _is_view(func: Any) -> bool:
+    """Whether what it gives lies in an argument's memory. torch.tensor ends with lift_fresh, whose argument is new."""
+    if func.overloadpacket in (_aten.lift_fresh, _aten.lift):
+        return False
+    return any(each.alias_info is not None and not each.alias_info.is_write for each in func._schema.returns)
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

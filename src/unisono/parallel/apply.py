@@ -84,6 +84,7 @@ def parallelize(
     plan.fit(comm.size)
     draft = draft_for(plan, model, seed, dtype)
     whole = draft.model
+    are_rules_given = rules is not None
     refuse_what_cannot_be_right(plan, whole)
     precision.require_float32(whole)
     if plan.tp > 1:
@@ -100,6 +101,11 @@ def parallelize(
             draft = draft.rebuilt("its forward cannot be run without numbers, to see what each stage of it uses")
             whole = draft.model
     mesh = Mesh(plan.shape, AXES).connect()  # the first time that ranks communicate
+    if not all(comm.all_gather_object(draft.is_hollow)) and draft.is_hollow:
+        draft, survey = draft.rebuilt("another rank could not build its part alone"), None
+        whole = draft.model
+    if plan.tp > 1 and not are_rules_given:
+        rules = comm.broadcast_object(rules)  # ranks that search by themselves might differ
     if isinstance(model, nn.Module):
         comm.broadcast_parameters(whole)
     random = RandomState(seed)
@@ -153,6 +159,8 @@ def _checked(make: Callable[[Any], Optimizer]) -> Callable[[Any], Optimizer]:
 def draft_for(plan: Plan, model: Model | Draft, seed: int, dtype: torch.dtype | None = None) -> Draft:
     """The model as the plan needs it: hollow where a function builds it and ranks will own parts, else whole."""
     if isinstance(model, Draft):
+        if dtype is not None:
+            raise UsageError(f"dtype={dtype} of a Draft, which has its dtypes already; make the draft in {dtype}")
         return model
     if isinstance(model, nn.Module):
         return whole_draft(lambda: model if dtype is None else model.to(dtype), seed)

@@ -5,8 +5,8 @@
     PipelineRuntime(cut.stages, ...)
 
 The model is an nn.Sequential, whose children are the blocks, or any model with a list of repeated ones, or one whose
-children with parameters run one after the other. Every rank builds it whole, from the same seed, and keeps its part;
-`layers.split_layers` builds only the part.
+children with parameters run one after the other. A rank keeps its part of it; what was built hollow is
+filled after that (`filling`), and `layers.split_layers` builds only the part.
 
 A parameter belongs to every stage whose segment of the forward uses it (`survey`): that of an embedding to the first,
 of a head to the last, and one that is tied between the two to both. It is held where one of its stages is, under all

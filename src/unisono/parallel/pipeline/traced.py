@@ -55,8 +55,8 @@ class _Cuts:
         return self
 
     def of(self, inputs: Any, training: bool) -> Cut:
-        leaves = pytree.tree_leaves(inputs)
-        key = (training, *((tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else t for t in leaves))
+        leaves, form = pytree.tree_flatten(inputs)
+        key = (training, form, *((tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else t for t in leaves))
         if key not in self._known:
             self._model.train(training)
             empty = pytree.tree_map(_without_data, inputs)
