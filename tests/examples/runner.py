@@ -24,7 +24,6 @@ import pytest
 
 import unisono
 from tests import mpi_ranks
-from tests.examples.agents import fork_agents
 from tests.processes import End, run_forked
 from unisono import cli
 
@@ -114,7 +113,6 @@ def _is_command(line: str) -> bool:
 def _start(words: list[str]) -> None:
     if words[0] == "python":
         _run_python(words[1:])
-    fork_agents()
     main: Callable[[list[str]], int] = cli.main
     if words[0] == "vqnetrun":
         main = importlib.import_module("unisono.compat.vqnetrun").main

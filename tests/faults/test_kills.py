@@ -19,7 +19,7 @@ PROGRAM = str(Path(__file__).with_name("program.py"))
 def finished(folder: Path, plan: str, faults: str, ranks: int, *options: str, steps: int = 24) -> tuple[str, str]:
     """What the job printed at last: the digest, and all of it."""
     words = ["run", "-n", str(ranks), *options, PROGRAM, str(folder), plan, faults, str(steps)]
-    done = Run(words, folder.parent, anew=plan == "auto").finish(120)
+    done = Run(words, folder.parent).finish(120)
     assert done.returncode == 0, done.stdout + done.stderr
     found = re.search(r"step (\d+) done: (\w+)", done.stdout)
     assert found, done.stdout
@@ -49,7 +49,7 @@ def test_kills_in_forward_in_a_collective_and_while_saving_lose_nothing(tmp_path
 
 def test_sigterm_saves_first_and_fewer_ranks_go_on(tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    run = Run(["run", "-n", "4", PROGRAM, str(folder), "auto", "none", "100000"], tmp_path, anew=True)
+    run = Run(["run", "-n", "4", PROGRAM, str(folder), "auto", "none", "100000"], tmp_path)
     with run.started() as process:
         step = wait_for_step(folder, 7, 4)
         os.kill(process.pid, signal.SIGTERM)
