@@ -251,15 +251,8 @@ def to_static(
     seed: int = 0,
     dtype: torch.dtype | None = None,
 ) -> Program:
-    """One distributed program for a model, its loss and its optimizer, on a mesh; every rank calls it alike.
-
-    model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
-    torch.manual_seed(seed). example: a global batch (inputs, targets), of which only shapes and dtypes count. search:
-    how placements are found that no mark gives: "propagate", "dynamic" or "exact"; `assignment` gives all of them.
-    unpack: cut the parts of fused projections (queries, keys and values in one weight) each by itself. zero: what
-    the ranks of the axis dp share out: 1 optimizer state, 2 gradients too, 3 parameters too (zero.py). save_graphs: a
-    folder for the program of every rank after each pass. clip: the largest norm of the gradients.
-    """
+    """A program without stages. `parallel.static.to_static`, which people call, makes those with stages too, and says
+    what the arguments are."""
     comm = world.world() if world.is_initialized() else world.init()
     if mesh.ranks.size != comm.size:
         raise UsageError(f"{mesh} has {mesh.ranks.size} ranks, but {comm.size} are running; expected a mesh of all")

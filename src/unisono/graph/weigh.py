@@ -84,7 +84,7 @@ class _Scale:
         try:
             with torch.set_grad_enabled(not node.meta.get("no_grad", False)):
                 return (special or node.target)(*args, **kwargs)  # type: ignore[operator]
-        except (NotImplementedError, RuntimeError, TypeError):
+        except (RuntimeError, TypeError):
             return _of_that_kind(node, args, kwargs)
 
     def _weigh(self, node: fx.Node, results: tuple[torch.Tensor, ...]) -> None:

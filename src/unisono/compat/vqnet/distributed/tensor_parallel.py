@@ -33,17 +33,8 @@ class ColumnParallelLinear(Module, linear.ColumnParallelLinear):
         name: str = "",
         tp_comm: Any = None,
     ) -> None:
-        comm = communicator_of(tp_comm)
-        linear.ColumnParallelLinear.__init__(
-            self,
-            input_size,
-            output_size,
-            bias=use_bias,
-            init=_weight(weight_initializer, comm),
-            bias_init=_bias(bias_initializer, comm),
-            comm=comm,
-            dtype=None if dtype is None else dtype_of(dtype),
-        )
+        options = _options(weight_initializer, bias_initializer, use_bias, dtype, tp_comm)
+        linear.ColumnParallelLinear.__init__(self, input_size, output_size, **options)
         self.name = name
 
 
@@ -64,22 +55,31 @@ class RowParallelLinear(Module, linear.RowParallelLinear):
         name: str = "",
         tp_comm: Any = None,
     ) -> None:
-        comm = communicator_of(tp_comm)
-        linear.RowParallelLinear.__init__(
-            self,
-            input_size,
-            output_size,
-            bias=use_bias,
-            init=_weight(weight_initializer, comm),
-            bias_init=_bias(bias_initializer, comm),
-            comm=comm,
-            dtype=None if dtype is None else dtype_of(dtype),
-        )
+        options = _options(weight_initializer, bias_initializer, use_bias, dtype, tp_comm)
+        linear.RowParallelLinear.__init__(self, input_size, output_size, **options)
         self.name = name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.input_is_parallel = x.shape[-1] != self.in_features
         return super().forward(x)
+
+
+def _options(
+    weight_initializer: Initializer | None,
+    bias_initializer: Initializer | None,
+    use_bias: bool,
+    dtype: Dtype | None,
+    tp_comm: Any,
+) -> dict[str, Any]:
+    """VQNet's words in unisono's."""
+    comm = communicator_of(tp_comm)
+    return {
+        "bias": use_bias,
+        "init": _weight(weight_initializer, comm),
+        "bias_init": _bias(bias_initializer, comm),
+        "comm": comm,
+        "dtype": None if dtype is None else dtype_of(dtype),
+    }
 
 
 def _weight(initializer: Initializer | None, comm: Communicator) -> Callable[[torch.Tensor], None]:
