@@ -179,13 +179,13 @@ def _whole(trainer: Trainer, named: Tensors, of_gradients: bool = False) -> Tens
 
 
 def _merged(mesh: Mesh, mine: Tensors) -> Tensors:
-    """What all stages of the pipeline hold."""
+    """What all stages of the pipeline hold; of what several hold, this one's copy, so that ranks can compare theirs."""
     if mesh.size("pp") == 1:
         return mine
     merged: Tensors = {}
     for theirs in mesh.comm("pp").all_gather_object(mine):
         merged.update(theirs)
-    return merged
+    return merged | mine  # in the order of all stages, on every rank
 
 
 def _copied(named: Any) -> Tensors:
