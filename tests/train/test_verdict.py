@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from unisono.plan.plan import Plan
+from unisono.train.parting import guess_fault
 from unisono.train.record import Record
 from unisono.train.verdict import KINDS, compared
 
@@ -69,3 +70,10 @@ def test_a_small_gradient_is_no_rounding() -> None:
     plain, planned = (with_a_cancelled_bias(gradient=3e-11, value=1e-4, moment=3e-12) for _ in range(2))
     planned.parameters["key.bias"] += 1e-11
     assert not compared(Plan(), plain, planned, "float64").equivalent
+
+
+def test_nothing_is_proved_where_one_device_gives_no_number() -> None:
+    nowhere = record()
+    nowhere.losses = [float("nan")]
+    assert not compared(Plan(), nowhere, nowhere, "float64").equivalent
+    assert "one device gives a loss of nan too" in guess_fault(Plan(dp=2), nowhere, nowhere)
