@@ -65,6 +65,29 @@ def test_a_gradient_of_rounding_hides_no_fault() -> None:
         assert (worst.kind, worst.name.startswith("key.bias")) == (kind, True)
 
 
+def with_a_bias_of_keys(queries: float = 0.3, keys: float = 0.3) -> Record:
+    """One bias of queries and keys: the gradient of the keys is rounding, and Adam moves them all the same."""
+    made = record()
+    made.initial = {"weight": made.parameters["weight"] - 0.01, "bias": torch.full((4,), 0.29).double()}
+    made.gradients[0]["bias"] = torch.tensor([0.1, 0.1, 1e-9, -1e-9]).double()
+    made.parameters["bias"] = torch.tensor([queries, queries, keys, keys]).double()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("dtype", "queries", "keys", "is_equivalent"),
+    [
+        ("float32", 0.3, 0.285, True),  # less than two steps of 0.01 apart
+        ("float32", 0.3, 0.2, False),
+        ("float32", 0.285, 0.3, False),
+        ("float64", 0.3, 0.285, False),
+    ],
+)
+def test_single_elements_that_rounding_moves(dtype: str, queries: float, keys: float, is_equivalent: bool) -> None:
+    verdict = compared(Plan(), with_a_bias_of_keys(), with_a_bias_of_keys(queries, keys), dtype)
+    assert verdict.equivalent == is_equivalent, verdict
+
+
 def test_a_small_gradient_is_no_rounding() -> None:
     """1e-11 of the largest, ten times what passes for rounding: its parameter must agree to its own size."""
     plain, planned = (with_a_cancelled_bias(gradient=3e-11, value=1e-4, moment=3e-12) for _ in range(2))
