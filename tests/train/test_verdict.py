@@ -100,3 +100,18 @@ def test_nothing_is_proved_where_one_device_gives_no_number() -> None:
     nowhere.losses = [float("nan")]
     assert not compared(Plan(), nowhere, nowhere, "float64").equivalent
     assert "one device gives a loss of nan too" in guess_fault(Plan(dp=2), nowhere, nowhere)
+
+
+@pytest.mark.parametrize(
+    ("factor", "told"),
+    [
+        (3.0, "all gradients are 3 times too large, which is the number of microbatches: summed"),
+        (1 / 4, "all gradients are 4 times too small, which is the world size: averaged"),
+        (2.0, "2 times too large, which is dp"),
+        (1 / 6, "6 times too small, which is dp times the number of microbatches"),
+        (1.7, "all gradients are 1.7 times those of one device"),
+        (1.0, "gradients agree in the first step"),
+    ],
+)
+def test_a_factor_that_is_a_count_of_the_plan_is_named(factor: float, told: str) -> None:
+    assert told in guess_fault(Plan(dp=2, tp=2, microbatches=3), record(), record(factor))
