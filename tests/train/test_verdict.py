@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 import torch
 
 from unisono.plan.plan import Plan
 from unisono.train.parting import guess_fault
 from unisono.train.record import Record
-from unisono.train.verdict import KINDS, compared
+from unisono.train.verdict import KINDS, Verdict, compared
 
 
 def record(factor: float = 1.0, scale: float = 2.0**16) -> Record:
@@ -115,3 +118,11 @@ def test_nothing_is_proved_where_one_device_gives_no_number() -> None:
 )
 def test_a_factor_that_is_a_count_of_the_plan_is_named(factor: float, told: str) -> None:
     assert told in guess_fault(Plan(dp=2, tp=2, microbatches=3), record(), record(factor))
+
+
+def test_as_json_and_back() -> None:
+    short = record()
+    short.gradients = [{}]
+    verdict = compared(Plan(dp=2), record(), short, "float64")
+    assert max(each.deviation for each in verdict.worst) == math.inf
+    assert Verdict.of_json(json.loads(json.dumps(verdict.as_json(), allow_nan=False))) == verdict

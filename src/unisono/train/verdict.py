@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -50,11 +51,22 @@ class Verdict:
         return not self.refusal and not self.failure
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """JSON knows no infinity: a deviation without size, as of a tensor that is missing, is null there."""
+        worst = [asdict(each) | {"deviation": _finite(each.deviation)} for each in self.worst]
+        return asdict(self) | {"worst": worst}
 
     @classmethod
     def of_json(cls, told: dict[str, Any]) -> Verdict:
-        return cls(**told | {"worst": [Worst(**each) for each in told["worst"]]})
+        worst = [Worst(**each | {"deviation": _or_infinite(each["deviation"])}) for each in told["worst"]]
+        return cls(**told | {"worst": worst})
+
+
+def _finite(deviation: float) -> float | None:
+    return deviation if math.isfinite(deviation) else None
+
+
+def _or_infinite(deviation: float | None) -> float:
+    return math.inf if deviation is None else deviation
 
 
 def compared(plan: object, plain: Record, planned: Record, dtype: str) -> Verdict:
