@@ -82,6 +82,9 @@ def test_all_plans_that_fit() -> None:
     assert all(plan.world == 4 for plan in plans)
     assert {Plan(dp=4), Plan(tp=4), Plan(dp=2, tp=2), Plan(dp=2, tp=2, zero=3)} <= set(plans)
     assert len(plans) == len(set(plans))
+    assert not any(plan.ep > 1 for plan in plans)
+    with_experts = plans_for(4, experts=True)
+    assert {Plan(dp=4, ep=4), Plan(dp=4, ep=2), Plan(dp=2, ep=2, tp=2)} <= set(with_experts)
 
 
 def test_a_task_is_found_by_its_address() -> None:

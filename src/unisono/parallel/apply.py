@@ -44,6 +44,7 @@ from unisono.parallel.precision import Precision
 from unisono.parallel.preview import require_fitting_loss
 from unisono.parallel.reach import require_whole
 from unisono.parallel.recompute import is_recomputed, recompute
+from unisono.parallel.separable import require_separable
 from unisono.parallel.share import rows_of, share, shares
 from unisono.parallel.tensor import fitting_rules, require_shareable, tensor_parallelize
 from unisono.parallel.trainer import Trainer, takes_closure
@@ -191,6 +192,7 @@ def _function(model: Any, seed: int) -> Callable[[], nn.Module]:
 
 
 def refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
+    require_separable(model, plan)
     if plan.microbatches > 1 and batchnorm.has_batchnorm(model):
         raise UsageError(
             f"microbatches={plan.microbatches}: BatchNorm takes its statistics over the whole batch at once, which "
