@@ -26,6 +26,7 @@ import torch.distributed as dist
 from unisono.comm import blackbox, hang
 from unisono.comm.blackbox import BlackBox
 from unisono.comm.check import Check
+from unisono.comm.comparison import Comparison, Difference
 from unisono.comm.log import Log, describe, frame_place
 from unisono.errors import CommError, HangError, UnisonoError
 from unisono.launch import failure
@@ -39,6 +40,7 @@ _LIBRARIES = (
     sysconfig.get_paths()["stdlib"],
     "<frozen",
 )
+_ENDED = "have exited"
 _TORCH_COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 
 
@@ -53,6 +55,7 @@ class Watch:
         self._store = self._clone(store, "watch")
         self.group_logs: dict[object, Log] = {}  # by process group
         self._logs: list[Log] = []
+        self._comparison = Comparison(self._store, rank, size, self._logs)
         self._blocked: dict[object, tuple[object, float]] = {}
         self._stopping = threading.Event()
         self._told = threading.Lock()
@@ -94,6 +97,9 @@ class Watch:
                 self.box.close()
                 self.box = None
             atexit.unregister(self._say_goodbye)
+            found = self._difference_at_end()
+            if found is not None:
+                raise HangError(self._sound_alarm(found.dispute, found.report))
 
     # ---- what the communicator calls -----------------------------------------------------------------------------
 
@@ -127,19 +133,28 @@ class Watch:
 
     def _keep_watch(self) -> None:
         tick = min(0.5, self.timeout / 4) + self.size / 2000  # a thousand ranks ask their store at a calm pace
-        while not self._stopping.wait(tick):
+        while not self._stopping.wait(min(tick, self._comparison.seconds_left)):
             try:
                 if self._store.check(["alarm"]):
                     self._answer_alarm()
                 someone_left = self._store.check(["left"])
+                found = self._comparison.difference()
             except RuntimeError:
                 if not self._stopping.is_set():
                     self._store_is_lost()
                 return
             patience = min(self.timeout, LOST_TIME) if someone_left else self.timeout
+            if found is not None:
+                self._sound_alarm(found.dispute, found.report)
+                self._stop_job()
             if self._blocked_for() >= patience:
                 self._sound_alarm()
                 self._stop_job()
+
+    def _difference_at_end(self) -> Difference | None:
+        with contextlib.suppress(RuntimeError):  # the store has gone
+            return self._comparison.difference(at_end=True)
+        return None
 
     def _blocked_for(self) -> float:
         """For how many seconds this rank has been blocked in one and the same operation."""
@@ -179,15 +194,16 @@ class Watch:
 
     # ---- the alarm -----------------------------------------------------------------------------------------------
 
-    def _sound_alarm(self, dispute: hang.Dispute | None = None) -> str:
-        """Bring about the report on all ranks, and return it."""
+    def _sound_alarm(self, dispute: hang.Dispute | None = None, if_past: str = "") -> str:
+        """Bring about the report on all ranks, and return it; `if_past` is the one where nobody waits in the disputed
+        operation any more."""
         with self._told:
             try:
                 first = self._store.compare_set("alarm", "", str(self.rank)).decode()
                 self._tell_state()
                 if first != str(self.rank):
                     return self._answered()
-                report = self._collect_report(dispute)
+                report = self._collect_report(dispute, if_past)
             except RuntimeError:
                 states = {self.rank: self._state()}
                 report = hang.report(states, {0: "has exited, and with it the store through which ranks meet"})
@@ -199,7 +215,7 @@ class Watch:
                 self._linger()
             return report
 
-    def _collect_report(self, dispute: hang.Dispute | None) -> str:
+    def _collect_report(self, dispute: hang.Dispute | None, if_past: str) -> str:
         deadline = time.monotonic() + ANSWER_TIME
         missing = set(range(self.size)) - {self.rank}
         states, absent = {self.rank: self._state()}, {}
@@ -216,6 +232,8 @@ class Watch:
                     missing.discard(rank)
             time.sleep(0.02)
         absent |= {rank: self._fate(rank) or "do not answer (killed, or busy in native code)" for rank in missing}
+        if if_past and not any(state.waiting == dispute for state in states.values()):
+            return if_past
         return hang.report(states, absent, dispute)
 
     def _fate(self, rank: int) -> str | None:
@@ -302,11 +320,16 @@ class Watch:
 
     # ---- leaving -------------------------------------------------------------------------------------------------
 
-    def _say_goodbye(self, words: str = "have exited") -> None:
+    def _say_goodbye(self, words: str = _ENDED) -> None:
         """Let the others know that this rank is gone, for they may be waiting for it. The first words count."""
         if self._stopping.is_set():
             return
         self._stopping.set()
+        if words == _ENDED:
+            found = self._difference_at_end()
+            if found is not None:
+                self._sound_alarm(found.dispute, found.report)
+                self._stop_job()
         self._discard_box()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", words)
