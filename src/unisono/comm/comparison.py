@@ -108,10 +108,16 @@ class Comparison:
         return _unpacked(self._store.get(key)) if self._store.check([key]) else {}
 
     def _report(self, log: Log, mine: Recent, number: int) -> str:
-        known: dict[int, Recent] = {rank: self._read(log.group, rank) for rank in log.ranks if rank != self._rank}
-        known[self._rank] = mine
+        known: dict[int, Recent] = {self._rank: mine}
+        deadline = time.monotonic() + self._period
+        while len(known) < len(log.ranks) and time.monotonic() < deadline:  # others come to the same moment later
+            for rank in set(log.ranks) - known.keys():
+                theirs = self._read(log.group, rank)
+                if number in theirs:
+                    known[rank] = theirs
+            time.sleep(0.02)
         camps: list[tuple[Kind, list[int]]] = []
-        for rank in sorted(rank for rank, recents in known.items() if number in recents):
+        for rank in sorted(known):
             kind = known[rank][number]
             at = next((at for at, (first, _) in enumerate(camps) if not kind.differs(first)), None)
             if at is None:

@@ -17,7 +17,7 @@ import torch
 LENGTH = 64
 UNEVEN = "uneven"  # in the detail of an operation: shapes may differ between ranks
 
-# number, operation, detail, shape, dtype, where it was called (code and instruction), and how many quick ones came before
+# number, operation, detail, shape, dtype, where it was called (code, instruction), how many quick ones came before
 Raw = tuple[int, str, str, tuple[int, ...] | None, torch.dtype | None, CodeType, int, int]
 Quick = tuple[int, tuple[int, ...], torch.dtype]  # which of the quick ones, from 1; shape, dtype
 

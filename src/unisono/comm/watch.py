@@ -188,9 +188,15 @@ class Watch:
                 return
             if not self._blocked_for():
                 deadline = time.monotonic() + LOST_TIME
-        states = {self.rank: self._state()}
-        self._publish(hang.report(states, {0: "has exited, and with it the store through which ranks meet"}))
+        self._publish(self._report_alone())
         self._stop_job()
+
+    def _report_alone(self) -> str:
+        """What can be said without the store: rank 0 holds it, where no agent does."""
+        states = {self.rank: self._state()}
+        if self.rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return f"{hang.report(states, {})}; the store through which ranks meet is gone"
+        return hang.report(states, {0: "has exited, and with it the store through which ranks meet"})
 
     # ---- the alarm -----------------------------------------------------------------------------------------------
 
@@ -205,8 +211,7 @@ class Watch:
                     return self._answered()
                 report = self._collect_report(dispute, if_past)
             except RuntimeError:
-                states = {self.rank: self._state()}
-                report = hang.report(states, {0: "has exited, and with it the store through which ranks meet"})
+                report = self._report_alone()
                 self._publish(report)
                 return report
             self._publish(report)  # before the others read it and leave: mpiexec kills all when one has left

@@ -15,7 +15,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,9 +44,13 @@ class Member:
 class Crew:
     """Start ranks, pump their output to a listener, find the failed, end them all."""
 
-    def __init__(self, listener: Listener, keep: set[int], with_results: bool = False) -> None:
+    def __init__(
+        self, listener: Listener, keep: set[int], with_results: bool = False, close: Collection[int] = ()
+    ) -> None:
+        """Of the descriptors open here, ranks have those to `keep`; pipes to `close` are this process's alone."""
         self._listener = listener
         self._keep = keep
+        self._own = set(close)
         self._names = ("out", "err", "result") if with_results else ("out", "err")
         self._folder = Path(tempfile.mkdtemp(prefix="unisono-"))
         self._selector = selectors.DefaultSelector()
@@ -67,7 +71,9 @@ class Crew:
             code = 1
             try:
                 ends = {name: pipe[1] for name, pipe in pipes.items()}
-                rank.enter(ends, {**variables, environment.FAILURE_FILE: str(record)}, self._keep, parent)
+                close = self._own | set(self._selector.get_map()) | {fd for pipe in pipes.values() for fd in pipe}
+                variables = {**variables, environment.FAILURE_FILE: str(record)}
+                rank.enter(ends, variables, self._keep, close, parent)
                 code = body(ends.get("result"))
             except BaseException:
                 traceback.print_exc()
