@@ -147,10 +147,9 @@ def test_without_check_another_shape_is_told_also_of_a_rank_that_it_killed(
         assert re.search(rf'hang_program.py", line {number} in main', output), output
 
 
-@pytest.mark.parametrize("scenario", ["longer", "longer at the end"])
-def test_without_check_a_difference_that_mpi_lets_pass_is_told(scenario: str, tmp_path: Path) -> None:
+def test_without_check_a_difference_that_mpi_lets_pass_is_told(tmp_path: Path) -> None:
     """MPICH's collectives lose what is too long and report success; the ranks go on with wrong numbers."""
-    output = run("mpi", scenario, tmp_path, timeout=600.0)
+    output = run("mpi", "longer", tmp_path, timeout=600.0)
     (report,) = reports(output)
     at = {mark: rf"( at {line(mark)})?" for mark in ("all", "longer")}  # of one that was over at once it is not kept
     assert re.fullmatch(

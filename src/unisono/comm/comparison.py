@@ -5,7 +5,7 @@ rank's tensor is longer, and what is left over is lost. So once a second, at the
 each rank leaves its last operations in the store and reads those of the rank before it in each group. Of operations of
 one number that both still know, the kind, the dtype and the number of elements must agree. The rank's own thread takes
 no part in it. Ranks that run thousands of operations a second may know none of one number at that moment; then the
-next moment, or the end of the job, tells.
+next moment tells.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class Comparison:
     def seconds_left(self) -> float:
         return max(0.0, self._next - time.time())
 
-    def difference(self, at_end: bool = False) -> Difference | None:
+    def difference(self) -> Difference | None:
         """The first difference that shows; None where none does, or it is too early to look."""
-        if self.seconds_left and not at_end:
+        if self.seconds_left:
             return None
         self._next = self._moment()
         taken = [(log, recent(log)) for log in self._logs if log.count and not log.group.endswith("/p2p")]
@@ -86,22 +86,16 @@ class Comparison:
                 self._left[log.group] = log.count
                 self._store.set(_key(log.group, self._rank), _packed(mine))
         for log, mine in taken:
-            number = self._first_difference(log, mine, at_end)
+            number = self._first_difference(log, mine)
             if number is not None:
                 return Difference((log.group, number), self._report(log, mine, number))
         return None
 
-    def _first_difference(self, log: Log, mine: Recent, at_end: bool) -> int | None:
-        place = log.ranks.index(self._rank)
-        beside = {log.ranks[place - 1]}
-        if at_end:  # the later of two sees both
-            beside.add(log.ranks[(place + 1) % len(log.ranks)])
-        for rank in sorted(beside - {self._rank}):
-            theirs = self._read(log.group, rank)
-            differing = [number for number in mine.keys() & theirs.keys() if mine[number].differs(theirs[number])]
-            if differing:
-                return min(differing)
-        return None
+    def _first_difference(self, log: Log, mine: Recent) -> int | None:
+        before = log.ranks[log.ranks.index(self._rank) - 1]
+        theirs = self._read(log.group, before) if before != self._rank else {}
+        differing = [number for number in mine.keys() & theirs.keys() if mine[number].differs(theirs[number])]
+        return min(differing, default=None)
 
     def _read(self, group: str, rank: int) -> Recent:
         key = _key(group, rank)

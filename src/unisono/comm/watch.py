@@ -26,7 +26,7 @@ import torch.distributed as dist
 from unisono.comm import blackbox, hang
 from unisono.comm.blackbox import BlackBox
 from unisono.comm.check import Check
-from unisono.comm.comparison import Comparison, Difference
+from unisono.comm.comparison import Comparison
 from unisono.comm.log import Log, describe, frame_place
 from unisono.errors import CommError, HangError, UnisonoError
 from unisono.launch import failure
@@ -40,7 +40,6 @@ _LIBRARIES = (
     sysconfig.get_paths()["stdlib"],
     "<frozen",
 )
-_ENDED = "have exited"
 _TORCH_COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 
 
@@ -97,9 +96,6 @@ class Watch:
                 self.box.close()
                 self.box = None
             atexit.unregister(self._say_goodbye)
-            found = self._difference_at_end()
-            if found is not None:
-                raise HangError(self._sound_alarm(found.dispute, found.report))
 
     # ---- what the communicator calls -----------------------------------------------------------------------------
 
@@ -150,11 +146,6 @@ class Watch:
             if self._blocked_for() >= patience:
                 self._sound_alarm()
                 self._stop_job()
-
-    def _difference_at_end(self) -> Difference | None:
-        with contextlib.suppress(RuntimeError):  # the store has gone
-            return self._comparison.difference(at_end=True)
-        return None
 
     def _blocked_for(self) -> float:
         """For how many seconds this rank has been blocked in one and the same operation."""
@@ -325,16 +316,11 @@ class Watch:
 
     # ---- leaving -------------------------------------------------------------------------------------------------
 
-    def _say_goodbye(self, words: str = _ENDED) -> None:
+    def _say_goodbye(self, words: str = "have exited") -> None:
         """Let the others know that this rank is gone, for they may be waiting for it. The first words count."""
         if self._stopping.is_set():
             return
         self._stopping.set()
-        if words == _ENDED:
-            found = self._difference_at_end()
-            if found is not None:
-                self._sound_alarm(found.dispute, found.report)
-                self._stop_job()
         self._discard_box()
         with contextlib.suppress(RuntimeError):
             self._store.set(f"left/{self.rank}", words)

@@ -209,6 +209,7 @@ def _supervise(share: Share, crew: Crew, reporter: Reporter) -> None:
     program = share.program
     reporter.started(share.attempt)
     crew.start(share.first_rank, {**share.environment, **variables}, lambda results: rank.run(program, results))
+    crew.release()
     while crew.running and not crew.failures():
         crew.pump(0.1)
     if crew.failures():
