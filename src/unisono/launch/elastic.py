@@ -94,6 +94,12 @@ class Meeting(RendezvousHandler):
         self._ranks_store = open_store(replace(self._share, port=port), door.detach())
         return port
 
+    def await_forks(self) -> None:
+        """Until all nodes have forked their ranks: the first node's store must not be busy with some before."""
+        if self._generations.add(f"forked/{self.generation}", 1) == self._share.nodes:
+            self._generations.set(f"all forked/{self.generation}", "1")
+        self._await(f"all forked/{self.generation}")
+
     def num_nodes_waiting(self) -> int:
         return 1 if int(self._generations.get("current")) > self.generation else 0
 
@@ -172,6 +178,8 @@ class Agent(SimpleElasticAgent):
                 **environment.of_elastic(attempt, self._share.max_restarts),
             }
             ids[worker.local_rank] = self._crew.start(worker.global_rank, variables, self._run_program)
+        self._meeting.await_forks()
+        self._crew.release()
         return ids
 
     @property
