@@ -22,6 +22,7 @@ from pathlib import Path
 
 PROGRAM = Path(__file__).resolve().parent.parent / "tests" / "faults" / "program.py"
 MOST_RESTARTS = 1000
+PAUSES = (0.2, 4.0)  # seconds between kills: from before a start is over to after many checkpoints
 
 
 def start(folder: Path, plan: str, steps: int, ranks: int) -> subprocess.Popen[str]:
@@ -54,7 +55,7 @@ def disturb(job: subprocess.Popen[str], kills: int, chance: random.Random) -> in
     """Kill a rank now and then until the job ends or there were enough; how many were killed."""
     done = 0
     while job.poll() is None and done < kills:
-        time.sleep(chance.uniform(0.5, 8.0))
+        time.sleep(chance.uniform(*PAUSES))
         alive = ranks_of(job.pid)
         if alive:
             try:
