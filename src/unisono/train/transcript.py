@@ -78,7 +78,9 @@ class Transcript:
         phase, path = place
         if phase == BACKWARD or (phase == UPDATE and self.lines and self.lines[-1].get("name") == name):
             return  # what autograd makes of the forward, and one op after the other for all parameters
-        self._write({"kind": "op", "phase": phase, "name": name, "path": path, "shape": _shapes(outcome)})
+        shape = _shapes(outcome)
+        if shape or phase == UPDATE:  # an optimizer's ops change what they are given
+            self._write({"kind": "op", "phase": phase, "name": name, "path": path, "shape": shape})
 
     def _hear(self, said: traffic.Said) -> None:
         phase, path = _place(self._names, in_comm=True) or (FORWARD, "")
