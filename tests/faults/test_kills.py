@@ -35,6 +35,7 @@ def test_kills_in_forward_in_a_collective_and_while_saving_lose_nothing(
     faults = "forward:3,collective:9,saving:15,forward:21"
     digest, said = finished(tmp_path / "run", "dp=2,zero=1", faults, 2, "--max-restarts", "4")
     assert digest == undisturbed
+    assert "forked with the training loop" in said, "the fifth ranks import nothing that the first have"
     assert re.findall(r"restart (\d) of 4: rank 1 was killed by SIGKILL", said) == ["1", "2", "3", "4"]
     starts = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
     firsts = [start["first_step"] for start in starts]
