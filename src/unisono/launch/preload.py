@@ -2,7 +2,8 @@
 
 A training loop draws in far more of torch than `import torch` does, for seconds on every rank. The first ranks note
 what they have loaded; an agent that has to start others loads the same beforehand. Only torch's own modules and
-unisono's: they compute nothing when they are imported, while a user's may do anything.
+unisono's: they compute nothing when they are imported, while a user's may do anything. Not where torch is built for
+CUDA: a module that only asks for the number of devices would leave forked ranks without them.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ def note() -> None:
 
 def load(records: Iterable[Path]) -> None:
     """In the agent, before it forks: load what ranks with these records have noted."""
+    torch = sys.modules.get("torch")
+    if torch is None or torch.version.cuda is not None:
+        return
     for record in records:
         try:
             names = _noted(record).read_text().splitlines()
