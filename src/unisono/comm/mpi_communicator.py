@@ -53,7 +53,7 @@ class MPICommunicator(Communicator):
         log, watch = self._log, self._watch
         log.enter(op, detail, tensor, depth)
         if traffic.counters:
-            traffic.note(op, self.size, tensor)
+            traffic.note(op, self.size, tensor, self.ranks)
         try:
             if watch.check is not None:
                 watch.check.agree(log)
@@ -149,7 +149,7 @@ class MPICommunicator(Communicator):
         """
         log = self._log
         if traffic.counters:
-            traffic.note("all_reduce", self.size, tensor)
+            traffic.note("all_reduce", self.size, tensor, self.ranks)
         try:
             requests = self._mpi.start_in_place(tensor.data_ptr(), shape.numel(), plain)
             if len(requests) == 1 and soon_done(requests[0]):
@@ -322,8 +322,10 @@ class MPICommunicator(Communicator):
             return [tensor for tensor, _ in recvs]
         received = [tensor for tensor, _ in recvs]
         if traffic.counters:
-            for tensor, _ in sends:
-                traffic.note("send", self.size, tensor)
+            for tensor, to in sends:
+                traffic.note("send", self.size, tensor, (self.ranks[to],))
+            for tensor, source in recvs:
+                traffic.note_arrival(tensor, self.ranks[source])
         peers = ",".join(str(peer) for peer in sorted({peer for _, peer in (*sends, *recvs)}))
         log.enter(f"exchange with ranks {peers}", "", None, 2)
         made = [calls.receive(tensor, source, 0) for tensor, source in recvs]

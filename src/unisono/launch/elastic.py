@@ -29,7 +29,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from unisono.launch import environment, failure, network, rank
+from unisono.launch import environment, failure, network, preload, rank
 from unisono.launch.crew import Crew
 from unisono.launch.job import Share
 from unisono.launch.reporter import Reporter
@@ -154,6 +154,7 @@ class Agent(SimpleElasticAgent):
         if torch.cuda.is_initialized():
             raise AssertionError("ranks must not be forked after CUDA was initialised")
         self._finished = False
+        preload.load([member.record for member in self._crew.members.values()])
         self._crew.clear()
         attempt = self._attempt
         self._reporter.started(attempt)
