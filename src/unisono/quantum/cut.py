@@ -8,7 +8,7 @@ delayed as long as any operation can go first.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.quantum.commutation import letters, moves
@@ -81,6 +81,26 @@ def cut(
         Cut(piece.active, piece.operations[::-1], [last - number for number in reversed(piece.numbers)])
         for piece in reversed(backwards)
     ]
+
+
+def cut_until(
+    operations: Sequence[Operation],
+    wanted: Collection[int],
+    capacity: int,
+    *,
+    bundle: frozenset[int] = frozenset(),
+    free: frozenset[int] = frozenset(),
+) -> tuple[list[Operation], list[Operation]]:
+    """(first, rest): as few segments as `cut` makes that have all operations whose numbers are `wanted`, and whatever
+    else fits those segments; and what does not. No wanted operation may have to follow one that is not."""
+    order = Order(operations)
+    needs = [_bundled(_needs(operation, False), bundle, free) for operation in operations]
+    left = sorted(range(len(operations)), key=lambda number: number not in wanted)
+    first: list[Operation] = []
+    while left and left[0] in wanted:
+        piece, left = _grow(operations, left, needs, order, capacity)
+        first += piece.operations
+    return first, [operations[number] for number in left]
 
 
 def _cut(

@@ -4,7 +4,8 @@
     schedule.exchanges, schedule.steps
 
 Operations are put on tracks (tracks.py), cut at each level into segments that mix few wires (cut.py), and the wires of
-each segment are paged in (paging.py). A rank cuts its part of a segment again, into tiles that fit its cache (`tiles`).
+each segment are paged in (paging.py); what need not precede an exchange waits (postpone.py). A rank cuts its part of a
+segment again, into tiles that fit its cache (`tiles`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from unisono.quantum.commutation import mixed_wires
 from unisono.quantum.cut import cut
 from unisono.quantum.operation import Operation
 from unisono.quantum.paging import Pages, Tier
+from unisono.quantum.postpone import postponed
 from unisono.quantum.step import Event, Exchange, Segment, Step, Tile
+from unisono.quantum.sweeps import SWEEP, cost
 from unisono.quantum.tracks import Tracks, tracks
 
 if TYPE_CHECKING:
@@ -52,13 +55,9 @@ class Schedule:
         if outer > held:
             raise UsageError(f"{nodes} nodes for {ranks} ranks: expected no more nodes than ranks")
         ready = tracks(circuit.operations, circuit.wires, circuit.wires - held, lead=start is None)
-        tiers, pieces = _levels(ready.operations, circuit.wires, outer, held)
-        pages = Pages.fresh(circuit.wires, tiers) if start is None else Pages(start, tiers)
-        begin = tuple(pages.wires)
-        steps = tuple(_merged(_steps(pieces, pages)))
-        return cls(
-            circuit.wires, held, begin, _finish(ready, pages), steps, ready.leading, _in_order(circuit.operations, held)
-        )
+        begin, steps, end = _cheapest(ready.operations, circuit.wires, outer, held, start)
+        in_order = _in_order(circuit.operations, held)
+        return cls(circuit.wires, held, begin, _finish(ready, end), steps, ready.leading, in_order)
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -117,6 +116,37 @@ def _levels(operations: Sequence[Operation], wires: int, outer: int, held: int) 
     return [Tier(0, outer, needed), Tier(outer, held, tuple(inner_needed))], pieces
 
 
+Way = tuple[tuple[int, ...], tuple[Step, ...], tuple[int, ...]]  # wires by position before, the steps, wires after
+
+
+def _cheapest(operations: Sequence[Operation], wires: int, outer: int, held: int, start: Sequence[int] | None) -> Way:
+    """As few exchanges as can be, their segments as they are or with full sweeps; or sweeps first, paged in one by one.
+
+    A state that one sweep does at a time needs no choice."""
+    few = _paged(*_levels(operations, wires, outer, held), wires, start)
+    axes = wires - held
+    if not held or axes <= SWEEP.capacity + SWEEP.near:
+        return few
+    ways = [few, (few[0], tuple(postponed(few[1], wires, held)), few[2])]
+    low = SWEEP.near + SWEEP.lanes
+    if outer in (0, held) and axes - low - SWEEP.room(operations) >= held:
+        layout = range(wires) if start is None else start
+        pieces = SWEEP.cut(operations, layout)
+        stay = frozenset(layout[wires - low :])
+        tier = Tier(0, held, tuple(frozenset(piece.active) for piece in pieces), stay, ahead=True)
+        ways.append(
+            _paged([tier], [((number,), piece.operations) for number, piece in enumerate(pieces)], wires, start)
+        )
+    return min(ways, key=lambda way: cost(way[1], wires, held))
+
+
+def _paged(tiers: Sequence[Tier], pieces: Sequence[Piece], wires: int, start: Sequence[int] | None) -> Way:
+    pages = Pages.fresh(wires, tiers) if start is None else Pages(start, tiers)
+    begin = tuple(pages.wires)
+    steps = tuple(_merged(_steps(pieces, pages)))
+    return begin, steps, tuple(pages.wires)
+
+
 def _steps(pieces: Sequence[Piece], pages: Pages) -> Iterator[Step]:
     for numbers, operations in pieces:
         yield from pages.enter(numbers)
@@ -143,9 +173,9 @@ def _merged(steps: Iterator[Step]) -> Iterator[Step]:
         yield Segment(tuple(run))
 
 
-def _finish(ready: Tracks, pages: Pages) -> tuple[int, ...]:
+def _finish(ready: Tracks, end: Sequence[int]) -> tuple[int, ...]:
     wire_on = {track: wire for wire, track in enumerate(ready.ends)}
-    return tuple(wire_on[track] for track in pages.wires)
+    return tuple(wire_on[track] for track in end)
 
 
 def _undone(step: Step) -> Step:
