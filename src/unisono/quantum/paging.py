@@ -44,7 +44,8 @@ class Pages:
         held: list[int] = []
         for level, tier in enumerate(tiers):
             left.sort(key=lambda wire: (pages._next_use(level, wire, 0), wire))
-            chosen = [wire for wire in left if wire not in tier.stay][tier.begin - tier.end :]
+            able = [wire for wire in left if wire not in tier.stay]
+            chosen = able[len(able) - (tier.end - tier.begin) :]
             held += sorted(chosen)
             left = [wire for wire in left if wire not in chosen]
         pages.wires = held + sorted(left)

@@ -24,7 +24,7 @@ from unisono.quantum.operation import Operation
 from unisono.quantum.paging import Pages, Tier
 from unisono.quantum.postpone import postponed
 from unisono.quantum.step import Event, Exchange, Segment, Step, Tile
-from unisono.quantum.sweeps import SWEEP, cost
+from unisono.quantum.sweeps import SWEEP, Sweep, cost
 from unisono.quantum.tracks import Tracks, tracks
 
 if TYPE_CHECKING:
@@ -47,15 +47,24 @@ class Schedule:
     in_order: int = 0  # exchanges of the circuit in program order, a gate that mixes a held wire costing one
 
     @classmethod
-    def of(cls, circuit: Circuit, ranks: int = 1, *, nodes: int = 1, start: Sequence[int] | None = None) -> Schedule:
+    def of(
+        cls,
+        circuit: Circuit,
+        ranks: int = 1,
+        *,
+        nodes: int = 1,
+        start: Sequence[int] | None = None,
+        sweep: Sweep = SWEEP,
+    ) -> Schedule:
         """The schedule of a circuit on `ranks` ranks in `nodes` nodes, both powers of two.
 
-        Without `start` the state begins as |0...0>, in any layout that suits; with it, as any state in that layout."""
+        Without `start` the state begins as |0...0>, in any layout that suits; with it, as any state in that layout.
+        `sweep` is what a rank can mix while it goes over its memory once."""
         held, outer = _held(circuit.wires, ranks), _held(circuit.wires, nodes)
         if outer > held:
             raise UsageError(f"{nodes} nodes for {ranks} ranks: expected no more nodes than ranks")
         ready = tracks(circuit.operations, circuit.wires, circuit.wires - held, lead=start is None)
-        begin, steps, end = _cheapest(ready.operations, circuit.wires, outer, held, start)
+        begin, steps, end = _cheapest(ready.operations, circuit.wires, outer, held, start, sweep)
         in_order = _in_order(circuit.operations, held)
         return cls(circuit.wires, held, begin, _finish(ready, end), steps, ready.leading, in_order)
 
@@ -101,6 +110,8 @@ Piece = tuple[tuple[int, ...], list[Operation]]  # the number of the segment on 
 
 def _levels(operations: Sequence[Operation], wires: int, outer: int, held: int) -> tuple[list[Tier], list[Piece]]:
     """The same cut at each level: what fits a node, and within that what fits a rank."""
+    if not held:
+        return [], [((), list(operations))]
     flat = outer in (0, held)
     whole = cut(operations, wires - (held if flat else outer), relabel=True)
     if flat:
@@ -119,25 +130,24 @@ def _levels(operations: Sequence[Operation], wires: int, outer: int, held: int) 
 Way = tuple[tuple[int, ...], tuple[Step, ...], tuple[int, ...]]  # wires by position before, the steps, wires after
 
 
-def _cheapest(operations: Sequence[Operation], wires: int, outer: int, held: int, start: Sequence[int] | None) -> Way:
-    """As few exchanges as can be, their segments as they are or with full sweeps; or sweeps first, paged in one by one.
-
-    A state that one sweep does at a time needs no choice."""
+def _cheapest(
+    operations: Sequence[Operation], wires: int, outer: int, held: int, start: Sequence[int] | None, sweep: Sweep
+) -> Way:
+    """As few exchanges as can be, with segments as they are or with fuller sweeps; or sweeps first, and exchanges
+    between them. Where one sweep does a whole segment there is no choice."""
     few = _paged(*_levels(operations, wires, outer, held), wires, start)
     axes = wires - held
-    if not held or axes <= SWEEP.capacity + SWEEP.near:
+    if not held or axes <= sweep.capacity + sweep.near:
         return few
-    ways = [few, (few[0], tuple(postponed(few[1], wires, held)), few[2])]
-    low = SWEEP.near + SWEEP.lanes
-    if outer in (0, held) and axes - low - SWEEP.room(operations) >= held:
+    ways = [few, (few[0], tuple(postponed(few[1], wires, held, sweep)), few[2])]
+    low = sweep.near + sweep.lanes
+    if outer in (0, held) and axes - low - sweep.room(operations) >= held:
         layout = range(wires) if start is None else start
-        pieces = SWEEP.cut(operations, layout)
-        stay = frozenset(layout[wires - low :])
-        tier = Tier(0, held, tuple(frozenset(piece.active) for piece in pieces), stay, ahead=True)
-        ways.append(
-            _paged([tier], [((number,), piece.operations) for number, piece in enumerate(pieces)], wires, start)
-        )
-    return min(ways, key=lambda way: cost(way[1], wires, held))
+        cuts = sweep.cut(operations, layout)
+        needed = tuple(frozenset(each.active) for each in cuts)
+        tier = Tier(0, held, needed, stay=frozenset(layout[wires - low :]), ahead=True)
+        ways.append(_paged([tier], [((number,), each.operations) for number, each in enumerate(cuts)], wires, start))
+    return min(ways, key=lambda way: cost(way[1], wires, held, sweep))
 
 
 def _paged(tiers: Sequence[Tier], pieces: Sequence[Piece], wires: int, start: Sequence[int] | None) -> Way:
