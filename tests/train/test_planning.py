@@ -98,7 +98,7 @@ def test_a_dry_run_has_the_predicted_state() -> None:
 
 ALONE = (
     ("gpt", "pp=4,microbatches=6"),
-    ("llama", "tp=2,pp=2,microbatches=4,zero=1"),
+    ("gpt", "tp=2,pp=2,sp,microbatches=4,zero=1"),
     ("gpt", "pp=2,cp=2,schedule=zbv,microbatches=4"),
     ("moe", "dp=2,ep=2,pp=2,microbatches=2"),
 )
