@@ -81,6 +81,18 @@ def test_a_wide_table_of_frontiers_is_exact() -> None:
     assert problem.seconds(dynamic.solve(problem)) == pytest.approx(problem.seconds(exact.solve(problem)), rel=1e-6)
 
 
+def test_under_a_limit_little_is_lost() -> None:
+    """Limits from nearly the least to nearly what the best solution without one holds, on two axes."""
+    mesh = Mesh.describe((2, 2), ("a", "b"))
+    problem = Problem.of(net(64), mesh, rates=Rates(flops=1e11, memory=1e10, link=Link(1e-5, 1e9)))
+    most, least = problem.held(dynamic.solve(problem)), exact.min_bytes(problem)
+    for share in (0.05, 0.3, 0.55, 0.8, 0.97):
+        problem.memory = least + share * (most - least)
+        found = dynamic.solve(problem)
+        assert problem.held(found) <= problem.memory
+        assert problem.seconds(found) == pytest.approx(problem.seconds(exact.solve(problem)), rel=0.01)
+
+
 def test_marks_are_kept() -> None:
     found = net()
     weight = next(iter(found.parameters))
@@ -137,7 +149,12 @@ def test_no_more_is_said_than_in_the_layout_by_hand(name: str) -> None:
     hand = propagate(found, TP, by_hand(name, found))
     problem = Problem.of(found, TP, rates=TALK_ONLY)
     problem.memory = problem.held(chosen_by(problem, hand))
-    best = problem.assignment(exact.solve(problem))
+    solved = exact.solve(problem)
+    best = problem.assignment(solved)
+    if name in ("llama", "gpt2"):
+        along = dynamic.solve(problem)
+        assert problem.held(along) <= problem.memory
+        assert problem.seconds(along) <= 1.05 * problem.seconds(solved)
     said, said_by_hand = cost.of_assignment(best).bytes, cost.of_assignment(hand).bytes
     assert said_by_hand > 0
     assert said <= said_by_hand

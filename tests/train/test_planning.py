@@ -7,11 +7,9 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from torch.profiler import ProfilerActivity, profile
 
 from tests.equivalence import tasks
 from tests.ranks import RankPool
@@ -21,10 +19,12 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.launch.spawn import spawn
 from unisono.mesh.mesh import Mesh
+from unisono.parallel.apply import parallelize
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import AXES, Plan
 from unisono.train.auto import Choice, Job, foresee
-from unisono.train.dry_run import _built, dry_run, run_here
+from unisono.train.dry_run import built, dry_run, run_here, state_of
+from unisono.train.meter import Meter
 from unisono.train.planning import Planner, choose
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -92,8 +92,48 @@ def test_a_dry_run_has_the_predicted_state() -> None:
     assert found.seconds > 0
     # Rows that 64 ranks do not divide: some hold one more than others. Adam counts its steps beside them.
     assert parameters < found.state <= parameters + optimizer + 4 * 64
-    with pytest.raises(UsageError, match="is in stage 1 of the pipeline"):
-        run_here(tasks.gpt, Plan(pp=2, microbatches=2), rank=1)
+    with pytest.raises(UsageError, match=r"rank 256 of plan dp=64,.*: expected one of 0 to 255"):
+        run_here(tasks.gpt, plan, rank=256)
+
+
+ALONE = (
+    ("gpt", "pp=4,microbatches=6"),
+    ("gpt", "tp=2,pp=2,sp,microbatches=4,zero=1"),
+    ("gpt", "pp=2,cp=2,schedule=zbv,microbatches=4"),
+    ("moe", "dp=2,ep=2,pp=2,microbatches=2"),
+)
+SEATS = (1, 3)
+
+
+def test_any_rank_alone_takes_what_it_takes_among_others(pools: Callable[[str, int], RankPool]) -> None:
+    """Middle and last stages, both ends of a V, tp, cp and ep: the state to the byte, the peak to 3%."""
+    together = pools("gloo", 4).run(_measured_together)
+    for rank, alone in zip(SEATS, spawn(_measured_alone, 1, None, ())[0], strict=True):
+        for (task, plan), (state, peak), (state_alone, peak_alone) in zip(ALONE, together[rank], alone, strict=True):
+            assert state_alone == state, (task, plan, rank)
+            assert peak_alone == pytest.approx(peak, rel=0.03), (task, plan, rank)
+
+
+def _measured_together(comm: Communicator) -> list[tuple[float, float]]:
+    found = []
+    for name, text in ALONE:
+        task = getattr(tasks, name)
+        with Meter(torch.device("cpu")) as meter:
+            trainer = parallelize(
+                task.model, text, loss=task.loss, optimizer=task.optimizer, example=task.batch(0), rules=task.rules
+            )
+            trainer.step(task.batch(0))
+            meter.restart()
+            trainer.step(task.batch(0))
+        found.append((state_of(trainer), meter.peak))
+    return found
+
+
+def _measured_alone() -> list[list[tuple[float, float]]]:
+    runs = [
+        [run_here(getattr(tasks, name), Plan.parse(text), rank, steps=1) for name, text in ALONE] for rank in range(4)
+    ]
+    return [[(run.state, run.peak) for run in each] for each in runs]
 
 
 def test_predicted_memory_is_what_is_allocated() -> None:
@@ -108,34 +148,19 @@ PLANS = ("dp=8,zero=1,microbatches=2", "dp=8,zero=2,recompute=full", "dp=2,tp=4,
 def _allocated() -> list[tuple[str, float, float]]:
     from gpt import Config, large_gpt
 
+    task = large_gpt("small", Config(512, 64, 128, 4, 4), 32, torch.float32)
+    search = Planner(task, Hardware.read("h100")).search(8)
     found = []
-    for text in PLANS:
-        plan = Plan.parse(text)
-        task = large_gpt("small", Config(512, 64, 128, 4, 4), 2 * plan.dp * plan.microbatches, torch.float32)
-        expected = Planner(task, Hardware.read("h100")).search(8).judged(plan).footprint.total
-        with (
-            world.simulated(0, plan.world),
-            profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler,
-        ):
-            mesh = Mesh(plan.shape, AXES).connect()
-            trainer = _built(task, plan, mesh, torch.device("cpu"))
-            for _ in range(3):
-                trainer.step(task.batch(0))
-            del trainer
+    for plan in map(Plan.parse, PLANS):
+        with world.simulated(0, plan.world), Meter(torch.device("cpu")) as meter:
+            mesh, given = Mesh(plan.shape, AXES).connect(), task.batch(0)
+            trainer = built(task, plan, mesh, given, torch.device("cpu"))
+            for _ in range(2):
+                trainer.step(given)
+            del trainer, given
             gc.collect()
-        totals = _totals(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
-        found.append((text, expected, max(total for _, total in totals) - min(totals)[1]))
+        found.append((str(plan), search.judged(plan).footprint.total, meter.peak))
     return found
-
-
-def _totals(events: list[Any]) -> list[tuple[int, float]]:
-    """Bytes that were allocated after each allocation, with its time."""
-    told: list[tuple[int, float]] = []
-    for event in events:
-        total = getattr(event.extra_fields, "total_allocated", None)
-        told += [(event.start_time_ns, total)] if total is not None else []
-        told += _totals(event.children)
-    return told
 
 
 def test_auto_finds_one_plan_on_all_ranks(pools: Callable[[str, int], RankPool]) -> None:

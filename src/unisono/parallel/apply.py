@@ -96,8 +96,8 @@ def parallelize(
     shown = None
     if plan.pp > 1:
         inputs = _example_inputs(plan, example)
-        rehearse(whole, _order(plan), inputs)
-        shown = foreseen(whole, _order(plan), inputs) if draft.is_hollow else None
+        rehearse(whole, order_of(plan), inputs)
+        shown = foreseen(whole, order_of(plan), inputs) if draft.is_hollow else None
         if draft.is_hollow and shown is None:
             draft = draft.rebuilt("its forward cannot be run tensor by tensor, to see what each stage of it uses")
             whole = draft.model
@@ -209,9 +209,9 @@ def refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
     if plan.pp == 1 and plan.schedule != "1f1b":
         raise UsageError(f"schedule={plan.schedule} orders the stages of a pipeline, but pp=1; leave it out")
     if plan.pp > 1:
-        blocks = require_stages(model, _order(plan))
+        blocks = require_stages(model, order_of(plan))
         if plan.boundaries:
-            checked(plan.boundaries, len(blocks.modules), _order(plan).stages)
+            checked(plan.boundaries, len(blocks.modules), order_of(plan).stages)
 
 
 def applied(
@@ -244,7 +244,7 @@ def applied(
     cut = None
     order: Schedule | None = None
     if plan.pp > 1:
-        order = _order(plan)
+        order = order_of(plan)
         with random:
             inputs = _example_inputs(plan, example, mesh.index(*DATA))
             known = None if shown is None else by_names(model, require_stages(model, order), shown.users)
@@ -285,7 +285,8 @@ def applied(
     return trainer
 
 
-def _order(plan: Plan) -> Schedule:
+def order_of(plan: Plan) -> Schedule:
+    """What each rank of the plan's pipeline does, and when."""
     return schedule(plan.schedule, plan.pp, plan.microbatches, plan.chunks if plan.chunks > 1 else None)
 
 

@@ -125,6 +125,10 @@ class Context:
     def _rows(self, count: int) -> range:
         return share(torch.empty(count, device="meta"), self.comm.rank, self.comm.size).positions
 
+    def learn_lengths(self, other: Context) -> None:
+        """Take over what another has seen of the same model, which ran it from the start."""
+        self._lengths |= other._lengths
+
     @property
     def length(self) -> int:
         """Of the sequences that the model saw last."""

@@ -2,7 +2,8 @@
 
 torch's "fake" process group takes part in every collective at once and brings nothing, so one process can be any rank
 of any world: its shapes, its memory and its computing are real, its numbers are not. The model is built without memory,
-and gets some for what the plan leaves this rank.
+and gets some for what the plan leaves this rank. A rank of a later stage is told beforehand what the stages before it
+would send (upstream.py), and then receives random numbers of that form.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ from __future__ import annotations
 import gc
 import time
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,14 +20,18 @@ from torch.utils import _pytree as pytree
 from unisono.comm import world
 from unisono.errors import UsageError
 from unisono.launch.spawn import spawn
+from unisono.mesh.draft import tensors_in
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
-from unisono.parallel.apply import applied, refuse_what_cannot_be_right
-from unisono.parallel.share import rows_of
+from unisono.parallel.apply import applied, order_of, refuse_what_cannot_be_right
+from unisono.parallel.pipeline.message import is_hollow
+from unisono.parallel.share import rows_of, share, shares
 from unisono.parallel.tensor import fitting_rules, require_shareable
 from unisono.parallel.trainer import Trainer
-from unisono.plan.plan import AXES, Plan
+from unisono.plan.plan import AXES, DATA, Plan
+from unisono.train.meter import Meter
 from unisono.train.task import Task, load_task
+from unisono.train.upstream import Upstream, users_in
 
 
 @dataclass(frozen=True)
@@ -68,30 +72,29 @@ def run_here(task: Task, plan: Plan, rank: int, batch: int | None = None, steps:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with world.simulated(rank, plan.world):
         mesh = Mesh(plan.shape, AXES)
-        if mesh.index("pp"):
-            raise UsageError(
-                f"rank {rank} is in stage {mesh.index('pp')} of the pipeline: it would learn the form of its "
-                "input from the stage before, which is not there; choose one of the first stage, "
-                f"0 to {plan.world // plan.pp - 1}"
-            )
         mesh.connect()
-        meter = Meter(device)
-        trainer = _built(task, plan, mesh, device)
-        given = _on(_of_size(task.batch(0), batch), device)
-        trainer.step(given)  # the optimizer makes its state
-        gc.collect()
-        meter.restart()
-        seconds = []
-        for _ in range(steps):
-            start = time.perf_counter()
+        with Meter(device) as meter:
+            given = _on(_of_size(task.batch(0), batch), device)
+            trainer = built(task, plan, mesh, given, device)
+            trainer.step(given)  # the optimizer makes its state
+            gc.collect()
+            meter.restart()
             trainer.step(given)
-            meter.settle()
-            seconds.append(time.perf_counter() - start)
+        seconds = [_timed(trainer, given, device) for _ in range(steps)]
         name = torch.cuda.get_device_name() if device.type == "cuda" else "this CPU"
-        return DryRun(rank, str(plan), name, meter.peak(), _state(trainer), sorted(seconds)[len(seconds) // 2])
+        return DryRun(rank, str(plan), name, meter.peak, state_of(trainer), sorted(seconds)[len(seconds) // 2])
 
 
-def _built(task: Task, plan: Plan, mesh: Mesh, device: torch.device) -> Trainer:
+def _timed(trainer: Trainer, given: Any, device: torch.device) -> float:
+    start = time.perf_counter()
+    trainer.step(given)
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def built(task: Task, plan: Plan, mesh: Mesh, given: Any, device: torch.device) -> Trainer:
+    """The trainer of this rank for batches like the one given, without the values that its parameters should have."""
     with torch.device("meta"):
         model = task.model()
     refuse_what_cannot_be_right(plan, model)
@@ -101,18 +104,35 @@ def _built(task: Task, plan: Plan, mesh: Mesh, device: torch.device) -> Trainer:
         require_shareable(model, plan.tp, rules)
     random = RandomState(0)
     random.name_modules(model)
-    example = _on(_of_size(task.batch(0), plan.dp * plan.microbatches), torch.device("meta"))
-    return applied(
-        model, plan, mesh, random, task.loss, task.optimizer, example, rules, task.clip,
-        fill=lambda made: give_memory(made, device),
+    mine = shares(share(given, mesh.index(*DATA), mesh.size(*DATA)).batch, plan.microbatches)
+    upstream, users = None, None
+    if plan.pp > 1:
+        users = users_in(model, order_of(plan), mine[0].batch[0])
+        upstream = Upstream(model, plan, mesh, rules)
+    trainer = applied(
+        model, plan, mesh, random, task.loss, task.optimizer, given, rules, task.clip,
+        fill=lambda made: give_memory(made, device), survey=users,
     )  # fmt: skip
+    if upstream is not None:
+        _foretell(trainer, upstream, [part.batch for part in mine], device)
+    return trainer
+
+
+def _foretell(trainer: Trainer, upstream: Upstream, microbatches: list[Any], device: torch.device) -> None:
+    """Tell the pipeline the forms of its messages, and cp the length of its sequences."""
+    assert trainer.pipeline is not None
+    for stage in trainer.pipeline.stages.values():
+        if not stage.is_first:
+            trainer.pipeline.forms[stage.number].update(upstream.forms(stage.span.start, microbatches, device))
+            if trainer.context is not None and upstream.context is not None:
+                trainer.context.learn_lengths(upstream.context)
 
 
 @torch.no_grad()
 def give_memory(model: nn.Module, device: torch.device) -> None:
     """Memory for every tensor of a model that has none; parameters keep their identity, and what is written on them."""
-    for tensor in [*model.parameters(), *model.buffers()]:
-        if not tensor.is_meta:
+    for _, tensor in list(tensors_in(model)):
+        if not tensor.is_meta or is_hollow(tensor):  # those that stand in for parameters of other stages stay hollow
             continue
         made = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
         if tensor.is_floating_point() and tensor.dim() > 1:
@@ -137,7 +157,8 @@ def _on(tree: Any, device: torch.device) -> Any:
     return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def _state(trainer: Trainer) -> float:
+def state_of(trainer: Trainer) -> float:
+    """Bytes of this rank's parameters and of what the optimizer keeps of them."""
     held = sum(p.untyped_storage().nbytes() for p in trainer.model.parameters())
     kept = sum(
         value.numel() * value.itemsize
@@ -146,31 +167,3 @@ def _state(trainer: Trainer) -> float:
         if isinstance(value, torch.Tensor)
     )
     return float(held + kept)
-
-
-class Meter:
-    """The most memory that this process has had since `restart`, beyond what it had when the meter was made."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._is_gpu = device.type == "cuda"
-        self._before = 0.0 if self._is_gpu else _resident("VmRSS")
-
-    def restart(self) -> None:
-        if self._is_gpu:
-            torch.cuda.reset_peak_memory_stats()
-        else:
-            Path("/proc/self/clear_refs").write_text("5")  # Linux: the high-water mark falls to what is used now
-
-    def settle(self) -> None:
-        if self._is_gpu:
-            torch.cuda.synchronize()
-
-    def peak(self) -> float:
-        return float(torch.cuda.max_memory_allocated()) if self._is_gpu else _resident("VmHWM") - self._before
-
-
-def _resident(key: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key):
-            return float(line.split()[1]) * 1024
-    return 0.0

@@ -1,0 +1,76 @@
+"""What the stages before a rank's own would have sent it, found without running them.
+
+A stage of a pipeline learns the form of its input from the stage before, which in a dry run is not there. So the model,
+cut as the plan cuts it but without memory, runs up to each of the rank's stages: on the rank's own inputs, which have
+numbers, while all that comes of parameters has shapes only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.mesh.random import RandomState
+from unisono.parallel.context import Context, context_parallelize
+from unisono.parallel.even_experts import evenly_visited
+from unisono.parallel.hollow import hollow_copy
+from unisono.parallel.pipeline.foreign import Foreign
+from unisono.parallel.pipeline.message import Form, Key, kind_of
+from unisono.parallel.pipeline.rehearsal import surveyed
+from unisono.parallel.pipeline.shadow import Shadow
+from unisono.parallel.pipeline.split import blocks_of
+from unisono.parallel.pipeline.stage import Stage
+from unisono.parallel.pipeline.survey import Users, held_by
+from unisono.parallel.tensor import tensor_parallelize
+from unisono.plan.plan import Plan
+from unisono.plan.schedule import Schedule
+
+
+def users_in(model: nn.Module, order: Schedule, inputs: Any) -> Users:
+    """Which segments of a hollow model use each parameter and buffer."""
+    with evenly_visited(model):
+        users = surveyed(model, order, inputs)
+    if users is None:
+        raise UsageError(
+            f"{type(model).__name__} needs numbers that come of its parameters before it can be cut into stages, which "
+            "a dry run does not have; choose a plan with pp=1"
+        )
+    return users
+
+
+class Upstream:
+    """The hollow model under the parts of a plan that change what travels between blocks: tp with sp, and cp.
+
+    Experts are not spread: what comes of them has the shape of what went in.
+    """
+
+    def __init__(self, whole: nn.Module, plan: Plan, mesh: Mesh, rules: Any) -> None:
+        self._model = hollow_copy(whole)
+        self._random = RandomState(0)
+        self._random.name_modules(self._model)
+        self._blocks = blocks_of(self._model)
+        if plan.tp > 1:
+            tensor_parallelize(self._model, mesh, rules, sequence=plan.sequence)
+        self.context: Context | None = context_parallelize(self._model, mesh, plan.context) if plan.cp > 1 else None
+
+    def forms(self, start: int, microbatches: Iterable[tuple[Any, Any]], device: torch.device) -> dict[Key, Form]:
+        """Of the messages into block `start`, one for each kind of microbatch (inputs, targets)."""
+        everything = Foreign(self._model, {id(tensor) for tensor in held_by(self._model)})
+        before = Stage(self._model, self._blocks, 0, range(start), everything)
+        found: dict[Key, Form] = {}
+        for inputs, targets in microbatches:
+            kind = kind_of(inputs)
+            if kind in found:
+                continue
+            if self.context is not None:
+                self.context.expect(inputs, targets)
+            with evenly_visited(self._model), self._random, Shadow(device):
+                outcome = before.forward(inputs)
+            assert outcome.form is not None
+            found[kind] = outcome.form
+        return found
