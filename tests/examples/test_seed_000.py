@@ -1,4 +1,4 @@
-"""Every program of document 000 runs on ranks as its docstring says, and checks its own result."""
+"""Every program of document 000 runs by the commands in its docstring, and checks its own result."""
 
 from __future__ import annotations
 
@@ -9,19 +9,12 @@ from typing import Any
 
 import pytest
 
-from tests.examples.runner import EXAMPLES, commands, examples_in
+from tests.examples.runner import EXAMPLES, commands, examples_in, printed_in, run_example
 from tests.ranks import RankPool
 
 Pools = Callable[[str, int], RankPool]
 
 NAMES = examples_in("seeds/000_vqnet")
-
-
-def ranks_of(name: str) -> int:
-    """How many ranks the first command of the example starts."""
-    words = commands(name)[0]
-    assert words[:2] == ["vqnetrun", "-n"]
-    return int(words[2])
 
 
 def perform(comm: Any, names: list[str]) -> None:
@@ -76,12 +69,19 @@ def test_all_that_the_document_describes_is_used() -> None:
     assert [name for name in DOCUMENTED if not re.search(rf"\b{name}\(|\.{name}\b", text)] == []
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_example_on_gloo(pools: Pools, name: str) -> None:
-    pools("gloo", ranks_of(name)).run(perform, [name])
+@pytest.mark.parametrize(("path", "number"), printed_in("seeds/000_vqnet"))
+def test_a_command(path: str, number: int) -> None:
+    assert commands(path)[number][0] == "vqnetrun"
+    ran = run_example(path, number=number, literally=path.endswith("launch.py"))
+    assert all(ran.ranks), ran.text  # every rank tells of its result
+    if path.endswith("launch.py"):
+        told = [re.findall(r"rank: (\d), size 2\nLocalRank (\d) hosts name \S+", printed) for printed in ran.ranks]
+        assert told == [[("0", "0")], [("1", "1")]]
 
 
 def test_collectives_and_the_circuit_on_mpi(pools: Pools) -> None:
     """The document's own backend for CPUs; training differs in nothing that these do not use."""
     training = ("pipeline.py", "zero.py", "tensor_parallel.py")
-    pools("mpi", 2).run(perform, [name for name in NAMES if ranks_of(name) == 2 and not name.endswith(training)])
+    on_two = [name for name in NAMES if "-n 2 " in " ".join(commands(name)[0]) and not name.endswith(training)]
+    assert len(on_two) == len(NAMES) - len(training) - 2
+    pools("mpi", 2).run(perform, on_two)
