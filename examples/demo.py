@@ -57,6 +57,7 @@ class Accident(uni.Callback):
     def on_step(self, engine: uni.Engine, moment: Any) -> None:
         is_first_start = os.environ.get("UNISONO_ATTEMPT", "0") == "0"
         if is_first_start and engine.comm.size > 1 and engine.comm.rank == 1 and moment.step == KILL_AT:
+            print(f"step {KILL_AT}: this rank kills itself, as a crash or a preemption would", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
