@@ -38,9 +38,7 @@ def test_every_example_has_a_command_and_a_test() -> None:
     for file in FILES:
         assert commands(file)
     folders = {file.parent.relative_to(EXAMPLES).as_posix() for file in FILES}
-    assert folders == _folders_asked_for(), (
-        "folders of examples/, and those that tests ask for by printed_in"
-    )
+    assert folders == _folders_asked_for(), "folders of examples/, and those that tests ask for by printed_in"
 
 
 def test_every_script_of_the_shell_has_a_command_and_a_test() -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from tests.examples.runner import EXAMPLES, commands, examples_in, printed_in, run_example
 from tests.ranks import RankPool
+from tools.commands import is_plain, job_of
 
 Pools = Callable[[str, int], RankPool]
 
@@ -71,12 +72,21 @@ def test_all_that_the_document_describes_is_used() -> None:
 
 @pytest.mark.parametrize(("path", "number"), printed_in("seeds/000_vqnet"))
 def test_a_command(path: str, number: int) -> None:
+    """Those of launch.py with more flags than -n start the launcher itself."""
     assert commands(path)[number][0] == "vqnetrun"
-    ran = run_example(path, number=number, literally=path.endswith("launch.py"))
+    ran = run_example(path, number=number)
     assert all(ran.ranks), ran.text  # every rank tells of its result
     if path.endswith("launch.py"):
         told = [re.findall(r"rank: (\d), size 2\nLocalRank (\d) hosts name \S+", printed) for printed in ran.ranks]
         assert told == [[("0", "0")], [("1", "1")]]
+
+
+def test_a_command_that_is_run_literally(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    plain, with_flags = (job_of(words) for words in commands("seeds/000_vqnet/launch.py"))
+    assert is_plain(plain)
+    assert not is_plain(with_flags)
+    assert (with_flags.program, with_flags.world, with_flags.verbose) == (plain.program, plain.world, True)
 
 
 def test_collectives_and_the_circuit_on_mpi(pools: Pools) -> None:
