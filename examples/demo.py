@@ -88,7 +88,7 @@ def main(steps: int, folder: Path) -> None:
     if comm.rank == 0:
         plain = GPT(config)
         uni.import_weights(plain, weights)
-        print(f"what it has learned of Python in {steps} steps (letters and indents, hardly words), by the plain model:")
+        print(f"what it has learned of Python in {steps} steps (letters and indents, hardly words), on one process:")
         print(complete(plain, b"def ", 160))
     uni.shutdown()
 
