@@ -170,7 +170,7 @@ def _segment(traced: Trace, ops: Sequence[fx.Node], received: Sequence[fx.Node],
         values[traced.node(name)] = graph.placeholder(name)
 
     def here(argument: Any) -> Any:
-        """A value of this graph; and a device, which the trace took without looking, is the one that the stage runs on."""
+        """A value of this graph. A device, which a trace without data only supposes, is the one the stage runs on."""
         if isinstance(argument, torch.device):
             return device
         return values[argument] if isinstance(argument, fx.Node) else argument
