@@ -107,25 +107,41 @@ def alone(act: Callable[[], int], folder: Path, limit: float) -> End:
             os.chdir(folder)
             for number in (1, 2):
                 os.dup2(output.fileno(), number)
+            sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
             _become(act)
-        code = _awaited(child, limit)
+        code = _ended_within(limit, child)
+        if code is None:
+            _end(child)
         output.seek(0)
         return End(code, output.read().decode("utf-8", "replace"))
 
 
-def _awaited(child: int, limit: float) -> int | None:
+def _ended_within(limit: float, child: int) -> int | None:
+    """The child's exit code, once it has ended; None after `limit` seconds."""
     until, pause = time.monotonic() + limit, 0.002
-    while True:
+    while time.monotonic() < until:
         ended, status = os.waitpid(child, os.WNOHANG)
         if ended:
             return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > until:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return None
         time.sleep(pause)
         pause = min(1.5 * pause, 0.05)
+    return None
+
+
+def _end(child: int) -> None:
+    """End a child and all below it. Ranks come first: aborted, they print where they are, which is what one wants to
+    know, and those who wait for them may end by themselves and tell it."""
+    from unisono.launch import proctree
+
+    for pid in proctree.descendants(child):
+        if not proctree.descendants(pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGABRT)
+    if _ended_within(10, child) is None:
+        proctree.sweep(child)
+        with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it may have ended meanwhile
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
 
 
 def run(command: str) -> int:
