@@ -176,7 +176,8 @@ def _segment(traced: Trace, ops: Sequence[fx.Node], received: Sequence[fx.Node],
         return values[argument] if isinstance(argument, fx.Node) else argument
 
     for op in ops:
-        args, kwargs = (fx.node.map_aggregate(each, here) for each in (op.args, op.kwargs))
+        assert callable(op.target)
+        args, kwargs = fx.node.map_aggregate(op.args, here), fx.node.map_aggregate(op.kwargs, here)
         values[op] = graph.call_function(op.target, args, kwargs)
     graph.output(tuple(values[node] for node in sent))
     run = fx.GraphModule(nn.Module(), graph)
