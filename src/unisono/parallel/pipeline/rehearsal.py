@@ -67,15 +67,26 @@ def foreseen(model: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen | No
 
     None where neither can be done.
     """
-    devices = [leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-    device = devices[0] if devices else torch.device("cpu")
+    shown = foreseen_without_numbers(model, schedule, inputs)
+    if shown is not None:
+        return shown
     copy = hollow_copy(model)
-    with contextlib.suppress(_NeedsNumbers), Shadow(device), evenly_visited(copy):
-        return _foreseen(copy, schedule, inputs)
-    copy = hollow_copy(model)
-    with contextlib.suppress(_NeedsNumbers), Lending(model, copy, device):
+    with contextlib.suppress(_NeedsNumbers), Lending(model, copy, _device_of(inputs)):
         return _foreseen(copy, schedule, inputs)
     return None
+
+
+def foreseen_without_numbers(model: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen | None:
+    """The same of any hollow model; None where it needs numbers that come of its parameters."""
+    copy = hollow_copy(model)
+    with contextlib.suppress(_NeedsNumbers), Shadow(_device_of(inputs)), evenly_visited(copy):
+        return _foreseen(copy, schedule, inputs)
+    return None
+
+
+def _device_of(inputs: Any) -> torch.device:
+    devices = [leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    return devices[0] if devices else torch.device("cpu")
 
 
 def _foreseen(copy: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen:
