@@ -36,6 +36,7 @@ class RankPool:
         """Ranks are forked from this process; those of the backend mpi belong to an mpiexec."""
         self.size = size
         self.backend = backend
+        _import_what_ranks_need()
         _compile_random_words()
         gc.collect()
         gc.freeze()  # keeps the ranks from copying pages that the collector would touch
@@ -86,6 +87,15 @@ class RankPool:
         for process in self._processes:
             _end(process)
         self._listener.close()
+
+
+@functools.cache
+def _import_what_ranks_need() -> None:
+    """Once, before ranks are forked: torch imports these at first use, a second's work for each rank."""
+    import torch._dynamo
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.tensor  # noqa: F401
 
 
 @functools.cache

@@ -13,6 +13,9 @@ def main(scenario: str, timeout: float, odd: int, **seat: object) -> None:
     comm = uni.init(timeout=timeout, **seat)  # type: ignore[arg-type]
     x = torch.ones(1024)
     comm.all_reduce(x)
+    if scenario == "busy":
+        in_torch_all_the_time(comm.rank, 2.5 * timeout)
+        return
     if scenario in ("crossed", "group"):
         in_groups(comm, scenario, odd)
         return
@@ -64,3 +67,14 @@ def in_groups(comm: uni.Communicator, scenario: str, odd: int) -> None:
     if handle is None:
         other.all_reduce(torch.ones(512), async_op=True)  # LINE: group odd
     one.barrier()
+
+
+def in_torch_all_the_time(rank: int, seconds: float) -> None:
+    """Nothing but torch's own calls, longer than the watch would wait for one of them."""
+    end = time.monotonic() + seconds
+    over = torch.zeros(1 << 20)
+    while not over[0]:
+        over[0] = rank == 0 and time.monotonic() > end
+        torch.distributed.all_reduce(over)
+    print("busy and well", flush=True)
+    uni.shutdown()

@@ -41,7 +41,7 @@ CHECKED = {
 }
 
 
-WELL = ("crossed",)  # scenarios in which nothing is wrong
+WELL = ("crossed", "busy")  # scenarios in which nothing is wrong
 
 
 def run(backend: str, scenario: str, folder: Path, timeout: float, odd: int = 3) -> str:
@@ -112,6 +112,12 @@ def test_with_check_a_difference_in_one_of_two_groups_is_told_with_the_group(
     group = "in group 2 of ranks 0,1,2,3"
     assert re.search(rf"all_reduce #1 float32\[1024\] at {line('group')} {group}", report), output
     assert re.search(rf"rank 3 \S+ .*all_reduce #1 float32\[512\] at {line('group odd')} {group}", report), output
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_ranks_that_are_always_in_some_call_of_torch_do_not_hang(backend: str, tmp_path: Path) -> None:
+    output = run(backend, "busy", tmp_path, timeout=1.0)
+    assert output.count("busy and well") == 4, output
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])

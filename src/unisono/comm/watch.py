@@ -29,6 +29,7 @@ from unisono.comm.check import Check
 from unisono.comm.log import Log, describe, frame_place
 from unisono.errors import CommError, HangError, UnisonoError
 from unisono.launch import failure
+from unisono.launch.stack import frames_of
 
 ANSWER_TIME = 3.0  # seconds that ranks get to tell their state
 LOST_TIME = 1.0  # seconds that ranks may stay blocked after another has gone
@@ -54,6 +55,7 @@ class Watch:
         self.group_logs: dict[object, Log] = {}  # by process group
         self._logs: list[Log] = []
         self._blocked: dict[object, tuple[object, float]] = {}
+        self._held: FrameType | None = None
         self._stopping = threading.Event()
         self._told = threading.Lock()
         self._thread: threading.Thread | None = None
@@ -149,6 +151,8 @@ class Watch:
         signs: dict[object, object] = {id(log): log.pending for log in self._logs if log.pending}
         if frame is not None:
             signs["torch"] = (id(frame), frame.f_lasti)
+        # A call seen twice is held until the next look: no later one can have its identity while it lives.
+        self._held = frame if signs.get("torch", 0) == self._blocked.get("torch", (None, now))[0] else None
         for key, sign in signs.items():
             before, since = self._blocked.get(key, (None, now))
             if before != sign:
@@ -269,17 +273,8 @@ class Watch:
     def _state(self) -> hang.State:
         return hang.State.of(self.rank, self._place(), self._torch_call(), self._logs)
 
-    def _frames(self) -> list[FrameType]:
-        """The main thread's frames, innermost first."""
-        frame = sys._current_frames().get(self._main or 0)
-        frames = []
-        while frame is not None:
-            frames.append(frame)
-            frame = frame.f_back
-        return frames
-
     def _place(self) -> str:
-        frames = self._frames()
+        frames = frames_of(self._main)
         for frame in frames:
             if not frame.f_code.co_filename.startswith(_LIBRARIES):
                 return frame_place(frame)
@@ -287,7 +282,7 @@ class Watch:
 
     def _torch_frame(self) -> FrameType | None:
         """The frame of the torch.distributed collective that the user's own code is in, if any."""
-        for frame in self._frames():
+        for frame in frames_of(self._main):
             if frame.f_code.co_filename.endswith(_TORCH_COLLECTIVES) and not frame.f_code.co_name.startswith("_"):
                 return frame
         return None

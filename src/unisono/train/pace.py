@@ -14,6 +14,7 @@ import time
 import torch
 
 from unisono.comm.communicator import Communicator
+from unisono.launch.stack import frames_of
 
 _PAUSE = 0.02  # seconds between looks
 _STANDS_OUT = 1.5  # times the median of the others' own work, or more
@@ -46,13 +47,9 @@ class Pace:
 
     def _look(self) -> None:
         while not self._stopping.wait(_PAUSE):
-            frame = sys._current_frames().get(self._main or 0)
+            waits = any(frame.f_code.co_filename.startswith(_WAITING) for frame in frames_of(self._main))
             self._looks += 1
-            while frame is not None:
-                if frame.f_code.co_filename.startswith(_WAITING):
-                    break
-                frame = frame.f_back
-            self._own += frame is None
+            self._own += not waits
 
     def own_seconds(self) -> tuple[float, float]:
         """Seconds of own work, and all seconds, since the last call."""

@@ -1,0 +1,56 @@
+"""A thread may look at another's stack at any time, also amid a garbage collection that lets the other go on."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import threading
+
+from unisono.launch.stack import frames_of
+
+LOOKED_AT = """
+import gc, threading, time
+from unisono.launch.stack import frames_of
+
+main, end = threading.get_ident(), time.monotonic() + 1.5
+rests = []
+gc.set_threshold(1, 1000, 1000)  # whoever makes an object collects
+
+class Cycle:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):  # lets go of the GIL, as the end of a tensor does
+        if threading.get_ident() != main and rests:
+            time.sleep(rests.pop())
+
+def deep(levels):
+    if levels:
+        deep(levels - 1)
+    if levels % 8 == 0:
+        Cycle()
+
+def look():
+    while time.monotonic() < end:
+        rests.append(0.0005)
+        frames_of(main)
+
+onlooker = threading.Thread(target=look)
+onlooker.start()
+turn = 0
+while time.monotonic() < end:
+    deep(turn * 37 % 400)
+    turn += 1
+onlooker.join()
+print("unharmed")
+"""
+
+
+def test_a_thread_is_not_harmed_by_being_looked_at() -> None:
+    told = subprocess.run([sys.executable, "-c", LOOKED_AT], capture_output=True, text=True, timeout=60, check=False)
+    assert (told.stdout, told.stderr) == ("unharmed\n", ""), told.returncode
+
+
+def test_frames_come_innermost_first() -> None:
+    names = [frame.f_code.co_name for frame in frames_of(threading.get_ident())]
+    assert names[:2] == ["frames_of", "test_frames_come_innermost_first"]
+    assert frames_of(None) == []
