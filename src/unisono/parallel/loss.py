@@ -61,6 +61,10 @@ class GlobalLoss:
     def ranks(self) -> int:
         return self._comm.size if self._comm is not None else 1
 
+    def trust(self) -> None:
+        """Do without the proof that the loss is made of sums and means: what simulated ranks bring proves nothing."""
+        self._is_proved = True
+
     def prepare(self, microbatches: Sequence[tuple[Any, Any]], whole: tuple[Any, Any] | None = None) -> None:
         """Count what the loss will count on all of this rank's microbatches, and agree with the other ranks.
 

@@ -113,6 +113,7 @@ def built(task: Task, plan: Plan, mesh: Mesh, given: Any, device: torch.device) 
         model, plan, mesh, random, task.loss, task.optimizer, given, rules, task.clip,
         fill=lambda made: give_memory(made, device), shown=shown,
     )  # fmt: skip
+    trainer.loss.trust()
     if upstream is not None:
         _foretell(trainer, upstream, [part.batch for part in mine], device)
     return trainer

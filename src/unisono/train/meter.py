@@ -6,6 +6,7 @@ what tensors take, to the byte, where the size of the process would tell of impo
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from types import TracebackType
@@ -25,6 +26,7 @@ class Meter:
         self.peak = 0.0  # bytes, at most since `restart`
 
     def __enter__(self) -> Meter:
+        gc.collect()  # what is let go only later, and was there before, would be taken off the count
         if not self._is_gpu:
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else it tells on stderr that it starts and stops
             self._profiler = profile(activities=[ProfilerActivity.CPU], profile_memory=True)
