@@ -14,12 +14,16 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import statistics
 import sys
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+
+# Ranks are forked from here, and some libraries keep the number of threads that they began with.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch
 import torch.nn.functional as F

@@ -17,6 +17,7 @@ from unisono.launch.console import Console
 from unisono.launch.crew import Crew
 from unisono.launch.hosts import LOCAL, Host, Placement
 from unisono.launch.job import CALL, Job, Program
+from unisono.launch.openmp import release_threads
 from unisono.launch.watch import Interrupted
 
 _BACKENDS = (None, "gloo", "nccl", "mpi")
@@ -63,6 +64,7 @@ def _validate(fn: object, n: int, backend: str | None, timeout: float | None) ->
 def _over_fork(
     fn: Callable[..., Any], n: int, backend: str | None, args: tuple[Any, ...], timeout: float | None
 ) -> dict[int, bytes]:
+    release_threads()
     keep = rank.open_descriptors()
     store, port = _open_store()
     console = Console()
