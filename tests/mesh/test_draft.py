@@ -110,7 +110,7 @@ def loaded() -> nn.Module:
 
 WRITTEN_DOWN: list[Callable[[], nn.Module]] = [
     Tied, mlp, gpt, by_hand, looked_at, from_numpy, turned_in_place, many_generators, in_double, loaded,
-    lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LSTM(8, 8, 2), nn.MultiheadAttention(8, 2)),
+    lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LSTMCell(8, 8), nn.MultiheadAttention(8, 2)),
 ]  # fmt: skip
 if importlib.util.find_spec("transformers"):
     WRITTEN_DOWN.append(llama)

@@ -282,7 +282,7 @@ def _require_parameters_of(model: nn.Module, optimizer: Optimizer) -> None:
         )
     shapes = {parameter.shape for parameter in model.parameters()}
     for place, value in _beside_state(optimizer):
-        if value.numel() > 1 and value.shape in shapes:
+        if value.numel() > 1 and value.shape in shapes and id(value) not in names:
             raise UsageError(
                 f"{type(optimizer).__name__} keeps a tensor of a parameter's shape in {place}, where ZeRO cannot cut "
                 "it with the parameter; keep it in its state, as self.state[parameter]['...'], or use zero=0"
