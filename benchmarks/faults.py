@@ -1,4 +1,4 @@
-"""What random kills cost: python benchmarks/faults.py [--kills 50] [--plan dp=2,zero=1] [--steps 300]
+"""What random kills cost: python benchmarks/faults.py [--kills 50] [--plan dp=2,zero=1] [--steps 1000]
 
 Jobs train a small model, with a checkpoint every few steps, under `unisono run --max-restarts`. At random moments, also
 while ranks start, resume or save, one of their ranks gets SIGKILL. Each job must reach, bit for bit, the parameters and
@@ -22,6 +22,7 @@ from pathlib import Path
 
 PROGRAM = Path(__file__).resolve().parent.parent / "tests" / "faults" / "program.py"
 MOST_RESTARTS = 1000
+PAUSES = (0.2, 4.0)  # seconds between kills: from before a start is over to after many checkpoints
 
 
 def start(folder: Path, plan: str, steps: int, ranks: int) -> subprocess.Popen[str]:
@@ -54,7 +55,7 @@ def disturb(job: subprocess.Popen[str], kills: int, chance: random.Random) -> in
     """Kill a rank now and then until the job ends or there were enough; how many were killed."""
     done = 0
     while job.poll() is None and done < kills:
-        time.sleep(chance.uniform(0.5, 8.0))
+        time.sleep(chance.uniform(*PAUSES))
         alive = ranks_of(job.pid)
         if alive:
             try:
@@ -70,10 +71,11 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=50)
     parser.add_argument("--plan", default="dp=2,zero=1")
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     chosen = parser.parse_args()
     chance = random.Random(chosen.seed)
+    began = time.monotonic()
     with tempfile.TemporaryDirectory() as name:
         place = Path(name)
         job = start(place / "undisturbed", chosen.plan, chosen.steps, chosen.ranks)
@@ -95,6 +97,7 @@ def main() -> None:
             repeated += len(steps) - len(set(steps))
             print(f"job {jobs}: {here} kills, state {digest_of(said)}", flush=True)
         print(f"{killed} kills in {jobs} jobs; {', '.join(f'{name}: {count}' for name, count in counted.items())}")
+        print(f"in {time.monotonic() - began:.0f} s, the undisturbed job included")
         print(f"lost: {lost} of {jobs} jobs differ from the undisturbed one; {repeated} steps are logged twice")
         raise SystemExit(1 if lost or repeated else 0)
 

@@ -57,6 +57,7 @@ class Accident(uni.Callback):
     def on_step(self, engine: uni.Engine, moment: Any) -> None:
         is_first_start = os.environ.get("UNISONO_ATTEMPT", "0") == "0"
         if is_first_start and engine.comm.size > 1 and engine.comm.rank == 1 and moment.step == KILL_AT:
+            print(f"step {KILL_AT}: this rank kills itself, as a crash or a preemption would", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -87,7 +88,7 @@ def main(steps: int, folder: Path) -> None:
     if comm.rank == 0:
         plain = GPT(config)
         uni.import_weights(plain, weights)
-        print("what it has learned of Python, by the plain model on one process:")
+        print(f"what it has learned of Python in {steps} steps (letters and indents, hardly words), on one process:")
         print(complete(plain, b"def ", 160))
     uni.shutdown()
 

@@ -47,8 +47,56 @@ os._exit(code)
 """
 
 
+# A `python` for commands that call mpiexec themselves: what it was given, and where, goes with the rank's environment.
+PYTHON = f"""#!{sys.executable} -IS
+import json, os, sys
+os.environ["MPI_RANKS_WORDS"] = json.dumps([os.getcwd(), *sys.argv[1:]])
+sys.argv[1:] = [os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "door")]
+{STAND_IN}"""
+
+
 def start(size: int, job: Callable[[], Any], **options: Any) -> subprocess.Popen[str]:
     """The mpiexec of `size` ranks, each of which runs `job`; options as of subprocess.Popen."""
+    folder = _open_door(size, job)
+    words = [str(MPIEXEC), "-n", str(size), sys.executable, "-I", "-S", "-c", STAND_IN, str(folder / "door")]
+    return subprocess.Popen(words, text=True, **options)
+
+
+def run(size: int, job: Callable[[], Any], timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """mpiexec's exit code, and what it and its ranks printed."""
+    return _awaited(start(size, job, stdout=subprocess.PIPE, stderr=subprocess.PIPE), timeout)
+
+
+def run_shell(
+    command: str, size: int, job: Callable[[list[str]], Any], folder: Path, timeout: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """Run a shell command in a folder that has mpiexec start `python WORDS` on `size` ranks, which do job(WORDS)."""
+    own = _open_door(size, functools.partial(_with_words, job))
+    (own / "bin").mkdir()
+    (own / "bin" / "python").write_text(PYTHON)
+    (own / "bin" / "python").chmod(0o755)
+    env = os.environ | {"PATH": os.pathsep.join([str(own / "bin"), str(MPIEXEC.parent), os.environ["PATH"]])}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return _awaited(subprocess.Popen(["bash", "-c", command], cwd=folder, env=env, **pipes), timeout)
+
+
+def _with_words(job: Callable[[list[str]], Any]) -> None:
+    place, *words = json.loads(os.environ.pop("MPI_RANKS_WORDS"))
+    os.chdir(place)
+    job(words)
+
+
+def _awaited(process: subprocess.Popen[str], timeout: float) -> subprocess.CompletedProcess[str]:
+    with process:
+        try:
+            stdout, stderr = process.communicate(timeout=timeout)
+        finally:
+            process.kill()
+    return subprocess.CompletedProcess(process.args, process.returncode, stdout, stderr)
+
+
+def _open_door(size: int, job: Callable[[], Any]) -> Path:
+    """A folder with the socket `door`, behind which a rank is forked for each of `size` that knock."""
     assert "mpi4py.MPI" not in sys.modules, "ranks must not be forked from a process that has initialised MPI"
     folder = Path(tempfile.mkdtemp(prefix="mpi-ranks-"))
     door = socket.socket(socket.AF_UNIX)
@@ -59,18 +107,7 @@ def start(size: int, job: Callable[[], Any], **options: Any) -> subprocess.Popen
         proctree.die_with_parent(parent)
         _look_after(door, size, job, folder)
     door.close()
-    words = [str(MPIEXEC), "-n", str(size), sys.executable, "-I", "-S", "-c", STAND_IN, str(folder / "door")]
-    return subprocess.Popen(words, text=True, **options)
-
-
-def run(size: int, job: Callable[[], Any], timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """mpiexec's exit code, and what it and its ranks printed."""
-    with start(size, job, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as mpiexec:
-        try:
-            stdout, stderr = mpiexec.communicate(timeout=timeout)
-        finally:
-            mpiexec.kill()
-    return subprocess.CompletedProcess(mpiexec.args, mpiexec.returncode, stdout, stderr)
+    return folder
 
 
 @dataclass(frozen=True)

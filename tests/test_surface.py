@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 import unisono as uni
@@ -18,3 +21,10 @@ def test_every_name_is_there() -> None:
 def test_a_wrong_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'paralelize'"):
         uni.paralelize  # noqa: B018
+
+
+def test_the_command_does_not_import_torch_before_it_is_needed() -> None:
+    """It would cost every launch, and every word of help, two seconds."""
+    asked = "import sys, unisono.cli; print('torch' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", asked], capture_output=True, text=True, check=True)
+    assert told.stdout == "False\n"

@@ -15,41 +15,35 @@
 <!-- exit: 75 -->           before a block that ends with that code; `any`: with any but 0
 <!-- not run: REASON -->    before a block that is not run
 
-Blocks run in forks of this process, which has imported torch: that saves two seconds a block. A page's folder has links
-to the repository's examples and tests.
+Blocks run in forks of this process (`tools/commands.py`). A page's folder has links to the repository's examples and
+tests.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
-import importlib
 import json
 import linecache
 import os
 import re
-import runpy
-import shlex
-import signal
-import subprocess
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+if __name__ == "__main__":
+    sys.path[0] = str(Path(__file__).resolve().parent.parent)
+from tools import commands
+from tools.commands import ROOT
+
 RUN, SHOWN = ("python", "bash", "console"), ("text", "toml", "json", "mermaid", "yaml")
 LIMIT = 150  # seconds a page may take
-# What blocks use, imported once for all that is forked from here. torch's optimizers load torch._dynamo by themselves.
-COMMON = ("torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.export", "numba",
-          "unisono.cli", "unisono.nn", "unisono.train.engine", "unisono.quantum.layer")  # fmt: skip
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<info>.*)$")
 _NOTE = re.compile(r"^ *<!-- (?P<word>not run|exit|output)(?:: (?P<said>.*?))? -->$")
-_SHELL = re.compile(r"[|&;<>`*?$(){}~]")
 _DEVIATION = re.compile(r"(?:\\ )*\d(?:\\\.\d)?e\\-\d\d")  # in an escaped text, with the spaces before it
 _ANY_DEVIATION = r" *(?:\d(?:\.\d)?e-\d\d|bit for bit)"
 
@@ -184,60 +178,10 @@ def _run_shell(block: Block) -> int:
     for command in commands_of(block):
         if block.language == "console" and len(commands_of(block)) > 1:
             print(f"$ {command}", flush=True)
-        code = _run_command(command)
+        code = commands.run(command)
         if code:
             return code
     return 0
-
-
-def _run_command(command: str) -> int:
-    bare = command.split(" #")[0]
-    words = [] if _SHELL.search(bare) else shlex.split(bare)
-    if words[:1] == ["unisono"]:
-        return _forked(lambda: _unisono(words[1:]))
-    if words[:1] == ["python"] and words[1:] and words[1].endswith(".py"):
-        return _forked(lambda: _script(words[1:]))
-    return subprocess.run(["bash", "-o", "pipefail", "-c", command]).returncode
-
-
-def _unisono(words: list[str]) -> int:
-    if words[:2] == ["run", "-n"] and words[3].endswith(
-        ".py"
-    ):  # nothing special: the same ranks without a second torch
-        import unisono as uni
-
-        uni.spawn(lambda: _script(words[3:]), int(words[2]))
-        return 0
-    from unisono.cli import main
-
-    sys.argv = ["unisono", *words]
-    return main(words)
-
-
-def _script(words: list[str]) -> int:
-    sys.argv = words
-    sys.path.insert(0, str(Path(words[0]).resolve().parent))
-    runpy.run_path(words[0], run_name="__main__")
-    return 0
-
-
-def _forked(act: Callable[[], int]) -> int:
-    """What act gives, run in a fork of this process."""
-    sys.stdout.flush()
-    child = os.fork()
-    if not child:
-        code = 1
-        try:
-            code = act()
-        except SystemExit as ending:
-            code = ending.code if isinstance(ending.code, int) else int(bool(ending.code))
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            sys.stdout.flush()
-            sys.stderr.flush()
-            os._exit(code)
-    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
 # ---- what pages say ----------------------------------------------------------------------------------------------
@@ -302,34 +246,22 @@ def told_by(page: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="unisono-page-") as scratch:
         answer, folder = Path(scratch) / "answer.json", Path(scratch) / "page"
         folder.mkdir()
-        child = os.fork()
-        if not child:
-            os.setpgid(0, 0)
-            told: dict[str, Any] = {"printed": [], "fault": ""}
-            try:
-                told["printed"] = run_page(page, folder)
-            except BaseException as error:
-                told["fault"] = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
-            answer.write_text(json.dumps(told))
-            os._exit(0)
-        _await(child)
-        told = (
-            json.loads(answer.read_text()) if answer.is_file() else {"printed": [], "fault": f"not done in {LIMIT} s"}
-        )
+        commands.alone(lambda: _answer(page, folder, answer), folder, LIMIT)
+        told: dict[str, Any] = {"printed": [], "fault": f"not done in {LIMIT} s"}
+        if answer.is_file():
+            told = json.loads(answer.read_text())
     told["seconds"] = round(time.monotonic() - started, 1)
     return told
 
 
-def _await(child: int) -> None:
-    """Until it has ended; after LIMIT seconds it is ended, with all that it has started."""
-    until = time.monotonic() + LIMIT
-    while not os.waitpid(child, os.WNOHANG)[0]:
-        if time.monotonic() > until:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child, signal.SIGKILL)
-            os.waitpid(child, 0)
-            return
-        time.sleep(0.02)
+def _answer(page: Path, folder: Path, answer: Path) -> int:
+    told: dict[str, Any] = {"printed": [], "fault": ""}
+    try:
+        told["printed"] = run_page(page, folder)
+    except BaseException as error:
+        told["fault"] = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
+    answer.write_text(json.dumps(told))
+    return 0
 
 
 def run_all(chosen: list[Path], is_written: bool = False) -> Iterator[tuple[Path, dict[str, Any]]]:
@@ -354,12 +286,7 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="put what was printed into the pages")
     parser.add_argument("--json", action="store_true", help="a line a page, as data")
     chosen = parser.parse_args()
-    os.environ |= {"OMP_NUM_THREADS": "1", "COLUMNS": "120", "TERM": "dumb", "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"}
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT / "src"), os.environ.get("PYTHONPATH", "")])
-    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    sys.path[0] = str(ROOT / "src")
-    for name in COMMON:
-        importlib.import_module(name)
+    commands.prepare()
     failed = False
     for page, told in run_all([page.resolve() for page in chosen.page] or pages(), chosen.write):
         name = str(page.relative_to(ROOT))

@@ -265,15 +265,20 @@ PICTURES: dict[str, Callable[[], str]] = {
 }
 
 
+def stale() -> dict[str, str]:
+    """The pictures, by name, of which docs/images has none or another."""
+    drawn = {name: draw() for name, draw in PICTURES.items()}
+    return {name: picture for name, picture in drawn.items() if _read(name) != picture}
+
+
 def main() -> int:
     IMAGES.mkdir(parents=True, exist_ok=True)
-    drawn = {name: draw() for name, draw in PICTURES.items()}
-    stale = [name for name, picture in drawn.items() if _read(name) != picture]
+    found = stale()
     if "--check" in sys.argv:
-        print(f"not up to date: {', '.join(stale)}; run python tools/drawings.py" if stale else "drawings: up to date")
-        return int(bool(stale))
-    for name in stale:
-        (IMAGES / f"{name}.svg").write_text(drawn[name], encoding="utf-8")
+        print(f"not up to date: {', '.join(found)}; run python tools/drawings.py" if found else "drawings: up to date")
+        return int(bool(found))
+    for name, picture in found.items():
+        (IMAGES / f"{name}.svg").write_text(picture, encoding="utf-8")
         print(f"drew docs/images/{name}.svg")
     return 0
 

@@ -28,6 +28,9 @@ def main(scenario: str, timeout: float, odd: int, **seat: object) -> None:
     elif scenario == "shape":
         comm.all_reduce(torch.ones(512))  # LINE: shape
         comm.barrier()
+    elif scenario == "longer":
+        comm.all_reduce(torch.ones(1500))  # LINE: longer
+        comm.barrier()
     elif scenario == "order":
         comm.barrier()  # LINE: order
         comm.all_reduce(x)

@@ -33,7 +33,7 @@ def prove(
     found = getattr(importlib.import_module(f"tests.equivalence.{module}"), task)
     key = (module, task, dtype)
     if comm.rank == 0 and key not in _plain:
-        kept = torch.float32 if dtype in HALVES else torch.float64
+        kept = torch.float64 if dtype == "float64" else torch.float32
         _plain[key] = plain_record(found, steps, kept, precision=HALVES.get(dtype, "fp32"))
     with _looking_ahead_once(key, parsed):
         return verify_here(comm, found, parsed, steps, dtype, prepare, _plain.get(key))

@@ -158,6 +158,30 @@ def _even_vectors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 mlp2 = uni.Task(model=MLP, loss=F.cross_entropy, optimizer=_momentum, batch=_even_vectors, rules=mlp.rules, name="mlp2")
 
 
+class Tuned(MLP):
+    """As models are fine-tuned: a part is frozen, one layer is not used, and one parameter is a single number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks[1].requires_grad_(False)
+        self.unused = nn.Linear(16, 16)
+        self.scale = nn.Parameter(torch.tensor(0.7))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) * self.scale
+
+
+tuned = uni.Task(
+    model=Tuned,
+    loss=F.cross_entropy,
+    optimizer=_momentum,
+    batch=_vectors,
+    rules={**mlp.rules, "unused": "column_gather"},
+    clip=0.5,
+    name="tuned",
+)
+
+
 class MoEBlock(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()

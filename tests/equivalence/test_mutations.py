@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -110,6 +111,21 @@ def count_tied_twice(trainer: Trainer) -> None:
     tied.sum = sum_twice  # type: ignore[method-assign]
 
 
+def part_from_a_tied_copy(stage: int, trainer: Trainer) -> None:
+    """One stage's copy of a weight that two stages have, in the last step: no later step will tell."""
+    if trainer.mesh.index("pp") != stage:
+        return
+    step = trainer.optimizer.step
+
+    def step_and_part() -> None:
+        step()
+        if trainer.steps == 1:
+            with torch.no_grad():
+                dict(trainer.optimized())["tokens.weight"].mul_(1.001)
+
+    trainer.optimizer.step = step_and_part  # type: ignore[method-assign]
+
+
 def mistake_positions(trainer: Trainer) -> None:
     """Attention takes tokens that lie in zigzag for consecutive ones, so its causal mask is off."""
     context = trainer.context
@@ -181,6 +197,8 @@ FAULTS: dict[str, tuple[str, str, Callable[[Trainer], None], str]] = {
     "clipping by the local norm": ("mlp", "tp=2", clip_by_local_norm, "parameters"),
     "a mean of means": ("gpt", "dp=2", normalise_by_rank, "loss"),
     "tied gradients twice": ("gpt", "pp=2,microbatches=2", count_tied_twice, "gradients"),
+    "the first stage's tied copy": ("gpt", "pp=2,microbatches=2", partial(part_from_a_tied_copy, 0), "parameters"),
+    "the last stage's tied copy": ("gpt", "pp=2,microbatches=2", partial(part_from_a_tied_copy, 1), "parameters"),
     "positions in cp": ("gpt", "cp=2", mistake_positions, "loss"),
     "another expert": ("moe", "dp=2,ep=2", confuse_experts, "loss"),
     "experts on the wrong rank": ("moe", "dp=2,ep=2", send_to_the_wrong_rank, "loss"),

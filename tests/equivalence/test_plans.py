@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
+from itertools import combinations
 
 import pytest
 
@@ -15,9 +16,9 @@ PLANS = {
     "mlp": [
         "dp=2",
         "dp=4",
-        "dp=2,zero=1",
+        "dp=2,zero=1,microbatches=3,offload",
         "dp=2,zero=2",
-        "dp=4,zero=3",
+        "dp=4,zero=3,microbatches=2,offload",
         "dp=2,microbatches=3",
         "tp=2",
         "tp=4",
@@ -28,7 +29,7 @@ PLANS = {
         "pp=4,microbatches=4,schedule=f-then-b",
         "pp=2,dp=2,microbatches=2",
         "pp=2,tp=2,microbatches=4,schedule=zb1p",
-        "dp=2,pp=2,microbatches=3,zero=2",
+        "dp=2,pp=2,microbatches=3,zero=2,offload",
     ],
     "conv": ["dp=2", "dp=4", "dp=2,zero=1", "dp=2,zero=2", "dp=4,zero=3", "pp=2"],
     "gpt": [
@@ -40,7 +41,7 @@ PLANS = {
         "tp=4",
         "tp=2,sp",
         "cp=2",
-        "cp=4",
+        "cp=4,zero=1",
         "cp=2,context=ulysses",
         "pp=2,microbatches=4",
         "pp=4,microbatches=4",
@@ -51,38 +52,41 @@ PLANS = {
         "recompute=full,microbatches=3",
         "dp=2,tp=2",
         "dp=2,tp=2,sp,zero=1",
-        "dp=2,cp=2",
-        "dp=2,cp=2,zero=3",
+        "dp=2,cp=2,context=ulysses,zero=2,microbatches=2",
+        "dp=2,cp=2,zero=3,microbatches=2",
         "dp=2,pp=2,microbatches=2,zero=1",
-        "tp=2,cp=2",
+        "tp=2,cp=2,sp,context=ulysses,recompute=selective",
         "tp=2,pp=2,microbatches=4",
-        "cp=2,pp=2,microbatches=2",
+        "cp=2,pp=2,microbatches=2,context=ulysses,zero=3,offload",
         "dp=2,tp=2,pp=2,microbatches=2,zero=1,sp",
-        "dp=2,tp=2,cp=2",
-        "tp=2,cp=2,pp=2,microbatches=2",
+        "dp=2,tp=2,cp=2,sp,zero=2,offload,recompute=selective",
+        "tp=2,cp=2,pp=2,microbatches=2,context=ulysses,zero=1,recompute=full",
         "dp=2,pp=2,microbatches=2,zero=3",
         "dp=2,pp=2,microbatches=4,zero=2,schedule=interleaved,chunks=2",
         "dp=2,pp=2,microbatches=4,zero=3,schedule=interleaved,chunks=2",
         "dp=2,pp=2,microbatches=4,zero=2,schedule=zbv,chunks=2",
         "cp=2,pp=2,microbatches=2,zero=3,recompute=full",
-        "dp=2,tp=2,pp=2,microbatches=2,zero=3",
+        "dp=2,tp=2,pp=2,microbatches=2,zero=3,sp",
     ],
 }
 PLANS["moe"] = [
     "dp=2",
     "dp=2,ep=2",
-    "dp=4,ep=2",
+    "dp=4,ep=2,zero=3,microbatches=2,recompute=full",
     "dp=4,ep=4,zero=1",
     "dp=2,ep=2,cp=2",
+    "dp=2,ep=2,cp=2,context=ulysses",
     "tp=2,sp",
-    "dp=2,ep=2,tp=2,sp",
+    "dp=2,ep=2,tp=2,sp,zero=2,offload",
     "dp=2,ep=2,pp=2,microbatches=2",
 ]
-PLANS["vocabulary"] = ["tp=2", "dp=2,tp=2,sp", "tp=2,pp=2,microbatches=2", "tp=2,cp=2"]
+PLANS["tuned"] = ["dp=2,zero=3", "tp=2"]
+PLANS["vocabulary"] = ["tp=2", "dp=2,tp=2,sp,microbatches=2", "tp=2,pp=2,microbatches=2", "tp=2,cp=2"]
 PLANS["vocabulary_reshaped"] = ["tp=4", "dp=2,tp=2,microbatches=2"]
 PLANS["vocabulary_whole"] = ["dp=2,tp=2"]
 if importlib.util.find_spec("transformers"):
     PLANS["llama"] = ["dp=2", "dp=2,zero=3", "tp=2", "tp=2,sp", "cp=2", "pp=2,microbatches=4", "dp=2,tp=2,zero=1"]
+ZEROS = ((1, 2), (1, 3), (2, 3))
 CASES = [(task, plan) for task, plans in PLANS.items() for plan in plans]
 
 
@@ -94,6 +98,33 @@ def check(pool: RankPool, task: str, plan: str) -> None:
 @pytest.mark.parametrize(("task", "plan"), CASES)
 def test_a_plan_changes_nothing(pools: Callable[[str, int], RankPool], task: str, plan: str) -> None:
     check(pools("gloo", Plan.parse(plan).world), task, plan)
+
+
+def strategies(plan: Plan) -> set[str]:
+    named = {
+        "dp": plan.dp > 1,
+        "ep": plan.ep > 1,
+        "tp": plan.tp > 1,
+        "sp": plan.sequence,
+        "pp": plan.pp > 1,
+        "ring": plan.cp > 1 and plan.context == "ring",
+        "ulysses": plan.cp > 1 and plan.context == "ulysses",
+        "recompute": plan.recompute != "none",
+        "accumulation": plan.microbatches > 1 and plan.pp == 1,
+        "offload": plan.offload,
+        f"zero {plan.zero}": plan.zero > 0,
+    }
+    return {name for name, is_used in named.items() if is_used}
+
+
+def test_every_pair_of_strategies_is_among_the_plans() -> None:
+    used = [strategies(Plan.parse(plan)) for _, plan in CASES]
+    exclusive = [{"ring", "ulysses"}, {"accumulation", "pp"}, *({f"zero {a}", f"zero {b}"} for a, b in ZEROS)]
+    pairs = [set(pair) for pair in combinations(sorted(set().union(*used)), 2)]
+    missing = [pair for pair in pairs if pair not in exclusive and not any(pair <= each for each in used)]
+    assert not missing
+    assert len({plan for _, plan in CASES}) >= 40
+    assert max(Plan.parse(plan).world for _, plan in CASES) == 8
 
 
 @pytest.mark.parametrize(

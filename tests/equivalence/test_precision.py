@@ -23,6 +23,8 @@ from unisono.train.record import plain_record, planned_record
 
 Pools = Callable[[str, int], RankPool]
 CASES = [
+    ("gpt", "cp=2", "float32"),  # its biases of keys get gradients of rounding
+    ("conv", "dp=2", "float32"),  # and so do those before BatchNorm
     ("mlp", "dp=2,zero=1", "float16"),
     ("conv", "dp=2", "bfloat16"),
     ("gpt", "dp=2,zero=2,microbatches=2", "bfloat16"),
@@ -43,7 +45,7 @@ def test_a_plan_changes_nothing_but_rounding(pools: Pools, task: str, plan: str,
     assert verdict.equivalent, verdict
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_wrong_scale_is_more_than_rounding(pools: Pools, dtype: str) -> None:
     verdict = pools("gloo", 2).run(prove, "tasks", "gpt", "dp=2", dtype, average_instead)[0]
     assert not verdict.equivalent

@@ -1,14 +1,16 @@
-"""Runs an example by the command that its docstring tells the reader, on real ranks, forked where that is the same.
+"""Runs an example by the command that its docstring tells the reader, on real ranks.
 
     ran = run_example("seeds/001_torch/ring.py")        # or with more words: run_example(path, "--steps", "3")
     ran.ranks[1]                                        # what rank 1 printed
 
-Any command that does not end well is an AssertionError with all that was printed, tracebacks of ranks included.
+Commands run on a stage that all tests of a process share (`tools/commands.py`), or with `literally=True` as a shell
+runs them. Any that does not end well is an AssertionError with all that was printed, tracebacks of ranks included.
 """
 
 from __future__ import annotations
 
 import ast
+import atexit
 import functools
 import importlib
 import os
@@ -16,23 +18,19 @@ import runpy
 import shlex
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
-import unisono
 from tests import mpi_ranks
-from tests.processes import End, run_forked
-from unisono import cli
+from tools.commands import COMMON, End, Stage
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 STARTERS = ("unisono", "vqnetrun", "python", "mpiexec")
 TIMEOUT = 150.0
-# What examples import, or torch for them: once here, and not by each of their ranks.
-COMMON = ("torch._dynamo", "torch.distributed.checkpoint", "torch.nn.parallel", "sklearn.datasets", "unisono.nn")
 
 
 class NoCommandError(AssertionError):
@@ -68,6 +66,14 @@ def examples_in(folder: str) -> list[str]:
     return [path.relative_to(EXAMPLES).as_posix() for path in found if not is_part(path)]
 
 
+def printed_in(folder: str) -> list[tuple[str, int]]:
+    """Every command that examples directly in a folder of examples/ print: the example's path, and the number of it.
+
+    A test file that asks for a folder's runs them all; `test_every_example.py` looks for a folder that none asks for.
+    """
+    return [(path, number) for path in examples_in(folder) for number in range(len(commands(path)))]
+
+
 def is_part(path: Path) -> bool:
     """Whether a file of examples/ is there for others beside it to import, and runs by none of its own."""
     text = path.read_text()
@@ -76,89 +82,56 @@ def is_part(path: Path) -> bool:
     return is_imported and "__main__" not in text and not any(map(_is_command, text.splitlines()))
 
 
-def run_example(path: str, *more: str, number: int = 0, timeout: float = TIMEOUT) -> Ran:
+def run_example(path: str, *more: str, number: int = 0, literally: bool = False) -> Ran:
     """Run the example's command (the first, or its `number`-th) with `more` words after it, in a folder of its own."""
     words = [*commands(path)[number], *more]
     with tempfile.TemporaryDirectory(prefix="example-") as folder:
         (Path(folder) / "examples").symlink_to(EXAMPLES)
-        return run_command(words, Path(folder), timeout)
+        return run_command(words, Path(folder), literally)
 
 
-def run_command(words: Sequence[str], folder: Path, timeout: float = TIMEOUT) -> Ran:
-    """Run a command as a shell in that folder would."""
-    _import_what_is_common()
+def run_command(words: Sequence[str], folder: Path, literally: bool = False) -> Ran:
+    """Run a command in that folder. literally: in interpreters of its own, as a shell does it."""
     if words[0] == "mpiexec":
-        return _run_mpiexec(words, folder, timeout)
-    job = functools.partial(_in_folder, folder, functools.partial(_start, list(words)))
-    with tempfile.TemporaryDirectory(prefix="output-") as output:
-        (end,) = run_forked([job], Path(output), timeout)
-    _require_success(words, end)
+        return run_mpiexec(shlex.join(words), _ranks(words), folder)
+    end = _stage().run(shlex.join(words), folder, TIMEOUT, literally)
+    _require_success(shlex.join(words), end)
     if "run" not in words[:2] and words[0] != "vqnetrun":
         return Ran(end.output, [end.output])
     return Ran(end.output, [_of_rank(end.output, rank) for rank in range(_ranks(words))])
 
 
-@functools.cache
-def _import_what_is_common() -> None:
-    for name in COMMON:
+def run_mpiexec(command: str, size: int, folder: Path) -> Ran:
+    """Run a shell command whose mpiexec starts `python FILE ...` on ranks; these are forked from this process."""
+    if not mpi_ranks.MPIEXEC.exists():
+        pytest.skip(f"no mpiexec at {mpi_ranks.MPIEXEC}; run make setup")
+    for name in COMMON:  # once here, and not by each rank
         importlib.import_module(name)
-    for name in unisono.__all__:
-        getattr(unisono, name)
+    done = mpi_ranks.run_shell(command, size, _run_script, folder, TIMEOUT)
+    _require_success(command, End(done.returncode, done.stdout + done.stderr))
+    return Ran(done.stdout, [done.stdout])
+
+
+@functools.cache
+def _stage() -> Stage:
+    stage = Stage()
+    atexit.register(stage.close)
+    return stage
 
 
 def _is_command(line: str) -> bool:
     return line.strip().removeprefix("$ ").partition(" ")[0] in STARTERS
 
 
-def _start(words: list[str]) -> None:
-    if words[0] == "python":
-        _run_python(words[1:])
-    main: Callable[[list[str]], int] = cli.main
-    if words[0] == "vqnetrun":
-        main = importlib.import_module("unisono.compat.vqnetrun").main
-    sys.argv = words
-    sys.exit(main(words[1:]))
-
-
-def _run_python(words: list[str]) -> None:
-    sys.argv = words
-    sys.path.insert(0, str(Path(words[0]).resolve().parent))
-    runpy.run_path(words[0], run_name="__main__")
-    sys.exit(0)
-
-
-def _in_folder(folder: Path, job: Callable[[], object]) -> None:
-    """As a fresh process there: nothing of the tests' own can be imported, and no example has been."""
-    os.chdir(folder)
+def _run_script(words: list[str]) -> None:
+    """As a fresh interpreter: nothing of the tests' own can be imported, and no example has been."""
     sys.path[:] = [each for each in sys.path if each and Path(each).resolve() not in (ROOT, EXAMPLES)]
     for name, module in list(sys.modules.items()):
         if str(getattr(module, "__file__", None) or "").startswith(str(EXAMPLES)):
             del sys.modules[name]
-    job()
-
-
-def _run_mpiexec(words: Sequence[str], folder: Path, timeout: float) -> Ran:
-    if not mpi_ranks.MPIEXEC.exists():
-        pytest.skip(f"no mpiexec at {mpi_ranks.MPIEXEC}; run make setup")
-    size = _ranks(words)
-    program = list(words[words.index("python") + 1 :])
-    with tempfile.TemporaryDirectory(prefix="output-") as output:
-        job = functools.partial(_in_folder, folder, functools.partial(_run_mpi_rank, Path(output), program))
-        done = mpi_ranks.run(size, job, timeout)
-        files = [Path(output) / f"rank.{rank}" for rank in range(size)]
-        ranks = [file.read_text() if file.exists() else "" for file in files]
-    text = "".join(ranks)
-    _require_success(words, End(done.returncode, text + done.stdout + done.stderr))
-    return Ran(text, ranks)
-
-
-def _run_mpi_rank(output: Path, program: list[str]) -> None:
-    sink = os.open(output / f"rank.{os.environ['PMI_RANK']}", os.O_WRONLY | os.O_CREAT)
-    os.dup2(sink, 1)
-    os.dup2(sink, 2)
-    sys.argv = program
-    sys.path.insert(0, str(Path(program[0]).resolve().parent))
-    runpy.run_path(program[0], run_name="__main__")
+    sys.argv = words
+    sys.path.insert(0, os.path.dirname(os.path.realpath(words[0])))
+    runpy.run_path(words[0], run_name="__main__")
 
 
 def _ranks(words: Sequence[str]) -> int:
@@ -173,6 +146,6 @@ def _of_rank(output: str, rank: int) -> str:
     return "".join(line.removeprefix(mark) for line in output.splitlines(keepends=True) if line.startswith(mark))
 
 
-def _require_success(words: Sequence[str], end: End) -> None:
+def _require_success(command: str, end: End) -> None:
     if end.code != 0:
-        raise AssertionError(f"{shlex.join(words)} ended with {end.code}:\n{end.output}")
+        raise AssertionError(f"{command} ended with {end.code}:\n{end.output}")

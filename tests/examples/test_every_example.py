@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import os
+import re
 import shlex
 from pathlib import Path
 
@@ -13,42 +15,39 @@ from tests.examples.runner import (
     ROOT,
     NoCommandError,
     commands,
-    examples_in,
     is_part,
+    printed_in,
     run_command,
     run_example,
 )
 
+HERE = Path(__file__).parent
+ASKING = ("printed_in", "examples_in")
 FILES = sorted(path for path in EXAMPLES.rglob("*.py") if not is_part(path))
 
 
-def _words_of(test: Path) -> set[str]:
-    """Every string written in a test file, and the examples of each folder that it asks for by name."""
-    words: set[str] = set()
-    for node in ast.walk(ast.parse(test.read_text())):
-        if isinstance(node, ast.Constant) and isinstance(node.value, str):
-            words.add(node.value.partition(":")[0].removeprefix("examples/"))
-        if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "examples_in":
-            folders = [argument.value for argument in node.args if isinstance(argument, ast.Constant)]
-            words |= {each for folder in folders for each in examples_in(str(folder))}
-    return words
-
-
-def _is_named(example: Path, words: set[str]) -> bool:
-    """By its path in examples/, or by its folder's and its own name."""
-    path = example.relative_to(EXAMPLES)
-    return path.as_posix() in words or (
-        any(word.endswith(path.parent.name) for word in words if path.parent.name)
-        and bool({path.name, path.stem} & words)
-    )
+def _folders_asked_for() -> set[str]:
+    """The folders of examples/ that a test file runs: arguments of printed_in and of examples_in."""
+    nodes = [node for test in HERE.glob("test_*.py") for node in ast.walk(ast.parse(test.read_text()))]
+    calls = [node for node in nodes if isinstance(node, ast.Call) and getattr(node.func, "id", "") in ASKING]
+    return {argument.value for call in calls for argument in call.args if isinstance(argument, ast.Constant)}
 
 
 def test_every_example_has_a_command_and_a_test() -> None:
-    tests = [_words_of(test) for test in sorted((ROOT / "tests").rglob("*.py"))]
-    assert FILES
+    assert len(FILES) > 60
     for file in FILES:
         assert commands(file)
-        assert any(_is_named(file, words) for words in tests), f"no test names {file}; add it to one in tests/examples/"
+    folders = {file.parent.relative_to(EXAMPLES).as_posix() for file in FILES}
+    assert folders == _folders_asked_for(), "folders of examples/, and those that tests ask for by printed_in"
+
+
+def test_every_script_of_the_shell_has_a_command_and_a_test() -> None:
+    for script in EXAMPLES.rglob("*.sh"):
+        name = script.relative_to(ROOT).as_posix()
+        assert f"\n# {name}\n" in script.read_text(), f"{name} does not say how to run it"
+        assert os.access(script, os.X_OK)
+        tests = "".join(test.read_text() for test in HERE.glob("test_seed_*.py"))
+        assert f'run_mpiexec("{name}"' in tests, f"no test runs {name}"
 
 
 def test_a_file_without_a_command_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,20 +64,29 @@ def test_a_rank_that_fails_is_told_with_its_traceback(tmp_path: Path) -> None:
         run_command(["unisono", "run", "-n", "2", "wrong.py"], tmp_path)
 
 
-def test_the_gpt_is_proved() -> None:
-    assert "equivalent" in run_example("gpt.py").text
+PRINTED = {
+    ("demo.py", 0): "what it has learned of Python",
+    ("gpt.py", 0): "equivalent",
+    ("measure.py", 0): "dp=2,zero=3",
+    ("quickstart.py", 0): "strategy ((2,4),(4,1))",
+    ("quickstart.py", 1): "equivalent",
+    ("quickstart.py", 2): "step 3: loss is",
+}
+LESS = {"demo.py": ["--steps", "4"]}
 
 
-def test_the_quickstart_learns() -> None:
-    printed = run_example("quickstart.py", number=2).ranks[0].splitlines()
-    losses = [float(line.rpartition(" ")[2]) for line in printed if line.startswith("step")]
-    assert len(losses) == 4
-    assert losses[-1] < losses[0]
-
-
-def test_the_demo_trains() -> None:
-    ran = run_example("demo.py", "--steps", "4")
-    assert "what it has learned of Python" in ran.ranks[0]
+@pytest.mark.parametrize(("path", "number"), printed_in("."))
+def test_the_examples_that_are_of_no_document(path: str, number: int) -> None:
+    printed = run_example(path, *LESS.get(path, []), number=number).text
+    assert PRINTED[path, number] in printed
+    if path == "measure.py":
+        losses = [line.split()[1] for line in printed.splitlines()[1:]]
+        assert len(losses) == 4
+        assert len(set(losses)) == 1  # which no plan changes
+    if (path, number) == ("quickstart.py", 2):
+        losses = re.findall(r"step \d: loss is (\S+)", printed)
+        assert len(losses) == 4
+        assert float(losses[-1]) < float(losses[0])
 
 
 def test_the_readme_of_the_seeds_has_every_program_with_its_command() -> None:

@@ -1,4 +1,4 @@
-"""Every program of document 000 runs on ranks as its docstring says, and checks its own result."""
+"""Every program of document 000 runs by the commands in its docstring, and checks its own result."""
 
 from __future__ import annotations
 
@@ -9,19 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.examples.runner import EXAMPLES, commands, examples_in
+from tests.examples.runner import EXAMPLES, commands, examples_in, printed_in, run_example
 from tests.ranks import RankPool
+from tools.commands import is_plain, job_of
 
 Pools = Callable[[str, int], RankPool]
 
 NAMES = examples_in("seeds/000_vqnet")
-
-
-def ranks_of(name: str) -> int:
-    """How many ranks the first command of the example starts."""
-    words = commands(name)[0]
-    assert words[:2] == ["vqnetrun", "-n"]
-    return int(words[2])
 
 
 def perform(comm: Any, names: list[str]) -> None:
@@ -76,12 +70,29 @@ def test_all_that_the_document_describes_is_used() -> None:
     assert [name for name in DOCUMENTED if not re.search(rf"\b{name}\(|\.{name}\b", text)] == []
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_an_example_on_gloo(pools: Pools, name: str) -> None:
-    pools("gloo", ranks_of(name)).run(perform, [name])
+@pytest.mark.parametrize(("path", "number"), printed_in("seeds/000_vqnet"))
+def test_a_command(path: str, number: int) -> None:
+    """Those of launch.py with more flags than -n start the launcher itself."""
+    assert commands(path)[number][0] == "vqnetrun"
+    ran = run_example(path, number=number)
+    assert any(ran.ranks), ran.text  # of its result, which it has checked, a program tells
+    if path.endswith("launch.py"):
+        told = [re.findall(r"rank: (\d), size 2\nLocalRank (\d) hosts name \S+", printed) for printed in ran.ranks]
+        assert told == [[("0", "0")], [("1", "1")]]
 
 
-def test_collectives_and_the_circuit_on_mpi(pools: Pools) -> None:
-    """The document's own backend for CPUs; training differs in nothing that these do not use."""
-    training = ("pipeline.py", "zero.py", "tensor_parallel.py")
-    pools("mpi", 2).run(perform, [name for name in NAMES if ranks_of(name) == 2 and not name.endswith(training)])
+def test_a_command_that_is_run_literally(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(EXAMPLES.parent)
+    plain, with_flags = (job_of(words) for words in commands("seeds/000_vqnet/launch.py"))
+    assert is_plain(plain)
+    assert not is_plain(with_flags)
+    assert (with_flags.program, with_flags.world, with_flags.verbose) == (plain.program, plain.world, True)
+
+
+def test_collectives_on_mpi(pools: Pools) -> None:
+    """The document's own backend for CPUs. Training differs in nothing that these do not use, and circuits on it are
+    in tests/compat/test_quantum.py, where their kernels are compiled for all."""
+    others = ("pipeline.py", "zero.py", "tensor_parallel.py", "quantum.py")
+    on_two = [name for name in NAMES if "-n 2 " in " ".join(commands(name)[0]) and not name.endswith(others)]
+    assert len(on_two) == len(NAMES) - len(others) - 2
+    pools("mpi", 2).run(perform, on_two)

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.examples.runner import examples_in, run_example
+from tests.examples.runner import printed_in, run_example
 
 DEVIATIONS = {  # how many are printed
     "dp.py": 1,
@@ -20,9 +20,9 @@ DEVIATIONS = {  # how many are printed
 }
 
 
-@pytest.mark.parametrize("path", examples_in("seeds/004_overview"))
-def test_strategies_give_the_result_of_one_device(path: str) -> None:
-    ran = run_example(path)
+@pytest.mark.parametrize(("path", "number"), printed_in("seeds/004_overview"))
+def test_strategies_give_the_result_of_one_device(path: str, number: int) -> None:
+    ran = run_example(path, number=number, literally=path.endswith("ddp.py"))
     found = [float(number) for number in re.findall(r"deviation\D*? (\d\.\de[-+]\d+)", ran.ranks[0])]
     assert len(found) == DEVIATIONS[path.rpartition("/")[2]], ran.text
     assert max(found) < 1e-9

@@ -19,6 +19,7 @@ from torch import nn
 
 import unisono as uni
 
+HAD_THE_LOOP = "unisono.train.fit" in sys.modules  # before anything here has asked for it
 STEPS = 24
 SAVE_EVERY = 5
 
@@ -78,9 +79,8 @@ def digest(engine: uni.Engine) -> str:
     return found.hexdigest()[:16]
 
 
-def main(folder: str, plan: str, faults: str, steps: str = str(STEPS)) -> None:
-    comm = uni.init()
-    planned = (faults.split(",") + ["none"] * 100)[int(os.environ.get("UNISONO_ATTEMPT", "0"))]
+def trained(comm: uni.Communicator, folder: str, plan: str, planned: str, steps: int = STEPS) -> tuple[str, str]:
+    """The digest that was reached, and what there is to say."""
     kind, _, step = planned.partition(":")
     engine = uni.Engine(
         model,
@@ -92,7 +92,7 @@ def main(folder: str, plan: str, faults: str, steps: str = str(STEPS)) -> None:
     history = engine.fit(
         data(),
         epochs=1000,
-        steps=int(steps),
+        steps=steps,
         batch_size=8,
         save=folder,
         save_every=SAVE_EVERY,
@@ -101,9 +101,16 @@ def main(folder: str, plan: str, faults: str, steps: str = str(STEPS)) -> None:
         progress=False,
     )
     reached = digest(engine)
+    start = f"start {os.environ.get('UNISONO_ATTEMPT', '0')} from step {history.first_step}: plan {engine.plan}"
+    return reached, f"{start}\nstep {history.step} {history.stopped or 'done'}: {reached}"
+
+
+def main(folder: str, plan: str, faults: str, steps: str = str(STEPS)) -> None:
+    comm = uni.init()
+    planned = (faults.split(",") + ["none"] * 100)[int(os.environ.get("UNISONO_ATTEMPT", "0"))]
+    _, told = trained(comm, folder, plan, planned, int(steps))
     if comm.rank == 0:
-        print(f"start {os.environ.get('UNISONO_ATTEMPT', '0')} from step {history.first_step}: plan {engine.plan}")
-        print(f"step {history.step} {history.stopped or 'done'}: {reached}")
+        print(f"forked {'with' if HAD_THE_LOOP else 'without'} the training loop\n{told}")
     uni.shutdown()
 
 

@@ -12,6 +12,13 @@ from tests.launch.harness import Run, write_script
 
 ALL_REDUCE = """
 import json, os, sys, threading, atexit
+links = [f"/proc/self/fd/{fd}" for fd in range(3, 90)]
+inherited = {os.readlink(link).partition(":")[0] for link in links if os.path.lexists(link)}
+opened = [os.open(os.devnull, os.O_RDONLY) for _ in range(60)]
+child = os.fork()  # as a DataLoader does
+if not child:
+    os._exit(sum(os.readlink(f"/proc/self/fd/{fd}") != os.devnull for fd in opened))
+lost = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 import torch, torch.distributed as dist
 dist.init_process_group("gloo")
 total = torch.ones(3) * (dist.get_rank() + 1)
@@ -24,7 +31,8 @@ seen = {name: os.environ.get(name) for name in names}
 seen |= {"total": total.tolist(), "argv": sys.argv, "path": sys.path[0], "main": __name__, "file": __file__,
          "threads": torch.get_num_threads(), "stdin": sys.stdin.read(),
          "leader": os.getpgid(0) == os.getpid(),
-         "registered": sys.modules["__main__"].__dict__ is globals()}
+         "registered": sys.modules["__main__"].__dict__ is globals(), "lost": lost,
+         "launchers": sorted(inherited & {"socket", "anon_inode"})}
 with open(f"seen.{dist.get_rank()}", "w") as file:
     json.dump(seen, file)
 dist.destroy_process_group()
@@ -66,6 +74,8 @@ def test_a_rank_is_like_a_process_of_its_own(tmp_path: Path) -> None:
             "stdin": "",
             "leader": True,
             "registered": True,
+            "lost": 0,  # of its descriptors, in a child
+            "launchers": [],  # of its descriptors, the launcher's
         }
 
 

@@ -12,6 +12,7 @@ import pytest
 import unisono as uni
 from tests.launch.harness import write_script
 from unisono.errors import LaunchError, UsageError
+from unisono.launch import rank
 
 
 def total(start: float) -> tuple[int, Any]:
@@ -51,6 +52,30 @@ def test_after_torch_has_computed_with_threads_here(tmp_path: Path) -> None:
     variables = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=90, env=variables)
     assert (done.returncode, done.stdout) == (0, f"{[256.0 * 512 * 513] * 2}\n"), done.stderr
+
+
+def test_ranks_have_what_was_open_here_and_not_spawns_store() -> None:
+    def body() -> dict[int, str]:
+        return {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in rank.open_descriptors() if fd > 2}
+
+    with open(os.devnull) as kept:
+        before = rank.open_descriptors()
+        for found in uni.spawn(body, 2):
+            assert found[kept.fileno()] == os.devnull
+            new = {link.partition(":")[0] for fd, link in found.items() if fd not in before}
+            assert not new & {"socket", "anon_inode"}, found
+
+
+def test_no_rank_begins_before_the_last_is_forked() -> None:
+    """The store's thread looks up the names of those who connect, under a lock that a rank forked then never gets."""
+
+    def body() -> tuple[float, float]:
+        begun = time.clock_gettime(time.CLOCK_BOOTTIME)
+        ticks = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
+        return ticks / os.sysconf("SC_CLK_TCK"), begun
+
+    times = uni.spawn(body, 8)
+    assert max(forked for forked, _ in times) <= min(begun for _, begun in times)
 
 
 def test_closures_large_results_and_output(capsys: pytest.CaptureFixture[str]) -> None:

@@ -204,6 +204,7 @@ BUILT = nn.Linear(3, 3)
         (in_a_closure, "outside the model's modules"),
         (one_memory, "shares its memory"),
         (hooked, "has hooks"),
+        (lambda: nn.LSTM(3, 4), "weak reference to weight_ih_l0"),
         (from_file, "memory"),
         (each_from_all_before, "takes too long"),
         (lambda: BUILT, "there before"),

@@ -75,6 +75,18 @@ def _a_vector(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(outputs, targets, reduction="none")
 
 
+def _lstm() -> nn.Module:
+    return nn.Sequential(nn.LSTM(12, 5, num_layers=2, dropout=0.1))
+
+
+def _instance_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(12, 5), nn.Unflatten(1, (1, 5)), nn.InstanceNorm1d(1, track_running_stats=True))
+
+
+def _spectral_norm() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(12, 5)))
+
+
 class RoundTheBlocks(nn.Module):
     """Its head looks at the embedding past the blocks: only the last stage can see that this does not work."""
 
@@ -103,6 +115,9 @@ BEFORE_COMMUNICATION: list[tuple[str, str, dict[str, Any], str]] = [
     ("conv", "dp=2", {"loss": _loss_of_a_dict}, "has no attribute 'logits'"),
     ("mlp", "pp=2,microbatches=2", {"model": RoundTheBlocks}, "stage 1 of RoundTheBlocks: .* round the blocks"),
     ("mlp", "pp=2,microbatches=99", {}, "the example has .* expected at least 99"),
+    ("mlp", "tp=2", {"model": _lstm}, r"0 \(LSTM\) draws from torch's own generator"),
+    ("mlp", "dp=2", {"model": _instance_norm}, r"2 \(InstanceNorm1d\) tracks running statistics"),
+    ("mlp", "dp=2,microbatches=2", {"model": _spectral_norm}, r"\(_SpectralNorm\) goes on in every forward pass"),
 ]
 
 

@@ -154,8 +154,8 @@ def test_layouts_say_what_is_summed(pools: Pools) -> None:
     pools("gloo", 4).run(by_layout)
 
 
-def overlapped(comm: Communicator) -> tuple[int, int, int]:
-    """Buckets that had left before the backward reached the first layer; and elements that travelled."""
+def overlapped(comm: Communicator) -> tuple[int, int, int, float]:
+    """Buckets that had left before the backward reached the first layer, calls, elements in them, and elements sent."""
     mesh = Mesh((comm.size,), ("dp",))
     model = nn.Sequential(*[nn.Linear(8, 8, bias=False) for _ in range(4)])
     data = DataParallel(model, mesh, bucket_bytes=8 * 8 * 4)
@@ -165,14 +165,17 @@ def overlapped(comm: Communicator) -> tuple[int, int, int]:
         model(torch.ones(1, 8)).sum().backward()
         data.finish()
     flags = 4  # a number for each parameter says how many ranks have a gradient
-    return left[0], seen.calls["all_reduce"], seen.payload["all_reduce"] // 4 - flags
+    return left[0], seen.calls["all_reduce"], seen.payload["all_reduce"] // 4 - flags, seen.sent / 4
 
 
 def test_buckets_leave_during_the_backward(pools: Pools) -> None:
-    for early, calls, elements in pools("gloo", 2).run(overlapped):
+    ranks, parameters, flags = 2, 4 * 64, 4
+    for early, calls, elements, sent in pools("gloo", ranks).run(overlapped):
         assert early == 3
         assert calls == 4
-        assert elements == 4 * 64
+        assert elements == parameters
+        # The paper's 2P of plain data parallelism: each element is sent on to be summed, and once more as a sum.
+        assert sent == 2 * (parameters + flags) * (ranks - 1) / ranks
 
 
 def twice(comm: Communicator) -> None:

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+import unisono.nn as unn
 from tests.equivalence import tasks
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
@@ -38,8 +39,44 @@ class Block(nn.Module):
         return x + self.down(F.relu(self.up(x)))
 
 
-def big(hidden: int = HIDDEN) -> nn.Module:
-    model = nn.Sequential(*(Block(hidden) for _ in range(BLOCKS)))
+class Attending(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(F.scaled_dot_product_attention(x[:, None], x[:, None], x[:, None])[:, 0])
+
+
+class Choosing(Block):
+    """Where the numbers tell it to, as a router of the user's own would: it cannot be run without."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        chosen = self.up(x).mean(-1) > 0
+        out = x.clone()
+        out[chosen] = super().forward(x[chosen])
+        return out
+
+
+class Mixing(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        self.experts = unn.MoE(WIDTH, hidden // 2, experts=2, top_k=1, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.experts(x)
+
+
+class Insisting(Block):
+    """On memory of its own: no stand-in will do."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.up.weight.untyped_storage().device.type == "meta":
+            raise RuntimeError("load me first")
+        return super().forward(x)
+
+
+KINDS: dict[str, type[nn.Module]] = {each.__name__: each for each in (Block, Attending, Choosing, Mixing, Insisting)}
+
+
+def big(kind: str = "Block", hidden: int = HIDDEN) -> nn.Module:
+    model = nn.Sequential(*(KINDS[kind](hidden) for _ in range(BLOCKS)))
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02)
     return model
@@ -59,28 +96,39 @@ def _trained(make: Any, plan: str, loss: Any, targets: torch.Tensor | None = Non
         plan,
         loss=loss,
         optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
-        example=(torch.zeros(4, WIDTH), torch.zeros(4, WIDTH) if targets is None else targets),
+        example=(torch.ones(4, 4, WIDTH), torch.zeros(4, 4, WIDTH) if targets is None else targets),
         rules={"*.up": "column", "*.down": "row"},
     )
 
 
-def peak_of_building(comm: Communicator, plan: str) -> tuple[int, int, str]:
+def peak_of_building(comm: Communicator, kind: str, plan: str) -> tuple[int, int, str]:
     """The most memory that building took, what is held afterwards, in bytes, and why it was built whole."""
-    _trained(lambda: big(2), plan, F.mse_loss)  # what is imported and kept for all models
+    _trained(lambda: big(kind, 2), plan, F.mse_loss)  # what is imported and kept for all models
     before = _status("VmRSS")
     Path("/proc/self/clear_refs").write_text("5")  # the mark falls to what is used now
-    trainer = _trained(big, plan, F.mse_loss)
+    trainer = _trained(lambda: big(kind), plan, F.mse_loss)
     peak = _status("VmHWM") - before
     held = sum(parameter.untyped_storage().nbytes() for parameter in trainer.model.parameters())
     return peak, held, trainer.note
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2", "dp=2,zero=3"])
-def test_a_rank_never_has_more_than_its_own_and_a_tensor_more(pools: Callable[[str, int], RankPool], plan: str) -> None:
-    for peak, held, note in pools("gloo", 2).run(peak_of_building, plan):
+@pytest.mark.parametrize(
+    ("kind", "plan", "more"),
+    [
+        ("Block", "tp=2", 0),
+        ("Block", "dp=2,zero=3", 0),
+        ("Mixing", "pp=2,microbatches=2", BLOCKS * WIDTH * 2 * 4 // 2),  # the routers
+        ("Choosing", "pp=2,microbatches=2", 0),
+        ("Attending", "cp=2,pp=2,microbatches=2", 0),
+    ],
+)
+def test_a_rank_never_has_more_than_its_own_and_a_tensor_more(
+    pools: Callable[[str, int], RankPool], kind: str, plan: str, more: int
+) -> None:
+    for peak, held, note in pools("gloo", Plan.parse(plan).world).run(peak_of_building, kind, plan):
         assert not note
-        assert held == WHOLE / 2
-        assert peak < WHOLE / 2 + 2 * LARGEST + 12 * MIB < WHOLE
+        assert held == WHOLE / 2 + more
+        assert peak < WHOLE / 2 + 3 * LARGEST + 12 * MIB < WHOLE
 
 
 def differing(comm: Communicator, name: str, plan: str) -> tuple[list[str], str]:
@@ -112,7 +160,9 @@ PLANS = [
     ("gpt", "tp=2,pp=2,microbatches=2"),
     ("gpt", "dp=2,pp=2,microbatches=2,zero=3"),
     ("gpt", "dp=2,tp=2,sp,zero=3"),
+    ("gpt", "cp=2,pp=2,microbatches=2"),
     ("moe", "dp=2,ep=2,tp=2"),
+    ("moe", "dp=2,ep=2,pp=2,microbatches=2"),
     ("conv", "dp=4,zero=3"),
 ]
 if importlib.util.find_spec("transformers"):
@@ -134,7 +184,7 @@ def mistakes(comm: Communicator) -> list[str]:
         (F.cross_entropy, torch.zeros(4, 3, dtype=torch.long)),
     ):
         try:
-            _trained(lambda: big(2), "tp=2", loss, targets)
+            _trained(lambda: big(hidden=2), "tp=2", loss, targets)
         except UsageError as error:
             told.append(str(error))
     return told
@@ -146,19 +196,75 @@ def test_a_loss_that_does_not_fit_is_refused_all_the_same(pools: Callable[[str, 
         assert "cross_entropy" in told[1]
 
 
-def with_numbers(comm: Communicator) -> Any:
-    task = tasks.moe
-    trainer = parallelize(
-        task.model,
-        "pp=2,microbatches=2",
-        loss=task.loss,
-        optimizer=task.optimizer,
-        example=task.batch(0),
-        rules=task.rules,
-    )
-    return trainer.note
+class Anchored(torch.optim.Optimizer):
+    """Pulls parameters back to where they began, which it notes when it is made."""
+
+    is_elementwise = True
+
+    def __init__(self, parameters: Any, kept: str) -> None:
+        super().__init__(parameters, {"lr": 0.1})
+        given = [parameter for group in self.param_groups for parameter in group["params"]]
+        if kept == "state":
+            for parameter in given:
+                self.state[parameter]["start"] = parameter.data.clone()
+        elif kept == "attribute":
+            self.starts = [parameter.detach().clone() for parameter in given]
+        else:
+            for parameter in given:
+                parameter.data.mul_(2)
+
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.data += self.state[parameter]["start"] - parameter.data - 0.1 * parameter.grad
 
 
-def test_a_pipeline_of_a_model_that_needs_numbers_is_built_whole(pools: Callable[[str, int], RankPool]) -> None:
-    for note in pools("gloo", 2).run(with_numbers):
-        assert "without numbers" in note
+def anchored(comm: Communicator) -> tuple[list[str], list[str]]:
+    """The parameters that differ from one process' after two steps, and what is refused."""
+    batch = tasks.mlp.batch(0)
+    job: dict[str, Any] = {"loss": F.cross_entropy, "example": batch, "seed": 5, "dtype": torch.float64}
+    batch = batch[0].double(), batch[1]
+
+    def parallel(make: Any, plan: str, kept: str) -> Trainer:
+        return parallelize(make, plan, optimizer=lambda parameters: Anchored(parameters, kept), **job)
+
+    whole = build(lambda: tasks.MLP().double(), 5)
+    one = Anchored(whole.parameters(), "state")
+    planned = parallel(tasks.MLP, "dp=2,zero=3", "state")
+    for model in (planned.model, whole):
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+    for _ in range(2):
+        one.zero_grad()
+        F.cross_entropy(whole(batch[0]), batch[1]).backward()
+        one.step()
+        planned.step(batch)
+    expected, found = dict(whole.named_parameters()), planned.state_dict()["model"]
+    wrong = [name for name in expected if not torch.allclose(found[name], expected[name], rtol=1e-9, atol=1e-12)]
+    told = []
+    for kept in ("attribute", "parameter"):
+        try:
+            parallel(tasks.MLP, "dp=2,zero=3", kept)
+        except UsageError as error:
+            told.append(str(error))
+    return wrong, told
+
+
+def test_an_optimizer_that_looks_at_values_when_it_is_made_sees_them(pools: Callable[[str, int], RankPool]) -> None:
+    for wrong, told in pools("gloo", 2).run(anchored):
+        assert not wrong
+        assert "keeps a tensor of a parameter's shape in its attribute starts" in told[0]
+        assert "changes first.weight while it is made" in told[1]
+
+
+def insisted(comm: Communicator) -> tuple[str, float]:
+    trainer = _trained(lambda: big("Insisting", 2), "pp=2,microbatches=2", F.mse_loss)
+    return trainer.note, float(trainer.step((torch.ones(4, 4, WIDTH), torch.zeros(4, 4, WIDTH))))
+
+
+def test_a_pipeline_of_a_model_that_takes_no_stand_ins_is_built_whole(pools: Callable[[str, int], RankPool]) -> None:
+    for note, loss in pools("gloo", 2).run(insisted):
+        assert "cannot be run tensor by tensor" in note
+        assert loss > 0

@@ -259,3 +259,26 @@ def test_traced_stages_are_the_model() -> None:
     for rows in (8, 3):
         inputs = _batch(0)[0][:rows]
         torch.testing.assert_close(staged(inputs), net(inputs))
+
+
+class Numbered(nn.Module):
+    """Makes tensors of its own in both stages: positions, and a mask, each where torch puts tensors by default."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.enter, self.head = nn.Linear(6, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.enter(x) + torch.arange(8, dtype=x.dtype)
+        return self.head(y * torch.ones(x.shape[0], 8, dtype=x.dtype).tril()) + torch.zeros(4, dtype=x.dtype)
+
+
+def test_tensors_made_in_a_stage_are_made_where_it_runs() -> None:
+    """A trace has no device, a stage has: here torch's meta device, which no op lets mix with the CPU."""
+    net = Numbered().double()
+    staged = TracedStages(copy.deepcopy(net), {"head": 1}, 2)
+    inputs = _batch(0)[0]
+    torch.testing.assert_close(staged(inputs), net(inputs), rtol=0, atol=0)
+    elsewhere = staged.to("meta")(inputs.to("meta"))
+    assert (elsewhere.device.type, elsewhere.shape) == ("meta", (8, 4))
+    elsewhere.sum().backward()

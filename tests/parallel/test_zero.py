@@ -344,33 +344,43 @@ def test_half_parameters_follow_a_float32_copy(pools: Pools, stage: int) -> None
 # ---- parameters that are whole only while they work ------------------------------------------------------------------
 
 
-def freed(comm: Communicator) -> list[int]:
-    """How many blocks are whole at a time, in the forward and the backward of a second step."""
+def freed(comm: Communicator) -> tuple[list[int], list[int], list[int]]:
+    """In each block's forward and backward of a second step: how many blocks are whole, and how many gathers and
+    reductions have begun."""
     mesh = Mesh((comm.size,), ("dp",))
     model = replicas.Net(blocks=5).double()
     zero = Zero(model, mesh, lambda p: torch.optim.SGD(p, lr=0.1), 3)
     whole: list[int] = []
+    gathers: list[int] = []
+    sums: list[int] = []
 
     def count(*_: object) -> None:
         whole.append(sum(block.up.weight.shape[0] == 9 for block in model.blocks))
+        gathers.append(seen.calls["all_gather"])
+        sums.append(seen.calls["reduce_scatter"])
 
     for block in model.blocks:
         block.norm.register_forward_hook(count)
         block.norm.register_full_backward_hook(count)
     inputs, targets = replicas.batch(0, 4)
     for _ in range(2):
-        whole.clear()
+        for each in (whole, gathers, sums):
+            each.clear()
         zero.optimizer.zero_grad()
-        replicas.loss(model(inputs), targets).backward()
-        zero.finish()
+        with traffic.counted() as seen:
+            replicas.loss(model(inputs), targets).backward()
+            zero.finish()
         zero.optimizer.step()
     count()
-    return whole
+    return whole, gathers, sums
 
 
-def test_only_the_working_unit_is_whole(pools: Pools) -> None:
-    for whole in pools("gloo", 2).run(freed):
+def test_only_the_working_unit_is_whole_and_messages_travel_meanwhile(pools: Pools) -> None:
+    for whole, gathers, sums in pools("gloo", 2).run(freed):
         assert whole == [1] * 10 + [0]
+        # What is outside the blocks, the block at work and the next one; in the backward the same once more.
+        assert gathers[:10] == [3, 4, 5, 6, 6, 9, 10, 11, 12, 12]
+        assert sums[5:] == [0, 1, 2, 3, 4, 6]  # those of the block before are under way
 
 
 def recomputed(comm: Communicator, use_reentrant: bool) -> None:

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from unisono.errors import UsageError
@@ -22,6 +24,28 @@ def test_a_plan_is_read_and_written_back() -> None:
         assert Plan.parse(str(Plan.parse(text))) == Plan.parse(text)
     assert str(Plan.parse(FULL)) == FULL
     assert Plan.parse("") == Plan()
+
+
+def test_lists_are_kept_as_values() -> None:
+    plan = Plan(pp=2, boundaries=[0, 2], recompute=["*.mlp", "*.attention"])
+    assert plan == Plan.parse(str(plan)) == Plan(pp=2, boundaries=(0, 2), recompute=("*.mlp", "*.attention"))
+    assert len({plan, Plan.parse(str(plan))}) == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"recompute": None}, "recompute=None; expected none, selective, full, or a list"),
+        ({"recompute": []}, "expected a list of module patterns"),
+        ({"recompute": [3]}, "expected a list of module patterns"),
+        ({"pp": 2, "boundaries": 3}, "boundaries=3; expected a list of the first block"),
+        ({"zero": True}, "zero=True; expected 0, 1, 2 or 3"),
+        ({"tp": 2, "sequence": "yes"}, "sequence='yes'; expected True or False"),
+    ],
+)
+def test_fields_of_another_kind_are_refused(fields: dict[str, Any], words: str) -> None:
+    with pytest.raises(UsageError, match=words):
+        Plan(**fields)
 
 
 def test_the_mesh_of_a_plan() -> None:

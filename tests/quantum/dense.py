@@ -23,8 +23,9 @@ def spread(matrix: np.ndarray, wires: Sequence[int], n: int) -> np.ndarray:
 
 def operator(operation: Any, angles: Sequence[float], n: int) -> np.ndarray:
     """The (2^n, 2^n) matrix: the gate where the controls hold, the identity elsewhere."""
-    holds = reduce(np.matmul, [spread(PROJECTOR[v], [w], n) for w, v in operation.controls], np.eye(2**n))
-    return holds @ spread(operation.matrix(angles), operation.targets, n) + np.eye(2**n) - holds
+    index = np.arange(2**n)
+    holds = reduce(np.multiply, [(index >> (n - 1 - w) & 1) == v for w, v in operation.controls], np.ones(2**n))
+    return holds[:, None] * spread(operation.matrix(angles), operation.targets, n) + np.diag(1 - holds)
 
 
 def unitary(circuit: Any, weights: Sequence[float] = (), features: Sequence[float] = ()) -> np.ndarray:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,8 +18,10 @@ from unisono.quantum.commutation import letters, mixed_wires
 from unisono.quantum.cut import Order, cut
 from unisono.quantum.forecast import Forecast, Rates
 from unisono.quantum.kernels import reference
+from unisono.quantum.postpone import postponed
 from unisono.quantum.schedule import Schedule, tiles
 from unisono.quantum.step import Exchange
+from unisono.quantum.sweeps import Sweep, cost
 from unisono.quantum.templates import hardware_efficient, qaoa, uccsd
 
 
@@ -122,6 +126,33 @@ def test_schedules_of_ranks_and_nodes_equal_the_dense_reference(ranks: int, node
         schedule = Schedule.of(circuit, ranks, nodes=nodes)
         got = lockstep.amplitudes(circuit, schedule, (0.4, -0.9), (1.2,))
         np.testing.assert_allclose(got.numpy(), dense.state(circuit, (0.4, -0.9), (1.2,)), atol=1e-12)
+
+
+@pytest.mark.parametrize(("ranks", "sweep"), [(2, Sweep(3, 1, 0)), (4, Sweep(3, 0, 1))])
+def test_schedules_that_fill_sweeps_equal_the_dense_reference(ranks: int, sweep: Sweep) -> None:
+    """Operations that waited past exchanges, and wires paged in sweep by sweep, as large states have them."""
+    ways: Counter[str] = Counter()
+    ring = hardware_efficient(8, 3)
+    weights = np.linspace(-3, 3, ring.weights)
+    for circuit in (ring, random_circuit(7, 40, 2)):
+        few = Schedule.of(circuit, ranks, sweep=Sweep(9))
+        chosen = Schedule.of(circuit, ranks, sweep=sweep)
+        waited = replace(few, steps=tuple(postponed(few.steps, circuit.wires, few.held, sweep)))
+        ways["waited"] += waited.steps != few.steps
+        ways["sweep by sweep"] += chosen.exchanges != few.exchanges
+        assert cost(chosen.steps, circuit.wires, few.held, sweep) <= cost(few.steps, circuit.wires, few.held, sweep)
+        expected = dense.state(circuit, weights)
+        for schedule in (waited, chosen):
+            got = lockstep.amplitudes(circuit, schedule, weights)
+            np.testing.assert_allclose(got.numpy(), expected, atol=1e-12)
+    assert min(ways["waited"], ways["sweep by sweep"]) > 0, ways
+
+
+def test_two_ranks_sweep_as_often_as_one() -> None:
+    circuit = hardware_efficient(24, 10)
+    whole, halves = (Schedule.of(circuit, ranks) for ranks in (1, 2))
+    assert cost(halves.steps, 24, 1) - 2.5 * len(halves.exchanges) == cost(whole.steps, 24, 0) == 24
+    assert len(halves.exchanges) == 12
 
 
 def test_nodes_exchange_less_often_than_ranks() -> None:

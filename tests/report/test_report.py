@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import shutil
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import unisono.nn as unn
 from tests.ranks import RankPool
-from tests.train.test_engine import data, engine, stopped
+from tests.train.test_engine import data, engine
 from unisono import cli
 from unisono.comm.communicator import Communicator
-from unisono.report.page import _memory, as_page
+from unisono.report.page import _memory
+from unisono.report.program import programs
 from unisono.report.run import Run
 
 BROWSER = next(
@@ -29,6 +33,12 @@ LOOK = """
 window.addEventListener('load', () => {
   const folded = document.querySelector('#loss details');
   folded.querySelector('summary').click();
+  const shown = () => [...document.querySelectorAll('#program details[open] .line')].filter(
+    line => line.getBoundingClientRect().height > 5).map(line => line.innerText);
+  const program = shown();
+  document.querySelector('#find').value = 'all_to_all blocks.0.experts';
+  document.querySelector('#find').dispatchEvent(new Event('input'));
+  const found = shown();
   const line = document.querySelector('#loss polyline').getBoundingClientRect();
   const bars = [...document.querySelectorAll('#memory rect')].map(bar => bar.getBoundingClientRect().width);
   const seen = {
@@ -40,25 +50,75 @@ window.addEventListener('load', () => {
     said: [...document.querySelectorAll('#said td:first-child')].map(cell => cell.textContent),
     wide: document.documentElement.scrollWidth,
     paper: getComputedStyle(document.body).backgroundColor,
+    program: program.length,
+    found: found,
     asked: performance.getEntriesByType('resource').length,
   };
-  document.body.innerHTML = '<pre id="seen">' + JSON.stringify(seen) + '</pre>';
+  parent.postMessage(seen, '*');
 });
 </script>
 """
+
+# A desktop in the light and a phone in the dark, in one browser: frames have widths and colours of their own.
+FRAMES = """<!doctype html><body><script>
+const seen = {};
+window.addEventListener('message', told => {
+  for (const frame of document.querySelectorAll('iframe'))
+    if (frame.contentWindow === told.source) seen[frame.id] = told.data;
+  if (Object.keys(seen).length === 2) document.body.innerHTML = '<pre id="seen">' + JSON.stringify(seen) + '</pre>';
+});
+</script>
+<iframe id="desktop" src="page.html" style="width: 1200px; height: 900px; color-scheme: light"></iframe>
+<iframe id="phone" src="page.html" style="width: 390px; height: 844px; color-scheme: dark"></iframe>
+</body>"""
+WIDTHS = {"desktop": 1200, "phone": 390}
+
+
+PLAN = "dp=2,pp=2,ep=2,microbatches=2"
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.experts = unn.MoE(8, 16, experts=4, top_k=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.experts(self.norm(x))
+
+
+class Mixture(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(11, 8)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(8, 11)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def reported(comm: Communicator, folder: str) -> None:
+    trained = engine(PLAN, model=lambda: Mixture().double())
+    trained.dataloader(data(), batch_size=8)
+    trained.foreseen()
+    trained.fit(data(), steps=4, epochs=2, batch_size=8, save=folder, progress=False)
 
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory, pools: Callable[[str, int], RankPool]) -> Path:
     folder = tmp_path_factory.mktemp("report") / "run"
-    pools("gloo", 4).run(stopped, "dp=2,pp=2,microbatches=2", str(folder), 4)
+    pools("gloo", 4).run(reported, str(folder))
     return folder
 
 
 def test_the_page_and_the_trace_tell_the_run(run_folder: Path) -> None:
     assert cli.main(["report", str(run_folder)]) == 0
     page = (run_folder / "report.html").read_text()
-    assert "dp=2,pp=2,microbatches=2" in page
+    assert PLAN in page
     assert not re.search(r'(src|href)="(?!#)', page), "nothing is loaded from elsewhere"
     trace = json.loads((run_folder / "report.trace.json").read_text())["traceEvents"]
     assert {event["pid"] for event in trace} == {0, 1, 2, 3}
@@ -68,27 +128,14 @@ def test_the_page_and_the_trace_tell_the_run(run_folder: Path) -> None:
 
 
 def test_memory_and_bytes_in_the_ledger_are_those_of_the_plan(run_folder: Path) -> None:
-    told = [json.loads((run_folder / "ranks" / f"{rank}.json").read_text()) for rank in range(4)]
+    run = Run.read(run_folder)
+    told = [run.ranks[rank] for rank in range(4)]
     for rank in told:
         assert rank["memory"]["gradients"] == pytest.approx(rank["memory"]["parameters"], rel=0.05)  # packed
         assert rank["memory"]["optimizer"] == pytest.approx(2 * rank["memory"]["parameters"], rel=0.02)  # Adam
         assert rank["memory"]["activations"] > 0
-    assert told[0]["memory"] == told[1]["memory"], "two replicas of the first stage"
-    assert told[0]["collectives"]["all_reduce"]["payload"] >= told[0]["memory"]["gradients"]
-
-
-def foretold(comm: Communicator, plan: str, folder: str) -> None:
-    trained = engine(plan)
-    trained.dataloader(data(), batch_size=8)
-    trained.foreseen()
-    trained.fit(data(), batch_size=8, save=folder, progress=False)
-
-
-def test_each_rank_has_its_own_prediction_beside_what_was_measured(
-    tmp_path: Path, pools: Callable[[str, int], RankPool]
-) -> None:
-    pools("gloo", 4).run(foretold, "dp=2,pp=2,microbatches=2", str(tmp_path))
-    run = Run.read(tmp_path)
+    assert told[0]["memory"]["parameters"] == told[1]["memory"]["parameters"], "two replicas of the first stage"
+    assert told[0]["collectives"]["all_to_all"]["payload"] > 0
     stages = run.predicted["memory_by_stage"]
     assert len(stages) == 2
     rows = _memory(run)
@@ -96,33 +143,55 @@ def test_each_rank_has_its_own_prediction_beside_what_was_measured(
         assert rows[f"rank {rank} predicted"]["parameters"] == stages[stage]["parameters"]
         assert rows[f"rank {rank}"]["parameters"] == pytest.approx(stages[stage]["parameters"], rel=0.02)
     assert stages[0]["parameters"] != stages[1]["parameters"]
-    assert "a stage each" in as_page(run)
-    zero = replace(run, starts=[{**run.starts[-1], "plan": "dp=4,zero=3"}], program="<p>one</p>")
-    assert "zero=3 keeps state in pieces" in as_page(zero)
+
+
+def test_each_stage_has_its_program_as_it_ran(run_folder: Path) -> None:
+    first, last = programs(Run.read(run_folder))
+    assert (first.title, last.title) == ("rank 0, stage 0", "rank 2, stage 1")
+    shape = "f64[2,8,8]"  # a microbatch of a data rank
+    for program, peer in ((first, 2), (last, 0)):
+        said = [(row.name, row.shape, row.phase) for row in program.rows if row.where.startswith(f"to rank {peer} ")]
+        heard = [row.shape for row in program.rows if row.where.startswith(f"from rank {peer} ")]
+        assert [each[:2] for each in said] == [("send", shape)] * 2, "activations, or gradients, of two microbatches"
+        assert heard == [shape] * 2
+        ops = {(row.name, row.where) for row in program.rows if row.kind == "op"}
+        own, foreign = ("blocks.0", "blocks.1") if program is first else ("blocks.1", "blocks.0")
+        assert ("native_layer_norm", f"{own}.norm") in ops
+        assert ("native_layer_norm", f"{foreign}.norm") not in ops
+        sent = [row for row in program.rows if row.name == "all_to_all" and f" {own}.experts (" in row.where]
+        assert len([row for row in sent if row.phase == "forward"]) == 3, "how many come, there and back"
+        assert all("among ranks 0, 1" in row.where if program is first else "2, 3" in row.where for row in sent)
+        assert sum(row.name == "all_to_all" and row.phase == "backward" for row in program.rows) >= 2
+    parts = [row.name for row in last.rows if row.kind == "part"]
+    assert parts == [
+        f"{what} of microbatch {number} on stage 1" for number in (0, 1) for what in ("forward", "backward")
+    ]
 
 
 @pytest.mark.skipif(not BROWSER, reason="no Chromium on this machine; install it to look at the page")
-@pytest.mark.parametrize(("size", "dark"), [("1200,900", False), ("390,844", True)])
-def test_a_browser_draws_it(run_folder: Path, tmp_path: Path, size: str, dark: bool) -> None:
+def test_a_browser_draws_it(run_folder: Path, tmp_path: Path) -> None:
     assert cli.main(["report", str(run_folder), "-o", str(tmp_path / "page.html")]) == 0
     page = tmp_path / "page.html"
     page.write_text(page.read_text().replace("</body>", LOOK + "</body>"))
+    (tmp_path / "frames.html").write_text(FRAMES)
     words = [BROWSER, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path / 'profile'}"]
-    words += [f"--window-size={size}", "--virtual-time-budget=2000", "--dump-dom"]
-    words += ["--blink-settings=preferredColorScheme=0"] if dark else []
-    shown = subprocess.run([*words, page.as_uri()], capture_output=True, text=True, timeout=120)
+    words += ["--window-size=1700,1000", "--virtual-time-budget=2000", "--dump-dom"]
+    shown = subprocess.run([*words, (tmp_path / "frames.html").as_uri()], capture_output=True, text=True, timeout=120)
     found = re.search(r'<pre id="seen">(.*?)</pre>', shown.stdout)
     assert found, shown.stderr[-2000:]
-    seen = json.loads(found[1])
-    assert seen["unfolded"]
-    assert min(seen["line"]) > 20, "the loss is a line with width and height"
-    assert seen["bars"] >= 4 * 4
-    assert seen["boxes"] == 2 * 2 * 2, "two pictures of two ranks with two forwards"
-    assert seen["ranks"] == ["rank 0", "rank 1", "rank 2", "rank 3"]
-    assert "all_reduce" in seen["said"]
-    assert seen["asked"] == 0
-    assert seen["wide"] <= max(500, int(size.split(",")[0])), "nothing sticks out sideways"
-    assert (seen["paper"] == "rgb(20, 22, 26)") == dark
+    for where, seen in json.loads(html.unescape(found[1])).items():
+        assert seen["unfolded"]
+        assert min(seen["line"]) > 20, "the loss is a line with width and height"
+        assert seen["bars"] >= 4 * 4
+        assert seen["boxes"] == 2 * 2 * 2, "two pictures of two ranks with two forwards"
+        assert seen["ranks"] == ["rank 0", "rank 1", "rank 2", "rank 3"]
+        assert "all_reduce" in seen["said"]
+        assert seen["program"] > 50
+        assert 3 <= len(seen["found"]) < 20
+        assert all("all_to_all" in line and "blocks.0.experts" in line for line in seen["found"])
+        assert seen["asked"] == 0
+        assert seen["wide"] <= WIDTHS[where], "nothing sticks out sideways"
+        assert (seen["paper"] == "rgb(20, 22, 26)") == (where == "phone")
 
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

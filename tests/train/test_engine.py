@@ -306,7 +306,7 @@ def with_a_slow_rank(comm: uni.Communicator) -> str:
     made = uni.Engine(nn.Linear(4, 2), nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=2")
     rows = [(torch.ones(4), torch.ones(2))] * 16
     with contextlib.redirect_stdout(io.StringIO()) as shown:
-        made.fit(rows, epochs=1000, steps=60, batch_size=4, callbacks=[Dawdling()])
+        made.fit(rows, epochs=1000, steps=30, batch_size=4, callbacks=[Dawdling()])
     return shown.getvalue()
 
 

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
+
 import pytest
 import torch
 
 from unisono.plan.plan import Plan
+from unisono.train.parting import guess_fault
 from unisono.train.record import Record
-from unisono.train.verdict import KINDS, compared
+from unisono.train.verdict import KINDS, Verdict, compared
 
 
 def record(factor: float = 1.0, scale: float = 2.0**16) -> Record:
@@ -64,8 +68,61 @@ def test_a_gradient_of_rounding_hides_no_fault() -> None:
         assert (worst.kind, worst.name.startswith("key.bias")) == (kind, True)
 
 
+def with_a_bias_of_keys(queries: float = 0.3, keys: float = 0.3) -> Record:
+    """One bias of queries and keys: the gradient of the keys is rounding, and Adam moves them all the same."""
+    made = record()
+    made.initial = {"weight": made.parameters["weight"] - 0.01, "bias": torch.full((4,), 0.29).double()}
+    made.gradients[0]["bias"] = torch.tensor([0.1, 0.1, 1e-9, -1e-9]).double()
+    made.parameters["bias"] = torch.tensor([queries, queries, keys, keys]).double()
+    return made
+
+
+@pytest.mark.parametrize(
+    ("dtype", "queries", "keys", "is_equivalent"),
+    [
+        ("float32", 0.3, 0.285, True),  # less than two steps of 0.01 apart
+        ("float32", 0.3, 0.2, False),
+        ("float32", 0.285, 0.3, False),
+        ("float64", 0.3, 0.285, False),
+    ],
+)
+def test_single_elements_that_rounding_moves(dtype: str, queries: float, keys: float, is_equivalent: bool) -> None:
+    verdict = compared(Plan(), with_a_bias_of_keys(), with_a_bias_of_keys(queries, keys), dtype)
+    assert verdict.equivalent == is_equivalent, verdict
+
+
 def test_a_small_gradient_is_no_rounding() -> None:
     """1e-11 of the largest, ten times what passes for rounding: its parameter must agree to its own size."""
     plain, planned = (with_a_cancelled_bias(gradient=3e-11, value=1e-4, moment=3e-12) for _ in range(2))
     planned.parameters["key.bias"] += 1e-11
     assert not compared(Plan(), plain, planned, "float64").equivalent
+
+
+def test_nothing_is_proved_where_one_device_gives_no_number() -> None:
+    nowhere = record()
+    nowhere.losses = [float("nan")]
+    assert not compared(Plan(), nowhere, nowhere, "float64").equivalent
+    assert "one device gives a loss of nan too" in guess_fault(Plan(dp=2), nowhere, nowhere)
+
+
+@pytest.mark.parametrize(
+    ("factor", "told"),
+    [
+        (3.0, "all gradients are 3 times too large, which is the number of microbatches: summed"),
+        (1 / 4, "all gradients are 4 times too small, which is the world size: averaged"),
+        (2.0, "2 times too large, which is dp"),
+        (1 / 6, "6 times too small, which is dp times the number of microbatches"),
+        (1.7, "all gradients are 1.7 times those of one device"),
+        (1.0, "gradients agree in the first step"),
+    ],
+)
+def test_a_factor_that_is_a_count_of_the_plan_is_named(factor: float, told: str) -> None:
+    assert told in guess_fault(Plan(dp=2, tp=2, microbatches=3), record(), record(factor))
+
+
+def test_as_json_and_back() -> None:
+    short = record()
+    short.gradients = [{}]
+    verdict = compared(Plan(dp=2), record(), short, "float64")
+    assert max(each.deviation for each in verdict.worst) == math.inf
+    assert Verdict.of_json(json.loads(json.dumps(verdict.as_json(), allow_nan=False))) == verdict

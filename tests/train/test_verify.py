@@ -22,11 +22,6 @@ from unisono.train.verify import verify_all
 TASKS = Path(__file__).parents[1] / "equivalence" / "tasks.py"
 
 
-def verify(*words: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "unisono", "verify", *words]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
 def test_an_equivalent_plan_gives_0(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", f"{TASKS}:mlp", "--plan", "dp=2", "--steps", "1"]) == 0
     shown = capsys.readouterr().out
@@ -71,7 +66,8 @@ def test_bad_input_is_told_in_a_line(words: tuple[str, ...], told: str, capsys: 
 
 def test_the_command_in_a_process_of_its_own() -> None:
     """Nothing but that line is said, whatever is imported on the way, and what main() gives is the exit code."""
-    done = verify(f"{TASKS}:none", "--plan", "dp=2")
+    command = [sys.executable, "-m", "unisono", "verify", f"{TASKS}:none", "--plan", "dp=2"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 2
     assert done.stdout == ""
     assert len(done.stderr.strip().splitlines()) == 1
@@ -82,6 +78,9 @@ def test_all_plans_that_fit() -> None:
     assert all(plan.world == 4 for plan in plans)
     assert {Plan(dp=4), Plan(tp=4), Plan(dp=2, tp=2), Plan(dp=2, tp=2, zero=3)} <= set(plans)
     assert len(plans) == len(set(plans))
+    assert not any(plan.ep > 1 for plan in plans)
+    with_experts = plans_for(4, experts=True)
+    assert {Plan(dp=4, ep=4), Plan(dp=4, ep=2), Plan(dp=2, ep=2, tp=2)} <= set(with_experts)
 
 
 def test_a_task_is_found_by_its_address() -> None:
@@ -90,15 +89,16 @@ def test_a_task_is_found_by_its_address() -> None:
         load_task("tasks.py")
 
 
-def test_the_matrix_of_all_plans() -> None:
-    done = verify(f"{TASKS}:conv", "--plan", "all", "-n", "2", "--steps", "1")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {line.split()[0]: line for line in done.stdout.splitlines() if line and not line.startswith(" ")}
+def test_the_matrix_of_all_plans(capsys: pytest.CaptureFixture[str]) -> None:
+    code = main(["verify", f"{TASKS}:conv", "--plan", "all", "-n", "2", "--steps", "1"])
+    shown = capsys.readouterr().out
+    assert code == 0, shown
+    rows = {line.split()[0]: line for line in shown.splitlines() if line and not line.startswith(" ")}
     assert rows["dp=2"].split()[-1] == "equivalent"
     assert rows["tp=2"].split()[-1] == "equivalent"  # its layers are cut by search
     assert rows["cp=2"].split()[-1] == "refused"
-    assert "plans equivalent" in done.stdout.splitlines()[-1]
-    assert "refused: " in done.stdout
+    assert "plans equivalent" in shown.splitlines()[-1]
+    assert "refused: " in shown
 
 
 def _on_one_rank_only() -> nn.Module:

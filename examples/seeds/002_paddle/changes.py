@@ -48,7 +48,7 @@ TABLES: dict[str, list[Line]] = {
         Line("pipeline", (NO, "**yes**", NO, NO, NO, "ordinary"), "semi_pp"),
         Line("group sharded", None, "semi_group_sharded"),
     ],
-    "By marks, as a program (2.2.4.2.5 to 2.2.4.2.8; no table in the document, Paddle's cells are those of its text)": [
+    "By marks, as a program (2.2.4.2.5 to 2.2.4.2.8; ours, Paddle's cells are those of the document's text)": [
         Line("data parallel", (NO, "**yes**", NO, "to_static", "to_static", "dist_model"), "static_dp"),
         Line("model parallel", (NO, "**yes**", NO, "to_static", "to_static", "dist_model"), "static_mp"),
         Line(
@@ -63,7 +63,7 @@ TABLES: dict[str, list[Line]] = {
         Line("pipeline", (NO, "**yes**", "yes", "Engine", "Engine", "Engine, **loss treated specially**"), "engine_pp"),
         Line("group sharded", (NO, NO, "yes", "Engine", "Engine", "Engine"), "engine_group_sharded"),
     ],
-    "Fully automatic (2.2.2, of which the document has no program)": [
+    "Fully automatic (2.2.2; ours, the document has no program of it)": [
         Line("searched for", ABSENT, "engine_auto"),
     ],
 }
@@ -189,7 +189,8 @@ INTRODUCTION = """\
 Made by `python examples/seeds/002_paddle/changes.py --write`; edit that program and not this page.
 
 The document trains one network in many ways and sums up, table by table, what each asks of the user's code for one
-device. Below are its tables. A cell is **Paddle's (from the document) / unisono's**, and unisono's is read off the
+device. Of the five tables below, three are the document's (by hand, by marks, by the Engine); those of the two ways
+that it has no table for are ours. A cell is **Paddle's (from the document) / unisono's**, and unisono's is read off the
 programs in `examples/seeds/002_paddle`: each is held against `single.py`, and its network against the plain one.
 Lines: those of network and training that are new, and those of `single.py` that are gone. All of them give the losses
 and parameters of one device:
@@ -251,8 +252,10 @@ again: of a layer's forward, what is computed again
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("--write", action="store_true", help="write docs/seeds/002.md")
-    if parser.parse_args().write:
-        PAGE.parent.mkdir(parents=True, exist_ok=True)
-        PAGE.write_text(page())
-    else:
+    if not parser.parse_args().write:
         print(page(), end="")
+    elif PAGE.read_text() == page():
+        print(f"{PAGE.relative_to(HERE.parents[2])} is up to date")
+    else:
+        PAGE.write_text(page())
+        print(f"wrote {PAGE.relative_to(HERE.parents[2])}")

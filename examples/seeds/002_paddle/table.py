@@ -4,7 +4,7 @@ python examples/seeds/002_paddle/table.py
 python examples/seeds/002_paddle/table.py --full
 
 It starts the ranks itself. In float64, where what is not rounding shows; with `--full` at the document's width, in
-float32.
+float32. Less of it: `--batches 1`, and `--ways static` for the programs whose names have that word.
 """
 
 from __future__ import annotations
@@ -78,14 +78,13 @@ class Row:
     parameters: float  # the worst deviation of a parameter, beside the largest of its tensor
 
 
-def rows(size: Size, ranks: int) -> list[Row]:
-    """The ways that so many ranks go, one after the other, on this rank; each against one device."""
+def rows(size: Size, ways: list[Way]) -> list[Row]:
+    """Ways of equally many ranks, one after the other, on this rank; each against one device."""
     expected = WAYS[0].train(size)
     found = []
-    for way in WAYS:
-        if way.ranks == ranks:
-            found.append(_row(way, way.train(size), expected))
-            gc.collect()  # trainers hold models in cycles
+    for way in ways:
+        found.append(_row(way, way.train(size), expected))
+        gc.collect()  # trainers hold models in cycles
     return found
 
 
@@ -124,11 +123,11 @@ def _deviation(value: float) -> str:
     return "none" if value == 0 else f"{value:.0e}"
 
 
-def _on_rank(size: Size, ranks: int) -> list[Row]:
+def _on_rank(size: Size, ways: list[Way]) -> list[Row]:
     torch.set_num_threads(1)
     uni.init()
     try:
-        return rows(size, ranks)
+        return rows(size, ways)
     finally:
         uni.shutdown()
 
@@ -137,11 +136,18 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--full", action="store_true", help="the document's width, 102400, in float32")
     parser.add_argument("--batches", type=int, default=4)
+    parser.add_argument("--ways", default="", metavar="WORD", help="only programs whose names have the word")
     chosen = parser.parse_args()
+    ways = [way for way in WAYS if chosen.ways in way.file]
+    if not ways:
+        parser.error(f"no way has {chosen.ways!r} in its program's name")
     size = Size(dtype=torch.float64, batches=chosen.batches)
     if chosen.full:
         size = Size(inner=102400, batches=chosen.batches)
-    found = [row for ranks in (1, 2) for row in uni.spawn(_on_rank, ranks, args=(size, ranks))[0]]
+    found = []
+    for ranks in (1, 2):
+        here = [way for way in ways if way.ranks == ranks]
+        found += uni.spawn(_on_rank, ranks, args=(size, here))[0] if here else []
     print(text(found))
     tolerance = TOLERANCE[size.dtype]
     return 0 if all(row.loss <= tolerance and row.parameters <= tolerance for row in found) else 1

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from unisono.comm.log import Log, describe
+from unisono.comm.log import UNEVEN, Log, describe
 from unisono.errors import HangError
 
 
@@ -43,6 +43,6 @@ class Check:
         _, op, detail, shape, dtype = raw[:5]
         if shape is None or dtype is None:
             return f"{op} {detail}"
-        if "uneven" in detail:
+        if UNEVEN in detail:
             return f"{op} {detail} {dtype} {len(shape)}"
         return f"{op} {detail} {describe(shape, dtype)}"

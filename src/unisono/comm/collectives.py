@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm.backends import GLOO, Carriage, moved_elements
-from unisono.comm.log import detail_of_op, detail_of_root
+from unisono.comm.log import UNEVEN, detail_of_op, detail_of_root
 from unisono.comm.operation import Operations, Outcome
 from unisono.comm.reduction import Factor
 from unisono.errors import UsageError
@@ -23,7 +23,6 @@ _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 _FEW = 16  # ranks: up to so many, a message to each of them costs less than it saves
-UNEVEN = "uneven"  # marks operations whose shapes may differ between ranks
 
 
 class Collectives(Operations):

@@ -133,8 +133,10 @@ class Communicator(Objects):
         ]
         peers = ",".join(str(peer) for peer in sorted({peer for _, peer in (*sends, *recvs)}))
         if traffic.counters:
-            for tensor, _ in sends:
-                traffic.note("send", self.size, tensor)
+            for tensor, to in sends:
+                traffic.note("send", self.size, tensor, (self.ranks[to],))
+            for tensor, source in recvs:
+                traffic.note_arrival(tensor, self.ranks[source])
         self._letters.enter(f"exchange with ranks {peers}", "", None, 2)
 
         def finish() -> list[torch.Tensor]:
@@ -162,7 +164,7 @@ class Communicator(Objects):
         self._require_peer(to)
         wire, _ = self._moving(tensor)
         if traffic.counters:
-            traffic.note("send", self.size, tensor)
+            traffic.note("send", self.size, tensor, (self.ranks[to],))
         self._letters.enter(f"{op} to rank {to}", "", tensor, 3)
         try:
             work = dist.isend(wire, group=self.group, group_dst=to, tag=tag)
@@ -175,6 +177,8 @@ class Communicator(Objects):
     def _receive(self, op: str, tensor: torch.Tensor, source: int, tag: int) -> Handle:
         self._require_peer(source)
         wire, finish = self._moving(tensor)
+        if traffic.counters:
+            traffic.note_arrival(tensor, self.ranks[source])
         self._letters.enter(f"{op} from rank {source}", "", tensor, 3)
         try:
             work = dist.irecv(wire, group=self.group, group_src=source, tag=tag)

@@ -83,6 +83,13 @@ def report(states: Mapping[int, State], absent: Mapping[int, str], dispute: Disp
     return "; ".join(f"{_ranks(ranks)} {_conjugated(phrase, len(ranks))}" for phrase, ranks in most_first)
 
 
+def report_difference(camps: Sequence[tuple[Entry, Sequence[int]]], where: str) -> str:
+    """One sentence on an operation that all have run, but not all the same; `where` names the group."""
+    most_first = sorted(camps, key=lambda camp: (-len(camp[1]), camp[1]))
+    told = (f"{_ranks(ranks)} {_conjugated('have run', len(ranks))} {entry}{where}" for entry, ranks in most_first)
+    return f"{'; '.join(told)}: their results are wrong"
+
+
 def _waits_in(state: State) -> Stuck | None:
     return None if state.waiting is None else _known(state, *state.waiting)
 

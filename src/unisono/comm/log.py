@@ -15,9 +15,11 @@ from types import CodeType, FrameType
 import torch
 
 LENGTH = 64
+UNEVEN = "uneven"  # in the detail of an operation: shapes may differ between ranks
 
-# number, operation, detail, shape, dtype, and where it was called: code and instruction
-Raw = tuple[int, str, str, tuple[int, ...] | None, torch.dtype | None, CodeType, int]
+# number, operation, detail, shape, dtype, where it was called (code, instruction), how many quick ones came before
+Raw = tuple[int, str, str, tuple[int, ...] | None, torch.dtype | None, CodeType, int, int]
+Quick = tuple[int, tuple[int, ...], torch.dtype]  # which of the quick ones, from 1; shape, dtype
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,12 @@ class Entry:
 class Log:
     """The last `LENGTH` operations of one group on this rank, numbered from 1.
 
-    An operation that may block is written down in the ring before it does. A small all_reduce that was over at once is
-    only counted, in `quick`: nothing else is treated so, and so a number that is missing in the ring was one of those.
+    An operation that may block is written down in the ring before it does. Of a small all_reduce that was over at once
+    only the tensor is kept, in `quicks`: nothing else is treated so, and so a number that is missing in the ring was
+    one of those.
     """
 
-    __slots__ = ("append", "awaited", "entered", "group", "left", "quick", "quickest", "ranks", "ring")
+    __slots__ = ("append", "awaited", "entered", "group", "left", "quick", "quicks", "ranks", "remember", "ring")
 
     def __init__(self, group: str, ranks: tuple[int, ...]) -> None:
         self.group = group
@@ -49,7 +52,8 @@ class Log:
         self.ring: deque[Raw] = deque(maxlen=LENGTH)
         self.append = self.ring.append
         self.quick = 0
-        self.quickest: tuple[tuple[int, ...], torch.dtype] | None = None  # the tensor of the last one of those
+        self.quicks: deque[Quick] = deque(maxlen=LENGTH)
+        self.remember = self.quicks.append
         self.entered = 0
         self.left = 0  # how many of those entered this rank has returned from
         self.awaited = 0  # the asynchronous operation that this rank waits for; 0 for none
@@ -59,7 +63,7 @@ class Log:
         frame = sys._getframe(depth)
         shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
         self.entered += 1
-        self.append((self.count, op, detail, shape, dtype, frame.f_code, frame.f_lasti))
+        self.append((self.count, op, detail, shape, dtype, frame.f_code, frame.f_lasti, self.quick))
 
     @property
     def count(self) -> int:
@@ -71,12 +75,6 @@ class Log:
         """The number of the operation that this rank is blocked in; 0 for none."""
         return self.awaited or (self.count if self.entered > self.left else 0)
 
-    def _what_of_quick(self, number: int) -> str:
-        """The tensor of an operation that was only counted, if it was the last such."""
-        written = {raw[0] for raw in self.ring}
-        last = next((n for n in range(self.count, 0, -1) if n not in written), 0)
-        return describe(*self.quickest) if self.quickest is not None and number == last else ""
-
     def raw(self, number: int) -> Raw | None:
         """What was written down of that operation, if it was and the log still has it."""
         return next((raw for raw in reversed(self.ring) if raw[0] == number), None)
@@ -84,12 +82,34 @@ class Log:
     def entry(self, number: int) -> Entry | None:
         """The operation of that number, while the log still has it."""
         raw = self.raw(number)
-        if raw is None:
-            kept = max(0, self.count - LENGTH) < number <= self.count
-            return Entry(number, "all_reduce", self._what_of_quick(number), "") if kept else None
-        _, op, detail, shape, dtype, code, instruction = raw
-        what = "" if shape is None or dtype is None else describe(shape, dtype)
-        return Entry(number, f"{op}({detail})" if detail else op, what, place(code, line_of(code, instruction)))
+        if raw is not None:
+            return written_entry(raw)
+        if max(0, self.count - LENGTH) < number <= self.count:
+            shape_of = self.numbered_quicks()
+            return quick_entry(number, *shape_of[number]) if number in shape_of else Entry(number, "all_reduce", "", "")
+        return None
+
+    def numbered_quicks(self) -> dict[int, tuple[tuple[int, ...], torch.dtype]]:
+        """The tensors of the last quick ones by the numbers of the operations. Any thread may ask."""
+        quicks = list(self.quicks)  # before the ring: what is written there meanwhile came later than all of these
+        places = [(raw[7], raw[0] - raw[7]) for raw in list(self.ring)]  # quick ones before it; which of the written
+        if places and places[0][1] > 1:  # some are forgotten: only what came after the first that is left is sure
+            quicks = [each for each in quicks if each[0] > places[0][0]]
+        found = {}
+        for which, shape, dtype in quicks:
+            written = max((nth for before, nth in places if before < which), default=0)
+            found[which + written] = (shape, dtype)
+        return found
+
+
+def written_entry(raw: Raw) -> Entry:
+    number, op, detail, shape, dtype, code, instruction, _ = raw
+    what = "" if shape is None or dtype is None else describe(shape, dtype)
+    return Entry(number, f"{op}({detail})" if detail else op, what, place(code, line_of(code, instruction)))
+
+
+def quick_entry(number: int, shape: tuple[int, ...], dtype: torch.dtype) -> Entry:
+    return Entry(number, "all_reduce", describe(shape, dtype), "")
 
 
 def described_call(op: str, detail: str, number: int, tensor: torch.Tensor | None) -> str:

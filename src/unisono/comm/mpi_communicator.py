@@ -15,10 +15,9 @@ import torch
 
 from unisono.comm import mpi_calls as calls
 from unisono.comm import traffic
-from unisono.comm.collectives import UNEVEN
 from unisono.comm.communicator import Communicator, Piece
 from unisono.comm.handle import Handle
-from unisono.comm.log import detail_of_op, detail_of_root
+from unisono.comm.log import UNEVEN, detail_of_op, detail_of_root
 from unisono.comm.mpi_calls import Call
 from unisono.comm.mpi_memory import Memory, Pair, joined_view, memory_of, pair_of
 from unisono.comm.mpi_now import LOOKS, PLAIN, Plain, soon_done
@@ -54,7 +53,7 @@ class MPICommunicator(Communicator):
         log, watch = self._log, self._watch
         log.enter(op, detail, tensor, depth)
         if traffic.counters:
-            traffic.note(op, self.size, tensor)
+            traffic.note(op, self.size, tensor, self.ranks)
         try:
             if watch.check is not None:
                 watch.check.agree(log)
@@ -85,7 +84,7 @@ class MPICommunicator(Communicator):
         """Wait for what was just started, which cannot block, and write it down meanwhile."""
         log = self._log
         log.entered += 1
-        log.append((log.count, op, detail, memory.shape, memory.dtype, frame.f_code, frame.f_lasti))
+        log.append((log.count, op, detail, memory.shape, memory.dtype, frame.f_code, frame.f_lasti, log.quick))
         try:
             test = request.Test
             for _ in LOOKS:  # `soon_done` written out: a call more is felt here
@@ -150,16 +149,17 @@ class MPICommunicator(Communicator):
         """
         log = self._log
         if traffic.counters:
-            traffic.note("all_reduce", self.size, tensor)
+            traffic.note("all_reduce", self.size, tensor, self.ranks)
         try:
             requests = self._mpi.start_in_place(tensor.data_ptr(), shape.numel(), plain)
             if len(requests) == 1 and soon_done(requests[0]):
-                log.quick += 1
-                log.quickest = (shape, dtype)
+                which = log.quick = log.quick + 1
+                log.remember((which, shape, dtype))
                 return tensor
             frame = sys._getframe(2)
             log.entered += 1
-            log.append((log.count, "all_reduce", detail_of_op(op), shape, dtype, frame.f_code, frame.f_lasti))
+            detail = detail_of_op(op)
+            log.append((log.count, "all_reduce", detail, shape, dtype, frame.f_code, frame.f_lasti, log.quick))
             for request in requests:
                 request.Wait()
         except RuntimeError as error:
@@ -322,8 +322,10 @@ class MPICommunicator(Communicator):
             return [tensor for tensor, _ in recvs]
         received = [tensor for tensor, _ in recvs]
         if traffic.counters:
-            for tensor, _ in sends:
-                traffic.note("send", self.size, tensor)
+            for tensor, to in sends:
+                traffic.note("send", self.size, tensor, (self.ranks[to],))
+            for tensor, source in recvs:
+                traffic.note_arrival(tensor, self.ranks[source])
         peers = ",".join(str(peer) for peer in sorted({peer for _, peer in (*sends, *recvs)}))
         log.enter(f"exchange with ranks {peers}", "", None, 2)
         made = [calls.receive(tensor, source, 0) for tensor, source in recvs]

@@ -33,6 +33,7 @@ class Operations:
 
     rank: int
     size: int
+    ranks: tuple[int, ...]
     backend: str
     group: dist.ProcessGroup
     _log: Log
@@ -52,7 +53,7 @@ class Operations:
         """`start` begins the operation (one that `blocks` also ends it), and `finish` gives its outcome."""
         log, watch = self._log, self._watch
         if traffic.counters:
-            traffic.note(op, self.size, tensor)
+            traffic.note(op, self.size, tensor, self.ranks)
         try:
             if self.backend == "gloo" and watch.check is None and not blocks:
                 if watch.box is not None:

@@ -95,8 +95,8 @@ class SimulatedCommunicator(Communicator):
     def exchange(self, sends: Sequence[Piece] = (), recvs: Sequence[Piece] = (), *, async_op: bool = False) -> Outcome:
         for _, peer in (*sends, *recvs):
             self._require_peer(peer)
-        for tensor, _ in sends:
-            self._note(tensor)
+        for tensor, to in sends:
+            self._note(tensor, to)
         for tensor, _ in recvs:
             _arrive(tensor)
         handle = Handle([], lambda: [tensor for tensor, _ in recvs])
@@ -104,7 +104,7 @@ class SimulatedCommunicator(Communicator):
 
     def _send(self, op: str, tensor: torch.Tensor, to: int, tag: int) -> Handle:
         self._require_peer(to)
-        self._note(tensor)
+        self._note(tensor, to)
         return Handle([], lambda: tensor)
 
     def _receive(self, op: str, tensor: torch.Tensor, source: int, tag: int) -> Handle:
@@ -112,9 +112,9 @@ class SimulatedCommunicator(Communicator):
         _arrive(tensor)
         return Handle([], lambda: tensor)
 
-    def _note(self, tensor: torch.Tensor) -> None:
+    def _note(self, tensor: torch.Tensor, to: int) -> None:
         if traffic.counters:
-            traffic.note("send", self.size, tensor)
+            traffic.note("send", self.size, tensor, (self.ranks[to],))
 
     def _run(
         self,

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from unisono.comm.log import Log
+from unisono.comm.log import UNEVEN, Log
 from unisono.comm.watch import Watch
 
 _INSIDE = (os.path.dirname(os.path.dirname(os.path.abspath(__file__))), os.path.dirname(torch.__file__))
@@ -88,7 +88,7 @@ class TorchCalls:
 
 def _detail(name: str, given: dict[str, Any]) -> str:
     """What must be equal on all ranks beside the tensor."""
-    words = ["uneven"] if name in _UNEVEN else []
+    words = [UNEVEN] if name in _UNEVEN else []
     op = given.get("op")
     if op is not None and op != dist.ReduceOp.SUM:
         words.append(str(op).rsplit(".", maxsplit=1)[-1].lower())

@@ -4,14 +4,15 @@
         step()
     seen.calls["all_reduce"], seen.payload["all_reduce"], seen.sent
 
-Counts the operations of unisono's communicators, not those of torch's own functions.
+Counts the operations of unisono's communicators, not those of torch's own functions. Whoever passes `told` also hears
+of each of them, and of what arrives from single ranks, one by one.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -25,6 +26,15 @@ _SHARES = {
 }
 
 
+@dataclass(frozen=True)
+class Said:
+    """One operation, as this rank began it."""
+
+    op: str
+    ranks: tuple[int, ...]  # of the world: all that take part, or the one that a message is to or from
+    tensor: torch.Tensor | None
+
+
 @dataclass
 class Traffic:
     """Operations by name: how often, with how many bytes in this rank's own tensors, and what it sent for them."""
@@ -32,6 +42,7 @@ class Traffic:
     calls: Counter[str] = field(default_factory=Counter)
     payload: Counter[str] = field(default_factory=Counter)
     sent_by: dict[str, float] = field(default_factory=dict)
+    told: Callable[[Said], None] = lambda said: None
 
     @property
     def sent(self) -> float:
@@ -49,17 +60,24 @@ class Traffic:
 counters: list[Traffic] = []
 
 
-def note(op: str, size: int, tensor: torch.Tensor | None) -> None:
+def note(op: str, size: int, tensor: torch.Tensor | None, ranks: tuple[int, ...]) -> None:
     """Called by communicators while anyone counts."""
     payload = 0 if tensor is None else tensor.numel() * tensor.element_size()
     for counter in counters:
         counter.note(op, size, payload)
+        counter.told(Said(op, ranks, tensor))
+
+
+def note_arrival(tensor: torch.Tensor, source: int) -> None:
+    """Of a message from one rank, whose bytes count where they were sent."""
+    for counter in counters:
+        counter.told(Said("recv", (source,), tensor))
 
 
 @contextlib.contextmanager
-def counted() -> Iterator[Traffic]:
+def counted(told: Callable[[Said], None] = lambda said: None) -> Iterator[Traffic]:
     """Count what is said in the block."""
-    counter = Traffic()
+    counter = Traffic(told=told)
     counters.append(counter)
     try:
         yield counter

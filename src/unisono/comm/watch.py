@@ -26,6 +26,7 @@ import torch.distributed as dist
 from unisono.comm import blackbox, hang
 from unisono.comm.blackbox import BlackBox
 from unisono.comm.check import Check
+from unisono.comm.comparison import Comparison
 from unisono.comm.log import Log, describe, frame_place
 from unisono.errors import CommError, HangError, UnisonoError
 from unisono.launch import failure
@@ -54,6 +55,7 @@ class Watch:
         self._store = self._clone(store, "watch")
         self.group_logs: dict[object, Log] = {}  # by process group
         self._logs: list[Log] = []
+        self._comparison = Comparison(self._store, rank, size, self._logs)
         self._blocked: dict[object, tuple[object, float]] = {}
         self._held: FrameType | None = None
         self._stopping = threading.Event()
@@ -129,16 +131,20 @@ class Watch:
 
     def _keep_watch(self) -> None:
         tick = min(0.5, self.timeout / 4) + self.size / 2000  # a thousand ranks ask their store at a calm pace
-        while not self._stopping.wait(tick):
+        while not self._stopping.wait(min(tick, self._comparison.seconds_left)):
             try:
                 if self._store.check(["alarm"]):
                     self._answer_alarm()
                 someone_left = self._store.check(["left"])
+                found = self._comparison.difference()
             except RuntimeError:
                 if not self._stopping.is_set():
                     self._store_is_lost()
                 return
             patience = min(self.timeout, LOST_TIME) if someone_left else self.timeout
+            if found is not None:
+                self._sound_alarm(found.dispute, found.report)
+                self._stop_job()
             if self._blocked_for() >= patience:
                 self._sound_alarm()
                 self._stop_job()
@@ -177,24 +183,30 @@ class Watch:
                 return
             if not self._blocked_for():
                 deadline = time.monotonic() + LOST_TIME
-        states = {self.rank: self._state()}
-        self._publish(hang.report(states, {0: "has exited, and with it the store through which ranks meet"}))
+        self._publish(self._report_alone())
         self._stop_job()
+
+    def _report_alone(self) -> str:
+        """What can be said without the store: rank 0 holds it, where no agent does."""
+        states = {self.rank: self._state()}
+        if self.rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+            return f"{hang.report(states, {})}; the store through which ranks meet is gone"
+        return hang.report(states, {0: "has exited, and with it the store through which ranks meet"})
 
     # ---- the alarm -----------------------------------------------------------------------------------------------
 
-    def _sound_alarm(self, dispute: hang.Dispute | None = None) -> str:
-        """Bring about the report on all ranks, and return it."""
+    def _sound_alarm(self, dispute: hang.Dispute | None = None, if_past: str = "") -> str:
+        """Bring about the report on all ranks, and return it; `if_past` is the one where nobody waits in the disputed
+        operation any more."""
         with self._told:
             try:
                 first = self._store.compare_set("alarm", "", str(self.rank)).decode()
                 self._tell_state()
                 if first != str(self.rank):
                     return self._answered()
-                report = self._collect_report(dispute)
+                report = self._collect_report(dispute, if_past)
             except RuntimeError:
-                states = {self.rank: self._state()}
-                report = hang.report(states, {0: "has exited, and with it the store through which ranks meet"})
+                report = self._report_alone()
                 self._publish(report)
                 return report
             self._publish(report)  # before the others read it and leave: mpiexec kills all when one has left
@@ -203,7 +215,7 @@ class Watch:
                 self._linger()
             return report
 
-    def _collect_report(self, dispute: hang.Dispute | None) -> str:
+    def _collect_report(self, dispute: hang.Dispute | None, if_past: str) -> str:
         deadline = time.monotonic() + ANSWER_TIME
         missing = set(range(self.size)) - {self.rank}
         states, absent = {self.rank: self._state()}, {}
@@ -220,6 +232,8 @@ class Watch:
                     missing.discard(rank)
             time.sleep(0.02)
         absent |= {rank: self._fate(rank) or "do not answer (killed, or busy in native code)" for rank in missing}
+        if if_past and not any(state.waiting == dispute for state in states.values()):
+            return if_past
         return hang.report(states, absent, dispute)
 
     def _fate(self, rank: int) -> str | None:

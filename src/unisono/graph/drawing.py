@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from unisono.graph.account import Account, Line, Talk, account, size_text
+from unisono.graph.account import Account, Line, Talk, account
 from unisono.graph.colours import COLOURS, OTHER, colour_of
 from unisono.graph.lowering import Compute, Lowered
 from unisono.graph.show import place_text
+from unisono.graph.sizes import size_text
 
 _ROW, _LANE, _TOP, _LEFT = 26, 16, 84, 20
 _MOST_LANES = 24  # values beyond these share the last lane

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from unisono.graph.account import Account, Given, Line, Talk, account, size_text
+from unisono.graph.account import Account, Given, Line, Talk, account
 from unisono.graph.colours import COLOURS, colour_of
 from unisono.graph.lowering import Lowered
 from unisono.graph.show import place_text, total_text
+from unisono.graph.sizes import size_text
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1a1b1e; --soft: #5c5f66; --paper: #ffffff; --card: #f4f5f7; --rule: #dcdfe4; }

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.graph.account import Account, Line, Talk, account, size_text
+from unisono.graph.account import Account, Line, Talk, account
 from unisono.graph.lowering import Lowered
+from unisono.graph.sizes import size_text
 
 _WIDEST = 64  # columns of the serial side
 

@@ -134,7 +134,8 @@ def _problem(program: Program) -> str | None:
 
 def _run(share: Share, wire: Wire, door: socket.socket | None, keep: set[int]) -> int:
     reporter = Reporter(wire)
-    crew = Crew(reporter.output, keep, with_results=share.program.kind == CALL)
+    wires = (wire.read_fd, wire.write_fd)
+    crew = Crew(reporter.output, keep, with_results=share.program.kind == CALL, close=wires)
     lifeline = Lifeline(wire, crew)
     problem, is_stopped = None, False
     try:
@@ -208,6 +209,7 @@ def _supervise(share: Share, crew: Crew, reporter: Reporter) -> None:
     program = share.program
     reporter.started(share.attempt)
     crew.start(share.first_rank, {**share.environment, **variables}, lambda results: rank.run(program, results))
+    crew.release()
     while crew.running and not crew.failures():
         crew.pump(0.1)
     if crew.failures():

@@ -1,6 +1,9 @@
 """The ranks of one node as child processes: forked, listened to, judged, ended.
 
-One thread does everything, so that forking again after a failure meets no lock held by another thread.
+Note: forks and locks. What another thread holds at the moment of a fork stays locked in the child for ever. One thread
+does everything here; but torch's store has one of its own, which looks up the name of whoever connects, under a lock of
+the C library's that every rank needs to connect in its turn. So no rank begins before the last one is forked: they wait
+at a gate, which `release` opens.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -44,17 +47,25 @@ class Member:
 class Crew:
     """Start ranks, pump their output to a listener, find the failed, end them all."""
 
-    def __init__(self, listener: Listener, keep: set[int], with_results: bool = False) -> None:
+    def __init__(
+        self, listener: Listener, keep: set[int], with_results: bool = False, close: Collection[int] = ()
+    ) -> None:
+        """Of the descriptors open here, ranks have those to `keep`; pipes to `close` are this process's alone."""
         self._listener = listener
         self._keep = keep
+        self._own = set(close)
         self._names = ("out", "err", "result") if with_results else ("out", "err")
         self._folder = Path(tempfile.mkdtemp(prefix="unisono-"))
         self._selector = selectors.DefaultSelector()
         self._generation = 0
+        self._gate: tuple[int, int] | None = None
         self.members: dict[int, Member] = {}
 
     def start(self, number: int, variables: Mapping[str, str], body: Callable[[int | None], int]) -> int:
-        """Fork rank `number`. body gets the descriptor for its result and returns the exit code."""
+        """Fork rank `number`. body gets the descriptor for its result and returns the exit code. See `release`."""
+        if self._gate is None:
+            self._gate = os.pipe()
+        gate = self._gate
         record = self._folder / f"{self._generation}.{number}.json"
         pipes = {name: os.pipe() for name in self._names}
         sys.stdout.flush()
@@ -67,7 +78,15 @@ class Crew:
             code = 1
             try:
                 ends = {name: pipe[1] for name, pipe in pipes.items()}
-                rank.enter(ends, {**variables, environment.FAILURE_FILE: str(record)}, self._keep, parent)
+                close = (
+                    self._own
+                    | {key.fd for key in self._selector.get_map().values()}
+                    | {fd for pipe in pipes.values() for fd in pipe}
+                )
+                variables = {**variables, environment.FAILURE_FILE: str(record)}
+                rank.enter(ends, variables, self._keep | {gate[0]}, close | {gate[1]}, parent)
+                os.read(gate[0], 1)  # until nobody holds the other end
+                os.close(gate[0])
                 code = body(ends.get("result"))
             except BaseException:
                 traceback.print_exc()
@@ -81,6 +100,13 @@ class Crew:
             member.open_streams.add(reading)
         self.members[number] = member
         return pid
+
+    def release(self) -> None:
+        """All ranks are forked and may begin."""
+        if self._gate is not None:
+            for fd in self._gate:
+                os.close(fd)
+            self._gate = None
 
     @property
     def running(self) -> list[Member]:
@@ -197,6 +223,7 @@ class Crew:
 
     def clear(self) -> None:
         """Forget ended ranks, before the next start."""
+        self.release()
         for member in self.members.values():
             for fd in list(member.open_streams):
                 self._close(member, fd)

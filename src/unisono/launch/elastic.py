@@ -29,7 +29,7 @@ from torch.distributed.elastic.agent.server.api import (
 from torch.distributed.elastic.events import Event, EventSource
 from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
 
-from unisono.launch import environment, failure, network, rank
+from unisono.launch import environment, failure, network, preload, rank
 from unisono.launch.crew import Crew
 from unisono.launch.job import Share
 from unisono.launch.reporter import Reporter
@@ -94,6 +94,12 @@ class Meeting(RendezvousHandler):
         self._ranks_store = open_store(replace(self._share, port=port), door.detach())
         return port
 
+    def await_forks(self) -> None:
+        """Until all nodes have forked their ranks: the first node's store must not be busy with some before."""
+        if self._generations.add(f"forked/{self.generation}", 1) == self._share.nodes:
+            self._generations.set(f"all forked/{self.generation}", "1")
+        self._await(f"all forked/{self.generation}")
+
     def num_nodes_waiting(self) -> int:
         return 1 if int(self._generations.get("current")) > self.generation else 0
 
@@ -148,6 +154,7 @@ class Agent(SimpleElasticAgent):
         if torch.cuda.is_initialized():
             raise AssertionError("ranks must not be forked after CUDA was initialised")
         self._finished = False
+        preload.load([member.record for member in self._crew.members.values()])
         self._crew.clear()
         attempt = self._attempt
         self._reporter.started(attempt)
@@ -172,6 +179,8 @@ class Agent(SimpleElasticAgent):
                 **environment.of_elastic(attempt, self._share.max_restarts),
             }
             ids[worker.local_rank] = self._crew.start(worker.global_rank, variables, self._run_program)
+        self._meeting.await_forks()
+        self._crew.release()
         return ids
 
     @property

@@ -15,6 +15,7 @@ import pickle
 import re
 import runpy
 import signal
+import stat
 import sys
 import threading
 import traceback
@@ -34,8 +35,13 @@ _PEER_IS_GONE = re.compile(
 )
 
 
-def enter(streams: Mapping[str, int], environment: Mapping[str, str], keep: set[int], parent: int) -> None:
-    """Make the forked process a rank: own session, own streams, own environment, nothing of its parent's."""
+def enter(
+    streams: Mapping[str, int], environment: Mapping[str, str], keep: set[int], close: set[int], parent: int
+) -> None:
+    """Make the forked process a rank: own session, own streams, own environment, nothing of its parent's.
+
+    `keep` are descriptors that stay open; `close` are pipes of the launcher's, which do not.
+    """
     os.setsid()
     proctree.die_with_parent(parent)
     for signum in (signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD, signal.SIGUSR1):
@@ -43,30 +49,48 @@ def enter(streams: Mapping[str, int], environment: Mapping[str, str], keep: set[
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.set_wakeup_fd(-1)
     os.environ.update(environment)
-    _connect(streams, keep)
+    _connect(streams, keep, close)
     _limit_threads()
     _reseed()
     faulthandler.enable(file=2, all_threads=True)
 
 
-def _connect(streams: Mapping[str, int], keep: set[int]) -> None:
+def _connect(streams: Mapping[str, int], keep: set[int], close: set[int]) -> None:
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(streams["out"], 1)
     os.dup2(streams["err"], 2)
     keep = keep | {0, 1, 2} | {fd for name, fd in streams.items() if name not in ("out", "err")}
     for fd in open_descriptors() - keep:
-        try:
+        if fd in close or not _may_be_a_librarys(fd):
             os.close(fd)
-        except OSError:
-            continue
     sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.FileIO(0, closefd=False))  # type: ignore[misc]
     sys.stdout = sys.__stdout__ = _line_stream(1, "strict")  # type: ignore[misc]
     sys.stderr = sys.__stderr__ = _line_stream(2, "backslashreplace")  # type: ignore[misc]
 
 
+def _may_be_a_librarys(fd: int) -> bool:
+    """Whether a native library may have opened it and go by its number.
+
+    libuv, which serves torch's stores, has a pipe that it closes by number and opens anew in every process that is
+    forked. Were it closed here, a child of the rank (a worker of its DataLoader, say) would lose whatever has come to
+    have those numbers. Sockets and epolls are those of the launcher's store.
+    """
+    mode = os.fstat(fd).st_mode
+    return stat.S_ISFIFO(mode) or stat.S_ISREG(mode)
+
+
 def open_descriptors() -> set[int]:
-    return {int(name) for name in os.listdir("/proc/self/fd")}
+    """Those of this process, without the one by which they are listed."""
+    return {fd for fd in map(int, os.listdir("/proc/self/fd")) if _is_open(fd)}
+
+
+def _is_open(fd: int) -> bool:
+    try:
+        os.fstat(fd)
+    except OSError:
+        return False
+    return True
 
 
 def _line_stream(fd: int, errors: str) -> io.TextIOWrapper:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from unisono.errors import LaunchError, UsageError
-from unisono.launch import environment, launcher, rank, verdict
+from unisono.launch import environment, launcher, network, rank, verdict
 from unisono.launch.console import Console
 from unisono.launch.crew import Crew
 from unisono.launch.hosts import LOCAL, Host, Placement
@@ -84,6 +84,7 @@ def _over_fork(
     try:
         for number in range(n):
             crew.start(number, _variables(number, n, backend, port), body)
+        crew.release()
         _await(crew, timeout)
         crew.drain()
     finally:
@@ -109,8 +110,10 @@ def _open_store() -> tuple[Any, int]:
     """The store where the ranks meet, served by this process."""
     from torch.distributed import TCPStore
 
-    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    return store, store.port
+    door = network.listen("127.0.0.1", 0)  # where torch would listen, each rank's name would be asked of the DNS
+    port = int(door.getsockname()[1])
+    listening = door.detach()
+    return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening), port
 
 
 def _variables(number: int, n: int, backend: str | None, port: int) -> dict[str, str]:

@@ -18,6 +18,7 @@ import contextlib
 import gc
 import random
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any
@@ -151,6 +152,8 @@ def _require_all_known(model: nn.Module, recording: Recording) -> None:
             raise CannotRecord(f"{name} is no plain tensor")
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise CannotRecord(f"{name} has hooks")
+        if weakref.getweakrefcount(tensor):  # as nn.LSTM has to its weights: values could not take its place
+            raise CannotRecord(f"something keeps a weak reference to {name}")
         if memories.setdefault(place.memory, id(tensor)) != id(tensor):
             raise CannotRecord(f"{name} shares its memory with another tensor")
     del tensor

@@ -35,15 +35,16 @@ from unisono.parallel.filling import Filling
 from unisono.parallel.head_width import HeadWidth
 from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.pipeline.layers import LayerSpec, build_whole
-from unisono.parallel.pipeline.rehearsal import rehearse, surveyed
+from unisono.parallel.pipeline.rehearsal import Foreseen, foreseen, rehearse
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import require_stages, split
-from unisono.parallel.pipeline.survey import Users, by_names
+from unisono.parallel.pipeline.survey import by_names
 from unisono.parallel.pipeline.tied import TiedGradients
 from unisono.parallel.precision import Precision
 from unisono.parallel.preview import require_fitting_loss
 from unisono.parallel.reach import require_whole
 from unisono.parallel.recompute import is_recomputed, recompute
+from unisono.parallel.separable import require_separable
 from unisono.parallel.share import rows_of, share, shares
 from unisono.parallel.tensor import fitting_rules, require_shareable, tensor_parallelize
 from unisono.parallel.trainer import Trainer, takes_closure
@@ -92,17 +93,17 @@ def parallelize(
         require_shareable(whole, plan.tp, rules)
     if example is not None:
         require_fitting_loss(whole, loss, example)
-    survey = None
+    shown = None
     if plan.pp > 1:
         inputs = _example_inputs(plan, example)
         rehearse(whole, order_of(plan), inputs)
-        survey = surveyed(whole, order_of(plan), inputs) if draft.is_hollow else None
-        if draft.is_hollow and survey is None:
-            draft = draft.rebuilt("its forward cannot be run without numbers, to see what each stage of it uses")
+        shown = foreseen(whole, order_of(plan), inputs) if draft.is_hollow else None
+        if draft.is_hollow and shown is None:
+            draft = draft.rebuilt("its forward cannot be run tensor by tensor, to see what each stage of it uses")
             whole = draft.model
     mesh = Mesh(plan.shape, AXES).connect()  # the first time that ranks communicate
     if not all(comm.all_gather_object(draft.is_hollow)) and draft.is_hollow:
-        draft, survey = draft.rebuilt("another rank could not build its part alone"), None
+        draft, shown = draft.rebuilt("another rank could not build its part alone"), None
         whole = draft.model
     if plan.tp > 1 and not are_rules_given:
         rules = comm.broadcast_object(rules)  # ranks that search by themselves might differ
@@ -114,7 +115,7 @@ def parallelize(
     def under_plan() -> Trainer:
         filling = Filling(draft, mesh) if draft.is_hollow else None
         trainer = applied(
-            whole, plan, mesh, random, loss, optimizer, example, rules, clip, filling=filling, survey=survey
+            whole, plan, mesh, random, loss, optimizer, example, rules, clip, filling=filling, shown=shown
         )
         trainer.note = draft.note
         trainer.precision = precision
@@ -173,10 +174,7 @@ def draft_for(plan: Plan, model: Model | Draft, seed: int, dtype: torch.dtype | 
         return made if dtype is None else made.to(dtype)
 
     is_cut = plan.tp > 1 or plan.pp > 1 or plan.ep > 1 or plan.zero == 3
-    # Under cp, later stages of a pipeline learn the length of sequences from a run of the whole model.
-    if is_cut and not (plan.pp > 1 and plan.cp > 1):
-        return drafted(make, seed)
-    return whole_draft(make, seed, "pp and cp are used together" if is_cut else "")
+    return drafted(make, seed) if is_cut else whole_draft(make, seed)
 
 
 _TAKES = "parallelize takes an nn.Module, a function that builds one or a list of uni.nn.LayerSpec"
@@ -191,6 +189,7 @@ def _function(model: Any, seed: int) -> Callable[[], nn.Module]:
 
 
 def refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
+    require_separable(model, plan)
     if plan.microbatches > 1 and batchnorm.has_batchnorm(model):
         raise UsageError(
             f"microbatches={plan.microbatches}: BatchNorm takes its statistics over the whole batch at once, which "
@@ -227,11 +226,11 @@ def applied(
     clip: float | None,
     fill: Callable[[nn.Module], None] = lambda model: None,
     filling: Filling | None = None,
-    survey: Users | None = None,
+    shown: Foreseen | None = None,
 ) -> Trainer:
     """`fill` is given the model when it is cut, and before anything is made of its parameters: to give memory to one
-    that was built without. `filling` does so with the values that it is to have; `survey` then tells which segments of
-    the forward use a parameter or buffer, as a hollow model cannot be run among ranks."""
+    that was built without. `filling` does so with the values that it is to have; `shown` then tells what a run of the
+    model would, as a hollow one cannot be run among ranks."""
     head_width = HeadWidth(model, plan.tp, products=plan.cp == 1) if plan.tp > 1 else None
     expert_parallelize(model, mesh)
     if plan.tp > 1:
@@ -248,7 +247,9 @@ def applied(
         order = order_of(plan)
         with random:
             inputs = _example_inputs(plan, example, mesh.index(*DATA))
-            known = None if survey is None else by_names(model, require_stages(model, order), survey)
+            known = None if shown is None else by_names(model, require_stages(model, order), shown.users)
+            if context is not None and shown is not None and shown.length is not None:
+                context.learn(inputs, shown.length)
             bounds = plan.boundaries or None
             cut = split(model, order, mesh.index("pp"), example=inputs, boundaries=bounds, survey=known)
         random.step = 0
@@ -256,7 +257,7 @@ def applied(
     by_piece: dict[str, Any] = {}
     if filling is not None:
         filling.fill(model, later=lambda parameter: plan.zero == 3 and is_summed(parameter, mesh))
-        by_piece = {"fill": filling.fill_one}
+        by_piece = {"fill": filling.fill_one, "lent": filling.lent("the optimizer")}
     comm = mesh.comm(*REPLICAS)
     normalised = GlobalLoss(loss, comm if comm.size > 1 else None, dims=(0, 1) if plan.cp > 1 else (0,))
     if plan.zero:

@@ -109,6 +109,10 @@ class Context:
         if self._has_targets:
             self.is_whole = any(tuple(target.shape[:2]) not in lengths for target in _tensors(targets))
 
+    def learn(self, inputs: Any, length: int) -> None:
+        """Of such inputs, how long the sequences in the blocks are: a later stage of a pipeline does not see it."""
+        self._lengths[_kind_of(inputs)] = length
+
     @property
     def dims(self) -> tuple[int, ...]:
         """Along which dims ranks have other parts of the model's outputs."""
@@ -172,7 +176,7 @@ class Context:
     def _run_model(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         inputs = [tensor for tensor in _tensors((args, kwargs)) if tensor.dim() > 1]
         # A later stage of a pipeline does not see the first block: it knows the length from the example.
-        self._kind_of_inputs = tuple(tensor.shape[1:] for tensor in inputs)
+        self._kind_of_inputs = _kind_of((args, kwargs))
         self._length = self._lengths.get(self._kind_of_inputs, inputs[0].shape[1] if inputs else 0)
         batch = inputs[0].shape[0] if inputs else 0
         with contextlib.ExitStack() as self._rest_of_model:
@@ -203,7 +207,7 @@ class Context:
         self, name: str, is_first: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
         """Cut a block's arguments. The hidden states are cut once, in the first block: the others get its outcome."""
-        hidden = next((x for x in _tensors((args, kwargs)) if x.dim() == 3 and x.is_floating_point()), None)
+        hidden = hidden_states((args, kwargs))
         if hidden is None:
             raise UsageError(f"block {name} was given no hidden states; expected a tensor (batch, sequence, width)")
         if is_first:
@@ -242,7 +246,7 @@ class Context:
             self._rest_of_model.enter_context(TokenViews(tokens.count(self.comm.rank), self._length))
             return outputs
         self._rest_of_model.close()
-        hidden = next((x for x in _tensors(outputs) if x.dim() == 3 and x.is_floating_point()), None)
+        hidden = hidden_states(outputs)
 
         def gathered(x: Any) -> Any:
             if x is not hidden or not isinstance(x, torch.Tensor):
@@ -284,6 +288,16 @@ class Context:
                 f"the model gave {shown} under context parallelism; expected its output for each of this rank's "
                 f"{mine} tokens, (batch, {mine}, ...), as the targets are of tokens; else use a plan with cp=1"
             )
+
+
+def hidden_states(tree: Any) -> torch.Tensor | None:
+    """Of a block's arguments or outcome, the tensor (batch, sequence, width)."""
+    found: torch.Tensor | None = next((x for x in _tensors(tree) if x.dim() == 3 and x.is_floating_point()), None)
+    return found
+
+
+def _kind_of(inputs: Any) -> tuple[torch.Size, ...]:
+    return tuple(tensor.shape[1:] for tensor in _tensors(inputs) if tensor.dim() > 1)
 
 
 def _has_rows(leaf: Any, batch: int) -> bool:

@@ -16,6 +16,7 @@ from unisono.mesh.draft import Draft, forget_source, source_of, tensors_in
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import layout_of, local_of
 from unisono.parallel.pipeline.message import is_hollow
+from unisono.parallel.shells import Lent
 
 
 class Filling:
@@ -24,6 +25,7 @@ class Filling:
     def __init__(self, draft: Draft, mesh: Mesh) -> None:
         self._draft = draft
         self._mesh = mesh
+        self._shells: dict[str, nn.Parameter] = {}  # whose values come later
 
     def fill(self, model: nn.Module, later: Callable[[nn.Parameter], bool] = lambda parameter: False) -> None:
         """Give values to all tensors of the model; tensors keep their identity, and what is written on them.
@@ -38,6 +40,7 @@ class Filling:
             if isinstance(tensor, nn.Parameter) and later(tensor):
                 shell = torch.zeros((), dtype=tensor.dtype, device=self._draft.device(name))
                 _become(tensor, shell.expand(tensor.shape))
+                self._shells[name] = tensor
             else:
                 _become(tensor, self._piece(name, tensor))
 
@@ -46,6 +49,10 @@ class Filling:
         """The values of a parameter that was left for later."""
         if is_hollow(parameter) or parameter.numel() == 1:
             parameter.data = self._piece(name, parameter)
+
+    def lent(self, what: str) -> Lent:
+        """In the block, parameters that are left for later have their values for whoever reads them."""
+        return Lent(self._shells, self._piece, what)
 
     def _piece(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         value = self._draft.value(name)

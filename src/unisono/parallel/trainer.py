@@ -72,6 +72,9 @@ class Trainer:
     _partials: list[torch.Tensor] = field(default_factory=list)
     _observe: Callable[[Any, Any], None] | None = None
     on_action: Callable[[Action, float, float], None] | None = None  # told what a pipeline did, from when to when
+    on_microbatch: Callable[[int, Action | None], None] | None = (
+        None  # told which comes, and what a pipeline does to it
+    )
 
     def __post_init__(self) -> None:
         self.logits = Proof(self.loss.loss)
@@ -239,6 +242,8 @@ class Trainer:
     def _run_microbatches(self) -> None:
         last = len(self._microbatches) - 1
         for number, part in enumerate(self._microbatches):
+            if self.on_microbatch is not None:
+                self.on_microbatch(number, None)
             with self._microbatch(number), contextlib.ExitStack() as stack:
                 if number < last:
                     stack.enter_context(self.replicas.hold())
@@ -259,6 +264,8 @@ class Trainer:
     @contextlib.contextmanager
     def around(self, action: Action) -> Iterator[None]:
         """The scope of what the pipeline computes for an action."""
+        if self.on_microbatch is not None:
+            self.on_microbatch(action.microbatch, action)
         with contextlib.ExitStack() as scopes:
             scopes.enter_context(self._microbatch(action.microbatch))
             if isinstance(self.replicas, Zero):

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
@@ -68,16 +69,18 @@ class Zero(Reducer[PieceBucket]):
         users: Mapping[str, tuple[int, ...]] | None = None,
         tied: Collection[str] = (),
         fill: Callable[[str, nn.Parameter], None] = lambda name, parameter: None,
+        lent: contextlib.AbstractContextManager[Any] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Of a pipeline: `units` are the blocks here, `users` the stages here that use a parameter, and `tied` the
         parameters that other ranks of the pipeline hold too. `fill` gives a parameter its values, in stage 3, before
-        it is cut: only one of those that are left without is whole at a time."""
+        it is cut: only one of those that are left without is whole at a time; in `lent` they have values to look at."""
         if stage not in (1, 2, 3):
             raise UsageError(f"zero: stage {stage!r}; expected 1, 2 or 3")
         self.stage = stage
         self.mesh = mesh
-        self.optimizer = optimizer(list(model.parameters()))
+        with lent or contextlib.nullcontext():
+            self.optimizer = optimizer(list(model.parameters()))
         _require_parameters_of(model, self.optimizer)
         reach = require_whole(self.optimizer, optimizer, model, is_spread=True)
         self._is_elementwise = reach is Reach.ELEMENT
@@ -277,6 +280,21 @@ def _require_parameters_of(model: nn.Module, optimizer: Optimizer) -> None:
         raise UsageError(
             f"the optimizer has {strangers} parameters that are not the model's; build it from those given"
         )
+    shapes = {parameter.shape for parameter in model.parameters()}
+    for place, value in _beside_state(optimizer):
+        if value.numel() > 1 and value.shape in shapes:
+            raise UsageError(
+                f"{type(optimizer).__name__} keeps a tensor of a parameter's shape in {place}, where ZeRO cannot cut "
+                "it with the parameter; keep it in its state, as self.state[parameter]['...'], or use zero=0"
+            )
+
+
+def _beside_state(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that an optimizer holds, but for its parameters in their groups and its state."""
+    kept = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    for place, tree in [*((f"its attribute {name}", value) for name, value in kept.items()), ("its groups", groups)]:
+        yield from ((place, leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
 def _cut(value: Any, piece: Piece) -> Any:

@@ -51,11 +51,13 @@ class Plan:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 1:
                 raise UsageError(f"plan: {name}={value!r}; expected a whole number of at least 1")
-        if self.zero not in (0, 1, 2, 3):
+        if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
             raise UsageError(f"plan: zero={self.zero!r}; expected 0, 1, 2 or 3")
+        for name in ("sequence", "offload"):
+            if not isinstance(getattr(self, name), bool):
+                raise UsageError(f"plan: {name}={getattr(self, name)!r}; expected True or False")
         _one_of("context", self.context, CONTEXT)
-        if isinstance(self.recompute, str):
-            _one_of("recompute", self.recompute, RECOMPUTE)
+        self._check_recompute()
         if self.schedule not in schedules.NAMES:
             raise UsageError(f"plan: schedule={self.schedule}; expected one of {', '.join(schedules.NAMES)}")
         if self.dp % self.ep:
@@ -70,7 +72,23 @@ class Plan:
                 f"plan: schedule={self.schedule} holds one stage a rank; chunks is for interleaved and zbv"
             )
 
+    def _check_recompute(self) -> None:
+        if isinstance(self.recompute, str):
+            _one_of("recompute", self.recompute, RECOMPUTE)
+            return
+        self._as_tuple("recompute", "none, selective, full, or a list of module patterns")
+        if not self.recompute or not all(isinstance(each, str) and each for each in self.recompute):
+            raise UsageError(f"plan: recompute={self.recompute!r}; expected a list of module patterns: ['*.mlp']")
+
+    def _as_tuple(self, name: str, expected: str) -> None:
+        """Lists are welcome, but a plan is a value: it is hashed, and written as words."""
+        value = getattr(self, name)
+        if not isinstance(value, list | tuple):
+            raise UsageError(f"plan: {name}={value!r}; expected {expected}")
+        object.__setattr__(self, name, tuple(value))
+
     def _check_boundaries(self) -> None:
+        self._as_tuple("boundaries", "a list of the first block of each stage: [0, 6, 12]")
         given = self.boundaries
         if not given:
             return

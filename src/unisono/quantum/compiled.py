@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -15,6 +16,7 @@ from unisono.quantum.assembly import Assembler, Batch, Code
 from unisono.quantum.commutation import mixed_wires
 from unisono.quantum.frame import SKEW, Layout
 from unisono.quantum.kernels.threads import count, together
+from unisono.quantum.kernels.workspace import Workspace, workspace
 from unisono.quantum.lowering import lower
 from unisono.quantum.operation import Operation
 from unisono.quantum.schedule import tiles
@@ -24,6 +26,7 @@ LANE_BITS = {torch.complex64: 3, torch.complex128: 2}
 NEAR = 3  # bits above the lanes that every tile has: 2^3 cache lines lie side by side
 ROW_BITS = 12  # of a tile: 2^11 rows of 64 bytes, two of them for gradients, fit a core's second-level cache
 _ROOM = 1 << 18  # bytes of numbers after which a batch ends
+_numbers = itertools.count()  # of bound programs
 _PARTS = {torch.complex64: np.float32, torch.complex128: np.float64}
 
 
@@ -125,12 +128,14 @@ class Compiled:
         angles = self.angles.values(*given)
         if self._last is None or not np.array_equal(self._last.angles, angles):
             self._last = None  # its numbers go before others come
-            self._last = Bound(self, angles)
+            self._last = Bound(self.code, self.part, angles)
         return self._last
 
     def __call__(self, local: torch.Tensor, weights: Any = (), features: Any = ()) -> None:
         """Apply the operations to 2^bits amplitudes, in place."""
-        self.bind(weights, features).run(local)
+        state = self._parts(local)
+        self.bind(weights, features).run(state)
+        self._put(local, state)
 
     run = __call__
 
@@ -138,127 +143,131 @@ class Compiled:
         self, local: torch.Tensor, costate: torch.Tensor, weights: Any = (), features: Any = ()
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Undo the operations on a state and a co-state, in place; the gradients of weights and of features."""
-        of_angles = self.bind(weights, features).reverse(local, costate)
+        state, other = self._parts(local), self._parts(costate)
+        of_angles = self.bind(weights, features).reverse(state, other)
+        self._put(local, state)
+        self._put(costate, other)
         of_weights, of_features = self.angles.gradients(of_angles, np.size(weights), np.size(features))
         return of_weights, of_features
 
+    def _parts(self, local: torch.Tensor) -> NDArray:
+        """The amplitudes as a flat array of their parts, padded where the program wants it."""
+        if local.shape != (1 << self.bits,) or local.dtype != self.dtype or local.device.type != "cpu":
+            raise UsageError(
+                f"amplitudes {local.dtype} {tuple(local.shape)} on {local.device}: "
+                f"expected {self.dtype} ({1 << self.bits},) on cpu"
+            )
+        if not self.padding:
+            return torch.view_as_real(local).view(-1).numpy()
+        padded = local.new_zeros((1 << self.bits, 1 << self.padding))
+        padded[:, 0] = local
+        return torch.view_as_real(padded).view(-1).numpy()
+
+    def _put(self, local: torch.Tensor, state: NDArray) -> None:
+        if self.padding:
+            padded = torch.view_as_complex(torch.from_numpy(state).view(-1, 2))
+            local.copy_(padded.view(1 << self.bits, -1)[:, 0])
+
 
 class Bound:
-    """A compiled run with its angles filled in, a batch of sweeps at a time."""
+    """A program with its angles filled in, a batch of sweeps at a time."""
 
-    def __init__(self, compiled: Compiled, angles: NDArray[np.float64]) -> None:
-        code = compiled.code
-        self.compiled = compiled
-        self.angles = angles
+    def __init__(self, code: Code, part: Any, angles: NDArray[np.float64]) -> None:
+        self.code, self.part, self.angles = code, part, angles
         self.ops = code.ops.copy()
-        self.values = np.zeros(max((batch.values for batch in code.batches), default=0) + 1, compiled.part)
         self.scales = np.ones(len(code.sweeps))
         self._tables = with_angles(code, angles)
-        self._filled: Batch | None = None
+        self._number = next(_numbers)
 
-    def run(self, local: torch.Tensor) -> None:
+    def run(self, state: NDArray) -> None:
+        """On the parts of a state's amplitudes, in place."""
+        with workspace() as space:
+            self._run(state, space)
+
+    def reverse(self, state: NDArray, other: NDArray) -> NDArray[np.float64]:
+        """Undo the operations on a state and its co-state, in place; the gradient of each angle."""
+        with workspace() as space:
+            return self._reverse(state, other, space)
+
+    def _run(self, state: NDArray, space: Workspace) -> None:
         from unisono.quantum.kernels.cpu import forward
 
-        code = self.compiled.code
-        state = self._parts(local)
+        code = self.code
         threads = self._threads()
-        rooms = [(self._tile(), self._tile(code.spare)) for _ in range(threads)]
+        rooms = [self._rooms(space, thread, tiles=1) for thread in range(threads)]
         for batch in code.batches:
-            self._fill(batch)
+            values = self._filled(batch, space)
             sweeps, scales = code.sweeps[batch.sweeps], self.scales[batch.sweeps].astype(state.dtype)
             counters = np.zeros(2 * len(sweeps), dtype=np.int64)
 
-            def call(number: int, sweeps: Any = sweeps, scales: Any = scales, counters: Any = counters) -> None:
-                program = (sweeps, self.ops, code.rows, code.pairs, code.places, self.values)
-                forward(state, *program, scales, *rooms[number], counters, threads)
+            program = (sweeps, self.ops, code.rows, code.pairs, code.places, values, scales)
+
+            def call(number: int, program: Any = program, counters: Any = counters) -> None:
+                forward(state, *program, *rooms[number], counters, threads)
 
             together(call, threads)
-        self._put(local, state)
 
-    def reverse(self, local: torch.Tensor, costate: torch.Tensor) -> NDArray[np.float64]:
-        """Undo the operations on a state and its co-state, in place; the gradient of each angle."""
+    def _reverse(self, state: NDArray, other: NDArray, space: Workspace) -> NDArray[np.float64]:
         from unisono.quantum.kernels.bind import phase_gradients
         from unisono.quantum.kernels.cpu_reverse import reverse
 
-        code = self.compiled.code
-        state, other = self._parts(local), self._parts(costate)
+        code = self.code
         turns = self.angles[: code.turns] / 2
         halves = np.append(np.stack([np.cos(turns), np.sin(turns)], axis=-1), [1.0]).astype(state.dtype)
         threads = self._threads()
         gradients = np.zeros((threads, code.turns + 1))
-        rooms = [(self._tile(), self._tile(), self._tile(code.spare)) for _ in range(threads)]
+        rooms = [self._rooms(space, thread, tiles=2) for thread in range(threads)]
         of_angles = np.zeros(len(self.angles))
         of_terms = of_angles[code.turns :]
         for batch in reversed(code.batches):
-            self._fill(batch)
+            values = self._filled(batch, space)
             sweeps = code.sweeps[batch.sweeps]
             counters = np.zeros(2 * len(sweeps), dtype=np.int64)
             sums = np.zeros((threads, batch.sums + 1))
 
-            def call(number: int, sweeps: Any = sweeps, sums: Any = sums, counters: Any = counters) -> None:
-                program = (sweeps, code.ops, code.rows, code.pairs, code.places, self.values, halves)
+            program = (sweeps, code.ops, code.rows, code.pairs, code.places, values, halves)
+
+            def call(number: int, program: Any = program, sums: Any = sums, counters: Any = counters) -> None:
                 reverse(state, other, *program, *rooms[number], gradients[number], sums[number], counters, threads)
 
             together(call, threads)
             sums[0] += sums[1:].sum(axis=0)
             width = 1 << code.lane_bits
             phase_gradients(code.ops[batch.ops], code.terms, code.term_slopes, sums[0], width, of_terms)
-        self._put(local, state)
-        self._put(costate, other)
         of_angles[: code.turns] = gradients.sum(axis=0)[:-1]
         return of_angles
 
-    def _fill(self, batch: Batch) -> None:
-        """Have the numbers of this batch in `values`; its instructions begin as they were assembled."""
+    def _filled(self, batch: Batch, space: Workspace) -> NDArray:
+        """The numbers of this batch; its instructions begin as they were assembled."""
         from unisono.quantum.kernels.bind import bind
 
-        if self._filled is batch:
-            return
-        code = self.compiled.code
+        code, part = self.code, self.part
+        values = space.values(max(each.values for each in code.batches) + 1, part)
+        if space.holds == (self._number, batch.sweeps.start):
+            return values
+        space.holds = None
         self.ops[batch.ops] = code.ops[batch.ops]
         for begin, numbers in batch.constants:
-            self.values[begin : begin + len(numbers)] = numbers
+            values[begin : begin + len(numbers)] = numbers
         sweeps, scales = code.sweeps[batch.sweeps], self.scales[batch.sweeps]
-        scratch = np.empty(1 << (code.row_bits + code.lane_bits))
-        width = 1 << code.lane_bits
-        bind(sweeps, self.ops, code.terms, self._tables, self.angles, self.values, scales, width, scratch)
-        self._filled = batch
+        scratch = space.tile(0, 1 << (code.row_bits + code.lane_bits), np.float64)  # no tile is in it yet
+        bind(sweeps, self.ops, code.terms, self._tables, self.angles, values, scales, 1 << code.lane_bits, scratch)
+        space.holds = (self._number, batch.sweeps.start)
+        return values
 
     def _threads(self) -> int:
-        code = self.compiled.code
+        code = self.code
         tiles = 1 << (code.bits - code.lane_bits - code.row_bits)
         return min(count(), tiles)
 
-    def _tile(self, amplitudes: int = 0) -> NDArray:
-        code = self.compiled.code
-        amplitudes = amplitudes or 1 << (code.row_bits + code.lane_bits)
-        return aligned(2 * amplitudes, self.compiled.part)
-
-    def _parts(self, local: torch.Tensor) -> NDArray:
-        """The amplitudes as a flat array of their parts, padded where the program wants it."""
-        compiled = self.compiled
-        if local.shape != (1 << compiled.bits,) or local.dtype != compiled.dtype or local.device.type != "cpu":
-            raise UsageError(
-                f"amplitudes {local.dtype} {tuple(local.shape)} on {local.device}: "
-                f"expected {compiled.dtype} ({1 << compiled.bits},) on cpu"
-            )
-        if not compiled.padding:
-            return torch.view_as_real(local).view(-1).numpy()
-        padded = local.new_zeros((1 << compiled.bits, 1 << compiled.padding))
-        padded[:, 0] = local
-        return torch.view_as_real(padded).view(-1).numpy()
-
-    def _put(self, local: torch.Tensor, state: NDArray) -> None:
-        if self.compiled.padding:
-            padded = torch.view_as_complex(torch.from_numpy(state).view(-1, 2))
-            local.copy_(padded.view(1 << self.compiled.bits, -1)[:, 0])
-
-
-def aligned(size: int, dtype: Any) -> NDArray:
-    """An array of zeros that begins at a cache line."""
-    room = np.zeros(size + 64 // np.dtype(dtype).itemsize, dtype=dtype)
-    start = -room.ctypes.data % 64 // room.itemsize
-    return room[start : start + size]
+    def _rooms(self, space: Workspace, thread: int, tiles: int) -> tuple[NDArray, ...]:
+        """A thread's tiles, and its scratch for dense matrices."""
+        code, part = self.code, self.part
+        tile = 2 << (code.row_bits + code.lane_bits)
+        return (
+            *(space.tile(thread, tile, part, number) for number in range(tiles)),
+            space.tile(thread, 2 * code.spare, part, number=2),
+        )
 
 
 def with_angles(code: Code, angles: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -8,7 +8,7 @@ delayed as long as any operation can go first.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.quantum.commutation import letters, moves
@@ -28,32 +28,42 @@ class Order:
     """What must follow what: on each wire, operations with equal letters form a group that waits for the one before."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
-        self._open: dict[Hashable, int] = {}  # the group of each wire that may run now
-        self._left: dict[Hashable, list[int]] = {}  # how many operations each group still has
-        self._groups: list[list[tuple[Hashable, int]]] = []
-        last: dict[Hashable, str] = {}
+        self._groups: list[tuple[int, ...]] = []  # of each operation
+        self._left: list[int] = []  # how many operations each group still has
+        self._after: list[int] = []  # the group that waits for it
+        self._open = bytearray()  # whether its operations may run now
+        last: dict[Hashable, tuple[str, int]] = {}
         for operation in operations:
             mine = []
             for wire, letter in _touched(operation):
-                counts = self._left.setdefault(wire, [])
-                if letter == "*" or last.get(wire) != letter:
-                    counts.append(0)
-                    last[wire] = letter
-                counts[-1] += 1
-                mine.append((wire, len(counts) - 1))
-            self._groups.append(mine)
-        self._open = dict.fromkeys(self._left, 0)
+                known, group = last.get(wire, ("", -1))
+                if letter == "*" or letter != known:
+                    group = self._new_group(group)
+                    last[wire] = (letter, group)
+                self._left[group] += 1
+                mine.append(group)
+            self._groups.append(tuple(mine))
+
+    def _new_group(self, before: int) -> int:
+        number = len(self._left)
+        if before >= 0:
+            self._after[before] = number
+        self._left.append(0)
+        self._after.append(-1)
+        self._open.append(before < 0)
+        return number
 
     def ready(self, number: int) -> bool:
         opened = self._open
-        return all(opened[wire] == group for wire, group in self._groups[number])
+        return all(opened[group] for group in self._groups[number])
 
     def finish(self, number: int) -> None:
-        for wire, group in self._groups[number]:
-            counts = self._left[wire]
-            counts[group] -= 1
-            if not counts[group]:
-                self._open[wire] = group + 1
+        for group in self._groups[number]:
+            self._left[group] -= 1
+            if not self._left[group]:
+                self._open[group] = False
+                if self._after[group] >= 0:
+                    self._open[self._after[group]] = True
 
 
 def cut(
@@ -83,11 +93,31 @@ def cut(
     ]
 
 
+def cut_until(
+    operations: Sequence[Operation],
+    wanted: Collection[int],
+    capacity: int,
+    *,
+    bundle: frozenset[int] = frozenset(),
+    free: frozenset[int] = frozenset(),
+) -> tuple[list[Operation], list[Operation]]:
+    """(first, rest): as few segments as `cut` makes that have all operations whose numbers are `wanted`, and whatever
+    else fits those segments; and what does not. No wanted operation may have to follow one that is not."""
+    order = Order(operations)
+    needs = _all_needs(operations, False, bundle, free)
+    left = sorted(range(len(operations)), key=lambda number: number not in wanted)
+    first: list[Operation] = []
+    while left and left[0] in wanted:
+        piece, left = _grow(operations, left, needs, order, capacity)
+        first += piece.operations
+    return first, [operations[number] for number in left]
+
+
 def _cut(
     operations: Sequence[Operation], capacity: int, relabel: bool, bundle: frozenset[int], free: frozenset[int]
 ) -> list[Cut]:
     order = Order(operations)
-    needs = [_bundled(_needs(operation, relabel), bundle, free) for operation in operations]
+    needs = _all_needs(operations, relabel, bundle, free)
     left: list[int] = list(range(len(operations)))
     cuts = []
     while left:
@@ -120,6 +150,15 @@ def _grow(
     if not piece.operations:
         raise AssertionError(f"no operation fits {capacity} wires; the caller checks the widest first")
     return piece, later
+
+
+def _all_needs(
+    operations: Sequence[Operation], relabel: bool, bundle: frozenset[int], free: frozenset[int]
+) -> list[Needs]:
+    """Equal ones are one object: there are far fewer than operations."""
+    known: dict[Needs, Needs] = {}
+    found = (_bundled(_needs(operation, relabel), bundle, free) for operation in operations)
+    return [known.setdefault(each, each) for each in found]
 
 
 def _needs(operation: Operation, relabel: bool) -> Needs:

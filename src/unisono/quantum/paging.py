@@ -16,11 +16,16 @@ NEVER = 1 << 60
 
 @dataclass(frozen=True)
 class Tier:
-    """Held positions begin..end-1, and the sets of wires that must stand below them, one a segment, in order."""
+    """Held positions begin..end-1, and the sets of wires that must stand below them, one a segment, in order.
+
+    Wires of `stay` are never held. `ahead`: an exchange also takes wires that are needed sooner than what it can give
+    for them, though not yet."""
 
     begin: int
     end: int
     needed: tuple[frozenset[int], ...]
+    stay: frozenset[int] = frozenset()
+    ahead: bool = False
 
 
 class Pages:
@@ -39,9 +44,10 @@ class Pages:
         held: list[int] = []
         for level, tier in enumerate(tiers):
             left.sort(key=lambda wire: (pages._next_use(level, wire, 0), wire))
-            size = tier.end - tier.begin
-            held += sorted(left[len(left) - size :])
-            left = left[: len(left) - size]
+            able = [wire for wire in left if wire not in tier.stay]
+            chosen = able[len(able) - (tier.end - tier.begin) :]
+            held += sorted(chosen)
+            left = [wire for wire in left if wire not in chosen]
         pages.wires = held + sorted(left)
         return pages
 
@@ -58,12 +64,22 @@ class Pages:
         take = [position for position in range(tier.begin, tier.end) if self.wires[position] in needed]
         if not take:
             return None
-        idle = [p for p in range(tier.end, len(self.wires)) if self.wires[p] not in needed]
+        idle = [p for p in range(tier.end, len(self.wires)) if self.wires[p] not in needed | tier.stay]
         idle.sort(key=lambda position: (-self._next_use(level, self.wires[position], segment), position))
-        give = sorted(idle[: len(take)])
+        if tier.ahead:
+            take += self._sooner(
+                level, [p for p in range(tier.begin, tier.end) if p not in take], idle[len(take) :], segment
+            )
+        give, take = sorted(idle[: len(take)]), sorted(take)
         for mine, theirs in zip(give, take, strict=True):
             self.wires[mine], self.wires[theirs] = self.wires[theirs], self.wires[mine]
         return Exchange(tuple(give), tuple(take))
+
+    def _sooner(self, level: int, held: list[int], idle: list[int], segment: int) -> list[int]:
+        """Held positions whose wires are needed sooner than those at the idle ones that would come in their place."""
+        uses = {position: self._next_use(level, self.wires[position], segment) for position in (*held, *idle)}
+        held.sort(key=lambda position: (uses[position], position))
+        return [mine for mine, theirs in zip(held, idle, strict=False) if uses[mine] < uses[theirs]]
 
     def _next_use(self, level: int, wire: int, segment: int) -> int:
         uses = self._uses[level].get(wire, [])

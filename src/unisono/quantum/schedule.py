@@ -4,7 +4,8 @@
     schedule.exchanges, schedule.steps
 
 Operations are put on tracks (tracks.py), cut at each level into segments that mix few wires (cut.py), and the wires of
-each segment are paged in (paging.py). A rank cuts its part of a segment again, into tiles that fit its cache (`tiles`).
+each segment are paged in (paging.py); what need not precede an exchange waits (postpone.py). A rank cuts its part of a
+segment again, into tiles that fit its cache (`tiles`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,9 @@ from unisono.quantum.commutation import mixed_wires
 from unisono.quantum.cut import cut
 from unisono.quantum.operation import Operation
 from unisono.quantum.paging import Pages, Tier
+from unisono.quantum.postpone import postponed
 from unisono.quantum.step import Event, Exchange, Segment, Step, Tile
+from unisono.quantum.sweeps import SWEEP, Sweep, cost
 from unisono.quantum.tracks import Tracks, tracks
 
 if TYPE_CHECKING:
@@ -44,21 +47,26 @@ class Schedule:
     in_order: int = 0  # exchanges of the circuit in program order, a gate that mixes a held wire costing one
 
     @classmethod
-    def of(cls, circuit: Circuit, ranks: int = 1, *, nodes: int = 1, start: Sequence[int] | None = None) -> Schedule:
+    def of(
+        cls,
+        circuit: Circuit,
+        ranks: int = 1,
+        *,
+        nodes: int = 1,
+        start: Sequence[int] | None = None,
+        sweep: Sweep = SWEEP,
+    ) -> Schedule:
         """The schedule of a circuit on `ranks` ranks in `nodes` nodes, both powers of two.
 
-        Without `start` the state begins as |0...0>, in any layout that suits; with it, as any state in that layout."""
+        Without `start` the state begins as |0...0>, in any layout that suits; with it, as any state in that layout.
+        `sweep` is what a rank can mix while it goes over its memory once."""
         held, outer = _held(circuit.wires, ranks), _held(circuit.wires, nodes)
         if outer > held:
             raise UsageError(f"{nodes} nodes for {ranks} ranks: expected no more nodes than ranks")
         ready = tracks(circuit.operations, circuit.wires, circuit.wires - held, lead=start is None)
-        tiers, pieces = _levels(ready.operations, circuit.wires, outer, held)
-        pages = Pages.fresh(circuit.wires, tiers) if start is None else Pages(start, tiers)
-        begin = tuple(pages.wires)
-        steps = tuple(_merged(_steps(pieces, pages)))
-        return cls(
-            circuit.wires, held, begin, _finish(ready, pages), steps, ready.leading, _in_order(circuit.operations, held)
-        )
+        begin, steps, end = _cheapest(ready.operations, circuit.wires, outer, held, start, sweep)
+        in_order = _in_order(circuit.operations, held)
+        return cls(circuit.wires, held, begin, _finish(ready, end), steps, ready.leading, in_order)
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -102,6 +110,8 @@ Piece = tuple[tuple[int, ...], list[Operation]]  # the number of the segment on 
 
 def _levels(operations: Sequence[Operation], wires: int, outer: int, held: int) -> tuple[list[Tier], list[Piece]]:
     """The same cut at each level: what fits a node, and within that what fits a rank."""
+    if not held:
+        return [], [((), list(operations))]
     flat = outer in (0, held)
     whole = cut(operations, wires - (held if flat else outer), relabel=True)
     if flat:
@@ -115,6 +125,36 @@ def _levels(operations: Sequence[Operation], wires: int, outer: int, held: int) 
             inner_needed.append(frozenset(piece.active))
     needed = tuple(frozenset(piece.active) for piece in whole)
     return [Tier(0, outer, needed), Tier(outer, held, tuple(inner_needed))], pieces
+
+
+Way = tuple[tuple[int, ...], tuple[Step, ...], tuple[int, ...]]  # wires by position before, the steps, wires after
+
+
+def _cheapest(
+    operations: Sequence[Operation], wires: int, outer: int, held: int, start: Sequence[int] | None, sweep: Sweep
+) -> Way:
+    """As few exchanges as can be, with segments as they are or with fuller sweeps; or sweeps first, and exchanges
+    between them. Where one sweep does a whole segment there is no choice."""
+    few = _paged(*_levels(operations, wires, outer, held), wires, start)
+    axes = wires - held
+    if not held or axes <= sweep.capacity + sweep.near:
+        return few
+    ways = [few, (few[0], tuple(postponed(few[1], wires, held, sweep)), few[2])]
+    low = sweep.near + sweep.lanes
+    if outer in (0, held) and axes - low - sweep.room(operations) >= held:
+        layout = range(wires) if start is None else start
+        cuts = sweep.cut(operations, layout)
+        needed = tuple(frozenset(each.active) for each in cuts)
+        tier = Tier(0, held, needed, stay=frozenset(layout[wires - low :]), ahead=True)
+        ways.append(_paged([tier], [((number,), each.operations) for number, each in enumerate(cuts)], wires, start))
+    return min(ways, key=lambda way: cost(way[1], wires, held, sweep))
+
+
+def _paged(tiers: Sequence[Tier], pieces: Sequence[Piece], wires: int, start: Sequence[int] | None) -> Way:
+    pages = Pages.fresh(wires, tiers) if start is None else Pages(start, tiers)
+    begin = tuple(pages.wires)
+    steps = tuple(_merged(_steps(pieces, pages)))
+    return begin, steps, tuple(pages.wires)
 
 
 def _steps(pieces: Sequence[Piece], pages: Pages) -> Iterator[Step]:
@@ -143,9 +183,9 @@ def _merged(steps: Iterator[Step]) -> Iterator[Step]:
         yield Segment(tuple(run))
 
 
-def _finish(ready: Tracks, pages: Pages) -> tuple[int, ...]:
+def _finish(ready: Tracks, end: Sequence[int]) -> tuple[int, ...]:
     wire_on = {track: wire for wire, track in enumerate(ready.ends)}
-    return tuple(wire_on[track] for track in pages.wires)
+    return tuple(wire_on[track] for track in end)
 
 
 def _undone(step: Step) -> Step:

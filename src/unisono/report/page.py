@@ -12,6 +12,7 @@ from unisono.errors import MissingPackageError
 from unisono.plan.plan import AXES, Plan
 from unisono.report import charts, pipeline
 from unisono.report.mesh_picture import mesh_svg
+from unisono.report.program import programs
 from unisono.report.run import Run
 
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
@@ -39,8 +40,8 @@ def as_page(run: Run) -> str:
         memory=charts.stacked_bars(_memory(run)),
         collectives=_collectives(run),
         why=run.predicted.get("why") or [],
-        program=run.program,
-        about_program=_about_program(run),
+        programs=programs(run),
+        static=run.program,
     )
 
 
@@ -100,28 +101,6 @@ def _place(plan: Plan, rank: int, axis: str) -> int:
         if name == axis:
             return place
     return 0
-
-
-def _about_program(run: Run) -> str:
-    """What the program on the page leaves out, or why there is none."""
-    plan = run.plan
-    if not run.program:
-        if plan.pp > 1:
-            return "It is not shown: the ranks of a pipeline run different programs, a stage each, and no common one."
-        if plan.ep > 1:
-            return "It is not shown: to which rank a token goes is decided by numbers, which a program does not know."
-        return "It is not shown: the model could not be traced."
-    left_out = [
-        told
-        for is_used, told in (
-            (plan.zero, f"zero={plan.zero} keeps state in pieces between uses"),
-            (plan.sequence, "sp cuts sequences between the layers that tp cuts"),
-            (plan.microbatches > 1, f"it runs for each of {plan.microbatches} microbatches"),
-            (plan.recompute != "none", f"recompute={plan.recompute} runs parts of it twice"),
-        )
-        if is_used
-    ]
-    return f"Shown for its dp, tp and cp; beside that, {'; '.join(left_out)}." if left_out else ""
 
 
 def _collectives(run: Run) -> list[tuple[str, int, str, str]]:

@@ -86,13 +86,18 @@ def foresee(job: Job, comm: Communicator, device: torch.device, plan: Plan | Non
 def _planned(job: Job, world: int, hardware: Hardware, plan: Plan | None) -> Choice | UsageError:
     try:
         search = Planner(job.task(), hardware).search(world)
-    except (UnisonoError, RuntimeError, TypeError, ValueError) as error:
+    except _UNFORESEEN as error:
         return Choice(plan or Plan(dp=world), note=f"not foreseen: {str(error).splitlines()[0]}")
     try:
         best = search.judged(plan, played=True) if plan is not None else search.run(1).best
         return _choice(search, best, with_reasons=plan is None)
-    except UsageError as error:
-        return error if plan is None else Choice(plan, note=f"not foreseen: {str(error).splitlines()[0]}")
+    except _UNFORESEEN as error:  # a plan by hand may be one that a planner has no picture of; rank 0 must not fall
+        if plan is None and isinstance(error, UsageError):
+            return error
+        return Choice(plan or Plan(dp=world), note=f"not foreseen: {str(error).splitlines()[0]}")
+
+
+_UNFORESEEN = (UnisonoError, RuntimeError, TypeError, ValueError)
 
 
 def _choice(search: Search, best: Candidate, with_reasons: bool) -> Choice:

@@ -31,7 +31,7 @@ from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import AXES, DATA, Plan
 from unisono.train.meter import Meter
 from unisono.train.task import Task, load_task
-from unisono.train.upstream import Upstream, users_in
+from unisono.train.upstream import Upstream, foreseen_in
 
 
 @dataclass(frozen=True)
@@ -105,13 +105,13 @@ def built(task: Task, plan: Plan, mesh: Mesh, given: Any, device: torch.device) 
     random = RandomState(0)
     random.name_modules(model)
     mine = shares(share(given, mesh.index(*DATA), mesh.size(*DATA)).batch, plan.microbatches)
-    upstream, users = None, None
+    upstream, shown = None, None
     if plan.pp > 1:
-        users = users_in(model, order_of(plan), mine[0].batch[0])
+        shown = foreseen_in(model, order_of(plan), mine[0].batch[0])
         upstream = Upstream(model, plan, mesh, rules)
     trainer = applied(
         model, plan, mesh, random, task.loss, task.optimizer, given, rules, task.clip,
-        fill=lambda made: give_memory(made, device), survey=users,
+        fill=lambda made: give_memory(made, device), shown=shown,
     )  # fmt: skip
     trainer.loss.trust()
     if upstream is not None:

@@ -128,16 +128,13 @@ class Engine:
         return self.choice
 
     def program_page(self) -> str:
-        """The distributed program on the plan's mesh, as `to_static` would run it; empty where there is none.
-
-        Of plans that also choose where state lies or when it is computed, that of their dp, tp and cp.
-        """
+        """The program that `to_static` makes of sharing the batch, which is what dp does; empty for other plans."""
         plan = self.plan
-        if self._example is None or plan.pp > 1 or plan.ep > 1:
+        if self._example is None or plan.world != plan.dp or plan.ep > 1:
             return ""
         job = Job(self._model, self._loss, self._optimizer, self._example, self._rules)
         try:
-            return page_of_plan(job.task(), Plan(dp=plan.dp, tp=plan.tp, cp=plan.cp))
+            return page_of_plan(job.task(), Plan(dp=plan.dp))
         except UnisonoError:
             return ""  # what cannot be traced can be trained all the same
 

@@ -8,14 +8,14 @@ import os
 import resource
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from unisono.errors import UnisonoError, UsageError
-from unisono.launch import environment
+from unisono.launch import environment, preload
 from unisono.parallel.share import Share, rows_of
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.train import evaluation, finite
@@ -28,6 +28,7 @@ from unisono.train.pace import Pace, slowest
 from unisono.train.preemption import Preemption
 from unisono.train.progress import Display
 from unisono.train.run_folder import RunFolder
+from unisono.train.transcript import Transcript
 
 if TYPE_CHECKING:
     from unisono.train.engine import Engine
@@ -102,6 +103,7 @@ class Fit:
         self._preemption = Preemption(engine.comm)
         self._pace = Pace()
         self._ledger = Ledger()
+        self._transcript = Transcript()
 
     # ---- the run -------------------------------------------------------------------------------------------------
 
@@ -127,7 +129,8 @@ class Fit:
         finally:
             self._pace.stop()
             if self.folder is not None and self._ledger.is_written:
-                self.folder.write_rank(self._ledger.held(self.engine.ready) | {"peak": peak_memory()})
+                held = self._ledger.held(self.engine.ready)
+                self.folder.write_rank(held | {"peak": peak_memory(), "program": self._transcript.lines})
             for each in reversed(self._callbacks):
                 each.on_end(self.engine, self.moment)
         if self._checkpoints is not None:
@@ -167,11 +170,13 @@ class Fit:
         trainer, began = self.engine.ready, time.perf_counter()
         rows = batch.of if isinstance(batch, Share) else rows_of(batch)
         self._preemption.ask()
-        with self._ledger.watching(trainer) if self._is_watched() else contextlib.nullcontext():
+        with self._observed(trainer):
             loss, is_skipped = self._trained(trainer, batch)
         if self.engine.schedule is not None and not is_skipped:
             self.engine.schedule.step()
         self.history.losses.append(loss)
+        if len(self.history.losses) == 1:
+            preload.note()
         self.history.step = trainer.steps
         self.moment = Moment(
             step=trainer.steps,
@@ -194,13 +199,19 @@ class Fit:
             self._save()
         return self._agreed(any(asks))
 
-    def _is_watched(self) -> bool:
-        """The third step goes into the ledger, when all is allocated; the last of a shorter run."""
-        return (
-            self.folder is not None
-            and not self._ledger.is_written
-            and len(self.history.losses) == min(2, (self.steps or 3) - 1 - self.history.first_step)
-        )
+    @contextlib.contextmanager
+    def _observed(self, trainer: Trainer) -> Iterator[None]:
+        """The third step goes into the ledger, when all is allocated, and the second is written down as it runs; of a
+        shorter run the last two, or one for both."""
+        done = len(self.history.losses)
+        watched = min(2, (self.steps or 3) - 1 - self.history.first_step)
+        with contextlib.ExitStack() as observers:
+            if self.folder is not None and not self._transcript.is_written and done == max(watched - 1, 0):
+                observers.callback(self._pace.own_seconds)  # some ranks write, and those who wait for them do not count
+                observers.enter_context(self._transcript.writing(trainer))
+            if self.folder is not None and not self._ledger.is_written and done == watched:
+                observers.enter_context(self._ledger.watching(trainer))
+            yield
 
     def _agreed(self, ends: bool) -> bool:
         """Callbacks of a user may want to end the run on one rank only; then it ends on all."""

@@ -6,6 +6,7 @@ part of the whole that it can be: rows for the data ranks, consecutive or zigzag
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -88,6 +89,9 @@ def _held(dim: int, length: int, wanted: int, plan: Plan, at: dict[str, int]) ->
 
 def guess_fault(plan: Plan, plain: Record, planned: Record) -> str:
     """One line on what the fault looks like: a factor that equals a count of the plan is named as such."""
+    lost = [loss for loss in plain.losses if not math.isfinite(loss)]
+    if lost:
+        return f"one device gives a loss of {lost[0]} too: with such batches nothing can be compared"
     if plain.losses and planned.losses:
         told = _named_factor(plan, planned.losses[0] / plain.losses[0] if plain.losses[0] else 1.0)
         if told:

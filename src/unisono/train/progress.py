@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from unisono.train.engine import Engine
 
 _REDRAW = 0.1  # seconds between two states of the bar
+_BAR = 24  # its width
 _LINES = 20  # plain lines that a run is worth, about
 
 
@@ -42,7 +43,7 @@ class Display(Callback):
             return
         self._bar = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(bar_width=24),
+            BarColumn(bar_width=_BAR),
             MofNCompleteColumn(),
             TextColumn("{task.fields[told]}"),
             TimeRemainingColumn(),
@@ -65,14 +66,18 @@ class Display(Callback):
             is_due = is_last or now - self._drawn > _REDRAW
             self._drawn = now if is_due else self._drawn
             epoch = f"{moment.epoch}/{moment.epochs}"
-            self._bar.update(
-                self._task, completed=moment.step, epoch=epoch, told=_told(moment, self._memory), refresh=is_due
-            )
+            told = _told(moment, self._memory, self._room(epoch))
+            self._bar.update(self._task, completed=moment.step, epoch=epoch, told=told, refresh=is_due)
         elif is_last or self._told == 0 or moment.step - self._told >= max(1, (self._steps or 1000) // _LINES):
             self._told = moment.step
             of = f"/{moment.steps}" if moment.steps else ""
             left = f", {_clock((moment.steps - moment.step) * moment.seconds)} left" if moment.steps else ""
             self.say(f"epoch {moment.epoch} step {moment.step}{of} {_told(moment, self._memory)}{left}")
+
+    def _room(self, epoch: str) -> int:
+        """What the line has left for words beside the bar, the steps and the time that remains."""
+        steps = 2 * len(str(self._steps or "?")) + 1
+        return self._console.width - len(f"epoch {epoch}") - _BAR - steps - len("0:00:00") - 4  # spaces between
 
     def on_epoch(self, engine: Engine, moment: Moment) -> None:
         if moment.values:
@@ -85,22 +90,33 @@ class Display(Callback):
             self._bar = None
 
 
-def _told(moment: Moment, memory: tuple[int, ...]) -> str:
-    parts = [f"loss {moment.loss:.4f}"]
-    if moment.skipped:
-        parts[0] += " (skipped)"
+def _told(moment: Moment, memory: tuple[int, ...], room: int | None = None) -> str:
+    """What is told of a step; where there is little room, the less important parts are left out."""
+    parts = _parts(moment, memory)
+    chosen = sorted(parts, key=lambda part: _IMPORTANCE.index(part))
+    while room is not None and len(chosen) > 1 and len(", ".join(parts[part] for part in chosen)) > room:
+        chosen.pop()
+    return ", ".join(text for part, text in parts.items() if part in chosen).replace(", (", " (")
+
+
+_IMPORTANCE = ("loss", "step", "tokens", "samples", "predicted", "memory", "rate")
+
+
+def _parts(moment: Moment, memory: tuple[int, ...]) -> dict[str, str]:
+    parts = {"loss": f"loss {moment.loss:.4f}" + (" (skipped)" if moment.skipped else "")}
     if moment.rates:
-        parts.append(f"rate {moment.rates[0]:.2g}")
+        parts["rate"] = f"rate {moment.rates[0]:.2g}"
     if moment.seconds:
-        parts.append(f"{moment.samples / moment.seconds:.0f} samples/s")
+        parts["samples"] = f"{moment.samples / moment.seconds:.0f} samples/s"
         if moment.tokens is not None:
-            parts.append(f"{moment.tokens / moment.seconds:,.0f} tokens/s")
-    step = f"{1000 * moment.seconds:.0f} ms/step"
-    parts.append(step if moment.predicted is None else f"{step} (predicted {1000 * moment.predicted:.0f})")
+            parts["tokens"] = f"{moment.tokens / moment.seconds:,.0f} tokens/s"
+    parts["step"] = f"{1000 * moment.seconds:.0f} ms/step"
+    if moment.predicted is not None:
+        parts["predicted"] = f"(predicted {1000 * moment.predicted:.0f})"
     if memory:
         low, high = min(memory) / 2**20, max(memory) / 2**20
-        parts.append(f"{high:.0f} MiB/rank" if high - low < 1 else f"{low:.0f}-{high:.0f} MiB/rank")
-    return ", ".join(parts)
+        parts["memory"] = f"{high:.0f} MiB/rank" if high - low < 1 else f"{low:.0f}-{high:.0f} MiB/rank"
+    return parts
 
 
 def _clock(seconds: float) -> str:

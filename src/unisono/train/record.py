@@ -142,7 +142,7 @@ def trainer_record(
     trainer: Trainer, task: Task, steps: int, dtype: torch.dtype, prepare: Callable[[Trainer], None] | None = None
 ) -> Record:
     """The steps of a trainer that has not taken any."""
-    record = Record(initial=_whole(trainer, dict(trainer.optimized())))
+    record = Record(initial=_whole(trainer, _parameters(trainer)))
     if prepare is not None:
         prepare(trainer)
     for step in range(steps):
@@ -158,34 +158,45 @@ def trainer_record(
         record.gradients.append(_whole(trainer, dict(trainer.optimized()), of_gradients=True))
         trainer.update()
         record.scales.append(1.0 if trainer.scaler is None else trainer.scaler.value)
-    record.parameters = _whole(trainer, dict(trainer.optimized()))
+    record.parameters = _whole(trainer, _parameters(trainer))
     record.buffers = _merged(trainer.mesh, _copied(trainer.model.named_buffers()))
     state = whole_state(trainer.optimizer, trainer.optimized(), trainer.mesh)["state"]
     record.optimizer = _merged(trainer.mesh, flat_state(state))
     return record
 
 
+def _parameters(trainer: Trainer) -> Tensors:
+    """All of them: ZeRO optimizes no frozen ones, but has pieces in the place of the others."""
+    return {**dict(trainer.model.named_parameters()), **dict(trainer.optimized())}
+
+
 def _whole(trainer: Trainer, named: Tensors, of_gradients: bool = False) -> Tensors:
+    if of_gradients:
+        known = _with_gradients(trainer.mesh, named)
+        named = {name: tensor for name, tensor in named.items() if name in known}
     held: Tensors = {}
     for name, tensor in named.items():
         local = tensor.grad if of_gradients else tensor
-        if local is None:
-            if not layout_of(tensor).axes:
-                continue
-            local = torch.zeros_like(tensor)
-        held[name] = local
+        held[name] = torch.zeros_like(tensor) if local is None else local
     wholes = wholes_of(list(held.values()), [layout_of(named[name]) for name in held], trainer.mesh)
     return _merged(trainer.mesh, {name: whole.cpu().clone() for name, whole in zip(held, wholes, strict=True)})
 
 
+def _with_gradients(mesh: Mesh, named: Tensors) -> set[str]:
+    """What any rank of the stage has a gradient for: one that owns nothing of a parameter has none."""
+    here = {name for name, tensor in named.items() if tensor.grad is not None}
+    comm = mesh.comm(*(axis for axis in mesh.names if axis != "pp"))
+    return set().union(*comm.all_gather_object(here))
+
+
 def _merged(mesh: Mesh, mine: Tensors) -> Tensors:
-    """What all stages of the pipeline hold."""
+    """What all stages of the pipeline hold; of what several hold, this one's copy, so that ranks can compare theirs."""
     if mesh.size("pp") == 1:
         return mine
     merged: Tensors = {}
     for theirs in mesh.comm("pp").all_gather_object(mine):
         merged.update(theirs)
-    return merged
+    return merged | mine  # in the order of all stages, on every rank
 
 
 def _copied(named: Any) -> Tensors:

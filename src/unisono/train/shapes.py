@@ -26,8 +26,9 @@ def _shapes(ranks: int, experts: bool) -> Iterator[Plan]:
             yield plain.but(context="ulysses")
         for stage in (1, 2, 3) if dp * plain.cp > 1 else ():
             yield plain.but(zero=stage)
-        if experts and dp > 1:
-            yield plain.but(ep=dp)
+        for part in range(2, dp + 1) if experts else ():
+            if dp % part == 0:
+                yield plain.but(ep=part)
     yield from _alone(ranks)
 
 

@@ -21,26 +21,25 @@ from unisono.parallel.even_experts import evenly_visited
 from unisono.parallel.hollow import hollow_copy
 from unisono.parallel.pipeline.foreign import Foreign
 from unisono.parallel.pipeline.message import Form, Key, kind_of
-from unisono.parallel.pipeline.rehearsal import surveyed
+from unisono.parallel.pipeline.rehearsal import Foreseen, foreseen_without_numbers
 from unisono.parallel.pipeline.shadow import Shadow
 from unisono.parallel.pipeline.split import blocks_of
 from unisono.parallel.pipeline.stage import Stage
-from unisono.parallel.pipeline.survey import Users, held_by
+from unisono.parallel.pipeline.survey import held_by
 from unisono.parallel.tensor import tensor_parallelize
 from unisono.plan.plan import Plan
 from unisono.plan.schedule import Schedule
 
 
-def users_in(model: nn.Module, order: Schedule, inputs: Any) -> Users:
-    """Which segments of a hollow model use each parameter and buffer."""
-    with evenly_visited(model):
-        users = surveyed(model, order, inputs)
-    if users is None:
+def foreseen_in(model: nn.Module, order: Schedule, inputs: Any) -> Foreseen:
+    """What a run of a hollow model shows: which segments use each parameter and buffer."""
+    shown = foreseen_without_numbers(model, order, inputs)
+    if shown is None:
         raise UsageError(
             f"{type(model).__name__} needs numbers that come of its parameters before it can be cut into stages, which "
             "a dry run does not have; choose a plan with pp=1"
         )
-    return users
+    return shown
 
 
 class Upstream:

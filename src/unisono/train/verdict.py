@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -16,10 +17,13 @@ TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.2, "float16": 0.05}
 LOSS_TOLERANCE = TOLERANCE | {"bfloat16": 1e-2, "float16": 2e-3}
 KINDS = ("initial parameters", "loss", "gradients", "parameters", "buffers", "optimizer state")
 # A tensor this much smaller than the largest of its kind is zero but for rounding; its relative deviation says nothing.
-_NEGLIGIBLE = {"float64": 1e-6, "float32": 1e-6, "bfloat16": 0.05, "float16": 0.05}
+# In float32 that of a bias which BatchNorm cancels is 1e-7 of the largest: times the tolerance, this is 1e-6.
+_NEGLIGIBLE = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.05, "float16": 0.05}
 # A gradient this much smaller than the largest (in units of the tolerance) is nothing but rounding: that of a key's
 # bias, which softmax cancels, is one. What Adam makes of it, and of its parameter, is of no size of its own.
 _NOISE = 1e-3
+# In float32 such a gradient also moves single elements, as of a bias of queries, keys and values in one.
+_NOISE_OF_ELEMENTS = 1e-6
 
 
 @dataclass(frozen=True)
@@ -47,11 +51,22 @@ class Verdict:
         return not self.refusal and not self.failure
 
     def as_json(self) -> dict[str, Any]:
-        return asdict(self)
+        """JSON knows no infinity: a deviation without size, as of a tensor that is missing, is null there."""
+        worst = [asdict(each) | {"deviation": _finite(each.deviation)} for each in self.worst]
+        return asdict(self) | {"worst": worst}
 
     @classmethod
     def of_json(cls, told: dict[str, Any]) -> Verdict:
-        return cls(**told | {"worst": [Worst(**each) for each in told["worst"]]})
+        worst = [Worst(**each | {"deviation": _or_infinite(each["deviation"])}) for each in told["worst"]]
+        return cls(**told | {"worst": worst})
+
+
+def _finite(deviation: float) -> float | None:
+    return deviation if math.isfinite(deviation) else None
+
+
+def _or_infinite(deviation: float | None) -> float:
+    return math.inf if deviation is None else deviation
 
 
 def compared(plan: object, plain: Record, planned: Record, dtype: str) -> Verdict:
@@ -61,7 +76,7 @@ def compared(plan: object, plain: Record, planned: Record, dtype: str) -> Verdic
         _worst("initial parameters", plain.initial, planned.initial, dtype, exact=True),
         _worst("loss", _by_step(plain.losses), _by_step(planned.losses), dtype),
         _worst("gradients", _gradients(plain), _gradients(planned), dtype),
-        _worst("parameters", plain.parameters, planned.parameters, dtype, noise=noise),
+        _worst("parameters", plain.parameters, _less_rounding(plain, planned, dtype), dtype, noise=noise),
         _worst("buffers", plain.buffers, planned.buffers, dtype),
         _worst("optimizer state", _state(plain), _state(planned), dtype, noise=noise),
     ]
@@ -95,6 +110,27 @@ def _driven_by_noise(plain: Record, limit: float) -> frozenset[str]:
         name for named in plain.gradients for name, gradient in named.items() if _largest_of(gradient) > limit * scale
     }
     return frozenset(set(plain.parameters) - felt)
+
+
+def _less_rounding(plain: Record, planned: Record, dtype: str) -> Tensors:
+    """The parameters under the plan; in float32 without what an optimizer such as Adam makes of rounding.
+
+    It moves an element as far for a gradient of rounding as for any other. So where an element's gradient is nothing
+    else in all steps, it may be anywhere within the longest way that an element has gone.
+    """
+    if dtype != "float32":
+        return planned.parameters
+    limit = _NOISE_OF_ELEMENTS * _largest(_gradients(plain))
+    ways = {name: value - plain.initial[name] for name, value in plain.parameters.items() if name in plain.initial}
+    farthest = 2 * _largest(ways)
+    kept = dict(planned.parameters)
+    for name, value in plain.parameters.items():
+        seen = [named[name].abs() for named in plain.gradients if name in named]
+        if seen and name in kept and kept[name].shape == value.shape:
+            is_rounding = torch.stack(seen).amax(0) <= limit
+            is_near = (kept[name] - value).abs() <= farthest
+            kept[name] = torch.where(is_rounding & is_near, value, kept[name])
+    return kept
 
 
 def _worst(

@@ -19,7 +19,7 @@ from torch.utils._pytree import tree_leaves
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _aten = torch.ops.aten
 # These take a tensor for its shape, dtype and device only.
-_LIKES = frozenset(
+LIKES = frozenset(
     (
         _aten.empty_like,
         _aten.zeros_like,
@@ -53,7 +53,7 @@ class Dependence(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         outcome = func(*args, **(kwargs or {}))
-        if func.overloadpacket not in _LIKES and (args, kwargs) in self:
+        if func.overloadpacket not in LIKES and (args, kwargs) in self:
             self.mark(outcome)
         return outcome
 

@@ -8,7 +8,8 @@ model that needs numbers cannot be rehearsed: then the first step tells.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,7 +17,11 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from unisono.errors import UsageError
+from unisono.parallel.blocks import find_blocks
+from unisono.parallel.context import hidden_states
+from unisono.parallel.even_experts import evenly_visited
 from unisono.parallel.hollow import hollow, hollow_copy
+from unisono.parallel.pipeline.lending import Lending
 from unisono.parallel.pipeline.message import Form
 from unisono.parallel.pipeline.shadow import Shadow
 from unisono.parallel.pipeline.split import Cut, require_stages, split
@@ -26,11 +31,14 @@ from unisono.plan.schedule import Schedule
 
 def rehearse(model: nn.Module, schedule: Schedule, inputs: Any) -> None:
     """UsageError where one of the stages could not run on a microbatch of such inputs."""
-    with contextlib.suppress(_NeedsNumbers), torch.device("meta"):
+    with contextlib.suppress(_NeedsNumbers), torch.device("meta"), contextlib.ExitStack() as experts:
         inputs = hollow(inputs)
         watched = hollow_copy(model)
-        survey = _played(lambda: by_example(watched, require_stages(watched, schedule), inputs))
+        with evenly_visited(watched):
+            survey = _played(lambda: by_example(watched, require_stages(watched, schedule), inputs))
         cuts = [_played(lambda rank=rank: _cut(watched, survey, schedule, rank)) for rank in range(schedule.ranks)]
+        for cut in cuts:
+            experts.enter_context(evenly_visited(cut.model))
         stages = sorted((stage for cut in cuts for stage in cut.stages), key=lambda stage: stage.number)
         message: Sequence[torch.Tensor] = ()
         form: Form | None = None
@@ -46,17 +54,67 @@ def _cut(watched: nn.Module, survey: Survey, schedule: Schedule, rank: int) -> C
     return split(copy, schedule, rank, survey=survey.of_copy(watched, copy))
 
 
-def surveyed(model: nn.Module, schedule: Schedule, inputs: Any) -> Users | None:
-    """Which segments of the forward use each parameter and buffer of a hollow model.
+@dataclass(frozen=True)
+class Foreseen:
+    """What a run of a hollow model shows of it."""
 
-    None where the model needs numbers that come of its parameters.
+    users: Users  # the segments of the forward that use each parameter and buffer
+    length: int | None  # of the sequences that enter the first block, where they are such
+
+
+def foreseen(model: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen | None:
+    """Run a draft's model on such inputs: without numbers, or, where it needs some, with a few tensors' at a time.
+
+    None where neither can be done.
     """
+    shown = foreseen_without_numbers(model, schedule, inputs)
+    if shown is not None:
+        return shown
     copy = hollow_copy(model)
-    devices = [leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
-    with contextlib.suppress(_NeedsNumbers), Shadow(devices[0] if devices else torch.device("cpu")):
-        survey: Survey = _played(lambda: by_example(copy, require_stages(copy, schedule), inputs))
-        return survey.by_name(copy)
+    with contextlib.suppress(_NeedsNumbers), Lending(model, copy, _device_of(inputs)):
+        return _foreseen(copy, schedule, inputs)
     return None
+
+
+def foreseen_without_numbers(model: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen | None:
+    """The same of any hollow model; None where it needs numbers that come of its parameters."""
+    copy = hollow_copy(model)
+    with contextlib.suppress(_NeedsNumbers), Shadow(_device_of(inputs)), evenly_visited(copy):
+        return _foreseen(copy, schedule, inputs)
+    return None
+
+
+def _device_of(inputs: Any) -> torch.device:
+    devices = [leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+    return devices[0] if devices else torch.device("cpu")
+
+
+def _foreseen(copy: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen:
+    with _lengths_entering(copy) as lengths:
+        survey: Survey = _played(lambda: by_example(copy, require_stages(copy, schedule), inputs))
+    return Foreseen(survey.by_name(copy), lengths[0] if lengths else None)
+
+
+@contextlib.contextmanager
+def _lengths_entering(model: nn.Module) -> Iterator[list[int]]:
+    """The lengths of the sequences that come to the first of the model's repeated blocks in the block."""
+    lengths: list[int] = []
+
+    def look(_: nn.Module, args: Any, kwargs: Any) -> None:
+        hidden = hidden_states((args, kwargs))
+        if hidden is not None:
+            lengths.append(hidden.shape[1])
+
+    try:
+        first = find_blocks(model).modules[0]
+    except UsageError:
+        yield lengths  # blocks of several classes: there is no cp of those
+        return
+    hook = first.register_forward_pre_hook(look, with_kwargs=True)
+    try:
+        yield lengths
+    finally:
+        hook.remove()
 
 
 class _NeedsNumbers(Exception):

@@ -25,8 +25,8 @@ Starts = Mapping[str, int]  # modules that begin a stage -> its number
 
 @dataclass(frozen=True)
 class Segment:
-    """The ops of one stage. `run` takes parameters and buffers (`held`, by the model's names), the model's inputs
-    (`inputs`) and what earlier stages made (`received`), and gives what later ones need (`sent`)."""
+    """The ops of one stage. `run` takes the device it runs on, parameters and buffers (`held`, by the model's names),
+    the model's inputs (`inputs`) and what earlier stages made (`received`), and gives what later ones need (`sent`)."""
 
     run: fx.GraphModule
     ops: tuple[fx.Node, ...]
@@ -118,8 +118,14 @@ class _StageOps(nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         segment = held.segment
         inputs = [leaves[number] for number in segment.inputs]
-        made: tuple[torch.Tensor, ...] = segment.run(*held.tensors(), *inputs, *received)
+        given = (*held.tensors(), *inputs, *received)
+        made: tuple[torch.Tensor, ...] = segment.run(_device(given, leaves), *given)
         return made
+
+
+def _device(given: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> torch.device:
+    """Where a stage computes: where what it is given lies, or, if it is given nothing, the model's inputs."""
+    return next((tensor.device for tensor in (*given, *leaves)), torch.device("cpu"))
 
 
 def _attribute(owner: nn.Module, name: str) -> torch.Tensor:
@@ -159,10 +165,20 @@ def _segment(traced: Trace, ops: Sequence[fx.Node], received: Sequence[fx.Node],
     names = {**traced.parameters, **traced.buffers}
     held = [node for node in names if node in needed]
     inputs = [node for node in traced.inputs if node in needed]
+    device = graph.placeholder("device_of_the_stage")
     for name in (*held, *inputs, *(node.name for node in received)):
         values[traced.node(name)] = graph.placeholder(name)
+
+    def here(argument: Any) -> Any:
+        """A value of this graph. A device, which a trace without data only supposes, is the one the stage runs on."""
+        if isinstance(argument, torch.device):
+            return device
+        return values[argument] if isinstance(argument, fx.Node) else argument
+
     for op in ops:
-        values[op] = graph.node_copy(op, lambda node: values[node])
+        assert callable(op.target)
+        args, kwargs = fx.node.map_aggregate(op.args, here), fx.node.map_aggregate(op.kwargs, here)
+        values[op] = graph.call_function(op.target, args, kwargs)
     graph.output(tuple(values[node] for node in sent))
     run = fx.GraphModule(nn.Module(), graph)
     numbers = tuple(traced.inputs.index(name) for name in inputs)

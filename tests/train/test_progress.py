@@ -1,0 +1,43 @@
+"""The line that a person sees of a run, on terminals of any width."""
+
+from __future__ import annotations
+
+import io
+import re
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from unisono.train.moment import Moment
+from unisono.train.progress import Display
+
+NO_ENGINE: Any = None
+
+
+def line(width: int) -> str:
+    """The bar after a step of 140, as it stands on the terminal."""
+    moment = Moment(80, 1, 3, 140, 2.8131, (0.0024,), 32, 2048, 0.794, 0.073, (349 << 20, 362 << 20))
+    shown = io.StringIO()
+    display = Display(True, Console(file=shown, width=width, force_terminal=True, highlight=False, soft_wrap=True))
+    display.on_start(NO_ENGINE, 0, 140)
+    display.on_step(NO_ENGINE, moment)
+    display.on_end(NO_ENGINE, moment)
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue().replace("\r", "\n")).strip().splitlines()[-1].strip()
+
+
+@pytest.mark.parametrize("width", [56, 76, 116, 160])
+def test_the_bar_has_room_for_its_end(width: int) -> None:
+    told = line(width)
+    assert len(told) <= width
+    assert re.match(r"epoch 1/3 [━╸╺ ]{16,} +80/140 loss 2\.8131", told), told
+    assert told.endswith("-:--:--"), told
+    assert "…" not in told
+
+
+def test_the_wider_the_more_is_told() -> None:
+    assert "ms/step" not in line(56)
+    assert "loss 2.8131, 794 ms/step" in line(76)
+    assert "loss 2.8131, 40 samples/s, 2,579 tokens/s, 794 ms/step" in line(116)
+    everything = "loss 2.8131, rate 0.0024, 40 samples/s, 2,579 tokens/s, 794 ms/step (predicted 73), 349-362 MiB/rank"
+    assert everything in line(160)
