@@ -220,6 +220,8 @@ class Communicator(Objects):
         name = self._child_name(world_ranks)
         with _group_named(name):
             group = dist.new_group(world_ranks, use_local_synchronization=True)
+        if self.backend == "gloo":  # a member that ended now would close lines that another is still connecting
+            group.barrier().wait()
         here = [rank for rank in world_ranks if self._hosts[rank] == self.host]
         return type(self)(
             group,
