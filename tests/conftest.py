@@ -38,20 +38,30 @@ def no_world_is_left() -> Iterator[None]:
         world.shutdown()
 
 
+_started: dict[tuple[str, int], RankPool] = {}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_groups_are_left() -> Iterator[None]:
+    """The groups that a file's tests made are not kept for the next's."""
+    yield
+    for pool in _started.values():
+        pool.shed_groups()
+
+
 @pytest.fixture(scope="session")
 def pools() -> Iterator[Callable[[str, int], RankPool]]:
     """pools(backend, size): a pool of ranks, started at first use and kept."""
-    started: dict[tuple[str, int], RankPool] = {}
 
     def get(backend: str, size: int) -> RankPool:
-        if (backend, size) not in started or started[backend, size].closed:
+        if (backend, size) not in _started or _started[backend, size].closed:
             if backend == "mpi" and not MPIEXEC.exists():
                 pytest.skip(f"no mpiexec at {MPIEXEC}; run make setup")
-            started[backend, size] = RankPool(size, backend)
-        return started[backend, size]
+            _started[backend, size] = RankPool(size, backend)
+        return _started[backend, size]
 
     yield get
-    for pool in started.values():
+    for pool in _started.values():
         pool.close()
 
 

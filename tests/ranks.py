@@ -25,6 +25,7 @@ from tests import mpi_ranks
 from unisono.launch import proctree
 
 TIMEOUT = 120  # seconds for one call
+MANY_THREADS = 30  # of a rank; a group has three
 
 
 class RemoteError(AssertionError):
@@ -55,14 +56,33 @@ class RankPool:
                 process.start()
                 self._processes.append(process)
         self.closed = False
+        self._is_shedding = False
+        self._was_used = False
         self._ranks: dict[int, Connection] = {}
         for _ in range(size):
             connection = self._listener.accept()
             self._ranks[connection.recv()] = connection
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        if self._is_shedding:
+            self._is_shedding = False
+            self._answers()
+        self._was_used = True
+        self._order(function, *args)
+        return self._answers()
+
+    def shed_groups(self) -> None:
+        """Let the ranks meet anew if they have made many groups since: gloo's threads wake 100 times a second, all of
+        them together take a good part of a core. Returns at once."""
+        if self.backend == "gloo" and self._was_used and not self.closed:
+            self._order(_meet_anew, free_port())
+            self._is_shedding, self._was_used = True, False
+
+    def _order(self, function: Callable[..., Any], *args: Any) -> None:
         for rank in range(self.size):
             self._ranks[rank].send((function, args))
+
+    def _answers(self) -> list[Any]:
         answers = []
         for rank in range(self.size):
             if not self._ranks[rank].poll(TIMEOUT):
@@ -87,6 +107,17 @@ class RankPool:
         for process in self._processes:
             _end(process)
         self._listener.close()
+
+
+def _meet_anew(comm: Any, store_port: int) -> None:
+    import torch
+
+    import unisono as uni
+
+    threads = torch.tensor(len(os.listdir("/proc/self/task")))
+    if comm.all_reduce(threads, "max").item() > MANY_THREADS:
+        uni.shutdown()
+        uni.init(comm.backend, init_method=f"tcp://127.0.0.1:{store_port}", rank=comm.rank, world_size=comm.size)
 
 
 @functools.cache
@@ -161,6 +192,7 @@ def _serve(port: int, key: bytes, backend: str, seat: dict[str, Any]) -> None:
         function, args = order
         try:
             answer = (True, function(comm, *args))
+            comm = uni.world()
         except BaseException:
             answer = (False, traceback.format_exc())
         try:

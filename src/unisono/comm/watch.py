@@ -98,6 +98,7 @@ class Watch:
                 self.box.close()
                 self.box = None
             atexit.unregister(self._say_goodbye)
+        self.group_logs.clear()  # or a communicator that a user still has would keep all groups and their threads
 
     # ---- what the communicator calls -----------------------------------------------------------------------------
 
