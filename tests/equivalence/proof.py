@@ -12,6 +12,7 @@ import torch
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel import apply
+from unisono.parallel.head_width import HeadWidth
 from unisono.plan.plan import Plan
 from unisono.train.record import Record, plain_record
 from unisono.train.verdict import HALVES, Verdict
@@ -19,6 +20,7 @@ from unisono.train.verify import verify_here
 
 _plain: dict[tuple[Any, ...], Record] = {}
 _seen: set[tuple[Any, ...]] = set()
+_widths: dict[tuple[Any, ...], Any] = {}
 
 
 def prove(
@@ -41,8 +43,8 @@ def prove(
 
 @contextlib.contextmanager
 def _looking_ahead_once(task: tuple[Any, ...], plan: Plan) -> Iterator[None]:
-    """Before ranks communicate, hollow copies of the model are run: for the loss, and in a pipeline's stages. What that
-    gives depends on the task and on these parts of the plan only."""
+    """Before ranks communicate, hollow copies of the model are run: for the loss, in a pipeline's stages, and for the
+    width of heads. What that gives depends on the task and on these parts of the plan only."""
     pipeline = (plan.pp, plan.schedule, plan.chunks, plan.microbatches, plan.dp)
     looks = {"require_fitting_loss": (), "rehearse": pipeline}
     originals = {name: getattr(apply, name) for name in looks}
@@ -55,11 +57,19 @@ def _looking_ahead_once(task: tuple[Any, ...], plan: Plan) -> Iterator[None]:
 
         return look
 
+    def widths(head_width: HeadWidth, inputs: Any) -> Any:
+        if task not in _widths:
+            _widths[task] = find_widths(head_width, inputs)
+        return _widths[task]
+
+    find_widths = HeadWidth._widths_of_whole
+    HeadWidth._widths_of_whole = widths  # type: ignore[method-assign]
     for name, parts in looks.items():
         setattr(apply, name, once(name, (name, *task, *parts)))
     try:
         yield
     finally:
+        HeadWidth._widths_of_whole = find_widths  # type: ignore[method-assign]
         for name, original in originals.items():
             setattr(apply, name, original)
 

@@ -14,18 +14,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.warm import Warm
+
 MARK = "UNISONO_TEST_MARK"
 COMMAND = (sys.executable, "-P", "-m", "unisono")  # -P: as the installed script, cwd is not on sys.path
 
 
 @dataclass
 class Run:
-    """A run of the command, with what comes `before` it; all that it starts carries a mark in its environment."""
+    """A run of the command; all that it starts carries a mark, in its environment or, where it was forked, as its name.
+
+    The command and its agent are forked from a process that has imported torch, unless `anew`: where the start of their
+    interpreters is tested, or something comes `before` the command.
+    """
 
     arguments: Sequence[str]
     directory: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     before: Sequence[str] = ()
+    anew: bool = False
     mark: str = field(default_factory=lambda: uuid.uuid4().hex[:15])  # as much as the kernel keeps of a name
 
     @property
@@ -40,7 +47,9 @@ class Run:
     def start(self, **options: Any) -> subprocess.Popen[Any]:
         """Options as of subprocess.Popen."""
         options = {"stdin": subprocess.DEVNULL, "cwd": self.directory, "env": self.variables, **options}
-        return subprocess.Popen(self.words, **options)
+        if self.before or self.anew:
+            return subprocess.Popen(self.words, **options)
+        return Warm(["unisono", *self.arguments], name=self.mark, **options)
 
     def finish(self, timeout: float = 90) -> subprocess.CompletedProcess[str]:
         with self.start(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -68,7 +68,7 @@ def test_a_signal_to_the_launcher_ends_everything(
 
 def test_a_lost_agent_is_told_and_its_ranks_end(tmp_path: Path) -> None:
     write_script(tmp_path, STAY)
-    run = Run(["run", "-n", "2", "script.py", "stubborn"], tmp_path)
+    run = Run(["run", "-n", "2", "script.py", "stubborn"], tmp_path, anew=True)
     with run.started() as process:
         for rank in range(2):
             wait_for(tmp_path / f"up.{rank}", process)

@@ -45,7 +45,7 @@ def test_a_rank_is_like_a_process_of_its_own(tmp_path: Path) -> None:
     script = write_script(tmp_path, ALL_REDUCE)
     arguments = ["a b", "it's", '"q"', ";ls", "$HOME", "--flag", "-n", "é", ""]
     options = ["-np", "3", "--backend", "gloo", "--check", "--timeout", "7.5", "-x", "GIVEN=x y"]
-    done = Run(["run", *options, "script.py", *arguments], tmp_path).finish()
+    done = Run(["run", *options, "script.py", *arguments], tmp_path, anew=True).finish()
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == sorted(
         f"[{rank}] {line}" for rank in range(3) for line in ("at exit", "from a thread")
@@ -96,7 +96,7 @@ def test_a_file_of_the_users_shadows_nothing_of_the_launchers(tmp_path: Path) ->
     for name in ("json", "selectors", "socket", "torch"):
         write_script(tmp_path, "raise RuntimeError('shadowed')", f"{name}.py")
     write_script(tmp_path, "print('fine')")
-    done = Run(["run", "-n", "1", "script.py"], tmp_path).finish()
+    done = Run(["run", "-n", "1", "script.py"], tmp_path, anew=True).finish()
     assert (done.returncode, done.stdout) == (0, "[0] fine\n"), done.stderr
 
 
@@ -117,7 +117,7 @@ print("no newline", end="")
 def test_output_lines_and_files(tmp_path: Path) -> None:
     write_script(tmp_path, OUTPUT)
     arguments = ["run", "-n", "2", "--output-filename", "logs/deep", "script.py"]
-    run = Run(arguments, tmp_path)
+    run = Run(arguments, tmp_path, anew=True)
     done = subprocess.run(run.words, cwd=tmp_path, env=run.variables, capture_output=True, timeout=90)
     assert done.returncode == 0
     expected = [b"line", b"100%", b"bytes \xff\xfe", b"child", b"x" * 200000, b"no newline"]
@@ -150,7 +150,7 @@ for _ in track(range(3), description="bar"):
 
 def test_progress_is_live_on_a_terminal(tmp_path: Path) -> None:
     write_script(tmp_path, PROGRESS)
-    run = Run(["run", "-n", "1", "script.py"], tmp_path, {"COLUMNS": "90", "TERM": "xterm"})
+    run = Run(["run", "-n", "1", "script.py"], tmp_path, {"COLUMNS": "90", "TERM": "xterm"}, anew=True)
     controller, terminal = pty.openpty()
     with subprocess.Popen(
         run.words, cwd=tmp_path, env=run.variables, stdin=terminal, stdout=terminal, stderr=terminal

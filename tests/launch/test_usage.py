@@ -70,7 +70,7 @@ def test_an_unknown_option_and_a_bad_backend(capsys: pytest.CaptureFixture[str])
 
 
 def test_version_and_a_light_import(tmp_path: Path) -> None:
-    assert Run(["--version"], tmp_path).finish().stdout == f"unisono {unisono.__version__}\n"
+    assert Run(["--version"], tmp_path, anew=True).finish().stdout == f"unisono {unisono.__version__}\n"
     import subprocess
 
     code = "import sys, unisono, unisono.cli; print({'torch', 'mpi4py', 'numpy'} & set(sys.modules))"
