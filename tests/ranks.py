@@ -37,7 +37,7 @@ class RankPool:
         """Ranks are forked from this process; those of the backend mpi belong to an mpiexec."""
         self.size = size
         self.backend = backend
-        _import_what_ranks_need()
+        import_what_ranks_need()
         _compile_random_words()
         gc.collect()
         gc.freeze()  # keeps the ranks from copying pages that the collector would touch
@@ -121,7 +121,7 @@ def _meet_anew(comm: Any, store_port: int) -> None:
 
 
 @functools.cache
-def _import_what_ranks_need() -> None:
+def import_what_ranks_need() -> None:
     """Once, before ranks are forked: torch imports these at first use, a second's work for each rank."""
     import torch._dynamo
     import torch.distributed.checkpoint

@@ -3,9 +3,9 @@
     process = Warm(["unisono", "run", "-n", "2", "hello.py"], env=..., stdout=subprocess.PIPE)
 
 A Warm is a subprocess.Popen like any other (its pipes, signals and exit code are real) but for its first moment: the
-process behind the door, `python -m tests.warm`, forks it with the streams that are handed over. That process imports and
-does nothing else, so that what is forked finds no thread but its own. The agent of a `unisono run` on this host knocks
-there in its turn.
+process behind the door, `python -m tests.warm`, forks it with the streams that are handed over. That process imports
+and does nothing else, so that what is forked finds no thread but its own. The agent of a `unisono run` on this host
+knocks there in its turn.
 """
 
 from __future__ import annotations

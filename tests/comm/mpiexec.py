@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests import mpi_ranks
+from tests.ranks import import_what_ranks_need
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = Path(__file__).resolve().parent / "mpi_programs"
@@ -44,6 +45,7 @@ def run_quickly_under(mpi: str, n: int, script: str) -> subprocess.CompletedProc
 def run_forked_under_mpich(n: int, script: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
     """The same under MPICH, its ranks forked from here instead of importing torch each."""
     _mpiexec("mpich")
+    import_what_ranks_need()
     with tempfile.TemporaryDirectory() as folder:
         job = partial(_as_main, PROGRAMS / script, {"TEST_STORE": f"{folder}/store", "TEST_FOLDER": folder})
         return mpi_ranks.run(n, job, timeout)
