@@ -135,7 +135,7 @@ def test_the_report_of_a_hang_stands_alone(tmp_path: Path, how: str) -> None:
         "os._exit(1)\n",
     )
     done = Run(["run", "-n", "3", "script.py", how], tmp_path).finish()
-    assert (done.returncode, done.stderr) == (1, "ranks 0,2 wait\n")
+    assert (done.returncode, done.stderr) == (75, "ranks 0,2 wait\n")
 
 
 RECOVERS = """

@@ -258,6 +258,8 @@ def _last_words(member: Member) -> Path:
 def _judge(member: Member, told: failure.Failure | None) -> RankFailure:
     code = 1 if member.code is None else member.code
     if told is not None:
+        if told.kind == failure.HANG:  # whether or not it has come to its end
+            code = failure.HANG_CODE
         return RankFailure(member.rank, told.kind, told.text, time.time() - told.when, code)
     assert member.ended is not None
     kind = verdict.SIGNAL if code < 0 else verdict.EXIT
