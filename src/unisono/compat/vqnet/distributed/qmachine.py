@@ -64,6 +64,8 @@ class DistributeQMachine(Module):
         self.just_defined, self.save_op_history = False, True
         self.qr_config: dict[str, int] = {}
         self._layers: dict[Any, tuple[Any, Layer]] = {}
+        self.batchsize = 1
+        self.circuit = Circuit(num_wires)
         self.reset_states(1)
 
     # ---- VQNet's settings: kept for programs that set them -------------------------------------------------------

@@ -59,7 +59,7 @@ class Settings:
     def norm(self, key: str) -> float | None:
         """A number above zero, or None where it is not given."""
         value = self.get(key)
-        if value is not None and (isinstance(value, bool) or not (isinstance(value, Real) and value > 0)):
+        if value is not None and (isinstance(value, bool) or not (isinstance(value, Real) and float(value) > 0)):
             raise UsageError(f"{self._where}: {key}={value!r}; expected a number above 0")
         return None if value is None else float(value)
 

@@ -84,5 +84,5 @@ def _number(wire: Any) -> Any:
 
 
 def _listed(value: Any) -> list[Any]:
-    is_many = hasattr(value, "__iter__") and getattr(value, "ndim", 1) and not isinstance(value, str)
+    is_many = hasattr(value, "__iter__") and getattr(value, "ndim", 1) > 0 and not isinstance(value, str)
     return list(value) if is_many else [value]
