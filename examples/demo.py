@@ -2,9 +2,9 @@
 
 unisono run -n 4 --max-restarts 1 examples/demo.py
 
-The plan is searched for. At step 80 one rank kills itself: the launcher starts all of them again, the engine goes on
-from the last checkpoint, and the result is that of a run that nobody disturbed. Any `-n` gives the same losses (up to
-rounding).
+The plan is searched for. At step 80 of 140 one rank kills itself: the launcher starts all of them again, the engine
+goes on from the last checkpoint, and the result is that of a run that nobody disturbed. Any `-n` gives the same losses
+(up to rounding).
 """
 
 from __future__ import annotations
@@ -22,9 +22,6 @@ from torch.nn import functional as F
 from torch.utils.data import Dataset
 
 import unisono as uni
-
-SAVE_EVERY = 30
-KILL_AT = 80
 
 
 def library_text(size: int = 2_000_000) -> torch.Tensor:
@@ -54,10 +51,13 @@ class Windows(Dataset[tuple[torch.Tensor, torch.Tensor]]):
 class Accident(uni.Callback):
     """Kills one rank, once: what a crash, a preemption or a cable does to real jobs."""
 
+    def __init__(self, step: int) -> None:
+        self.step = step
+
     def on_step(self, engine: uni.Engine, moment: Any) -> None:
         is_first_start = os.environ.get("UNISONO_ATTEMPT", "0") == "0"
-        if is_first_start and engine.comm.size > 1 and engine.comm.rank == 1 and moment.step == KILL_AT:
-            print(f"step {KILL_AT}: this rank kills itself, as a crash or a preemption would", flush=True)
+        if is_first_start and engine.comm.size > 1 and engine.comm.rank == 1 and moment.step == self.step:
+            print(f"step {self.step}: this rank kills itself, as a crash or a preemption would", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -80,8 +80,8 @@ def main(steps: int, folder: Path) -> None:
         batch_size=32,
         steps=steps,
         save=folder,
-        save_every=SAVE_EVERY,
-        callbacks=[Accident()],
+        save_every=max(1, steps * 3 // 14),
+        callbacks=[Accident(steps * 4 // 7)],
     )
     weights = folder / "gpt.safetensors"
     uni.export_weights(engine.ready, weights)

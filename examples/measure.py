@@ -1,6 +1,6 @@
 """What a plan costs a rank of a small GPT: bytes held, bytes sent in a step, and the loss, which no plan changes.
 
-python examples/measure.py dp=1 dp=2 dp=2,zero=1 dp=2,zero=3
+python examples/measure.py dp=2 dp=2,zero=1 dp=2,zero=2 dp=2,zero=3
 
 Of the ranks of a plan, the one with most is shown. KB are 1,000 bytes.
 """

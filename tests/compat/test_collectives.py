@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,7 +32,7 @@ def everything(comm: Any) -> dict[str, Any]:
     value = mine()
     controller.reduce(value, root=2)
     found["reduce"] = value.tolist()
-    groups = controller.split_group([[0, 3], [1, 2, 3]])  # rank 3 is in both
+    groups = controller.split_group([np.array([0, 3]), [1, 2, 3]])  # type: ignore[list-item]  # rank 3 is in both
     for number, group in enumerate(groups):
         if rank in group.ranks:
             summed, told, gathered = mine(), mine(), controller.allgather_group(mine(), group)
@@ -71,6 +72,9 @@ def refusals(comm: Any) -> list[str]:
         (lambda: controller.broadcast(torch.ones(1), 2), "root"),
         (lambda: controller.split_group([[0, 2]]), "rank 2 is not one of 0 to 1"),
         (lambda: controller.split_group([[0, 0]]), "expected different ranks"),
+        (lambda: controller.split_group([0, 1]), r"groups 0: expected a list of ranks for each, such as \[\[0, 1\]"),  # type: ignore[list-item]
+        (lambda: controller.split_group([["a"]]), r"group \['a'\]: expected a list of ranks"),  # type: ignore[list-item]
+        (lambda: controller.broadcast_model_params(7), "broadcast_model_params takes a Module, not a int"),  # type: ignore[arg-type]
         (
             lambda: controller.broadcast_group(torch.ones(1), group=3),
             "group=3: expected an element of what split_group",

@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from unisono.comm import world
 from unisono.compat.vqnet import nn, optim
-from unisono.compat.vqnet.distributed import CommController, PipelineParallelTrainingWrapper, ZeroModelInitial
+from unisono.compat.vqnet.distributed import (
+    ColumnParallelLinear,
+    CommController,
+    PipelineParallelTrainingWrapper,
+    ZeroModelInitial,
+    split_data,
+)
 from unisono.compat.vqnet.distributed.qubits_reorder import DistQuantumLayerAdjoint, DistributeQMachine
 from unisono.compat.vqnet.qnn.vqc import MeasureAll, cnot, rx, u3, x1
 from unisono.errors import UsageError
@@ -43,8 +50,12 @@ def test_a_key_of_the_pipeline_is_missing(key: str) -> None:
         ({"optimizer": {"params": {}}}, r"the key 'type' \(adam \| adamw"),
         ({"optimizer": {"type": "sgd", "params": {"learning_rate": 1}}}, "unknown key 'learning_rate'; known are lr"),
         ({"optimizer": "Adam"}, "expected a dictionary of type .* not a str"),
+        ({"optimizer": {"type": "adam", "params": {"lr": "fast"}}}, "params of adam: lr='fast' is refused"),
+        ({"optimizer": {"type": "adam", "params": {"eps": 1, "lr": -1}}}, "lr=-1 is refused: Invalid learning rate"),
+        ({"optimizer": {"type": "sgd", "params": {"nesterov": True}}}, "nesterov=True is refused: Nesterov momentum"),
         ({"train_batch_size": 0}, "train_batch_size=0; expected a whole number of at least 1"),
         ({"gradient_clipping": "much"}, "gradient_clipping='much'; expected a number above 0"),
+        ({"gradient_clipping": True}, "gradient_clipping=True; expected a number above 0"),
         ({"zero": 1}, "unknown key 'zero'; known are train_batch_size"),
         ({"loss": 3}, "loss is a int; expected a loss"),
         ({"backend": "smoke"}, "backend 'smoke': expected one of mpi, nccl, gloo"),
@@ -53,6 +64,13 @@ def test_a_key_of_the_pipeline_is_missing(key: str) -> None:
 def test_a_pipelines_settings_are_wrong(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(UsageError, match=told):
         PipelineParallelTrainingWrapper({**PIPELINE, **changes}, [nn.Linear(2, 2)] * 2, [])
+    assert not world.is_initialized()
+
+
+@pytest.mark.parametrize("layers", [[], nn.Linear(2, 2), 7])
+def test_a_pipeline_needs_a_list_of_layers(layers: Any) -> None:
+    with pytest.raises(UsageError, match=r"join_layers is .*; expected a list of layers"):
+        PipelineParallelTrainingWrapper(PIPELINE, layers, [])
     assert not world.is_initialized()
 
 
@@ -73,6 +91,42 @@ def test_zeros_settings_are_wrong(args: Any, told: str) -> None:
     assert not world.is_initialized()
 
 
+@pytest.mark.parametrize(
+    ("model", "optimizer", "told"),
+    [
+        (7, None, "the model is a int; expected a Module"),
+        (nn.activation.ReLu(), None, "ReLu has no parameters to train"),
+        (nn.Linear(2, 2), "adam", "the optimizer is a str; expected one that was made for the model's"),
+        (nn.Linear(2, 2), optim.Adam, "the optimizer is a class, Adam; expected one"),
+    ],
+)
+def test_zeros_model_and_optimizer_are_wrong(model: Any, optimizer: Any, told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        ZeroModelInitial(ZERO, model, optimizer)
+    assert not world.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"input_size": 0}, "ColumnParallelLinear: size 0; expected input_size and output_size"),
+        ({"output_size": "2"}, "size '2'"),
+        ({"weight_initializer": 5}, "weight_initializer=5; expected a function"),
+        ({"dtype": 5}, r"dtype=5 is torch.int64; .* expected floats or complex"),
+    ],
+)
+def test_a_shared_layer_is_described_wrongly(options: dict[str, Any], told: str) -> None:
+    with pytest.raises(UsageError, match=told):
+        ColumnParallelLinear(**{"input_size": 2, "output_size": 2, **options})
+    assert not world.is_initialized()
+
+
+def test_data_that_cannot_be_split() -> None:
+    for given in (None, 5, np.array(5), {1, 2}):
+        with pytest.raises(UsageError, match=r"split_data: y_train is .*; expected an array, a tensor or a list"):
+            split_data([1, 2], given)
+
+
 def test_a_backend_that_is_none() -> None:
     with pytest.raises(UsageError, match="backend 'grpc': expected one of mpi, nccl, gloo"):
         CommController("grpc")
@@ -87,6 +141,8 @@ def test_a_backend_that_is_none() -> None:
         ({"wires": [0], "observables": ["X"]}, "lacks the key 'coefficient'; expected wires, observables, coefficient"),
         ({"wires": [0, 1], "observables": ["X"], "coefficient": [1, 2]}, "wires has 2, observables has 1"),
         ({"wires": [0], "observables": ["Q"], "coefficient": [1]}, "the key 'Q0' of obs does not parse"),
+        ({"wires": [], "observables": [], "coefficient": []}, "no wires; expected a string of letters"),
+        ({"wires": 0, "observables": "X", "coefficient": 1, "wire": 1}, "unknown key 'wire' of obs; expected wires"),
         ("X0 + ", "does not parse"),
         ([], "expected a string of letters"),
         (5, "expected a string of letters"),
@@ -95,6 +151,23 @@ def test_a_backend_that_is_none() -> None:
 def test_an_observable_does_not_parse(obs: Any, told: str) -> None:
     with pytest.raises(UsageError, match=told):
         MeasureAll(obs=obs)
+
+
+def test_observables_by_wires_that_are_an_array_or_a_tensor() -> None:
+    for wires in (np.array([0, 1]), torch.tensor([0, 1])):
+        made = MeasureAll({"wires": wires, "observables": ["X", "Y"], "coefficient": wires + 1})
+        assert str(made.observables[0]) == "X0 + 2 Y1"
+
+
+def test_wires_that_are_no_lists() -> None:
+    machine = DistributeQMachine(3)
+    machine.reset_states(np.int64(2))  # type: ignore[arg-type]
+    for wires in ([0, 1], np.array([0, 1]), torch.tensor([0, 1]), range(2)):
+        cnot(q_machine=machine, wires=wires)  # type: ignore[arg-type]
+    for wire in (2, np.int64(2), torch.tensor(2), [np.int64(2)]):
+        rx(q_machine=machine, wires=wire, params=0.1)  # type: ignore[arg-type]
+    assert len({str(each) for each in machine.circuit.operations[:4]}) == 1
+    assert [each.targets for each in machine.circuit.operations[4:]] == [(2,)] * 4
 
 
 def test_a_machine_is_used_wrongly() -> None:
@@ -106,6 +179,11 @@ def test_a_machine_is_used_wrongly() -> None:
         (lambda: rx(q_machine=machine, wires=0, params=torch.zeros(3)), r"shape \(3,\); expected \(1,\).*\(2, 1\)"),
         (lambda: u3(q_machine=machine, wires=0, params=torch.zeros(2)), r"expected \(3,\) for all samples"),
         (lambda: rx(q_machine=machine, wires=3, params=0.1), "wires 0 to 2"),
+        (lambda: rx(q_machine=machine, wires="0", params=0.1), "rx: wires='0'; expected a whole number"),  # type: ignore[arg-type]
+        (lambda: rx(q_machine=machine, wires=1.0, params=0.1), "rx: wires=1.0; expected a whole number"),  # type: ignore[arg-type]
+        (lambda: rx(q_machine=machine, wires=True, params=0.1), "rx: wires=True; expected a whole number"),
+        (lambda: rx(q_machine=machine, wires=0, params="a"), "rx: params='a'; expected real angles"),
+        (lambda: rx(q_machine=machine, wires=0, params=[None]), r"rx: params=\[None\]; expected real angles"),
         (lambda: x1(q_machine=machine, wires=0, params=0.1), "takes no params"),
         (lambda: rx(q_machine=7, wires=0, params=0.1), "q_machine is a int; expected a DistributeQMachine"),  # type: ignore[arg-type]
         (lambda: machine.set_qr_config({"qubit": 3}), r"the key 'global_qubit' \(log2 of the ranks\) is missing"),

@@ -44,6 +44,7 @@ def test_dtypes_by_number() -> None:
     assert tensor.zeros([2], dtype=9).dtype == torch.complex128
     with pytest.raises(UsageError, match=r"dtype=12: expected a torch dtype or one of 0 \(bool\).*9 \(complex128\)"):
         tensor.QTensor([1.0], dtype=12)
+    assert tensor.QTensor([1.0]).to(device=1000).device == nn.Linear(1, 1).to(device=1000).weight.device
     with pytest.raises(UsageError, match="device 7: expected 0 for the CPU, or 1000"):
         tensor.QTensor([1.0]).to(7)
 

@@ -148,6 +148,12 @@ def zero(comm: Any, stage: int, same: bool) -> list[torch.Tensor]:
     engine = ZeroModelInitial(args, model, optim.Adam(model.parameters(), lr=0.01) if same else None)
     with pytest.raises(UsageError, match="step\\(\\) without backward"):
         engine.step()
+    engine.eval()  # so that BatchNorm sees none of it
+    engine(tensor.QTensor(x[:2]))
+    for no_loss in (1.0, torch.tensor(1.0)):
+        with pytest.raises(UsageError, match=r"backward of .*1.*; expected a loss that was computed from the outputs"):
+            engine.backward(no_loss)  # type: ignore[arg-type]
+    engine.train()
     for step in range(3):
         rows = slice(8 * step, 8 * step + 8)
         if not same:

@@ -25,6 +25,7 @@ from pathlib import Path
 import pytest
 
 from tests import mpi_ranks
+from tools.blocks import blocks_of, commands_of, pages
 from tools.commands import COMMON, End, Stage
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -72,6 +73,21 @@ def printed_in(folder: str) -> list[tuple[str, int]]:
     A test file that asks for a folder's runs them all; `test_every_example.py` looks for a folder that none asks for.
     """
     return [(path, number) for path in examples_in(folder) for number in range(len(commands(path)))]
+
+
+def run_by_a_page(words: Sequence[str]) -> bool:
+    """Whether a block of README or docs runs that command, perhaps with more words after it or another -n."""
+    return any(each[: len(words)] == _without_ranks(words) for each in _run_by_pages())
+
+
+@functools.cache
+def _run_by_pages() -> set[tuple[str, ...]]:
+    blocks = [block for page in pages() for block in blocks_of(page) if block.runs and block.language != "python"]
+    return {_without_ranks(shlex.split(line, comments=True)) for block in blocks for line in commands_of(block)}
+
+
+def _without_ranks(words: Sequence[str]) -> tuple[str, ...]:
+    return tuple("N" if before == "-n" else word for before, word in zip(["", *words], words, strict=False))
 
 
 def is_part(path: Path) -> bool:

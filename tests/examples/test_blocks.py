@@ -6,6 +6,8 @@ One process runs all pages, so that torch is imported once; each page is a test 
 from __future__ import annotations
 
 import json
+import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,7 +16,9 @@ from typing import Any
 
 import pytest
 
-from tools.blocks import ROOT, blocks_of, matches, pages, run_all
+from tests.examples.runner import run_by_a_page
+from tools.blocks import ROOT, Block, blocks_of, commands_of, matches, pages, run_all
+from tools.commands import job_of
 
 PAGES = [str(page.relative_to(ROOT)) for page in pages()]
 
@@ -52,17 +56,59 @@ def test_blocks_run_and_print_what_the_page_says(page: str, runs: Runs) -> None:
     assert not fault, fault
 
 
-def test_what_is_not_run_says_why(capsys: pytest.CaptureFixture[str]) -> None:
-    spared = [
-        (page, block.first, block.notes["not run"])
-        for page in PAGES
-        for block in blocks_of(ROOT / page)
-        if "not run" in block.notes
-    ]
+def words_of(command: str) -> list[str]:
+    return shlex.split(command.removeprefix(".venv/bin/"), comments=True)
+
+
+def shell_of(block: Block) -> list[str]:
+    return [] if block.language == "python" else commands_of(block)
+
+
+SPARED = [(page, block) for page in PAGES for block in blocks_of(ROOT / page) if "not run" in block.notes]
+
+
+def test_what_is_not_run_says_which_test_runs_it(capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
-        for page, line, reason in spared:
-            print(f"\n{page}:{line} is not run: {reason}", end="")
-    assert all(reason for _, _, reason in spared)
+        for page, block in SPARED:
+            print(f"\n{page}:{block.first} is not run: {block.notes['not run']}", end="")
+    for page, block in SPARED:
+        named = re.findall(r"(?:tests/[\w/]+\.py|\.ci/run)", block.notes["not run"])
+        assert named, f"{page}:{block.first}: no test is named"
+        assert all((ROOT / each).is_file() for each in named), f"{page}:{block.first}: {named}"
+
+
+def test_what_is_not_run_is_well_formed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Jobs are read by the launcher's own parser, and what make would do is looked up."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").touch()
+    (tmp_path / "hosts").write_text("node0 slots=4\nnode1 slots=4\n")
+    for page, block in SPARED:
+        for words in map(words_of, shell_of(block)):
+            if words[:2] == ["unisono", "run"]:
+                job = job_of(words)
+                assert sorted(host.name for host in job.hosts) in (["node0", "node1"], ["a", "b"]), page
+            elif words[0] == "make":
+                made_by(words[1])
+
+
+def test_what_make_does_is_run() -> None:
+    """The demo's commands by pages, with fewer ranks and steps; those of the checks by CI, which calls make itself."""
+    for command in made_by("demo"):
+        assert run_by_a_page(words_of(command)), f"no page runs {command}"
+    assert [" ".join(words_of(each)[:2]) for each in made_by("test")] == [
+        "ruff check",
+        "ruff format",
+        "mypy",
+        "python tools/imports.py",
+        "python -m",
+    ]
+    assert (ROOT / ".ci" / "run").read_text().endswith("\nmake test\n")
+
+
+def made_by(target: str) -> list[str]:
+    """The commands of the environment that make would run for a target; installing it is not among them."""
+    made = subprocess.run(["make", "-n", target], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    return [line for line in made.splitlines() if line.startswith(".venv/bin/") and " pip " not in line]
 
 
 def test_dots_stand_for_anything() -> None:

@@ -22,7 +22,7 @@ DEVIATIONS = {  # how many are printed
 
 @pytest.mark.parametrize(("path", "number"), printed_in("seeds/004_overview"))
 def test_strategies_give_the_result_of_one_device(path: str, number: int) -> None:
-    ran = run_example(path, number=number, literally=path.endswith("ddp.py"))
+    ran = run_example(path, number=number)
     found = [float(number) for number in re.findall(r"deviation\D*? (\d\.\de[-+]\d+)", ran.ranks[0])]
     assert len(found) == DEVIATIONS[path.rpartition("/")[2]], ran.text
     assert max(found) < 1e-9

@@ -18,8 +18,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+
+from unisono.mesh.interception import Interception
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -104,7 +106,7 @@ class Step:
     generator: torch.Tensor | None  # its state before, where random numbers are drawn
 
 
-class Recording(TorchDispatchMode):
+class Recording(Interception):
     """`with recording: model = make()`; afterwards `place(tensor)` tells where a hollow tensor of the model lies."""
 
     def __init__(self, realise: Callable[[Recording, Sequence[Place]], list[torch.Tensor]]) -> None:
@@ -119,10 +121,6 @@ class Recording(TorchDispatchMode):
         self._foreign: set[int] = set()  # memories that stand for a view of a tensor that was there before
         self._realise = realise
         self._surface = _Surface(self)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, which takes seconds, to keep away from it
 
     def __enter__(self) -> Recording:
         super().__enter__()
@@ -190,10 +188,7 @@ class Recording(TorchDispatchMode):
 
     # ---- operations ----------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunction():
             if func in _LOOKS:
                 return func(self.values(args[0]))

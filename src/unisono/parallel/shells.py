@@ -7,20 +7,20 @@ shells are `lent` their values, each operation that reads one is done with what 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.errors import UsageError
+from unisono.mesh.interception import Interception
 from unisono.parallel.pipeline.dependence import LIKES
 
 
-class Lent(TorchDispatchMode):
+class Lent(Interception):
     """In the block, shells have values for whoever reads them."""
 
     def __init__(
@@ -34,14 +34,7 @@ class Lent(TorchDispatchMode):
         self._value = value
         self._what = what
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, which takes seconds, to keep away from it
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if func._schema.is_mutable:
             self._require_unwritten(func, args, kwargs)
         if func.overloadpacket not in LIKES:

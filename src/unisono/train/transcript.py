@@ -11,16 +11,16 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from unisono.comm import traffic
 from unisono.graph.account import SHORT
+from unisono.mesh.interception import Interception
 from unisono.parallel.trainer import Trainer
 from unisono.plan.action import Action
 
@@ -96,19 +96,13 @@ class Transcript:
             self.lines.append(line)
 
 
-class _Ops(TorchDispatchMode):
+class _Ops(Interception):
     def __init__(self, transcript: Transcript) -> None:
         super().__init__()
         self._transcript = transcript
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, which takes seconds, to keep away from it
-
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        outcome = func(*args, **(kwargs or {}))
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outcome = func(*args, **kwargs)
         if func.namespace != "c10d":
             self._transcript.compute(func.overloadpacket.__name__, outcome)
         return outcome

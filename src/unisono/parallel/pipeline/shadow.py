@@ -13,20 +13,17 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
+
+from unisono.mesh.interception import Interception
 
 _META = torch.device("meta")
 
 
-class Shadow(TorchDispatchMode):
+class Shadow(Interception):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._surface = _Surface(device)
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        return False  # torch would import its compiler, which takes seconds, to keep away from it
 
     def __enter__(self) -> Shadow:
         super().__enter__()
@@ -37,10 +34,7 @@ class Shadow(TorchDispatchMode):
         self._surface.__exit__(*error)
         super().__exit__(*error)
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with torch._C.DisableTorchFunction():
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if any(tensor.device == _META for tensor in tensors):

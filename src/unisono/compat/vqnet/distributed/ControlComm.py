@@ -102,6 +102,8 @@ class CommController:
 
         Pieces of layers that ranks share (ColumnParallelLinear, RowParallelLinear) differ by right, and stay.
         """
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"broadcast_model_params takes a Module, not a {type(model).__name__}")
         whole = nn.Module()
         for name, parameter in model.named_parameters():
             if not layout_of(parameter).splits:

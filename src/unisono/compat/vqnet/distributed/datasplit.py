@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from unisono.compat.vqnet.distributed.joining import joined_if_many
+from unisono.errors import UsageError
 from unisono.train import partition
 
 
@@ -13,5 +14,8 @@ def split_data(x_train: Any, y_train: Any, shuffle: bool = False) -> tuple[Any, 
 
     Shuffled, samples are in the same new order on all ranks before they are cut.
     """
+    for name, given in (("x_train", x_train), ("y_train", y_train)):
+        if not hasattr(given, "__getitem__") or getattr(given, "ndim", 1) == 0:
+            raise UsageError(f"split_data: {name} is {given!r}; expected an array, a tensor or a list")
     joined_if_many()
     return partition.split_data(x_train, y_train, shuffle)

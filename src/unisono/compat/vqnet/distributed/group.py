@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -18,14 +19,27 @@ class Group(NamedTuple):
 
 def groups_of(comm: Communicator, rank_lists: Sequence[Sequence[int]]) -> list[Group]:
     """One group for each list; every rank calls it, with the same lists. A rank may be in several."""
-    lists = [list(ranks) for ranks in rank_lists]
+    lists = [_ranks(ranks) for ranks in _listed(rank_lists)]
     for ranks in lists:
         if not ranks or len(set(ranks)) != len(ranks):
             raise UsageError(f"group {ranks}: expected different ranks, one at least")
         for rank in ranks:
-            if not isinstance(rank, int) or not 0 <= rank < comm.size:
+            if not 0 <= rank < comm.size:
                 raise UsageError(f"group {ranks}: rank {rank!r} is not one of 0 to {comm.size - 1}")
     return [Group(comm.subgroup(ranks) if comm.rank in ranks else None, ranks) for ranks in lists]
+
+
+def _listed(given: Any) -> list[Any]:
+    if isinstance(given, str) or not hasattr(given, "__iter__"):
+        raise UsageError(f"groups {given!r}: expected a list of ranks for each, such as [[0, 1], [2, 3]]")
+    return list(given)
+
+
+def _ranks(given: Any) -> list[int]:
+    try:
+        return [operator.index(rank) for rank in _listed(given)]
+    except TypeError:
+        raise UsageError(f"group {given!r}: expected a list of ranks, which are whole numbers") from None
 
 
 def comm_of_group(group: Any, otherwise: Communicator) -> Communicator:

@@ -47,7 +47,7 @@ class PipelineParallelTrainingWrapper:
         optimizer = optimizer_of(f"{_NAME}, args", settings.need("optimizer"))
         loss = _with_output_first(settings.need("loss"))
         batch, seed = settings.count("train_batch_size"), settings.count("seed", 0, least=0)
-        model = nn.Sequential(*[_layer(number, each) for number, each in enumerate(join_layers)])
+        model = nn.Sequential(*[_layer(number, each) for number, each in enumerate(_listed(join_layers))])
         clip = settings.norm("gradient_clipping")
         micro, stages = settings.count("train_micro_batch_size_per_gpu"), settings.count("pipeline_parallel_size")
         comm = joined(settings.get("backend"))
@@ -100,6 +100,12 @@ class _Function(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.function(x)
+
+
+def _listed(layers: Any) -> list[Any]:
+    if not hasattr(layers, "__iter__") or not (listed := list(layers)):
+        raise UsageError(f"{_NAME}: join_layers is {layers!r}; expected a list of layers")
+    return listed
 
 
 def _layer(number: int, given: Any) -> nn.Module:

@@ -10,7 +10,9 @@ once.
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Mapping
+from numbers import Integral
 from typing import Any
 
 import torch
@@ -36,6 +38,14 @@ _KEPT = 8  # compiled circuits of different forms
 _TOLERANCE = {torch.complex64: 1e-5, torch.complex128: 1e-10}
 
 
+def _places(kind: str, wires: Any) -> tuple[int, ...]:
+    """Wires as numbers: of a number, a list, an array or a tensor."""
+    listed = list(wires) if getattr(wires, "ndim", 1) and hasattr(wires, "__iter__") else [wires]
+    if not all(hasattr(wire, "__index__") and not isinstance(wire, bool) for wire in listed):
+        raise UsageError(f"{kind}: wires={wires!r}; expected a whole number, or a list of them")
+    return tuple(operator.index(wire) for wire in listed)
+
+
 class DistributeQMachine(Module):
     """`num_wires` qubits whose state is spread over all ranks; every rank records the same gates on the same batch.
 
@@ -54,6 +64,8 @@ class DistributeQMachine(Module):
         self.just_defined, self.save_op_history = False, True
         self.qr_config: dict[str, int] = {}
         self._layers: dict[Any, tuple[Any, Layer]] = {}
+        self.batchsize = 1
+        self.circuit = Circuit(num_wires)
         self.reset_states(1)
 
     # ---- VQNet's settings: kept for programs that set them -------------------------------------------------------
@@ -80,9 +92,9 @@ class DistributeQMachine(Module):
 
     def reset_states(self, batchsize: int) -> None:
         """Begin anew, with so many samples in |0...0>."""
-        if isinstance(batchsize, bool) or not isinstance(batchsize, int) or batchsize < 1:
+        if isinstance(batchsize, bool) or not isinstance(batchsize, Integral) or batchsize < 1:
             raise UsageError(f"DistributeQMachine: reset_states({batchsize!r}); expected a number of samples")
-        self.batchsize = batchsize
+        self.batchsize = int(batchsize)
         self.circuit = Circuit(self.num_wires)
         self._form: list[tuple[Any, ...]] = []
         self._shared: list[torch.Tensor] = []  # angles that are the same for all samples
@@ -90,7 +102,7 @@ class DistributeQMachine(Module):
 
     def record(self, kind: str, wires: Wires, params: Any, use_dagger: bool) -> None:
         """Add a gate; see `qnn.vqc`."""
-        places = (wires,) if isinstance(wires, int) else tuple(wires)
+        places = _places(kind, wires)
         values, is_own = self._values(kind, params)
         kept = self._own if is_own else self._shared
         stand_for = feature if is_own else weight
@@ -108,7 +120,10 @@ class DistributeQMachine(Module):
                 return [], False
             needs = f"takes {count} angles, but params is None" if count else "takes no angles, but params are given"
             raise UsageError(f"{kind} {needs}")
-        given = plain(params) if isinstance(params, torch.Tensor) else torch.as_tensor(params, dtype=torch.float64)
+        try:
+            given = plain(params) if isinstance(params, torch.Tensor) else torch.as_tensor(params, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError):
+            raise UsageError(f"{kind}: params={params!r}; expected real angles") from None
         if given.is_complex():
             raise UsageError(f"{kind}: params are {given.dtype}; expected real angles")
         if given.numel() == count:

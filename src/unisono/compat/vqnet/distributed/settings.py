@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -51,16 +52,16 @@ class Settings:
     def count(self, key: str, default: int | None = None, least: int = 1) -> int:
         """A whole number; without a default it is needed."""
         value = self.need(key) if default is None else self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
             raise UsageError(f"{self._where}: {key}={value!r}; expected a whole number of at least {least}")
-        return value
+        return int(value)
 
     def norm(self, key: str) -> float | None:
         """A number above zero, or None where it is not given."""
         value = self.get(key)
-        if value is not None and not (isinstance(value, int | float) and value > 0):
+        if value is not None and (isinstance(value, bool) or not (isinstance(value, Real) and float(value) > 0)):
             raise UsageError(f"{self._where}: {key}={value!r}; expected a number above 0")
-        return value
+        return None if value is None else float(value)
 
 
 def optimizer_of(where: str, given: Any) -> Callable[[Any], Optimizer]:
@@ -78,4 +79,24 @@ def optimizer_of(where: str, given: Any) -> Callable[[Any], Optimizer]:
     def make(parameters: Any) -> Optimizer:
         return kind(parameters, **options)
 
+    _require_accepted(f"{where}, params of {name}", kind, options)
     return make
+
+
+def _require_accepted(where: str, kind: Callable[..., Optimizer], options: Mapping[str, Any]) -> None:
+    """Refuse values that torch refuses; where one is to blame, it is named."""
+    told = _refusal(kind, options)
+    if told is None:
+        return
+    alone = {key: said for key in options if (said := _refusal(kind, {key: options[key]})) is not None}
+    shown = {key: options[key] for key in (list(alone)[:1] or options)}
+    listed = ", ".join(f"{key}={value!r}" for key, value in shown.items())
+    raise UsageError(f"{where}: {listed} is refused: {next(iter(alone.values()), told)}; expected values as torch's")
+
+
+def _refusal(kind: Callable[..., Optimizer], options: Mapping[str, Any]) -> str | None:
+    try:
+        kind([torch.nn.Parameter(torch.zeros(()))], **options)
+    except (TypeError, ValueError, RuntimeError) as error:
+        return str(error)
+    return None

@@ -12,6 +12,7 @@ from unisono.compat.vqnet.distributed.joining import communicator_of
 from unisono.compat.vqnet.dtype import Dtype, dtype_of
 from unisono.compat.vqnet.nn.initial import Initializer, fill
 from unisono.compat.vqnet.nn.module import Module
+from unisono.errors import UsageError
 from unisono.parallel import linear
 
 
@@ -33,6 +34,7 @@ class ColumnParallelLinear(Module, linear.ColumnParallelLinear):
         name: str = "",
         tp_comm: Any = None,
     ) -> None:
+        _require_sizes("ColumnParallelLinear", input_size, output_size)
         options = _options(weight_initializer, bias_initializer, use_bias, dtype, tp_comm)
         linear.ColumnParallelLinear.__init__(self, input_size, output_size, **options)
         self.name = name
@@ -55,6 +57,7 @@ class RowParallelLinear(Module, linear.RowParallelLinear):
         name: str = "",
         tp_comm: Any = None,
     ) -> None:
+        _require_sizes("RowParallelLinear", input_size, output_size)
         options = _options(weight_initializer, bias_initializer, use_bias, dtype, tp_comm)
         linear.RowParallelLinear.__init__(self, input_size, output_size, **options)
         self.name = name
@@ -62,6 +65,12 @@ class RowParallelLinear(Module, linear.RowParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.input_is_parallel = x.shape[-1] != self.in_features
         return super().forward(x)
+
+
+def _require_sizes(name: str, *sizes: Any) -> None:
+    for size in sizes:
+        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+            raise UsageError(f"{name}: size {size!r}; expected input_size and output_size, whole numbers of at least 1")
 
 
 def _options(
@@ -72,6 +81,11 @@ def _options(
     tp_comm: Any,
 ) -> dict[str, Any]:
     """VQNet's words in unisono's."""
+    for name, given in (("weight_initializer", weight_initializer), ("bias_initializer", bias_initializer)):
+        if given is not None and not callable(given):
+            raise UsageError(f"{name}={given!r}; expected a function that makes a tensor of a shape, or None")
+    if dtype is not None and not (dtype_of(dtype).is_floating_point or dtype_of(dtype).is_complex):
+        raise UsageError(f"dtype={dtype!r} is {dtype_of(dtype)}; weights are trained, so expected floats or complex")
     comm = communicator_of(tp_comm)
     return {
         "bias": use_bias,

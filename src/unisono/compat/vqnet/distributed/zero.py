@@ -44,6 +44,15 @@ class ZeroModelInitial(Module):
 
     def __init__(self, args: Mapping[str, Any], model: nn.Module, optimizer: Optimizer | None = None) -> None:
         super().__init__()
+        if not isinstance(model, nn.Module):
+            raise UsageError(f"{_NAME}: the model is a {type(model).__name__}; expected a Module")
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UsageError(f"{_NAME}: {type(model).__name__} has no parameters to train")
+        if optimizer is not None and not isinstance(optimizer, Optimizer):
+            raise UsageError(
+                f"{_NAME}: the optimizer is a {_kind(optimizer)}; expected one that was made for the model's "
+                "parameters, or None for that of args"
+            )
         settings = Settings(f"{_NAME}, args", args, _KEYS)
         settings.count("train_batch_size")
         stage = Settings(
@@ -79,6 +88,8 @@ class ZeroModelInitial(Module):
         """Gradients of the mean over all ranks' samples."""
         if self._rows is None or self._has_gradients:
             raise UsageError(f"{_NAME}: call the model, backward(loss) and step() in turn, each once")
+        if not isinstance(loss, torch.Tensor) or not loss.requires_grad:
+            raise UsageError(f"{_NAME}: backward of {loss!r}; expected a loss that was computed from the outputs")
         if loss.numel() != 1:
             raise UsageError(f"{_NAME}: backward of a loss of shape {tuple(loss.shape)}; expected one number")
         total = self._comm.all_reduce(torch.tensor([self._rows], device=self._comm.device))
@@ -97,6 +108,10 @@ class ZeroModelInitial(Module):
         for _, each in self._zero.optimized():
             each.grad = None
         self._has_gradients = False
+
+
+def _kind(given: Any) -> str:
+    return f"class, {given.__name__}" if isinstance(given, type) else type(given).__name__
 
 
 def _same(optimizer: Optimizer, model: nn.Module) -> Callable[[Any], Optimizer]:

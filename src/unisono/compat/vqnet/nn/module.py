@@ -19,6 +19,8 @@ class Module(nn.Module):
     def to(self, *args: Any, **kwargs: Any) -> Self:
         if args and isinstance(args[0], int):
             args = (device_of(args[0]), *args[1:])
+        if isinstance(kwargs.get("device"), int):
+            kwargs["device"] = device_of(kwargs["device"])
         return super().to(*args, **kwargs)
 
     def toGPU(self, device: Device = DEV_GPU_0) -> Self:

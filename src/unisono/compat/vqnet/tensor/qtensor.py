@@ -73,7 +73,7 @@ class QTensor(torch.Tensor):
         super().backward(gradient, *args, **kwargs)
 
     def to(self, *args: Any, **kwargs: Any) -> Any:
-        return super().to(*[_device_or(each) for each in args], **kwargs)
+        return super().to(*[_device_or(each) for each in args], **_with_device(kwargs))
 
     def toGPU(self, device: Device = DEV_GPU_0) -> Any:
         return self.to(device)
@@ -97,6 +97,10 @@ class QTensor(torch.Tensor):
 def _device_or(given: Any) -> Any:
     """A number is a device; everything else is as torch takes it."""
     return device_of(given) if isinstance(given, int) and not isinstance(given, bool) else given
+
+
+def _with_device(kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**kwargs, "device": _device_or(kwargs["device"])} if "device" in kwargs else kwargs
 
 
 def plain(value: Any) -> Any:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Mapping
 from functools import reduce
 from operator import add
 from typing import Any, Protocol
@@ -64,14 +65,24 @@ def _by_wires(given: Mapping[str, Any]) -> PauliSum:
     missing = [key for key in _BY_WIRES if key not in given]
     if missing:
         raise UsageError(f"MeasureAll: obs lacks the key {missing[0]!r}; expected {', '.join(_BY_WIRES)}")
+    strangers = [key for key in given if key not in _BY_WIRES]
+    if strangers:
+        raise UsageError(f"MeasureAll: unknown key {strangers[0]!r} of obs; expected {', '.join(_BY_WIRES)}")
     columns = [_listed(given[key]) for key in _BY_WIRES]
+    if not columns[0]:
+        raise UsageError(f"MeasureAll(obs={dict(given)!r}): no wires; {_ACCEPTED}")
     if len({len(column) for column in columns}) != 1:
         lengths = ", ".join(f"{key} has {len(column)}" for key, column in zip(_BY_WIRES, columns, strict=True))
         raise UsageError(f"MeasureAll: {lengths}; expected as many of each")
     return reduce(
-        add, [_term(f"{str(kind).upper()}{wire}", factor) for wire, kind, factor in zip(*columns, strict=True)]
+        add, [_term(f"{str(kind).upper()}{_number(wire)}", factor) for wire, kind, factor in zip(*columns, strict=True)]
     )
 
 
+def _number(wire: Any) -> Any:
+    return operator.index(wire) if hasattr(wire, "__index__") and not isinstance(wire, float) else wire
+
+
 def _listed(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, Sequence) and not isinstance(value, str) else [value]
+    is_many = hasattr(value, "__iter__") and getattr(value, "ndim", 1) > 0 and not isinstance(value, str)
+    return list(value) if is_many else [value]
