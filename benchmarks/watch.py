@@ -35,19 +35,22 @@ class NoLog(Log):
 def unwatched(comm: Communicator) -> Communicator:
     """A communicator over the same group that keeps no log."""
     if comm.backend == "mpi":
-        from unisono.comm.mpi_communicator import MPICommunicator
-        from unisono.comm.mpi_now import soon_done
+        from unisono.comm.mpi_communicator import IN_PLACE, LOOKS, MPICommunicator, address_of
 
         class Unwatched(MPICommunicator):
-            def _all_reduce_plain(self, tensor: Any, shape: Any, dtype: Any, op: Any, plain: Any) -> Any:
+            def _all_reduce_plain(self, tensor: Any, op: Any, plain: Any) -> Any:
                 if traffic.counters:
-                    traffic.note("all_reduce", self.size, tensor)
+                    traffic.note("all_reduce", self.size, tensor, self.ranks)
+                count = tensor.numel()
                 try:
-                    requests = self._mpi.start_in_place(tensor.data_ptr(), shape.numel(), plain)
-                    if len(requests) == 1 and soon_done(requests[0]):
-                        return tensor
-                    for request in requests:
-                        request.Wait()
+                    itemsize, datatype, mpi_op = plain
+                    buffer = address_of(tensor.data_ptr(), count * itemsize), datatype
+                    request = self._start_all_reduce(IN_PLACE, buffer, mpi_op)
+                    test = request.Test
+                    for _ in LOOKS:
+                        if test():
+                            return tensor
+                    request.Wait()
                 except RuntimeError as error:
                     raise self._watch.explained(error) from error
                 return tensor

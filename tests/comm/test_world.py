@@ -114,6 +114,15 @@ def test_bad_input_is_an_error_before_anyone_waits(tmp_path: Path, monkeypatch: 
         uni.init("glow")
     with pytest.raises(UsageError, match="positive number of seconds"):
         uni.init(timeout=0)
+    with pytest.raises(UsageError, match="timeout=inf: expected a positive number of seconds, 1e\\+09 at most"):
+        uni.init(timeout=float("inf"))
+    with pytest.raises(UsageError, match="timeout='soon': expected a number of seconds"):
+        uni.init(timeout="soon")  # type: ignore[arg-type]
+    for wrong in ({"rank": "0", "world_size": 2}, {"rank": 0.0, "world_size": 2}, {"rank": 0, "world_size": 2.0}):
+        with pytest.raises(UsageError, match="expected a whole number"):
+            uni.init(init_method="tcp://127.0.0.1:9", **wrong)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="init_method 5: expected"):
+        uni.init(init_method=5)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="does not exist; make it first"):
         uni.init(init_method=f"file://{tmp_path}/no/meet", rank=0, world_size=2)
     with pytest.raises(UsageError, match="that is a folder"):

@@ -22,6 +22,7 @@ from unisono.errors import UsageError
 _all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 _reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
+_GATHERING = 2**30  # the tag of an uneven gather's messages, which must not meet the user's own
 _FEW = 16  # ranks: up to so many, a message to each of them costs less than it saves
 
 
@@ -91,8 +92,8 @@ class Collectives(Operations):
 
     def all_gather(self, tensor: torch.Tensor, *, uneven: bool = False, async_op: bool = False) -> Outcome:
         """A list of every rank's tensor. With `uneven` the shapes may differ; else they must be equal."""
-        shapes = self._shapes(tensor) if uneven else [tuple(tensor.shape)] * self.size
         mine, _ = self._moving(tensor)
+        shapes = self._shapes(tensor) if uneven else [tuple(tensor.shape)] * self.size
         pieces = [self._moving(tensor.new_empty(shape)) for shape in shapes]
         wires = [wire for wire, _ in pieces]
 
@@ -136,9 +137,9 @@ class Collectives(Operations):
         `out`, which the root may pass where they do not, is the place for all, (size, *shape), and then the outcome.
         """
         self._require_rank("root", root)
+        mine, _ = self._moving(tensor)
         shapes = self._shapes(tensor) if uneven else [tuple(tensor.shape)] * self.size
         is_root = self.rank == root
-        mine, _ = self._moving(tensor)
         places = list(self._gathering_place(out, tensor)) if is_root and not uneven else []
         places = places or ([tensor.new_empty(shape) for shape in shapes] if is_root else [])
         pieces = [self._moving(place) for place in places]
@@ -148,11 +149,11 @@ class Collectives(Operations):
             if len(set(shapes)) == 1:
                 return [dist.gather(mine, wires or None, group=self.group, group_dst=root, async_op=True)]
             if not is_root:
-                works = [dist.isend(mine, group=self.group, group_dst=root)] if mine.numel() else []
+                works = [dist.isend(mine, group=self.group, group_dst=root, tag=_GATHERING)] if mine.numel() else []
             else:
                 wires[root].copy_(mine)
                 works = [
-                    dist.irecv(wire, group=self.group, group_src=source)
+                    dist.irecv(wire, group=self.group, group_src=source, tag=_GATHERING)
                     for source, wire in enumerate(wires)
                     if source != root and wire.numel()
                 ]
@@ -163,7 +164,8 @@ class Collectives(Operations):
             return (finished if out is None or uneven else out) if is_root else None
 
         detail = (UNEVEN if uneven else "") + detail_of_root(root)
-        return self._run("gather", tensor, start, finish, async_op, detail)
+        is_mute = self._carrier(tensor) is GLOO and len(set(shapes)) > 1
+        return self._run("gather", tensor, start, finish, async_op, detail, is_mute=is_mute)
 
     def scatter(
         self,
@@ -175,8 +177,8 @@ class Collectives(Operations):
     ) -> Outcome:
         """`out` becomes chunks[rank] of the root; only the root passes `chunks`, a list or one tensor of rows."""
         self._require_rank("root", root)
-        given = self._require_chunks(out, chunks) if self.rank == root else []
         wire, finish = self._moving(out)
+        given = self._require_chunks(out, chunks) if self.rank == root else []
         chunk_wires = [self._moving(chunk)[0] for chunk in given] if self.rank == root else None
 
         def start() -> list[dist.Work]:
@@ -203,7 +205,7 @@ class Collectives(Operations):
 
         def deliver(reduced: torch.Tensor) -> torch.Tensor:
             if reduced is not out:
-                carriage.from_wire(reduced, out, self.size)
+                carriage.from_wire(reduced, out.detach(), self.size)
             return out
 
         if carriage.gathers:
@@ -271,6 +273,8 @@ class Collectives(Operations):
         return self._run("barrier", None, lambda: [dist.barrier(self.group, async_op=True)], lambda: None, async_op)
 
     def _require_room(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
+        for each in (out, tensor):
+            self._require_numbers(each)
         if out.numel() != tensor.numel() * self.size or out.dtype != tensor.dtype:
             raise UsageError(
                 f"all_gather_into: out is {out.dtype} of {out.numel()} elements; expected {tensor.dtype} of "
@@ -293,6 +297,8 @@ class Collectives(Operations):
     ) -> list[torch.Tensor]:
         shape, dtype = out.shape, out.dtype
         chunks = () if chunks is None else chunks
+        for chunk in chunks:
+            self._require_numbers(chunk)
         if len(chunks) != self.size or any(chunk.shape != shape or chunk.dtype != dtype for chunk in chunks):
             given = [(chunk.dtype, tuple(chunk.shape)) for chunk in chunks]
             raise UsageError(
@@ -307,9 +313,12 @@ class Collectives(Operations):
         if recv_sizes is not None:
             if len(recv_sizes) != self.size or min(recv_sizes) < 0:
                 raise UsageError(f"all_to_all: recv_sizes {list(recv_sizes)}; expected {self.size} sizes of at least 0")
+            if self._watch.check is not None and (sent := self._asked_of_others(outgoing)) != list(recv_sizes):
+                raise UsageError(f"all_to_all: recv_sizes {list(recv_sizes)}, but the others send {sent}")
             return list(recv_sizes)
-        if send_sizes is None:
-            return outgoing
+        return outgoing if send_sizes is None else self._asked_of_others(outgoing)
+
+    def _asked_of_others(self, outgoing: list[int]) -> list[int]:
         sizes = torch.tensor(outgoing)
         told = torch.empty_like(sizes)
         dist.all_to_all_single(told, sizes, group=self.group)

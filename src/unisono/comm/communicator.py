@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from itertools import zip_longest
 
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from unisono.comm import traffic
+from unisono.comm.backends import GLOO
 from unisono.comm.handle import Handle
+from unisono.comm.log import describe
 from unisono.comm.objects import Objects
 from unisono.comm.operation import Outcome
-from unisono.comm.watch import Watch
+from unisono.comm.watch import MARGIN, Watch
 from unisono.errors import UsageError
 
 
@@ -148,7 +152,8 @@ class Communicator(Objects):
             raise self._watch.explained(error) from error
         finally:
             self._letters.left = self._letters.entered
-        handle = Handle(works, finish, self._watch.waiter(self._letters))
+        is_mute = self._is_mute(*(tensor for tensor, _ in (*sends, *recvs)))
+        handle = Handle(works, finish, self._watch.waiter(self._letters), is_mute=is_mute)
         return handle if async_op else handle.wait()
 
     def block(self, what: str, until: Callable[[], None]) -> None:
@@ -172,7 +177,8 @@ class Communicator(Objects):
             raise self._watch.explained(error) from error
         finally:
             self._letters.left = self._letters.entered
-        return Handle([work] if work else [], lambda: wire, self._watch.waiter(self._letters))
+        waiter = self._watch.waiter(self._letters)
+        return Handle([work] if work else [], lambda: wire, waiter, is_mute=self._is_mute(tensor))
 
     def _receive(self, op: str, tensor: torch.Tensor, source: int, tag: int) -> Handle:
         self._require_peer(source)
@@ -186,7 +192,12 @@ class Communicator(Objects):
             raise self._watch.explained(error) from error
         finally:
             self._letters.left = self._letters.entered
-        return Handle([work] if work else [], finish, self._watch.waiter(self._letters))
+        waiter = self._watch.waiter(self._letters)
+        return Handle([work] if work else [], finish, waiter, is_mute=self._is_mute(tensor))
+
+    def _is_mute(self, *tensors: torch.Tensor) -> bool:
+        """Whether messages of these tensors go over gloo, which does not tell that one has arrived."""
+        return any(self._carrier(tensor) is GLOO for tensor in tensors)
 
     def _require_peer(self, peer: int) -> None:
         self._require_rank("peer", peer)
@@ -198,6 +209,8 @@ class Communicator(Objects):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator | None:
         """The communicator of the one of `groups` that this rank is in, or None. Every rank calls it, with the same
         lists."""
+        if not all(isinstance(group, Sequence) and not isinstance(group, str) for group in groups):
+            raise UsageError(f"split {groups!r}: expected a list of lists of ranks, such as [[0, 1], [2, 3]]")
         members = [rank for group in groups for rank in group]
         for rank in members:
             self._require_rank("rank", rank)
@@ -219,7 +232,8 @@ class Communicator(Objects):
         world_ranks = sorted(self.ranks[rank] for rank in ranks)
         name = self._child_name(world_ranks)
         with _group_named(name):
-            group = dist.new_group(world_ranks, use_local_synchronization=True)
+            patience = timedelta(seconds=self._watch.timeout + MARGIN)
+            group = dist.new_group(world_ranks, patience, use_local_synchronization=True)
         if self.backend == "gloo":  # a member that ended now would close lines that another is still connecting
             group.barrier().wait()
         here = [rank for rank in world_ranks if self._hosts[rank] == self.host]
@@ -241,11 +255,14 @@ class Communicator(Objects):
 
     def broadcast_parameters(self, module: torch.nn.Module, root: int = 0) -> None:
         """Make every rank's parameters and buffers those of the root."""
-        shapes = [(name, tuple(t.shape), str(t.dtype)) for name, t in module.state_dict(keep_vars=True).items()]
-        everyone = self.all_gather_object(shapes)
+        self._require_rank("root", root)
+        tensors = [*module.named_parameters(), *module.named_buffers()]
+        everyone = self.all_gather_object([f"{name} {describe(each.shape, each.dtype)}" for name, each in tensors])
         for rank, theirs in enumerate(everyone):
-            if theirs != everyone[root]:
-                raise UsageError(f"broadcast_parameters: the modules differ: rank {rank}'s is not like rank {root}'s")
-        handles = [self.broadcast(tensor, root, async_op=True) for tensor in (*module.parameters(), *module.buffers())]
+            for one, other in zip_longest(theirs, everyone[root], fillvalue="nothing more"):
+                if one != other:
+                    found = f"rank {rank} has {one} where rank {root} has {other}"
+                    raise UsageError(f"broadcast_parameters: the modules differ: {found}")
+        handles = [self.broadcast(tensor, root, async_op=True) for _, tensor in tensors]
         for handle in handles:
             handle.wait()

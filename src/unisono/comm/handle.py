@@ -16,7 +16,8 @@ class Handle:
     """One operation under way, possibly made of several pieces of work.
 
     The outcome is brought into the caller's tensors exactly once, by whichever of `wait`, a true `is_completed` or the
-    future comes first; until then the tensors of the operation must not be read or written.
+    future comes first; until then the tensors of the operation must not be read or written. Of an operation that
+    failed, `is_completed` is true as well, and `wait` raises.
     """
 
     def __init__(
@@ -24,26 +25,46 @@ class Handle:
         works: Sequence[dist.Work],
         finish: Finish,
         waiting: Callable[[Callable[[], None]], None] | None = None,
+        *,
+        is_mute: bool = False,
     ) -> None:
+        """`is_mute`: the works do not say when they are over, and can be waited for only once."""
         self._works = works
         self._finish = finish
         self._waiting = waiting
-        self._lock = threading.Lock()
+        self._is_mute = is_mute
+        self._turn = threading.Lock()  # one thread waits, or finishes, at a time
+        self._watcher: torch.futures.Future[Any] | None = None
         self._done = False
+        self._error: Exception | None = None
         self._result: Any = None
 
     def wait(self) -> Any:
         """Block until the operation is over; returns its result."""
         if not self._done:
-            if self._waiting is None:
-                self._wait_for_works()
-            else:
-                self._waiting(self._wait_for_works)
-        return self._complete()
+            with self._turn:
+                if not self._done:
+                    self._wait()
+                    self._complete()
+        return self._result
 
     def is_completed(self) -> bool:
-        if not self._done and all(work.is_completed() for work in self._works):
-            self._complete()
+        if self._done or self._error is not None:
+            return True
+        if self._is_mute:
+            self._watcher = self._watcher or self.get_future()
+            return self._watcher.done()
+        if not all(work.is_completed() for work in self._works):
+            return False
+        if self._turn.acquire(blocking=False):  # else another thread is about to finish
+            try:
+                if not self._done:
+                    self._wait_for_works()  # they are over: this says how they ended
+                    self._complete()
+            except RuntimeError:
+                return True  # `wait` says why
+            finally:
+                self._turn.release()
         return self._done
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -62,14 +83,23 @@ class Handle:
             threading.Thread(target=watch, name="unisono-future", daemon=True).start()
         return future
 
+    def _wait(self) -> None:
+        if self._error is not None:
+            raise self._error
+        try:
+            if self._waiting is None:
+                self._wait_for_works()
+            else:
+                self._waiting(self._wait_for_works)
+        except Exception as error:
+            self._error = error
+            raise
+
     def _wait_for_works(self) -> None:
         for work in self._works:
             work.wait()
 
-    def _complete(self) -> Any:
-        with self._lock:
-            if not self._done:
-                self._result = self._finish()
-                self._done = True
-                self._works = ()
-        return self._result
+    def _complete(self) -> None:
+        self._result = self._finish()
+        self._done = True
+        self._works = ()

@@ -19,7 +19,7 @@ UNEVEN = "uneven"  # in the detail of an operation: shapes may differ between ra
 
 # number, operation, detail, shape, dtype, where it was called (code, instruction), how many quick ones came before
 Raw = tuple[int, str, str, tuple[int, ...] | None, torch.dtype | None, CodeType, int, int]
-Quick = tuple[int, tuple[int, ...], torch.dtype]  # which of the quick ones, from 1; shape, dtype
+Run = tuple[int, tuple[int, ...], torch.dtype]  # the first of some quick ones that are alike, from 1; shape, dtype
 
 
 @dataclass(frozen=True)
@@ -39,12 +39,15 @@ class Entry:
 class Log:
     """The last `LENGTH` operations of one group on this rank, numbered from 1.
 
-    An operation that may block is written down in the ring before it does. Of a small all_reduce that was over at once
-    only the tensor is kept, in `quicks`: nothing else is treated so, and so a number that is missing in the ring was
-    one of those.
+    An operation that may block is written down in the ring before it does. A small all_reduce that was over at once is
+    only counted; `runs` tell which of those had tensors of how many numbers, and the shape of the first of each run.
+    Nothing else is treated so, and so a number that is missing in the ring was one of those.
     """
 
-    __slots__ = ("append", "awaited", "entered", "group", "left", "quick", "quicks", "ranks", "remember", "ring")
+    __slots__ = (
+        *("append", "awaited", "entered", "group", "left", "quick"),
+        *("ranks", "ring", "run_elements", "run_kind", "runs"),
+    )
 
     def __init__(self, group: str, ranks: tuple[int, ...]) -> None:
         self.group = group
@@ -52,8 +55,9 @@ class Log:
         self.ring: deque[Raw] = deque(maxlen=LENGTH)
         self.append = self.ring.append
         self.quick = 0
-        self.quicks: deque[Quick] = deque(maxlen=LENGTH)
-        self.remember = self.quicks.append
+        self.runs: deque[Run] = deque(maxlen=LENGTH)
+        self.run_elements = -1  # of each tensor of the last run
+        self.run_kind: object = None  # what else its calls have in common
         self.entered = 0
         self.left = 0  # how many of those entered this rank has returned from
         self.awaited = 0  # the asynchronous operation that this rank waits for; 0 for none
@@ -64,6 +68,17 @@ class Log:
         shape, dtype = (None, None) if tensor is None else (tensor.shape, tensor.dtype)
         self.entered += 1
         self.append((self.count, op, detail, shape, dtype, frame.f_code, frame.f_lasti, self.quick))
+
+    def begin_run(self, tensor: torch.Tensor, elements: int, kind: object) -> None:
+        """Count a quick one that is not like the last."""
+        self.runs.append((self.quick + 1, tensor.shape, tensor.dtype))
+        self.run_elements, self.run_kind = elements, kind
+        self.quick += 1  # last: who reads this first finds the run of every one that it counts
+
+    def withdraw(self) -> None:
+        """The operation just entered was refused before another rank was asked: it does not count."""
+        self.entered -= 1
+        self.ring.pop()
 
     @property
     def count(self) -> int:
@@ -91,14 +106,18 @@ class Log:
 
     def numbered_quicks(self) -> dict[int, tuple[tuple[int, ...], torch.dtype]]:
         """The tensors of the last quick ones by the numbers of the operations. Any thread may ask."""
-        quicks = list(self.quicks)  # before the ring: what is written there meanwhile came later than all of these
+        last = self.quick  # before the rest: what is written there meanwhile came later than all of these
+        runs = list(self.runs)
         places = [(raw[7], raw[0] - raw[7]) for raw in list(self.ring)]  # quick ones before it; which of the written
+        first = max(1, last - LENGTH + 1)
         if places and places[0][1] > 1:  # some are forgotten: only what came after the first that is left is sure
-            quicks = [each for each in quicks if each[0] > places[0][0]]
+            first = max(first, places[0][0] + 1)
         found = {}
-        for which, shape, dtype in quicks:
-            written = max((nth for before, nth in places if before < which), default=0)
-            found[which + written] = (shape, dtype)
+        for which in range(first, last + 1):
+            run = next((run for run in reversed(runs) if run[0] <= which), None)
+            if run is not None:
+                written = max((nth for before, nth in places if before < which), default=0)
+                found[which + written] = run[1:]
         return found
 
 

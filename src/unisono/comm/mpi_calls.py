@@ -320,13 +320,19 @@ def receive(tensor: torch.Tensor, source: int, tag: int) -> Call:
     def finish() -> None:
         count = status.Get_count(carrier(memory)[1]) if len(steps) == 1 else memory.numel()
         if count != memory.numel():
-            raise CommError(
-                f"recv expected {memory.numel()} elements ({tensor.dtype}), but rank {status.Get_source()} "
-                f"sent {'a part of an element' if count < 0 else count}"
-            )
+            raise not_as_long(tensor, status)
         land(memory, tensor)
 
     return Call("recv", steps, [tensor], (memory,), finish, status)
+
+
+def not_as_long(tensor: torch.Tensor, status: MPI.Status) -> CommError:
+    """What to raise for a message that does not fill the tensor it is for."""
+    elements, rest = divmod(status.Get_count(MPI.BYTE), tensor.itemsize)
+    return CommError(
+        f"recv expected {tensor.numel()} elements ({tensor.dtype}), but rank {status.Get_source()} "
+        f"sent {elements}{' and a part of one' if rest else ''}"
+    )
 
 
 def together(name: str, calls: Sequence[Call]) -> Call:

@@ -9,33 +9,32 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any
 
 import torch
+from mpi4py import MPI
 
+from unisono.comm import mpi_buffer, traffic
 from unisono.comm import mpi_calls as calls
-from unisono.comm import traffic
-from unisono.comm.communicator import Communicator, Piece
 from unisono.comm.handle import Handle
 from unisono.comm.log import UNEVEN, detail_of_op, detail_of_root
 from unisono.comm.mpi_calls import Call
 from unisono.comm.mpi_memory import Memory, Pair, joined_view, memory_of, pair_of
-from unisono.comm.mpi_now import LOOKS, PLAIN, Plain, soon_done
+from unisono.comm.mpi_messages import MPIMessages, is_own
+from unisono.comm.mpi_now import LOOKS, PLAIN, Plain
 from unisono.comm.operation import Outcome
 from unisono.comm.reduction import Factor, plan_reduction
-from unisono.errors import UnisonoError
+from unisono.errors import UsageError
 
-if TYPE_CHECKING:
-    from unisono.comm.mpi_group import MPIProcessGroup
+IN_PLACE, address_of = MPI.IN_PLACE, MPI.memory.fromaddress
 
 
-class MPICommunicator(Communicator):
+class MPICommunicator(MPIMessages):
     """As Communicator; only quicker."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._mpi = cast("MPIProcessGroup", self.group)
-        self._raw = self._mpi.comm
+        self._start_all_reduce = self._raw.Iallreduce
         self._is_plain = self._watch.check is None
 
     def _do(
@@ -51,6 +50,8 @@ class MPICommunicator(Communicator):
     ) -> Outcome:
         """Run `prompt`, or start `call` for a handle to wait for; either way the outcome is `result`."""
         log, watch = self._log, self._watch
+        if tensor is not None:
+            self._require_numbers(tensor)
         log.enter(op, detail, tensor, depth)
         if traffic.counters:
             traffic.note(op, self.size, tensor, self.ranks)
@@ -60,8 +61,11 @@ class MPICommunicator(Communicator):
             if async_op:
                 return Handle([self._mpi.start(call())], lambda: result, watch.waiter(log))
             prompt()
+        except UsageError:
+            log.withdraw()
+            raise
         except RuntimeError as error:
-            if isinstance(error, UnisonoError) and error.__cause__ is None:
+            if is_own(error):
                 raise
             raise watch.explained(error) from error
         finally:
@@ -97,7 +101,7 @@ class MPICommunicator(Communicator):
         log.left = log.entered
 
     def broadcast(self, tensor: torch.Tensor, root: int = 0, *, async_op: bool = False) -> Outcome:
-        if not 0 <= root < self.size:
+        if root.__class__ is not int or not 0 <= root < self.size:
             self._require_rank("root", root)
         if self._is_plain and not async_op and not traffic.counters:
             memory = memory_of(tensor)
@@ -118,18 +122,18 @@ class MPICommunicator(Communicator):
     def all_reduce(
         self, tensor: torch.Tensor, op: str = "sum", *, factor: Factor | None = None, async_op: bool = False
     ) -> Outcome:
-        dtype = tensor.dtype
-        plain = PLAIN.get((dtype, op))
+        plain = PLAIN.get((tensor.dtype, op)) if isinstance(tensor, torch.Tensor) else None
         if (
             plain is not None
             and not async_op
-            and self._watch.check is None
+            and self._is_plain
+            and factor is None
             and tensor.is_cpu
             and tensor.is_contiguous()
             and not tensor.is_neg()
         ):
-            return self._all_reduce_plain(tensor, tensor.shape, dtype, op, plain)
-        plan_reduction(op, dtype)
+            return self._all_reduce_plain(tensor, op, plain)
+        self._require_reduction(tensor, op, factor)
         return self._do(
             "all_reduce",
             detail_of_op(op),
@@ -140,9 +144,7 @@ class MPICommunicator(Communicator):
             lambda: calls.all_reduce(tensor, op, factor, self.size),
         )
 
-    def _all_reduce_plain(
-        self, tensor: torch.Tensor, shape: torch.Size, dtype: torch.dtype, op: str, plain: Plain
-    ) -> torch.Tensor:
+    def _all_reduce_plain(self, tensor: torch.Tensor, op: str, plain: Plain) -> torch.Tensor:
         """The commonest call of all, with nothing done twice: numbers that MPI adds up where they lie.
 
         One that is over soon, before anybody could want to know more, is only counted.
@@ -150,16 +152,24 @@ class MPICommunicator(Communicator):
         log = self._log
         if traffic.counters:
             traffic.note("all_reduce", self.size, tensor, self.ranks)
+        count = tensor.numel()
         try:
-            requests = self._mpi.start_in_place(tensor.data_ptr(), shape.numel(), plain)
-            if len(requests) == 1 and soon_done(requests[0]):
-                which = log.quick = log.quick + 1
-                log.remember((which, shape, dtype))
-                return tensor
-            frame = sys._getframe(2)
-            log.entered += 1
-            detail = detail_of_op(op)
-            log.append((log.count, "all_reduce", detail, shape, dtype, frame.f_code, frame.f_lasti, log.quick))
+            if count <= mpi_buffer.AT_ONCE:
+                itemsize, datatype, mpi_op = plain
+                buffer = address_of(tensor.data_ptr(), count * itemsize), datatype
+                request = self._start_all_reduce(IN_PLACE, buffer, mpi_op)
+                test = request.Test
+                for _ in LOOKS:  # `soon_done` written out: a call more is felt here
+                    if test():
+                        if count == log.run_elements and plain is log.run_kind:
+                            log.quick += 1
+                        else:
+                            log.begin_run(tensor, count, plain)
+                        return tensor
+                requests = [request]
+            else:
+                requests = self._mpi.start_in_place(tensor.data_ptr(), count, plain)
+            log.enter("all_reduce", detail_of_op(op), tensor, 3)
             for request in requests:
                 request.Wait()
         except RuntimeError as error:
@@ -177,7 +187,7 @@ class MPICommunicator(Communicator):
         async_op: bool = False,
     ) -> Outcome:
         self._require_rank("root", root)
-        plan_reduction(op, tensor.dtype)
+        self._require_reduction(tensor, op, factor)
         return self._do(
             "reduce",
             detail_of_op(op) + detail_of_root(root),
@@ -189,6 +199,7 @@ class MPICommunicator(Communicator):
         )
 
     def all_gather(self, tensor: torch.Tensor, *, uneven: bool = False, async_op: bool = False) -> Outcome:
+        self._require_numbers(tensor)
         if not uneven:
             joined = torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
             return self._do(
@@ -238,7 +249,7 @@ class MPICommunicator(Communicator):
         out: torch.Tensor | None = None,
         async_op: bool = False,
     ) -> Outcome:
-        if not 0 <= root < self.size:
+        if root.__class__ is not int or not 0 <= root < self.size:
             self._require_rank("root", root)
         is_root = self.rank == root
         if not uneven:
@@ -284,7 +295,7 @@ class MPICommunicator(Communicator):
         *,
         async_op: bool = False,
     ) -> Outcome:
-        if not 0 <= root < self.size:
+        if root.__class__ is not int or not 0 <= root < self.size:
             self._require_rank("root", root)
         if self._is_plain and not async_op and not traffic.counters:
             if self.rank != root:
@@ -304,55 +315,6 @@ class MPICommunicator(Communicator):
             "scatter", detail_of_root(root), out, out, async_op, lambda: calls.scatter_even(out, whole, root)
         )
 
-    def exchange(self, sends: Sequence[Piece] = (), recvs: Sequence[Piece] = (), *, async_op: bool = False) -> Outcome:
-        log, watch = self._letters, self._watch
-        into, of = self._parcels(recvs), self._parcels(sends)
-        if into is not None and of is not None and not async_op and not traffic.counters:
-            raw = self._raw
-            try:
-                requests = [raw.Irecv(buffer, source) for buffer, source in into]
-                requests += [raw.Isend(buffer, to) for buffer, to in of]
-                log.enter("exchange", "", None, 2)
-                for request in requests:
-                    if not soon_done(request):
-                        request.Wait()
-            except RuntimeError as error:
-                raise watch.explained(error) from error
-            log.left = log.entered
-            return [tensor for tensor, _ in recvs]
-        received = [tensor for tensor, _ in recvs]
-        if traffic.counters:
-            for tensor, to in sends:
-                traffic.note("send", self.size, tensor, (self.ranks[to],))
-            for tensor, source in recvs:
-                traffic.note_arrival(tensor, self.ranks[source])
-        peers = ",".join(str(peer) for peer in sorted({peer for _, peer in (*sends, *recvs)}))
-        log.enter(f"exchange with ranks {peers}", "", None, 2)
-        made = [calls.receive(tensor, source, 0) for tensor, source in recvs]
-        made += [calls.send(tensor, to, 0) for tensor, to in sends]
-        try:
-            if async_op:
-                return Handle([self._mpi.start(call) for call in made], lambda: received, watch.waiter(log))
-            self._mpi.run_together(made)
-        except RuntimeError as error:
-            raise watch.explained(error) from error
-        finally:
-            log.left = log.entered
-        return received
-
-    def _parcels(self, pieces: Sequence[Piece]) -> list[tuple[Any, int]] | None:
-        """The pieces as MPI takes them, or None where it cannot take all as they lie."""
-        parcels: list[tuple[Any, int]] | None = []
-        for tensor, peer in pieces:
-            if peer == self.rank or not 0 <= peer < self.size:
-                self._require_peer(peer)
-            memory = memory_of(tensor)
-            if memory is None:
-                parcels = None
-            elif parcels is not None:
-                parcels.append((memory.buffer, peer))
-        return parcels
-
     def reduce_scatter(
         self,
         tensor: torch.Tensor,
@@ -363,7 +325,14 @@ class MPICommunicator(Communicator):
         out: torch.Tensor | None = None,
         async_op: bool = False,
     ) -> Outcome:
-        if out is not None and sizes is None and self._is_plain and not async_op and not traffic.counters:
+        if (
+            out is not None
+            and sizes is None
+            and factor is None
+            and self._is_plain
+            and not async_op
+            and not traffic.counters
+        ):
             pair = pair_of(out, tensor)
             plain = None if pair is None or pair.parts != self.size else PLAIN.get((pair.dtype, op))
             if pair is not None and plain is not None:
@@ -373,7 +342,7 @@ class MPICommunicator(Communicator):
                 self._settle("reduce_scatter", detail_of_op(op), pair, request, sys._getframe(1))
                 return out
         parts = self._parts("reduce_scatter", tensor, sizes)
-        plan_reduction(op, tensor.dtype)
+        self._require_reduction(tensor, op, factor)
         out = self._room("reduce_scatter", out, tensor, parts[self.rank])
         even = len(set(parts)) == 1
         pieces = () if even else tensor.split(parts)
@@ -423,6 +392,10 @@ class MPICommunicator(Communicator):
                 else calls.all_to_all_single(out, tensor, incoming, outgoing, self.size)
             ),
         )
+
+    def _require_reduction(self, tensor: torch.Tensor, op: str, factor: Factor | None) -> None:
+        self._require_numbers(tensor)
+        plan_reduction(op, tensor.dtype).require_factor(tensor, factor)
 
     def barrier(self, *, async_op: bool = False) -> Outcome:
         return self._do("barrier", "", None, None, async_op, self._mpi.barrier_now, calls.barrier)

@@ -53,8 +53,7 @@ class Pair:
 
 
 def _rows(whole: Memory, row: Memory) -> int:
-    rows = whole.shape[0] if whole.shape else 0
-    return rows if whole.nbytes == rows * row.nbytes else 0
+    return whole.shape[0] if whole.shape[1:] == row.shape and whole.shape else 0
 
 
 def _parts(whole: Memory, part: Memory) -> int:
@@ -96,7 +95,13 @@ def _new_pair(received: torch.Tensor, sent: torch.Tensor) -> Pair | None:
 
 
 def _new_memory(tensor: torch.Tensor) -> Memory | None:
-    if not tensor.is_cpu or not tensor.is_contiguous() or tensor.is_neg() or tensor.is_conj():
+    if (
+        not isinstance(tensor, torch.Tensor)
+        or not tensor.is_cpu
+        or not tensor.is_contiguous()
+        or tensor.is_neg()
+        or tensor.is_conj()
+    ):
         return None
     memory = Memory(tensor)
     if memory.nbytes > _SHORT:

@@ -83,8 +83,6 @@ class PromptCalls:
         """Begin all_reduce_now for a caller that knows where the numbers lie and that `PLAIN` has their kind."""
         itemsize, datatype, op = plain
         start = self._comm.Iallreduce
-        if count <= mpi_buffer.AT_ONCE:
-            return [start(MPI.IN_PLACE, (_address(address, count * itemsize), datatype), op)]
         steps = range(0, count, mpi_buffer.AT_ONCE)
         lengths = [min(mpi_buffer.AT_ONCE, count - first) for first in steps]
         return [

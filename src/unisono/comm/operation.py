@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 import torch
 import torch.distributed as dist
@@ -35,6 +35,7 @@ class Operations:
     size: int
     ranks: tuple[int, ...]
     backend: str
+    is_simulated: bool
     group: dist.ProcessGroup
     _log: Log
     _watch: Watch
@@ -49,8 +50,12 @@ class Operations:
         detail: str = "",
         depth: int = 3,
         blocks: bool = False,
+        is_mute: bool = False,
     ) -> Outcome:
-        """`start` begins the operation (one that `blocks` also ends it), and `finish` gives its outcome."""
+        """`start` begins the operation (one that `blocks` also ends it), and `finish` gives its outcome.
+
+        `is_mute`: of gloo's messages between two ranks, see Handle.
+        """
         log, watch = self._log, self._watch
         if traffic.counters:
             traffic.note(op, self.size, tensor, self.ranks)
@@ -67,7 +72,7 @@ class Operations:
                     watch.check.agree(log)
                 works = self._started(op, start)
             if async_op:
-                return Handle(works, finish, watch.waiter(log))
+                return Handle(works, finish, watch.waiter(log), is_mute=is_mute)
             for work in works:
                 work.wait()
         except UnisonoError:
@@ -92,9 +97,8 @@ class Operations:
 
     def _prepared(self, tensor: torch.Tensor) -> torch.Tensor:
         """The tensor's data contiguous, where the carrier reads it; its own memory where that is possible."""
-        data = tensor.detach()
-        if data.is_complex():
-            data = data.resolve_conj()
+        self._require_numbers(tensor)
+        data = tensor.detach().resolve_conj().resolve_neg()
         if data.is_cuda and not self._carrier(tensor).takes_cuda:
             data = host_copy(data)
         return data.contiguous()
@@ -110,12 +114,22 @@ class Operations:
 
         return movable(self._carrier(tensor), data), finish
 
+    def _require_numbers(self, tensor: torch.Tensor) -> None:
+        """Of what is to be carried. UsageError where it is no tensor, not dense, or without data."""
+        if not isinstance(tensor, torch.Tensor):
+            raise UsageError(f"expected a tensor, but was given {tensor!r}; torch.as_tensor makes one")
+        if tensor.layout is not torch.strided:
+            raise UsageError(f"a tensor of layout {tensor.layout} cannot be carried; pass a dense one (x.to_dense())")
+        if tensor.device.type not in ("cpu", "cuda") and not (tensor.is_meta and self.is_simulated):
+            raise UsageError(f"a tensor on {tensor.device} cannot be carried; pass one on cpu or cuda")
+
     def _carriage(self, tensor: torch.Tensor, op: str) -> Carriage:
+        self._require_numbers(tensor)
         return carry(self._carrier(tensor), op, tensor.dtype)
 
     def _reducing(self, carriage: Carriage, tensor: torch.Tensor, factor: Factor | None) -> torch.Tensor:
         """What travels for `tensor` in a reduction."""
-        if carriage.is_plain and tensor.is_cpu and tensor.is_contiguous():
+        if carriage.is_plain and factor is None and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
             return tensor.detach() if tensor.requires_grad else tensor
         return carriage.to_wire(self._prepared(tensor), factor)
 
@@ -129,6 +143,7 @@ class Operations:
 
     def _parts(self, op: str, tensor: torch.Tensor, sizes: Sequence[int] | None) -> list[int]:
         """How dim 0 is cut into one part a rank."""
+        self._require_numbers(tensor)
         if tensor.dim() == 0:
             raise UsageError(f"{op}: the tensor has no dimensions; expected dim 0 to be cut into {self.size} parts")
         length = tensor.shape[0]
@@ -150,5 +165,5 @@ class Operations:
         return out
 
     def _require_rank(self, what: str, rank: int) -> None:
-        if not 0 <= rank < self.size:
-            raise UsageError(f"{what} {rank} is not in this group of {self.size}: expected 0 to {self.size - 1}")
+        if not isinstance(rank, SupportsIndex) or not 0 <= rank.__index__() < self.size:
+            raise UsageError(f"{what} {rank!r} is not in this group of {self.size}: expected 0 to {self.size - 1}")

@@ -73,6 +73,7 @@ class Reduction:
         """
         if tensor.dtype != self.dtype:
             raise UsageError(f"a reduction of {self.dtype} tensors was given one of {tensor.dtype}")
+        self.require_factor(tensor, factor)
         if self.is_plain:
             return tensor
         if self.op == "premul_sum":
@@ -113,9 +114,27 @@ class Reduction:
     def _travels_as_reals(self) -> bool:
         return self.dtype in COMPLEXES and self.wire_dtype not in COMPLEXES
 
-    def _premultiplied(self, tensor: torch.Tensor, factor: Factor | None) -> torch.Tensor:
+    def require_factor(self, tensor: torch.Tensor, factor: Factor | None) -> None:
+        """UsageError where the factor is missing, unused, or would change the tensor's dtype or shape."""
+        if self.op != "premul_sum":
+            if factor is not None:
+                raise UsageError(f"{self.op} takes no factor; use op='premul_sum' to multiply before the sum")
+            return
         if factor is None:
             raise UsageError("premul_sum was given no factor; pass the number to multiply by before the sum")
+        if not isinstance(factor, (int, float, complex, torch.Tensor)):
+            raise UsageError(f"premul_sum was given the factor {factor!r}; expected a number or a tensor")
+        is_complex = factor.is_complex() if isinstance(factor, torch.Tensor) else isinstance(factor, complex)
+        if is_complex and self.dtype not in COMPLEXES:
+            raise UsageError(f"premul_sum was given a complex factor for {self.dtype}; pass a real one")
+        if isinstance(factor, torch.Tensor) and not _fits(factor.shape, tensor.shape):
+            raise UsageError(
+                f"premul_sum was given a factor of shape {tuple(factor.shape)} for a tensor of shape "
+                f"{tuple(tensor.shape)}; pass one number, or as many as the tensor has"
+            )
+
+    def _premultiplied(self, tensor: torch.Tensor, factor: Factor | None) -> torch.Tensor:
+        assert factor is not None
         if isinstance(factor, torch.Tensor):
             factor = factor.to(tensor.device)
         if self._travels_as_reals:
@@ -146,6 +165,14 @@ def _wire_dtype(op: str, dtype: torch.dtype) -> torch.dtype:
     if dtype in COMPLEXES and op != "product":
         return _REAL_OF[dtype]
     return dtype
+
+
+def _fits(small: torch.Size, large: torch.Size) -> bool:
+    """Whether a tensor of the one shape times one of the other is of the other."""
+    try:
+        return torch.broadcast_shapes(small, large) == large
+    except RuntimeError:
+        return False
 
 
 def _names(dtypes: frozenset[torch.dtype]) -> str:

@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import SupportsIndex
 from urllib.parse import parse_qs, urlparse
 
 from unisono.errors import UsageError
@@ -40,6 +41,11 @@ def find_seat(
     environ: Mapping[str, str] = os.environ,
 ) -> Seat:
     """This process's seat. Raises UsageError when what is given or set makes no world."""
+    for name, given in (("rank", rank), ("world_size", world_size)):
+        if given is not None and not isinstance(given, SupportsIndex):
+            raise UsageError(f"{name}={given!r}: expected a whole number")
+    if init_method is not None and not isinstance(init_method, str):
+        raise UsageError(f"init_method {init_method!r}: expected tcp://HOST:PORT, file:///PATH or env://")
     if init_method is not None and not init_method.startswith("env://"):
         seat = _from_url(init_method, rank, world_size, environ)
     else:

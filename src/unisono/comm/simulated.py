@@ -126,6 +126,7 @@ class SimulatedCommunicator(Communicator):
         detail: str = "",
         depth: int = 3,
         blocks: bool = False,
+        is_mute: bool = False,
     ) -> Outcome:
         if tensor is not None and tensor.is_meta:
             start = list  # nothing is begun: there are no numbers to carry

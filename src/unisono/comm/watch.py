@@ -33,6 +33,7 @@ from unisono.launch import failure
 from unisono.launch.stack import frames_of
 
 ANSWER_TIME = 3.0  # seconds that ranks get to tell their state
+MARGIN = 60.0  # seconds by which torch's own timeout comes later than the watch's, which can say more
 LOST_TIME = 1.0  # seconds that ranks may stay blocked after another has gone
 
 _LIBRARIES = (

@@ -16,13 +16,12 @@ from unisono.comm.meeting import Meeting, meet
 from unisono.comm.seat import find_seat
 from unisono.comm.simulated import SimulatedCommunicator
 from unisono.comm.torch_calls import TorchCalls
-from unisono.comm.watch import Watch
+from unisono.comm.watch import MARGIN, Watch
 from unisono.errors import CommError, UsageError
 from unisono.launch import environment
 
 DEFAULT_TIMEOUT = 1800.0
-# torch's own timeout comes this much later than the watch's, which can say more.
-MARGIN = 60.0
+LONGEST = 1e9  # seconds, thirty years: what all of torch's clocks can count
 
 _world: Communicator | None = None
 _watch: Watch | None = None
@@ -86,15 +85,16 @@ def _class_for(backend: str) -> type[Communicator]:
 
 
 def _seconds(timeout: float | timedelta | None) -> float:
+    name = environment.TIMEOUT if timeout is None else "timeout"
     given = os.environ.get(environment.TIMEOUT) if timeout is None else timeout
     if given is None:
         return DEFAULT_TIMEOUT
     try:
         seconds = given.total_seconds() if isinstance(given, timedelta) else float(given)
-    except ValueError:
-        raise UsageError(f"{environment.TIMEOUT} is {given!r}; expected seconds") from None
-    if not seconds > 0:
-        raise UsageError(f"timeout={given}: expected a positive number of seconds")
+    except (TypeError, ValueError):
+        raise UsageError(f"{name}={given!r}: expected a number of seconds") from None
+    if not 0 < seconds <= LONGEST:
+        raise UsageError(f"{name}={given}: expected a positive number of seconds, {LONGEST:g} at most")
     return seconds
 
 
