@@ -181,7 +181,7 @@ def refer_weakly(model: nn.Module) -> None:
     """As torch does it: for a model that has its values."""
     for module in model.modules():
         if isinstance(module, nn.RNNBase):
-            weights = [refer and refer() for refer in module._flat_weight_refs]
+            weights = [None if refer is None else refer() for refer in module._flat_weight_refs]
             module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
 
 
