@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import io
 import math
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -111,6 +112,7 @@ def loaded() -> nn.Module:
 WRITTEN_DOWN: list[Callable[[], nn.Module]] = [
     Tied, mlp, gpt, by_hand, looked_at, from_numpy, turned_in_place, many_generators, in_double, loaded,
     lambda: nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.LSTMCell(8, 8), nn.MultiheadAttention(8, 2)),
+    lambda: nn.ModuleList([nn.LSTM(3, 4, 2, bidirectional=True), nn.GRU(3, 4), nn.RNN(3, 4, bias=False)]),
 ]  # fmt: skip
 if importlib.util.find_spec("transformers"):
     WRITTEN_DOWN.append(llama)
@@ -183,6 +185,12 @@ def from_file() -> nn.Module:
     return layer
 
 
+def referred_to() -> nn.Module:
+    layer = nn.Linear(3, 3)
+    layer.noticed = weakref.ref(layer.weight)  # type: ignore[assignment]
+    return layer
+
+
 def each_from_all_before() -> nn.Module:
     layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(40))
     with torch.no_grad():
@@ -204,7 +212,7 @@ BUILT = nn.Linear(3, 3)
         (in_a_closure, "outside the model's modules"),
         (one_memory, "shares its memory"),
         (hooked, "has hooks"),
-        (lambda: nn.LSTM(3, 4), "weak reference to weight_ih_l0"),
+        (referred_to, "weak reference to weight"),
         (from_file, "memory"),
         (each_from_all_before, "takes too long"),
         (lambda: BUILT, "there before"),

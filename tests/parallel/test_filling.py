@@ -268,3 +268,32 @@ def test_a_pipeline_of_a_model_that_takes_no_stand_ins_is_built_whole(pools: Cal
     for note, loss in pools("gloo", 2).run(insisted):
         assert "cannot be run tensor by tensor" in note
         assert loss > 0
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.LSTM(8, 8, batch_first=True) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = layer(x)[0]
+        return x
+
+
+def recurrent_share(comm: Communicator, plan: str) -> tuple[str, int, float]:
+    """Why it was built whole, the weights of a rank, and the loss of the second step."""
+    batch = torch.ones(6, 3, 8), torch.zeros(6, 3, 8)
+    trainer = parallelize(Recurrent, plan, loss=F.mse_loss, optimizer=torch.optim.SGD, example=batch)
+    trainer.step(batch)
+    return trainer.note, sum(each.numel() for each in trainer.model.parameters()), float(trainer.step(batch))
+
+
+def test_recurrent_layers_are_built_in_part(pools: Callable[[str, int], RankPool]) -> None:
+    whole = sum(each.numel() for each in Recurrent().parameters())
+    _, _, expected = pools("gloo", 1).run(recurrent_share, "dp=1")[0]
+    for plan in ("dp=2,zero=3", "pp=2,microbatches=2"):
+        for note, held, loss in pools("gloo", 2).run(recurrent_share, plan):
+            assert note == ""
+            assert held < 0.7 * whole
+            assert loss == pytest.approx(expected, rel=1e-5)

@@ -19,6 +19,7 @@ from tests.ranks import RankPool
 from tests.train.test_engine import data, engine
 from unisono import cli
 from unisono.comm.communicator import Communicator
+from unisono.report import charts
 from unisono.report.page import _memory
 from unisono.report.program import programs
 from unisono.report.run import Run
@@ -202,3 +203,14 @@ def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture
     (tmp_path / "run.json").write_text('{"starts": [')
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "cannot be read as the record of a run" in capsys.readouterr().err
+
+
+def test_a_long_run_is_drawn_with_its_spikes() -> None:
+    curve = [(float(step), 1.0 / (1 + step)) for step in range(100_000)]
+    curve[71_234] = (71_234.0, 9.0)
+    kept = charts.thinned(curve)
+    assert len(kept) <= 1002
+    assert (kept[0], kept[-1]) == (curve[0], curve[-1])
+    assert curve[71_234] in kept
+    assert kept == sorted(kept)
+    assert len(charts.line_chart({"loss": curve, "short": curve[:3]}, "")) < 300_000

@@ -296,6 +296,13 @@ def test_export_and_import(trainer: Trainer, tmp_path: Path) -> None:
         uni.import_weights(trainer, {name: value for name, value in state.items() if name != "2.weight"})
     with pytest.raises(UsageError, match="has more, which the model does not have"):
         uni.import_weights(trainer, {**state, "more": torch.zeros(1)})
+    file = file_of(tmp_path / "run", 1)
+    flipped = bytearray(file.read_bytes())
+    flipped[-1] ^= 1
+    file.write_bytes(flipped)
+    with pytest.raises(CheckpointError, match=r"is damaged: rank-00000\.safetensors does not match"):
+        uni.export_weights(file.parent, tmp_path / "damaged.safetensors")
+    assert not (tmp_path / "damaged.safetensors").exists()
     os.truncate(tmp_path / "w.safetensors", 40)
     with pytest.raises(CheckpointError, match="is damaged"):
         uni.import_weights(trainer, tmp_path / "w.safetensors")

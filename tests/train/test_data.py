@@ -144,6 +144,16 @@ def test_bad_input() -> None:
         next(iter(uni.Loader([1.0, 2.0], 2)))
     with pytest.raises(UsageError, match="dataset of type int"):
         uni.Loader(7, 2)
+    for wrong, words in (
+        (DataLoader(pairs), "a DataLoader, whose samples are batches already"),
+        ((pair for pair in pairs), "a generator as a dataset, which can be read once only"),
+        ({"x": pairs}, "a dict as a dataset"),
+        (pairs.tensors, "a tuple of 2 tensors as a dataset"),
+    ):
+        with pytest.raises(UsageError, match=words):
+            uni.Loader(wrong, 2)
+    with pytest.raises(UsageError, match=r"cannot be made a batch: stack expects .* uni\.Loader\(dataset"):
+        next(iter(uni.Loader([(torch.ones(length), 1) for length in (1, 2)], 2)))
     with pytest.raises(UsageError, match=r"part=\(2, 2\)"):
         uni.Loader(pairs, 2, part=(2, 2))
     with pytest.raises(UsageError, match=r"samples=4, but this loader has samples=3; is it another dataset"):

@@ -197,10 +197,80 @@ def saved_and_loaded(comm: Any, place: str) -> None:
     other.load(tmp_path / "saved")
     assert float(one.run(batch)) == float(other.run(batch))
     assert one.schedule.last_epoch == other.schedule.last_epoch == 3
+    fewer = engine("dp=1").prepare(batch)
+    fewer.run(batch)
+    fewer.save(tmp_path / "saved")
+    other.load(tmp_path / "saved")
+    assert other.ready.steps == 1, "what was saved last, though of fewer steps"
+    with pytest.raises(CheckpointError, match=r"no checkpoint in .*saved/step-00000001, which is one itself: give"):
+        other.load(tmp_path / "saved" / "step-00000001")
+    other._optimizer, other.trainer = torch.optim.SGD, None
+    with pytest.raises(CheckpointError, match="the optimizer was AdamW, and is SGD"):
+        other.prepare(batch).load(tmp_path / "saved")
 
 
 def test_save_and_load(tmp_path: Path, pools: Callable[[str, int], RankPool]) -> None:
     pools("gloo", 1).run(saved_and_loaded, str(tmp_path))
+
+
+def gone_on(comm: Any, place: str) -> None:
+    """Steps and epochs count from where a fit began, and what a batch_size or an end of data leaves is trained."""
+    given: dict[str, Any] = {"progress": False}
+    one = engine("dp=1")
+    assert len(one.fit(data(), batch_size=10, **given).losses) == 3
+    assert len(one.fit(data(), batch_size=10, **given).losses) == 3, "a second fit trains"
+    assert one.fit(data(), batch_size=10, steps=2, **given).step == 8
+    loader = one.dataloader(data(), 10)
+    assert len(one.fit(loader, **given).losses) == 3
+    with pytest.raises(UsageError, match=r"has 1 epochs behind it, and fit\(epochs=1\) ends there"):
+        one.fit(loader, **given)
+    saved: dict[str, Any] = {"save": f"{place}/run", **given}
+    engine("dp=1").fit(data(), batch_size=5, **saved)
+    larger = engine("dp=1").fit(data(), batch_size=15, epochs=3, resume=True, **saved)
+    assert (larger.first_step, len(larger.losses)) == (6, 4), "two epochs are left, of two batches"
+    for when in ("first", "then"):  # of data whose end only a look tells, saved at the end of an epoch
+        flowing: dict[str, Any] = {"batch_size": 10, "save": f"{place}/flow", "save_every": 3, "resume": when == "then"}
+        history = engine("dp=1").fit(Flow(), epochs=1 if when == "first" else 2, **flowing, **given)
+        assert len(history.losses) == 3
+
+
+class Flow(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(data())
+
+
+def test_a_fit_goes_on_from_where_it_is(tmp_path: Path, pools: Callable[[str, int], RankPool]) -> None:
+    pools("gloo", 1).run(gone_on, str(tmp_path))
+
+
+def summed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def own_loaders(comm: Any, plan: str) -> dict[str, Any]:
+    """Losses and values by loaders that a user made, of which one does not know of the plan."""
+    one = engine(plan, ["accuracy", right])
+    one._loss = summed
+    found: dict[str, Any] = {}
+    found["fitted"] = one.fit(uni.Loader(data(), 8, collate=torch.utils.data.default_collate), progress=False).losses
+    found["again"] = one.fit(uni.Loader(data(), 8), progress=False).losses
+    found["of data"] = one.evaluate(data(12), 4)
+    found["whole"] = one.evaluate(uni.Loader(data(12), 4, shuffle=False))
+    found["collated"] = one.evaluate(uni.Loader(data(12), 4, collate=torch.utils.data.default_collate))
+    for part, words in ((one.ready.part, "is a function, which is asked with whole batches"), ((1, 4), "rank's part")):
+        if comm.size > 1:
+            with pytest.raises(UsageError, match=words):
+                one.evaluate(uni.Loader(data(12), 4, part=part))
+    return found
+
+
+def test_loaders_of_ones_own(pools: Callable[[str, int], RankPool]) -> None:
+    alone = pools("gloo", 1).run(own_loaders, "dp=1")[0]
+    assert alone["whole"] == alone["of data"]
+    assert len(alone["fitted"]) == 4
+    for found in pools("gloo", 2).run(own_loaders, "dp=2"):
+        for name, values in alone.items():
+            assert found[name] == pytest.approx(values, rel=TOLERANCE), name
 
 
 # ---- a loss that is no number --------------------------------------------------------------------------------------
@@ -223,28 +293,65 @@ class Reciprocal(nn.Module):
         return x / (x.detach().abs().max() < 1e3).to(x.dtype)
 
 
-def breaking(comm: Any, nonfinite: str) -> Any:
+def breaking(comm: Any, nonfinite: str, folder: str) -> Any:
     rows = torch.ones(16, 4)
     rows[5] = 1e6
     samples = [(row, torch.tensor(0)) for row in rows]
     one = uni.Engine(Breaks, nn.functional.cross_entropy, lambda p: torch.optim.SGD(p, lr=1e-3), plan=f"dp={comm.size}")
     try:
-        history = one.fit(samples, batch_size=4, shuffle=False, nonfinite=nonfinite, progress=False)
+        history = one.fit(
+            samples, batch_size=4, shuffle=False, nonfinite=nonfinite, save=folder, save_every=1, progress=False
+        )
     except NonFiniteLoss as error:
         return str(error)
     held = [parameter.isfinite().all() for parameter in one.model.parameters()]
     return history.skipped, history.step, all(held)
 
 
-def test_a_loss_that_is_no_number_names_step_samples_and_module(pools: Callable[[str, int], RankPool]) -> None:
-    for told in pools("gloo", 2).run(breaking, "stop"):
+def strict(line: str) -> Any:
+    def refuse(word: str) -> None:
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(line, parse_constant=refuse)
+
+
+def test_a_loss_that_is_no_number_names_step_samples_and_module(
+    tmp_path: Path, pools: Callable[[str, int], RankPool]
+) -> None:
+    for told in pools("gloo", 2).run(breaking, "stop", str(tmp_path / "stop")):
         assert "at step 2 (epoch 1) on samples [4, 5, 6, 7]" in told
         assert "inner.1 (Reciprocal) gave" in told
         assert "(rank 0)" in told
-    assert pools("gloo", 2).run(breaking, "skip") == [(1, 4, True)] * 2
+    saved = sorted(path.name for path in (tmp_path / "stop" / "checkpoints").iterdir())
+    assert saved == ["step-00000001"], "what was being written when it stopped"
+    assert pools("gloo", 2).run(breaking, "skip", str(tmp_path / "skip")) == [(1, 4, True)] * 2
+    lines = [strict(line) for line in (tmp_path / "skip" / "steps.jsonl").read_text().splitlines()]
+    assert [(line["loss"] is None, line.get("skipped", False)) for line in lines] == [
+        (number == 1, number == 1) for number in range(4)
+    ]
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------------
+
+
+class Untouched(uni.Callback):
+    def on_step(self, engine: uni.Engine, moment: Any) -> None:
+        raise AssertionError("it was trained")
+
+
+class Counts(uni.Metric):
+    name = "counts"
+
+    def sums(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return torch.ones(2)
+
+    def value(self, sums: torch.Tensor) -> Any:
+        return sums
+
+
+class Nothing(torch.utils.data.IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
 
 
 def refused_input(comm: Any) -> None:
@@ -259,6 +366,28 @@ def refused_input(comm: Any) -> None:
         engine("dp=1", [vector]).fit(data(), batch_size=8, progress=False)
     with pytest.raises(UsageError, match="dataset is empty"):
         engine("dp=1").fit([], batch_size=8)
+    with pytest.raises(UsageError, match="top12: the outputs have 11 classes"):
+        engine("dp=1", [uni.Accuracy(12)]).fit(data(), validation=data(), progress=False, callbacks=[Untouched()])
+    with pytest.raises(UsageError, match=r"metric 'counts' returned a tensor of shape \[2\]"):
+        engine("dp=1", [Counts()]).fit(data(), validation=data(), progress=False, callbacks=[Untouched()])
+    prepared = engine("dp=1", ["accuracy"]).prepare(torch.utils.data.default_collate(data(8)))
+    with pytest.raises(UsageError, match="the dataset to evaluate is empty"):
+        prepared.evaluate(Nothing())
+    with pytest.raises(UsageError, match="the dataset gave no sample in epoch 1"):
+        prepared.fit(Nothing(), progress=False)
+    with pytest.raises(UsageError, match="predict was given no sample"):
+        prepared.predict(torch.zeros(0, 8, dtype=torch.long))
+    for wrong, words in (("1", "clip='1'"), (float("nan"), "clip=nan")):
+        with pytest.raises(UsageError, match=words):
+            uni.Engine(Words, loss, torch.optim.SGD, clip=wrong)  # type: ignore[arg-type]
+    plateau = uni.Engine(
+        Words, loss, torch.optim.SGD, plan="dp=1", scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau
+    )
+    with pytest.raises(UsageError, match=r"ReduceLROnPlateau\.step needs metrics"):
+        plateau.fit(data(), progress=False)
+    several = uni.Engine(Words, loss, torch.optim.LBFGS, plan="dp=1")
+    with pytest.raises(UsageError, match=r"nonfinite='skip'\) with LBFGS"):
+        several.fit(data(), nonfinite="skip", progress=False)
     with pytest.raises(UsageError, match="epochs=0"):
         engine("dp=1").fit(data(), epochs=0)
     with pytest.raises(UsageError, match="nonfinite='ignore'"):

@@ -21,6 +21,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -137,6 +138,7 @@ def _recorded(make: Make, seed: int, rewind: Callable[[], None]) -> Draft:
     if not isinstance(model, nn.Module):
         raise CannotRecord(f"it gave a {type(model).__name__}")
     recording.close()
+    refer_strongly(model)
     _require_all_known(model, recording)
     return Draft(model, make, seed, recording, rewind=rewind)
 
@@ -152,7 +154,7 @@ def _require_all_known(model: nn.Module, recording: Recording) -> None:
             raise CannotRecord(f"{name} is no plain tensor")
         if tensor._backward_hooks or getattr(tensor, "_post_accumulate_grad_hooks", None):
             raise CannotRecord(f"{name} has hooks")
-        if weakref.getweakrefcount(tensor):  # as nn.LSTM has to its weights: values could not take its place
+        if weakref.getweakrefcount(tensor):  # values could not take its place
             raise CannotRecord(f"something keeps a weak reference to {name}")
         if memories.setdefault(place.memory, id(tensor)) != id(tensor):
             raise CannotRecord(f"{name} shares its memory with another tensor")
@@ -164,6 +166,27 @@ def _require_all_known(model: nn.Module, recording: Recording) -> None:
     if stray is not None:
         raise CannotRecord(f"a tensor of {recording.memories[stray].nbytes} bytes is kept outside the model's modules")
     _require_little_work(recording, memories)
+
+
+def refer_strongly(model: nn.Module) -> None:
+    """torch's recurrent layers keep weak references to their weights, to notice when others take their place. A weight
+    that is to get its values must have none; they notice by any function that gives the weight."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            kept = [None if refer is None else partial(_itself, refer()) for refer in module._flat_weight_refs]
+            module._flat_weight_refs = kept  # type: ignore[assignment]
+
+
+def refer_weakly(model: nn.Module) -> None:
+    """As torch does it: for a model that has its values."""
+    for module in model.modules():
+        if isinstance(module, nn.RNNBase):
+            weights = [None if refer is None else refer() for refer in module._flat_weight_refs]
+            module._flat_weight_refs = [None if weight is None else weakref.ref(weight) for weight in weights]
+
+
+def _itself(weight: Any) -> Any:
+    return weight
 
 
 def _require_little_work(recording: Recording, memories: Iterable[int]) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from unisono.mesh.draft import Draft, forget_source, source_of, tensors_in
+from unisono.mesh.draft import Draft, forget_source, refer_strongly, refer_weakly, source_of, tensors_in
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import layout_of, local_of
 from unisono.parallel.pipeline.message import is_hollow
@@ -32,6 +32,7 @@ class Filling:
 
         Parameters that come `later` get a device, and the memory of a single number; `fill_one` is called for them.
         """
+        refer_strongly(model)
         done: set[int] = set()
         for name, tensor in list(tensors_in(model)):
             if not tensor.is_meta or id(tensor) in done or _stands_in(tensor):
@@ -43,6 +44,7 @@ class Filling:
                 self._shells[name] = tensor
             else:
                 _become(tensor, self._piece(name, tensor))
+        refer_weakly(model)
 
     @torch.no_grad()
     def fill_one(self, name: str, parameter: nn.Parameter) -> None:

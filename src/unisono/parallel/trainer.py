@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,6 +27,7 @@ from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import collect_aux
 from unisono.parallel.fused import fused
 from unisono.parallel.head_width import HeadWidth
+from unisono.parallel.layout import Split
 from unisono.parallel.logits import Proof, in_pieces
 from unisono.parallel.loss import GlobalLoss
 from unisono.parallel.outputs import joined, with_whole_sequences
@@ -202,7 +203,7 @@ class Trainer:
     @contextlib.contextmanager
     def _cut(self, batch: Batch) -> Iterator[None]:
         """Take this rank's share of the batch, in microbatches, with the random numbers that belong to it."""
-        mine = batch if isinstance(batch, Share) else share(batch, *self.part)
+        mine = self._mine(batch)
         self._require_rows(mine)
         self._microbatches = shares(mine.batch, self.plan.microbatches)
         self._partials = []
@@ -225,6 +226,21 @@ class Trainer:
         with self.head_width.required(inputs):
             yield
         self.head_width = None
+
+    def _mine(self, batch: Batch) -> Share:
+        """This rank's share. One that holds all rows is the whole, whoever read it."""
+        if not isinstance(batch, Share):
+            return share(batch, *self.part)
+        if len(batch.positions) == batch.of:
+            return share(batch.batch, *self.part)
+        index, count = self.part
+        due = Split.even((), 0, batch.of, count).held[index]
+        if batch.positions != due:
+            raise UsageError(
+                f"a share that holds rows {_shown(batch.positions)} of {batch.of}, but this rank's part {self.part} is "
+                f"{_shown(due)}; make the loader with Loader(..., part=trainer.part)"
+            )
+        return batch
 
     def _require_rows(self, mine: Share) -> None:
         if rows_of(mine.batch) != len(mine.positions):
@@ -358,6 +374,10 @@ class Trainer:
         self.steps, self.skipped = state["steps"], state["skipped"]
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
+
+
+def _shown(rows: Sequence[int]) -> str:
+    return f"{rows[0]} to {rows[-1]}" if rows else "none"
 
 
 def takes_closure(optimizer: Optimizer) -> bool:

@@ -10,6 +10,7 @@ WIDTH, HEIGHT = 720, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 34
 HUES = ("#1c7ed6", "#d9480f", "#2f9e44", "#9c36b5", "#e8a200", "#0c8599")
 _ROW = 26
+_POINTS = 1000  # of a curve, at most (and two)
 
 
 def line_chart(curves: Mapping[str, Sequence[tuple[float, float]]], unit: str, axis: str = "step") -> str:
@@ -36,13 +37,26 @@ def line_chart(curves: Mapping[str, Sequence[tuple[float, float]]], unit: str, a
         parts.append(f'<text class="soft" x="{x}" y="{HEIGHT - _BOTTOM + 16}" text-anchor="middle">{value:g}</text>')
     parts.append(f'<text class="soft" x="{WIDTH - _RIGHT}" y="{HEIGHT - 4}" text-anchor="end">{escape(axis)}</text>')
     for hue, (name, curve) in zip(_hues(len(curves)), curves.items(), strict=True):
-        placed = [place(x, y) for x, y in curve if isfinite(y)]
+        drawn = thinned([(x, y) for x, y in curve if isfinite(y)])
+        placed = [place(x, y) for x, y in drawn]
         path = " ".join(f"{x},{y}" for x, y in placed)
         parts.append(f'<polyline fill="none" stroke="{hue}" stroke-width="2" points="{path}"/>')
-        for (x, y), (step, value) in zip(placed, [p for p in curve if isfinite(p[1])], strict=True):
+        for (x, y), (step, value) in zip(placed, drawn, strict=True):
             told = f"{escape(name)} {value:.6g} {escape(unit)} at {escape(axis)} {step:g}"
             parts.append(f'<circle cx="{x}" cy="{y}" r="6" fill="{hue}" class="point"><title>{told}</title></circle>')
     return "\n".join([*parts, "</svg>", legend(list(curves))])
+
+
+def thinned(curve: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
+    """No more points than a screen shows: of each run of neighbours the lowest and the highest, and the two ends."""
+    if len(curve) <= _POINTS:
+        return curve
+    run = -(-2 * len(curve) // _POINTS)
+    kept = {0, len(curve) - 1}
+    for first in range(0, len(curve), run):
+        places = range(first, min(first + run, len(curve)))
+        kept |= {min(places, key=lambda at: curve[at][1]), max(places, key=lambda at: curve[at][1])}
+    return [curve[at] for at in sorted(kept)]
 
 
 def stacked_bars(rows: Mapping[str, Mapping[str, float]], shown: str = "MiB", scale: float = 2**20) -> str:

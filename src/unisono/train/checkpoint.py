@@ -21,11 +21,14 @@ from unisono.comm import world
 from unisono.errors import CheckpointError, UsageError
 from unisono.parallel.trainer import Trainer
 from unisono.train.inventory import Inventory, Shapes, collect, shapes_here
+from unisono.train.manifest import NAME as MANIFEST
 from unisono.train.manifest import Manifest, differences, shown
 from unisono.train.order import require_whole_number
 from unisono.train.restoring import Restoration
 from unisono.train.saving import Saving, Target, folder_of, path_of, steps_in, tidy
 from unisono.train.staging import Staging
+
+_SETTLING = 30.0  # seconds that a rank which has failed gives to what is being saved
 
 
 class Found(NamedTuple):
@@ -121,6 +124,11 @@ class Checkpoints:
                 + f"; {before}"
             )
 
+    def settle(self) -> None:
+        """After a failure: let what is being written be written, without a word to other ranks."""
+        if self._under_way is not None:
+            self._under_way.settle(_SETTLING)
+
     def steps(self) -> list[int]:
         """Published steps, oldest first; whether they are whole, `newest_good` tells."""
         return steps_in(self.folder)
@@ -166,7 +174,7 @@ class Checkpoints:
         if which == "newest":
             found = self.newest_good()
             if found is None:
-                raise CheckpointError(f"there is no checkpoint in {self.folder}")
+                raise CheckpointError(f"there is no checkpoint in {self.folder}{_elsewhere(self.folder)}")
             return found
         if isinstance(which, str):
             raise UsageError(f"which={which!r}; expected 'newest' or a step")
@@ -208,6 +216,16 @@ class Checkpoints:
 
     def _from_all(self, value: Any) -> list[Any]:
         return world.world().all_gather_object(value) if self._ranks > 1 else [value]
+
+
+def _elsewhere(folder: Path) -> str:
+    """Where the checkpoints are that a user may have meant."""
+    inside = folder / "checkpoints"
+    if steps_in(inside):
+        return f"; those of that run are in {inside}"
+    if (folder / MANIFEST).exists():
+        return f", which is one itself: give the folder that it is in, {folder.parent}"
+    return "" if folder.is_dir() else ": there is no such folder"
 
 
 def _shapes(trainer: Trainer) -> Shapes:

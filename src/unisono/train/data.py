@@ -12,7 +12,9 @@ on (seed, epoch) only: not on the plan, the number of ranks or the number of wor
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -79,6 +81,26 @@ class Loader:
             raise UsageError("an iterable dataset does not tell how many batches it has")
         full, rest = divmod(self.samples, self.batch_size)
         return full + bool(rest and not self.drop_last)
+
+    def batches_left(self, epochs: int) -> int | None:
+        """From where the loader is to the end of so many epochs; None if that is unknown."""
+        if self.samples is None:
+            return None
+        if self.epoch >= epochs:
+            return 0
+        full, rest = divmod(self.samples - self.position, self.batch_size)
+        return full + bool(rest and not self.drop_last) + len(self) * (epochs - self.epoch - 1)
+
+    def first(self, whole: bool = False) -> Any:
+        """The batch that comes next, which still comes when the loader is iterated; None where there is none.
+
+        whole: with the samples of all ranks.
+        """
+        ahead = copy.copy(self)
+        ahead.workers = 0
+        if whole:
+            ahead._cutter = replace(self._cutter, part=(0, 1))
+        return next(iter(ahead), None)
 
     @property
     def smallest_batch(self) -> int | None:
@@ -187,6 +209,7 @@ class Loader:
 
 def _samples_of(dataset: Any) -> int | None:
     """How many; None where only iterating tells."""
+    _require_samples(dataset)
     if is_iterable_only(dataset):
         return None
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
@@ -197,6 +220,27 @@ def _samples_of(dataset: Any) -> int | None:
     if not len(dataset):
         raise UsageError("the dataset is empty; expected at least one sample")
     return len(dataset)
+
+
+def _require_samples(dataset: Any) -> None:
+    """UsageError for what looks like a dataset and is none."""
+    if isinstance(dataset, DataLoader):
+        raise UsageError(
+            "a DataLoader, whose samples are batches already; give its dataset (loader.dataset) and the batch_size of "
+            "all ranks together: batches are made here, the same for every number of ranks"
+        )
+    if isinstance(dataset, Iterator):
+        raise UsageError(
+            f"a {type(dataset).__name__} as a dataset, which can be read once only; expected what can be read anew in "
+            "every epoch and after a resume: a list, a torch Dataset, an IterableDataset"
+        )
+    if isinstance(dataset, Mapping):
+        raise UsageError("a dict as a dataset; expected numbered samples: a torch Dataset, a list of (inputs, targets)")
+    if isinstance(dataset, tuple) and dataset and all(isinstance(each, torch.Tensor) for each in dataset):
+        raise UsageError(
+            f"a tuple of {len(dataset)} tensors as a dataset; expected samples: "
+            "torch.utils.data.TensorDataset(inputs, targets) makes them of tensors"
+        )
 
 
 def _as_it_is(batch: Any) -> Any:

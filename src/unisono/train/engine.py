@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from unisono.train.explain_command import page_of_plan
 from unisono.train.fit import Fit, History, Options
 from unisono.train.inventory import shapes_here
 from unisono.train.metrics import Function, Metric, named, number_of
+from unisono.train.order import require_whole_number
 from unisono.train.run_folder import RunFolder
 
 Scheduler = Callable[[Optimizer], Any]
@@ -76,6 +78,8 @@ class Engine:
         self.metrics = named(metrics)
         self._plan = plan if isinstance(plan, Plan) or plan == "auto" else Plan.parse(plan)
         self._precision = Precision.of(precision)
+        if clip is not None and (not isinstance(clip, int | float) or not clip >= 0):
+            raise UsageError(f"Engine(clip={clip!r}): expected a number of at least 0, or None")
         self._clip = clip
         self._rules = rules
         self.seed = seed
@@ -112,8 +116,7 @@ class Engine:
             precision=self._precision,
         )
         if self._scheduler is not None:
-            self.schedule = self._scheduler(self.trainer.optimizer)
-        self._require_numbers(example)
+            self.schedule = _stepped(self._scheduler(self.trainer.optimizer))
         return self
 
     def foreseen(self, example: tuple[Any, Any] | None = None) -> Choice:
@@ -173,13 +176,14 @@ class Engine:
 
         return placed
 
-    def _require_numbers(self, example: tuple[Any, Any]) -> None:
-        """Every function among the metrics is asked once, before anything is trained."""
+    def require_numbers(self) -> None:
+        """That every function among the metrics gives a number for the batch that the engine has seen first."""
         functions = {name: each for name, each in self.metrics.items() if not isinstance(each, Metric)}
-        if functions:
-            outputs = self.ready.predict(example[0])
+        if functions and self._example is not None:
+            inputs, targets = self._example
+            outputs = self.ready.predict(inputs)
             for name, function in functions.items():
-                number_of(name, function(outputs, example[1]))
+                number_of(name, function(outputs, targets))
 
     @property
     def comm(self) -> Communicator:
@@ -215,12 +219,16 @@ class Engine:
         """
         given: dict[str, Any] = {"shuffle": shuffle, "seed": self.seed, "workers": workers}
         if self.trainer is None:
-            first = next(iter(Loader(dataset, batch_size, device=self._elsewhere, **{**given, "workers": 0})), None)
+            self._prepare_with(Loader(dataset, batch_size, device=self._elsewhere, **given))
+        part = (0, 1) if whole else self.ready.part
+        return Loader(dataset, batch_size, part=part, device=self._elsewhere, **given)
+
+    def _prepare_with(self, loader: Loader) -> None:
+        if self.trainer is None:
+            first = loader.first(whole=True)
             if first is None:
                 raise UsageError("the dataset is empty; expected at least one sample")
             self.prepare(first.batch if isinstance(first, Share) else first)
-        part = (0, 1) if whole else self.ready.part
-        return Loader(dataset, batch_size, part=part, device=self._elsewhere, **given)
 
     # ---- training ------------------------------------------------------------------------------------------------
 
@@ -260,11 +268,16 @@ class Engine:
         """
         if save is None and (save_every is not None or resume):
             raise UsageError("fit(save_every=..., resume=...) needs save=FOLDER: where checkpoints are")
+        for each in callbacks if isinstance(callbacks, Sequence) else [callbacks]:
+            if not isinstance(each, Callback):
+                raise UsageError(f"fit(callbacks=...): {each!r}; expected a list of uni.Callback")
         options = Options(epochs, steps, look_every, nonfinite, save_every, keep, resume, progress)
         if save is not None and self.trainer is None:
             self._recall(save)
         loader = dataset
-        if not isinstance(dataset, Loader):
+        if isinstance(dataset, Loader):
+            self._prepare_with(dataset)
+        else:
             loader = self.dataloader(dataset, batch_size, shuffle=shuffle, workers=workers)
         held_out = None if validation is None else self._in_order(validation, batch_size)
         folder = None if save is None else RunFolder(save, self.comm.rank)
@@ -279,6 +292,9 @@ class Engine:
     def predict(self, inputs: Any, batch_size: int = 32) -> Any:
         """The model's outputs for all inputs, in their order, on every rank. `inputs`: as the model takes them."""
         trainer, rows = self.ready, rows_of(inputs)
+        require_whole_number("batch_size", batch_size, 1)
+        if not rows:
+            raise UsageError("predict was given no sample; expected at least one")
         inputs = tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf, inputs)
         least = trainer.part[1] * trainer.plan.microbatches if trainer.plan.pp > 1 else 1
         batch_size = max(batch_size, least)
@@ -349,6 +365,19 @@ def _fitting(plan: Plan, ranks: int) -> Plan:
             f"{error}. The job lost host {gone} and goes on with {ranks} ranks: Engine(plan='auto') chooses a plan for "
             "what is left"
         ) from None
+
+
+def _stepped(schedule: Any) -> Any:
+    """The scheduler, if it can be stepped after each training step."""
+    if not all(callable(getattr(schedule, name, None)) for name in ("step", "state_dict", "load_state_dict")):
+        raise UsageError(f"scheduler(optimizer) gave a {type(schedule).__name__}; expected a torch scheduler")
+    needed = [each.name for each in signature(schedule.step).parameters.values() if each.default is each.empty]
+    if needed:
+        raise UsageError(
+            f"{type(schedule).__name__}.step needs {needed[0]}, but the engine steps its scheduler after every step, "
+            "with nothing to give; step this one yourself, in the on_epoch of a callback"
+        )
+    return schedule
 
 
 def _require_pair(example: Any) -> None:

@@ -7,16 +7,17 @@ from typing import Any
 
 import torch
 
-from unisono.parallel.share import Share
+from unisono.errors import UsageError
+from unisono.parallel.share import Share, rows_of
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import REPLICAS
 from unisono.train.metrics import Function, Metric, number_of
 
 
-def evaluate(trainer: Trainer, batches: Iterable[Share], metrics: dict[str, Metric | Function]) -> dict[str, float]:
+def evaluate(trainer: Trainer, batches: Iterable[Any], metrics: dict[str, Metric | Function]) -> dict[str, float]:
     """The mean loss over the samples of all batches, and each metric; the same on every rank.
 
-    `batches` are this rank's shares; functions among the metrics need whole ones (see `needs_whole`).
+    `batches` are this rank's shares, or whole; functions among the metrics need whole ones (see `needs_whole`).
     """
     summed = {name: metric for name, metric in metrics.items() if isinstance(metric, Metric)}
     asked = {name: metric for name, metric in metrics.items() if not isinstance(metric, Metric)}
@@ -24,19 +25,21 @@ def evaluate(trainer: Trainer, batches: Iterable[Share], metrics: dict[str, Metr
     totals = dict.fromkeys(("loss", *asked), 0.0)
     samples = 0
     for batch in batches:
-        rows = batch.of
+        rows = batch.of if isinstance(batch, Share) else rows_of(batch)
         loss, parts = _sums_of(trainer, batch, summed)
         for name, part in parts.items():
             sums[name] = sums[name] + part if name in sums else part
         totals["loss"] += rows * float(loss)
         if asked:
-            inputs, targets = batch.batch
+            inputs, targets = _whole(batch, next(iter(asked)))
             outputs = trainer.predict(inputs)
             for name, function in asked.items():
                 totals[name] += rows * number_of(name, function(outputs, targets))
         samples += rows
-    means = {name: total / samples for name, total in totals.items()} if samples else {}
-    return means | {name: summed[name].value(each) for name, each in sums.items()}
+    if not samples:
+        raise UsageError("the dataset to evaluate is empty; expected at least one sample")
+    means = {name: total / samples for name, total in totals.items()}
+    return means | {name: number_of(name, summed[name].value(each)) for name, each in sums.items()}
 
 
 def needs_whole(metrics: dict[str, Metric | Function]) -> bool:
@@ -44,9 +47,19 @@ def needs_whole(metrics: dict[str, Metric | Function]) -> bool:
     return any(not isinstance(metric, Metric) for metric in metrics.values())
 
 
-def _sums_of(
-    trainer: Trainer, batch: Share, metrics: dict[str, Metric]
-) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def _whole(batch: Any, name: str) -> tuple[Any, Any]:
+    if not isinstance(batch, Share):
+        return batch[0], batch[1]
+    if len(batch.positions) < batch.of:
+        raise UsageError(
+            f"metric {name!r} is a function, which is asked with whole batches, but the loader gives a rank its part: "
+            "make it with Loader(..., whole=True), or give the dataset itself"
+        )
+    inputs, targets = batch.batch
+    return inputs, targets
+
+
+def _sums_of(trainer: Trainer, batch: Any, metrics: dict[str, Metric]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """The loss of one batch, and what each metric sums over it."""
     if not metrics:
         return trainer.evaluate(batch), {}
@@ -54,7 +67,11 @@ def _sums_of(
 
     def observe(outputs: Any, targets: Any) -> None:
         for name, metric in metrics.items():
-            part = metric.sums(outputs, targets).cpu()
+            part = metric.sums(outputs, targets)
+            if not isinstance(part, torch.Tensor) or part.ndim != 1:
+                shown = f"a tensor of shape {list(part.shape)}" if isinstance(part, torch.Tensor) else repr(part)
+                raise UsageError(f"metric {name!r}: its sums are {shown}; expected a tensor with one dim")
+            part = part.detach().cpu().double()
             mine[name] = mine[name] + part if name in mine else part
 
     loss = trainer.evaluate(batch, observe)

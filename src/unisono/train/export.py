@@ -45,7 +45,14 @@ def export_weights(source: Trainer | nn.Module | str | Path, path: str | Path) -
         described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named.items()]
         _write(path, described, iter(named.values()))
     else:
+        _require_whole(Path(source))
         _export_checkpoint(Path(source), path)
+
+
+def _require_whole(folder: Path) -> None:
+    faults = Manifest.read(folder).faults(folder)
+    if faults:
+        raise CheckpointError(f"the checkpoint {folder} is damaged: {shown(faults)}")
 
 
 def _export_trainer(trainer: Trainer, path: Path) -> None:

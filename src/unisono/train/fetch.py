@@ -54,7 +54,16 @@ class Cutter:
         return held
 
     def batch(self, samples: list[Any], rows: int) -> Any:
-        return self.checked(self.collate(samples), rows)
+        try:
+            made = self.collate(samples)
+        except (RuntimeError, TypeError, KeyError) as error:
+            if self.collate is not default_collate:
+                raise
+            raise UsageError(
+                f"samples of this dataset cannot be made a batch: {str(error).splitlines()[0]}; let them have one "
+                "shape, or give uni.Loader(dataset, batch_size, collate=...), whose function pads them"
+            ) from None
+        return self.checked(made, rows)
 
     def checked(self, made: Any, rows: int) -> Any:
         """A collated batch, as a pair where one is expected, with its first rows."""
@@ -63,7 +72,7 @@ class Cutter:
                 shown = f"{len(made)} things" if isinstance(made, list | tuple) else type(made).__name__
                 raise UsageError(
                     f"a batch of this dataset is {shown}; expected (inputs, targets): let the dataset give such pairs, "
-                    "or pass collate=, a function from a list of samples to (inputs, targets)"
+                    "or give uni.Loader(dataset, batch_size, collate=...), of a list of samples to (inputs, targets)"
                 )
             made = (made[0], made[1])
         found = rows_of(made)

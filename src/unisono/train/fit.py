@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     from unisono.train.engine import Engine
 
 _NONFINITE = ("stop", "skip")
+_NOTHING = "Nothing was updated by this step; fit(nonfinite='skip') leaves such steps out"
+_MAY_HAVE = "The optimizer evaluates the loss several times in a step, and may have updated parameters before"
 
 
 class NonFiniteLoss(UnisonoError, ArithmeticError):
@@ -91,7 +93,8 @@ class Fit:
         self.options = options
         self.folder = folder
         self.validation = validation
-        self.steps = _steps_of(loader, options.epochs, options.steps)
+        self.steps: int | None = None  # of the trainer, when the run is over; None where the data has no length
+        self._began = engine.ready.steps  # steps that were done before this run, and are none of it
         self.history = History()
         self.moment: Moment | None = None
         self._display = Display(options.progress and engine.comm.rank == 0)
@@ -109,7 +112,12 @@ class Fit:
 
     def run(self) -> History:
         self._require_rows()
-        self._restore()
+        self._require_skippable()
+        is_resumed = self._restore()
+        self.steps = self._last_step()
+        if not is_resumed:
+            self._require_epochs()
+        self._require_numbers()
         if self.options.progress:
             self._display.say(str(self.engine.foreseen()).splitlines()[0])
             if self.engine.ready.note:
@@ -126,6 +134,10 @@ class Fit:
         try:
             with self._preemption.listening():
                 self._epochs()
+        except Exception:
+            if self._checkpoints is not None:
+                self._checkpoints.settle()  # what the last steps saved must not be lost with this one
+            raise
         finally:
             self._pace.stop()
             if self.folder is not None and self._ledger.is_written:
@@ -139,12 +151,16 @@ class Fit:
 
     def _epochs(self) -> None:
         while self.loader.epoch < self.options.epochs and not self._is_done():
+            position, done = self.loader.position, self.engine.ready.steps
             for batch in self.loader:
                 if self._is_over(self._step(batch)):
                     return
                 if self.options.steps is not None and self._is_done():
                     break
-            self._end_epoch()
+            if self.engine.ready.steps > done:
+                self._end_epoch()
+            elif not position:  # else it was resumed where an epoch ends, which only a look at the data could tell
+                raise UsageError(f"the dataset gave no sample in epoch {self.loader.epoch}; expected at least one")
             if self.history.stopped:
                 return
         self._save(is_last=True)
@@ -222,7 +238,7 @@ class Fit:
         if takes_closure(trainer.optimizer):
             loss = float(trainer.step(batch))
             if not math.isfinite(loss):
-                raise NonFiniteLoss(self._told(loss, finite.first_culprit(trainer, batch)))
+                raise NonFiniteLoss(self._told(loss, finite.first_culprit(trainer, batch), trainer.steps, _MAY_HAVE))
             return loss, False
         held = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()} if self._skips else {}
         trainer.zero_grad()
@@ -231,7 +247,7 @@ class Fit:
             trainer.update()
             return loss, False
         if not self._skips:
-            raise NonFiniteLoss(self._told(loss, finite.first_culprit(trainer, batch)))
+            raise NonFiniteLoss(self._told(loss, finite.first_culprit(trainer, batch), trainer.steps + 1, _NOTHING))
         with torch.no_grad():
             for name, buffer in trainer.model.named_buffers():
                 buffer.copy_(held[name])
@@ -240,13 +256,11 @@ class Fit:
         self.history.skipped += 1
         return loss, True
 
-    def _told(self, loss: float, culprit: str) -> str:
+    def _told(self, loss: float, culprit: str, step: int, outcome: str) -> str:
         ids = self.loader.ids
         shown = f"{ids[:16]}{' ...' if len(ids) > 16 else ''}"
-        return (
-            f"the loss is {loss} at step {self.engine.ready.steps + 1} (epoch {self.loader.epoch + 1}) on samples "
-            f"{shown}; {culprit}. Nothing was updated by this step; fit(nonfinite='skip') leaves such steps out"
-        )
+        where = f"at step {step} (epoch {self.loader.epoch + 1}) on samples {shown}"
+        return f"the loss is {loss} {where}; {culprit}. {outcome}"
 
     # ---- looks and ends of epochs --------------------------------------------------------------------------------
 
@@ -281,16 +295,17 @@ class Fit:
         if self._saved != step:
             self._saved = step
             state = self.loader.state_dict()
-            self._checkpoints.save(self.engine.ready, step, state, self.engine.own_state(), wait=is_last)
+            own = {**self.engine.own_state(), "began": self._began}
+            self._checkpoints.save(self.engine.ready, step, state, own, wait=is_last)
             for each in self._callbacks:
                 each.on_save(self.engine, step, str(self.folder.checkpoints))
         if is_last:
             self._checkpoints.wait()
 
-    def _restore(self) -> None:
-        """Go on from the newest good checkpoint, where the user or a restart of the job asks for it."""
+    def _restore(self) -> bool:
+        """Go on from the newest good checkpoint, where the user or a restart of the job asks for it; whether it did."""
         if self._checkpoints is None or self.folder is None:
-            return
+            return False
         self._checkpoints.require_same_model(self.engine.ready)
         is_again = int(os.environ.get(environment.ATTEMPT, "0")) > 0
         if not self.options.resume and not is_again:
@@ -299,17 +314,19 @@ class Fit:
                     f"run folder {self.folder.path} has checkpoints of an earlier run (the newest of step "
                     f"{self._checkpoints.steps()[-1]}); pass resume=True to go on from it, or give another folder"
                 )
-            return
+            return False
         if self._checkpoints.newest_good() is None:
-            return
+            return False
         restored = self._checkpoints.load(self.engine.ready)
         self._saved = restored.step
         self.loader.load_state_dict(restored.data_state)
         self.engine.load_own_state(restored.extra)
+        self._began = restored.extra.get("began", 0)
         under = "" if restored.plan == str(self.engine.plan) else f", saved under plan {restored.plan}"
         if restored.note:
             self._display.say(restored.note)
         self._display.say(f"resumed at step {restored.step} from {self.folder.checkpoints}{under}")
+        return True
 
     def _where_saved(self) -> str:
         return "" if self.folder is None else f", saved in {self.folder.checkpoints}"
@@ -331,6 +348,38 @@ class Fit:
             "predicted": None if self.engine.choice is None else self.engine.choice.about(),
         }
 
+    def _last_step(self) -> int | None:
+        """The trainer's step after which the run is over: where the data ends, or after as many as were asked for."""
+        left = self.loader.batches_left(self.options.epochs)
+        end = None if left is None else self.engine.ready.steps + left
+        if self.options.steps is None:
+            return end
+        asked = self._began + self.options.steps
+        return asked if end is None else min(asked, end)
+
+    def _require_epochs(self) -> None:
+        if self.loader.epoch >= self.options.epochs:
+            raise UsageError(
+                f"the loader has {self.loader.epoch} epochs behind it, and fit(epochs={self.options.epochs}) ends "
+                "there: nothing would be trained; give more epochs, or begin anew by loader.set_epoch(0)"
+            )
+
+    def _require_skippable(self) -> None:
+        if self._skips and takes_closure(self.engine.ready.optimizer):
+            name = type(self.engine.ready.optimizer).__name__
+            raise UsageError(
+                f"fit(nonfinite='skip') with {name}, which evaluates the loss several times in a step: a step of it "
+                "cannot be left out; use nonfinite='stop'"
+            )
+
+    def _require_numbers(self) -> None:
+        """Every metric is asked once, before anything is trained: of the first batch that it will be asked of."""
+        if self.validation is not None:
+            first = self.validation.first()
+            evaluation.evaluate(self.engine.ready, [] if first is None else [first], self.engine.metrics)
+        else:
+            self.engine.require_numbers()
+
     def _require_rows(self) -> None:
         """Every batch, also the last and smallest one, must be enough for a pipeline's microbatches."""
         trainer = self.engine.ready
@@ -343,11 +392,6 @@ class Fit:
                     f"but plan {trainer.plan} cuts each batch in {parts}: use fewer microbatches, or a batch_size "
                     "that leaves more"
                 )
-
-
-def _steps_of(loader: Loader, epochs: int, steps: int | None) -> int | None:
-    whole = None if loader.samples is None else len(loader) * epochs
-    return whole if steps is None else steps if whole is None else min(steps, whole)
 
 
 def peak_memory() -> int:

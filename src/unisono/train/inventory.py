@@ -99,6 +99,7 @@ class _Collector:
             "model": shapes_here(self.trainer),
             "passing": passing_buffers(self.trainer.model),
             "optimizer": {
+                "kind": type(self.trainer.optimizer).__qualname__,
                 "state": {name: state for name, state in states.items() if state is not None},
                 "groups": [self._group(number, names) for number in range(len(self.trainer.optimizer.param_groups))],
             },

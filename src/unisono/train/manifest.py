@@ -129,7 +129,7 @@ def merged(parts: Sequence[dict[str, Any]], **about: Any) -> Manifest:
     """One manifest from what every rank has told of its part."""
     model: Shapes = {}
     passing: set[str] = set()
-    optimizer: dict[str, Any] = {"state": {}, "groups": []}
+    optimizer: dict[str, Any] = {"kind": parts[0]["optimizer"]["kind"], "state": {}, "groups": []}
     tensors: dict[str, dict[str, Any]] = {}
     for part in parts:
         model.update(part["model"])

@@ -86,12 +86,16 @@ def named(metrics: Sequence[str | Metric | Function] | None) -> dict[str, Metric
     """The metrics a user gave, each with the name that it is shown by."""
     if isinstance(metrics, str) or callable(metrics) or isinstance(metrics, Metric):
         metrics = [metrics]
+    if metrics is not None and not isinstance(metrics, Sequence):
+        raise UsageError(f"metrics={metrics!r}: expected a list of names, Metrics and functions")
     found: dict[str, Metric | Function] = {}
     for each in metrics or ():
         if isinstance(each, str):
             if each not in _NAMED:
                 raise UsageError(f"metric {each!r}: expected one of {', '.join(_NAMED)}, a Metric or a function")
             each = _NAMED[each]()
+        if isinstance(each, type) and issubclass(each, Metric):
+            raise UsageError(f"metric {each.__name__} is a class; expected one of it: {each.__name__}()")
         if not isinstance(each, Metric) and not callable(each):
             raise UsageError(f"metric {each!r}: expected one of {', '.join(_NAMED)}, a Metric or a function")
         name = each.name if isinstance(each, Metric) else getattr(each, "__name__", type(each).__name__)

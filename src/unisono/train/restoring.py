@@ -87,11 +87,26 @@ class Restoration:
 
     def _require_same_groups(self) -> None:
         saved, mine = self.manifest.optimizer["groups"], self.trainer.optimizer.param_groups
+        was, kind = self.manifest.optimizer.get("kind"), type(self.trainer.optimizer).__qualname__
+        if was is not None and was != kind:
+            raise CheckpointError(
+                f"{self.folder}: the optimizer was {was}, and is {kind}, which cannot go on from the other's state; "
+                "import_weights takes the weights alone"
+            )
         if len(saved) != len(mine):
             raise CheckpointError(
                 f"{self.folder}: the optimizer had {len(saved)} parameter groups, and has {len(mine)}; "
                 "build it as it was when the checkpoint was saved"
             )
+        was_in = {name: number for number, group in enumerate(saved) for name in group["params"]}
+        names = {id(tensor): name for name, tensor in self.trainer.optimized()}
+        for number, group in enumerate(mine):
+            for name in (names[id(each)] for each in group["params"] if id(each) in names):
+                if was_in.get(name, number) != number:
+                    raise CheckpointError(
+                        f"{self.folder}: {name} was in the optimizer's parameter group {was_in[name]}, and is in group "
+                        f"{number}; build it as it was when the checkpoint was saved"
+                    )
 
     def _add_laid(self, entry: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
         shape = tuple(whole_shape(parameter))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -63,7 +64,10 @@ class RunFolder(Callback):
         if not file.exists():
             return []
         try:
-            return list(json.loads(file.read_text(encoding="utf-8"))["starts"])
+            starts = list(json.loads(file.read_text(encoding="utf-8"))["starts"])
+            if any({"model", "plan", "world"} - set(start) for start in starts):
+                raise ValueError
+            return starts
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"{file} cannot be read as the record of a run; give another folder") from None
 
@@ -92,7 +96,7 @@ class RunFolder(Callback):
         if self._lines is None:
             return
         numbers = moment.numbers()
-        self._lines.write(json.dumps(numbers) + "\n")
+        self._lines.write(json.dumps({name: _plain(value) for name, value in numbers.items()}) + "\n")
         self._lines.flush()
         if self._board is not None:
             for name, value in numbers.items():
@@ -118,6 +122,11 @@ class RunFolder(Callback):
         if self._board is not None:
             self._board.close()
             self._board = None
+
+
+def _plain(value: Any) -> Any:
+    """JSON has no NaN and no infinity: nothing in their place."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _board(path: Path, first_step: int) -> Any:

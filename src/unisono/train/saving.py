@@ -109,6 +109,11 @@ class Saving:
             self._thread.join()
         return self.publish_error
 
+    def settle(self, seconds: float) -> None:
+        """Let the thread come to its end, but no longer than that: on rank 0 it waits for other ranks' parts."""
+        if self._thread is not None:
+            self._thread.join(seconds)
+
     def give_up(self) -> None:
         """After a failure: remove what was written aside. Rank 0 calls it when no rank writes any more."""
         self._given_up.set()
@@ -165,7 +170,7 @@ class Saving:
             sync_folder(target.aside)
             replace_folder(target.aside, target.published)
             if self._keep is not None:
-                forget(target.folder, self._keep)
+                forget(target.folder, self._keep, target.step)
         except Exception as error:
             self.publish_error = f"{type(error).__name__}: {error}"
 
@@ -221,9 +226,9 @@ def path_of(folder: Path, step: int) -> Path:
     return replaced if replaced.exists() and not published.exists() else published
 
 
-def forget(folder: Path, keep: int) -> None:
-    """All but the newest; none is ever half there under its name."""
-    for step in steps_in(folder)[:-keep]:
+def forget(folder: Path, keep: int, saved: int) -> None:
+    """All but the newest, of which the one just saved is one; none is ever half there under its name."""
+    for step in sorted(steps_in(folder), key=lambda step: (step == saved, step))[:-keep]:
         gone = folder / f"{_GONE}{step:08d}"
         with contextlib.suppress(OSError):  # one too many is no reason to stop
             (folder / folder_of(step)).rename(gone)

@@ -58,7 +58,15 @@ class _Surface(TorchFunctionMode):
     ) -> Any:
         if func == _DEVICE:
             return self._device
+        if getattr(func, "__name__", "") in _RECURRENT and any(map(_is_hollow, tree_leaves(args))):
+            args = tree_map(_hollowed, tuple(args))
         return func(*args, **(kwargs or {}))
 
 
+def _is_hollow(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor) and leaf.device == _META
+
+
 _DEVICE = torch.Tensor.device.__get__
+# They compare the devices of what they are given before any operation is dispatched.
+_RECURRENT = frozenset(("lstm", "gru", "rnn_tanh", "rnn_relu"))
