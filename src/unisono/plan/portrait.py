@@ -102,7 +102,7 @@ class OptimizerState:
     temporary: float = 4.0  # while it steps, an element
     traffic: float = 28.0  # bytes read and written in a step, an element of what ZeRO gives it
     plain_traffic: float = 28.0  # ... of the parameter itself
-    is_elementwise: bool = True
+    is_looped: bool = False  # whether torch steps it parameter by parameter, though a CPU could in one pass
 
 
 @dataclass(frozen=True, eq=False)
