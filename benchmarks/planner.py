@@ -152,6 +152,8 @@ def race(name: str, texts: list[str], steps: int) -> dict[str, list[float]]:
             )
         except UsageError:
             continue
+    gc.collect()
+    gc.freeze()  # a plan's steps are not to search the objects of all the others
     times: dict[str, list[float]] = {text: [] for text in trainers}
     for number in range(-WARM_UP, steps):
         for text, trainer in trainers.items():

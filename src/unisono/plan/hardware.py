@@ -52,6 +52,7 @@ class Hardware:
     matmul: Curve = ((1.0, 1.0),)  # share of the peak that a product of so many operations reaches
     attention: Curve = ((1.0, 1.0),)
     memory_efficiency: float = 1.0  # share of the bandwidth that elementwise work reaches
+    together: float = 1.0  # share of these rates that ops reach in a step, where one follows another
     rates: dict[str, tuple[float, float]] = field(default_factory=dict)  # of an op: bytes a second, forward, backward
     optimizer_rate: float = 0.0  # bytes a second that an optimizer passes; 0: as other elementwise work
     looped_optimizer_rate: float = 0.0  # ... one that torch steps parameter by parameter; 0: the same
@@ -188,7 +189,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
         "optimizer_rate",
         "looped_optimizer_rate",
     ),
-    "efficiency": ("matmul", "attention", "memory", "matmul_float32", "attention_float32"),
+    "efficiency": ("matmul", "attention", "memory", "together", "matmul_float32", "attention_float32"),
     "intra_node": ("ranks", *_COLLECTIVES),
     "inter_node": ("ranks", *_COLLECTIVES),
 }
@@ -226,6 +227,7 @@ class _Reader:
             matmul=self._curve(efficiency, "matmul"),
             attention=self._curve(efficiency, "attention" if "attention" in efficiency else "matmul"),
             memory_efficiency=self._share("efficiency", efficiency, "memory", 1.0, positive=True),
+            together=self._share("efficiency", efficiency, "together", 1.0, positive=True),
             rates=self._rates(given.get("ops", {})),
             optimizer_rate=self._number("device", device, "optimizer_rate", 0.0),
             looped_optimizer_rate=self._number("device", device, "looped_optimizer_rate", 0.0),

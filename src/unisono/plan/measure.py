@@ -309,6 +309,7 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         f"attention = {_curve(figures['attention'], peaks[main])}",
         *([] if not is_gpu else _of_float32(figures, peaks["float32"])),
         "memory = 1.0",
+        *([f"together = {figures['together']:.4f}"] if "together" in figures else []),
         "",
         "[ops]  # bytes a second, forward and backward",
         *(f"{op} = [{ahead:.4g}, {back:.4g}]" for op, (ahead, back) in figures["ops"].items()),

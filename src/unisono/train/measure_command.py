@@ -28,12 +28,16 @@ def measure(ranks: int = 2, backend: str | None = None) -> str:
     import torch
 
     from unisono.launch.spawn import spawn
+    from unisono.plan.hardware import Hardware
     from unisono.plan.measure import merged, written
+    from unisono.train.calibration import together
 
     is_gpu = torch.cuda.is_available()
     figures = merged(spawn(_on_rank, 1 if is_gpu else ranks, backend, (is_gpu,)))
     if not is_gpu:
         figures |= spawn(_host_overheads, 1, None, ())[0]
+        alone = Hardware.parse(written(figures, ranks, is_gpu), "measured here")
+        figures["together"] = together(alone, ranks, backend)
     return written(figures, ranks, is_gpu)
 
 
