@@ -130,7 +130,9 @@ class _Clock:
         is_gpu = self.device.type == "cuda"
         for length in (512, 1024, 2048, 4096) if is_gpu else (32, 128, 512):
             heads, width = (16, 64) if is_gpu else (4, 32)
-            packed = self._random(2, length, 3, heads, width, dtype=dtype)  # of one projection, as most models make them
+            packed = self._random(
+                2, length, 3, heads, width, dtype=dtype
+            )  # of one projection, as most models make them
             q, k, v = packed.permute(2, 0, 3, 1, 4).unbind()
             operations = 4.0 * 2 * heads * length**2 * width
             taken = self.time(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True))

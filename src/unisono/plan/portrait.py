@@ -123,6 +123,7 @@ class Portrait:
     clips: bool = False  # whether gradients are scaled by their norm
     has_experts: bool = False
     expert_count: int = 0
+    recomputes: bool = True  # whether the blocks are such as recomputation repeats: of one class
     keeps_gathered: bool = True  # under sp: Megatron gathers again in the backward, unisono keeps
 
     @cached_property

@@ -26,6 +26,7 @@ from unisono.parallel.blocks import Blocks, find_blocks
 from unisono.parallel.even_experts import evenly_visited
 from unisono.parallel.expert import MoE
 from unisono.parallel.linear import features, is_linear
+from unisono.parallel.pipeline.split import blocks_of
 from unisono.parallel.precision import HALVES
 from unisono.parallel.reach import Reach, reach_of
 from unisono.parallel.rules import Styles
@@ -74,12 +75,14 @@ class Planner:
             rows=self._rows,
             weights=weights,
             blocks=blocks.path if blocks else "",
+            names=blocks.names if blocks else (),
             count=len(blocks.modules) - repeats + 1 if blocks else 0,
             optimizer=self._optimizer_state(),
             flash=self.hardware.flash,
             keeps_gathered=self._keeps_gathered,
             mask_bytes=self.hardware.dropout_mask,
             repeats=repeats,
+            recomputes=blocks is not None and _is_repeated(self.model, blocks),
             clips=self.task.clip is not None,
         )
         with evenly_visited(short):
@@ -232,10 +235,19 @@ def _first_rows(example: Any, rows: int) -> Any:
 
 
 def _blocks(model: nn.Module) -> Blocks | None:
+    """Those that a pipeline cuts between."""
     try:
-        return find_blocks(model)
+        return blocks_of(model)
     except UsageError:
         return None
+
+
+def _is_repeated(model: nn.Module, blocks: Blocks) -> bool:
+    """Whether recomputation takes the same blocks, which must be of one class."""
+    try:
+        return find_blocks(model).modules == blocks.modules
+    except UsageError:
+        return False
 
 
 def _shortened(model: nn.Module, blocks: Blocks | None) -> tuple[nn.Module, int]:
