@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -152,6 +153,40 @@ def test_a_dropped_mark_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"second .* was not called"):
         trace(model, EXAMPLE, F.mse_loss)
     model.second.called = True  # its end is not another test's
+
+
+class Dropping(nn.Module):
+    """Marks in its forward, and drops what the mark returned."""
+
+    def __init__(self, drop: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__()
+        self.up = nn.Linear(8, 8)
+        self.drop = drop
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.up(x)
+        self.drop(hidden)
+        return F.relu(hidden)
+
+
+@pytest.mark.parametrize(
+    "drop",
+    [
+        lambda hidden: uni.shard(torch.relu, ((2, 4),)) and None,
+        lambda hidden: uni.reshard(hidden, MESH, [S(0), S(1)]),
+        lambda hidden: uni.shard_tensor(hidden, MESH, [S(0), S(1)]),
+    ],
+)
+def test_a_mark_that_a_forward_drops_is_an_error_of_that_trace(drop: Callable[[torch.Tensor], Any]) -> None:
+    with pytest.raises(UsageError, match=r"marked at test_marks.py:\d+.* thrown away"):
+        trace(Dropping(drop), (torch.zeros(4, 8), None))
+    trace(Dropping(lambda hidden: uni.reshard(F.gelu(hidden), MESH, [S(0), S(1)])), (torch.zeros(4, 8), None))
+
+
+def test_a_parameter_that_is_made_of_a_marked_tensor_is_marked() -> None:
+    model = Net()
+    model.weight2 = nn.Parameter(uni.shard_tensor(torch.zeros(model.weight2.shape), MESH, [R, S(1)]))
+    assert propagate(trace(model, EXAMPLE, F.mse_loss), MESH).layout("p_weight2") == (R, S(1))
 
 
 @pytest.mark.parametrize(

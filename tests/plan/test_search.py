@@ -118,3 +118,52 @@ def test_a_plan_carries_boundaries() -> None:
         Plan.parse("pp=2,boundaries=1+5")
     with pytest.raises(UsageError, match="but pp=1"):
         Plan.parse("boundaries=0+5")
+
+
+def test_boundaries_and_stages_that_the_model_has_not() -> None:
+    search = Search(portrait(layers=4, width=256), 2, H100)
+    for boundaries in ((0, 4), (0, 1, 2)):
+        with pytest.raises(UsageError, match="first block of each of 2 stages, rising from 0 to at most 3"):
+            search.judged(Plan(pp=2, boundaries=boundaries))
+    without = Search(replace(portrait(layers=4, width=256), blocks=()), 2, H100)
+    with pytest.raises(UsageError, match="has only 0 blocks to share out"):
+        without.judged(Plan(pp=2))
+
+
+def test_a_block_that_costs_nothing_does_not_unbalance_the_others() -> None:
+    job = portrait(layers=8, width=1024)
+    idle = Segment((), ())
+    even = Search(job, 2, H100).stages(Plan(pp=2)).starts
+    assert Search(replace(job, blocks=(idle, *job.blocks)), 2, H100).stages(Plan(pp=2)).starts == (0, even[1] + 1)
+
+
+def test_ranks_take_turns_on_cores() -> None:
+    """Four ranks on two cores compute half as fast, unless a pipeline leaves cores idle anyway."""
+    job = portrait(layers=8, width=1024, batch=16)
+    enough, few = (replace(H100, cores=cores, overlap=0.0, asynchronous=False) for cores in (4, 2))
+    apart, sharing = (Search(job, 4, hardware) for hardware in (enough, few))
+    plan = Plan(dp=4)
+    ours, theirs = sharing.judged(plan).duration, apart.judged(plan).duration
+    assert ours.compute == pytest.approx(2 * theirs.compute)
+    assert ours.optimizer == pytest.approx(2 * theirs.optimizer)
+    assert ours.total > 1.9 * theirs.compute
+    idle = Plan(pp=4)  # one rank computes at a time
+    assert sharing.judged(idle, played=True).duration.bubble < apart.judged(idle, played=True).duration.bubble
+    assert sharing.judged(idle, played=True).seconds < 1.2 * apart.judged(idle, played=True).seconds
+    busy = Plan(pp=4, microbatches=16)
+    assert sharing.judged(busy, played=True).seconds > 1.5 * apart.judged(busy, played=True).seconds
+
+
+def test_an_optimizer_that_torch_steps_op_by_op_takes_longer() -> None:
+    job = portrait(layers=4, width=1024, batch=8)
+    hardware = replace(H100, asynchronous=False, optimizer_rate=1e10, looped_optimizer_rate=5e9)
+    looped = replace(job, optimizer=replace(job.optimizer, is_looped=True))
+    quick, slow = (Search(each, 2, hardware).judged(Plan(dp=2)).duration.optimizer for each in (job, looped))
+    assert slow == pytest.approx(2 * quick)
+
+
+def test_ops_reach_a_share_of_their_rates_in_a_step() -> None:
+    job = portrait(layers=4, width=1024, batch=8)
+    alone = replace(H100, asynchronous=False)
+    one, other = (Search(job, 2, each).judged(Plan(dp=2)).duration for each in (alone, replace(alone, together=0.8)))
+    assert other.compute == pytest.approx(one.compute / 0.8)

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from tests.equivalence import tasks
 from tests.ranks import RankPool
@@ -64,6 +66,26 @@ def test_only_plans_that_the_task_can_run_under() -> None:
     assert planner.search(2).refusal(Plan(cp=2)) is not None
     assert choose(tasks.conv, 2, hardware).microbatches == 1
     assert Planner(tasks.gpt, hardware).allows(Plan(tp=8)) is not None  # four heads
+
+
+def test_layers_that_are_not_alike_are_stages_too() -> None:
+    """As parallelize cuts them: children of an nn.Sequential, or of a model without a list of blocks."""
+    layers = {"first": nn.Linear(16, 32), "norm": nn.LayerNorm(32), "last": nn.Linear(32, 4)}
+
+    class Named(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = layers.values()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.norm(self.first(x)))
+
+    for make in (lambda: nn.Sequential(*layers.values()), Named):
+        task = Task(make, F.mse_loss, torch.optim.SGD, lambda seed: (torch.ones(4, 16), torch.ones(4, 4)))
+        search = Planner(task, Hardware.read("h100")).search(3)
+        assert [sum(w.numel for w in block.weights) for block in search.portrait.blocks] == [544, 64, 132]
+        assert search.judged(Plan(pp=3)).footprint.parameters == 4 * 544
+        assert "no list of repeated blocks" in (search.refusal(Plan(dp=3, recompute="full")) or "")
 
 
 def test_experts_are_planned_for() -> None:

@@ -114,6 +114,7 @@ def _take_marks(graph: fx.Graph, notes: Sequence[Note]) -> list[Mark]:
         if node.target is not MARKER:
             continue
         note = notes[node.args[1]]
+        _require_use(node, note)
         if note.lies:
             marks.append(Mark(_source(node).name, 0, note.wish, op=note.op))
         for user, number in _uses(node, notes) if not note.lies else ():
@@ -123,6 +124,16 @@ def _take_marks(graph: fx.Graph, notes: Sequence[Note]) -> list[Mark]:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     return marks
+
+
+def _require_use(marker: fx.Node, note: Note) -> None:
+    """What uni.reshard or uni.shard_tensor returned must be used, if the tensor itself is."""
+    others = [user for user in _source(marker).users if user.target is not MARKER]
+    if not note.lies and note.op < 0 and not marker.users and others:
+        raise UsageError(
+            f"{note.wish}: what uni.reshard or uni.shard_tensor returned was thrown away, while the tensor it was "
+            "given is used, so the mark would not count; use what it returned"
+        )
 
 
 def _source(marker: Any) -> fx.Node:

@@ -76,6 +76,7 @@ def shard_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placemen
         return tensor if recording.is_parameter(tensor, wish) else _noted(tensor, Note(wish))
     if not isinstance(tensor, DTensor):
         _tensors[tensor] = wish
+        tensor.untyped_storage()._unisono_wish = (tensor.shape, wish)  # type: ignore[attr-defined]
     if not worlds.is_initialized():
         return tensor
     return moves.shard_tensor(tensor, mesh, placements)
@@ -134,10 +135,19 @@ def wishes_for(model: nn.Module) -> dict[str, Wish]:
                 found[name] = Wish(Mesh.of(tensor.device_mesh), tuple(tensor.placements))
             elif tensor in _tensors:
                 found[name] = _tensors[tensor]
+            elif (wish := _wish_of_memory(tensor)) is not None:
+                found[name] = wish
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, wish in _modules.get(module, {}).items():
             found[f"{prefix}.{name}".lstrip(".")] = wish
     return found
+
+
+def _wish_of_memory(tensor: torch.Tensor) -> Wish | None:
+    """The mark of a tensor that a parameter was made from: nn.Parameter(uni.shard_tensor(values, ...)) has its memory,
+    but is another tensor."""
+    shape, wish = getattr(tensor.untyped_storage(), "_unisono_wish", (None, None))
+    return wish if shape == tensor.shape else None
 
 
 # ---- ops --------------------------------------------------------------------------------------------------------
@@ -316,22 +326,27 @@ def recorder() -> Recorder | None:
     return _recorders[-1] if _recorders else None
 
 
-@contextlib.contextmanager
-def recording(model: nn.Module) -> Iterator[Recorder]:
-    """Marks made in the block go into the graph; UsageError where some would not count."""
-    dropped = _dropped[:]
+def _require_none_dropped() -> None:
+    dropped = list(dict.fromkeys(_dropped))
     _dropped.clear()
     if dropped:
         raise UsageError(
             f"{'; '.join(dropped)}: what uni.shard or uni.shard_op returned was thrown away and never called, so the "
             "mark would not count; keep it and call it in the function's place"
         )
+
+
+@contextlib.contextmanager
+def recording(model: nn.Module) -> Iterator[Recorder]:
+    """Marks made in the block go into the graph; UsageError where some would not count."""
+    _require_none_dropped()
     recording = Recorder(model)
     _recorders.append(recording)
     try:
         yield recording
     finally:
         _recorders.pop()
+    _require_none_dropped()
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
             if isinstance(value, Sharded) and id(value) not in recording.called:

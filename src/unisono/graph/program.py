@@ -40,6 +40,7 @@ from unisono.graph.saving import save
 from unisono.graph.show import as_text
 from unisono.graph.trace import Loss, Trace, trace
 from unisono.graph.zero import Again, Shares, in_pieces, require_stage
+from unisono.mesh.fused import fused
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
@@ -122,7 +123,8 @@ class Program:
             self.norm = self.pieces.clip(self.clip)
         if self._shares is not None:
             self._shares.take_gradients()
-        self.optimizer.step()
+        with fused(self.optimizer):
+            self.optimizer.step()
         if self._shares is not None:
             self._shares.publish()
         self.steps += 1

@@ -19,13 +19,13 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
 from unisono.errors import UsageError
+from unisono.mesh.fused import fused
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.parallel.clip import clip_by_norm
 from unisono.parallel.context import Context
 from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import collect_aux
-from unisono.parallel.fused import fused
 from unisono.parallel.head_width import HeadWidth
 from unisono.parallel.layout import Split
 from unisono.parallel.logits import Proof, in_pieces

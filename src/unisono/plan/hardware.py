@@ -52,12 +52,14 @@ class Hardware:
     matmul: Curve = ((1.0, 1.0),)  # share of the peak that a product of so many operations reaches
     attention: Curve = ((1.0, 1.0),)
     memory_efficiency: float = 1.0  # share of the bandwidth that elementwise work reaches
+    together: float = 1.0  # share of these rates that ops reach in a step, where one follows another
     rates: dict[str, tuple[float, float]] = field(default_factory=dict)  # of an op: bytes a second, forward, backward
     optimizer_rate: float = 0.0  # bytes a second that an optimizer passes; 0: as other elementwise work
+    looped_optimizer_rate: float = 0.0  # ... one that torch steps parameter by parameter; 0: the same
     op_overhead: float = 0.0  # seconds that an op takes beside its work, forward or backward
     asynchronous: bool = False  # whether that is the time of a host which runs ahead while the device works
     message_overhead: float = 0.0  # seconds that a message takes of that host, with the copies around it
-    # Seconds that a parameter takes of that host, by the stages of ZeRO: in a backward, and after it.
+    # Seconds that a parameter takes of the host, by the stages of ZeRO: in a backward, and after it.
     gradient_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     parameter_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     curves: dict[str, Curve] = field(default_factory=dict)  # as `matmul` and `attention`, for a dtype: matmul_float32
@@ -69,6 +71,7 @@ class Hardware:
     library_memory: float = 0.0  # bytes that the device's libraries keep once they have computed
     dropout_mask: float = 0.0  # bytes that a dropout keeps for an element; unisono draws again on GPUs
     nodes: int | None = None
+    cores: int | None = None  # that the devices of a node are: where they are more than that, they take turns
     source: str = field(default="", compare=False)
 
     @classmethod
@@ -126,6 +129,11 @@ class Hardware:
             )
         return replace(self, nodes=math.ceil(devices / self.devices_per_node))
 
+    def turns(self, devices: int) -> float:
+        """How many devices share a core, where so many of them compute."""
+        here = min(devices, self.devices_per_node)
+        return 1.0 if self.cores is None else max(here / self.cores, 1.0)
+
     @property
     def usable_memory(self) -> float:
         return self.memory * (1 - self.margin)
@@ -164,7 +172,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 }
 _COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
 _OPTIONAL: dict[str, tuple[str, ...]] = {
-    "machine": ("nodes",),
+    "machine": ("nodes", "cores"),
     "device": (
         "op_overhead",
         "asynchronous",
@@ -179,8 +187,9 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
         "dropout_mask",
         "library_memory",
         "optimizer_rate",
+        "looped_optimizer_rate",
     ),
-    "efficiency": ("matmul", "attention", "memory", "matmul_float32", "attention_float32"),
+    "efficiency": ("matmul", "attention", "memory", "together", "matmul_float32", "attention_float32"),
     "intra_node": ("ranks", *_COLLECTIVES),
     "inter_node": ("ranks", *_COLLECTIVES),
 }
@@ -209,6 +218,7 @@ class _Reader:
             name=given["name"],
             devices_per_node=self._count("machine", machine, "devices_per_node"),
             nodes=self._count("machine", machine, "nodes") if "nodes" in machine else None,
+            cores=self._count("machine", machine, "cores") if "cores" in machine else None,
             memory=self._number("device", device, "memory"),
             memory_bandwidth=self._number("device", device, "memory_bandwidth"),
             flops=self._flops(given["flops"]),
@@ -217,8 +227,10 @@ class _Reader:
             matmul=self._curve(efficiency, "matmul"),
             attention=self._curve(efficiency, "attention" if "attention" in efficiency else "matmul"),
             memory_efficiency=self._share("efficiency", efficiency, "memory", 1.0, positive=True),
+            together=self._share("efficiency", efficiency, "together", 1.0, positive=True),
             rates=self._rates(given.get("ops", {})),
             optimizer_rate=self._number("device", device, "optimizer_rate", 0.0),
+            looped_optimizer_rate=self._number("device", device, "looped_optimizer_rate", 0.0),
             op_overhead=self._number("device", device, "op_overhead", 0.0),
             asynchronous=self._flag("device", device, "asynchronous", False),
             message_overhead=self._number("device", device, "message_overhead", 0.0),

@@ -1,12 +1,14 @@
 """Measures this machine: the figures of a Hardware file.
 
-On a CPU, `ranks` processes with one thread each measure at the same time, because that is how they will compute: they
-share memory bandwidth and caches. On a GPU one process measures the device; links are those of the other ranks on this
-host, where there are several GPUs.
+On a CPU, processes with one thread each measure at the same time, because that is how they will compute: they share
+memory bandwidth and caches. Where there are more ranks than cores, as many as there are cores do: those are the rates
+of a core, and the planner knows that the others take turns with them. On a GPU one process measures the device; links
+are those of the other ranks on this host, where there are several GPUs.
 """
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import time
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from unisono.comm.communicator import Communicator
+from unisono.mesh.fused import fused
 from unisono.mesh.random import RandomState
 
 Figures = dict[str, Any]
@@ -38,10 +41,31 @@ BRIEF = Care(rounds=3, turn=0.003, messages=(2**10, 2**17, 2**22))
 
 
 def measured(comm: Communicator, device: torch.device, care: Care | None = None) -> Figures:
-    """What one rank sees while all of them measure."""
-    clock = _Clock(comm, device, care or Care())
+    """What one rank sees while all of them measure; of ranks that found no core, only what they see of links."""
+    care = care or Care()
+    places = comm.all_gather_object(comm.local_rank) if comm.size > 1 else [0]
+    cores = usable_cores()
+    busy = [rank for rank, place in enumerate(places) if device.type == "cuda" or place < cores]
+    figures: Figures = {"links": {}, "cores": cores * places.count(0), "hosts": places.count(0)}
+    if comm.rank in busy:
+        together = comm if len(busy) == comm.size else comm.subgroup(busy)
+        figures |= _computing(_Clock(together, device, care))
+    if comm.size > 1:
+        comm.barrier()
+        clock = _Clock(comm, device, care)
+        figures["links"] = {name: clock.messages(name) for name in _COLLECTIVES}
+    return figures
+
+
+def usable_cores() -> int:
+    """Of this host, by this process."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def _computing(clock: _Clock) -> Figures:
+    device = clock.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    figures: Figures = {"flops": {}, "ops": {}, "links": {}}
+    figures: Figures = {"flops": {}}
     for each in (torch.bfloat16, torch.float32) if device.type == "cuda" else (torch.float32,):
         figures["flops"][str(each).removeprefix("torch.")] = clock.products(each)
     figures["attention"] = clock.attentions(dtype)
@@ -52,8 +76,8 @@ def measured(comm: Communicator, device: torch.device, care: Care | None = None)
     figures["overhead"] = clock.overhead()
     figures["ops"] = clock.ops(dtype)
     figures["optimizer"] = clock.optimizer()
-    if comm.size > 1:
-        figures["links"] = {name: clock.messages(name) for name in _COLLECTIVES}
+    if device.type != "cuda":
+        figures["looped"] = clock.optimizer(foreach=False)
     return figures
 
 
@@ -67,8 +91,7 @@ class _Clock:
 
     def time(self, call: Callable[[], Any]) -> float:
         """Seconds of a call: the best of some turns, for what else the machine does only adds to them."""
-        call()
-        once = self._turn(call, 1)
+        once = min(self._turn(call, 1) for _ in range(4))  # the first of them also finds out how to
         loops = max(1, min(1000, int(self.care.turn / max(once, 1e-7))))
         if self.comm.size > 1:  # as often on all ranks
             loops = int(self.comm.all_reduce(torch.tensor([float(loops)]), "min").item())
@@ -90,12 +113,16 @@ class _Clock:
         return torch.randn(*shape, dtype=dtype, device=self.device, requires_grad=grad)
 
     def products(self, dtype: torch.dtype) -> list[tuple[float, float]]:
-        """(operations of a call, operations a second)."""
+        """(operations of a call, operations a second): the mean of a layer's product and of the two of its backward,
+        which lie otherwise in memory."""
         points = []
         for side in _GPU_SIDES if self.device.type == "cuda" else _SIDES:
             x, w = self._random(4 * side, side, dtype=dtype), self._random(side, side, dtype=dtype)
             operations = 2.0 * 4 * side**3
-            points.append((operations, operations / self.time(partial(F.linear, x, w))))
+            taken = self.time(partial(F.linear, x, w, self._random(side, dtype=dtype)))
+            if self.device.type != "cuda":
+                taken = (taken + self.time(partial(torch.mm, x, w)) + self.time(partial(torch.mm, x.t(), x))) / 3
+            points.append((operations, operations / taken))
         return points
 
     def attentions(self, dtype: torch.dtype) -> list[tuple[float, float]]:
@@ -103,7 +130,10 @@ class _Clock:
         is_gpu = self.device.type == "cuda"
         for length in (512, 1024, 2048, 4096) if is_gpu else (32, 128, 512):
             heads, width = (16, 64) if is_gpu else (4, 32)
-            q, k, v = (self._random(2, heads, length, width, dtype=dtype) for _ in range(3))
+            packed = self._random(
+                2, length, 3, heads, width, dtype=dtype
+            )  # of one projection, as most models make them
+            q, k, v = packed.permute(2, 0, 3, 1, 4).unbind()
             operations = 4.0 * 2 * heads * length**2 * width
             taken = self.time(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True))
             points.append((operations, operations / taken))
@@ -136,7 +166,8 @@ class _Clock:
         """Bytes a second, forward and backward, as a trace counts them: inputs and outputs of the forward."""
         is_gpu = self.device.type == "cuda"
         rows, width = (8192, 4096) if is_gpu else (512, 256)
-        x = self._random(rows, width, dtype=dtype, grad=True)
+        # Some take longer for larger numbers: those of layers with torch's first weights have a variance of 1/3.
+        x = (self._random(rows, width, dtype=dtype) * 3**-0.5).requires_grad_()
         other = self._random(rows, width, dtype=dtype)
         weight, bias = (self._random(width, dtype=dtype, grad=True) for _ in range(2))
         classes = 8 * width if is_gpu else width
@@ -176,14 +207,20 @@ class _Clock:
         whole = self.time(lambda: call().backward(gradient))
         return moved / forward, moved / max(whole - forward, forward / 4)
 
-    def optimizer(self) -> float:
-        """Bytes a second of AdamW, which reads four and writes three numbers for each parameter."""
-        size = 2**22 if self.device.type == "cuda" else 2**15
+    def optimizer(self, foreach: bool | None = None) -> float:
+        """Bytes a second of AdamW, which reads four and writes three numbers for each parameter: stepped as a trainer
+        does it, or (foreach=False) as torch does op by op. There are more of them than caches hold."""
+        size = 2**22 if self.device.type == "cuda" else 2**18
         parameters = [nn.Parameter(torch.randn(size, device=self.device)) for _ in range(16)]
         for parameter in parameters:
             parameter.grad = torch.ones_like(parameter)
-        optimizer = torch.optim.AdamW(parameters, lr=1e-3)
-        return 28.0 * size * 16 / self.time(optimizer.step)
+        optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=foreach)
+
+        def step() -> None:
+            with fused(optimizer):
+                optimizer.step()
+
+        return 28.0 * size * 16 / self.time(step)
 
     def messages(self, name: str) -> list[tuple[float, float]]:
         """(bytes, seconds) of a collective."""
@@ -224,16 +261,15 @@ _COLLECTIVES: dict[str, Callable[[Communicator, torch.Tensor, torch.Tensor], Cal
 
 def merged(figures: list[Figures]) -> Figures:
     """Of several ranks: the mean, for rates; ranks wait for each other, so a collective's time is the longest."""
-    first = figures[0]
     if len(figures) == 1:
-        return first
-    together = dict(first)
+        return figures[0]
+    together = dict(figures[0])
     together["links"] = {
         name: [(size, max(each["links"][name][place][1] for each in figures)) for place, (size, _) in enumerate(points)]
-        for name, points in first["links"].items()
+        for name, points in figures[0]["links"].items()
     }
-    for key in ("bandwidth", "overhead", "optimizer", "step", "microbatch"):
-        together[key] = statistics.mean(each.get(key, 0.0) for each in figures)
+    for key in ("bandwidth", "overhead", "optimizer", "looped", "step", "microbatch"):
+        together[key] = statistics.mean([each[key] for each in figures if key in each] or [0.0])
     return together
 
 
@@ -241,7 +277,7 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
     """A hardware file."""
     device = torch.cuda.get_device_properties(0) if is_gpu else None
     name = device.name if device else f"{ranks} ranks on {platform.machine()} cores"
-    memory = device.total_memory if device else _host_memory() / ranks
+    memory = device.total_memory if device else _host_memory() * figures["hosts"] / ranks
     main = "bfloat16" if is_gpu else "float32"
     peaks = {dtype: max(rate for _, rate in points) for dtype, points in figures["flops"].items()}
     link = _link(figures, ranks)
@@ -251,15 +287,18 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         "",
         "[machine]",
         f"devices_per_node = {max(torch.cuda.device_count(), 1) if is_gpu else ranks}",
+        *([] if is_gpu else [f"cores = {figures['cores']}"]),
         "",
         "[device]",
         f"memory = {memory:.4g}",
         f"memory_bandwidth = {figures['bandwidth']:.4g}",
         f"op_overhead = {figures['overhead']:.3g}",
-        *([] if not is_gpu else _of_host(figures)),
+        *([] if not is_gpu else ["asynchronous = true", f"library_memory = {figures['library']:.4g}"]),
+        *_of_host(figures),
         f"step_overhead = {figures.get('step', 0.0):.3g}",
         f"microbatch_overhead = {figures.get('microbatch', 0.0):.3g}",
         f"optimizer_rate = {figures['optimizer']:.4g}",
+        *([] if is_gpu else [f"looped_optimizer_rate = {figures['looped']:.4g}"]),
         f"overlap = {0.8 if is_gpu else 0.0}  # on CPUs messages take the time of the cores that compute",
         "margin = 0.05",
         f"dropout_mask = {0 if is_gpu else 4}",
@@ -272,6 +311,7 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         f"attention = {_curve(figures['attention'], peaks[main])}",
         *([] if not is_gpu else _of_float32(figures, peaks["float32"])),
         "memory = 1.0",
+        *([f"together = {figures['together']:.4f}"] if "together" in figures else []),
         "",
         "[ops]  # bytes a second, forward and backward",
         *(f"{op} = [{ahead:.4g}, {back:.4g}]" for op, (ahead, back) in figures["ops"].items()),
@@ -286,7 +326,7 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
 
 
 def _of_host(figures: Figures) -> list[str]:
-    lines = ["asynchronous = true", f"library_memory = {figures['library']:.4g}"]
+    lines = []
     if "message" in figures:
         lines.append(f"message_overhead = {figures['message']:.3g}")
     for key in ("gradient", "parameter"):

@@ -102,7 +102,7 @@ class OptimizerState:
     temporary: float = 4.0  # while it steps, an element
     traffic: float = 28.0  # bytes read and written in a step, an element of what ZeRO gives it
     plain_traffic: float = 28.0  # ... of the parameter itself
-    is_elementwise: bool = True
+    is_looped: bool = False  # whether torch steps it parameter by parameter, though a CPU could in one pass
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +123,7 @@ class Portrait:
     clips: bool = False  # whether gradients are scaled by their norm
     has_experts: bool = False
     expert_count: int = 0
+    recomputes: bool = True  # whether the blocks are such as recomputation repeats: of one class
     keeps_gathered: bool = True  # under sp: Megatron gathers again in the backward, unisono keeps
 
     @cached_property

@@ -29,12 +29,14 @@ class Subject:
     rows: int  # samples of the traced example
     weights: Mapping[str, Weight]  # parameters by name, with the dims that tp cuts
     blocks: str  # path of the list of blocks
+    names: tuple[str, ...]  # of the blocks themselves, where no list holds them
     count: int  # of blocks
     optimizer: OptimizerState
     flash: bool = True  # attention without dropout keeps no matrix of queries by keys
     mask_bytes: float | None = None  # that a dropout keeps for an element; without: as many as the element has
     keeps_gathered: bool = True
     clips: bool = False
+    recomputes: bool = True
     repeats: int = 1  # how often the last traced block stands in the model: blocks that are alike are traced once
 
 
@@ -99,7 +101,10 @@ class _Reader:
 
     def _place_of(self, op: Op) -> int:
         prefix = f"{self.subject.blocks}." if self.subject.blocks else ""
-        if op.path.startswith(prefix):
+        if self.subject.names:
+            if (name := op.path.split(".")[0]) in self.subject.names:
+                return self.subject.names.index(name) + 1
+        elif op.path.startswith(prefix):
             number = op.path.removeprefix(prefix).split(".")[0]
             if number.isdigit() and int(number) < self.subject.count:
                 return int(number) + 1
@@ -255,6 +260,7 @@ class _Reader:
             gradient_itemsize=first.itemsize if first is not None else 4,
             has_experts=any(weight.is_expert for weight in self.subject.weights.values()),
             keeps_gathered=self.subject.keeps_gathered,
+            recomputes=self.subject.recomputes,
             clips=self.subject.clips,
         )
 

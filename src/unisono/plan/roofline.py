@@ -38,9 +38,11 @@ class Roofline:
 
     def op(self, work: Work, segment: Segment, setting: Setting) -> OpTime:
         overhead = self.hardware.op_overhead * work.calls
+        timed = self._on_device(work, segment, setting, 0.0 if self.hardware.asynchronous else overhead)
+        if self.hardware.together < 1:
+            timed = OpTime(*(seconds / self.hardware.together for seconds in timed))
         if not self.hardware.asynchronous:
-            return self._on_device(work, segment, setting, overhead)
-        timed = self._on_device(work, segment, setting, 0.0)
+            return timed
         if work.kind == "view":
             return timed._replace(launch_forward=overhead / 2, launch_backward=overhead / 2)
         # Backward: a product for the inputs and one for the weights, and each parameter's gradient goes to its place.

@@ -20,7 +20,7 @@ from functools import cached_property
 from math import ceil, inf
 
 from unisono.errors import UsageError
-from unisono.plan.balance import quickly_balanced
+from unisono.plan.balance import checked, quickly_balanced, require_enough
 from unisono.plan.hardware import Hardware
 from unisono.plan.memory import Footprint, MemoryModel
 from unisono.plan.plan import Plan
@@ -137,16 +137,22 @@ class Search:
         if plan.pp > 1 and not plan.boundaries:
             key += (plan.tp, plan.cp, plan.sequence, plan.recompute, plan.microbatches * plan.dp)
         if key not in self._stages:
-            starts = plan.boundaries or self._balanced(plan, plan.pp * chunks)
+            starts = self._starts(plan, plan.pp * chunks)
             self._stages[key] = Stages(self.portrait, starts, placement_of(plan.pp, chunks, plan.schedule == "zbv"))
         return self._stages[key]
 
-    def _balanced(self, plan: Plan, stages: int) -> tuple[int, ...]:
+    def _starts(self, plan: Plan, stages: int) -> tuple[int, ...]:
+        if plan.boundaries:
+            return checked(plan.boundaries, len(self.portrait.blocks), stages)
         if stages == 1:
             return (0,)
+        require_enough(len(self.portrait.blocks), stages, self.portrait.name)
+        return self._balanced(plan, stages)
+
+    def _balanced(self, plan: Plan, stages: int) -> tuple[int, ...]:
         paces = {id(block): self.time.pace(block, plan).both for block in set(self.portrait.blocks)}
         costs = [paces[id(block)] for block in self.portrait.blocks]
-        unit = min(costs) or 1.0
+        unit = min((cost for cost in costs if cost), default=1.0)
         ends = (self.time.pace(self.portrait.before, plan).both, self.time.pace(self.portrait.after, plan).both)
         # In twentieths of a block: settings that differ by less are cut alike.
         rounded = [round(cost / unit, 2) for cost in costs]
@@ -168,6 +174,8 @@ class Search:
             return "between blocks there are no sequences to share"
         if plan.ep > 1 and not self.portrait.has_experts:
             return "the model has no experts"
+        if plan.recompute != "none" and not self.portrait.recomputes:
+            return "no list of repeated blocks to recompute"
         # What the job allows depends on less than the whole plan: it is asked once for each of these.
         asked = plan.but(zero=min(plan.zero, 1), boundaries=(), recompute="none", dp=plan.dp if plan.ep > 1 else 1)
         if asked not in self._refusals:
@@ -249,7 +257,9 @@ class Search:
         """The plan with each stage of ZeRO and the least recomputation that fits, and the bytes that each needs."""
         zeros = [0, 1, 2, 3] if plan.dp * plan.cp > 1 else [0]
         again = (
-            [each for each in _RECOMPUTE if each != "selective" or self._has_core] if self.portrait.blocks else ["none"]
+            [each for each in _RECOMPUTE if each != "selective" or self._has_core]
+            if self.portrait.blocks and self.portrait.recomputes
+            else ["none"]
         )
         if plan.schedule in ("zb1p", "zbv"):  # a backward that computes again is not done in halves, nor that of ZeRO 3
             zeros, again = zeros[:3], [each for each in again if each != "full"]

@@ -7,6 +7,8 @@ add theirs. So each stage has a forward time f and a backward time b for a micro
     pp = 1     m (f + b)  +  what of the gradients' travel the last backward does not hide  +  the optimizer
     pp > 1     the schedule, played with those times (`timeline`)  +  the gradients' travel  +  the optimizer
 
+Where more ranks than cores share a node, all of their computing together takes at least its sum over the cores.
+
 `estimate` uses closed forms for the schedule, in microseconds a plan; `simulated` plays it.
 """
 
@@ -203,9 +205,10 @@ class TimeModel:
         made = []
         around = self.hardware.microbatch_overhead if plan.microbatches > 1 or plan.pp > 1 else 0.0
         for counted in kinds:
-            total = Pace(around / 2, around / 2)
+            total = Pace(around / 2, around / 2 + self._sending(plan))
             if self.hardware.asynchronous:
                 total = Pace(launch_forward=around / 2, launch_backward=around / 2 + self._sending(plan))
+            total = total.plus(Pace(weights=self._adding(plan, counted)))
             for segment, count in counted:
                 total = total.plus(self.pace(segment, plan).times(count))
             made.append(total.launched())
@@ -213,9 +216,19 @@ class TimeModel:
 
     def _sending(self, plan: Plan) -> float:
         """What a host takes to send a stage's gradients off, for each backward: often, or in the last one only."""
+        if plan.dp * plan.cp == 1:
+            return 0.0
         often = 1.0 if plan.zero >= 2 else 1 / plan.microbatches
         each = self.hardware.gradient_overhead[plan.zero] * self.portrait.tensors
         return (each + self._buckets(plan) * self.hardware.message_overhead) / plan.pp * often
+
+    def _adding(self, plan: Plan, counted: tuple[tuple[Segment, int], ...]) -> float:
+        """What each microbatch takes, on average, to add its gradients to those of the ones before: two are read, one
+        is written. From its second stage on ZeRO keeps pieces only."""
+        if plan.microbatches == 1 or plan.zero >= 2:
+            return 0.0
+        size = sum(segment.numel * count for segment, count in counted) * self.portrait.gradient_itemsize / plan.tp
+        return 3 * size / self._bandwidth * (1 - 1 / plan.microbatches)
 
     def _buckets(self, plan: Plan) -> float:
         """Messages that the gradients of all stages travel in."""
@@ -241,6 +254,7 @@ class TimeModel:
             per_rank[rank] = per_rank[rank].plus(paces[stage])
         slowest = max(range(stages.ranks), key=lambda rank: per_rank[rank].both)
         mine, m = per_rank[slowest], plan.microbatches
+        computing, passing = self._in_turns(plan, per_rank, mine, passing)
         state = self.memory._state(plan, stages, slowest)
         travel, hidden, sent = self._gradients(plan, state, mine)
         optimizer = self._optimizer(plan, state)
@@ -248,14 +262,24 @@ class TimeModel:
         other = self.hardware.step_overhead
         return Duration(
             total=passing + travel - hidden + optimizer + other,
-            compute=m * (mine.both - mine.talk),
+            compute=computing,
             tensor=m * mine.talk,
-            bubble=max(passing - m * mine.both, 0.0),
+            bubble=max(passing - computing - m * mine.talk, 0.0),
             gradients=travel - hidden,
             optimizer=optimizer,
             other=other,
             sent=m * mine.sent + sent + crossing,
         )
+
+    def _in_turns(self, plan: Plan, per_rank: list[Pace], mine: Pace, passing: float) -> tuple[float, float]:
+        """Seconds that the slowest rank computes, and that all microbatches take to pass: longer than that where ranks
+        share cores, each of which is idle only where a pipeline leaves it nothing to do."""
+        m, turns = plan.microbatches, self.hardware.turns(plan.world)
+        computing = m * (mine.both - mine.talk)
+        if turns > 1:
+            shared = turns * m * sum(pace.both - pace.talk for pace in per_rank) / len(per_rank)
+            computing, passing = max(computing, shared), max(passing, shared + m * mine.talk)
+        return computing, passing
 
     def _setting(self, plan: Plan) -> Setting:
         return Setting.of(plan, self.portrait.batch)
@@ -317,10 +341,11 @@ class TimeModel:
 
     def _packing(self, plan: Plan, size: float) -> float:
         """Gradients and parameters are copied into messages and out of them, read and written: ZeRO's row by row."""
+        turns = self.hardware.turns(plan.world)
         if plan.zero == 0:
-            return 2 * size / self._bandwidth
+            return turns * 2 * size / self._bandwidth
         m = plan.microbatches
-        return 2 * size / self._row_rate * {1: 2, 2: m + 1, 3: 3 * m}[plan.zero]
+        return turns * 2 * size / self._row_rate * {1: 2, 2: m + 1, 3: 3 * m}[plan.zero]
 
     def _tied(self, plan: Plan) -> float:
         if plan.pp == 1 or not self.portrait.tied:
@@ -331,15 +356,17 @@ class TimeModel:
     def _optimizer(self, plan: Plan, state: State) -> float:
         """Clipping too: it reads gradients for their norm, and again to scale them."""
         elements = state.sharded if plan.zero else state.elements
-        rate = self.hardware.optimizer_rate or self._bandwidth
         optimizer = self.portrait.optimizer
+        rate = self.hardware.optimizer_rate or self._bandwidth
+        rate = (optimizer.is_looped and self.hardware.looped_optimizer_rate) or rate
         traffic = optimizer.traffic if plan.zero else optimizer.plain_traffic
         clipping = 3 * elements * state.itemsize / self._bandwidth if self.portrait.clips else 0.0
         launching = self.hardware.parameter_overhead[plan.zero] * self.portrait.tensors
         if plan.zero in (1, 2):  # results are gathered
             launching += self._buckets(plan) * self.hardware.message_overhead
         launching /= plan.pp
-        return max(elements * traffic / rate + clipping, launching)
+        updating = self.hardware.turns(plan.world) * (elements * traffic / rate + clipping)
+        return max(updating, launching) if self.hardware.asynchronous else updating + launching
 
 
 def _zero_travel(plan: Plan, ranks: Group, size: float, m: int) -> tuple[float, float]:

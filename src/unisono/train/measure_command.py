@@ -28,11 +28,28 @@ def measure(ranks: int = 2, backend: str | None = None) -> str:
     import torch
 
     from unisono.launch.spawn import spawn
+    from unisono.plan.hardware import Hardware
     from unisono.plan.measure import merged, written
+    from unisono.train.calibration import together
 
     is_gpu = torch.cuda.is_available()
-    figures = spawn(_on_rank, 1 if is_gpu else ranks, backend, (is_gpu,))
-    return written(merged(figures), ranks, is_gpu)
+    figures = merged(spawn(_on_rank, 1 if is_gpu else ranks, backend, (is_gpu,)))
+    if not is_gpu:
+        figures |= spawn(_host_overheads, 1, None, ())[0]
+        alone = Hardware.parse(written(figures, ranks, is_gpu), "measured here")
+        figures["together"] = together(alone, ranks, backend)
+    return written(figures, ranks, is_gpu)
+
+
+def _host_overheads() -> dict[str, Any]:
+    """What a process takes for each parameter, beside its ops."""
+    import torch
+
+    from unisono.train.overheads import overheads
+
+    torch.set_num_threads(1)
+    found = overheads(torch.device("cpu"))
+    return {name: found[name] for name in ("gradient", "parameter")}
 
 
 def _on_rank(is_gpu: bool) -> dict[str, Any]:
@@ -47,8 +64,7 @@ def _on_rank(is_gpu: bool) -> dict[str, Any]:
     comm = world.init()
     try:
         device = torch.device("cpu")
-        step, several = step_overhead(device, 1), step_overhead(device, 4)
-        return measured(comm, device) | {"step": step, "microbatch": max(several - step, 0.0) / 3}
+        return measured(comm, device) | around_steps(device, 30)
     finally:
         world.shutdown()
 
@@ -67,7 +83,13 @@ def measured_gpu() -> dict[str, Any]:
     return figures | overheads(device)
 
 
-def step_overhead(device: Any, microbatches: int, steps: int = 30) -> float:
+def around_steps(device: Any, steps: int) -> dict[str, float]:
+    """Figures of what is around the ops of a step, and of each further microbatch; all ranks of the world call it."""
+    step, several = _step_overhead(device, 1, steps), _step_overhead(device, 4, steps)
+    return {"step": step, "microbatch": max(several - step, 0.0) / 3}
+
+
+def _step_overhead(device: Any, microbatches: int, steps: int) -> float:
     """Seconds that a step takes which has next to nothing to compute: what is around the ops of every step."""
     import time
 

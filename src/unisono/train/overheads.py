@@ -1,4 +1,4 @@
-"""What the host of an asynchronous device takes for a step: launching ops, and what unisono does around them.
+"""What the host of a device takes for a step: launching ops, and what unisono does around them.
 
 Measured on models with next to nothing to compute, of few layers and of many: the difference is what layers take, the
 rest what a step takes. They are trained as one rank of eight whose others are not there.

@@ -19,12 +19,14 @@ from torch.utils import _pytree as pytree
 from unisono.errors import UsageError
 from unisono.graph.trace import trace
 from unisono.mesh.draft import drafted
+from unisono.mesh.fused import fused
 from unisono.mesh.initial import build
 from unisono.parallel.apply import refuse_what_cannot_be_right
 from unisono.parallel.blocks import Blocks, find_blocks
 from unisono.parallel.even_experts import evenly_visited
 from unisono.parallel.expert import MoE
 from unisono.parallel.linear import features, is_linear
+from unisono.parallel.pipeline.split import blocks_of
 from unisono.parallel.precision import HALVES
 from unisono.parallel.reach import Reach, reach_of
 from unisono.parallel.rules import Styles
@@ -73,12 +75,14 @@ class Planner:
             rows=self._rows,
             weights=weights,
             blocks=blocks.path if blocks else "",
+            names=blocks.names if blocks else (),
             count=len(blocks.modules) - repeats + 1 if blocks else 0,
             optimizer=self._optimizer_state(),
             flash=self.hardware.flash,
             keeps_gathered=self._keeps_gathered,
             mask_bytes=self.hardware.dropout_mask,
             repeats=repeats,
+            recomputes=blocks is not None and _is_repeated(self.model, blocks),
             clips=self.task.clip is not None,
         )
         with evenly_visited(short):
@@ -181,12 +185,12 @@ class Planner:
 
     def _optimizer_state(self) -> OptimizerState:
         dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
-        plain, temporary = _measured_state(self.task.optimizer, dtype)
+        plain, temporary, is_looped = _measured_state(self.task.optimizer, dtype)
         traffic = 3 * dtype.itemsize + 2 * plain
         if dtype not in HALVES:
-            return OptimizerState(plain, plain, 0.0, temporary, traffic, traffic)
-        sharded, wide = _measured_state(self.task.optimizer, torch.float32)
-        return OptimizerState(plain, sharded, 4.0, wide, 12.0 + 2 * sharded, traffic)
+            return OptimizerState(plain, plain, 0.0, temporary, traffic, traffic, is_looped)
+        sharded, wide, _ = _measured_state(self.task.optimizer, torch.float32)
+        return OptimizerState(plain, sharded, 4.0, wide, 12.0 + 2 * sharded, traffic, is_looped)
 
 
 def _with_traffic(portrait: Portrait, blocks: Blocks) -> Portrait:
@@ -231,10 +235,19 @@ def _first_rows(example: Any, rows: int) -> Any:
 
 
 def _blocks(model: nn.Module) -> Blocks | None:
+    """Those that a pipeline cuts between."""
     try:
-        return find_blocks(model)
+        return blocks_of(model)
     except UsageError:
         return None
+
+
+def _is_repeated(model: nn.Module, blocks: Blocks) -> bool:
+    """Whether recomputation takes the same blocks, which must be of one class."""
+    try:
+        return find_blocks(model).modules == blocks.modules
+    except UsageError:
+        return False
 
 
 def _shortened(model: nn.Module, blocks: Blocks | None) -> tuple[nn.Module, int]:
@@ -318,15 +331,18 @@ def _linear_dims(module: nn.Module, kind: str) -> dict[int, int]:
     return {id(weight): 0 if is_transposed else 1} if kind in ("row", "row_split") else {}
 
 
-def _measured_state(make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> tuple[float, float]:
-    """Bytes of state for an element, and of temporaries while stepping: of a matrix that it is tried on."""
+def _measured_state(make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> tuple[float, float, bool]:
+    """Bytes of state for an element, and of temporaries while stepping: of a matrix that it is tried on. And whether a
+    CPU steps it parameter by parameter."""
     parameter = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
     optimizer = make([parameter])
     parameter.grad = torch.zeros_like(parameter)
+    with fused(optimizer):
+        is_looped = not optimizer.param_groups[0].get("fused")
     try:
         optimizer.step()
     except (RuntimeError, TypeError):
-        return 2.0 * dtype.itemsize, float(dtype.itemsize)  # it needs a closure, or more: as Adam
+        return 2.0 * dtype.itemsize, float(dtype.itemsize), is_looped  # it needs a closure, or more: as Adam
     tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
     state = sum(value.numel() * value.itemsize for value in tensors if value.numel() > 1) / parameter.numel()
-    return state, float(dtype.itemsize) if len([v for v in tensors if v.numel() > 1]) > 1 else 0.0
+    return state, float(dtype.itemsize) if len([v for v in tensors if v.numel() > 1]) > 1 else 0.0, is_looped

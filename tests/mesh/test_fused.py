@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.parallel.fused import fused
+from unisono.mesh.fused import fused
 
 Make = Callable[[Any], Optimizer]
 
