@@ -127,7 +127,9 @@ class Circuit(GateMethods):
         return undone
 
     def copy(self) -> Circuit:
-        return type(self)(self.wires, self.bits).compose(self)
+        twin = type(self)(self.wires, self.bits)
+        twin._operations, twin._tuple = self._operations.copy(), self._tuple
+        return twin
 
     def __add__(self, other: Circuit) -> Circuit:
         """A new circuit: this one, then `other`."""
