@@ -167,7 +167,7 @@ class Circuit(GateMethods):
     def check_values(self, weights: Any = (), features: Any = ()) -> None:
         """Refuse vectors that are not as long as the circuit needs."""
         for kind, given, needed in (("weights", weights, self.weights), ("features", features, self.features)):
-            if len(given) != needed:
+            if len(given) < needed:
                 raise UsageError(f"the circuit reads {needed} {kind}, but {len(given)} were given")
 
     def depth(self) -> int:
