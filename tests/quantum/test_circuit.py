@@ -161,13 +161,24 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: uq.weight(0) * uq.weight(1), "not affine"),
     (lambda: Circuit(1) + Circuit(2), "2 wires to one of 1"),
     (lambda: Circuit(3).compose(Circuit(2), wires=(0,)), "2 wires to place"),
-    (lambda: Circuit(3).compose(Circuit(2).h(1), wires=(0, 7)), "wire 7"),
+    (lambda: Circuit(3).compose(Circuit(2).h(1), wires=(0, 7)), "different wires of 0 to 2"),
     (lambda: Circuit(2).measure(0).inverse(), "measure has no inverse"),
     (lambda: Circuit(3).compose(Circuit(2).measure(0), controls=(2,)), "cannot be controlled"),
     (lambda: Circuit(2).apply("x", 0, condition={0: 1}), "uses bit 0, but the circuit has 0"),
     (lambda: Circuit(2, bits=1).apply("x", 0, condition={0: 1}).inverse(), "depends on a measured bit"),
     (lambda: Circuit(2).measure(0, -1), "bit -1"),
     (lambda: Circuit(2).rx(0, uq.weight(3)).bound([1.0, 2.0]), "reads 4 weights, but 2 were given"),
+    (lambda: Circuit(3).compose(Circuit(2).h(0), wires=(0, 0)), r"2 \(0, 0\): expected different wires of 0 to 2"),
+    (lambda: Circuit(2).h(1.0), "wire 1.0: expected a number"),  # type: ignore[arg-type]
+    (lambda: Circuit(2, bits=-1), r"bits=-1\): expected a number of classical bits"),
+    (lambda: uq.Z(1.5), r"wires \(1.5,\): expected"),  # type: ignore[arg-type]
+    (lambda: uq.Layer(Circuit(2), "1e999 Z0"), "expected a finite real number"),
+    (lambda: uq.State(2.5), r"State\(2.5\): expected a number of wires"),  # type: ignore[arg-type]
+    (lambda: uq.State(2, chunk=0), "chunk=0: expected bytes"),
+    (
+        lambda: uq.Layer(Circuit(1).rx(0, uq.feature(0)), "Z0")(torch.ones(1, 1, dtype=torch.complex64)),
+        "input of type torch.complex64: expected a tensor of real numbers",
+    ),
     (lambda: Circuit(2).rx(0, uq.feature(0)).bound(), "reads 1 features, but 0 were given"),
 ]
 

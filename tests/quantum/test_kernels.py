@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import sys
+import tracemalloc
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier
 
 import numpy as np
 import pytest
@@ -11,10 +15,11 @@ import torch
 from tests.quantum import dense
 from tests.quantum.circuits import NAMES, random_circuit, random_unitary
 from unisono.errors import UsageError
-from unisono.quantum import Circuit, weight
+from unisono.quantum import Circuit, hardware_efficient, weight
 from unisono.quantum.compiled import Compiled
 from unisono.quantum.gates import GATES
 from unisono.quantum.kernels import code, reference
+from unisono.quantum.kernels.threads import together
 from unisono.quantum.measuring import Expectations
 from unisono.quantum.observable import observable
 from unisono.quantum.parameter import Affine
@@ -61,7 +66,7 @@ def test_every_gate_on_low_and_high_axes_with_controls(name: str, dtype: torch.d
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bits", "row_bits"), [(1, 11), (2, 11), (5, 11), (8, 5), (9, 5), (10, 6), (10, 11)])
+@pytest.mark.parametrize(("bits", "row_bits"), [(1, 11), (2, 11), (5, 11), (8, 5), (9, 5), (10, 6), (12, 11)])
 def test_random_circuits(bits: int, row_bits: int, dtype: torch.dtype, threads: int) -> None:
     for seed in range(4):
         circuit = random_circuit(bits, 80, seed, weights=5, features=2)
@@ -72,7 +77,7 @@ def test_random_circuits(bits: int, row_bits: int, dtype: torch.dtype, threads: 
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bits", "row_bits"), [(3, 11), (8, 5), (10, 6)])
+@pytest.mark.parametrize(("bits", "row_bits"), [(3, 11), (8, 5), (12, 11)])
 def test_gradients_of_random_circuits(bits: int, row_bits: int, dtype: torch.dtype, threads: int) -> None:
     for seed in range(4):
         circuit = random_circuit(bits, 60, seed, weights=5, features=2)
@@ -164,3 +169,34 @@ def test_bad_amplitudes_are_refused() -> None:
         compiled.run(torch.zeros(8, dtype=torch.complex128))
     with pytest.raises(UsageError, match=r"expected torch\.complex64 or torch\.complex128"):
         Compiled((), 3, torch.float32)
+
+
+def test_a_program_is_small_beside_its_state() -> None:
+    """22 wires in complex64 are 32 MiB: what is made on the way to the program counts as well."""
+    operations = hardware_efficient(22, depth=10).operations
+    Compiled(operations, 22, torch.complex64)  # what is made once is made
+    tracemalloc.start()
+    try:
+        program = Compiled(operations, 22, torch.complex64)
+        _, most = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert len(program.code.rows) < 1 << 13
+    assert most < 350 << 10
+
+
+def test_two_callers_do_not_wait_for_each_others_threads() -> None:
+    """The calls of a kernel wait for each other; two kernels with half of the threads each would wait for ever."""
+
+    def caller(_: int) -> None:
+        for _ in range(60):
+            met = Barrier(4)
+            together(lambda _, met=met: met.wait(10) and None, 4)  # type: ignore[misc]
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-7)
+    try:
+        with ThreadPoolExecutor(4) as callers:
+            list(callers.map(caller, range(4)))
+    finally:
+        sys.setswitchinterval(before)

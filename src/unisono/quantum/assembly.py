@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
@@ -58,7 +59,9 @@ class Code:
 class Assembler:
     """Collects the arrays of a Code, sweep by sweep; a batch ends when it has `room` values or more.
 
-    `halved`: linear tables are in two parts, as kernels/code.py says."""
+    `halved`: linear tables are in two parts, as kernels/code.py says. What is collected goes straight into the arrays
+    that the Code will have: lists of numbers, and a copy at the end, would be most of the memory that a circuit takes
+    beside its state."""
 
     def __init__(
         self, bits: int, lane_bits: int, row_bits: int, every: int = SKEW, *, room: int | None = None, halved: bool
@@ -66,63 +69,64 @@ class Assembler:
         self.bits, self.lane_bits = bits, lane_bits
         self._room, self._halved = room, halved
         self.width = 1 << lane_bits
-        self._ops: list[list[int]] = []
-        self._sweeps: list[list[int]] = []
-        self._rows: list[NDArray[np.int32]] = []
-        self._pairs: list[tuple[int, int]] = []
-        self._places: list[NDArray[np.int64]] = []
+        self._ops, self._sweeps, self._pairs = array("q"), array("q"), array("q")
+        self._sweep_ops: list[list[int]] = []  # of the sweep that is being made
+        self._rows, self._places = array("i"), array("q")
         self._constants: list[tuple[int, NDArray[np.float64]]] = []
         self._batches: list[Batch] = []
         self._known: dict[tuple[object, ...], tuple[int, int]] = {}
         self._turn_angles: list[Affine] = []
         self._term_angles: list[Affine] = []
-        self._records: list[list[int]] = []
-        self._term_tables: list[tuple[Sequence[float], Sequence[float]]] = []
-        self._term_numbers: list[int] = []
-        self._sizes = dict.fromkeys(("rows", "places", "values", "records", "tables", "sums"), 0)
+        self._records = array("q")
+        self._term_constants, self._term_slopes, self._term_numbers = array("d"), array("d"), array("q")
+        self._sizes = {"values": 0, "sums": 0}
         self.row_bits = row_bits
         self._spare = 1
-        self._add("rows", self._table(skew(row_bits, every)[0]))
+        self._add("rows", self._halves(_xors(skew(row_bits, every)[0])))
 
     def sweep(self, primitives: Iterable[Primitive], layout: Layout) -> None:
         """Add a tile's program, and how the tiles lie in the state."""
         made, frame = stages(primitives, layout, self.bits - 1)
         count = len(layout.rows)
         fields = [0] * code.SWEEP_FIELDS
-        fields[code.FIRST] = len(self._ops)
+        fields[code.FIRST] = len(self._ops) // code.FIELDS
         for stage in made:
             self._stage(stage, count)
-        fields[code.LAST] = len(self._ops)
+        fields[code.LAST] = fields[code.FIRST] + len(self._sweep_ops)
         fields[code.ROW_BITS], fields[code.OUTSIDE_BITS] = count, len(layout.outside)
-        places, _ = self._once(("places", *layout.rows), lambda: self._table([2 << bit for bit in layout.rows]))
-        fields[code.PLACES] = places
+        key = ("places", *layout.rows)
+        fields[code.PLACES], _ = self._once(key, lambda: _xors(2 << bit for bit in layout.rows))
         straight = layout.lanes == tuple(range(self.lane_bits))
         fields[code.LANES] = -1 if straight else self._add("places", _xors(2 << bit for bit in layout.lanes))
         fields[code.OUTSIDE] = self._add("places", np.array([2 << bit for bit in layout.outside], dtype=np.int64))
         self._finish(fields, layout, frame)
-        self._sweeps.append(fields)
+        self._sweeps.extend(fields)
+        for op in self._sweep_ops:
+            self._ops.extend(op)
+        self._sweep_ops.clear()
         if self._room is not None and self._sizes["values"] >= self._room:
             self._end_batch()
 
     def code(self) -> Code:
         self._end_batch()
-        turns = len(self._turn_angles)
+        self._rows.append(0)  # never empty: kernels take its address
+        self._places.append(0)
         return Code(
             self.bits,
             self.lane_bits,
             self.row_bits,
-            np.array(self._sweeps, dtype=np.int64).reshape(-1, code.SWEEP_FIELDS),
-            np.array(self._ops, dtype=np.int64).reshape(-1, code.FIELDS),
-            _joined(self._rows, np.int32),
-            np.array(self._pairs, dtype=np.int64).reshape(-1, 2),
-            _joined(self._places, np.int64),
+            _numbers(self._sweeps).reshape(-1, code.SWEEP_FIELDS),
+            _numbers(self._ops).reshape(-1, code.FIELDS),
+            np.frombuffer(self._rows, dtype=np.int32),
+            _numbers(self._pairs).reshape(-1, 2),
+            _numbers(self._places),
             (*self._turn_angles, *self._term_angles),
-            turns,
+            len(self._turn_angles),
             tuple(self._batches),
-            np.array([number for record in self._records for number in record], dtype=np.int64),
-            np.array([value for table, _ in self._term_tables for value in table], dtype=np.float64),
-            np.array([value for _, slopes in self._term_tables for value in slopes], dtype=np.float64),
-            np.array(self._term_numbers, dtype=np.int64),
+            _numbers(self._records),
+            np.frombuffer(self._term_constants, dtype=np.float64),
+            np.frombuffer(self._term_slopes, dtype=np.float64),
+            _numbers(self._term_numbers),
             self._spare,
         )
 
@@ -169,7 +173,7 @@ class Assembler:
     def _op(self, kind: int, mixes: Sequence[Mix], row_bits: int) -> list[int]:
         """An instruction on the rows where all bits read 0 and all guards hold, outside bits being 0."""
         op = [0] * code.FIELDS
-        self._ops.append(op)
+        self._sweep_ops.append(op)
         op[code.KIND], op[code.SLOT] = kind, -1
         wanted = [(parity.rows, 0) for mix in mixes for parity in mix.bits]
         flips = [(bit.outside, mask) for mix in mixes for bit, mask in zip(mix.bits, mix.masks, strict=True)]
@@ -181,7 +185,9 @@ class Assembler:
                     flips.append((parity.outside, mix.guard_masks[number]))
                 elif not parity.lanes:
                     conditions.append((parity.outside, value))
-        key = ("rows", row_bits, *sorted(wanted), len(self._ops) if kind == code.DENSE else 0)  # masks precede its rows
+        key = ("rows", row_bits, *sorted(wanted))
+        if kind == code.DENSE:
+            key = (*key, len(self._rows))  # its own: masks precede its rows
         op[code.ROWS], op[code.ROW_COUNT] = self._once(key, lambda: _chosen(wanted, row_bits))
         self._flips(op, flips, conditions)
         return op
@@ -231,7 +237,7 @@ class Assembler:
         row_bits: int,
     ) -> None:
         op = [0] * code.FIELDS
-        self._ops.append(op)
+        self._sweep_ops.append(op)
         op[code.KIND] = code.LANE_PHASE if lanes else code.PHASE
         entries = 1 << (row_bits + (self.lane_bits if lanes else 0))
         op[code.VALUES] = self._skip("values", 2 * entries)
@@ -239,23 +245,22 @@ class Assembler:
         differentiable = any(record[3] for record in records)
         op[code.SLOT] = self._skip("sums", entries) if differentiable else -1
         self._flips(op, basis.flips, conditions)
-        op[code.ROWS], op[code.COUNT] = self._sizes["records"], len(records)
+        op[code.ROWS], op[code.COUNT] = len(self._records), len(records)
         for record in records:
-            self._records.append(record)
-            self._sizes["records"] += len(record)
+            self._records.extend(record)
 
     def _term_angle(self, term: Term) -> tuple[int, int]:
         """Where the term's table begins, and the number of its angle (-1: it has none)."""
         phase = term.phase
         slopes = phase.slopes or (0.0,) * len(phase.constants)
-        table = self._sizes["tables"]
-        self._term_tables.append((phase.constants, slopes))
-        self._sizes["tables"] += len(phase.constants)
+        table = len(self._term_constants)
+        self._term_constants.extend(phase.constants)
+        self._term_slopes.extend(slopes)
         number = -1
         if any(slopes):
             number = len(self._term_angles)
             self._term_angles.append(phase.angle)
-        self._term_numbers += [number] * len(phase.constants)
+        self._term_numbers.extend([number] * len(phase.constants))
         return table, number
 
     def _cases(
@@ -288,7 +293,7 @@ class Assembler:
 
     def _finish(self, fields: list[int], layout: Layout, frame: Frame) -> None:
         masks = [frame.mask[bit] for bit in layout.rows]
-        fields[code.ORDER], _ = self._once(("rows", "order", *masks), lambda: self._table(masks))
+        fields[code.ORDER], _ = self._once(("rows", "order", *masks), lambda: _xors(masks))
         flips = [(frame.parity[bit].outside, frame.mask[bit]) for bit in layout.rows]
         real = [(outside, mask) for outside, mask in flips if outside]
         fields[code.SWEEP_FLIPS], fields[code.SWEEP_FLIP_COUNT] = self._add_pairs(real), len(real)
@@ -296,48 +301,50 @@ class Assembler:
     def _end_batch(self) -> None:
         """Sweeps since the last batch are one; its values and sums are counted from 0."""
         sweeps, ops = (self._batches[-1].sweeps.stop, self._batches[-1].ops.stop) if self._batches else (0, 0)
-        if sweeps == len(self._sweeps):
+        made = slice(sweeps, len(self._sweeps) // code.SWEEP_FIELDS)
+        if made.start == made.stop:
             return
         sizes, constants = self._sizes, tuple(self._constants)
-        made = (slice(sweeps, len(self._sweeps)), slice(ops, len(self._ops)), sizes["values"], sizes["sums"], constants)
-        self._batches.append(Batch(*made))
+        its_ops = slice(ops, len(self._ops) // code.FIELDS)
+        self._batches.append(Batch(made, its_ops, sizes["values"], sizes["sums"], constants))
         self._constants = []
         sizes["values"] = sizes["sums"] = 0
 
-    def _table(self, masks: Sequence[int]) -> NDArray[np.int64]:
+    def _halves(self, whole: NDArray) -> NDArray:
+        """A table that is linear but for its first entry, as its kernel has it."""
         if not self._halved:
-            return _xors(masks)
-        low = np.zeros(1 << code.LOW_BITS, dtype=np.int64)
-        first = _xors(masks[: code.LOW_BITS])
-        low[: len(first)] = first
-        return np.concatenate([low, _xors(masks[code.LOW_BITS :])])
+            return whole
+        low = np.zeros(code.LOW, dtype=whole.dtype)
+        low[: len(whole)] = whole[: code.LOW]
+        return np.concatenate([low, whole[:: code.LOW] ^ whole[:1]])
 
     def _once(self, key: tuple[object, ...], make: Callable[[], NDArray]) -> tuple[int, int]:
-        """Where an array is that others may want as well, and its length; the key begins with its pool."""
+        """Where a table is that others may want as well, and how many entries it has; the key begins with its pool."""
         if key not in self._known:
-            array = make()
-            self._known[key] = (self._add(str(key[0]), array), len(array))
+            whole = make()
+            self._known[key] = (self._add(str(key[0]), self._halves(whole)), len(whole))
         return self._known[key]
 
-    def _add(self, pool: str, array: NDArray) -> int:
-        if pool == "rows":
-            self._rows.append(array.astype(np.int32))
-        else:
-            self._places.append(array)
-        return self._skip(pool, len(array))
+    def _add(self, pool: str, numbers: NDArray) -> int:
+        """Where in its pool it begins."""
+        kept, dtype = (self._rows, np.int32) if pool == "rows" else (self._places, np.int64)
+        begin = len(kept)
+        kept.frombytes(numbers.astype(dtype, copy=False).tobytes())
+        return begin
 
     def _constant(self, numbers: NDArray[np.float64]) -> int:
         self._constants.append((self._sizes["values"], numbers))
         return self._skip("values", len(numbers))
 
-    def _skip(self, pool: str, count: int) -> int:
-        begin = self._sizes[pool]
-        self._sizes[pool] += count
+    def _skip(self, kind: str, count: int) -> int:
+        begin = self._sizes[kind]
+        self._sizes[kind] += count
         return begin
 
     def _add_pairs(self, pairs: Sequence[tuple[int, int]]) -> int:
-        begin = len(self._pairs)
-        self._pairs += pairs
+        begin = len(self._pairs) // 2
+        for pair in pairs:
+            self._pairs.extend(pair)
         return begin
 
 
@@ -357,5 +364,5 @@ def _chosen(wanted: Sequence[tuple[int, int]], row_bits: int) -> NDArray[np.int3
     return rows
 
 
-def _joined(parts: Sequence[NDArray], dtype: type) -> NDArray:
-    return np.concatenate([*parts, np.zeros(1, dtype)])  # never empty: kernels take its address
+def _numbers(kept: array[int]) -> NDArray[np.int64]:
+    return np.frombuffer(kept, dtype=np.int64)

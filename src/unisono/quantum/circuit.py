@@ -9,7 +9,7 @@ Every method that adds something returns the circuit, so calls chain. The gates'
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,8 +29,10 @@ class Circuit(GateMethods):
     def __init__(self, wires: int, bits: int = 0) -> None:
         if isinstance(wires, bool) or not hasattr(wires, "__index__") or wires < 1:
             raise UsageError(f"Circuit({wires!r}): expected a number of wires of 1 or more")
+        if isinstance(bits, bool) or not hasattr(bits, "__index__") or bits < 0:
+            raise UsageError(f"Circuit({wires}, bits={bits!r}): expected a number of classical bits of 0 or more")
         self.wires = int(wires)
-        self.bits = bits
+        self.bits = int(bits)
         self._operations: list[Operation] = []
         self._tuple: tuple[Operation, ...] | None = ()
 
@@ -112,6 +114,10 @@ class Circuit(GateMethods):
         wires = range(other.wires) if wires is None else [*wires]
         if len(wires) != other.wires:
             raise UsageError(f"compose: {other.wires} wires to place, but wires={_listed(tuple(wires))}")
+        if len({*wires}) != len(wires) or not {*wires} <= {*range(self.wires)}:
+            raise UsageError(
+                f"compose: wires={_listed(tuple(wires))}: expected different wires of 0 to {self.wires - 1}"
+            )
         pairs = _pairs(controls)
         self.bits = max(self.bits, other.bits)
         for operation in other.operations:
@@ -127,7 +133,9 @@ class Circuit(GateMethods):
         return undone
 
     def copy(self) -> Circuit:
-        return type(self)(self.wires, self.bits).compose(self)
+        twin = type(self)(self.wires, self.bits)
+        twin._operations, twin._tuple = self._operations.copy(), self._tuple
+        return twin
 
     def __add__(self, other: Circuit) -> Circuit:
         """A new circuit: this one, then `other`."""
@@ -208,7 +216,11 @@ class Circuit(GateMethods):
 
 
 def _wires(targets: int | Sequence[int]) -> tuple[int, ...]:
-    return (int(targets),) if hasattr(targets, "__index__") else tuple(targets)
+    if hasattr(targets, "__index__") and not isinstance(targets, bool):
+        return (int(targets),)
+    if not isinstance(targets, Iterable):
+        raise UsageError(f"wire {targets!r}: expected a number of 0 or more, or several of them")
+    return tuple(targets)
 
 
 def _pairs(controls: Mapping[int, int] | Sequence[int]) -> Controls:

@@ -97,6 +97,9 @@ class Layer(nn.Module):
         if x is None:
             x = self.weights.new_zeros((1, 0))
             return self(x)[0] if not self.features else self._refuse(x)
+        if not isinstance(x, torch.Tensor) or x.is_complex():
+            kind = x.dtype if isinstance(x, torch.Tensor) else type(x).__name__
+            raise UsageError(f"input of type {kind}: expected a tensor of real numbers, (batch, {self.features})")
         if x.dim() == 1:
             return self(x[None])[0]
         if x.dim() != 2 or x.shape[1] != self.features:

@@ -229,7 +229,7 @@ def _parse(text: str) -> PauliSum:
         sign, number, words = match.groups() if match else ("", None, "")
         if not match or (number is None and not words) or (position and not sign):
             raise UsageError(f'observable {text!r}, column {position + 1}: expected something like "0.5 Z0 Z1 + X2"')
-        parts.append((complex(float(f"{sign}{number or 1}")), _word(words)))
+        parts.append((complex(_real(f"{sign}{number or 1}")), _word(words)))
         position = match.end()
     if not parts:
         raise UsageError('observable "": expected something like "Z0 Z1"')
@@ -293,10 +293,11 @@ def _refuse_expansion(kind: str, wires: int) -> None:
 
 
 def _places(wires: int | Sequence[int]) -> tuple[int, ...]:
-    places = (wires,) if isinstance(wires, int) else tuple(wires)
-    if not places or len(set(places)) != len(places) or min(places) < 0:
+    places = tuple(wires) if isinstance(wires, Iterable) else (wires,)
+    whole = all(hasattr(wire, "__index__") and not isinstance(wire, bool) for wire in places)
+    if not places or not whole or len(set(places)) != len(places) or min(places) < 0:
         raise UsageError(f"wires {places}: expected different wires of 0 or more")
-    return places
+    return tuple(int(wire) for wire in places)
 
 
 def _single(wire: int, letter: str) -> PauliSum:

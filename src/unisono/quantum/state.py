@@ -54,8 +54,12 @@ class State:
     ) -> None:
         if dtype not in DRIFT:
             raise UsageError(f"dtype {dtype}: expected torch.complex64 or torch.complex128")
+        if isinstance(wires, bool) or not hasattr(wires, "__index__") or wires < 1:
+            raise UsageError(f"State({wires!r}): expected a number of wires of 1 or more")
+        if chunk < 1:
+            raise UsageError(f"chunk={chunk}: expected bytes of buffers for exchanges, 1 or more")
         size = 1 if comm is None else comm.size
-        self.wires = wires
+        self.wires = int(wires)
         self.held = size.bit_length() - 1
         if size != 1 << self.held or self.held > wires:
             raise UsageError(

@@ -9,9 +9,9 @@ Note: flips. CNOT and X move no amplitude. They change which row stands for whic
 row r with r ^ mask. Where a row's place also depends on outside bits, `FLIPS` lists (outside mask, row mask) pairs: for
 each whose parity is odd, all rows of the instruction are shifted by the row mask.
 
-Note: tables. Where a tile's rows lie, and in which order they end, is linear in the row's number, so the CPU kernel
-has two short tables: entry i is low[i & (LOW - 1)] and high[i >> LOW_BITS] together; high begins LOW after low. The GPU
-kernel has them whole.
+Note: tables. Where a tile's rows lie, in which order they end, and which rows an instruction has, is linear in the
+row's number (but for the first), so the CPU kernel has two short tables: entry i is low[i & (LOW - 1)] and
+high[i >> LOW_BITS] together; high begins LOW after low. The GPU kernel has them whole.
 """
 
 from __future__ import annotations

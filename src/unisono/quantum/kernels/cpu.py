@@ -40,6 +40,12 @@ AHEAD = 32  # rows
 
 
 @inner()
+def row_of(rows, begin, i):  # type: ignore[no-untyped-def]
+    """Entry i of a linear table."""
+    return np.int64(rows[begin + (i & (LOW - 1))]) ^ np.int64(rows[begin + LOW + (i >> LOW_BITS)])
+
+
+@inner()
 def flipped(pairs, begin, count, outside):  # type: ignore[no-untyped-def]
     """The shift of rows that the outside bits ask for."""
     shift = np.int64(0)
@@ -60,30 +66,30 @@ def holds(pairs, begin, count, outside):  # type: ignore[no-untyped-def]
 @inner()
 def turns(tile, op, rows, shift, values):  # type: ignore[no-untyped-def]
     """One to three bits turned in one pass. Three are divided by their cosines, or sines, the latter first."""
-    begin, end, v, form = op[ROWS], op[ROWS] + op[ROW_COUNT], op[VALUES], op[FORM]
+    begin, count, v, form = op[ROWS], op[ROW_COUNT], op[VALUES], op[FORM]
     m0, m1, m2 = op[MASK0], op[MASK1], op[MASK2]
     a, b = splat(values[v]), splat(values[v + 1])
     if op[COUNT] == 1:
-        for i in range(begin, end):
-            turn1(tile, np.int64(rows[i]) ^ shift, (m0,), (a, b))
+        for i in range(count):
+            turn1(tile, row_of(rows, begin, i) ^ shift, (m0,), (a, b))
         return
     c = splat(values[v + 2])
     if op[COUNT] == 2:
         d = splat(values[v + 3])
-        for i in range(begin, end):
-            turn2(tile, np.int64(rows[i]) ^ shift, (m0, m1), (a, b, c, d))
+        for i in range(count):
+            turn2(tile, row_of(rows, begin, i) ^ shift, (m0, m1), (a, b, c, d))
     elif form == 0:
-        for i in range(begin, end):
-            turn3_0(tile, np.int64(rows[i]) ^ shift, (m0, m1, m2), (a, b, c))
+        for i in range(count):
+            turn3_0(tile, row_of(rows, begin, i) ^ shift, (m0, m1, m2), (a, b, c))
     elif form == 1:
-        for i in range(begin, end):
-            turn3_1(tile, np.int64(rows[i]) ^ shift, (m0, m1, m2), (a, b, c))
+        for i in range(count):
+            turn3_1(tile, row_of(rows, begin, i) ^ shift, (m0, m1, m2), (a, b, c))
     elif form == 2:
-        for i in range(begin, end):
-            turn3_2(tile, np.int64(rows[i]) ^ shift, (m0, m1, m2), (a, b, c))
+        for i in range(count):
+            turn3_2(tile, row_of(rows, begin, i) ^ shift, (m0, m1, m2), (a, b, c))
     else:
-        for i in range(begin, end):
-            turn3_3(tile, np.int64(rows[i]) ^ shift, (m0, m1, m2), (a, b, c))
+        for i in range(count):
+            turn3_3(tile, row_of(rows, begin, i) ^ shift, (m0, m1, m2), (a, b, c))
 
 
 @inner()
@@ -95,8 +101,8 @@ def pair(tile, op, rows, shift, values, transposed):  # type: ignore[no-untyped-
     k10, k11 = load(values, v + 2 * w), load(values, v + 3 * w)
     if transposed:
         k01, k10 = k10, k01
-    for i in range(op[ROWS], op[ROWS] + op[ROW_COUNT]):
-        row = np.int64(rows[i]) ^ shift
+    for i in range(op[ROW_COUNT]):
+        row = row_of(rows, op[ROWS], i) ^ shift
         p0, p1 = 2 * w * row, 2 * w * (row ^ op[MASK0])
         for h in range(0, 2 * w, w):
             a0, a1 = load(tile, p0 + h), load(tile, p1 + h)
@@ -138,8 +144,8 @@ def dense(tile, op, rows, shift, values, spare, adjoint):  # type: ignore[no-unt
     masks = op[ROWS] - size
     lanes = load(values, op[VALUES])
     entries = op[VALUES] + w
-    for i in range(op[ROWS], op[ROWS] + op[ROW_COUNT]):
-        row = np.int64(rows[i]) ^ shift
+    for i in range(op[ROW_COUNT]):
+        row = row_of(rows, op[ROWS], i) ^ shift
         for j in range(size):
             re = im = splat(values[entries] - values[entries])
             for k in range(size):
@@ -164,13 +170,8 @@ def _place(places, begin, i):  # type: ignore[no-untyped-def]
 
 
 @inner()
-def _row(rows, order, i):  # type: ignore[no-untyped-def]
-    return np.int64(rows[order + (i & (LOW - 1))]) ^ np.int64(rows[order + LOW + (i >> LOW_BITS)])
-
-
-@inner()
 def gather(state, start, sweep, places, rows, order, tile, shift):  # type: ignore[no-untyped-def]
-    """Copy a tile; place i of it becomes row _row(rows, order, i) ^ shift."""
+    """Copy a tile; place i of it becomes row row_of(rows, order, i) ^ shift."""
     w = width(tile)
     count = 1 << sweep[ROW_BITS]
     begin = sweep[PLACES]
@@ -178,7 +179,7 @@ def gather(state, start, sweep, places, rows, order, tile, shift):  # type: igno
         for i in range(count):
             p = start + _place(places, begin, i)
             prefetch(state, start + _place(places, begin, (i + AHEAD) & (count - 1)))
-            row = 2 * w * (_row(rows, order, i) ^ shift)
+            row = 2 * w * (row_of(rows, order, i) ^ shift)
             re, im = deinterleave(load(state, p), load(state, p + w))
             store(tile, row, re)
             store(tile, row + w, im)
@@ -191,7 +192,7 @@ def gather(state, start, sweep, places, rows, order, tile, shift):  # type: igno
 
 @inner()
 def scatter(state, start, sweep, places, rows, order, tile, shift, scale):  # type: ignore[no-untyped-def]
-    """Copy a tile back: place i of it is row _row(rows, order, i) ^ shift."""
+    """Copy a tile back: place i of it is row row_of(rows, order, i) ^ shift."""
     w = width(tile)
     count = 1 << sweep[ROW_BITS]
     begin = sweep[PLACES]
@@ -200,7 +201,7 @@ def scatter(state, start, sweep, places, rows, order, tile, shift, scale):  # ty
         for i in range(count):
             p = start + _place(places, begin, i)
             prefetch(state, start + _place(places, begin, (i + AHEAD) & (count - 1)))
-            row = 2 * w * (_row(rows, order, i) ^ shift)
+            row = 2 * w * (row_of(rows, order, i) ^ shift)
             first, second = interleave(mul(load(tile, row), factor), mul(load(tile, row + w), factor))
             store(state, p, first)
             store(state, p + w, second)

@@ -11,7 +11,7 @@ import numpy as np
 
 from unisono.quantum.kernels import code
 from unisono.quantum.kernels.compiling import entry, inner
-from unisono.quantum.kernels.cpu import dense, flipped, gather, holds, meet, pair, scatter, start_of
+from unisono.quantum.kernels.cpu import dense, flipped, gather, holds, meet, pair, row_of, scatter, start_of
 from unisono.quantum.kernels.turning import back1, back2, back3
 from unisono.quantum.kernels.vector import fetch_add, fma, fnma, load, mul, splat, store, sub, total, width
 
@@ -28,22 +28,22 @@ ONE = code.ONE
 
 @inner()
 def _turns(psi, lam, op, rows, shift, halves, gradients):  # type: ignore[no-untyped-def]
-    slot, begin, end = op[SLOT], op[ROWS], op[ROWS] + op[ROW_COUNT]
+    slot, begin, count = op[SLOT], op[ROWS], op[ROW_COUNT]
     m0, m1, m2 = op[MASK0], op[MASK1], op[MASK2]
     c0, s0 = splat(halves[2 * slot]), splat(halves[2 * slot + 1])
     g0 = g1 = g2 = sub(c0, c0)
     if op[COUNT] == 1:
-        for i in range(begin, end):
-            (g0,) = back1(psi, lam, np.int64(rows[i]) ^ shift, (m0,), (c0, s0), (g0,))
+        for i in range(count):
+            (g0,) = back1(psi, lam, row_of(rows, begin, i) ^ shift, (m0,), (c0, s0), (g0,))
     else:
         c1, s1 = splat(halves[2 * slot + 2]), splat(halves[2 * slot + 3])
         if op[COUNT] == 2:
-            for i in range(begin, end):
-                g0, g1 = back2(psi, lam, np.int64(rows[i]) ^ shift, (m0, m1), (c0, s0, c1, s1), (g0, g1))
+            for i in range(count):
+                g0, g1 = back2(psi, lam, row_of(rows, begin, i) ^ shift, (m0, m1), (c0, s0, c1, s1), (g0, g1))
         else:
             numbers = (c0, s0, c1, s1, splat(halves[2 * slot + 4]), splat(halves[2 * slot + 5]))
-            for i in range(begin, end):
-                g0, g1, g2 = back3(psi, lam, np.int64(rows[i]) ^ shift, (m0, m1, m2), numbers, (g0, g1, g2))
+            for i in range(count):
+                g0, g1, g2 = back3(psi, lam, row_of(rows, begin, i) ^ shift, (m0, m1, m2), numbers, (g0, g1, g2))
             gradients[slot + 2] += total(g2)
         gradients[slot + 1] += total(g1)
     gradients[slot] += total(g0)
@@ -54,8 +54,8 @@ def _pair_gradient(psi, lam, op, rows, shift, values, gradients):  # type: ignor
     w = width(psi)
     weights = load(values, op[VALUES] + 4 * w)
     g = sub(weights, weights)
-    for i in range(op[ROWS], op[ROWS] + op[ROW_COUNT]):
-        row = np.int64(rows[i]) ^ shift
+    for i in range(op[ROW_COUNT]):
+        row = row_of(rows, op[ROWS], i) ^ shift
         p0, p1 = 2 * w * row, 2 * w * (row ^ op[MASK0])
         for h in range(0, 2 * w, w):
             g = fma(load(lam, p1 + h), load(psi, p0 + h), fnma(load(lam, p0 + h), load(psi, p1 + h), g))

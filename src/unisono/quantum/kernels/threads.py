@@ -5,10 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from threading import Barrier, Lock
 
 import torch
 
-_pools: dict[tuple[int, int], ThreadPoolExecutor] = {}
+_pools: dict[tuple[int, int], tuple[ThreadPoolExecutor, Lock]] = {}
 
 
 def count() -> int:
@@ -20,10 +21,26 @@ def together(call: Callable[[int], None], threads: int) -> None:
     if threads == 1:
         call(0)
         return
-    key = (os.getpid(), threads)
-    if key not in _pools:
-        _pools[key] = ThreadPoolExecutor(threads - 1, thread_name_prefix="unisono-quantum")
-    others = [_pools[key].submit(call, number) for number in range(1, threads)]
+    pool, whole = _pool(threads)
+    with whole:  # calls of a kernel wait for each other: those of two kernels must not share the threads
+        others = [pool.submit(call, number) for number in range(1, threads)]
     call(0)
     for other in others:
         other.result()
+
+
+def start(threads: int) -> None:
+    """Start those that `together` will want."""
+    here = Barrier(threads)
+
+    def arrive(_: int) -> None:
+        here.wait()
+
+    together(arrive, threads)
+
+
+def _pool(threads: int) -> tuple[ThreadPoolExecutor, Lock]:
+    key = (os.getpid(), threads)
+    if key not in _pools:
+        _pools[key] = ThreadPoolExecutor(threads - 1, thread_name_prefix="unisono-quantum"), Lock()
+    return _pools[key]

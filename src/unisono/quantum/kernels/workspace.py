@@ -1,7 +1,7 @@
 """Memory that the CPU kernels work in: a tile or more for each thread, and the numbers of a batch of sweeps.
 
-It is made once, whole and written to, and used by every program after that: a run takes no memory beside its state, and
-waits for no page of it. Runs at the same time have one each."""
+It is made once, whole and written to, threads started, and used by every program after that: a run takes no memory
+beside its state, and waits for no page of it. Runs at the same time have one each."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.quantum.kernels.threads import count
+from unisono.quantum.kernels.threads import count, start
 
 _TILE = 1 << 18  # bytes
-_VALUES = 1 << 20
+_VALUES = 5 << 18
 _LINE = 64
 _free: list[Workspace] = []
 
@@ -29,6 +29,7 @@ class Workspace:
         for thread in range(count()):
             self._room(f"tile of {thread}", 0, _TILE)
         self._room("values", 0, _VALUES)
+        start(count())
 
     def tile(self, thread: int, size: int, dtype: Any, number: int = 0) -> NDArray:
         """A thread's tile of `size` numbers; what was in it before is still there."""
