@@ -167,3 +167,18 @@ def test_ops_reach_a_share_of_their_rates_in_a_step() -> None:
     alone = replace(H100, asynchronous=False)
     one, other = (Search(job, 2, each).judged(Plan(dp=2)).duration for each in (alone, replace(alone, together=0.8)))
     assert other.compute == pytest.approx(one.compute / 0.8)
+
+
+def test_products_of_few_rows_take_as_long_as_their_weights_do() -> None:
+    """... however few they are; with many rows computing hides it."""
+    job = portrait(layers=4, width=1024, batch=64)
+    hidden = replace(H100, asynchronous=False)
+    shown = replace(hidden, rates=hidden.rates | {"weights": (1e9, 5e8)})
+    weights = 4 * 24.0 * 1024**2 / 4
+    thin = Plan(tp=4, microbatches=64)
+    one, other = (Search(job, 4, each).judged(thin, played=True).duration.compute for each in (hidden, shown))
+    seconds = weights / 1e9 + weights / 5e8
+    assert 0.9 * seconds < (other - one) / 64 < seconds
+    slow = [replace(each, flops={"bfloat16": 1e9}) for each in (hidden, shown)]
+    alike = [Search(job, 1, each).judged(Plan()).duration.compute for each in slow]
+    assert alike[1] == pytest.approx(alike[0], rel=0.05)

@@ -198,7 +198,25 @@ class _Clock:
         with state:
             for name, (call, moved) in calls.items():
                 rates[name] = self._rate(call, moved)
+        if not is_gpu:
+            rates["weights"] = self._rate(*self._few_rows(dtype))
         return rates
+
+    def _few_rows(self, dtype: torch.dtype) -> tuple[Callable[[], torch.Tensor], float]:
+        """Products of next to no rows with more weights than caches hold, and the bytes of these."""
+        wide, narrow = 2048, 512
+        shapes = [(wide, narrow), (narrow, wide)] * 4
+        weights = [self._random(*shape, dtype=dtype, grad=True) for shape in shapes]
+        few = self._random(2, narrow, dtype=dtype)
+
+        def chain() -> torch.Tensor:
+            x = few
+            for weight in weights:
+                weight.grad = None  # else the backward adds to it, which is another's to count
+                x = F.linear(x, weight) / narrow
+            return x
+
+        return chain, float(sum(weight.nbytes for weight in weights))
 
     def _rate(self, call: Callable[[], torch.Tensor], moved: float) -> tuple[float, float]:
         forward = self.time(call)

@@ -71,4 +71,14 @@ class Roofline:
             return OpTime(forward, 2.5 * computing + overhead + more)
         if not work.weights:
             return OpTime(forward, 2 * forward + more)
-        return OpTime(forward, forward + more, forward)
+        ahead, back = self._of_few_rows(flops, work.weights / (setting.tp if work.is_cut else 1))
+        half = max(forward, back + overhead)
+        return OpTime(max(forward, ahead + overhead), half + more, half)
+
+    def _of_few_rows(self, flops: float, weights: float) -> tuple[float, float]:
+        """A product's seconds, forward and for each half of the backward, where there are so few rows that bringing the
+        weights into place, which computing then waits for, is what takes the time."""
+        if "weights" not in self.hardware.rates:
+            return 0.0, 0.0
+        ahead, back = self.hardware.rates["weights"]
+        return flops / self._peak + weights / ahead, flops / self._peak + weights / back / 2
