@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import gc
+import importlib.util
 import multiprocessing
 import os
 import random
@@ -122,11 +123,16 @@ def _meet_anew(comm: Any, store_port: int) -> None:
 
 @functools.cache
 def import_what_ranks_need() -> None:
-    """Once, before ranks are forked: torch imports these at first use, a second's work for each rank."""
+    """Once, before ranks are forked: torch imports these at first use, for seconds on each rank."""
     import torch._dynamo
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
-    import torch.distributed.tensor  # noqa: F401
+    import torch.distributed.tensor
+    import torch.export  # noqa: F401
+
+    if importlib.util.find_spec("transformers"):
+        importlib.import_module("transformers.models.llama.modeling_llama")
+        importlib.import_module("transformers.models.gpt2.modeling_gpt2")
 
 
 @functools.cache

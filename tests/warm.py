@@ -18,6 +18,7 @@ import inspect
 import json
 import os
 import select
+import shutil
 import signal
 import socket
 import subprocess
@@ -89,8 +90,8 @@ class Warm(subprocess.Popen[Any]):
 @functools.cache
 def _opened_door() -> str:
     """The socket of a process of this one's, started at the first knock."""
-    folder = tempfile.TemporaryDirectory(prefix="warm-")
-    door = os.path.join(folder.name, "door")
+    folder = tempfile.mkdtemp(prefix="warm-")
+    door = os.path.join(folder, "door")
     root = str(Path(__file__).resolve().parent.parent)
     variables = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
     words = [sys.executable, "-m", "tests.warm", door, str(os.getpid())]
@@ -98,10 +99,13 @@ def _opened_door() -> str:
     assert process.stdout is not None
     assert process.stdout.readline() == b"open\n"
 
+    owner = os.getpid()
+
     def close() -> None:
-        process.kill()
-        process.wait()
-        folder.cleanup()
+        if os.getpid() == owner:  # and not a fork of it that ends as an interpreter does
+            process.kill()
+            process.wait()
+            shutil.rmtree(folder)
 
     atexit.register(close)
     return door

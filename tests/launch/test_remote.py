@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import shutil
 import signal
 import socket
@@ -15,6 +16,8 @@ from pathlib import Path
 import pytest
 
 import unisono
+from tests import mpi_ranks
+from tests.examples.runner import run_mpiexec
 from tests.launch import namespaces
 from tests.launch.harness import Run, wait_for, write_script
 from tests.launch.namespaces import ADDRESSES, Hosts
@@ -71,6 +74,35 @@ def test_one_world_over_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     assert said[2].startswith("  node1: ok, ranks 1-2, python 3.")
     assert said[3] == "connections (row to column):"
     assert all(len(re.findall(r"\d+\.\d\d ms", line)) == 2 for line in said[5:7])
+
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "hosts.md"
+ON_PAGE = re.search(r"<!-- not run: .*test_remote.py.* -->\n```bash\n(.*?)```", PAGE.read_text(), re.DOTALL)
+TRAIN = """
+import sys
+import torch
+import unisono as uni
+comm = uni.init()
+print(comm.size, int(comm.all_reduce(torch.ones(1))), sys.argv[1:])
+"""
+
+
+@pytest.mark.parametrize("command", ON_PAGE.group(1).splitlines() if ON_PAGE else [])
+def test_the_pages_commands(hosts: Hosts, tmp_path: Path, command: str) -> None:
+    write_script(tmp_path, TRAIN, "train.py")
+    (tmp_path / "hosts").write_text("node0 slots=4\nnode1 slots=4\n")
+    program, *words = shlex.split(command, comments=True)
+    said = f"8 8 {words[words.index('train.py') + 1 :]}"
+    if program == "unisono":
+        done = _run(hosts, tmp_path, *words[1:]).finish()
+        assert sorted(done.stdout.splitlines()) == [f"[{rank}] {said}" for rank in range(8)], done.stderr
+    elif program == "mpiexec" and mpi_ranks.MPIEXEC.exists():
+        assert run_mpiexec(shlex.join([program, *words]), 8, tmp_path).text.splitlines() == [said] * 8
+    elif shutil.which(program):
+        done = subprocess.run([program, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+        assert done.stdout.splitlines() == [said] * 8, done.stderr
+    else:
+        pytest.skip(f"there is no {program} on this machine")
 
 
 def test_this_host_needs_no_ssh(hosts: Hosts, tmp_path: Path) -> None:
