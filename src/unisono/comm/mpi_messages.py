@@ -39,11 +39,15 @@ class MPIMessages(Communicator):
                 requests += [raw.Isend(buffer, to) for buffer, to in of]
                 log.enter("exchange", "", None, 2)
                 told = self._told
-                for number, request in enumerate(requests):
+                for number, (buffer, _) in enumerate(into):
+                    request = requests[number]
                     if not soon_done(request, told):
                         request.Wait(told)
-                    if number < len(into) and told.Get_count(MPI.BYTE) != into[number][0][0].nbytes:
+                    if told.Get_count(MPI.BYTE) != buffer[0].nbytes:
                         raise calls.not_as_long(recvs[number][0], told)
+                for request in requests[len(into) :]:
+                    if not soon_done(request):
+                        request.Wait()
             except CommError:
                 raise
             except RuntimeError as error:

@@ -116,6 +116,8 @@ class Operations:
 
     def _require_numbers(self, tensor: torch.Tensor) -> None:
         """Of what is to be carried. UsageError where it is no tensor, not dense, or without data."""
+        if isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.layout is torch.strided:
+            return  # nearly always, and MPI's operations feel each microsecond
         if not isinstance(tensor, torch.Tensor):
             raise UsageError(f"expected a tensor, but was given {tensor!r}; torch.as_tensor makes one")
         if tensor.layout is not torch.strided:
@@ -165,5 +167,7 @@ class Operations:
         return out
 
     def _require_rank(self, what: str, rank: int) -> None:
+        if rank.__class__ is int and 0 <= rank < self.size:
+            return  # the protocol below is asked for microseconds
         if not isinstance(rank, SupportsIndex) or not 0 <= rank.__index__() < self.size:
             raise UsageError(f"{what} {rank!r} is not in this group of {self.size}: expected 0 to {self.size - 1}")
