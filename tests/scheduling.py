@@ -1,4 +1,4 @@
-"""Which tests run side by side, when pytest is given workers (`make test` gives it one more than cores, up to four).
+"""Which tests run side by side, when pytest is given workers (`make test` gives it one for each core, up to four).
 
 A worker runs the tests of a file in their order, so that what a file shares (a launch of mpiexec, a record of the plain
 model) is made once. Tests of circuits are one worker's, so that numba compiles each kernel once.
