@@ -68,3 +68,14 @@ def test_stages_on_ranks(pools: Callable[[str, int], RankPool]) -> None:
     assert sorted(built) == [0, 1, 2, 3, 4]
     for number, state in built.items():
         assert all(torch.equal(tensor, expected[number].state_dict()[name]) for name, tensor in state.items())
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_a_function_that_draws_on_a_gpu() -> None:
+    torch.manual_seed(5)
+    wanted = nn.Linear(6, 9, device="cuda")
+    before = torch.cuda.get_rng_state()
+    made = build(lambda: nn.Linear(6, 9, device="cuda"), 5)
+    assert torch.equal(made.weight, wanted.weight)
+    assert torch.equal(torch.cuda.get_rng_state(), before)

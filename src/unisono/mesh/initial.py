@@ -20,11 +20,14 @@ from unisono.errors import UsageError
 def seeded(seed: int) -> Iterator[None]:
     """In the block, torch's generators start from the seed and new tensors are made on the CPU.
 
-    Afterwards the CPU's generator is as it was before. Parameters made on a GPU would differ from those made on a CPU:
+    Afterwards the generators are as they were before. Parameters made on a GPU would differ from those made on a CPU:
     build here, then move the module.
     """
-    with torch.random.fork_rng(devices=[]), torch.device("cpu"):
+    gpus = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
+    with torch.random.fork_rng(devices=gpus), torch.device("cpu"):
         torch.default_generator.manual_seed(seed)
+        if torch.backends.cuda.is_built():  # for a function that draws there all the same; waits until GPUs are in use
+            torch.cuda.manual_seed_all(seed)
         yield
 
 
