@@ -91,8 +91,8 @@ def test_a_rank_that_raises_ends_the_job(mpi_name: str) -> None:
 
 def test_more_than_two_to_the_31_elements() -> None:
     free = _available_memory()
-    if free < 14 * GIB:
-        reason = f"needs 14 GiB of free memory, and {free / GIB:.1f} GiB are free"
+    if free < 12 * GIB:
+        reason = f"needs 12 GiB of free memory, and {free / GIB:.1f} GiB are free"
         print(reason)
         pytest.skip(reason)
     done = run_quickly_under("mpich", 2, "large.py")

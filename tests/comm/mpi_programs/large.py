@@ -1,4 +1,4 @@
-"""More than 2**31 elements in one call. Needs about 5 GiB a rank."""
+"""More than 2**31 elements in one call. Needs about 4 GiB a rank."""
 
 from __future__ import annotations
 
