@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from unisono.errors import UsageError
 from unisono.parallel.hollow import hollow, hollow_copy
 from unisono.parallel.pipeline.inputs import call
+from unisono.parallel.shapes import KnownShapes
 
 # torch's own: when it is called, others may have put a function of theirs in its place.
 _ATTENTION = F.scaled_dot_product_attention
@@ -57,7 +58,7 @@ class HeadWidth:
             return set(), set()
         in_attention: set[int] = set()
         in_products: set[int] = set()
-        with contextlib.suppress(Exception), torch.no_grad(), torch.device("meta"):
+        with contextlib.suppress(Exception), torch.no_grad(), torch.device("meta"), KnownShapes():
             with _Widths(in_attention.add, in_products.add):
                 call(self._whole, hollow(inputs))
             return in_attention, in_products

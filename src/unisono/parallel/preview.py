@@ -20,6 +20,7 @@ from unisono.parallel.hollow import hollow, hollow_copy
 from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.survey import left_as_it_was
+from unisono.parallel.shapes import KnownShapes
 from unisono.parallel.share import rows_between, rows_of
 
 _SAMPLES = 2
@@ -32,12 +33,12 @@ def require_fitting_loss(model: nn.Module, loss: Loss, example: tuple[Any, Any])
     asked = GlobalLoss(loss)
     with torch.no_grad():
         try:
-            with torch.device("meta"):
+            with torch.device("meta"), KnownShapes():
                 inputs, targets = hollow(tuple(example))
                 outputs = call(hollow_copy(model), inputs)
         except Exception:
             return  # a model that needs values: its first step will tell
-        with contextlib.suppress(Exception), torch.device("meta"):
+        with contextlib.suppress(Exception), torch.device("meta"), KnownShapes():
             asked(outputs, targets)
             return
         samples = rows_between(tuple(example), 0, min(_SAMPLES, rows_of(example)))
@@ -66,7 +67,7 @@ def _made_up(model: nn.Module, inputs: Any) -> Any:
         numbers = torch.rand(leaf.shape, generator=generator, device="cpu", dtype=torch.float32)
         return numbers.to(leaf.dtype)
 
-    with torch.device("meta"):
+    with torch.device("meta"), KnownShapes():
         outputs = call(hollow_copy(model), hollow(inputs))
     if not all(isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in tree_leaves(outputs)):
         return None

@@ -8,13 +8,14 @@ dependent input gives dependent outputs. It is slow and used for one pass of eac
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+
+from unisono.mesh.interception import Interception
 
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _aten = torch.ops.aten
@@ -35,7 +36,7 @@ LIKES = frozenset(
 )
 
 
-class Dependence(TorchDispatchMode):
+class Dependence(Interception):
     """While active, follows what is computed from the tensors that were marked. Views of one memory count as one."""
 
     def __init__(self) -> None:
@@ -49,28 +50,24 @@ class Dependence(TorchDispatchMode):
     def __contains__(self, tensor: object) -> bool:
         return any(storage in self._memory for storage in storages_of(tensor))
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        outcome = func(*args, **(kwargs or {}))
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        outcome = func(*args, **kwargs)
         if func.overloadpacket not in LIKES and (args, kwargs) in self:
             self.mark(outcome)
         return outcome
 
 
-class Touch(TorchDispatchMode):
+class Touch(Interception):
     """While active, tells `touched` about the memory of every operation's inputs."""
 
     def __init__(self, touched: Callable[[StorageWeakRef], None]) -> None:
         super().__init__()
         self._touched = touched
 
-    def __torch_dispatch__(
-        self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for storage in storages_of((args, kwargs)):
             self._touched(storage)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def storages_of(tree: Any) -> list[StorageWeakRef]:

@@ -26,12 +26,13 @@ from unisono.parallel.pipeline.message import Form
 from unisono.parallel.pipeline.shadow import Shadow
 from unisono.parallel.pipeline.split import Cut, require_stages, split
 from unisono.parallel.pipeline.survey import Survey, Users, by_example
+from unisono.parallel.shapes import KnownShapes
 from unisono.plan.schedule import Schedule
 
 
 def rehearse(model: nn.Module, schedule: Schedule, inputs: Any) -> None:
     """UsageError where one of the stages could not run on a microbatch of such inputs."""
-    with contextlib.suppress(_NeedsNumbers), torch.device("meta"), contextlib.ExitStack() as experts:
+    with contextlib.suppress(_NeedsNumbers), torch.device("meta"), KnownShapes(), contextlib.ExitStack() as experts:
         inputs = hollow(inputs)
         watched = hollow_copy(model)
         with evenly_visited(watched):
@@ -79,7 +80,7 @@ def foreseen(model: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen | No
 def foreseen_without_numbers(model: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen | None:
     """The same of any hollow model; None where it needs numbers that come of its parameters."""
     copy = hollow_copy(model)
-    with contextlib.suppress(_NeedsNumbers), Shadow(_device_of(inputs)), evenly_visited(copy):
+    with contextlib.suppress(_NeedsNumbers), KnownShapes(), Shadow(_device_of(inputs)), evenly_visited(copy):
         return _foreseen(copy, schedule, inputs)
     return None
 
