@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -12,6 +13,12 @@ from tests.mpi_ranks import MPIEXEC
 from tests.ranks import RankPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+gc.disable()  # half a million objects are imported, which the collector would go through over and over
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()
+    gc.enable()
 
 
 @pytest.hookimpl(optionalhook=True)
