@@ -77,7 +77,7 @@ def test_some_pairs_over_mpi(pools: Pools) -> None:
 def check_cube(comm: Communicator) -> None:
     mesh = Mesh((2, 2, 2), NAMES)
     R, P, S0, S1 = Replicate(), Partial(), Shard(0), Shard(1)
-    layouts = [(S0, S0, S0), (S0, S1, S0), (P, P, P), (P, S0, R), (R, R, R), (S1, P, S0), (R, S0, R), (S0, R, S1)]
+    layouts = [(S0, S0, S0), (S0, S1, S0), (P, P, P), (R, R, R), (S1, P, S0), (R, S0, R)]
     for source, target in itertools.product(layouts, layouts):
         check_pair((11, 6), mesh, source, target)
 
