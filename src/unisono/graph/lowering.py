@@ -194,6 +194,11 @@ class _Lowering:
             is_tensor = isinstance(value, fx.Node) and bool(tensors_of(value.meta.get("val")))
             self.made.outputs.append(self._move(value, whole, whole) if is_tensor else None)  # type: ignore[arg-type]
         for buffer, changed in self.made.trace.changed.items():
+            if buffer in self.made.trace.parameters:
+                raise UsageError(
+                    f"the model changes its parameter {self.made.trace.parameters[buffer]} in its forward (as "
+                    "nn.Embedding with max_norm does), which a program does not; use a plan, which needs no graph"
+                )
             if buffer not in self.made.trace.buffers:
                 continue
             lies = self.made.values[buffer].placements

@@ -24,6 +24,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
+from unisono.graph.channel_dropout import spelled_out
 from unisono.graph.clean import clean
 from unisono.graph.marks import Mark, Recorder, Wish, recording, wishes_for
 from unisono.graph.op import Op, TensorSpec
@@ -95,7 +96,7 @@ def trace(model: nn.Module, example: tuple[Any, Any], loss: Loss | None = None, 
     inputs, targets = _checked(example)
     step = _Step(model, loss)
     wishes = wishes_for(model)
-    with recording(model) as recorder, _without_data(model) as fake:
+    with recording(model) as recorder, _without_data(model) as fake, spelled_out():
         given = fake((_arguments(inputs), targets if loss is not None else None))
         program = _exported(step, given)
     return _read(program, model, given, recorder, wishes | recorder.wishes, unpacked)
