@@ -328,4 +328,8 @@ def _lying(lowered: Lowered) -> dict[str, Held]:
 
 
 def _without_data(example: tuple[Any, Any]) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, tuple(example))
+    return pytree.tree_map(_shape_of, tuple(example))
+
+
+def _shape_of(leaf: Any) -> Any:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf
