@@ -267,7 +267,7 @@ def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
         with graph.inserting_before(node):
             made = graph.call_function(target, (value, *args))
         made.meta = dict(node.meta)
-        made.meta["val"] = target(value.meta["val"], *args)  # type: ignore[operator]
+        made.meta["val"] = target(value.meta["val"], *args)
         value = made
     return value
 
