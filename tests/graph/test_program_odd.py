@@ -31,11 +31,13 @@ class Odd(nn.Module):
         super().__init__()
         self.conv, self.head = nn.Conv2d(2, 4, 3), nn.Linear(4, 4)
         self.channels, self.alpha = nn.Dropout2d(0.3), nn.AlphaDropout(0.3)
+        self.instances = nn.InstanceNorm2d(4, track_running_stats=True)
         self.register_buffer("scale", torch.ones(4))
         self.register_buffer("norm", torch.ones(4))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = self.channels(self.conv(x))
+        y = self.conv(x)
+        y = self.channels(y + self.instances(y))
         with torch.no_grad():
             self.scale.mul_(0.9).add_(y.square().mean((0, 2, 3)), alpha=0.1)
             torch.mul(self.norm, 0.5, out=self.norm)

@@ -303,31 +303,39 @@ def _write_back(graph: fx.Graph, node: fx.Node, changed: Any, value: fx.Node, pl
 
 
 def _write_out_running_statistics(graph: fx.Graph) -> None:
-    """batch_norm changes its running mean and variance on the side: here ops of their own do."""
+    """batch_norm and instance_norm change their running mean and variance on the side: here ops of their own do."""
     aten = torch.ops.aten
     for node in list(graph.nodes):
-        if node.target is not aten.batch_norm.default or not node.args[5] or node.args[3] is None:
+        is_norm = node.target in (aten.batch_norm.default, aten.instance_norm.default)
+        if not is_norm or not node.args[5] or node.args[3] is None:
             continue
         x, weight, bias, mean, variance, training, momentum, *more = node.args
         node.args = (x, weight, bias, None, None, training, momentum, *more)
         dims = [dim for dim in range(x.meta["val"].dim()) if dim != 1]
         with graph.inserting_after(node):
-            seen = _made(graph, node, x, aten.detach.default, (x,))
-        for running, target, kwargs in (
-            (mean, aten.mean.dim, {}), (variance, aten.var.correction, {"correction": 1})
-        ):  # fmt: skip
-            with graph.inserting_before(seen.next):
-                now = _made(graph, node, running, target, (seen, dims), kwargs)
-                kept = _made(graph, node, running, aten.mul.Tensor, (running, 1 - momentum))
-                value = _made(graph, node, running, aten.add.Tensor, (kept, now), {"alpha": momentum})
-            running.meta["changed_to"] = value
+            seen = _made(graph, node, x.meta["val"], aten.detach.default, (x,))
+        with graph.inserting_before(seen.next):
+            _follow(graph, node, mean, _made(graph, node, mean.meta["val"], aten.mean.dim, (seen, dims)), momentum)
+            if node.target is aten.batch_norm.default:
+                now = _made(graph, node, variance.meta["val"], aten.var.correction, (seen, dims), {"correction": 1})
+            else:  # the mean of the samples' own variances
+                of_each = x.meta["val"].new_empty(x.meta["val"].shape[:2])
+                each = _made(graph, node, of_each, aten.var.correction, (seen, dims[1:]), {"correction": 1})
+                now = _made(graph, node, variance.meta["val"], aten.mean.dim, (each, [0]))
+            _follow(graph, node, variance, now, momentum)
+
+
+def _follow(graph: fx.Graph, norm: fx.Node, running: fx.Node, now: fx.Node, momentum: float) -> None:
+    value = running.meta["val"]
+    kept = _made(graph, norm, value, torch.ops.aten.mul.Tensor, (running, 1 - momentum))
+    running.meta["changed_to"] = _made(graph, norm, value, torch.ops.aten.add.Tensor, (kept, now), {"alpha": momentum})
 
 
 def _made(
-    graph: fx.Graph, beside: fx.Node, like: fx.Node, target: Any, args: Any, kwargs: dict[str, Any] | None = None
+    graph: fx.Graph, beside: fx.Node, value: Any, target: Any, args: Any, kwargs: dict[str, Any] | None = None
 ) -> fx.Node:
     made = graph.call_function(target, args, kwargs)
-    made.meta = dict(beside.meta) | {"val": like.meta["val"]}
+    made.meta = dict(beside.meta) | {"val": value}
     return made
 
 
