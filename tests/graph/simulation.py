@@ -7,7 +7,8 @@ import threading
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -126,29 +127,67 @@ def run_pieces(node: fx.Node, chosen: Sequence[Option], given: list[Pieces], mes
         return dict(zip(coordinates(mesh), pool.map(run, coordinates(mesh)), strict=True))
 
 
-def check_option(node: fx.Node, chosen: Sequence[Option], values: Sequence[torch.Tensor], mesh: Mesh) -> None:
-    """Outputs and gradients of the op on pieces are those of the op on whole tensors."""
-    state = RandomState(seed=3)
-    single = Mesh.describe((1,) * mesh.ndim, mesh.names)
+class _Whole(NamedTuple):
+    """The op on whole tensors: what it takes and gives, and gradients for some seeds."""
+
+    learns: list[bool]
+    results: tuple[torch.Tensor, ...]
+    tracked: list[int]  # results that have gradients
+    seeds: list[torch.Tensor]
+    gradients: dict[int, torch.Tensor]  # by the number of the tensor that learns
+
+
+_whole: dict[tuple[fx.Node, str | None], _Whole] = {}  # of the op that was looked at last
+
+
+def _reference(node: fx.Node, chosen: Sequence[Option], values: Sequence[torch.Tensor]) -> _Whole:
+    local = next((option.local for option in chosen if option.local), None)
+    if (node, local) not in _whole:
+        if not any(key[0] is node for key in _whole):
+            _whole.clear()
+        _whole[node, local] = _run_alone(node, local, values)
+    return _whole[node, local]
+
+
+def _run_alone(node: fx.Node, local: str | None, values: Sequence[torch.Tensor]) -> _Whole:
+    """On one rank; also a rewrite is the op there."""
+    single, place = Mesh.describe((1,), ("one",)), (0,)
     learns = [value.is_floating_point() and not _is_class_weight(node, i) for i, value in enumerate(values)]
     leaves = [v.detach().clone().requires_grad_(learn) for v, learn in zip(values, learns, strict=True)]
-    alone = [{(0,) * mesh.ndim: leaf} for leaf in leaves]
-    expected = run_pieces(node, chosen, alone, single, state)[(0,) * mesh.ndim]  # also a rewrite is the op on one rank
-    own = options(node)[0].local
-    close = tolerance([*values, *expected])
-    if own is None:
-        for mine, plain in zip(expected, run_whole(node, leaves), strict=True):
+    option = replace(options(node)[0], local=local)
+    results = run_pieces(node, (option,), [{place: leaf} for leaf in leaves], single, RandomState(seed=3))[place]
+    if options(node)[0].local is None:
+        close = tolerance([*values, *results])
+        for mine, plain in zip(results, run_whole(node, leaves), strict=True):
             torch.testing.assert_close(mine, plain, **close)
+    tracked = [i for i, result in enumerate(results) if result.requires_grad]
+    seeds = [torch.randn(result.shape, dtype=torch.float64).to(result.dtype) for result in results]
+    numbers = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+    given = [leaves[i] for i in numbers]
+    found: Sequence[torch.Tensor | None] = ()
+    if tracked:
+        found = torch.autograd.grad(
+            [results[i] for i in tracked], given, [seeds[i] for i in tracked], allow_unused=True
+        )
+    gradients = {n: torch.zeros_like(leaves[n]) if g is None else g for n, g in zip(numbers, found, strict=False)}
+    return _Whole(learns, tuple(result.detach() for result in results), tracked, seeds, gradients)
+
+
+def check_option(node: fx.Node, chosen: Sequence[Option], values: Sequence[torch.Tensor], mesh: Mesh) -> None:
+    """Outputs and gradients of the op on pieces are those of the op on whole tensors."""
+    whole = _reference(node, chosen, values)
+    close = tolerance([*values, *whole.results])
     given = [lay(v, tuple(o.inputs[i] for o in chosen), mesh) for i, v in enumerate(values)]
-    for pieces, learn in zip(given, learns, strict=True):
+    for pieces, learn in zip(given, whole.learns, strict=True):
         for piece in pieces.values():
             piece.requires_grad_(learn)
-    results = run_pieces(node, chosen, given, mesh, state)
-    for i, whole in enumerate(expected):
+    results = run_pieces(node, chosen, given, mesh, RandomState(seed=3))
+    for i, expected in enumerate(whole.results):
         placements = tuple(option.outputs[i] for option in chosen)
-        made = assemble({c: r[i].detach() for c, r in results.items()}, placements, whole.shape, mesh)
-        torch.testing.assert_close(made, whole.detach(), **close)
-    _check_gradients(close, chosen, leaves, expected, given, results, mesh)
+        made = assemble({c: r[i].detach() for c, r in results.items()}, placements, expected.shape, mesh)
+        torch.testing.assert_close(made, expected, **close)
+    if whole.tracked:
+        _check_gradients(close, chosen, whole, given, results, mesh)
 
 
 def _is_class_weight(node: fx.Node, i: int) -> bool:
@@ -159,25 +198,16 @@ def _is_class_weight(node: fx.Node, i: int) -> bool:
 def _check_gradients(
     close: dict[str, Any],
     chosen: Sequence[Option],
-    leaves: list[torch.Tensor],
-    expected: tuple[torch.Tensor, ...],
+    whole: _Whole,
     given: list[Pieces],
     results: Any,
     mesh: Mesh,
 ) -> None:
-    tracked = [i for i, whole in enumerate(expected) if whole.requires_grad]
-    if not tracked:
-        return
-    seeds = [torch.randn(whole.shape, dtype=torch.float64).to(whole.dtype) for whole in expected]
-    wanted = [leaf for leaf in leaves if leaf.requires_grad]
-    whole_grads = torch.autograd.grad(
-        [expected[i] for i in tracked], wanted, [seeds[i] for i in tracked], allow_unused=True
-    )
-    laid = {i: lay(seeds[i], tuple(output_gradient(o.outputs[i]) for o in chosen), mesh) for i in tracked}
-    numbers = [i for i, leaf in enumerate(leaves) if leaf.requires_grad]
+    laid = {i: lay(whole.seeds[i], tuple(output_gradient(o.outputs[i]) for o in chosen), mesh) for i in whole.tracked}
+    numbers = list(whole.gradients)
 
     def backward(coordinate: Coordinate) -> list[torch.Tensor]:
-        own = [i for i in tracked if results[coordinate][i].requires_grad]
+        own = [i for i in whole.tracked if results[coordinate][i].requires_grad]
         pieces = [given[n][coordinate] for n in numbers]
         if not own:
             return [torch.zeros_like(piece) for piece in pieces]
@@ -185,13 +215,15 @@ def _check_gradients(
         found = torch.autograd.grad([results[coordinate][i] for i in own], pieces, seeded, allow_unused=True)
         return [torch.zeros_like(p) if grad is None else grad for p, grad in zip(pieces, found, strict=True)]
 
-    with ThreadPoolExecutor(mesh.size()) as pool:  # a backward may talk too
-        grads = dict(zip(coordinates(mesh), pool.map(backward, coordinates(mesh)), strict=True))
-    local_grads = {number: {c: grads[c][k] for c in grads} for k, number in enumerate(numbers)}
-    for number, grad in zip(numbers, whole_grads, strict=True):
-        reference = torch.zeros_like(leaves[number]) if grad is None else grad
+    if any(option.local for option in chosen):  # a backward may talk too
+        with ThreadPoolExecutor(mesh.size()) as pool:
+            grads = dict(zip(coordinates(mesh), pool.map(backward, coordinates(mesh)), strict=True))
+    else:
+        grads = {coordinate: backward(coordinate) for coordinate in coordinates(mesh)}
+    for k, number in enumerate(numbers):
+        reference = whole.gradients[number]
         placements = tuple(option.gradient(number) for option in chosen)
-        made = assemble(local_grads[number], placements, reference.shape, mesh)
+        made = assemble({c: grads[c][k] for c in grads}, placements, reference.shape, mesh)
         torch.testing.assert_close(made, reference, **close)
 
 

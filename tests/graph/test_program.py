@@ -14,20 +14,19 @@ from unisono.train.on_mesh import OnMesh
 Pools = Callable[[str, int], RankPool]
 
 MESHES = {
-    "quickstart": ["dp=2,mp=4,full", "dp=2,mp=4,full,zero=1", "dp=2,mp=4,full,zero=3"],
-    "mlp": ["dp=2", "mp=2,full", "mp=2,search=exact,full", "mp=2,search=dynamic,full", "dp=2,zero=1", "dp=2,zero=2"],
-    "gpt": ["dp=2,mp=2,full,unpack", "mp=4,search=exact,full", "mp=2,dp=2,full,zero=1", "dp=2,mp=2,full,zero=3"],
+    "quickstart": ["dp=2,mp=4,full"],
+    "mlp": ["dp=2", "mp=2,full", "mp=2,search=exact,full", "mp=2,search=dynamic,full", "dp=2,zero=2"],
+    "gpt": ["dp=2,mp=2,full,unpack", "mp=2,dp=2,full,zero=1", "dp=2,mp=2,full,zero=3"],
 }
 CHANCE = [
-    ("mlp", (2, 2), range(4)),
+    ("mlp", (2, 2), range(2)),
     ("mlp", (2, 2, 2), range(1)),
-    ("gpt", (2, 2), range(2)),
-    ("unpacked", (2, 2), range(2)),
+    ("gpt", (2, 2), range(1)),
+    ("unpacked", (2, 2), range(1)),
     ("conv", (2,), range(2)),
 ]
 if importlib.util.find_spec("transformers"):
-    MESHES["llama"] = ["dp=2"]
-    CHANCE.append(("llama", (2,), range(1)))
+    MESHES["llama"] = ["dp=2"]  # every option of its ops: test_models.py
 
 
 @pytest.mark.parametrize("name", MESHES)
@@ -44,5 +43,5 @@ def test_under_any_placements(pools: Pools, name: str, shape: tuple[int, ...], s
 
 
 def test_on_mpi_too(pools: Pools) -> None:
-    for verdict in pools("mpi", 4).run(prove_by_chance, "mlp", (2, 2), [9])[0]:
+    for verdict in pools("mpi", 2).run(prove_by_chance, "mlp", (2,), [9])[0]:
         assert verdict.equivalent, verdict

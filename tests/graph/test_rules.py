@@ -26,6 +26,8 @@ CASES: dict[str, Callable[[], Any]] = {
     "products": lambda: (X @ X[0].T, torch.einsum("bij,bkj->bik", X, X), torch.bmm(X, X.mT), X[0] @ X[0, 0]),
     "baddbmm": lambda: (torch.baddbmm(X[:, :1], X, X[:, :6]), torch.addmm(X[0, 0], X[0], X[1, :6])),
     "shapes": lambda: (X.movedim(0, 2), X.unflatten(1, (2, 4)), X[:, None].squeeze(1), X.flip(1), X.roll(1, 2)),
+    "named": lambda: (X[:2].squeeze(0), X.roll(3), X.repeat_interleave(2), F.prelu(IMAGE, X[:, 0, 0])),
+    "masks": lambda: (X.index_put((X > 0,), X[0, 0, 0]), IMAGE.index_put((IMAGE[..., 0] > 0,), X[0, 0, :1])),
     "joins": lambda: (torch.stack([X, X], 1), X.chunk(2, 1)[1], X.unbind(2)[1], X.repeat(1, 2, 1), X.tril()),
     "repeats": lambda: (X.repeat_interleave(2, 1), F.pad(X, (0, 0, 1, 1)), X.unfold(1, 4, 2)),
     "pads": lambda: F.pad(X, (1, 0), value=2.0) + F.pad(X, (1, 0), mode="replicate"),
@@ -51,6 +53,7 @@ CASES: dict[str, Callable[[], Any]] = {
     ),
     "lookups": lambda: (
         F.embedding(LABELS.clamp(min=0), X[0], padding_idx=3),
+        F.embedding(LABELS.clamp(min=0), X[0], scale_grad_by_freq=True),
         X.gather(1, LABELS.clamp(min=0)[:, :, None].expand(4, 2, 6)),
         X.index_select(1, LABELS[0]),
         X.index_add(1, LABELS[0], X[:, :2]),

@@ -149,6 +149,12 @@ def test_ops_know_where_they_come_from() -> None:
     assert not any(str(op.target).endswith("_.default") for op in traced.ops)
 
 
+def test_running_statistics_are_values_of_their_own() -> None:
+    for norm in (nn.BatchNorm1d(4), nn.InstanceNorm1d(4, track_running_stats=True)):
+        traced = trace(norm, (torch.zeros(2, 4, 6), None))
+        assert {"running_mean", "running_var"} <= {traced.buffers[name] for name in traced.changed}
+
+
 def test_a_model_that_no_memory_holds() -> None:
     """GPT-3 with 12 of its 96 layers: 22 billion parameters. (All 96: see docs/graph.md.)"""
     sizes = {"hidden_size": 12288, "num_hidden_layers": 12, "num_attention_heads": 96, "vocab_size": 50257}

@@ -169,6 +169,20 @@ def test_ops_reach_a_share_of_their_rates_in_a_step() -> None:
     assert other.compute == pytest.approx(one.compute / 0.8)
 
 
+def test_a_ring_costs_its_hops_and_its_visits() -> None:
+    """Keys and values make P - 1 hops forward and again backward, their gradients P, to come home."""
+    job = portrait(layers=4, width=1024, batch=8)
+    still = replace(H100, asynchronous=False, op_overhead=0.0)
+    curve = ((1.0, 1e-3), (1e12, 1e-3))
+    for ranks in (2, 4):
+        timed = replace(still, intra_node=replace(still.intra_node, ranks=ranks, measured=(("exchange", curve),)))
+        plan = Plan(cp=ranks)
+        search = Search(job, ranks, timed)
+        assert search.judged(plan).duration.tensor == pytest.approx(4 * (3 * ranks - 2) * 1e-3)
+        called = Search(job, ranks, replace(timed, op_overhead=1e-6)).judged(plan).duration
+        assert called.compute - search.judged(plan).duration.compute > 4 * ranks * 2 * 20e-6
+
+
 def test_products_of_few_rows_take_as_long_as_their_weights_do() -> None:
     """... however few they are; with many rows computing hides it."""
     job = portrait(layers=4, width=1024, batch=64)

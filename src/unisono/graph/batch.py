@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
@@ -20,7 +21,9 @@ def signature(kind: str, batch: Any) -> Signature:
 
 
 def tensors_in(batch: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    """Those of a batch, whole; every rank calls it, as some may be on a mesh."""
+    leaves = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)]
+    return [leaf.full_tensor() if isinstance(leaf, DTensor) else leaf for leaf in leaves]
 
 
 def require_pair(batch: Any) -> None:

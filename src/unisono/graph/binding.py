@@ -39,7 +39,7 @@ def bind(lowered: Lowered, random: RandomState) -> dict[str, Function]:
 def _function(compute: Compute, place: Place) -> Function:
     rewrite = next((option.local for option in compute.options if option.local is not None), None)
     if rewrite is None and _draws(compute.node):
-        rewrite = _DRAWING.get(str(compute.node.target).rpartition(".")[0], "random")
+        rewrite = _DRAWING.get(str(compute.node.target).rpartition(".")[0], "seeded")
     if rewrite is None:
         return native(compute.node.target)
     quick = _QUICK.get(rewrite)

@@ -35,6 +35,7 @@ def clean(module: fx.GraphModule, notes: Sequence[Note] = ()) -> tuple[fx.Graph,
     _make_functional(graph)
     _write_out_running_statistics(graph)
     _drop_broadcasts(graph)
+    _make_gradients_dense(graph)
     marks = _take_marks(graph, notes)
     afterwards = {node.meta["changed_to"] for node in graph.nodes if "changed_to" in node.meta}
     for node in reversed(list(graph.nodes)):
@@ -104,6 +105,13 @@ def _drop_broadcasts(graph: fx.Graph) -> None:
                     graph.erase_node(user)
 
 
+def _make_gradients_dense(graph: fx.Graph) -> None:
+    """nn.Embedding(sparse=True) gives the same gradient in a form that cannot be cut or summed."""
+    for node in graph.nodes:
+        if node.target is torch.ops.aten.embedding.default and Call(node)["sparse"]:
+            node.args = node.args[:4]
+
+
 # ---- marks ------------------------------------------------------------------------------------------------------
 
 
@@ -169,11 +177,41 @@ def _make_functional(graph: fx.Graph) -> None:
     """x.add_(y) becomes a new value that later ops use in x's place; through a slice, the slice is put back first."""
     place = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
-        if node.op == "call_function" and _changes_self(node.target):
+        if node.op != "call_function":
+            continue
+        changed = node.args[0] if _changes_self(node.target) else node.kwargs.get("out")
+        if isinstance(changed, fx.Node):
             value = _functional_value(graph, node)
+            if node.meta.get("no_grad"):
+                _refuse_gradient_past(node, changed)
+                with graph.inserting_before(node):
+                    value = _detached(graph, value)
             _replace_later(node, node, value, place)
-            _write_back(graph, node, node.args[0], value, place)
+            _write_back(graph, node, changed, value, place)
             graph.erase_node(node)
+
+
+def _refuse_gradient_past(node: fx.Node, changed: fx.Node) -> None:
+    """Under no_grad autograd does not see a change, and a gradient goes past it; a graph has no place for that."""
+    if changed.op == "call_function" and _has_gradient(changed):
+        raise UsageError(
+            f"{node.target} at {line_of(node)} changes, in place and under no_grad, a tensor that has gradients; "
+            "write the result to a new tensor, or use a plan, which needs no graph"
+        )
+
+
+def _has_gradient(node: fx.Node) -> bool:
+    stack, seen = [node], {node}
+    while stack:
+        at = stack.pop()
+        if at.op == "placeholder":
+            value = at.meta.get("val")
+            if isinstance(value, torch.Tensor) and value.requires_grad:
+                return True
+        elif not at.meta.get("no_grad") and at.target is not torch.ops.aten.detach.default:
+            stack += [given for given in at.all_input_nodes if given not in seen]
+            seen.update(at.all_input_nodes)
+    return False
 
 
 def _changes_self(target: Any) -> bool:
@@ -186,6 +224,10 @@ def _changes_self(target: Any) -> bool:
 
 
 def _functional_value(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    if "out" in node.kwargs:
+        return _without_out(graph, node)
+    if node.target is torch.ops.aten.copy_.default:
+        return _copied(graph, node)
     namespace, _, name = node.target._schema.name.partition("::")  # type: ignore[union-attr]
     packet = getattr(getattr(torch.ops, namespace), name.removesuffix("_"), None)
     overload = node.target._schema.overload_name or "default"  # type: ignore[union-attr]
@@ -195,6 +237,38 @@ def _functional_value(graph: fx.Graph, node: fx.Node) -> fx.Node:
     with graph.inserting_before(node):
         value = graph.call_function(target, node.args, node.kwargs)
     value.meta = dict(node.meta)
+    return value
+
+
+def _without_out(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """torch.mul(a, b, out=c), as a value of its own."""
+    schema = node.target._schema  # type: ignore[union-attr]
+    taken = [(each.name, str(each.type)) for each in schema.arguments if not each.is_out]
+    packet = node.target._overloadpacket  # type: ignore[union-attr]
+    for overload in (getattr(packet, name) for name in packet.overloads()):
+        if [(each.name, str(each.type)) for each in overload._schema.arguments] == taken:
+            given = {name: value for name, value in node.kwargs.items() if name != "out"}
+            with graph.inserting_before(node):
+                value = graph.call_function(overload, node.args, given)
+            value.meta = dict(node.meta)
+            return value
+    raise UsageError(f"{node.target} at {line_of(node)} writes into a tensor and has no form that does not")
+
+
+def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
+    """x.copy_(y), as what y is in the form of x; torch's own form of it has no gradient."""
+    value, like = node.args[1], node.meta["val"]
+    assert isinstance(value, fx.Node)
+    for target, args in (
+        (torch.ops.aten.to.dtype, (like.dtype,)),
+        (torch.ops.aten.expand.default, (list(like.shape),)),
+        (torch.ops.aten.clone.default, ()),
+    ):
+        with graph.inserting_before(node):
+            made = graph.call_function(target, (value, *args))
+        made.meta = dict(node.meta)
+        made.meta["val"] = target(value.meta["val"], *args)
+        value = made
     return value
 
 
@@ -229,31 +303,39 @@ def _write_back(graph: fx.Graph, node: fx.Node, changed: Any, value: fx.Node, pl
 
 
 def _write_out_running_statistics(graph: fx.Graph) -> None:
-    """batch_norm changes its running mean and variance on the side: here ops of their own do."""
+    """batch_norm and instance_norm change their running mean and variance on the side: here ops of their own do."""
     aten = torch.ops.aten
     for node in list(graph.nodes):
-        if node.target is not aten.batch_norm.default or not node.args[5] or node.args[3] is None:
+        is_norm = node.target in (aten.batch_norm.default, aten.instance_norm.default)
+        if not is_norm or not node.args[5] or node.args[3] is None:
             continue
         x, weight, bias, mean, variance, training, momentum, *more = node.args
         node.args = (x, weight, bias, None, None, training, momentum, *more)
         dims = [dim for dim in range(x.meta["val"].dim()) if dim != 1]
         with graph.inserting_after(node):
-            seen = _made(graph, node, x, aten.detach.default, (x,))
-        for running, target, kwargs in (
-            (mean, aten.mean.dim, {}), (variance, aten.var.correction, {"correction": 1})
-        ):  # fmt: skip
-            with graph.inserting_before(seen.next):
-                now = _made(graph, node, running, target, (seen, dims), kwargs)
-                kept = _made(graph, node, running, aten.mul.Tensor, (running, 1 - momentum))
-                value = _made(graph, node, running, aten.add.Tensor, (kept, now), {"alpha": momentum})
-            running.meta["changed_to"] = value
+            seen = _made(graph, node, x.meta["val"], aten.detach.default, (x,))
+        with graph.inserting_before(seen.next):
+            _follow(graph, node, mean, _made(graph, node, mean.meta["val"], aten.mean.dim, (seen, dims)), momentum)
+            if node.target is aten.batch_norm.default:
+                now = _made(graph, node, variance.meta["val"], aten.var.correction, (seen, dims), {"correction": 1})
+            else:  # the mean of the samples' own variances
+                of_each = x.meta["val"].new_empty(x.meta["val"].shape[:2])
+                each = _made(graph, node, of_each, aten.var.correction, (seen, dims[1:]), {"correction": 1})
+                now = _made(graph, node, variance.meta["val"], aten.mean.dim, (each, [0]))
+            _follow(graph, node, variance, now, momentum)
+
+
+def _follow(graph: fx.Graph, norm: fx.Node, running: fx.Node, now: fx.Node, momentum: float) -> None:
+    value = running.meta["val"]
+    kept = _made(graph, norm, value, torch.ops.aten.mul.Tensor, (running, 1 - momentum))
+    running.meta["changed_to"] = _made(graph, norm, value, torch.ops.aten.add.Tensor, (kept, now), {"alpha": momentum})
 
 
 def _made(
-    graph: fx.Graph, beside: fx.Node, like: fx.Node, target: Any, args: Any, kwargs: dict[str, Any] | None = None
+    graph: fx.Graph, beside: fx.Node, value: Any, target: Any, args: Any, kwargs: dict[str, Any] | None = None
 ) -> fx.Node:
     made = graph.call_function(target, args, kwargs)
-    made.meta = dict(beside.meta) | {"val": like.meta["val"]}
+    made.meta = dict(beside.meta) | {"val": value}
     return made
 
 

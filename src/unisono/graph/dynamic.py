@@ -113,7 +113,8 @@ def polished(problem: Problem, chosen: dict[str, int]) -> dict[str, int]:
             own = choices[chosen[name]].bytes
             room = inf if problem.memory is None else max(problem.memory - held + own, own)
             fits = [number for number, choice in enumerate(choices) if choice.bytes <= room]
-            costs = {number: _around(problem, touching.get(name, []), chosen | {name: number}, name) for number in fits}
+            near = touching.get(name, [])
+            costs = {number: _around(problem, near, chosen, name, number) for number in fits}
             best = min(fits, key=costs.__getitem__)
             if costs[best] < costs[chosen[name]]:
                 held += choices[best].bytes - own
@@ -123,12 +124,16 @@ def polished(problem: Problem, chosen: dict[str, int]) -> dict[str, int]:
     return chosen
 
 
-def _around(problem: Problem, flows: list[Flow], chosen: dict[str, int], name: str) -> float:
-    """What a node costs, with all that flows into it and out of it."""
-    total = problem.choices[name][chosen[name]].seconds
+def _around(problem: Problem, flows: list[Flow], chosen: dict[str, int], name: str, number: int) -> float:
+    """What a node would cost under the choice of that number, with all that flows into it and out of it."""
+    total = problem.choices[name][number].seconds
     for flow in flows:
-        wanted = {flow.demand_of[i][chosen[user]] for i, user in enumerate(flow.users)}
-        total += sum(flow.moves[flow.layout_of[chosen[flow.source]]][demand] for demand in wanted)
+        wanted = {
+            demands[number if user == name else chosen[user]]
+            for demands, user in zip(flow.demand_of, flow.users, strict=True)
+        }
+        moves = flow.moves[flow.layout_of[number if flow.source == name else chosen[flow.source]]]
+        total += sum(moves[demand] for demand in wanted)
     return total
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
+from unisono.errors import UsageError
 from unisono.graph.binding import bind
 from unisono.graph.code import generate
 from unisono.graph.lowering import Laid, Lowered
 from unisono.graph.pieces import Pieces
+from unisono.graph.source import line_of
 from unisono.graph.sums import Sums
 from unisono.graph.zero import Again
 from unisono.mesh.mesh import Mesh
@@ -83,7 +86,15 @@ def _held(name: str, lowered: Lowered, pieces: Pieces, device: torch.device) -> 
         return pieces.parameters[trace.parameters[name]]
     if name in trace.buffers:
         return pieces.buffers[trace.buffers[name]]
-    return _cut(lowered.given[name], lowered.mesh, device)(trace.constants[name])
+    constant = trace.constants[name]
+    users = list(trace.node(name).users)
+    if isinstance(constant, FakeTensor) and users:
+        line = line_of(users[0])
+        raise UsageError(
+            f"at {line} the model uses the .data of one of its tensors, which a graph takes for a constant; use "
+            ".detach() in its place"
+        )
+    return _cut(lowered.given[name], lowered.mesh, device)(constant) if users else torch.empty(0)
 
 
 def _cut(laid: Laid, mesh: Mesh, device: torch.device) -> Cut:

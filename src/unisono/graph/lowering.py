@@ -23,6 +23,7 @@ from unisono.graph.assignment import Assignment, divides
 from unisono.graph.edge import Way
 from unisono.graph.option import REPLICATE, SUM, Option, output_gradient
 from unisono.graph.rules import Call, tensors_of
+from unisono.graph.source import line_of
 from unisono.graph.trace import Trace
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placement, Placements, local_shape
@@ -109,6 +110,7 @@ class _Lowering:
         self.moved: dict[tuple[str, Way], str] = {}
 
     def run(self) -> Lowered:
+        _refuse_assigned(self.made.trace)
         for node in self.nodes:
             if node.op == "placeholder":
                 self._give(node)
@@ -194,6 +196,7 @@ class _Lowering:
             is_tensor = isinstance(value, fx.Node) and bool(tensors_of(value.meta.get("val")))
             self.made.outputs.append(self._move(value, whole, whole) if is_tensor else None)  # type: ignore[arg-type]
         for buffer, changed in self.made.trace.changed.items():
+            _refuse_change_of(buffer, self.made.trace)
             if buffer not in self.made.trace.buffers:
                 continue
             lies = self.made.values[buffer].placements
@@ -237,6 +240,29 @@ class _Lowering:
             return True  # gives nothing back at all
         option = self.assignment.options[user.name][axis]
         return option.gradient(i) == SUM or (not option.splits and axis in found.get(user.name, ()))
+
+
+def _refuse_change_of(name: str, trace: Trace) -> None:
+    """A model may change its buffers while it runs, and nothing else that outlives the run."""
+    if name in trace.parameters:
+        raise UsageError(
+            f"the model changes its parameter {trace.parameters[name]} in its forward, which a program does not; "
+            "use a plan, which needs no graph"
+        )
+    if name in trace.constants:
+        line = line_of(trace.node(trace.changed[name]))
+        raise UsageError(
+            f"at {line} the model changes a tensor that is none of its buffers, or the .data of one, which a program "
+            "would not keep; change a buffer itself (under torch.no_grad() where need be), or use a plan"
+        )
+
+
+def _refuse_assigned(trace: Trace) -> None:
+    for name, line in trace.assigned.items():
+        raise UsageError(
+            f"at {line} the model puts another tensor in the place of its buffer {name}, which a program would not "
+            f"keep; change the buffer itself: self.{name.rpartition('.')[2]}.copy_(...)"
+        )
 
 
 def _laid(tensor: torch.Tensor, placements: Placements) -> Laid:

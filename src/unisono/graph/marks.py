@@ -131,16 +131,19 @@ def wishes_for(model: nn.Module) -> dict[str, Wish]:
     found: dict[str, Wish] = {}
     for listed in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in listed:
-            if isinstance(tensor, DTensor):
-                found[name] = Wish(Mesh.of(tensor.device_mesh), tuple(tensor.placements))
-            elif tensor in _tensors:
-                found[name] = _tensors[tensor]
-            elif (wish := _wish_of_memory(tensor)) is not None:
+            if (wish := wish_of(tensor)) is not None:
                 found[name] = wish
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, wish in _modules.get(module, {}).items():
             found[f"{prefix}.{name}".lstrip(".")] = wish
     return found
+
+
+def wish_of(tensor: torch.Tensor) -> Wish | None:
+    """How a tensor is marked, or lies on a mesh already."""
+    if isinstance(tensor, DTensor):
+        return Wish(Mesh.of(tensor.device_mesh), tuple(tensor.placements))
+    return _tensors[tensor] if tensor in _tensors else _wish_of_memory(tensor)
 
 
 def _wish_of_memory(tensor: torch.Tensor) -> Wish | None:
@@ -349,11 +352,12 @@ def recording(model: nn.Module) -> Iterator[Recorder]:
     _require_none_dropped()
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():
-            if isinstance(value, Sharded) and id(value) not in recording.called:
-                where = f"{name}.{attribute}".lstrip(".")
-                raise UsageError(
-                    f"{where} ({value!r}) was not called, so its marks would not count; call it, or remove it"
-                )
+            for kept in pytree.tree_leaves(value) if isinstance(value, list | tuple | dict) else [value]:
+                if isinstance(kept, Sharded) and id(kept) not in recording.called:
+                    where = f"{name}.{attribute}".lstrip(".")
+                    raise UsageError(
+                        f"{where} ({kept!r}) was not called, so its marks would not count; call it, or remove it"
+                    )
 
 
 @contextlib.contextmanager

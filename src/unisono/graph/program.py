@@ -102,8 +102,11 @@ class Program:
             parameter.grad = None
 
     def backward(self, batch: tuple[Any, Any]) -> torch.Tensor:
-        """Forward and backward only; after it, gradients are those of the global batch, before clipping."""
+        """Forward and backward only; after it, gradients are those of the global batch, before clipping. They are added
+        to those that are there, as autograd's are."""
         form, leaves = self._form("train", batch)
+        before = {p: p.grad.clone() for p in self.pieces.parameters.values() if p.grad is not None}
+        self.zero_grad()
         self.random.step = self.steps
         with contextlib.nullcontext() if self._again is None else self._again:
             outputs, values = form(leaves)
@@ -112,6 +115,8 @@ class Program:
         form.sums.begin()
         loss.backward()
         form.sums.finish()
+        for parameter, gradient in before.items():
+            parameter.grad = gradient if parameter.grad is None else parameter.grad.add_(gradient)
         if self._again is not None:
             self._again.forget()
         form.keep(values)
@@ -323,4 +328,8 @@ def _lying(lowered: Lowered) -> dict[str, Held]:
 
 
 def _without_data(example: tuple[Any, Any]) -> Any:
-    return pytree.tree_map(lambda leaf: leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf, tuple(example))
+    return pytree.tree_map(_shape_of, tuple(example))
+
+
+def _shape_of(leaf: Any) -> Any:
+    return torch.empty(leaf.shape, dtype=leaf.dtype, device="meta") if isinstance(leaf, torch.Tensor) else leaf

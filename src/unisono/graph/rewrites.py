@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from torch.utils import _pytree as pytree
 
 from unisono.graph.cut_loss import cross_entropy, mean_loss, nll_loss
 from unisono.graph.cut_norm import batch_norm
@@ -156,6 +157,15 @@ def _random(place: Place, *args: Any, **kwargs: Any) -> torch.Tensor:
     return make(result.dtype, device)
 
 
+def _seeded(place: Place, *args: Any, **kwargs: Any) -> Any:
+    """An op that draws in a way of its own, done whole by every rank: from one seed, so that all see the same."""
+    on_gpu = {arg.device for arg in pytree.tree_leaves((args, kwargs)) if isinstance(arg, torch.Tensor) and arg.is_cuda}
+    key = place.draw((), {}).stream().key
+    with torch.random.fork_rng(devices=list(on_gpu)):
+        torch.manual_seed(key[0] << 31 | key[1] >> 1)
+        return place.node.target(*args, **kwargs)  # type: ignore[operator]
+
+
 REWRITES: dict[str, Callable[..., Any]] = {
     "view": _view,
     "broadcast_tensors": _broadcast_tensors,
@@ -169,6 +179,7 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "attention": _attention,
     "dropout": _dropout,
     "random": _random,
+    "seeded": _seeded,
     "cross_entropy": cross_entropy,
     "nll_loss": nll_loss,
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import re
 import traceback
@@ -35,3 +36,14 @@ def failing_line(trail: TracebackType | None) -> tuple[str, str]:
     if not frames:
         return "", ""
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}", (frames[-1].line or "").strip()
+
+
+def assigning_line() -> str:
+    """Of an attribute of a module that is being set, by whom; "" where torch itself does it."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_name != "__setattr__":
+        frame = frame.f_back
+    setter = frame.f_back if frame is not None else None
+    if setter is None or setter.f_code.co_filename.startswith(_LIBRARIES):
+        return ""
+    return f"{os.path.basename(setter.f_code.co_filename)}:{setter.f_lineno}"

@@ -22,26 +22,49 @@ Axes = tuple[str, ...]
 
 
 class Bucket:
-    """Parameters of one dtype whose gradients are summed in one message."""
+    """Parameters of one dtype whose gradients are summed in one message, in the same memory step after step."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], comm: Communicator) -> None:
         self.parameters = parameters
         self.comm = comm
-        self.missing = len(parameters)
         self.handle: Handle | None = None
+        self._missing: set[int] = set()  # gradients that are not in the message yet
+        self._message: torch.Tensor | None = None
+        self._places: dict[int, torch.Tensor] = {}  # in it, by parameter
 
-    def leave(self) -> None:
-        flat = torch.cat([parameter.grad.reshape(-1) for parameter in self.parameters if parameter.grad is not None])
-        self.handle = self.comm.all_reduce(flat, async_op=True)
+    def add(self, parameter: torch.nn.Parameter) -> None:
+        self.parameters.append(parameter)
+        self._missing.add(id(parameter))
+
+    def take(self, parameter: torch.Tensor) -> None:
+        """Take a gradient off its parameter as soon as it is there: its memory serves for the next one."""
+        gradient = parameter.grad
+        assert gradient is not None
+        if self._message is None:
+            sizes = [each.numel() for each in self.parameters]
+            self._message = torch.empty(sum(sizes), dtype=gradient.dtype, device=gradient.device)
+            pieces = self._message.split(sizes)
+            self._places = {id(p): piece.view(p.shape) for p, piece in zip(self.parameters, pieces, strict=True)}
+        self._places[id(parameter)].copy_(gradient)
+        parameter.grad = None
+        self._missing.discard(id(parameter))
+        if not self._missing:
+            self.handle = self.comm.all_reduce(self._message, async_op=True)
+
+    def clear(self) -> None:
+        """Begin anew: what a backward that failed has left is no part of the next one."""
+        if self.handle is not None:
+            self.handle.wait()
+            self.handle = None
+        self._missing = {id(parameter) for parameter in self.parameters}
 
     def arrive(self) -> None:
-        if self.handle is None:
-            self.leave()
-        assert self.handle is not None
-        pieces = self.handle.wait().split([parameter.numel() for parameter in self.parameters])
-        for parameter, piece in zip(self.parameters, pieces, strict=True):
-            parameter.grad = piece.view(parameter.shape)
-        self.handle, self.missing = None, len(self.parameters)
+        for parameter in self.parameters:
+            if id(parameter) in self._missing:
+                self.take(parameter)
+        self.clear()
+        for parameter in self.parameters:
+            parameter.grad = self._places[id(parameter)]
 
 
 class Sums:
@@ -58,7 +81,10 @@ class Sums:
             mesh.comm(*axes)  # groups are made in the same order on every rank
 
     def begin(self) -> None:
-        """Before a backward whose gradients this is to sum: parameters may be in several programs."""
+        """Before a backward whose gradients this is to sum: parameters, which have none now, may be in several
+        programs."""
+        for bucket in self._buckets or ():
+            bucket.clear()
         self._is_open = True
 
     def finish(self) -> None:
@@ -76,10 +102,7 @@ class Sums:
     def _ready(self, parameter: torch.Tensor) -> None:
         if not self._is_open:
             return
-        bucket = self._home[id(parameter)]
-        bucket.missing -= 1
-        if bucket.missing == 0:
-            bucket.leave()
+        self._home[id(parameter)].take(parameter)
 
     def _filled(self) -> list[Bucket]:
         """Last parameters first: about the order in which the backward gets to them."""
@@ -93,7 +116,6 @@ class Sums:
             if bucket is None or filled + size > BUCKET_BYTES:
                 filled, bucket = 0, Bucket([], self._mesh.comm(*axes))
                 buckets.append(bucket)
-            bucket.parameters.append(parameter)
-            bucket.missing += 1
+            bucket.add(parameter)
             sizes[axes, parameter.grad.dtype] = filled + size, bucket
         return buckets

@@ -21,15 +21,17 @@ import torch
 from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
+from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
+from unisono.graph.channel_dropout import spelled_out
 from unisono.graph.clean import clean
-from unisono.graph.marks import Mark, Recorder, Wish, recording, wishes_for
+from unisono.graph.marks import Mark, Recorder, Wish, recording, wish_of, wishes_for
 from unisono.graph.op import Op, TensorSpec
 from unisono.graph.rules.call import Call, tensors_of
 from unisono.graph.rules.factory import draws
-from unisono.graph.source import failing_line, line_of, path_of
+from unisono.graph.source import assigning_line, failing_line, line_of, path_of
 from unisono.graph.unpack import Piece, unpack
 from unisono.graph.weigh import weigh
 
@@ -56,6 +58,7 @@ class Trace:
 
     pieces: dict[str, Piece] = field(default_factory=dict)  # placeholders that stand for a part of their parameter
     marks: tuple[Mark, ...] = ()  # what the user says about how tensors lie
+    assigned: dict[str, str] = field(default_factory=dict)  # buffers that the forward replaced, and at which line
 
     @property
     def placeholders(self) -> tuple[str, ...]:
@@ -95,10 +98,13 @@ def trace(model: nn.Module, example: tuple[Any, Any], loss: Loss | None = None, 
     inputs, targets = _checked(example)
     step = _Step(model, loss)
     wishes = wishes_for(model)
-    with recording(model) as recorder, _without_data(model) as fake:
+    with recording(model) as recorder, _without_data(model) as fake, spelled_out(), _assignments(model) as assigned:
         given = fake((_arguments(inputs), targets if loss is not None else None))
         program = _exported(step, given)
-    return _read(program, model, given, recorder, wishes | recorder.wishes, unpacked)
+    wished = [wish_of(leaf) for leaf in pytree.tree_leaves((_arguments(inputs), targets)) if _is_tensor(leaf)]
+    return replace(
+        _read(program, model, given, recorder, wishes | recorder.wishes, wished, unpacked), assigned=assigned
+    )
 
 
 def _checked(example: Any) -> tuple[Any, Any]:
@@ -111,6 +117,10 @@ def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, dict):
         return (), inputs
     return (tuple(inputs) if isinstance(inputs, tuple | list) else (inputs,)), {}
+
+
+def _is_tensor(leaf: Any) -> bool:
+    return isinstance(leaf, torch.Tensor)
 
 
 class _Step(nn.Module):
@@ -179,6 +189,24 @@ def _swap(model: nn.Module, fake: Callable[[Any], Any]) -> list[tuple[dict[str, 
     return original
 
 
+@contextlib.contextmanager
+def _assignments(model: nn.Module) -> Iterator[dict[str, str]]:
+    """Which buffers the model replaces in the block, and where: torch.export would pass over it."""
+    found: dict[str, str] = {}
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def note(module: nn.Module, name: str, value: Any) -> None:
+        line = assigning_line()
+        if id(module) in names and line:
+            found[f"{names[id(module)]}.{name}".lstrip(".")] = line
+
+    hook = register_module_buffer_registration_hook(note)
+    try:
+        yield found
+    finally:
+        hook.remove()
+
+
 # ---- export -----------------------------------------------------------------------------------------------------
 
 
@@ -206,8 +234,10 @@ def _read(
     given: Any,
     recorder: Recorder,
     wishes: dict[str, Wish],
+    wished: list[Wish | None],
     unpacked: bool,
 ) -> Trace:
+    """wishes: for parameters and buffers; wished: for the tensors of the example, in order."""
     names = _tied(model)
     held: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
     for spec in program.graph_signature.input_specs:
@@ -222,7 +252,7 @@ def _read(
     buffers = _merge_tied(graph, _first_names(names, held[InputKind.BUFFER]))
     constants = {name: program.constants[target] for name, target in held[InputKind.CONSTANT_TENSOR].items()}
     user = list(held[InputKind.USER_INPUT])
-    count = sum(isinstance(leaf, torch.Tensor) for leaf in pytree.tree_leaves(given[0]))
+    count = sum(map(_is_tensor, pytree.tree_leaves(given[0])))
     trained = {node: model.get_parameter(name).requires_grad for node, name in parameters.items()}
     pieces: dict[str, Piece] = {}
     if unpacked:
@@ -230,6 +260,7 @@ def _read(
         trained = {node: model.get_parameter(name).requires_grad for node, name in parameters.items()}
     for node, name in (parameters | buffers).items():
         marks += [Mark(node, 0, wish) for alias, wish in wishes.items() if names.get(alias, alias) == name]
+    marks += [Mark(node, 0, wish) for node, wish in zip(user, wished, strict=False) if wish is not None]
     split = (user[:count], user[count:])
     return replace(
         _assembled(program, graph, parameters, buffers, constants, split, trained, tuple(marks)), pieces=pieces

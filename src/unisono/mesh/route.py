@@ -25,6 +25,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import NamedTuple
 
 from torch.distributed.tensor import Partial, Replicate, Shard
 
@@ -54,31 +55,31 @@ class Step:
         return self.received + (STEP_COST if self.talks else LOCAL_COST)
 
 
-@lru_cache(maxsize=4096)
+@lru_cache(maxsize=65536)
 def find_route(
     shape: tuple[int, ...], itemsize: int, mesh_shape: tuple[int, ...], source: Placements, target: Placements
 ) -> tuple[Step, ...]:
     """The cheapest steps that bring a tensor of that (whole) shape from `source` to `target` on a mesh."""
-    search = _Search(shape, itemsize, mesh_shape, source, target)
-    ticket = itertools.count()  # states do not compare
-    frontier: list[tuple[float, int, Placements, tuple[Step, ...]]] = [(0.0, next(ticket), source, ())]
-    settled: set[Placements] = set()
-    while frontier:
-        cost, _, state, route = heapq.heappop(frontier)
-        if state == target:
-            return route
-        if state in settled:
-            continue
-        settled.add(state)
-        for step in search.steps(state):
-            reached = tuple(step.after if axis in step.axes else old for axis, old in enumerate(state))
-            if reached not in settled:
-                heapq.heappush(frontier, (cost + step.cost, next(ticket), reached, (*route, step)))
-    raise AssertionError(f"no route from {source} to {target}")  # everything can be gathered, then cut
+    if source == target:
+        return ()
+    return _Search(shape, itemsize, mesh_shape, source, target).run()
+
+
+_WHOLE = -1  # Replicate as a number; a shard is its dim, and a sum in parts some number below this one
+State = tuple[int, ...]
+
+
+class _Change(NamedTuple):
+    """A step in numbers."""
+
+    kind: str
+    axes: tuple[int, ...]
+    after: int
+    received: float
 
 
 class _Search:
-    """The steps that lead on from a state."""
+    """Dijkstra's, over placements as numbers: thousands of routes are weighed to place a model's tensors."""
 
     def __init__(
         self,
@@ -91,66 +92,104 @@ class _Search:
         self.shape = shape
         self.itemsize = itemsize
         self.mesh_shape = mesh_shape
-        self.target = target
-        used = {dim for p in (*source, *target) if (dim := shard_dim(p)) is not None}
+        self.partial = list(dict.fromkeys(p for p in (*source, *target) if isinstance(p, Partial)))
+        self.source, self.target = self._numbers(source), self._numbers(target)
+        used = {number for number in (*self.source, *self.target) if number > _WHOLE}
         # One dim more to step aside to, where axes are in each other's way on a dim that both cut.
         aside = sorted(set(range(len(shape))) - used, key=lambda dim: shape[dim])[-1:]
         self.dims = sorted(used) + aside
 
-    def steps(self, state: Placements) -> Iterator[Step]:
-        for axes in self._axes_that_move_together(state):
-            before = state[axes[0]]
-            dim = shard_dim(before)
-            if isinstance(before, Partial):
-                yield self._step("all_reduce", state, axes, Replicate())
-                for after in self._new_shards(state, axes):
-                    yield self._step("reduce_scatter", state, axes, after)
-            elif dim is not None:
-                yield self._step("all_gather", state, axes, Replicate())
-                for after in self._new_shards(state, axes):
-                    if after != before:
-                        yield self._step("all_to_all", state, axes, after)
-                if len(axes) == 1 and is_partial(self.target[axes[0]], "sum"):
-                    yield self._step("spread", state, axes, self.target[axes[0]])
-            elif len(axes) == 1:
-                for after in self._new_shards(state, axes):
-                    yield self._step("cut", state, axes, after)
-                if is_partial(self.target[axes[0]]):
-                    yield self._step("assign", state, axes, self.target[axes[0]])
+    def _numbers(self, placements: Placements) -> State:
+        return tuple(
+            dim
+            if (dim := shard_dim(p)) is not None
+            else _WHOLE - 1 - self.partial.index(p)
+            if isinstance(p, Partial)
+            else _WHOLE
+            for p in placements
+        )
 
-    def _axes_that_move_together(self, state: Placements) -> Iterator[tuple[int, ...]]:
-        by_placement: dict[Placement, list[int]] = {}
-        for axis, placement in enumerate(state):
-            by_placement.setdefault(placement, []).append(axis)
-        for placement, axes in by_placement.items():
-            if shard_dim(placement) is not None:
-                yield from (tuple(axes[first:]) for first in range(len(axes)))
-            else:
-                for count in range(1, len(axes) + 1):
-                    yield from itertools.combinations(axes, count)
+    def _placement(self, number: int) -> Placement:
+        if number > _WHOLE:
+            return Shard(number)
+        return Replicate() if number == _WHOLE else self.partial[_WHOLE - 1 - number]
 
-    def _new_shards(self, state: Placements, axes: tuple[int, ...]) -> Iterator[Placement]:
-        for dim in self.dims:
-            holders = [axis for axis, placement in enumerate(state) if shard_dim(placement) == dim and axis not in axes]
-            if not holders or holders[-1] < axes[0]:
-                yield Shard(dim)
+    def run(self) -> tuple[Step, ...]:
+        ticket = itertools.count()  # of routes that cost the same, the first
+        frontier: list[tuple[float, int, State, tuple[_Change, ...]]] = [(0.0, next(ticket), self.source, ())]
+        settled: set[State] = set()
+        while frontier:
+            cost, _, state, route = heapq.heappop(frontier)
+            if state == self.target:
+                return self._told(route)
+            if state in settled:
+                continue
+            settled.add(state)
+            for change in self._changes(state):
+                reached = _after(state, change)
+                if reached not in settled:
+                    spent = change.received + (STEP_COST if change.kind in COLLECTIVES else LOCAL_COST)
+                    heapq.heappush(frontier, (cost + spent, next(ticket), reached, (*route, change)))
+        raise AssertionError(f"no route from {self.source} to {self.target}")  # everything can be gathered, then cut
 
-    def _step(self, kind: str, state: Placements, axes: tuple[int, ...], after: Placement) -> Step:
-        ranks = math.prod(self.mesh_shape[axis] for axis in axes)
+    def _told(self, route: tuple[_Change, ...]) -> tuple[Step, ...]:
+        steps, state = [], self.source
+        for change in route:
+            before, after = self._placement(state[change.axes[0]]), self._placement(change.after)
+            steps.append(Step(change.kind, change.axes, before, after, change.received))
+            state = _after(state, change)
+        return tuple(steps)
+
+    def _changes(self, state: State) -> Iterator[_Change]:
+        """All that can be done next."""
         held = self._held(state)
-        received = {
-            "all_gather": held * (ranks - 1),
-            "all_reduce": 2 * held * (ranks - 1) / ranks,
-            "reduce_scatter": held * (ranks - 1) / ranks,
-            "all_to_all": held * (ranks - 1) / ranks,
-        }.get(kind, 0.0)
-        return Step(kind, axes, state[axes[0]], after, received)
+        for axes in _axes_that_move_together(state):
+            before, wanted = state[axes[0]], self.target[axes[0]]
+            ranks = math.prod([self.mesh_shape[axis] for axis in axes])
+            shared = held * (ranks - 1) / ranks
+            if before < _WHOLE:
+                yield _Change("all_reduce", axes, _WHOLE, 2 * shared)
+                for dim in self._free_dims(state, axes):
+                    yield _Change("reduce_scatter", axes, dim, shared)
+            elif before > _WHOLE:
+                yield _Change("all_gather", axes, _WHOLE, held * (ranks - 1))
+                for dim in self._free_dims(state, axes):
+                    if dim != before:
+                        yield _Change("all_to_all", axes, dim, shared)
+                if len(axes) == 1 and wanted < _WHOLE and is_partial(self._placement(wanted), "sum"):
+                    yield _Change("spread", axes, wanted, 0.0)
+            elif len(axes) == 1:
+                for dim in self._free_dims(state, axes):
+                    yield _Change("cut", axes, dim, 0.0)
+                if wanted < _WHOLE:
+                    yield _Change("assign", axes, wanted, 0.0)
 
-    def _held(self, state: Placements) -> int:
+    def _free_dims(self, state: State, axes: tuple[int, ...]) -> Iterator[int]:
+        """Dims that these axes may cut: those that no later axis cuts."""
+        for dim in self.dims:
+            if not any(state[axis] == dim and axis not in axes for axis in range(axes[0], len(state))):
+                yield dim
+
+    def _held(self, state: State) -> int:
         """The most bytes that any rank holds in a state."""
         sizes = list(self.shape)
-        for axis, placement in enumerate(state):
-            dim = shard_dim(placement)
-            if dim is not None:
-                sizes[dim] = -(-sizes[dim] // self.mesh_shape[axis])
+        for axis, number in enumerate(state):
+            if number > _WHOLE:
+                sizes[number] = -(-sizes[number] // self.mesh_shape[axis])
         return math.prod(sizes) * self.itemsize
+
+
+def _after(state: State, change: _Change) -> State:
+    return tuple([change.after if axis in change.axes else old for axis, old in enumerate(state)])
+
+
+def _axes_that_move_together(state: State) -> Iterator[tuple[int, ...]]:
+    by_placement: dict[int, list[int]] = {}
+    for axis, number in enumerate(state):
+        by_placement.setdefault(number, []).append(axis)
+    for number, axes in by_placement.items():
+        if number > _WHOLE:
+            yield from (tuple(axes[first:]) for first in range(len(axes)))
+        else:
+            for count in range(1, len(axes) + 1):
+                yield from itertools.combinations(axes, count)

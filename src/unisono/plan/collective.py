@@ -50,6 +50,13 @@ class Group:
                 return seconds_at(curve, size)
         return self.latency / max(self.ranks - 1, 1) + size / self.bandwidth
 
+    def exchange(self, size: float) -> float:
+        """`size`: of what each rank sends to its right while it receives as much from its left."""
+        for name, curve in self.measured:
+            if name == "exchange":
+                return seconds_at(curve, size)
+        return self.send(size)
+
     def _seconds(self, op: str, size: float, rounds: float) -> float:
         if self.ranks == 1 or size <= 0:
             return 0.0

@@ -170,7 +170,7 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
     "intra_node": ("bandwidth", "latency"),
     "inter_node": ("bandwidth", "latency"),
 }
-_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send")
+_COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send", "exchange")
 _OPTIONAL: dict[str, tuple[str, ...]] = {
     "machine": ("nodes", "cores"),
     "device": (

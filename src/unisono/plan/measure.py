@@ -265,12 +265,19 @@ def _send(comm: Communicator, x: torch.Tensor, y: torch.Tensor) -> Callable[[], 
     return there
 
 
+def _exchange(comm: Communicator, x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
+    """To the right and from the left at once, as tensors go round a ring."""
+    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
+    return lambda: comm.exchange([(x, right)], [(y, left)])
+
+
 _COLLECTIVES: dict[str, Callable[[Communicator, torch.Tensor, torch.Tensor], Callable[[], Any]]] = {
     "all_reduce": lambda comm, x, y: lambda: comm.all_reduce(x, "max"),
     "all_gather": lambda comm, x, y: lambda: comm.all_gather_into(y, x[: len(x) // comm.size]),
     "reduce_scatter": lambda comm, x, y: lambda: comm.reduce_scatter(x, "sum", out=y[: len(x) // comm.size]),
     "all_to_all": lambda comm, x, y: lambda: comm.all_to_all(x, out=y),
     "send": _send,
+    "exchange": _exchange,
 }
 
 

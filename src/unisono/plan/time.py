@@ -27,6 +27,7 @@ from unisono.plan.setting import Setting, hidden_bytes
 from unisono.plan.stages import Stages
 from unisono.plan.timeline import Costs, timeline
 
+_CALLS_A_VISIT = 20  # of small ops, each way: parts of queries and keys are taken, outcomes are merged
 _LONG = 4  # microbatches a stage after which a pipeline only repeats itself
 
 
@@ -183,7 +184,8 @@ class TimeModel:
         return 2 * each * sum(segment.leaves) / self._bandwidth, 2 * each * sum(segment.enters) / self._bandwidth
 
     def _context(self, segment: Segment, plan: Plan, setting: Setting) -> Pace:
-        """Ring: keys and values go round, and their gradients come back. Ulysses: four all-to-alls each way."""
+        """Ring: keys and values go round, and in the backward again, and with them their gradients, whose last hop
+        brings them home; each visit is attended to by itself and merged. Ulysses: four all-to-alls each way."""
         ranks = group(self.hardware, plan, "cp")
         attentions = sum(work.is_core for work in segment.works)
         hidden = self.portrait.hidden * setting.rows / setting.cp / setting.tp
@@ -192,10 +194,19 @@ class TimeModel:
             sent = attentions * 8 * hidden
             backward = forward
         else:
-            forward = attentions * (ranks.ranks - 1) * ranks.send(2 * hidden)
-            backward = attentions * (ranks.ranks - 1) * ranks.send(4 * hidden)
-            sent = attentions * (ranks.ranks - 1) * 6 * hidden
-        return Pace(forward, backward, 0.0, forward + backward, sent)
+            hop = attentions * ranks.exchange(2 * hidden)
+            forward, backward = (ranks.ranks - 1) * hop, (2 * ranks.ranks - 1) * hop
+            sent = attentions * (3 * ranks.ranks - 2) * 2 * hidden
+        return Pace(forward, backward, 0.0, forward + backward, sent).plus(self._visits(plan, attentions))
+
+    def _visits(self, plan: Plan, attentions: int) -> Pace:
+        """What a ring calls besides attention itself: the first visit takes the place of the plain attention."""
+        if plan.context == "ulysses":
+            return Pace()
+        calls = attentions * plan.cp * _CALLS_A_VISIT * self.hardware.op_overhead
+        if self.hardware.asynchronous:
+            return Pace(launch_forward=calls, launch_backward=calls)
+        return Pace(calls, calls)
 
     # ---- a stage and a step --------------------------------------------------------------------------------------
 

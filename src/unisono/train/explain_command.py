@@ -39,10 +39,23 @@ def run(chosen: argparse.Namespace) -> int:
         raise UsageError(f"--rank {chosen.rank}: {on_mesh} has ranks 0 to {on_mesh.world - 1}")
     lowered = lowered_task(load_task(chosen.task), on_mesh)
     title = chosen.task.rpartition("/")[2]
+    try:
+        _write(lowered, chosen, on_mesh.world, title)
+    except OSError as error:
+        raise UsageError(f"cannot write {error.filename}: {error.strerror}; name a place that can be written") from None
+    if not chosen.html and not chosen.svg:
+        from unisono.graph.show import as_text
+
+        print(as_text(lowered, chosen.rank, title))
+    return 0
+
+
+def _write(lowered: Lowered, chosen: argparse.Namespace, world: int, title: str) -> None:
+    """The files that were asked for."""
     if chosen.save_graphs:
         from unisono.graph.saving import save
 
-        save(lowered, Path(chosen.save_graphs), range(on_mesh.world))
+        save(lowered, Path(chosen.save_graphs), range(world))
     if chosen.html:
         from unisono.graph.page import as_page
 
@@ -51,11 +64,6 @@ def run(chosen: argparse.Namespace) -> int:
         from unisono.graph.drawing import as_svg
 
         Path(chosen.svg).write_text(as_svg(lowered, chosen.rank, title))
-    if not chosen.html and not chosen.svg:
-        from unisono.graph.show import as_text
-
-        print(as_text(lowered, chosen.rank, title))
-    return 0
 
 
 def _on_mesh(chosen: argparse.Namespace) -> OnMesh:

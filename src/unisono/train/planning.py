@@ -126,10 +126,17 @@ class Planner:
         if tp not in self._tp_refusals:
             try:
                 require_shareable(self._shareable, tp, self._rules(tp))
-                self._tp_refusals[tp] = None
+                self._tp_refusals[tp] = self._more_than_share(tp)
             except UsageError as error:
                 self._tp_refusals[tp] = str(error)
         return self._tp_refusals[tp]
+
+    def _more_than_share(self, tp: int) -> str | None:
+        """Layers may be cut unevenly, but beyond their length ranks would hold nothing."""
+        segments = (self.portrait.before, *set(self.portrait.blocks), self.portrait.after)
+        cut = [weight.shape[weight.tp_dim] for s in segments for weight in s.weights if weight.tp_dim is not None]
+        longest = max(cut, default=0)
+        return f"tp={tp}: no layer has more than {longest} rows or columns to share" if tp > longest > 0 else None
 
     def _cp_refusal(self, plan: Plan) -> str | None:
         if not any(work.is_core for block in self.portrait.blocks for work in block.works):

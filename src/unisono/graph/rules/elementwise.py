@@ -39,7 +39,7 @@ _NONLINEAR = (
     "__and__", "__or__", "__xor__", "eq", "ne", "lt", "le", "gt", "ge", "isnan", "isinf", "isfinite",
     "floor_divide", "remainder", "fmod", "square", "log_sigmoid", "sinh", "cosh", "atan2", "frac", "sgn",
     "logit", "nan_to_num", "where.ScalarOther", "where.ScalarSelf", "where.Scalar", "masked_fill.Scalar",
-    "hardshrink", "softshrink", "threshold", "prelu", "addcmul", "addcdiv", "lerp", "rsub.Scalar", "add.Scalar",
+    "hardshrink", "softshrink", "threshold", "addcmul", "addcdiv", "lerp", "rsub.Scalar", "add.Scalar",
     "sub.Scalar", "special_expm1", "bitwise_left_shift", "bitwise_right_shift", "__lshift__", "__rshift__",
     "min.other", "max.other",
 )  # fmt: skip
@@ -48,6 +48,14 @@ _NONLINEAR = (
 @rule(*(f"aten.{name}" for name in _NONLINEAR))
 def elementwise(call: Call) -> Iterator[Option]:
     yield from cut_alike(call)
+
+
+@rule("aten.prelu")
+def prelu(call: Call) -> Iterator[Option]:
+    """A weight for all elements, or one a channel; channels are dim 1."""
+    for dim in range(len(call.result)):
+        weight = Shard(0) if dim == 1 and call.shape("weight") == call.result[1:2] else REPLICATE
+        yield call.option(Shard(dim), self=Shard(dim), weight=weight)
 
 
 _LINEAR = (

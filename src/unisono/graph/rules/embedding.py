@@ -13,9 +13,12 @@ from unisono.graph.rules.registry import rule
 
 @rule("aten.embedding")
 def embedding(call: Call) -> Iterator[Option]:
-    """A rank with some rows of the table finds zeros for the others, so that the ranks' findings add up."""
-    for dim in range(len(call.shape("indices"))):
+    """A rank with some rows of the table finds zeros for the others, so that the ranks' findings add up. Gradients that
+    are scaled by how often a row is looked up need all indices, and the rows' own numbers."""
+    by_rows = not call["scale_grad_by_freq"]
+    for dim in range(len(call.shape("indices")) if by_rows else 0):
         yield call.option(Shard(dim), indices=Shard(dim))
     yield call.option(Shard(len(call.result) - 1), weight=Shard(1))
-    yield call.option(SUM, "embedding", weight=Shard(0))
+    if by_rows:
+        yield call.option(SUM, "embedding", weight=Shard(0))
     yield call.option(SUM, weight=SUM)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
 from unisono.graph.option import REPLICATE, SUM, Option
 from unisono.graph.rules.call import Call
-from unisono.graph.rules.registry import rule, rule_of, target_name
+from unisono.graph.rules.registry import rule, target_name
 
 
 @rule("aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.arange", "aten.scalar_tensor", "aten.empty_permuted")
@@ -56,7 +57,9 @@ def draws(node: fx.Node) -> bool:
         return bool(Call(node)["train"]) and Call(node)["p"] > 0
     if name.startswith("aten.scaled_dot_product_attention."):
         return Call(node)["dropout_p"] > 0
-    return rule_of(node.target) in (random_factory, random_like)
+    given = Call(node).arguments
+    is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return is_random and bool(given.get("train", given.get("training", True))) and given.get("dropout", 1.0) > 0
 
 
 @rule("aten.dropout")

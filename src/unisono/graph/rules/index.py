@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.distributed.tensor import Shard
 
 from unisono.graph.option import REPLICATE, SUM, Option
@@ -49,6 +51,9 @@ def index(call: Call) -> Iterator[Option]:
 @rule("aten.index_put")
 def index_put(call: Call) -> Iterator[Option]:
     """Cut along dims without an index; what is written is broadcast to what the index reads there."""
+    if any(given is not None and given.meta["val"].dtype in (torch.bool, torch.uint8) for given in call["indices"]):
+        yield from _masked(call)
+        return
     layout = _Indexed(call)
     read = layout.read
     for dim, place in layout.kept:
@@ -56,6 +61,18 @@ def index_put(call: Call) -> Iterator[Option]:
         yield call.option(Shard(dim), self=Shard(dim), indices=[REPLICATE] * layout.count, values=values)
     if call["accumulate"]:
         yield call.option(SUM, self=SUM, indices=[REPLICATE] * layout.count, values=SUM)
+
+
+def _masked(call: Call) -> Iterator[Option]:
+    """One number where a mask says so: cut along any dim, with the mask where it has that dim."""
+    places = [place for place, given in enumerate(call["indices"]) if given is not None]
+    if len(places) != 1 or math.prod(call.shape("values")) != 1:
+        return
+    mask = call.shape("indices")
+    for dim in range(len(call.result)):
+        own = dim - places[0]
+        cut = Shard(own) if 0 <= own < len(mask) else REPLICATE
+        yield call.option(Shard(dim), self=Shard(dim), indices=[cut])
 
 
 class _Indexed:

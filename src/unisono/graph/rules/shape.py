@@ -62,10 +62,9 @@ def unsqueeze(call: Call) -> Iterator[Option]:
 
 @rule("aten.squeeze")
 def squeeze(call: Call) -> Iterator[Option]:
-    """A dim that a cut would leave with one element keeps its place: dims to drop are named, or all of length 1."""
-    named = "dim" in call.arguments
+    """As a view: a dim that a cut leaves with one element keeps its place, also where it is named."""
     kept = [dim for dim, size in enumerate(call.shape()) if not _squeezed(call, dim, size)]
-    yield from moved(((dim, place) for place, dim in enumerate(kept)), local=None if named else "view")
+    yield from moved(((dim, place) for place, dim in enumerate(kept)), local="view")
 
 
 def _squeezed(call: Call, dim: int, size: int) -> bool:
@@ -138,8 +137,12 @@ def _touched(call: Call) -> set[int]:
     before, after = call.shape(), call.result
     changed = {dim for dim, size in enumerate(before) if after[dim] != size}
     name = "dims" if "dims" in call.arguments else "dim" if "dim" in call.arguments else ""
-    if str(call.node.target).startswith("aten.slice") or not name:
+    if str(call.node.target).startswith("aten.slice"):
         return changed  # a slice of everything touches nothing
+    if str(call.node.target).startswith("aten.roll") and not call["dims"]:
+        return set(range(len(before)))  # it rolls the elements of all dims as one row
+    if not name:
+        return changed
     dims = call[name] if isinstance(call[name], list | tuple) else [call[name]]
     return changed | {dim % len(before) for dim in dims}
 
@@ -203,6 +206,9 @@ def getitem(call: Call) -> Iterator[Option]:
 
 @rule("aten.repeat_interleave.self_int")
 def repeat_interleave(call: Call) -> Iterator[Option]:
+    if call["dim"] is None:  # of the elements of all dims as one row, of which the first dim cuts runs
+        yield from moved([(0, 0)] if call["output_size"] is None and call.shape() else [])
+        return
     at = call.dim("dim")
     yield from moved((dim, dim) for dim in range(len(call.shape())) if dim != at)
 

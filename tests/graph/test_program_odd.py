@@ -1,0 +1,187 @@
+"""Programs of models that are written in odd ways, and train as they do on one device: buffers that change under
+no_grad, slices that are written to, dropouts of channels, random ops that no rule knows, gradients that add up."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import unisono as uni
+from tests.ranks import RankPool
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.train.on_mesh import OnMesh
+from unisono.train.task import Task
+from unisono.train.verdict import Verdict
+from unisono.train.verify import verify_here
+
+Pools = Callable[[str, int], RankPool]
+
+
+class Odd(nn.Module):
+    scale: torch.Tensor
+    norm: torch.Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(2, 4, 3), nn.Linear(4, 4)
+        self.channels, self.alpha = nn.Dropout2d(0.3), nn.AlphaDropout(0.3)
+        self.instances = nn.InstanceNorm2d(4, track_running_stats=True)
+        self.register_buffer("scale", torch.ones(4))
+        self.register_buffer("norm", torch.ones(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = self.conv(x)
+        y = self.channels(y + self.instances(y))
+        with torch.no_grad():
+            self.scale.mul_(0.9).add_(y.square().mean((0, 2, 3)), alpha=0.1)
+            torch.mul(self.norm, 0.5, out=self.norm)
+        z = self.alpha(y.mean((2, 3)) / self.scale * self.norm)
+        z[:, 0] = z[:, 1]
+        z[0] += 1
+        z[z > 1.5] = 0.5
+        return self.head(z)
+
+
+def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 2, 5, 5, generator=generator), torch.randint(4, (8,), generator=generator)
+
+
+def prove_odd(comm: Communicator) -> list[Verdict]:
+    task = Task(model=Odd, loss=F.cross_entropy, optimizer=lambda p: torch.optim.Adam(p, lr=1e-2), batch=batch)
+    return [verify_here(comm, task, OnMesh.parse(words), 2) for words in ("dp=2", "mp=2,full")]
+
+
+def test_the_result_of_one_device(pools: Pools) -> None:
+    for verdict in pools("gloo", 2).run(prove_odd)[0]:
+        assert verdict.equivalent, verdict
+
+
+class Looked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(8, 4, sparse=True), nn.Linear(4, 4)
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        return self.head(self.table(rows))
+
+
+def made(model: Callable[[], nn.Module], axis: str, example: Any) -> uni.Program:
+    def sgd(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.SGD(parameters, lr=0.1)
+
+    program: uni.Program = uni.to_static(
+        model, example=example, mesh=uni.Mesh((2,), (axis,)), loss=F.cross_entropy, optimizer=sgd
+    )
+    return program
+
+
+def add_up(comm: Communicator) -> None:
+    """Two backwards before an update, with an embedding whose gradients torch would keep sparse."""
+    batches = [(torch.tensor([1, 1, 3, 5]) + k, torch.tensor([0, 1, 2, 3])) for k in range(2)]
+    program = made(Looked, "dp", batches[0])
+    torch.manual_seed(0)
+    model = Looked()
+    model.load_state_dict(program.state_dict()["model"])
+    for inputs, targets in batches:
+        program.backward((inputs, targets))
+        F.cross_entropy(model(inputs), targets).backward()
+    for name, parameter in model.named_parameters():
+        assert parameter.grad is not None
+        found = program.pieces.whole(name, dict(program.named_parameters())[name].grad)
+        torch.testing.assert_close(found, parameter.grad.to_dense())
+
+
+class Random(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.rrelu(x[:, torch.randperm(4)], training=True) * torch.bernoulli(x.sigmoid())
+        return self.head(x * torch.randint(1, 9, (4,)))
+
+
+def draw_alike(comm: Communicator) -> torch.Tensor:
+    torch.manual_seed(comm.rank)
+    example = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3])
+    program = made(Random, "mp", example)
+    before = torch.get_rng_state()
+    losses = [program(example).item() for _ in range(2)]
+    assert losses[0] != losses[1]
+    assert torch.equal(torch.get_rng_state(), before)
+    return program.pieces.parameters["head.weight"].detach()
+
+
+def test_gradients_add_up(pools: Pools) -> None:
+    pools("gloo", 2).run(add_up)
+
+
+def test_ops_without_a_rule_draw_the_same_on_every_rank(pools: Pools) -> None:
+    first, second = pools("gloo", 2).run(draw_alike)
+    assert torch.equal(first, second)
+
+
+class Clamped(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class Past(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = super().forward(x)
+        with torch.no_grad():
+            y.mul_(2)
+        return y
+
+
+class Average(nn.Linear):
+    """Follows what it sees, as `follow` does it."""
+
+    seen: torch.Tensor
+
+    def __init__(self, follow: Callable[[Average, torch.Tensor], Any]) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("seen", torch.ones(4))
+        self.follow = follow
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.follow(self, x)
+        return super().forward(x * self.seen)
+
+
+def assign(model: Average, x: torch.Tensor) -> None:
+    model.seen = model.seen + x.mean(0)
+
+
+REFUSED: tuple[Callable[[], nn.Module], ...] = (
+    lambda: Clamped(4, 4),
+    lambda: Past(4, 4),
+    lambda: Average(assign),
+    lambda: Average(lambda model, x: model.seen.data.copy_(x.mean(0))),
+)
+
+
+def refused(comm: Communicator) -> list[str]:
+    told = []
+    for model in REFUSED:
+        with pytest.raises(UsageError) as caught:
+            made(model, "dp", (torch.zeros(4, 4), torch.zeros(4).long()))
+        told.append(str(caught.value))
+    return told
+
+
+def test_what_a_graph_cannot_hold_is_refused(pools: Pools) -> None:
+    clamped, past, assigned, data = pools("gloo", 2).run(refused)[0]
+    assert "changes its parameter weight in its forward" in clamped
+    assert "in place and under no_grad, a tensor that has gradients" in past
+    assert "puts another tensor in the place of its buffer seen" in assigned
+    assert "the .data of one" in data
