@@ -266,11 +266,32 @@ def test_include_of_a_file(tmp_path: Path) -> None:
         (THREE + "input float a;\nqubit q;\nrx(a*a) q;", "5:5", "not affine"),
         (THREE + "qubit[3] q;\nx q[1:7];", "4:7", "index 7 is out of range"),
         (THREE + "qubit q;\nx q[0];", "4:4", "single qubit and has no elements"),
+        (TWO + "gate g a { h a; }\ngate g a { x a; }", "4:6", "gate 'g' is already defined"),
+        ("qubit[2] q;", "1:1", "'qubit' is a word of OpenQASM 3; a text of it begins with `OPENQASM 3.0;`"),
     ],
 )
 def test_errors_name_line_and_column(text: str, where: str, message: str) -> None:
     with pytest.raises(QasmError, match=f"^qasm:{where}: .*{message}"):
         from_qasm(text)
+
+
+def test_a_gate_means_what_it_meant_when_it_was_defined() -> None:
+    """A text may define a gate of the standard files anew; nothing that was defined before changes, or calls itself."""
+    text = TWO + "gate g a { h a; } gate h a { x a; h a; } gate rccx a, b, c { cx a, c; } qreg q[3]; g q[0]; h q[1];"
+    circuit = from_qasm(text + " rccx q[0], q[1], q[2];")
+    assert [(each.name, each.wires) for each in circuit.operations] == [
+        ("h", (0,)), ("x", (1,)), ("h", (1,)), ("x", (0, 2)),
+    ]  # fmt: skip
+
+
+def test_what_would_never_end_is_refused() -> None:
+    for text, message in (
+        ("qubit q; for int i in [0:1000000000000] x q;", "a loop of 1000000000001 turns"),
+        ("qubit q; pow(1000000000000) @ x q;", r"pow\(1e\+12\) of 'x': at most"),
+        (f"qubit q; rx({'(' * 9000}1{')' * 9000}) q;", "nested too deeply"),
+    ):
+        with pytest.raises(QasmError, match=rf"^qasm:3:\d+: .*{message}"):
+            from_qasm(THREE + text)
 
 
 def test_writer_refuses() -> None:

@@ -16,6 +16,8 @@ from unisono.quantum.kernels.words import add_words
 from unisono.quantum.observable import PauliSum, Values, Word
 from unisono.quantum.state import State
 
+_PIECE = 1 << 18  # amplitudes whose copies in double precision are in memory together
+
 Masked = tuple[int, int, complex]  # bits that a word flips, bits whose sign counts, its coefficient and power of i
 
 
@@ -45,9 +47,10 @@ def applied_words(
 
 
 def inner(left: State, right: State) -> complex:
-    """<left|right> of two states of one layout."""
-    product = torch.vdot(left.local, right.local).to(torch.complex128)
-    parts = left.total(torch.view_as_real(product).clone())
+    """<left|right> of two states of one layout, of any precision; summed in double precision."""
+    pieces = zip(left.local.split(_PIECE), right.local.split(_PIECE), strict=True)
+    products = [torch.vdot(a.to(torch.complex128), b.to(torch.complex128)) for a, b in pieces]
+    parts = left.total(torch.view_as_real(torch.stack(products).sum()).clone())
     return complex(*parts.tolist())
 
 

@@ -29,6 +29,7 @@ from unisono.quantum.compiled import LANE_BITS
 from unisono.quantum.kernels import require_device
 from unisono.quantum.measuring import Output, output_of
 from unisono.quantum.observable import observables as parsed
+from unisono.quantum.parameter import vector
 from unisono.quantum.program import Program
 from unisono.quantum.schedule import Schedule
 from unisono.quantum.sharing import Grid, Share, share, share_grid
@@ -70,6 +71,8 @@ class Layer(nn.Module):
             raise UsageError(f"diff={diff!r}: expected one of {', '.join(METHODS)}")
         if dtype not in LANE_BITS:
             raise UsageError(f"dtype {dtype}: expected torch.complex64 or torch.complex128")
+        if not isinstance(circuit, Circuit):
+            raise UsageError(f"a layer of a {type(circuit).__name__}: expected a Circuit")
         if not circuit.is_unitary:
             raise UsageError("a layer's circuit must not measure, reset or depend on measured bits")
         self.circuit, self.comm, self.diff, self.kernel, self.dtype = circuit.copy(), comm, diff, kernel, dtype
@@ -268,7 +271,5 @@ def _initial(weights: Any, count: int, dtype: torch.dtype, seed: int) -> torch.T
     if weights is None:
         generator = torch.Generator().manual_seed(seed)
         return (2 * math.pi * torch.rand(count, generator=generator, dtype=torch.float64)).to(dtype)
-    given = torch.as_tensor(weights, dtype=dtype).detach().clone().reshape(-1)
-    if len(given) != count:
-        raise UsageError(f"{len(given)} weights were given, but the circuit reads {count}")
-    return given
+    given = weights.detach() if isinstance(weights, torch.Tensor) else weights
+    return torch.from_numpy(vector("weights", given, count)).to(dtype)

@@ -117,7 +117,7 @@ def output_of(kind: str, observables: Sequence[PauliSum], wires: int, dtype: tor
 
 def _placed(state: State, amplitudes: torch.Tensor) -> State:
     """Amplitudes in the order of wires, as a state of this layout."""
-    return state.like(zeros_like(state.local)).set_amplitudes(amplitudes)
+    return state.like(zeros_like(state.local)).place(amplitudes)
 
 
 def _all(wires: int) -> int:

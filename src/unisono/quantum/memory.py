@@ -47,7 +47,8 @@ def require_room(
     enough = held
     while enough < wires and local_bytes(wires, enough, dtype) + buffers > room:
         enough += 1
-    hint = f"{2**enough} ranks with as much free memory each would do"
+    ranks = f"2^{enough}" if enough > 20 else f"{2**enough}"
+    hint = f"{ranks} ranks with as much free memory each would do"
     if local_bytes(wires, enough, dtype) + buffers > room:
         hint = "no number of ranks with so little memory would do"
     elif dtype == torch.complex128 and local_bytes(wires, held, torch.complex64) + buffers <= room:
@@ -59,6 +60,8 @@ def require_room(
 
 
 def shown_bytes(size: int) -> str:
+    if size >= 1 << 70:
+        return f"2^{size.bit_length() - 1} bytes"
     for unit, scale in (("PiB", 50), ("TiB", 40), ("GiB", 30)):
         if size >= 1 << scale:
             return f"{size / (1 << scale):.1f} {unit}"

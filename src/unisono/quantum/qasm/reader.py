@@ -30,6 +30,7 @@ _NUMBERS = {"int", "uint", "float", "angle", "bool", "const", "input", "output"}
 _FOREIGN = {"while", "switch", "def", "defcal", "cal", "extern", "box", "delay", "stretch", "duration", "return"}
 _FOREIGN |= {"break", "continue", "array", "end", "complex", "defcalgrammar"}
 _LARGEST_REGISTER = 4096
+_LONGEST_LOOP = 1 << 20
 
 
 def load_qasm(path: str | Path) -> Circuit:
@@ -56,10 +57,14 @@ class Reader:
         self.bits = 0
         self.inputs: dict[str, Affine] = {}
         self.including: list[str] = [source]
+        self.defined: set[str] = set()  # gates of the text, without those of the standard files
 
     def circuit(self) -> Circuit:
         self._version()
-        self._run(self.scope)
+        try:
+            self._run(self.scope)
+        except RecursionError:
+            self.at.fail("this is nested too deeply to be read")
         if not self.wires:
             self.at.fail("the program declares no qubits")
         circuit = Circuit(self.wires, self.bits)
@@ -137,15 +142,21 @@ class Reader:
         if name in FILES:
             scope.gates.update(FILES[name])
             if name in DEFINED:
+                kept, self.defined = self.defined, set()  # a text may define these anew
                 self._run_text(scope, DEFINED[name], name)
+                self.defined = kept
             return
         path = None if self.folder is None else self.folder / name
         if path is None or not path.is_file():
             self.at.fail(f"include {name!r}: no such file; {' and '.join(FILES)} are built in", token)
         if str(path) in self.including:
             self.at.fail(f"include {name!r} includes itself", token)
+        try:
+            text = path.read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            self.at.fail(f"include {name!r}: cannot read it: {error}", token)
         self.including.append(str(path))
-        self._run_text(scope, path.read_text(encoding="utf-8"), str(path))
+        self._run_text(scope, text, str(path))
         self.including.pop()
 
     def _run_text(self, scope: Scope, text: str, source: str) -> None:
@@ -256,8 +267,11 @@ class Reader:
             self.at.expect("{")
         end = self.at.block_end()
         body = self.at.at(self.at.position + 1)
-        definition = Definition(name.text, tuple(parameters), tuple(operands), body, scope.version)
-        scope.gates[name.text] = native(definition, lambda *given: self.expand(definition, scope, *given))
+        if name.text in self.defined:
+            self.at.fail(f"gate {name.text!r} is already defined", name)
+        self.defined.add(name.text)
+        definition = Definition(name.text, tuple(parameters), tuple(operands), body, scope.version, dict(scope.gates))
+        scope.gates[name.text] = native(definition, lambda *given: self.expand(definition, *given))
         self.at.position = end + 1
 
     def _names(self) -> list[str]:
@@ -266,12 +280,12 @@ class Reader:
             names.append(self.at.kind("name", "a name").text)
         return names
 
-    def expand(self, definition: Definition, scope: Scope, angles: list[Affine], wires: list[int]) -> list[Operation]:
+    def expand(self, definition: Definition, angles: list[Affine], wires: list[int]) -> list[Operation]:
         """The operations of a defined gate on these wires."""
         pairs = zip(definition.operands, wires, strict=True)
         qubits = {name: Operand((wire,), True, self.at.token) for name, wire in pairs}
         values = {**self.scope.values, **dict(zip(definition.parameters, angles, strict=True))}
-        inner = Scope(definition.version, scope.gates, qubits, {}, values, [], inside_gate=True)
+        inner = Scope(definition.version, definition.gates, qubits, {}, values, [], inside_gate=True)
         outer, self.at = self.at, definition.body.at(definition.body.position)
         while not self.at.sees("}"):
             self._statement(inner)
@@ -388,4 +402,7 @@ class Reader:
         if len(numbers) not in (2, 3) or (len(numbers) == 3 and numbers[1] == 0):
             self.at.fail("expected [first:last] or [first:step:last] with a step that is not 0", token)
         first, *step, last = numbers
-        return [*between(first, last, *step)]
+        turns = between(first, last, *step)
+        if len(turns) > _LONGEST_LOOP:
+            self.at.fail(f"a loop of {len(turns)} turns: at most {_LONGEST_LOOP} are read", token)
+        return [*turns]
