@@ -17,6 +17,7 @@ from tests.quantum import dense
 from tests.ranks import RankPool
 from unisono import quantum as uq
 from unisono.errors import MissingPackageError, UsageError
+from unisono.quantum import memory
 
 Pools = Callable[[str, int], RankPool]
 OBSERVABLES: list[Any] = [
@@ -165,6 +166,21 @@ def test_what_is_refused() -> None:
         uq.Layer(made, output="state", diff="parameter-shift")
     with pytest.raises(UsageError, match="must not measure"):
         uq.Layer(uq.Circuit(1, bits=1).measure(0, 0), "Z0")
+
+
+def test_gradients_that_do_not_fit_are_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 100 << 20)
+    layer = uq.Layer(uq.Circuit(22).ry(0, uq.weight(0)), "Z0", dtype=torch.complex128)
+    monkeypatch.setattr(layer, "run", None)
+    with pytest.raises(
+        UsageError, match=r"its co-state, for gradients, of 22 wires .* needs 128\.0 MiB .* 4 ranks with"
+    ):
+        layer()
+    state = uq.State(3, dtype=torch.complex128)
+    monkeypatch.setattr(memory, "_ALWAYS", 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 100)
+    with pytest.raises(UsageError, match=r"another state \(a co-state or a copy\) of 3 wires"):
+        uq.variances(state, "Z0")
 
 
 def test_second_derivatives_are_refused_and_not_dropped() -> None:

@@ -267,6 +267,9 @@ def test_include_of_a_file(tmp_path: Path) -> None:
         (THREE + "qubit[3] q;\nx q[1:7];", "4:7", "index 7 is out of range"),
         (THREE + "qubit q;\nx q[0];", "4:4", "single qubit and has no elements"),
         (TWO + "gate g a { h a; }\ngate g a { x a; }", "4:6", "gate 'g' is already defined"),
+        (TWO + "qreg q[1];\nmeasure q[0];", "4:13", "expected '->', but found ';'"),
+        (THREE + "qubit q;\nrx(10**400) q;", "4:6", "a number of 1329 bits, which is too large"),
+        (THREE + "qubit q;\nrx(10**10**10) q;", "4:6", "cannot compute"),
         ("qubit[2] q;", "1:1", "'qubit' is a word of OpenQASM 3; a text of it begins with `OPENQASM 3.0;`"),
     ],
 )

@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from unisono.quantum.allocation import zeros_like
 from unisono.quantum.blocks import block
 from unisono.quantum.kernels.words import add_words
 from unisono.quantum.observable import PauliSum, Values, Word
@@ -32,7 +31,7 @@ def applied_words(
     state: State, terms: Sequence[tuple[float, Word]], projectors: Sequence[tuple[float, Values]]
 ) -> State:
     """The same for weighted words and projectors."""
-    made = state.like(zeros_like(state.local))
+    made = state.blank()
     axes = state.wires - state.held
     by_flip: dict[int, list[Masked]] = {}
     for coefficient, word in terms:

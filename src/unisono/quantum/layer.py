@@ -26,8 +26,10 @@ from unisono.errors import MissingPackageError, UsageError
 from unisono.quantum.adjoint import gradients
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.compiled import LANE_BITS
+from unisono.quantum.exchange import DEFAULT_CHUNK
 from unisono.quantum.kernels import require_device
 from unisono.quantum.measuring import Output, output_of
+from unisono.quantum.memory import require_room
 from unisono.quantum.observable import observables as parsed
 from unisono.quantum.parameter import vector
 from unisono.quantum.program import Program
@@ -135,6 +137,12 @@ class Layer(nn.Module):
     def fresh(self, ranks: Share) -> State:
         return State(self.circuit.wires, ranks.comm, dtype=self.dtype, device=self.device, kernel=self.kernel)
 
+    def require_gradient_room(self, ranks: Share) -> None:
+        """Refuse, before a forward allocates anything, what its backward would not find room for."""
+        wires, device = self.circuit.wires, device_of(ranks.comm, self.device)
+        what = "a state and its co-state, for gradients,"
+        require_room(wires, ranks.held, self.dtype, device, DEFAULT_CHUNK, ranks.comm, what, states=2)
+
     def program(self, ranks: Share) -> Program:
         """The circuit for this rank, its kernels ready."""
         if ranks.held not in self._programs:
@@ -178,6 +186,8 @@ class _Evaluate(torch.autograd.Function):
         room = KEPT // (torch.empty(0, dtype=layer.dtype).element_size() << layer.circuit.wires >> ranks.held)
         out = torch.zeros(len(samples), layer.output.width, dtype=layer.output.dtype)
         needed = any(ctx.needs_input_grad) and layer.diff == "adjoint"
+        if needed and len(_mine(ranks, len(samples))):
+            layer.require_gradient_room(ranks)
         for sample in _mine(ranks, len(samples)):
             state = layer.run(numbers, samples[sample], ranks)
             out[sample] = layer.output.read(state)

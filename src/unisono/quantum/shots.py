@@ -78,7 +78,7 @@ def _courses(circuit: Circuit, state: State, shots: int, given: tuple, seed: int
     measurements = sum(isinstance(step, Measure) for step in program.steps)
     together = state.local.nbytes * measurements <= _AT_ONCE
     for first in range(min(shots, 1) if together else shots):
-        course = state.like(state.local.clone())
+        course = state.twin()
         _walk(course, program, 0, np.arange(shots) if together else np.array([first]), draws, bits, given)
     return bits
 
@@ -99,7 +99,7 @@ def _walk(
         outcomes = course.agreed(drawn)
         last = int(outcomes[-1])
         if (outcomes != last).any():
-            other = course.like(course.local.clone())
+            other = course.twin()
             other.collapse(step, 1 - last, both - one if last else one)
             _walk(other, program, number + 1, shots[outcomes != last], draws, bits, given)
             shots = shots[outcomes == last]

@@ -217,6 +217,20 @@ class State:
         other.local, other.bits, other.holdings = local, dict(self.bits), self.holdings.copy()
         return other
 
+    def blank(self) -> State:
+        """A state like this one whose amplitudes are all zero, if there is room for it."""
+        self.require_another()
+        return self.like(zeros(self.local.numel(), self.dtype, self.device))
+
+    def twin(self) -> State:
+        """A copy, if there is room for it."""
+        self.require_another()
+        return self.like(self.local.clone())
+
+    def require_another(self) -> None:
+        what = "another state (a co-state or a copy)"
+        require_room(self.wires, self.held, self.dtype, self.device, 0, self.comm, what)
+
     # ---- inside -------------------------------------------------------------------------------------------------
 
     def _begin(self, layout: tuple[int, ...], vectors: Sequence[np.ndarray]) -> None:

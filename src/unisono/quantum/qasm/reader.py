@@ -37,7 +37,7 @@ def load_qasm(path: str | Path) -> Circuit:
     """The circuit of a file; `include` looks beside it."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from None
     return Reader(text, str(path), path.parent).circuit()
@@ -152,7 +152,7 @@ class Reader:
         if str(path) in self.including:
             self.at.fail(f"include {name!r} includes itself", token)
         try:
-            text = path.read_text(encoding="utf-8")
+            text = path.read_text(encoding="utf-8-sig")
         except (OSError, UnicodeDecodeError) as error:
             self.at.fail(f"include {name!r}: cannot read it: {error}", token)
         self.including.append(str(path))
@@ -296,7 +296,8 @@ class Reader:
 
     def _read_measure(self, scope: Scope) -> None:
         wires = scope.operand(self.at)
-        if self.at.skip("->"):
+        if scope.version == 2 or self.at.sees("->"):
+            self.at.expect("->")
             bits = scope.operand(self.at, "bit")
         else:  # OpenQASM 3 may forget the outcome: it goes to bits that have no name
             bits = Operand(tuple(range(self.bits, self.bits + len(wires.places))), False, wires.token)
