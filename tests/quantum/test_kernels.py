@@ -75,7 +75,11 @@ def plainly_run(bits: int, seed: int) -> tuple[Circuit, torch.Tensor]:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bits", "row_bits"), [(1, 11), (2, 11), (5, 11), (8, 5), (9, 5), (10, 6), (12, 11)])
+@pytest.mark.parametrize(
+    ("bits", "row_bits", "threads"),  # with rows of 11 bits there is one tile, which one thread does
+    [(1, 11, 1), (2, 11, 1), (5, 11, 1), (8, 5, 1), (8, 5, 2), (9, 5, 2), (10, 6, 2), (12, 11, 1)],
+    indirect=["threads"],
+)
 def test_random_circuits(bits: int, row_bits: int, dtype: torch.dtype, threads: int) -> None:
     for seed in range(4):
         circuit, expected = plainly_run(bits, seed)
@@ -93,7 +97,9 @@ def plainly_reversed(bits: int, seed: int) -> tuple[Circuit, tuple[np.ndarray, n
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bits", "row_bits"), [(3, 11), (8, 5), (11, 11)])
+@pytest.mark.parametrize(
+    ("bits", "row_bits", "threads"), [(3, 11, 1), (8, 5, 1), (8, 5, 2), (11, 11, 1)], indirect=["threads"]
+)
 def test_gradients_of_random_circuits(bits: int, row_bits: int, dtype: torch.dtype, threads: int) -> None:
     for seed in range(3):
         circuit, expected, expected_states = plainly_reversed(bits, seed)

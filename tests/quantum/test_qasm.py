@@ -17,6 +17,7 @@ from unisono.quantum.circuit import Circuit
 from unisono.quantum.parameter import feature, weight
 from unisono.quantum.qasm import QasmError, from_qasm, load_qasm
 from unisono.quantum.qasm.catalogue import FILES
+from unisono.quantum.shots import measured
 
 TWO = 'OPENQASM 2.0;\ninclude "qelib1.inc";\n'
 THREE = 'OPENQASM 3.0;\ninclude "stdgates.inc";\n'
@@ -70,6 +71,11 @@ def test_round_trip_of_conditions(version: int) -> None:
     assert all(
         same(a[:, None], b[:, None], phase=version == 3) for (_, _, a), (_, _, b) in zip(found, expected, strict=True)
     )
+    own = from_qasm(TWO + "qreg q[2]; creg c[1]; h q; measure q[0] -> c[0]; if(c==1) measure q[1] -> c[0];")
+    assert {bits: round(sum(c for c, b, _ in dense.branches(own) if b == bits), 9) for bits in ((0,), (1,))} == {
+        (0,): 0.75, (1,): 0.25,
+    }  # fmt: skip
+    assert 60 < int(measured(own, 400, seed=2).sum()) < 140
     both = Circuit(1, bits=2).apply("x", 0, condition={0: 1, 1: 0})
     assert from_qasm(both.to_qasm(3)) == both
     with pytest.raises(UsageError, match="several bits"):
@@ -260,7 +266,8 @@ def test_include_of_a_file(tmp_path: Path) -> None:
         (THREE + "qubit[2] q; bit c;\nc = 1;", "4:5", "can only be assigned a measurement"),
         (THREE + "qubit[2] q; bit[2] c;\nif (c) x q[0];", "4:5", "a register is compared with =="),
         (THREE + "qubit[2] q; bit[2] c;\nif (c == 1) x q[0]; else h q[0];", "4:4", "one bit only"),
-        (THREE + "qubit q; bit c;\nif (c) { c = measure q; x q; }", "4:25", "under its own condition"),
+        (THREE + "qubit q; bit c;\nif (c) { c = measure q; x q; }", "4:4", "under its own condition"),
+        (TWO + "qreg q[2]; creg c[2];\nif(c==1) measure q -> c;", "4:3", "under its own condition"),
         (THREE + "qubit q;\nq[0];", "4:1", "gate 'q' is not defined"),
         (THREE + "input float a;\nqubit q;\nrx(sin(a)) q;", "5:4", "'sin' of an input is not affine"),
         (THREE + "input float a;\nqubit q;\nrx(a*a) q;", "5:5", "not affine"),

@@ -180,6 +180,7 @@ def _touched(operation: Operation) -> Iterable[tuple[Hashable, str]]:
     for bit in operation.bits:
         yield ("bit", bit), "*"
     for bit, _ in operation.condition:
-        yield ("bit", bit), "Z"
+        if bit not in operation.bits:
+            yield ("bit", bit), "Z"
     if operation.name in ("measure", "reset"):
         yield "draws", "*"

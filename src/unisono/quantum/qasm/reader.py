@@ -107,9 +107,6 @@ class Reader:
     def _emit(self, scope: Scope, operations: list[Operation]) -> None:
         if scope.condition:
             operations = [replace(each, condition=(*scope.condition, *each.condition)) for each in operations]
-            for each in operations:
-                if {bit for bit, _ in scope.condition} & set(each.bits):
-                    self.at.fail("a bit that is asked for may not be written under its own condition")
         scope.out.extend(operations)
 
     def _block(self, scope: Scope) -> None:
@@ -347,10 +344,16 @@ class Reader:
         while self.at.skip("&&"):
             condition += self._condition(scope)
         self.at.expect(")")
+        first = len(scope.out)
         if any((bit, 1 - value) in (*condition, *scope.condition) for bit, value in condition):
             self._skip_block()
         else:
             self._block(scope.inner(condition=(*scope.condition, *dict.fromkeys(condition))))
+        made = scope.out[first:]  # each asks for the bits anew, so that only the last may write them
+        if any(
+            {bit for bit, _ in condition} & set(each.bits) for each in (made if self.at.sees("else") else made[:-1])
+        ):
+            self.at.fail("a bit that is asked for is written under its own condition, and more follows", start)
         if self.at.skip("else"):
             if len(condition) != 1:
                 self.at.fail("'else' is read after a condition on one bit only", start)
