@@ -7,7 +7,9 @@ import sys
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,7 +21,7 @@ from unisono.errors import UsageError
 from unisono.quantum import Circuit, hardware_efficient, weight
 from unisono.quantum.compiled import Compiled
 from unisono.quantum.gates import GATES
-from unisono.quantum.kernels import code, reference
+from unisono.quantum.kernels import code, compiling, cpu, reference
 from unisono.quantum.kernels.threads import together
 from unisono.quantum.measuring import Expectations
 from unisono.quantum.observable import observable
@@ -220,3 +222,33 @@ def test_two_callers_do_not_wait_for_each_others_threads() -> None:
             list(callers.map(caller, range(4)))
     finally:
         sys.setswitchinterval(before)
+
+
+def test_one_process_compiles_and_the_others_wait_for_it(tmp_path: Path) -> None:
+    """Two caches of one kernel, as two processes have them: the lock is the file's, not the process's."""
+    saved: dict[str, str] = {}
+
+    class Disk:
+        cache_path = str(tmp_path)
+
+        def load_overload(self, signature: str, _: None) -> str | None:
+            return saved.get(signature)
+
+        def save_overload(self, signature: str, code: str) -> None:
+            saved[signature] = code
+
+    first, second = (compiling.OneCompiles(Disk(), "kernel") for _ in range(2))
+    assert first.load_overload("double", None) is None
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(second.load_overload, "double", None)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        first.save_overload("double", "compiled")
+        assert waiting.result(60) == "compiled"
+    assert first.load_overload("single", None) is None  # nobody has the lock any more
+
+
+def test_kernels_on_disk_are_of_these_sources() -> None:
+    """numba looks at an entry's own file only: what it calls may have changed."""
+    kernel: Any = cpu.forward
+    assert compiling._digest() in kernel._cache._cache_file._index_name
