@@ -297,7 +297,7 @@ def whole_vector(amplitudes: Any, wires: int) -> torch.Tensor:
         raise UsageError(f"amplitudes: expected {1 << wires} numbers ({error})") from None
     if given.shape != (1 << wires,):
         raise UsageError(f"amplitudes of shape {tuple(given.shape)}: expected ({1 << wires},)")
-    return given
+    return given if given.is_complex() or given.is_floating_point() else given.double()
 
 
 def nodes_of(comm: Communicator | None) -> int:
