@@ -54,11 +54,7 @@ class Order:
         return number
 
     def ready(self, number: int) -> bool:
-        opened = self._open
-        for group in self._groups[number]:  # the scheduler's innermost loop: no generator
-            if not opened[group]:
-                return False
-        return True
+        return all(map(self._open.__getitem__, self._groups[number]))
 
     def finish(self, number: int) -> None:
         for group in self._groups[number]:
