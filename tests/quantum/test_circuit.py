@@ -92,7 +92,7 @@ def test_bound_shifted_and_travelled(seed: int) -> None:
     circuit = random_circuit(3, 10, seed, weights=3, features=2)
     weights, features = np.random.default_rng(seed).normal(size=(2, 3))
     expected = dense.state(circuit, weights, features)
-    bound = circuit.bound(weights, features)
+    bound = circuit.bound(weights[: circuit.weights], features[: circuit.features])
     assert (bound.weights, bound.features) == (0, 0)
     assert np.allclose(dense.state(bound), expected, atol=1e-12)
     moved = circuit.shifted(weights=2, features=1)
@@ -180,6 +180,22 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
         "input of type torch.complex64: expected a tensor of real numbers",
     ),
     (lambda: Circuit(2).rx(0, uq.feature(0)).bound(), "reads 1 features, but 0 were given"),
+    (lambda: uq.State(2).run(Circuit(2).rx(0, uq.weight(0)), [1.0, 2.0]), "reads 1 weights, but 2 were given"),
+    (lambda: uq.simulate(Circuit(2).h(0), features=[1.0]), "reads 0 features, but 1 were given"),
+    (
+        lambda: uq.State(2).run(uq.Schedule.of(Circuit(2).rx(0, uq.weight(3))), [1.0]),
+        "reads 4 weights, but 1 were given",
+    ),
+    (lambda: uq.simulate(Circuit(1).rx(0, uq.weight(0)), 0.5), r"weights of shape \(\): expected a vector of 1"),
+    (lambda: uq.simulate(Circuit(1).rx(0, uq.weight(0)), [[0.5]]), r"weights of shape \(1, 1\)"),
+    (lambda: uq.simulate(Circuit(1).rx(0, uq.weight(0)), [1j]), "expected a vector of 1 real numbers"),
+    (lambda: uq.simulate(Circuit(1).rx(0, uq.weight(0)), [float("nan")]), r"weights\[0\] is nan"),
+    (lambda: uq.simulate(Circuit(1).rx(0, uq.weight(0)), torch.ones(1, requires_grad=True)), r"weights\.detach\(\)"),
+    (lambda: Circuit(2).cnot(torch.tensor(1), torch.tensor(1)), "names a wire twice"),  # type: ignore[arg-type]
+    (lambda: Circuit(2).h(torch.tensor(0.5)), r"wire tensor\(0.5000\): expected a number"),  # type: ignore[arg-type]
+    (lambda: Circuit(2, bits=1).apply("measure", 0), r"use circuit\.measure\(wire, bit\)"),
+    (lambda: Circuit(2).apply("reset", 0, controls=[1]), "cannot be controlled"),
+    (lambda: uq.State(2, seed=-1), "seed=-1: expected a whole number"),
 ]
 
 
@@ -187,6 +203,26 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
 def test_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(UsageError, match=message):
         make()
+
+
+def test_integers_of_other_libraries_are_wires_and_values() -> None:
+    plain = Circuit(3, bits=1).cnot(0, 2).apply("x", 1, controls={0: 1}, condition={0: 1})
+    one, zero, two = np.int64(1), torch.tensor(0), np.uint8(2)
+    mixed = Circuit(3, bits=1).apply("cx", (zero, two))  # type: ignore[arg-type]
+    mixed.apply("x", one, controls={zero: True}, condition={zero: one})  # type: ignore[dict-item]
+    assert mixed == plain
+    assert mixed.to_qasm() == plain.to_qasm()
+
+
+def test_matrices_typed_with_seven_digits_keep_the_norm() -> None:
+    """They pass as unitary, and must stay so to the precision to which norms are checked."""
+    rounded = np.round(np.kron([[1, 1], [1, -1]], [[1, 1], [1, -1]]) / 2 + 2e-7, 7)
+    circuit = Circuit(2)
+    for _ in range(40):
+        circuit.unitary(rounded, (0, 1)).diagonal([1, 1 + 5e-7], 0)
+    for kernel in ("cpu", "reference"):
+        assert uq.State(2, kernel=kernel).run(circuit).norm() == pytest.approx(1, abs=1e-12)
+    assert np.abs(circuit.operations[0].matrix() - rounded).max() < 1e-6
 
 
 def test_measurement_and_conditions() -> None:

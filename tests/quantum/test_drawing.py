@@ -11,6 +11,7 @@ import pytest
 from tests.quantum.circuits import random_circuit
 from unisono.errors import UsageError
 from unisono.quantum.circuit import Circuit
+from unisono.quantum.gates import pauli_rotation
 from unisono.quantum.parameter import feature, weight
 
 
@@ -43,6 +44,10 @@ def test_angles_and_labels() -> None:
 def test_a_condition_stands_right_of_its_measurement() -> None:
     top, _, low = lines(Circuit(2).h(0).measure(0).apply("x", 1, condition={0: 1}))
     assert low.index("X?c0") > top.index("M0")
+    circuit = Circuit(2, bits=1).apply(pauli_rotation("XY"), (0, 1), 0.5, condition={0: 0})
+    circuit.apply("gphase", (), 0.25, condition={0: 1}).apply("gphase", (), 0.125, controls={1: 0})
+    for kind in ("text", "svg"):
+        assert all(label in circuit.draw(kind) for label in ("[X](0.5)?!c0", "PHASE(0.25)?c0", "○PHASE(0.125)"))
 
 
 def test_wrapped() -> None:

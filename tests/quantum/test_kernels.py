@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from threading import Barrier
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +21,7 @@ from unisono.errors import UsageError
 from unisono.quantum import Circuit, hardware_efficient, weight
 from unisono.quantum.compiled import Compiled
 from unisono.quantum.gates import GATES
-from unisono.quantum.kernels import code, reference
+from unisono.quantum.kernels import code, compiling, cpu, reference
 from unisono.quantum.kernels.threads import together
 from unisono.quantum.measuring import Expectations
 from unisono.quantum.observable import observable
@@ -65,27 +68,46 @@ def test_every_gate_on_low_and_high_axes_with_controls(name: str, dtype: torch.d
             close(found, expected)
 
 
+@functools.cache
+def plainly_run(bits: int, seed: int) -> tuple[Circuit, torch.Tensor]:
+    """A random circuit, and what the readable kernel makes of a random state; the same for precisions and threads."""
+    circuit, state = random_circuit(bits, 80, seed, weights=5, features=2), random_state(bits, torch.complex128)
+    reference.run(state, circuit.operations, WEIGHTS, FEATURES)
+    return circuit, state
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bits", "row_bits"), [(1, 11), (2, 11), (5, 11), (8, 5), (9, 5), (10, 6), (12, 11)])
+@pytest.mark.parametrize(
+    ("bits", "row_bits", "threads"),  # with rows of 11 bits there is one tile, which one thread does
+    [(1, 11, 1), (2, 11, 1), (5, 11, 1), (8, 5, 1), (8, 5, 2), (9, 5, 2), (10, 6, 2), (12, 11, 1)],
+    indirect=["threads"],
+)
 def test_random_circuits(bits: int, row_bits: int, dtype: torch.dtype, threads: int) -> None:
     for seed in range(4):
-        circuit = random_circuit(bits, 80, seed, weights=5, features=2)
-        found, expected = random_state(bits, dtype), random_state(bits, torch.complex128)
+        circuit, expected = plainly_run(bits, seed)
+        found = random_state(bits, dtype)
         Compiled(circuit.operations, bits, dtype, row_bits=row_bits).run(found, WEIGHTS, FEATURES)
-        reference.run(expected, circuit.operations, WEIGHTS, FEATURES)
         close(found, expected)
 
 
+@functools.cache
+def plainly_reversed(bits: int, seed: int) -> tuple[Circuit, tuple[np.ndarray, np.ndarray], list[torch.Tensor]]:
+    """The same for gradients."""
+    circuit = random_circuit(bits, 60, seed, weights=5, features=2)
+    states = [random_state(bits, torch.complex128, 1), random_state(bits, torch.complex128, 2)]
+    return circuit, reference.reverse(*states, circuit.operations, WEIGHTS, FEATURES), states
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("bits", "row_bits"), [(3, 11), (8, 5), (12, 11)])
+@pytest.mark.parametrize(
+    ("bits", "row_bits", "threads"), [(3, 11, 1), (8, 5, 1), (8, 5, 2), (11, 11, 1)], indirect=["threads"]
+)
 def test_gradients_of_random_circuits(bits: int, row_bits: int, dtype: torch.dtype, threads: int) -> None:
-    for seed in range(4):
-        circuit = random_circuit(bits, 60, seed, weights=5, features=2)
+    for seed in range(3):
+        circuit, expected, expected_states = plainly_reversed(bits, seed)
         states = [random_state(bits, dtype, 1), random_state(bits, dtype, 2)]
-        expected_states = [state.to(torch.complex128, copy=True) for state in states]
         compiled = Compiled(circuit.operations, bits, dtype, row_bits=row_bits)
         found = compiled.reverse(*states, WEIGHTS, FEATURES)
-        expected = reference.reverse(*expected_states, circuit.operations, WEIGHTS, FEATURES)
         for mine, theirs in zip(found, expected, strict=True):
             np.testing.assert_allclose(mine, theirs, atol=50 * TOLERANCE[dtype])
         for mine, theirs in zip(states, expected_states, strict=True):
@@ -200,3 +222,33 @@ def test_two_callers_do_not_wait_for_each_others_threads() -> None:
             list(callers.map(caller, range(4)))
     finally:
         sys.setswitchinterval(before)
+
+
+def test_one_process_compiles_and_the_others_wait_for_it(tmp_path: Path) -> None:
+    """Two caches of one kernel, as two processes have them: the lock is the file's, not the process's."""
+    saved: dict[str, str] = {}
+
+    class Disk:
+        cache_path = str(tmp_path)
+
+        def load_overload(self, signature: str, _: None) -> str | None:
+            return saved.get(signature)
+
+        def save_overload(self, signature: str, code: str) -> None:
+            saved[signature] = code
+
+    first, second = (compiling.OneCompiles(Disk(), "kernel") for _ in range(2))
+    assert first.load_overload("double", None) is None
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(second.load_overload, "double", None)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        first.save_overload("double", "compiled")
+        assert waiting.result(60) == "compiled"
+    assert first.load_overload("single", None) is None  # nobody has the lock any more
+
+
+def test_kernels_on_disk_are_of_these_sources() -> None:
+    """numba looks at an entry's own file only: what it calls may have changed."""
+    kernel: Any = cpu.forward
+    assert compiling._digest() in kernel._cache._cache_file._index_name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import importlib.util
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from tests.quantum import dense
 from tests.ranks import RankPool
 from unisono import quantum as uq
 from unisono.errors import MissingPackageError, UsageError
+from unisono.quantum import memory
 
 Pools = Callable[[str, int], RankPool]
 OBSERVABLES: list[Any] = [
@@ -24,6 +26,9 @@ OBSERVABLES: list[Any] = [
     uq.Hermitian([[1, 2j], [-2j, 0.5]], 1),
     uq.Projector("01", (0, 2)),
 ]
+
+
+OUTPUTS = ("expectations", "probabilities", "state")
 
 
 def circuit() -> uq.Circuit:
@@ -63,10 +68,17 @@ def test_outputs_equal_the_dense_reference() -> None:
     torch.testing.assert_close(chances, torch.tensor(np.abs(np.array(states)) ** 2))
 
 
-@pytest.mark.parametrize("kernel", ["cpu", "reference"])
-@pytest.mark.parametrize("diff", ["adjoint", "parameter-shift", "finite-diff"])
+@functools.cache
+def alone(size: int, output: str) -> list[np.ndarray]:
+    """What one process gives, by the adjoint method."""
+    return distributed(None, size, output)
+
+
+@pytest.mark.parametrize(
+    ("diff", "kernel"), [("adjoint", "reference"), ("parameter-shift", "cpu"), ("finite-diff", "cpu")]
+)
 def test_every_method_gives_the_same_gradients(diff: str, kernel: str) -> None:
-    expected = evaluated(uq.Layer(circuit(), OBSERVABLES, dtype=torch.complex128), batch())
+    expected = map(torch.from_numpy, alone(3, "expectations"))
     found = evaluated(uq.Layer(circuit(), OBSERVABLES, dtype=torch.complex128, diff=diff, kernel=kernel), batch())
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, atol=1e-8 if diff == "finite-diff" else 1e-12, rtol=0)
@@ -85,7 +97,7 @@ def test_gradcheck(output: str) -> None:
 
 
 def test_single_precision_and_states_that_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    expected = evaluated(uq.Layer(circuit(), OBSERVABLES, dtype=torch.complex128), batch())
+    expected = map(torch.from_numpy, alone(3, "expectations"))
     monkeypatch.setattr("unisono.quantum.layer.KEPT", 0)
     found = evaluated(uq.Layer(circuit(), OBSERVABLES), batch())
     for mine, theirs in zip(found, expected, strict=True):
@@ -122,12 +134,16 @@ def distributed(comm: Any, size: int, output: str) -> list[np.ndarray]:
     return [each.numpy() for each in evaluated(layer, batch(size))]
 
 
-@pytest.mark.parametrize(("backend", "size"), [("gloo", 2), ("gloo", 3), ("gloo", 4), ("mpi", 2)])
+def every_output(comm: Any, size: int) -> list[list[np.ndarray]]:
+    return [distributed(comm, size, output) for output in OUTPUTS]
+
+
+@pytest.mark.filterwarnings("ignore:.*ranks")
+@pytest.mark.parametrize(("backend", "size"), [("gloo", 3), ("gloo", 4), ("mpi", 2)])
 def test_many_ranks_one_layer(pools: Pools, backend: str, size: int) -> None:
-    for output in ("expectations", "probabilities"):
-        expected = distributed(None, 5, output)
-        for answer in pools(backend, size).run(distributed, 5, output):
-            for mine, theirs in zip(answer, expected, strict=True):
+    for answers in pools(backend, size).run(every_output, 4):
+        for output, answer in zip(OUTPUTS, answers, strict=True):
+            for mine, theirs in zip(answer, alone(4, output), strict=True):
                 np.testing.assert_allclose(mine, theirs, atol=1e-12, rtol=0)
 
 
@@ -137,7 +153,7 @@ def test_what_is_refused() -> None:
         uq.Layer(made, "Z0", diff="magic")
     with pytest.raises(UsageError, match="acts on wire 7"):
         uq.Layer(made, "Z7")
-    with pytest.raises(UsageError, match="3 weights were given, but the circuit reads 10"):
+    with pytest.raises(UsageError, match="the circuit reads 10 weights, but 3 were given"):
         uq.Layer(made, "Z0", weights=[1, 2, 3])
     with pytest.raises(UsageError, match=r"expected \(batch, 2\)"):
         uq.Layer(made, "Z0")(torch.zeros(3, 1))
@@ -151,6 +167,21 @@ def test_what_is_refused() -> None:
         uq.Layer(made, output="state", diff="parameter-shift")
     with pytest.raises(UsageError, match="must not measure"):
         uq.Layer(uq.Circuit(1, bits=1).measure(0, 0), "Z0")
+
+
+def test_gradients_that_do_not_fit_are_refused_before_anything_is_allocated(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 100 << 20)
+    layer = uq.Layer(uq.Circuit(22).ry(0, uq.weight(0)), "Z0", dtype=torch.complex128)
+    monkeypatch.setattr(layer, "run", None)
+    with pytest.raises(
+        UsageError, match=r"its co-state, for gradients, of 22 wires .* needs 128\.0 MiB .* 4 ranks with"
+    ):
+        layer()
+    state = uq.State(3, dtype=torch.complex128)
+    monkeypatch.setattr(memory, "_ALWAYS", 0)
+    monkeypatch.setattr(memory, "free_bytes", lambda device: 100)
+    with pytest.raises(UsageError, match=r"another state \(a co-state or a copy\) of 3 wires"):
+        uq.variances(state, "Z0")
 
 
 def test_second_derivatives_are_refused_and_not_dropped() -> None:

@@ -25,7 +25,6 @@ from unisono.quantum.templates import hardware_efficient
 
 Pools = Callable[[str, int], RankPool]
 N = 6
-SIZES = pytest.mark.parametrize("size", [1, 2, 4])
 WIRES = [(0,), (5, 2), (3, 0, 4), (1, 0), (2, 3, 4, 5, 0), (0, 1, 2, 3, 4, 5)]
 
 
@@ -59,13 +58,12 @@ def read_all(comm: Any, seed: int) -> dict[str, Any]:
     return found
 
 
-@SIZES
-@pytest.mark.parametrize("seed", [0, 7])
+@pytest.mark.parametrize(("size", "seed"), [(1, 0), (2, 0), (4, 7)])
 def test_outputs_equal_the_dense_reference(pools: Pools, size: int, seed: int) -> None:
     vector = dense.state(random_circuit(N, 40, seed, weights=2), (0.3, -0.8))
     other = dense.state(random_circuit(N, 40, seed + 1))
     shards = []
-    for answer in pools("gloo", size).run(read_all, seed):
+    for answer in pools("gloo", size).run(read_all, seed) if size > 1 else [read_all(None, seed)]:
         for each, made, variance in zip(sums(), answer["applied"], answer["variances"], strict=True):
             np.testing.assert_allclose(made, dense.observable_matrix(each, N) @ vector, atol=1e-12)
             np.testing.assert_allclose(variance, dense.variance(vector, each), atol=1e-11)
@@ -86,7 +84,7 @@ def read_samples(comm: Any) -> list[np.ndarray]:
 
 
 def test_samples_do_not_depend_on_the_number_of_ranks(pools: Pools) -> None:
-    answers = [each for size in (1, 2, 4) for each in pools("gloo", size).run(read_samples)]
+    answers = [read_samples(None), *(each for size in (2, 4) for each in pools("gloo", size).run(read_samples))]
     for answer in answers[1:]:
         assert all(np.array_equal(mine, theirs) for mine, theirs in zip(answer, answers[0], strict=True))
 
@@ -126,6 +124,19 @@ def test_large_states_are_looked_at_in_parts(monkeypatch: pytest.MonkeyPatch) ->
         np.testing.assert_allclose(outputs.density(state, wires), dense.reduced(vector, wires), atol=1e-13)
 
 
+def test_variances_and_overlaps_lose_nothing_to_large_numbers_or_single_precision() -> None:
+    circuit = Circuit(20)
+    for wire in range(20):
+        circuit.ry(wire, 0.3 + wire)
+    single, double = (simulate(circuit, dtype=dtype) for dtype in (torch.complex64, torch.complex128))
+    weight = single.local.to(torch.complex128).norm().item() ** 2
+    assert outputs.fidelity(single, single) == pytest.approx(weight**2, abs=1e-10)
+    assert outputs.fidelity(single, double) == pytest.approx(1, abs=1e-5)
+    expected = np.sin(0.3) ** 2
+    assert outputs.variances(single, 1000 + Z(0)).item() == pytest.approx(expected, abs=1e-4)
+    assert outputs.variances(double, 1e8 + Z(0)).item() == pytest.approx(expected, abs=1e-6)
+
+
 def test_single_precision() -> None:
     circuit = hardware_efficient(4, 3)
     weights = np.linspace(0, 3, circuit.weights)
@@ -158,7 +169,7 @@ def read_bits(comm: Any) -> list[np.ndarray]:
 
 
 def test_courses_do_not_depend_on_the_number_of_ranks(pools: Pools) -> None:
-    answers = [each for size in (1, 2, 4) for each in pools("gloo", size).run(read_bits)]
+    answers = [read_bits(None), *(each for size in (2, 4) for each in pools("gloo", size).run(read_bits))]
     for answer in answers:
         assert all(np.array_equal(a, b) for a, b in zip(answer, answers[0], strict=True))
         assert not answer[0][:, 2].any()
@@ -211,6 +222,10 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: outputs.fidelity(simulate(Circuit(2)), torch.zeros(3)), r"\(3,\)"),
     (lambda: measured(Circuit(2).h(0), 10), "measures nothing"),
     (lambda: simulate(hardware_efficient(2, 1), [0.1]), "reads 4 weights, but 1 were given"),
+    (lambda: outputs.samples(simulate(Circuit(2)), 2.5), "2.5 shots"),  # type: ignore[arg-type]
+    (lambda: outputs.samples(simulate(Circuit(2)), 5, seed=-1), "seed=-1"),
+    (lambda: measured(again(), -1), "-1 shots"),
+    (lambda: outputs.probabilities(simulate(Circuit(2)), (0.5,)), "expected different wires"),  # type: ignore[arg-type]
 ]
 
 

@@ -17,6 +17,7 @@ from unisono.quantum.circuit import Circuit
 from unisono.quantum.parameter import feature, weight
 from unisono.quantum.qasm import QasmError, from_qasm, load_qasm
 from unisono.quantum.qasm.catalogue import FILES
+from unisono.quantum.shots import measured
 
 TWO = 'OPENQASM 2.0;\ninclude "qelib1.inc";\n'
 THREE = 'OPENQASM 3.0;\ninclude "stdgates.inc";\n'
@@ -70,6 +71,11 @@ def test_round_trip_of_conditions(version: int) -> None:
     assert all(
         same(a[:, None], b[:, None], phase=version == 3) for (_, _, a), (_, _, b) in zip(found, expected, strict=True)
     )
+    own = from_qasm(TWO + "qreg q[2]; creg c[1]; h q; measure q[0] -> c[0]; if(c==1) measure q[1] -> c[0];")
+    assert {bits: round(sum(c for c, b, _ in dense.branches(own) if b == bits), 9) for bits in ((0,), (1,))} == {
+        (0,): 0.75, (1,): 0.25,
+    }  # fmt: skip
+    assert 60 < int(measured(own, 400, seed=2).sum()) < 140
     both = Circuit(1, bits=2).apply("x", 0, condition={0: 1, 1: 0})
     assert from_qasm(both.to_qasm(3)) == both
     with pytest.raises(UsageError, match="several bits"):
@@ -260,17 +266,42 @@ def test_include_of_a_file(tmp_path: Path) -> None:
         (THREE + "qubit[2] q; bit c;\nc = 1;", "4:5", "can only be assigned a measurement"),
         (THREE + "qubit[2] q; bit[2] c;\nif (c) x q[0];", "4:5", "a register is compared with =="),
         (THREE + "qubit[2] q; bit[2] c;\nif (c == 1) x q[0]; else h q[0];", "4:4", "one bit only"),
-        (THREE + "qubit q; bit c;\nif (c) { c = measure q; x q; }", "4:25", "under its own condition"),
+        (THREE + "qubit q; bit c;\nif (c) { c = measure q; x q; }", "4:4", "under its own condition"),
+        (TWO + "qreg q[2]; creg c[2];\nif(c==1) measure q -> c;", "4:3", "under its own condition"),
         (THREE + "qubit q;\nq[0];", "4:1", "gate 'q' is not defined"),
         (THREE + "input float a;\nqubit q;\nrx(sin(a)) q;", "5:4", "'sin' of an input is not affine"),
         (THREE + "input float a;\nqubit q;\nrx(a*a) q;", "5:5", "not affine"),
         (THREE + "qubit[3] q;\nx q[1:7];", "4:7", "index 7 is out of range"),
         (THREE + "qubit q;\nx q[0];", "4:4", "single qubit and has no elements"),
+        (TWO + "gate g a { h a; }\ngate g a { x a; }", "4:6", "gate 'g' is already defined"),
+        (TWO + "qreg q[1];\nmeasure q[0];", "4:13", "expected '->', but found ';'"),
+        (THREE + "qubit q;\nrx(10**400) q;", "4:6", "a number of 1329 bits, which is too large"),
+        (THREE + "qubit q;\nrx(10**10**10) q;", "4:6", "cannot compute"),
+        ("qubit[2] q;", "1:1", "'qubit' is a word of OpenQASM 3; a text of it begins with `OPENQASM 3.0;`"),
     ],
 )
 def test_errors_name_line_and_column(text: str, where: str, message: str) -> None:
     with pytest.raises(QasmError, match=f"^qasm:{where}: .*{message}"):
         from_qasm(text)
+
+
+def test_a_gate_means_what_it_meant_when_it_was_defined() -> None:
+    """A text may define a gate of the standard files anew; nothing that was defined before changes, or calls itself."""
+    text = TWO + "gate g a { h a; } gate h a { x a; h a; } gate rccx a, b, c { cx a, c; } qreg q[3]; g q[0]; h q[1];"
+    circuit = from_qasm(text + " rccx q[0], q[1], q[2];")
+    assert [(each.name, each.wires) for each in circuit.operations] == [
+        ("h", (0,)), ("x", (1,)), ("h", (1,)), ("x", (0, 2)),
+    ]  # fmt: skip
+
+
+def test_what_would_never_end_is_refused() -> None:
+    for text, message in (
+        ("qubit q; for int i in [0:1000000000000] x q;", "a loop of 1000000000001 turns"),
+        ("qubit q; pow(1000000000000) @ x q;", r"pow\(1e\+12\) of 'x': at most"),
+        (f"qubit q; rx({'(' * 9000}1{')' * 9000}) q;", "nested too deeply"),
+    ):
+        with pytest.raises(QasmError, match=rf"^qasm:3:\d+: .*{message}"):
+            from_qasm(THREE + text)
 
 
 def test_writer_refuses() -> None:

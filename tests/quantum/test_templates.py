@@ -101,6 +101,8 @@ def test_uccsd_keeps_particles_and_spin() -> None:
         (lambda: qaoa(X(0) @ X(1), 1), "expected only Z"),
         (lambda: qaoa(Z(4), 1, wires=3), "wire 4"),
         (lambda: maxcut([(1, 1)]), "two different wires"),
+        (lambda: maxcut([(0.5, 1)]), "two different wires"),
+        (lambda: hardware_efficient(3, 1.5), "depth=1.5: expected a whole number of at least 0"),  # type: ignore[arg-type]
         (lambda: uccsd(4, 4), "expected 1 to 3 electrons"),
         (lambda: uccsd(4, 2, steps=0), "steps=0"),
         (lambda: qaoa(Y(0), 1), "expected only Z"),

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from unisono.quantum.allocation import zeros_like
 from unisono.quantum.blocks import block
 from unisono.quantum.kernels.words import add_words
 from unisono.quantum.observable import PauliSum, Values, Word
 from unisono.quantum.state import State
+
+_PIECE = 1 << 18  # amplitudes whose copies in double precision are in memory together
 
 Masked = tuple[int, int, complex]  # bits that a word flips, bits whose sign counts, its coefficient and power of i
 
@@ -30,7 +31,7 @@ def applied_words(
     state: State, terms: Sequence[tuple[float, Word]], projectors: Sequence[tuple[float, Values]]
 ) -> State:
     """The same for weighted words and projectors."""
-    made = state.like(zeros_like(state.local))
+    made = state.blank()
     axes = state.wires - state.held
     by_flip: dict[int, list[Masked]] = {}
     for coefficient, word in terms:
@@ -45,9 +46,10 @@ def applied_words(
 
 
 def inner(left: State, right: State) -> complex:
-    """<left|right> of two states of one layout."""
-    product = torch.vdot(left.local, right.local).to(torch.complex128)
-    parts = left.total(torch.view_as_real(product).clone())
+    """<left|right> of two states of one layout, of any precision; summed in double precision."""
+    pieces = zip(left.local.split(_PIECE), right.local.split(_PIECE), strict=True)
+    products = [torch.vdot(a.to(torch.complex128), b.to(torch.complex128)) for a, b in pieces]
+    parts = left.total(torch.view_as_real(torch.stack(products).sum()).clone())
     return complex(*parts.tolist())
 
 

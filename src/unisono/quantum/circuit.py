@@ -9,15 +9,18 @@ Every method that adds something returns the circuit, so calls chain. The gates'
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from unisono.errors import UsageError
 from unisono.quantum.gate_methods import GateMethods
-from unisono.quantum.gates import BARRIER, CONTROLLED, Gate, gate
+from unisono.quantum.gates import BARRIER, CONTROLLED, MEASURE, Gate, gate
 from unisono.quantum.operation import Controls, Operation
-from unisono.quantum.parameter import Angle, affine
+from unisono.quantum.parameter import Angle, affine, is_index, vector
 
 if TYPE_CHECKING:
     from typing import Self
@@ -27,9 +30,9 @@ class Circuit(GateMethods):
     """`wires` qubits that start in |0...0>, and `bits` classical bits that measurements write."""
 
     def __init__(self, wires: int, bits: int = 0) -> None:
-        if isinstance(wires, bool) or not hasattr(wires, "__index__") or wires < 1:
+        if not is_index(wires) or wires < 1:
             raise UsageError(f"Circuit({wires!r}): expected a number of wires of 1 or more")
-        if isinstance(bits, bool) or not hasattr(bits, "__index__") or bits < 0:
+        if not is_index(bits) or bits < 0:
             raise UsageError(f"Circuit({wires}, bits={bits!r}): expected a number of classical bits of 0 or more")
         self.wires = int(wires)
         self.bits = int(bits)
@@ -64,19 +67,26 @@ class Circuit(GateMethods):
             raise UsageError(f"{kind.name} acts on {kind.targets} wires, but got {_listed(operation.targets)}")
         if len(operation.parameters) != kind.parameters:
             raise UsageError(f"{kind.name} takes {kind.parameters} angles, but got {len(operation.parameters)}")
+        if len(operation.bits) != (kind is MEASURE):
+            raise UsageError(f"{kind.name} writes {len(operation.bits)} bits: use circuit.measure(wire, bit)")
+        if operation.controls and not kind.unitary:
+            raise UsageError(f"{operation} cannot be controlled: it is no unitary gate")
         for wire in operation.wires:
-            if isinstance(wire, bool) or not hasattr(wire, "__index__") or not 0 <= wire < self.wires:
+            if not is_index(wire) or not 0 <= wire < self.wires:
                 raise UsageError(f"{kind.name} on wire {wire!r}: the circuit has wires 0 to {self.wires - 1}")
-        if len(set(operation.wires)) != len(operation.wires):
-            raise UsageError(f"{kind.name} names a wire twice: {_listed(operation.wires)}")
         for bit in (*operation.bits, *(bit for bit, _ in operation.condition)):
-            if not 0 <= bit < self.bits:
+            if not is_index(bit) or bit < 0:
+                raise UsageError(f"{kind.name} uses bit {bit!r}: expected an index of 0 or more")
+            if bit >= self.bits:
                 raise UsageError(
                     f"{kind.name} uses bit {bit}, but the circuit has {self.bits}; make it with bits={bit + 1}"
                 )
         for where, value in (*operation.controls, *operation.condition):
             if value not in (0, 1):
                 raise UsageError(f"{kind.name} is controlled on value {value!r} of {where}: expected 0 or 1")
+        operation = _plain(operation)
+        if len(set(operation.wires)) != len(operation.wires):
+            raise UsageError(f"{kind.name} names a wire twice: {_listed(operation.wires)}")
         self._operations.append(operation)
         self._tuple = None
         return self
@@ -111,6 +121,8 @@ class Circuit(GateMethods):
         """Add all operations of `other`, its wire i as wires[i] (default: the same wires), under further controls.
 
         Weights and features keep their indices; see `shifted` for another circuit's own weights."""
+        if not isinstance(other, Circuit):
+            raise UsageError(f"compose of a {type(other).__name__}: expected a Circuit")
         wires = range(other.wires) if wires is None else [*wires]
         if len(wires) != other.wires:
             raise UsageError(f"compose: {other.wires} wires to place, but wires={_listed(tuple(wires))}")
@@ -149,10 +161,10 @@ class Circuit(GateMethods):
 
     def bound(self, weights: Sequence[float] = (), features: Sequence[float] = ()) -> Circuit:
         """A new circuit with numbers in place of weights and features."""
-        self.check_values(weights, features)
+        given = self.check_values(weights, features)
         bound = type(self)(self.wires, self.bits)
         for each in self._operations:
-            parameters = tuple(affine(angle) for angle in each.angles(weights, features))
+            parameters = tuple(affine(angle) for angle in each.angles(*given))
             bound.append(replace(each, parameters=parameters))
         return bound
 
@@ -164,11 +176,14 @@ class Circuit(GateMethods):
             shifted.append(replace(each, parameters=parameters))
         return shifted
 
-    def check_values(self, weights: Any = (), features: Any = ()) -> None:
-        """Refuse vectors that are not as long as the circuit needs."""
-        for kind, given, needed in (("weights", weights, self.weights), ("features", features, self.features)):
-            if len(given) < needed:
-                raise UsageError(f"the circuit reads {needed} {kind}, but {len(given)} were given")
+    def check_values(self, weights: Any = (), features: Any = ()) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
+        """Both as arrays; refuses vectors that are not as long as the circuit needs, and what is no finite number."""
+        found = vector("weights", weights, self.weights), vector("features", features, self.features)
+        for kind, numbers in zip(("weights", "features"), found, strict=True):
+            if not np.isfinite(numbers).all():
+                place = int(np.flatnonzero(~np.isfinite(numbers))[0])
+                raise UsageError(f"{kind}[{place}] is {numbers[place]}: expected finite numbers")
+        return found
 
     def depth(self) -> int:
         """Layers of operations, when each goes as early as its wires allow."""
@@ -216,11 +231,27 @@ class Circuit(GateMethods):
 
 
 def _wires(targets: int | Sequence[int]) -> tuple[int, ...]:
-    if hasattr(targets, "__index__") and not isinstance(targets, bool):
-        return (int(targets),)
-    if not isinstance(targets, Iterable):
-        raise UsageError(f"wire {targets!r}: expected a number of 0 or more, or several of them")
-    return tuple(targets)
+    if is_index(targets):
+        return (int(targets),)  # type: ignore[arg-type]
+    try:
+        return tuple(targets)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"wire {targets!r}: expected a number of 0 or more, or several of them") from None
+
+
+def _plain(operation: Operation) -> Operation:
+    """The same with Python's own integers: those of numpy and torch hash, or print, otherwise."""
+    pairs = (*operation.controls, *operation.condition)
+    numbers = (*operation.targets, *operation.bits, *(number for pair in pairs for number in pair))
+    if all(type(number) is int for number in numbers):
+        return operation
+    return replace(
+        operation,
+        targets=tuple(map(int, operation.targets)),
+        controls=tuple((int(wire), int(value)) for wire, value in operation.controls),
+        bits=tuple(map(int, operation.bits)),
+        condition=tuple((int(bit), int(value)) for bit, value in operation.condition),
+    )
 
 
 def _pairs(controls: Mapping[int, int] | Sequence[int]) -> Controls:

@@ -8,7 +8,7 @@ delayed as long as any operation can go first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.quantum.commutation import letters, moves
@@ -54,8 +54,7 @@ class Order:
         return number
 
     def ready(self, number: int) -> bool:
-        opened = self._open
-        return all(opened[group] for group in self._groups[number])
+        return all(map(self._open.__getitem__, self._groups[number]))
 
     def finish(self, number: int) -> None:
         for group in self._groups[number]:
@@ -135,12 +134,15 @@ def _grow(
     piece = Cut()
     later = []
     for number in left:
+        if not order.ready(number):
+            later.append(number)
+            continue
         mixed, permutes = needs[number]
         outside = mixed - piece.active
         fits = len(piece.active) + len(outside) <= capacity
         if not fits and permutes and len(piece.active) == capacity:
             fits, outside = piece.active.isdisjoint(operations[number].wires), frozenset()
-        if fits and order.ready(number):
+        if fits:
             order.finish(number)
             piece.active |= outside
             piece.operations.append(operations[number])
@@ -174,12 +176,12 @@ def _bundled(needs: Needs, bundle: frozenset[int], free: frozenset[int]) -> Need
     return (mixed | bundle if mixed & bundle else mixed), permutes
 
 
-def _touched(operation: Operation) -> Iterable[tuple[Hashable, str]]:
+def _touched(operation: Operation) -> list[tuple[Hashable, str]]:
     """(wire, letter) pairs; classical bits, and the order of random draws, are wires of their own kind."""
-    yield from zip(operation.wires, letters(operation), strict=True)
-    for bit in operation.bits:
-        yield ("bit", bit), "*"
-    for bit, _ in operation.condition:
-        yield ("bit", bit), "Z"
-    if operation.name in ("measure", "reset"):
-        yield "draws", "*"
+    touched: list[tuple[Hashable, str]] = [*zip(operation.wires, letters(operation), strict=True)]
+    if not operation.is_unitary:
+        touched += [(("bit", bit), "*") for bit in operation.bits]
+        touched += [(("bit", bit), "Z") for bit, _ in operation.condition if bit not in operation.bits]
+        if operation.name in ("measure", "reset"):
+            touched.append(("draws", "*"))
+    return touched

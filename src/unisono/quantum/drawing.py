@@ -71,18 +71,19 @@ def shown_angle(angle: Affine) -> str:
 def _labels(operation: Operation) -> dict[int, str]:
     angles = f"({','.join(map(shown_angle, operation.parameters))})" if operation.parameters else ""
     name, kind = operation.name, operation.gate
+    held = "".join(f"c{bit}" if value else f"!c{bit}" for bit, value in operation.condition)
+    asked = f"?{held}" if held else ""
     if not operation.targets:  # a global phase: drawn on its last control, or on the top wire
-        return {operation.wires[-1] if operation.controls else 0: f"PHASE{angles}"}
+        (wire, value) = operation.controls[-1] if operation.controls else (0, 1)
+        return {wire: f"{'' if value else '○'}PHASE{angles}{asked}"}
     labels = {"measure": f"M{''.join(map(str, operation.bits))}", "reset": "|0>", "barrier": "░", "swap": "×"}
     label = labels.get(name, f"{name.upper()}{angles}")
     if name.endswith("dg"):
         label = f"{name[:-2].upper()}†"
-    if operation.condition:
-        held = "".join(f"c{bit}" if value else f"!c{bit}" for bit, value in operation.condition)
-        label = f"{label}?{held}"
+    label += asked
     if isinstance(kind, PauliRotation):
         words = [f"[{letter}]" for letter in kind.word]
-        words[0] += angles
+        words[0] += angles + asked
         return dict(zip(operation.targets, words, strict=True))
     if len(operation.targets) == 1 or name in ("swap", "barrier"):
         return dict.fromkeys(operation.targets, label)

@@ -13,7 +13,7 @@ from unisono.errors import UsageError
 from unisono.quantum import gates
 from unisono.quantum.gates import Gate
 from unisono.quantum.operation import Operation
-from unisono.quantum.parameter import Angle, affine
+from unisono.quantum.parameter import Angle, affine, is_index
 
 if TYPE_CHECKING:
     from typing import Self
@@ -179,7 +179,7 @@ class GateMethods:
     def measure(self, wire: int, bit: int | None = None) -> Self:
         """Measure in the middle of the circuit into a classical bit (default: a new one)."""
         bit = self.bits if bit is None else bit
-        if isinstance(bit, bool) or not hasattr(bit, "__index__") or bit < 0:
+        if not is_index(bit) or bit < 0:
             raise UsageError(f"measure into bit {bit!r}: expected an index of 0 or more")
         self.bits = max(self.bits, bit + 1)
         return self.append(Operation(gates.MEASURE, (wire,), bits=(int(bit),)))

@@ -23,6 +23,7 @@ Matrix = NDArray[np.complex128]
 Parameters = tuple[Affine, ...]
 
 UNITARY_TOLERANCE = 1e-6  # entries of U U^+ - 1; a matrix typed with seven digits passes
+_EXACT = 1e-14  # of the same: rounding
 LARGEST_DENSE = 13  # targets of a gate whose dense matrix is built on demand (1 GiB at 13)
 
 
@@ -158,26 +159,35 @@ def pauli_rotation(word: str) -> PauliRotation:
 
 def unitary(matrix: ArrayLike) -> ArrayGate:
     """A gate with this matrix, which must be unitary."""
-    array = np.array(matrix, dtype=np.complex128)
+    array = _numbers("unitary", matrix)
     size = len(array) if array.ndim else 0
     if array.ndim != 2 or array.shape != (size, size) or size < 2 or size & (size - 1):
         raise UsageError(f"unitary of shape {array.shape}: expected (2^k, 2^k) for a gate on k wires")
     error = np.abs(array @ array.conj().T - np.eye(size)).max()
     if not error <= UNITARY_TOLERANCE:
         raise UsageError(f"matrix is not unitary: U U^+ differs from the identity by {error:.3g}")
+    for _ in range(2 if error > _EXACT else 0):  # towards the nearest unitary: norms are checked more closely than this
+        array = array @ (3 * np.eye(size) - array.conj().T @ array) / 2
     return _array_gate("unitary", array)
 
 
 def diagonal(entries: ArrayLike) -> ArrayGate:
     """A diagonal gate with these entries, each of modulus one."""
-    array = np.array(entries, dtype=np.complex128)
+    array = _numbers("diagonal", entries)
     size = len(array) if array.ndim else 0
     if array.ndim != 1 or size < 2 or size & (size - 1):
         raise UsageError(f"diagonal of shape {array.shape}: expected (2^k,) for a gate on k wires")
     error = np.abs(np.abs(array) - 1).max()
     if not error <= UNITARY_TOLERANCE:
         raise UsageError(f"diagonal is not unitary: an entry's modulus differs from 1 by {error:.3g}")
-    return _array_gate("diagonal", array)
+    return _array_gate("diagonal", array / np.abs(array) if error > _EXACT else array)
+
+
+def _numbers(kind: str, given: ArrayLike) -> Matrix:
+    try:
+        return np.array(given, dtype=np.complex128)
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{kind}: expected an array of numbers ({error})") from None
 
 
 def pauli_word(word: str) -> Matrix:

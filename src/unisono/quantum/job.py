@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from unisono.quantum.circuit import Circuit
 from unisono.quantum.commutation import mixed_wires
 from unisono.quantum.expectation import expectations
 from unisono.quantum.observable import observables
+from unisono.quantum.parameter import require_seed
 from unisono.quantum.reading import reading
 from unisono.quantum.schedule import Schedule
 from unisono.quantum.sharing import share
@@ -64,6 +66,13 @@ class Job:
         bad = [wire for wire in self.probabilities or () if not 0 <= wire < self.circuit.wires]
         if bad:
             raise UsageError(f"--probabilities of wire {bad[0]}: the circuit has wires 0 to {self.circuit.wires - 1}")
+        if self.probabilities is not None and len(set(self.probabilities)) != len(self.probabilities):
+            raise UsageError(f"--probabilities {','.join(map(str, self.probabilities))}: a wire is named twice")
+        if self.probabilities is not None and len(self.probabilities) > outputs.MOST_PROBABILITIES:
+            raise UsageError(f"--probabilities: at most {outputs.MOST_PROBABILITIES} wires can be read at once")
+        if self.save and Path(self.save).exists():
+            raise UsageError(f"--save {self.save}: it exists already; name another folder")
+        require_seed(self.seed)
         if self.shots is not None and self.shots < 1:
             raise UsageError(f"--shots {self.shots}: expected at least 1")
         if self._asks_state and self.unmeasured is None:

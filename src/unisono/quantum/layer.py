@@ -26,9 +26,12 @@ from unisono.errors import MissingPackageError, UsageError
 from unisono.quantum.adjoint import gradients
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.compiled import LANE_BITS
+from unisono.quantum.exchange import DEFAULT_CHUNK
 from unisono.quantum.kernels import require_device
 from unisono.quantum.measuring import Output, output_of
+from unisono.quantum.memory import require_room
 from unisono.quantum.observable import observables as parsed
+from unisono.quantum.parameter import vector
 from unisono.quantum.program import Program
 from unisono.quantum.schedule import Schedule
 from unisono.quantum.sharing import Grid, Share, share, share_grid
@@ -70,6 +73,8 @@ class Layer(nn.Module):
             raise UsageError(f"diff={diff!r}: expected one of {', '.join(METHODS)}")
         if dtype not in LANE_BITS:
             raise UsageError(f"dtype {dtype}: expected torch.complex64 or torch.complex128")
+        if not isinstance(circuit, Circuit):
+            raise UsageError(f"a layer of a {type(circuit).__name__}: expected a Circuit")
         if not circuit.is_unitary:
             raise UsageError("a layer's circuit must not measure, reset or depend on measured bits")
         self.circuit, self.comm, self.diff, self.kernel, self.dtype = circuit.copy(), comm, diff, kernel, dtype
@@ -132,6 +137,12 @@ class Layer(nn.Module):
     def fresh(self, ranks: Share) -> State:
         return State(self.circuit.wires, ranks.comm, dtype=self.dtype, device=self.device, kernel=self.kernel)
 
+    def require_gradient_room(self, ranks: Share) -> None:
+        """Refuse, before a forward allocates anything, what its backward would not find room for."""
+        wires, device = self.circuit.wires, device_of(ranks.comm, self.device)
+        what = "a state and its co-state, for gradients,"
+        require_room(wires, ranks.held, self.dtype, device, DEFAULT_CHUNK, ranks.comm, what, states=2)
+
     def program(self, ranks: Share) -> Program:
         """The circuit for this rank, its kernels ready."""
         if ranks.held not in self._programs:
@@ -175,6 +186,8 @@ class _Evaluate(torch.autograd.Function):
         room = KEPT // (torch.empty(0, dtype=layer.dtype).element_size() << layer.circuit.wires >> ranks.held)
         out = torch.zeros(len(samples), layer.output.width, dtype=layer.output.dtype)
         needed = any(ctx.needs_input_grad) and layer.diff == "adjoint"
+        if needed and len(_mine(ranks, len(samples))):
+            layer.require_gradient_room(ranks)
         for sample in _mine(ranks, len(samples)):
             state = layer.run(numbers, samples[sample], ranks)
             out[sample] = layer.output.read(state)
@@ -268,7 +281,5 @@ def _initial(weights: Any, count: int, dtype: torch.dtype, seed: int) -> torch.T
     if weights is None:
         generator = torch.Generator().manual_seed(seed)
         return (2 * math.pi * torch.rand(count, generator=generator, dtype=torch.float64)).to(dtype)
-    given = torch.as_tensor(weights, dtype=dtype).detach().clone().reshape(-1)
-    if len(given) != count:
-        raise UsageError(f"{len(given)} weights were given, but the circuit reads {count}")
-    return given
+    given = weights.detach() if isinstance(weights, torch.Tensor) else weights
+    return torch.from_numpy(vector("weights", given, count)).to(dtype)

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 
 from unisono.errors import UsageError
-from unisono.quantum.allocation import zeros_like
 from unisono.quantum.application import applied_words
 from unisono.quantum.expectation import Observed
 from unisono.quantum.observable import LARGEST_EXPANSION, PauliSum
@@ -117,7 +116,7 @@ def output_of(kind: str, observables: Sequence[PauliSum], wires: int, dtype: tor
 
 def _placed(state: State, amplitudes: torch.Tensor) -> State:
     """Amplitudes in the order of wires, as a state of this layout."""
-    return state.like(zeros_like(state.local)).set_amplitudes(amplitudes)
+    return state.blank().place(amplitudes)
 
 
 def _all(wires: int) -> int:

@@ -31,10 +31,19 @@ def free_bytes(device: torch.device) -> int:
 
 
 def require_room(
-    wires: int, held: int, dtype: torch.dtype, device: torch.device, buffers: int, comm: Communicator | None
+    wires: int,
+    held: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    buffers: int,
+    comm: Communicator | None,
+    what: str = "a state",
+    states: int = 1,
 ) -> None:
-    """Refuse, on all ranks alike, a state that does not fit; say what it needs and how many ranks would do."""
-    need = local_bytes(wires, held, dtype) + (min(buffers, 2 * local_bytes(wires, held, dtype)) if held else 0)
+    """Refuse, on all ranks alike, what does not fit, `states` states that is; say what it needs and how many ranks
+    would do."""
+    need = states * local_bytes(wires, held, dtype)
+    need += min(buffers, 2 * local_bytes(wires, held, dtype)) if held else 0
     if need <= _ALWAYS:
         return
     sharing = comm.local_size if comm is not None and device.type == "cpu" else 1
@@ -45,20 +54,23 @@ def require_room(
     if need <= room:
         return
     enough = held
-    while enough < wires and local_bytes(wires, enough, dtype) + buffers > room:
+    while enough < wires and states * local_bytes(wires, enough, dtype) + buffers > room:
         enough += 1
-    hint = f"{2**enough} ranks with as much free memory each would do"
-    if local_bytes(wires, enough, dtype) + buffers > room:
+    ranks = f"2^{enough}" if enough > 20 else f"{2**enough}"
+    hint = f"{ranks} ranks with as much free memory each would do"
+    if states * local_bytes(wires, enough, dtype) + buffers > room:
         hint = "no number of ranks with so little memory would do"
-    elif dtype == torch.complex128 and local_bytes(wires, held, torch.complex64) + buffers <= room:
+    elif dtype == torch.complex128 and states * local_bytes(wires, held, torch.complex64) + buffers <= room:
         hint += ", or dtype=torch.complex64"
     raise UsageError(
-        f"a state of {wires} wires in {str(dtype).removeprefix('torch.')} needs {shown_bytes(need)} on each of "
+        f"{what} of {wires} wires in {str(dtype).removeprefix('torch.')} needs {shown_bytes(need)} on each of "
         f"{2**held} rank{'s' if held else ''}, but {shown_bytes(room)} is free; {hint}"
     )
 
 
 def shown_bytes(size: int) -> str:
+    if size >= 1 << 70:
+        return f"2^{size.bit_length() - 1} bytes"
     for unit, scale in (("PiB", 50), ("TiB", 40), ("GiB", 30)):
         if size >= 1 << scale:
             return f"{size / (1 << scale):.1f} {unit}"

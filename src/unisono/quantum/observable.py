@@ -173,6 +173,8 @@ def Hermitian(matrix: ArrayLike, wires: int | Sequence[int]) -> PauliSum:
 def Projector(values: str | Sequence[int], wires: int | Sequence[int]) -> PauliSum:
     """|values><values| on wires: the probability of reading these bits there."""
     places = _places(wires)
+    if not isinstance(values, Iterable):
+        values = (values,)
     bits = [int(value) if str(value) in ("0", "1") else -1 for value in values]
     if len(bits) != len(places) or -1 in bits:
         raise UsageError(f"Projector({values!r}) on {len(places)} wires: expected one of 0, 1 for each wire")
@@ -237,6 +239,8 @@ def _parse(text: str) -> PauliSum:
 
 
 def _word(text: str) -> Word:
+    if not isinstance(text, str):
+        raise UsageError(f'Pauli word {text!r}: expected letters with wires, such as "X0 Z12"')
     letters: dict[int, str] = {}
     rest = _LETTER.sub("", text)
     if rest.strip(" @*\t"):

@@ -7,7 +7,7 @@ density(state, (2, 5))            amplitudes(state, ["0000", "1111"])      fidel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import product
@@ -24,8 +24,9 @@ from unisono.quantum.circuit import Circuit
 from unisono.quantum.expectation import words_values
 from unisono.quantum.gates import PAULIS
 from unisono.quantum.observable import observables
+from unisono.quantum.parameter import is_index, require_seed
 from unisono.quantum.program import trades
-from unisono.quantum.state import State
+from unisono.quantum.state import NORM_TOLERANCE, State, whole_vector
 from unisono.quantum.step import Exchange
 
 MOST_PROBABILITIES = 26  # wires
@@ -44,17 +45,21 @@ def simulate(
     **options: Any,
 ) -> State:
     """The state that the circuit makes of |0...0>, spread over the ranks of `comm`. Options are those of State."""
-    circuit.check_values(weights, features)
-    return State(circuit.wires, comm, dtype=dtype, **options).run(circuit, weights, features)
+    if not isinstance(circuit, Circuit):
+        raise UsageError(f"simulate of a {type(circuit).__name__}: expected a Circuit")
+    given = circuit.check_values(weights, features)
+    return State(circuit.wires, comm, dtype=dtype, **options).run(circuit, *given)
 
 
 def variances(state: State, of: Any) -> torch.Tensor:
-    """<O^2> - <O>^2 of one or several observables, float64."""
+    """<(O - <O>)^2> of one or several observables, float64."""
     found = []
+    weight = state.norm() ** 2
     for each in observables(of):
         made = applied(state, each.check(state.wires))
-        mean = inner(state, made).real
-        found.append(max(0.0, inner(made, made).real - mean**2))
+        mean = inner(state, made).real / weight
+        made.local.add_(state.local, alpha=-mean)  # ||(O - <O>) psi||^2: no difference of large numbers
+        found.append(made.norm() ** 2)
     return torch.tensor(found, dtype=torch.float64)
 
 
@@ -69,9 +74,8 @@ def samples(state: State, shots: int, *, seed: int = 0, wires: Sequence[int] | N
 
     Wires are drawn in the order given, a few at a time, each group given the bits before it."""
     chosen = _checked(state, wires, state.wires)
-    if isinstance(shots, bool) or shots != int(shots) or shots < 0:
-        raise UsageError(f"{shots!r} shots: expected a whole number of 0 or more")
-    draws = np.random.default_rng(seed)
+    shots = require_shots(shots)
+    draws = np.random.default_rng(require_seed(seed))
     read = np.zeros((shots, len(chosen)), dtype=np.uint8)
     for start, stop in _groups(len(chosen)):
         uniform = draws.random(shots)
@@ -93,7 +97,7 @@ def samples(state: State, shots: int, *, seed: int = 0, wires: Sequence[int] | N
 
 def counts(read: torch.Tensor) -> dict[str, int]:
     """How often each string of bits was read, the most frequent first."""
-    rows, times = np.unique(read.numpy(), axis=0, return_counts=True)
+    rows, times = np.unique(np.asarray(read, dtype=np.uint8), axis=0, return_counts=True)
     found = {"".join(map(str, row)): int(number) for row, number in zip(rows.tolist(), times, strict=True)}
     return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
@@ -158,9 +162,7 @@ def overlap(left: State, right: State | torch.Tensor | np.ndarray) -> complex:
             return inner(left, right)
         theirs = shard(right)
     else:
-        right = torch.as_tensor(right)
-        if right.shape != (1 << left.wires,):
-            raise UsageError(f"amplitudes of shape {tuple(right.shape)}: expected ({1 << left.wires},)")
+        right = whole_vector(right, left.wires)
         size = 1 << (left.wires - left.held)
         theirs = right[left.rank * size : (left.rank + 1) * size].to(left.device)
     product_ = torch.vdot(shard(left).to(torch.complex128), theirs.to(torch.complex128))
@@ -168,23 +170,34 @@ def overlap(left: State, right: State | torch.Tensor | np.ndarray) -> complex:
 
 
 def fidelity(left: State, right: State | torch.Tensor | np.ndarray) -> float:
-    """|<left|right>|^2."""
+    """|<left|right>|^2 of states of norm one."""
+    if isinstance(left, State) and not isinstance(right, State):
+        norm = float(torch.linalg.vector_norm(whole_vector(right, left.wires).to(torch.complex128)))
+        if not abs(norm - 1) <= NORM_TOLERANCE:
+            raise UsageError(f"fidelity with amplitudes of norm {norm:.6g}: expected 1; uq.overlap takes any")
     return abs(overlap(left, right)) ** 2
 
 
 # ---- inside ---------------------------------------------------------------------------------------------------------
 
 
+def require_shots(shots: int) -> int:
+    if not is_index(shots) or shots < 0:
+        raise UsageError(f"{shots!r} shots: expected a whole number of 0 or more")
+    return int(shots)
+
+
 def _checked(state: State, wires: Sequence[int] | int | None, most: int) -> tuple[int, ...]:
-    if isinstance(wires, int):
-        wires = (wires,)
-    chosen = tuple(range(state.wires)) if wires is None else tuple(wires)
-    bad = [wire for wire in chosen if not 0 <= wire < state.wires]
-    if bad or len(set(chosen)) != len(chosen):
+    if wires is not None and not is_index(wires) and not isinstance(wires, Iterable):
+        raise UsageError(f"wires {wires!r}: expected one wire or several")
+    given = range(state.wires) if wires is None else (wires,) if is_index(wires) else wires
+    chosen: tuple[Any, ...] = tuple(given)  # type: ignore[arg-type]
+    bad = [wire for wire in chosen if not is_index(wire) or not 0 <= wire < state.wires]
+    if bad or len({int(wire) for wire in chosen}) != len(chosen):
         raise UsageError(f"wires {chosen}: expected different wires of 0 to {state.wires - 1}")
     if len(chosen) > most:
         raise UsageError(f"{len(chosen)} wires at once: at most {most} can be read so; name fewer")
-    return chosen
+    return tuple(int(wire) for wire in chosen)
 
 
 def _groups(wires: int) -> Iterator[tuple[int, int]]:

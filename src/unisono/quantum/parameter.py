@@ -6,13 +6,18 @@ circuit.ry(0, uq.weight(3)).rz(1, 2 * uq.feature(0) - uq.weight(1) / 2 + 0.1)
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
+import numpy as np
+from numpy.typing import NDArray
+
 from unisono.errors import UsageError
 
 Terms = tuple[tuple[int, float], ...]
+_MOST = 1 << 24
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +121,39 @@ def affine(angle: Angle) -> Affine:
     return angle if isinstance(angle, Affine) else Affine(_number(angle))
 
 
+def vector(kind: str, given: Any, needed: int) -> NDArray[np.float64]:
+    """The weights or features of a circuit that reads `needed` of them, as numbers."""
+    if getattr(given, "requires_grad", False):
+        raise UsageError(f"{kind} that need a gradient: give {kind}.detach(); uq.Layer is what gives gradients")
+    plain = given.cpu() if hasattr(given, "cpu") else given
+    try:
+        numbers = np.asarray(plain)
+        if numbers.dtype.kind in "cSU":
+            raise ValueError(f"numbers of type {numbers.dtype}")
+        numbers = numbers.astype(np.float64)  # a copy: what is given may change later
+    except (TypeError, ValueError) as error:
+        raise UsageError(f"{kind}: expected a vector of {needed} real numbers ({error})") from None
+    if numbers.ndim != 1:
+        raise UsageError(f"{kind} of shape {numbers.shape}: expected a vector of {needed} numbers")
+    if len(numbers) != needed:
+        raise UsageError(f"the circuit reads {needed} {kind}, but {len(numbers)} were given")
+    return numbers
+
+
+def is_index(value: Any) -> bool:
+    """Whether it is a whole number; a tensor of 1.5 has the method that says so, and raises in it."""
+    try:
+        return operator.index(value) is not None and not isinstance(value, bool)
+    except (TypeError, ValueError):
+        return False
+
+
+def require_seed(seed: int) -> int:
+    if not is_index(seed) or seed < 0:
+        raise UsageError(f"seed={seed!r}: expected a whole number of 0 or more")
+    return int(seed)
+
+
 def _is_angle(value: object) -> bool:
     return isinstance(value, Affine) or (hasattr(value, "__float__") and not isinstance(value, str))
 
@@ -133,8 +171,10 @@ def _number(value: SupportsFloat) -> float:
 
 
 def _index(kind: str, index: int) -> int:
-    if isinstance(index, bool) or not hasattr(index, "__index__") or index < 0:
+    if not is_index(index) or index < 0:
         raise UsageError(f"{kind}({index!r}): expected an index of 0 or more")
+    if index >= _MOST:
+        raise UsageError(f"{kind}({index}): at most {_MOST} of them are read, all up to the highest index being there")
     return int(index)
 
 

@@ -45,6 +45,8 @@ class Schedule:
     steps: tuple[Step, ...]
     prepare: tuple[tuple[Operation, ...], ...]
     in_order: int = 0  # exchanges of the circuit in program order, a gate that mixes a held wire costing one
+    weights: int = 0  # how many of them the circuit reads
+    features: int = 0
 
     @classmethod
     def of(
@@ -66,7 +68,8 @@ class Schedule:
         ready = tracks(circuit.operations, circuit.wires, circuit.wires - held, lead=start is None)
         begin, steps, end = _cheapest(ready.operations, circuit.wires, outer, held, start, sweep)
         in_order = _in_order(circuit.operations, held)
-        return cls(circuit.wires, held, begin, _finish(ready, end), steps, ready.leading, in_order)
+        read = circuit.weights, circuit.features
+        return cls(circuit.wires, held, begin, _finish(ready, end), steps, ready.leading, in_order, *read)
 
     @property
     def exchanges(self) -> tuple[Exchange, ...]:
@@ -93,6 +96,8 @@ class Schedule:
             self.start,
             tuple(_undone(step) for step in reversed(self.steps)),
             ((),) * self.wires,
+            weights=self.weights,
+            features=self.features,
         )
 
 

@@ -14,7 +14,8 @@ import torch
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.quantum.circuit import Circuit
-from unisono.quantum.outputs import samples
+from unisono.quantum.outputs import require_shots, samples
+from unisono.quantum.parameter import require_seed
 from unisono.quantum.program import Measure, Program
 from unisono.quantum.state import State
 
@@ -35,17 +36,17 @@ def measured(
     """`shots` readings of the circuit's bits, uint8, (shots, bits), the same for any number of ranks."""
     if not any(each.name == "measure" for each in circuit.operations):
         raise UsageError("the circuit measures nothing; add measure or measure_all, or sample a state's wires")
-    circuit.check_values(weights, features)
+    given, shots, seed = circuit.check_values(weights, features), require_shots(shots), require_seed(seed)
     plain, wire_of_bit = final_measurements(circuit)
     state = State(circuit.wires, comm, dtype=dtype, **options)
     if plain is not None:
         wires = sorted(set(wire_of_bit.values()))
-        read = samples(state.run(plain, weights, features), shots, seed=seed, wires=wires)
+        read = samples(state.run(plain, *given), shots, seed=seed, wires=wires)
         bits = torch.zeros((shots, circuit.bits), dtype=torch.uint8)
         for bit, wire in wire_of_bit.items():
             bits[:, bit] = read[:, wires.index(wire)]
         return bits
-    return _courses(circuit, state, shots, weights, features, seed)
+    return _courses(circuit, state, shots, given, seed)
 
 
 def final_measurements(circuit: Circuit) -> tuple[Circuit | None, dict[int, int]]:
@@ -66,18 +67,19 @@ def final_measurements(circuit: Circuit) -> tuple[Circuit | None, dict[int, int]
     return plain, wire_of_bit
 
 
-def _courses(circuit: Circuit, state: State, shots: int, weights: Any, features: Any, seed: int) -> torch.Tensor:
+def _courses(circuit: Circuit, state: State, shots: int, given: tuple, seed: int) -> torch.Tensor:
     """Shots that have read the same so far are one state; where so many states do not fit, each shot goes alone."""
     shared, rest = _parted(circuit)
-    state.run(shared, weights, features)
+    weights, features = given
+    state.run(shared, weights[: shared.weights], features[: shared.features])
     program = Program.of(state.schedule(rest), state.rank, state.holdings)
     bits = torch.zeros((shots, circuit.bits), dtype=torch.uint8)
     draws = [np.random.default_rng([seed, shot]) for shot in range(shots)]
     measurements = sum(isinstance(step, Measure) for step in program.steps)
     together = state.local.nbytes * measurements <= _AT_ONCE
-    for first in (0,) if together else range(shots):
-        course = state.like(state.local.clone())
-        _walk(course, program, 0, np.arange(shots) if together else np.array([first]), draws, bits, (weights, features))
+    for first in range(min(shots, 1) if together else shots):
+        course = state.twin()
+        _walk(course, program, 0, np.arange(shots) if together else np.array([first]), draws, bits, given)
     return bits
 
 
@@ -97,7 +99,7 @@ def _walk(
         outcomes = course.agreed(drawn)
         last = int(outcomes[-1])
         if (outcomes != last).any():
-            other = course.like(course.local.clone())
+            other = course.twin()
             other.collapse(step, 1 - last, both - one if last else one)
             _walk(other, program, number + 1, shots[outcomes != last], draws, bits, given)
             shots = shots[outcomes == last]

@@ -24,9 +24,11 @@ from unisono.quantum.holdings import Holdings
 from unisono.quantum.kernels import require_device, require_kernel
 from unisono.quantum.memory import require_room
 from unisono.quantum.norm import squares
+from unisono.quantum.parameter import is_index, require_seed, vector
 from unisono.quantum.program import Conditional, LocalStep, Measure, Program, Run, Trades
 from unisono.quantum.schedule import Schedule
 
+NORM_TOLERANCE = 1e-3  # of amplitudes that come from outside
 DRIFT = {torch.complex64: 1e-3, torch.complex128: 1e-9}  # of the norm, before it is an error
 _LARGEST_GATHERED = 30  # wires
 
@@ -54,12 +56,13 @@ class State:
     ) -> None:
         if dtype not in DRIFT:
             raise UsageError(f"dtype {dtype}: expected torch.complex64 or torch.complex128")
-        if isinstance(wires, bool) or not hasattr(wires, "__index__") or wires < 1:
+        if not is_index(wires) or wires < 1:
             raise UsageError(f"State({wires!r}): expected a number of wires of 1 or more")
-        if chunk < 1:
+        if not is_index(chunk) or chunk < 1:
             raise UsageError(f"chunk={chunk}: expected bytes of buffers for exchanges, 1 or more")
         size = 1 if comm is None else comm.size
-        self.wires = int(wires)
+        wires, seed = int(wires), require_seed(seed)
+        self.wires = wires
         self.held = size.bit_length() - 1
         if size != 1 << self.held or self.held > wires:
             raise UsageError(
@@ -96,11 +99,15 @@ class State:
 
     def run(self, circuit: Circuit | Schedule | Program, weights: Any = (), features: Any = ()) -> State:
         """Run a circuit, or a schedule or program made before for a state like this one."""
+        if not isinstance(circuit, Circuit | Schedule | Program):
+            raise UsageError(f"run of a {type(circuit).__name__}: expected a Circuit, or its Schedule or Program")
         if isinstance(circuit, Circuit):
-            circuit.check_values(weights, features)
+            weights, features = circuit.check_values(weights, features)
             circuit = self.schedule(circuit)
         if isinstance(circuit, Schedule):
             circuit = Program.of(circuit, self.rank, None if self.fresh else self.holdings)
+        weights = vector("weights", weights, circuit.schedule.weights)
+        features = vector("features", features, circuit.schedule.features)
         circuit.prepare(self.wires - self.held, self.dtype, self.device, self.kernel)
         self.begin(circuit.schedule)
         for step in circuit.steps:
@@ -188,9 +195,15 @@ class State:
         return whole.reshape((2,) * self.wires).permute(order).reshape(-1)
 
     def set_amplitudes(self, amplitudes: torch.Tensor) -> State:
-        """Begin with these 2^wires amplitudes, given alike on every rank, in the order of wires."""
-        if amplitudes.shape != (1 << self.wires,):
-            raise UsageError(f"amplitudes of shape {tuple(amplitudes.shape)}: expected ({1 << self.wires},)")
+        """Begin with these 2^wires amplitudes of norm one, given alike on every rank, in the order of wires."""
+        given = whole_vector(amplitudes, self.wires)
+        norm = float(torch.linalg.vector_norm(given, dtype=torch.complex128 if given.is_complex() else torch.float64))
+        if not abs(norm - 1) <= NORM_TOLERANCE:
+            raise UsageError(f"amplitudes of norm {norm:.6g}: expected 1; divide them by their norm")
+        return self.place(given)
+
+    def place(self, amplitudes: torch.Tensor) -> State:
+        """The same for amplitudes of any norm: a co-state's."""
         whole = amplitudes.to(self.device, self.dtype).reshape((2,) * self.wires).permute(self.layout)
         self.local.copy_(whole.reshape(1 << self.held, -1)[int(self.holdings.table[self.rank])])
         self.norm_expected = self.norm()
@@ -203,6 +216,20 @@ class State:
         other.__dict__.update(self.__dict__)
         other.local, other.bits, other.holdings = local, dict(self.bits), self.holdings.copy()
         return other
+
+    def blank(self) -> State:
+        """A state like this one whose amplitudes are all zero, if there is room for it."""
+        self.require_another()
+        return self.like(zeros(self.local.numel(), self.dtype, self.device))
+
+    def twin(self) -> State:
+        """A copy, if there is room for it."""
+        self.require_another()
+        return self.like(self.local.clone())
+
+    def require_another(self) -> None:
+        what = "another state (a co-state or a copy)"
+        require_room(self.wires, self.held, self.dtype, self.device, 0, self.comm, what)
 
     # ---- inside -------------------------------------------------------------------------------------------------
 
@@ -260,6 +287,17 @@ class State:
     def holds(self, condition: Sequence[tuple[int, int]]) -> bool:
         """Whether the bits measured so far have these values."""
         return all(self.bits.get(bit, 0) == value for bit, value in condition)
+
+
+def whole_vector(amplitudes: Any, wires: int) -> torch.Tensor:
+    """All amplitudes of so many wires, from a tensor or what becomes one."""
+    try:
+        given = torch.as_tensor(amplitudes)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UsageError(f"amplitudes: expected {1 << wires} numbers ({error})") from None
+    if given.shape != (1 << wires,):
+        raise UsageError(f"amplitudes of shape {tuple(given.shape)}: expected ({1 << wires},)")
+    return given if given.is_complex() or given.is_floating_point() else given.double()
 
 
 def nodes_of(comm: Communicator | None) -> int:

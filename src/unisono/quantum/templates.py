@@ -9,10 +9,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from itertools import combinations, count, product
 
+import numpy as np
+
 from unisono.errors import UsageError
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.observable import PauliSum, Word, Z, multiply
-from unisono.quantum.parameter import weight
+from unisono.quantum.parameter import is_index, weight
 
 ENTANGLERS = ("cnot_ring", "cnot_line", "cz_ring", "cz_line")
 
@@ -87,7 +89,7 @@ def uccsd(wires: int, electrons: int, steps: int = 1) -> Circuit:
     Wires are spin orbitals, even ones spin up and odd ones down; the first `electrons` start occupied. Excitations keep
     the spin; each has one weight, used in every step (divided by `steps`)."""
     _at_least("steps", steps, 1)
-    if not 0 < electrons < wires:
+    if not is_index(electrons) or not 0 < electrons < wires:
         raise UsageError(f"uccsd with {electrons} electrons on {wires} wires: expected 1 to {wires - 1} electrons")
     circuit = Circuit(wires)
     for wire in range(electrons):
@@ -129,11 +131,12 @@ def _product(left: list[tuple[complex, Word]], right: list[tuple[complex, Word]]
 
 
 def _edge(edge: Sequence[float]) -> tuple[int, int, float]:
-    if len(edge) not in (2, 3) or edge[0] == edge[1]:
+    told = isinstance(edge, Sequence | np.ndarray) and len(edge) in (2, 3)
+    if not told or not all(float(wire).is_integer() for wire in edge[:2]) or edge[0] == edge[1]:
         raise UsageError(f"edge {edge!r}: expected two different wires, and a strength if it is not 1")
     return int(edge[0]), int(edge[1]), float(edge[2]) if len(edge) == 3 else 1.0
 
 
 def _at_least(name: str, value: int, least: int) -> None:
-    if value < least:
-        raise UsageError(f"{name}={value}: expected at least {least}")
+    if not is_index(value) or value < least:
+        raise UsageError(f"{name}={value!r}: expected a whole number of at least {least}")

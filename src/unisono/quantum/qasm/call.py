@@ -13,6 +13,25 @@ from unisono.quantum.qasm.token import Cursor, Token
 if TYPE_CHECKING:
     from unisono.quantum.qasm.reader import Reader
 
+_HIGHEST_POWER = 1 << 20
+_OF_THREE = {
+    "qubit",
+    "bit",
+    "let",
+    "for",
+    "while",
+    "const",
+    "input",
+    "int",
+    "uint",
+    "float",
+    "angle",
+    "ctrl",
+    "negctrl",
+    "inv",
+    "pow",
+}
+
 
 def call(reader: Reader, scope: Scope) -> list[Operation]:
     """The operations of the call at the reader's cursor, which stops before the semicolon."""
@@ -37,7 +56,7 @@ def call(reader: Reader, scope: Scope) -> list[Operation]:
     for wires in _broadcast(at, token, operands):
         inner = wires[controls:]
         if isinstance(gate, Definition):
-            one = reader.expand(gate, scope, angles, inner)
+            one = reader.expand(gate, angles, inner)
         else:
             one = operations(gate, angles, inner, exact=bool(modifiers) or scope.inside_gate)
         made += _modified(at, token, one, modifiers, wires[:controls])
@@ -96,6 +115,8 @@ def _modified(
         if word == "inv":
             made = [each.inverse() for each in reversed(made)]
         elif word == "pow":
+            if abs(count) * len(made) > _HIGHEST_POWER:
+                at.fail(f"pow({count:g}) of {token.text!r}: at most {_HIGHEST_POWER} operations are made of it", token)
             powered = power(made, count)
             if powered is None:
                 at.fail(f"pow({count:g}) of {token.text!r}: expected a whole number, or one rotation or phase", token)
@@ -109,6 +130,8 @@ def _modified(
 
 
 def _unknown(token: Token, scope: Scope) -> str:
+    if scope.version == 2 and token.text in _OF_THREE:
+        return f"{token.text!r} is a word of OpenQASM 3; a text of it begins with `OPENQASM 3.0;`"
     library = "qelib1.inc" if scope.version == 2 else "stdgates.inc"
     if "h" not in scope.gates:
         return f'gate {token.text!r} is not defined; is `include "{library}";` missing?'

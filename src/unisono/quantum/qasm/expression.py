@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -39,6 +40,7 @@ FUNCTIONS: dict[str, Callable[..., float]] = {
     "pow": math.pow,
 }
 CASTS = ("float", "angle", "int", "uint")
+_LARGEST_EXPONENT = 1024
 _LEVELS = (("+", "-"), ("*", "/", "%"))
 
 
@@ -134,7 +136,10 @@ def _binary(cursor: Cursor, sign: Token, left: Value, right: Value, version: int
                 return a / _plain(cursor, sign, b)
             case "%":
                 return _plain(cursor, sign, a) % _plain(cursor, sign, b)
-        return _plain(cursor, sign, a) ** _plain(cursor, sign, b)
+        base, exponent = _plain(cursor, sign, a), _plain(cursor, sign, b)
+        if abs(exponent) > _LARGEST_EXPONENT:
+            base = float(base)  # a whole number of so many digits would take for ever
+        return base**exponent
 
     return _checked(cursor, sign, compute)
 
@@ -152,6 +157,8 @@ def _checked(cursor: Cursor, token: Token, compute: Callable[[], Any]) -> Any:
         value = compute()
     except (ArithmeticError, ValueError, TypeError, UsageError) as error:
         cursor.fail(f"cannot compute {token.text!r}: {error}", token)
+    if isinstance(value, int) and abs(value) > sys.float_info.max:
+        cursor.fail(f"{token.text!r} gives a number of {len(bin(value)) - 2} bits, which is too large", token)
     if isinstance(value, complex) or (isinstance(value, float) and not math.isfinite(value)):
         cursor.fail(f"{token.text!r} gives {value}, which is no finite real number", token)
     return value

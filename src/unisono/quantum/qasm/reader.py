@@ -30,13 +30,14 @@ _NUMBERS = {"int", "uint", "float", "angle", "bool", "const", "input", "output"}
 _FOREIGN = {"while", "switch", "def", "defcal", "cal", "extern", "box", "delay", "stretch", "duration", "return"}
 _FOREIGN |= {"break", "continue", "array", "end", "complex", "defcalgrammar"}
 _LARGEST_REGISTER = 4096
+_LONGEST_LOOP = 1 << 20
 
 
 def load_qasm(path: str | Path) -> Circuit:
     """The circuit of a file; `include` looks beside it."""
     path = Path(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"cannot read {path}: {error}") from None
     return Reader(text, str(path), path.parent).circuit()
@@ -56,10 +57,14 @@ class Reader:
         self.bits = 0
         self.inputs: dict[str, Affine] = {}
         self.including: list[str] = [source]
+        self.defined: set[str] = set()  # gates of the text, without those of the standard files
 
     def circuit(self) -> Circuit:
         self._version()
-        self._run(self.scope)
+        try:
+            self._run(self.scope)
+        except RecursionError:
+            self.at.fail("this is nested too deeply to be read")
         if not self.wires:
             self.at.fail("the program declares no qubits")
         circuit = Circuit(self.wires, self.bits)
@@ -102,9 +107,6 @@ class Reader:
     def _emit(self, scope: Scope, operations: list[Operation]) -> None:
         if scope.condition:
             operations = [replace(each, condition=(*scope.condition, *each.condition)) for each in operations]
-            for each in operations:
-                if {bit for bit, _ in scope.condition} & set(each.bits):
-                    self.at.fail("a bit that is asked for may not be written under its own condition")
         scope.out.extend(operations)
 
     def _block(self, scope: Scope) -> None:
@@ -137,15 +139,21 @@ class Reader:
         if name in FILES:
             scope.gates.update(FILES[name])
             if name in DEFINED:
+                kept, self.defined = self.defined, set()  # a text may define these anew
                 self._run_text(scope, DEFINED[name], name)
+                self.defined = kept
             return
         path = None if self.folder is None else self.folder / name
         if path is None or not path.is_file():
             self.at.fail(f"include {name!r}: no such file; {' and '.join(FILES)} are built in", token)
         if str(path) in self.including:
             self.at.fail(f"include {name!r} includes itself", token)
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except (OSError, UnicodeDecodeError) as error:
+            self.at.fail(f"include {name!r}: cannot read it: {error}", token)
         self.including.append(str(path))
-        self._run_text(scope, path.read_text(encoding="utf-8"), str(path))
+        self._run_text(scope, text, str(path))
         self.including.pop()
 
     def _run_text(self, scope: Scope, text: str, source: str) -> None:
@@ -256,8 +264,11 @@ class Reader:
             self.at.expect("{")
         end = self.at.block_end()
         body = self.at.at(self.at.position + 1)
-        definition = Definition(name.text, tuple(parameters), tuple(operands), body, scope.version)
-        scope.gates[name.text] = native(definition, lambda *given: self.expand(definition, scope, *given))
+        if name.text in self.defined:
+            self.at.fail(f"gate {name.text!r} is already defined", name)
+        self.defined.add(name.text)
+        definition = Definition(name.text, tuple(parameters), tuple(operands), body, scope.version, dict(scope.gates))
+        scope.gates[name.text] = native(definition, lambda *given: self.expand(definition, *given))
         self.at.position = end + 1
 
     def _names(self) -> list[str]:
@@ -266,12 +277,12 @@ class Reader:
             names.append(self.at.kind("name", "a name").text)
         return names
 
-    def expand(self, definition: Definition, scope: Scope, angles: list[Affine], wires: list[int]) -> list[Operation]:
+    def expand(self, definition: Definition, angles: list[Affine], wires: list[int]) -> list[Operation]:
         """The operations of a defined gate on these wires."""
         pairs = zip(definition.operands, wires, strict=True)
         qubits = {name: Operand((wire,), True, self.at.token) for name, wire in pairs}
         values = {**self.scope.values, **dict(zip(definition.parameters, angles, strict=True))}
-        inner = Scope(definition.version, scope.gates, qubits, {}, values, [], inside_gate=True)
+        inner = Scope(definition.version, definition.gates, qubits, {}, values, [], inside_gate=True)
         outer, self.at = self.at, definition.body.at(definition.body.position)
         while not self.at.sees("}"):
             self._statement(inner)
@@ -282,7 +293,8 @@ class Reader:
 
     def _read_measure(self, scope: Scope) -> None:
         wires = scope.operand(self.at)
-        if self.at.skip("->"):
+        if scope.version == 2 or self.at.sees("->"):
+            self.at.expect("->")
             bits = scope.operand(self.at, "bit")
         else:  # OpenQASM 3 may forget the outcome: it goes to bits that have no name
             bits = Operand(tuple(range(self.bits, self.bits + len(wires.places))), False, wires.token)
@@ -332,10 +344,16 @@ class Reader:
         while self.at.skip("&&"):
             condition += self._condition(scope)
         self.at.expect(")")
+        first = len(scope.out)
         if any((bit, 1 - value) in (*condition, *scope.condition) for bit, value in condition):
             self._skip_block()
         else:
             self._block(scope.inner(condition=(*scope.condition, *dict.fromkeys(condition))))
+        made = scope.out[first:]  # each asks for the bits anew, so that only the last may write them
+        if any(
+            {bit for bit, _ in condition} & set(each.bits) for each in (made if self.at.sees("else") else made[:-1])
+        ):
+            self.at.fail("a bit that is asked for is written under its own condition, and more follows", start)
         if self.at.skip("else"):
             if len(condition) != 1:
                 self.at.fail("'else' is read after a condition on one bit only", start)
@@ -388,4 +406,7 @@ class Reader:
         if len(numbers) not in (2, 3) or (len(numbers) == 3 and numbers[1] == 0):
             self.at.fail("expected [first:last] or [first:step:last] with a step that is not 0", token)
         first, *step, last = numbers
-        return [*between(first, last, *step)]
+        turns = between(first, last, *step)
+        if len(turns) > _LONGEST_LOOP:
+            self.at.fail(f"a loop of {len(turns)} turns: at most {_LONGEST_LOOP} are read", token)
+        return [*turns]

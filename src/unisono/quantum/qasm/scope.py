@@ -12,13 +12,14 @@ from unisono.quantum.qasm.token import Cursor, Token
 
 @dataclass(frozen=True)
 class Definition:
-    """A gate that the text defines: its body is read again at each call."""
+    """A gate that the text defines: its body is read again at each call, with the gates that were known before it."""
 
     name: str
     parameters: tuple[str, ...]
     operands: tuple[str, ...]
     body: Cursor
     version: int
+    gates: dict[str, Known | Definition]
 
 
 @dataclass(frozen=True)
