@@ -46,6 +46,7 @@ window.addEventListener('load', () => {
     unfolded: folded.open,
     line: [Math.round(line.width), Math.round(line.height)],
     bars: bars.filter(width => width > 1).length,
+    cut: [...document.querySelectorAll('.timeline')].map(box => box.scrollWidth - box.clientWidth),
     boxes: document.querySelectorAll('#pipeline rect[fill="#3b6fb6"] title').length,
     ranks: [...document.querySelectorAll('#run svg text[font-weight]')].map(text => text.textContent),
     said: [...document.querySelectorAll('#said td:first-child')].map(cell => cell.textContent),
@@ -185,6 +186,8 @@ def test_a_browser_draws_it(run_folder: Path, tmp_path: Path) -> None:
         assert min(seen["line"]) > 20, "the loss is a line with width and height"
         assert seen["bars"] >= 4 * 4
         assert seen["boxes"] == 2 * 2 * 2, "two pictures of two ranks with two forwards"
+        assert len(seen["cut"]) == 2
+        assert all((cut > 0) == (where == "phone") for cut in seen["cut"]), "whole on a desk, to be pushed on a phone"
         assert seen["ranks"] == ["rank 0", "rank 1", "rank 2", "rank 3"]
         assert "all_reduce" in seen["said"]
         assert seen["program"] > 50

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import json
 import math
@@ -18,6 +19,7 @@ from torch import nn
 
 import unisono as uni
 from tests.ranks import RankPool
+from tests.train import stores
 from unisono.errors import CheckpointError, UsageError
 from unisono.train.fit import NonFiniteLoss
 from unisono.train.pace import slowest
@@ -331,6 +333,64 @@ def test_a_loss_that_is_no_number_names_step_samples_and_module(
     ]
 
 
+class Spiked(Words):
+    """One token is embedded far away, and the second block cannot bear it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(12, 8)
+        with torch.no_grad():
+            self.tokens.weight[11] = 1e5
+        self.blocks[1].norm = nn.Sequential(Counting(), self.blocks[1].norm)
+
+
+class Counting(Reciprocal):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("met", torch.zeros((), dtype=torch.float64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.met += x.detach().abs().sum()
+        return super().forward(x)
+
+
+class Kept(uni.Callback):
+    """The whole state after each step."""
+
+    def __init__(self) -> None:
+        self.states: list[dict[str, Any]] = []
+
+    def on_step(self, engine: uni.Engine, moment: Any) -> None:
+        self.states.append(copy.deepcopy(engine.ready.state_dict()))
+
+
+def spiked(comm: Any, plan: str) -> tuple[list[str], int, str]:
+    """How the state of a skipped step differs from that before; how many were; and what stops where it is not asked."""
+    samples = data(16)
+    samples[13][0][0] = 11
+    one, kept = engine(plan, model=lambda: Spiked().double()), Kept()
+    given: dict[str, Any] = {"batch_size": 8, "shuffle": False, "progress": False}
+    skipped = one.fit(samples, **given, nonfinite="skip", callbacks=[kept]).skipped
+    before, after = kept.states
+    before["steps"] += 1
+    faults = stores.unequal(after, before) + ([] if one.schedule.last_epoch == 1 else ["the scheduler went on"])
+    with pytest.raises(NonFiniteLoss) as told:
+        one.fit(samples, **given)
+    return faults, skipped, str(told.value)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,tp=2,sp", "dp=2,pp=2,microbatches=2,zero=3"])
+def test_under_every_plan_the_same_module_is_named_and_the_same_state_kept(
+    plan: str, pools: Callable[[str, int], RankPool]
+) -> None:
+    answers = pools("gloo", 4).run(spiked, plan)
+    for faults, skipped, told in answers:
+        assert (faults, skipped) == ([], 1)
+        assert told == answers[0][2]
+        assert "at step 4 (epoch 1) on samples [8, 9, 10, 11, 12, 13, 14, 15]" in told
+        assert "blocks.1.norm.0 (Counting) gave an infinite number from finite inputs" in told
+
+
 # ---- bad input -----------------------------------------------------------------------------------------------------
 
 
@@ -388,6 +448,11 @@ def refused_input(comm: Any) -> None:
     several = uni.Engine(Words, loss, torch.optim.LBFGS, plan="dp=1")
     with pytest.raises(UsageError, match=r"nonfinite='skip'\) with LBFGS"):
         several.fit(data(), nonfinite="skip", progress=False)
+    broken = engine("dp=1").prepare(torch.utils.data.default_collate(data(8)))
+    with torch.no_grad():
+        broken.model.get_parameter("head.weight")[0] = math.nan
+    with pytest.raises(NonFiniteLoss, match=r"parameter head.weight is not finite .* No step can be trained from there"):
+        broken.fit(data(), nonfinite="skip", progress=False)
     with pytest.raises(UsageError, match="epochs=0"):
         engine("dp=1").fit(data(), epochs=0)
     with pytest.raises(UsageError, match="nonfinite='ignore'"):

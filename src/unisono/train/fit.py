@@ -34,7 +34,8 @@ if TYPE_CHECKING:
     from unisono.train.engine import Engine
 
 _NONFINITE = ("stop", "skip")
-_NOTHING = "Nothing was updated by this step; fit(nonfinite='skip') leaves such steps out"
+_NOTHING = "No parameter was updated by this step; fit(nonfinite='skip') leaves such steps out"
+_FOR_EVER = "No step can be trained from there; go on from a checkpoint before it, with a lower learning rate or clip=..."
 _MAY_HAVE = "The optimizer evaluates the loss several times in a step, and may have updated parameters before"
 
 
@@ -141,8 +142,8 @@ class Fit:
         finally:
             self._pace.stop()
             if self.folder is not None and self._ledger.is_written:
-                held = self._ledger.held(self.engine.ready)
-                self.folder.write_rank(held | {"peak": peak_memory(), "program": self._transcript.lines})
+                held = self._ledger.held(self.engine.ready) | {"plan": str(self.engine.plan), "peak": peak_memory()}
+                self.folder.write_rank(held | {"program": self._transcript.lines})
             for each in reversed(self._callbacks):
                 each.on_end(self.engine, self.moment)
         if self._checkpoints is not None:
@@ -248,6 +249,8 @@ class Fit:
             return loss, False
         if not self._skips:
             raise NonFiniteLoss(self._told(loss, finite.first_culprit(trainer, batch), trainer.steps + 1, _NOTHING))
+        if broken := finite.broken_parameter(trainer):
+            raise NonFiniteLoss(self._told(loss, broken, trainer.steps + 1, _FOR_EVER))
         with torch.no_grad():
             for name, buffer in trainer.model.named_buffers():
                 buffer.copy_(held[name])

@@ -86,22 +86,21 @@ class RunFolder(Callback):
         beside.replace(file)
 
     def on_step(self, engine: Engine, moment: Moment) -> None:
-        self._note(moment)
+        self._note(moment.step, moment.numbers())
 
     def on_epoch(self, engine: Engine, moment: Moment) -> None:
         if moment.values:
-            self._note(moment)
+            self._note(moment.step, {"step": moment.step, "epoch": moment.epoch, **moment.values})
 
-    def _note(self, moment: Moment) -> None:
+    def _note(self, step: int, numbers: dict[str, Any]) -> None:
         if self._lines is None:
             return
-        numbers = moment.numbers()
         self._lines.write(json.dumps({name: _plain(value) for name, value in numbers.items()}) + "\n")
         self._lines.flush()
         if self._board is not None:
             for name, value in numbers.items():
                 if name not in ("step", "slow") and isinstance(value, int | float):
-                    self._board.add_scalar(name, value, moment.step)
+                    self._board.add_scalar(name, value, step)
 
     def write_program(self, page: str) -> None:
         """The distributed program as a page; none where it is empty."""
