@@ -16,7 +16,7 @@ from torch import nn
 
 import unisono.nn as unn
 from tests.ranks import RankPool
-from tests.train.test_engine import data, engine
+from tests.train.test_engine import data, engine, known_machine
 from unisono import cli
 from unisono.comm.communicator import Communicator
 from unisono.report import charts
@@ -106,7 +106,8 @@ class Mixture(nn.Module):
 def reported(comm: Communicator, folder: str) -> None:
     trained = engine(PLAN, model=lambda: Mixture().double())
     trained.dataloader(data(), batch_size=8)
-    trained.foreseen()
+    with known_machine():
+        trained.foreseen()
     trained.fit(data(), steps=4, epochs=2, batch_size=8, save=folder, progress=False)
 
 

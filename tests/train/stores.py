@@ -18,7 +18,6 @@ from unisono.parallel.trainer import Trainer
 from unisono.train.inventory import named_tensors
 
 
-
 class AttentionBlock(nn.Module):
     """Half of a GPT's block: all kinds of pieces that the other half has."""
 

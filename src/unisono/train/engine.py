@@ -326,11 +326,13 @@ class Engine:
 
     def about_model(self) -> dict[str, Any]:
         """What is trained, in short; every rank calls it."""
+        own = {name for name, _ in self.ready.model.named_parameters()}
+        mine = {name: about for name, about in shapes_here(self.ready).items() if name in own}
         whole: dict[str, Any] = {}
-        for theirs in self.ready.mesh.comm("pp").all_gather_object(shapes_here(self.ready)):
+        for theirs in self.ready.mesh.comm("pp").all_gather_object(mine):
             whole |= theirs
-        own = self._model if isinstance(self._model, nn.Module) else self.ready.model
-        return {"name": type(own).__name__, "parameters": sum(math.prod(shape) for shape, _ in whole.values())}
+        model = self._model if isinstance(self._model, nn.Module) else self.ready.model
+        return {"name": type(model).__name__, "parameters": sum(math.prod(shape) for shape, _ in whole.values())}
 
     def own_state(self) -> dict[str, Any]:
         """What the trainer does not know of."""
@@ -346,8 +348,8 @@ class Engine:
         was = state.get("scheduler", kind)
         if was != kind:
             raise CheckpointError(
-                f"the scheduler was {was}, and is {kind}, which cannot go on from the other's state; build it as it was "
-                "when the checkpoint was saved"
+                f"the scheduler was {was}, and is {kind}, which cannot go on from the other's state; build it "
+                "as it was when the checkpoint was saved"
             )
         self.schedule.load_state_dict(state["schedule"])
 

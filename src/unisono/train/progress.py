@@ -88,7 +88,9 @@ class Display(Callback):
     def _room(self, epoch: str) -> int:
         """What the line has left for words beside the bar, the steps and the time that remains."""
         steps = 2 * len(str(self._steps or "?")) + 1
-        return self._console.width - len(f"epoch {epoch}") - self._bar_width - steps - len("0:00:00") - 4  # spaces between
+        return (
+            self._console.width - len(f"epoch {epoch}") - self._bar_width - steps - len("0:00:00") - 4
+        )  # spaces between
 
     def on_epoch(self, engine: Engine, moment: Moment) -> None:
         if moment.values:
