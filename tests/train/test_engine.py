@@ -281,10 +281,16 @@ def test_every_epoch_is_evaluated_once(tmp_path: Path, pools: Callable[[str, int
 
 
 class Crammed(uni.Callback):
-    """After some steps, no file can grow, as on a full disk."""
+    """After a checkpoint, no file can grow, as on a full disk."""
+
+    def __init__(self, place: str) -> None:
+        self.saved = Path(place, "run", "checkpoints", "step-00000002")
 
     def on_step(self, engine: uni.Engine, moment: Any) -> None:
         if moment.step == 3:
+            until = time.monotonic() + 60
+            while not self.saved.exists() and time.monotonic() < until:
+                time.sleep(0.01)
             resource.setrlimit(resource.RLIMIT_FSIZE, (10, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
 
 
@@ -295,7 +301,7 @@ def on_a_full_disk(comm: Any, place: str) -> None:
         with pytest.raises(
             UnisonoError, match=r"step 4 cannot be noted in .*steps\.jsonl: File too large; checkpoints"
         ):
-            engine("dp=1").fit(data(), callbacks=[Crammed()], **given)
+            engine("dp=1").fit(data(), callbacks=[Crammed(place)], **given)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert engine("dp=1").fit(data(), resume=True, **given).first_step == 2
@@ -571,6 +577,19 @@ def too_small(comm: Any) -> str:
 def test_a_last_batch_too_small_for_the_pipeline_is_refused(pools: Callable[[str, int], RankPool]) -> None:
     for told in pools("gloo", 4).run(too_small):
         assert told.startswith("the smallest training batch of an epoch has 1 samples (batch_size=8), but plan")
+
+
+def with_data_of_its_own(comm: Any) -> str:
+    torch.manual_seed(comm.rank)
+    inputs = torch.randint(11, (8, 8))
+    with pytest.raises(UsageError) as told:
+        engine("tp=2").fit([(row, row) for row in inputs], batch_size=8, progress=False)
+    return str(told.value)
+
+
+def test_data_that_differs_among_ranks_is_refused(pools: Callable[[str, int], RankPool]) -> None:
+    for told in pools("gloo", 2).run(with_data_of_its_own):
+        assert told.startswith("the first batch that rank 1 reads is not the one that rank 0 reads")
 
 
 class Dawdling(uni.Callback):

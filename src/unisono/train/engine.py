@@ -43,6 +43,7 @@ from unisono.train.inventory import shapes_here
 from unisono.train.metrics import Function, Metric, named, number_of
 from unisono.train.order import require_whole_number
 from unisono.train.run_folder import RunFolder
+from unisono.train.same_data import require_same_batch
 
 Scheduler = Callable[[Optimizer], Any]
 
@@ -230,7 +231,9 @@ class Engine:
             first = loader.first(whole=True)
             if first is None:
                 raise UsageError("the dataset is empty; expected at least one sample")
-            self.prepare(first.batch if isinstance(first, Share) else first)
+            batch = first.batch if isinstance(first, Share) else first
+            require_same_batch(batch, self.comm)
+            self.prepare(batch)
 
     # ---- training ------------------------------------------------------------------------------------------------
 
