@@ -207,6 +207,10 @@ def saved_and_loaded(comm: Any, place: str) -> None:
     fewer.save(tmp_path / "saved")
     other.load(tmp_path / "saved")
     assert other.ready.steps == 1, "what was saved last, though of fewer steps"
+    for step in (1, 2):
+        uni.Checkpoints(tmp_path / "of a run").save(fewer.ready, step)
+    with pytest.raises(UsageError, match="holds the checkpoints of steps 1, 2; none of them would stay"):
+        fewer.save(tmp_path / "of a run")
     with pytest.raises(CheckpointError, match=r"no checkpoint in .*saved/step-00000001, which is one itself: give"):
         other.load(tmp_path / "saved" / "step-00000001")
     other._scheduler, other.trainer = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2), None

@@ -319,8 +319,13 @@ class Engine:
         return _joined(parts)
 
     def save(self, path: str | Path) -> None:
-        """A checkpoint that any plan can load; every rank calls it."""
+        """A checkpoint that any plan can load, in the place of one saved there before; every rank calls it."""
         saved = Checkpoints(path, keep=1)
+        if len(saved.steps()) > 1:
+            raise UsageError(
+                f"{path} holds the checkpoints of steps {', '.join(map(str, saved.steps()))}; none of them would stay; "
+                "give another folder"
+            )
         saved.save(self.ready, self.ready.steps, extra=self.own_state())
 
     def load(self, path: str | Path) -> None:

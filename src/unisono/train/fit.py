@@ -139,7 +139,7 @@ class Fit:
         try:
             with self._preemption.listening():
                 self._epochs()
-        except Exception:
+        except BaseException:
             if self._checkpoints is not None:
                 self._checkpoints.settle()  # what the last steps saved must not be lost with this one
             raise
