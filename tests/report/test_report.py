@@ -171,6 +171,16 @@ def test_each_stage_has_its_program_as_it_ran(run_folder: Path) -> None:
     ]
 
 
+def test_figures_of_an_earlier_plan_are_left_out(run_folder: Path, tmp_path: Path) -> None:
+    """A start that was killed has written none of its own."""
+    again = tmp_path / "again"
+    shutil.copytree(run_folder, again)
+    starts = json.loads((again / "run.json").read_text())["starts"]
+    (again / "run.json").write_text(json.dumps({"starts": [*starts, {**starts[-1], "plan": "dp=4"}]}))
+    assert set(Run.read(run_folder).ranks) == {0, 1, 2, 3}
+    assert Run.read(again).ranks == {}
+
+
 @pytest.mark.skipif(not BROWSER, reason="no Chromium on this machine; install it to look at the page")
 def test_a_browser_draws_it(run_folder: Path, tmp_path: Path) -> None:
     assert cli.main(["report", str(run_folder), "-o", str(tmp_path / "page.html")]) == 0
