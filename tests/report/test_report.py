@@ -16,7 +16,7 @@ from torch import nn
 
 import unisono.nn as unn
 from tests.ranks import RankPool
-from tests.train.test_engine import data, engine
+from tests.train.test_engine import data, engine, known_machine
 from unisono import cli
 from unisono.comm.communicator import Communicator
 from unisono.report import charts
@@ -46,6 +46,7 @@ window.addEventListener('load', () => {
     unfolded: folded.open,
     line: [Math.round(line.width), Math.round(line.height)],
     bars: bars.filter(width => width > 1).length,
+    cut: [...document.querySelectorAll('.timeline')].map(box => box.scrollWidth - box.clientWidth),
     boxes: document.querySelectorAll('#pipeline rect[fill="#3b6fb6"] title').length,
     ranks: [...document.querySelectorAll('#run svg text[font-weight]')].map(text => text.textContent),
     said: [...document.querySelectorAll('#said td:first-child')].map(cell => cell.textContent),
@@ -105,7 +106,8 @@ class Mixture(nn.Module):
 def reported(comm: Communicator, folder: str) -> None:
     trained = engine(PLAN, model=lambda: Mixture().double())
     trained.dataloader(data(), batch_size=8)
-    trained.foreseen()
+    with known_machine():
+        trained.foreseen()
     trained.fit(data(), steps=4, epochs=2, batch_size=8, save=folder, progress=False)
 
 
@@ -169,6 +171,16 @@ def test_each_stage_has_its_program_as_it_ran(run_folder: Path) -> None:
     ]
 
 
+def test_figures_of_an_earlier_plan_are_left_out(run_folder: Path, tmp_path: Path) -> None:
+    """A start that was killed has written none of its own."""
+    again = tmp_path / "again"
+    shutil.copytree(run_folder, again)
+    starts = json.loads((again / "run.json").read_text())["starts"]
+    (again / "run.json").write_text(json.dumps({"starts": [*starts, {**starts[-1], "plan": "dp=4"}]}))
+    assert set(Run.read(run_folder).ranks) == {0, 1, 2, 3}
+    assert Run.read(again).ranks == {}
+
+
 @pytest.mark.skipif(not BROWSER, reason="no Chromium on this machine; install it to look at the page")
 def test_a_browser_draws_it(run_folder: Path, tmp_path: Path) -> None:
     assert cli.main(["report", str(run_folder), "-o", str(tmp_path / "page.html")]) == 0
@@ -185,6 +197,8 @@ def test_a_browser_draws_it(run_folder: Path, tmp_path: Path) -> None:
         assert min(seen["line"]) > 20, "the loss is a line with width and height"
         assert seen["bars"] >= 4 * 4
         assert seen["boxes"] == 2 * 2 * 2, "two pictures of two ranks with two forwards"
+        assert len(seen["cut"]) == 2
+        assert all((cut > 0) == (where == "phone") for cut in seen["cut"]), "whole on a desk, to be pushed on a phone"
         assert seen["ranks"] == ["rank 0", "rank 1", "rank 2", "rank 3"]
         assert "all_reduce" in seen["said"]
         assert seen["program"] > 50

@@ -218,7 +218,7 @@ def dataset() -> TensorDataset:
 
 def train(comm: Communicator, folder: str, plan: str, until: int) -> tuple[list[float], list[list[int]], float]:
     """Train up to a step from what is saved, if anything; losses, the ids that this rank read, a sum of parameters."""
-    trainer = stores.new_trainer("gpt", plan)
+    trainer = stores.new_trainer("slim", plan)
     loader = uni.Loader(dataset(), 8, part=trainer.part, seed=7)
     checkpoints = uni.Checkpoints(folder)
     if checkpoints.newest_good() is not None:

@@ -26,18 +26,29 @@ def line(width: int) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue().replace("\r", "\n")).strip().splitlines()[-1].strip()
 
 
-@pytest.mark.parametrize("width", [56, 76, 116, 160])
+@pytest.mark.parametrize("width", [56, 60, 76, 116, 160])
 def test_the_bar_has_room_for_its_end(width: int) -> None:
     told = line(width)
     assert len(told) <= width
-    assert re.match(r"epoch 1/3 [━╸╺ ]{16,} +80/140 loss 2\.8131", told), told
+    assert re.match(r"epoch 1/3 [━╸╺ ]{8,} +80/140 loss 2\.8131", told), told
     assert told.endswith("-:--:--"), told
     assert "…" not in told
 
 
 def test_the_wider_the_more_is_told() -> None:
     assert "ms/step" not in line(56)
-    assert "loss 2.8131, 794 ms/step" in line(76)
-    assert "loss 2.8131, 40 samples/s, 2,579 tokens/s, 794 ms/step" in line(116)
+    assert "loss 2.8131, 794 ms/step" in line(60)
+    assert "loss 2.8131, 40 samples/s, 2,579 tokens/s, 794 ms/step" in line(100)
     everything = "loss 2.8131, rate 0.0024, 40 samples/s, 2,579 tokens/s, 794 ms/step (predicted 73), 349-362 MiB/rank"
     assert everything in line(160)
+
+
+def test_the_time_that_is_left_counts_what_is_done_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, now = io.StringIO(), [100.0]
+    monkeypatch.setattr("unisono.train.progress.time.perf_counter", lambda: now[0])
+    display = Display(True, Console(file=shown, force_terminal=False, soft_wrap=True))
+    display.on_start(NO_ENGINE, 40, 140)
+    now[0] += 120
+    display.on_step(NO_ENGINE, Moment(80, 1, 3, 140, 2.8131, (), 32, None, 0.1))
+    assert "step 80/140 loss 2.8131" in shown.getvalue()
+    assert "3:00 left" in shown.getvalue(), "40 steps took two minutes, and 60 are to come"

@@ -12,7 +12,7 @@ from tests.train import stores
 from unisono.plan.plan import Plan
 
 PLANS = {
-    "gpt": [
+    "slim": [
         "dp=1",
         "dp=2,zero=1",
         "dp=4,zero=3",

@@ -27,7 +27,7 @@ from unisono.train.inventory import collect
 
 def failing_rank(comm: Communicator, folder: str) -> list[str]:
     """Rank 2 may not write files of more than a few bytes: what every rank is told, saving at once and aside."""
-    trainer = stores.trainer_of("gpt", "dp=4,zero=3")
+    trainer = stores.trainer_of("slim", "dp=4,zero=3")
     checkpoints = uni.Checkpoints(folder)
     checkpoints.save(trainer, 1)
     told = []
@@ -61,9 +61,9 @@ def test_a_rank_that_cannot_write_is_named_on_every_rank(pools: Callable[[str, i
 
 def written_once(comm: Communicator, plan: str) -> tuple[int, int, int]:
     """Bytes that this rank writes, that it holds, and of the whole state."""
-    trainer = stores.trainer_of("gpt", plan)
+    trainer = stores.trainer_of("slim", plan)
     if not trainer.optimizer.state:
-        stores.steps(trainer, "gpt", 0, 1)
+        stores.steps(trainer, "slim", 0, 1)
     inventory = collect(trainer)
     kept = [entry for entry in inventory.entries if not entry.name.startswith("random.")]
     written = sum(entry.tensor[chunk.slices].nbytes for entry in kept for chunk in entry.written)

@@ -17,7 +17,8 @@ def mesh_svg(plan: Plan) -> str:
     rows = sizes[used[0]] if len(used) > 1 else 1
     columns = plan.world // rows
     step = _BOX + _GAP
-    parts = [f'<svg class="mesh" viewBox="0 0 {columns * step} {rows * step}" width="{min(columns * step, 1100)}">']
+    width, height = columns * step, rows * step
+    parts = [f'<svg class="mesh" viewBox="-1 -1 {width} {height}" width="{min(width, 1100)}">']
     for rank in range(plan.world):
         places, rest = {}, rank
         for axis in reversed(AXES):

@@ -39,7 +39,9 @@ class Run:
         ranks = {}
         for rank in range(plan.world):
             with contextlib.suppress(OSError, ValueError):  # a rank that was killed has written none
-                ranks[rank] = json.loads((path / "ranks" / f"{rank}.json").read_text(encoding="utf-8"))
+                told = json.loads((path / "ranks" / f"{rank}.json").read_text(encoding="utf-8"))
+                if told.get("plan", str(plan)) == str(plan):  # else it is of an earlier start
+                    ranks[rank] = told
         page = path / "program.html"
         return cls(path, starts, steps, ranks, page.read_text(encoding="utf-8") if page.is_file() else "")
 

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from unisono.comm import world
 from unisono.comm.communicator import Communicator
-from unisono.errors import UnisonoError, UsageError
+from unisono.errors import CheckpointError, UnisonoError, UsageError
 from unisono.launch import environment
 from unisono.parallel.apply import Model, parallelize
 from unisono.parallel.loss import Loss
@@ -43,6 +43,7 @@ from unisono.train.inventory import shapes_here
 from unisono.train.metrics import Function, Metric, named, number_of
 from unisono.train.order import require_whole_number
 from unisono.train.run_folder import RunFolder
+from unisono.train.same_data import require_same_batch
 
 Scheduler = Callable[[Optimizer], Any]
 
@@ -78,11 +79,13 @@ class Engine:
         self.metrics = named(metrics)
         self._plan = plan if isinstance(plan, Plan) or plan == "auto" else Plan.parse(plan)
         self._precision = Precision.of(precision)
-        if clip is not None and (not isinstance(clip, int | float) or not clip >= 0):
+        if clip is not None and (not isinstance(clip, int | float) or isinstance(clip, bool) or not clip >= 0):
             raise UsageError(f"Engine(clip={clip!r}): expected a number of at least 0, or None")
         self._clip = clip
         self._rules = rules
-        self.seed = seed
+        self.seed = require_whole_number("Engine: seed", seed, 0)
+        if seed >= 2**63:
+            raise UsageError(f"Engine(seed={seed}): expected a number below 2**63")
         for name, value in (("loss", loss), ("optimizer", optimizer), ("scheduler", scheduler)):
             if value is not None and not callable(value):
                 raise UsageError(f"Engine({name}={value!r}): expected a function; {_FORMS[name]}")
@@ -228,13 +231,17 @@ class Engine:
             first = loader.first(whole=True)
             if first is None:
                 raise UsageError("the dataset is empty; expected at least one sample")
-            self.prepare(first.batch if isinstance(first, Share) else first)
+            batch = first.batch if isinstance(first, Share) else first
+            require_same_batch(batch, self.comm)
+            self.prepare(batch)
 
     # ---- training ------------------------------------------------------------------------------------------------
 
     def run(self, batch: tuple[Any, Any]) -> torch.Tensor:
         """One training step on a global batch; the loss that one device would have seen."""
         self.prepare(batch)
+        if not rows_of(batch):
+            raise UsageError("run was given a batch without a sample; expected at least one")
         loss = self.ready.step(batch)
         if self.schedule is not None:
             self.schedule.step()
@@ -266,10 +273,12 @@ class Engine:
         newest `keep` of them. resume: go on from the newest good one. nonfinite: "stop" at a loss that is NaN or
         infinite, or "skip" such steps. look_every: steps between two looks at memory and pace.
         """
+        if save is not None and (not isinstance(save, str | Path) or not str(save)):
+            raise UsageError(f"fit(save={save!r}): expected the path of a folder")
         if save is None and (save_every is not None or resume):
             raise UsageError("fit(save_every=..., resume=...) needs save=FOLDER: where checkpoints are")
         for each in callbacks if isinstance(callbacks, Sequence) else [callbacks]:
-            if not isinstance(each, Callback):
+            if not isinstance(callbacks, Sequence) or not isinstance(each, Callback):
                 raise UsageError(f"fit(callbacks=...): {each!r}; expected a list of uni.Callback")
         options = Options(epochs, steps, look_every, nonfinite, save_every, keep, resume, progress)
         if save is not None and self.trainer is None:
@@ -291,6 +300,11 @@ class Engine:
 
     def predict(self, inputs: Any, batch_size: int = 32) -> Any:
         """The model's outputs for all inputs, in their order, on every rank. `inputs`: as the model takes them."""
+        if isinstance(inputs, list) and inputs and isinstance(inputs[0], tuple):
+            raise UsageError(
+                "predict was given a list of tuples, as datasets are; expected the inputs of all samples as the model "
+                "takes them, as torch.stack([sample[0] for sample in dataset])"
+            )
         trainer, rows = self.ready, rows_of(inputs)
         require_whole_number("batch_size", batch_size, 1)
         if not rows:
@@ -305,8 +319,13 @@ class Engine:
         return _joined(parts)
 
     def save(self, path: str | Path) -> None:
-        """A checkpoint that any plan can load; every rank calls it."""
+        """A checkpoint that any plan can load, in the place of one saved there before; every rank calls it."""
         saved = Checkpoints(path, keep=1)
+        if len(saved.steps()) > 1:
+            raise UsageError(
+                f"{path} holds the checkpoints of steps {', '.join(map(str, saved.steps()))}; none of them would stay; "
+                "give another folder"
+            )
         saved.save(self.ready, self.ready.steps, extra=self.own_state())
 
     def load(self, path: str | Path) -> None:
@@ -315,19 +334,32 @@ class Engine:
 
     def about_model(self) -> dict[str, Any]:
         """What is trained, in short; every rank calls it."""
+        own = {name for name, _ in self.ready.model.named_parameters()}
+        mine = {name: about for name, about in shapes_here(self.ready).items() if name in own}
         whole: dict[str, Any] = {}
-        for theirs in self.ready.mesh.comm("pp").all_gather_object(shapes_here(self.ready)):
+        for theirs in self.ready.mesh.comm("pp").all_gather_object(mine):
             whole |= theirs
-        own = self._model if isinstance(self._model, nn.Module) else self.ready.model
-        return {"name": type(own).__name__, "parameters": sum(math.prod(shape) for shape, _ in whole.values())}
+        model = self._model if isinstance(self._model, nn.Module) else self.ready.model
+        return {"name": type(model).__name__, "parameters": sum(math.prod(shape) for shape, _ in whole.values())}
 
     def own_state(self) -> dict[str, Any]:
         """What the trainer does not know of."""
-        return {} if self.schedule is None else {"schedule": self.schedule.state_dict()}
+        if self.schedule is None:
+            return {}
+        return {"schedule": self.schedule.state_dict(), "scheduler": type(self.schedule).__qualname__}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        if self.schedule is not None and "schedule" in state:
-            self.schedule.load_state_dict(state["schedule"])
+        """Go on with the scheduler as it was; one that is new begins now."""
+        if self.schedule is None or "schedule" not in state:
+            return
+        kind = type(self.schedule).__qualname__
+        was = state.get("scheduler", kind)
+        if was != kind:
+            raise CheckpointError(
+                f"the scheduler was {was}, and is {kind}, which cannot go on from the other's state; build it "
+                "as it was when the checkpoint was saved"
+            )
+        self.schedule.load_state_dict(state["schedule"])
 
     def _in_order(self, dataset: Any, batch_size: int) -> Loader:
         if isinstance(dataset, Loader):

@@ -1,7 +1,8 @@
 """Which module first gave a number that is none: for a run that stops because its loss is NaN or infinite.
 
-The step's forward is run again with a look at every module's inputs and outputs; random numbers belong to the step, so
-it goes as it went. The culprit took finite inputs and gave something else.
+The step is run again with a look at every module's inputs and outputs; random numbers belong to the step, so it goes as
+it went. The culprit took finite inputs and gave something else. So may others after it, where ranks cut samples or
+sequences: what they get from other ranks is no input of theirs. The first is the one that one device would meet first.
 """
 
 from __future__ import annotations
@@ -15,27 +16,38 @@ from torch.utils._pytree import tree_leaves
 from unisono.comm import world
 from unisono.parallel.share import Share
 from unisono.parallel.trainer import Trainer
+from unisono.plan.action import Action
 
 Batch = tuple[Any, Any] | Share
 
 
 class Finding(NamedTuple):
     stage: int  # of the pipeline
+    place: int  # among the stage's modules, in the order in which they end
     told: str
 
 
 def first_culprit(trainer: Trainer, batch: Batch) -> str:
     """One line on where it began, over all ranks; every rank calls it."""
     comm = world.world()
-    before = [told for told in comm.all_gather_object(_in_parameters(trainer) or _in_batch(batch)) if told]
+    before = broken_parameter(trainer) or _first_told(_in_batch(batch))
     if before:
-        return before[0]
-    everyone = enumerate(comm.all_gather_object(_in_forward(trainer, batch)))
+        return before
+    everyone = enumerate(comm.all_gather_object(_in_step(trainer, batch)))
     findings = [(each, rank) for rank, each in everyone if each is not None]
     if not findings:
         return "every module's output is finite: the loss function itself made it"
-    (_, told), rank = min(findings)
+    (*_, told), rank = min(findings)
     return f"{told} (rank {rank})"
+
+
+def broken_parameter(trainer: Trainer) -> str:
+    """One line on a parameter that is not finite, over all ranks; every rank calls it."""
+    return _first_told(_in_parameters(trainer))
+
+
+def _first_told(mine: str) -> str:
+    return next((told for told in world.world().all_gather_object(mine) if told), "")
 
 
 def _in_parameters(trainer: Trainer) -> str:
@@ -53,30 +65,39 @@ def _in_batch(batch: Batch) -> str:
     return ""
 
 
-def _in_forward(trainer: Trainer, batch: Batch) -> Finding | None:
-    seen: list[Finding] = []
-    stage = trainer.mesh.index("pp")
+def _in_step(trainer: Trainer, batch: Batch) -> Finding | None:
+    found: list[Finding] = []
+    places: dict[str, int] = {}
+    stage = 0
 
     def look(name: str) -> Any:
         def hook(module: nn.Module, arguments: Any, keywords: Any, outputs: Any) -> None:
-            if not seen and not _is_finite(outputs) and _is_finite((arguments, keywords)):
+            place = places.setdefault(name, len(places))
+            if not _is_finite(outputs) and _is_finite((arguments, keywords)):
                 bad = next(leaf for leaf in _numbers(outputs) if not bool(torch.isfinite(leaf).all()))
                 kind = "NaN" if bool(torch.isnan(bad).any()) else "an infinite number"
                 told = f"{name or 'the model'} ({type(module).__name__}) gave {kind} from finite inputs"
-                seen.append(Finding(stage, f"{told}, shape {list(bad.shape)}"))
+                found.append(Finding(stage, place, f"{told}, shape {list(bad.shape)}"))
 
         return hook
+
+    def turn_to(microbatch: int, action: Action | None) -> None:
+        nonlocal stage
+        stage = 0 if action is None else action.stage
 
     handles = [
         module.register_forward_hook(look(name), with_kwargs=True) for name, module in trainer.model.named_modules()
     ]
+    before, trainer.on_microbatch = trainer.on_microbatch, turn_to
     try:
+        trainer.zero_grad()
         with torch.random.fork_rng(devices=[]):
             trainer.backward(batch)
     finally:
+        trainer.on_microbatch = before
         for handle in handles:
             handle.remove()
-    return seen[0] if seen else None
+    return min(found, default=None)
 
 
 def _numbers(tree: Any) -> list[torch.Tensor]:

@@ -34,7 +34,10 @@ if TYPE_CHECKING:
     from unisono.train.engine import Engine
 
 _NONFINITE = ("stop", "skip")
-_NOTHING = "Nothing was updated by this step; fit(nonfinite='skip') leaves such steps out"
+_NOTHING = "No parameter was updated by this step; fit(nonfinite='skip') leaves such steps out"
+_FOR_EVER = (
+    "No step can be trained from there; go on from a checkpoint before it, with a lower learning rate or clip=..."
+)
 _MAY_HAVE = "The optimizer evaluates the loss several times in a step, and may have updated parameters before"
 
 
@@ -97,9 +100,11 @@ class Fit:
         self._began = engine.ready.steps  # steps that were done before this run, and are none of it
         self.history = History()
         self.moment: Moment | None = None
+        self._loss = math.nan  # of the step that it was resumed after
         self._display = Display(options.progress and engine.comm.rank == 0)
         self._checkpoints = None if folder is None else Checkpoints(folder.checkpoints, keep=options.keep)
         self._saved = -1  # the step saved last
+        self._ended = loader.epoch  # epochs that were evaluated and told of, after their last step
         self._given = list(callbacks)
         self._skips = options.nonfinite == "skip"
         self._callbacks: list[Callback] = [self._display, *([folder] if folder else []), *callbacks]
@@ -134,15 +139,15 @@ class Fit:
         try:
             with self._preemption.listening():
                 self._epochs()
-        except Exception:
+        except BaseException:
             if self._checkpoints is not None:
                 self._checkpoints.settle()  # what the last steps saved must not be lost with this one
             raise
         finally:
             self._pace.stop()
             if self.folder is not None and self._ledger.is_written:
-                held = self._ledger.held(self.engine.ready)
-                self.folder.write_rank(held | {"peak": peak_memory(), "program": self._transcript.lines})
+                held = self._ledger.held(self.engine.ready) | {"plan": str(self.engine.plan), "peak": peak_memory()}
+                self.folder.write_rank(held | {"program": self._transcript.lines})
             for each in reversed(self._callbacks):
                 each.on_end(self.engine, self.moment)
         if self._checkpoints is not None:
@@ -150,6 +155,10 @@ class Fit:
         return self.history
 
     def _epochs(self) -> None:
+        if self._ended < self.loader.epoch:  # it was asked to stop right after the last step of an epoch
+            self._end_epoch()
+            if self.history.stopped:
+                return
         while self.loader.epoch < self.options.epochs and not self._is_done():
             position, done = self.loader.position, self.engine.ready.steps
             for batch in self.loader:
@@ -157,7 +166,7 @@ class Fit:
                     return
                 if self.options.steps is not None and self._is_done():
                     break
-            if self.engine.ready.steps > done:
+            if self.engine.ready.steps > done or (position and self._ended < self.loader.epoch):
                 self._end_epoch()
             elif not position:  # else it was resumed where an epoch ends, which only a look at the data could tell
                 raise UsageError(f"the dataset gave no sample in epoch {self.loader.epoch}; expected at least one")
@@ -211,7 +220,7 @@ class Fit:
         if trainer.steps % self.options.look_every == 0:
             self._look(self.moment)
         asks = [bool(each.on_step(self.engine, self.moment)) for each in self._callbacks]
-        if self.options.save_every is not None and trainer.steps % self.options.save_every == 0:
+        if self._is_due() and self.loader.state_dict()["position"]:  # else after the epoch, when it is evaluated
             self._save()
         return self._agreed(any(asks))
 
@@ -248,6 +257,8 @@ class Fit:
             return loss, False
         if not self._skips:
             raise NonFiniteLoss(self._told(loss, finite.first_culprit(trainer, batch), trainer.steps + 1, _NOTHING))
+        if broken := finite.broken_parameter(trainer):
+            raise NonFiniteLoss(self._told(loss, broken, trainer.steps + 1, _FOR_EVER))
         with torch.no_grad():
             for name, buffer in trainer.model.named_buffers():
                 buffer.copy_(held[name])
@@ -272,8 +283,14 @@ class Fit:
         moment.memory = tuple(memory for memory, *_ in seen)
         moment.slow = slowest([own for _, own, *_ in seen], max(p for *_, p, _ in seen), [host for *_, host in seen])
 
+    def _is_due(self) -> bool:
+        """Whether it is time for a checkpoint, by the number of steps."""
+        return self.options.save_every is not None and self.engine.ready.steps % self.options.save_every == 0
+
     def _end_epoch(self) -> None:
-        assert self.moment is not None
+        if self.moment is None:  # after a resume, with no step since
+            done, epoch = self.engine.ready.steps, self.loader.epoch
+            self.moment = Moment(done, epoch, self.options.epochs, self.steps, self._loss, (), 0, None, 0.0)
         moment = self.moment
         if self.validation is not None:
             values = evaluation.evaluate(self.engine.ready, self.validation, self.engine.metrics)
@@ -282,7 +299,9 @@ class Fit:
         asks = [bool(each.on_epoch(self.engine, moment)) for each in self._callbacks]
         if self._agreed(any(asks)):
             self.history.stopped = "a callback ended it"
-        if self.options.save_every is None or self.history.stopped:
+        self._ended = self.loader.state_dict()["epoch"]
+        if self.options.save_every is None or self._is_due() or self.history.stopped:
+            self._saved = -1  # what may have been saved at this step does not know of the epoch's end
             self._save()
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
@@ -295,7 +314,9 @@ class Fit:
         if self._saved != step:
             self._saved = step
             state = self.loader.state_dict()
-            own = {**self.engine.own_state(), "began": self._began}
+            own = {**self.engine.own_state(), "began": self._began, "ended": self._ended}
+            if self.moment is not None and math.isfinite(self.moment.loss):
+                own["loss"] = self.moment.loss
             self._checkpoints.save(self.engine.ready, step, state, own, wait=is_last)
             for each in self._callbacks:
                 each.on_save(self.engine, step, str(self.folder.checkpoints))
@@ -322,6 +343,8 @@ class Fit:
         self.loader.load_state_dict(restored.data_state)
         self.engine.load_own_state(restored.extra)
         self._began = restored.extra.get("began", 0)
+        self._ended = restored.extra.get("ended", self.loader.epoch)
+        self._loss = restored.extra.get("loss", math.nan)
         under = "" if restored.plan == str(self.engine.plan) else f", saved under plan {restored.plan}"
         if restored.note:
             self._display.say(restored.note)

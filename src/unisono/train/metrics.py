@@ -110,6 +110,8 @@ def number_of(name: str, answer: Any) -> float:
     if isinstance(answer, torch.Tensor) and answer.numel() != 1:
         raise UsageError(f"metric {name!r} returned a tensor of shape {list(answer.shape)}; expected one number")
     try:
+        if isinstance(answer, str):
+            raise TypeError
         return float(answer)
     except (TypeError, ValueError):
         raise UsageError(f"metric {name!r} returned {type(answer).__name__}; expected one number") from None

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from unisono.train.engine import Engine
 
 _REDRAW = 0.1  # seconds between two states of the bar
-_BAR = 24  # its width
+_BAR = 24  # its width, at most a seventh of the line
 _LINES = 20  # plain lines that a run is worth, about
 
 
@@ -30,6 +30,7 @@ class Display(Callback):
         self._drawn = 0.0
         self._told = 0
         self._steps: int | None = None
+        self._began, self._first = 0.0, 0  # when, and after which step
         self._memory: tuple[int, ...] = ()
         self._slow = ""
 
@@ -39,11 +40,12 @@ class Display(Callback):
 
     def on_start(self, engine: Engine, first_step: int, steps: int | None) -> None:
         self._steps = steps
+        self._began, self._first = time.perf_counter(), first_step
         if not self._is_shown or not self._console.is_terminal:
             return
         self._bar = Progress(
             TextColumn("epoch {task.fields[epoch]}"),
-            BarColumn(bar_width=_BAR),
+            BarColumn(bar_width=self._bar_width),
             MofNCompleteColumn(),
             TextColumn("{task.fields[told]}"),
             TimeRemainingColumn(),
@@ -71,13 +73,24 @@ class Display(Callback):
         elif is_last or self._told == 0 or moment.step - self._told >= max(1, (self._steps or 1000) // _LINES):
             self._told = moment.step
             of = f"/{moment.steps}" if moment.steps else ""
-            left = f", {_clock((moment.steps - moment.step) * moment.seconds)} left" if moment.steps else ""
+            left = f", {_clock(self._seconds_left(moment))} left" if moment.steps else ""
             self.say(f"epoch {moment.epoch} step {moment.step}{of} {_told(moment, self._memory)}{left}")
+
+    def _seconds_left(self, moment: Moment) -> float:
+        """By all that the run has done so far, evaluations and checkpoints too."""
+        passed = time.perf_counter() - self._began
+        return passed / (moment.step - self._first) * ((moment.steps or 0) - moment.step)
+
+    @property
+    def _bar_width(self) -> int:
+        return min(_BAR, self._console.width // 7)
 
     def _room(self, epoch: str) -> int:
         """What the line has left for words beside the bar, the steps and the time that remains."""
         steps = 2 * len(str(self._steps or "?")) + 1
-        return self._console.width - len(f"epoch {epoch}") - _BAR - steps - len("0:00:00") - 4  # spaces between
+        return (
+            self._console.width - len(f"epoch {epoch}") - self._bar_width - steps - len("0:00:00") - 4
+        )  # spaces between
 
     def on_epoch(self, engine: Engine, moment: Moment) -> None:
         if moment.values:

@@ -17,7 +17,7 @@ from unisono.parallel.layout import layout_of
 from unisono.parallel.state import whole_shape
 from unisono.parallel.trainer import Trainer
 from unisono.parallel.zero import Zero
-from unisono.train.chunks import held_chunks, whole_chunk
+from unisono.train.chunks import Chunk, held_chunks, whole_chunk
 from unisono.train.encoding import decoded
 from unisono.train.inventory import Entry, dtype_name, named_tensors
 from unisono.train.manifest import Manifest
@@ -65,6 +65,8 @@ class Restoration:
 
     def __post_init__(self) -> None:
         self._entries: list[Entry] = []
+        # By its identity: a parameter, which must live as long as that counts, its shape and what is held of it.
+        self._laid: dict[int, tuple[torch.Tensor, tuple[int, ...], list[Chunk]]] = {}
 
     def run(self) -> Any:
         """Restore all of the trainer's state; what was saved as `extra`."""
@@ -109,8 +111,11 @@ class Restoration:
                     )
 
     def _add_laid(self, entry: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
-        shape = tuple(whole_shape(parameter))
-        held = held_chunks(shape, layout_of(parameter), self.trainer.mesh)
+        if id(parameter) not in self._laid:
+            shape = tuple(whole_shape(parameter))
+            held = held_chunks(shape, layout_of(parameter), self.trainer.mesh)
+            self._laid[id(parameter)] = parameter, shape, held
+        _, shape, held = self._laid[id(parameter)]
         self._entries.append(Entry(entry, tensor.detach(), shape, held, []))
 
     def _common(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:

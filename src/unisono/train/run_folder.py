@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from unisono.errors import UsageError
+from unisono.errors import UnisonoError, UsageError
 from unisono.train.callbacks import Callback
 from unisono.train.moment import Moment
 
@@ -41,10 +41,12 @@ class RunFolder(Callback):
         """Make the folder, or go on in it; UsageError where another model was trained there."""
         try:
             (self.path / "ranks").mkdir(parents=True, exist_ok=True)
+            if self._rank == 0:
+                self._begin(about, first_step)
         except OSError as error:
             raise UsageError(f"run folder {self.path}: cannot be made: {error.strerror}; give another path") from None
-        if self._rank:
-            return
+
+    def _begin(self, about: dict[str, Any], first_step: int) -> None:
         starts = self.starts(self.path)
         if starts and starts[-1]["model"] != about["model"]:
             raise UsageError(
@@ -86,22 +88,27 @@ class RunFolder(Callback):
         beside.replace(file)
 
     def on_step(self, engine: Engine, moment: Moment) -> None:
-        self._note(moment)
+        self._note(moment.step, moment.numbers())
 
     def on_epoch(self, engine: Engine, moment: Moment) -> None:
         if moment.values:
-            self._note(moment)
+            self._note(moment.step, {"step": moment.step, "epoch": moment.epoch, **moment.values})
 
-    def _note(self, moment: Moment) -> None:
+    def _note(self, step: int, numbers: dict[str, Any]) -> None:
         if self._lines is None:
             return
-        numbers = moment.numbers()
-        self._lines.write(json.dumps({name: _plain(value) for name, value in numbers.items()}) + "\n")
-        self._lines.flush()
+        try:
+            self._lines.write(json.dumps({name: _plain(value) for name, value in numbers.items()}) + "\n")
+            self._lines.flush()
+        except OSError as error:
+            raise UnisonoError(
+                f"step {step} cannot be noted in {self._lines.name}: {error.strerror}; checkpoints are intact, and "
+                "resume=True goes on from the newest"
+            ) from None
         if self._board is not None:
             for name, value in numbers.items():
                 if name not in ("step", "slow") and isinstance(value, int | float):
-                    self._board.add_scalar(name, value, moment.step)
+                    self._board.add_scalar(name, value, step)
 
     def write_program(self, page: str) -> None:
         """The distributed program as a page; none where it is empty."""
@@ -112,16 +119,15 @@ class RunFolder(Callback):
             file.unlink(missing_ok=True)  # of an earlier start, under another plan
 
     def write_rank(self, held: dict[str, Any]) -> None:
-        """What this rank held and said, for the report."""
-        _write(self.path / "ranks" / f"{self._rank}.json", held)
+        """What this rank held and said, for the report; where there is no room for it, that fails nothing."""
+        with contextlib.suppress(OSError):
+            _write(self.path / "ranks" / f"{self._rank}.json", held)
 
     def on_end(self, engine: Engine, moment: Moment | None) -> None:
-        if self._lines is not None:
-            self._lines.close()
-            self._lines = None
-        if self._board is not None:
-            self._board.close()
-            self._board = None
+        lines, board, self._lines, self._board = self._lines, self._board, None, None
+        for each in (lines, board):
+            with contextlib.suppress(OSError):  # what could not be written has been told
+                each.close() if each is not None else None
 
 
 def _plain(value: Any) -> Any:
