@@ -73,7 +73,7 @@ def _describe(values: Any, parts: list[Hashable]) -> bool:
     """Whether all of them could be told in the parts."""
     parts.append(len(values))
     for value in values:
-        kind = type(value)
+        kind: Hashable = type(value)
         if isinstance(value, torch.Tensor):
             if value.device != _META or value.layout != torch.strided or value.is_conj() or value.is_neg():
                 return False

@@ -204,7 +204,11 @@ def _copied(named: Any) -> Tensors:
 
 
 def _gradients(named: Any) -> Tensors:
-    return {name: p.grad.detach().cpu().clone() for name, p in named if p.grad is not None}
+    return {name: _dense(p.grad).cpu().clone() for name, p in named if p.grad is not None}
+
+
+def _dense(gradient: torch.Tensor) -> torch.Tensor:
+    return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
 
 
 def flat_state(state: dict[str, dict[str, Any]]) -> Tensors:
