@@ -287,9 +287,7 @@ def _ranks(job: Any) -> int:
 
 def _unisono(words: list[str]) -> int:
     from unisono import cli
-    from unisono.plan import measure
 
-    measure.Care = lambda: measure.BRIEF  # type: ignore[assignment,misc]  # nobody reads how fast this machine is
     sys.argv = words
     return cli.main(words[1:])
 
