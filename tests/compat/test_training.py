@@ -200,12 +200,6 @@ def two_forwards(comm: Any) -> None:
     engine = ZeroModelInitial(args, nn.Linear(6, 4))
     x, _ = samples(8)
     x = x.float()
-    used = nn.Linear(6, 4)
-    optimizer = optim.Adam(used.parameters())
-    used(x).sum().backward()
-    optimizer.step()
-    with pytest.raises(UsageError, match="the optimizer has stepped already"):
-        ZeroModelInitial(args, used, optimizer)
     for first, second, is_open in ((x[:2], x, False), (x[: 2 + comm.rank], x, True)):
         loss = engine(first).sum()
         engine(second)
@@ -217,6 +211,28 @@ def two_forwards(comm: Any) -> None:
             engine.backward(loss)
             engine.step()
     comm.barrier()
+
+
+def goes_on(comm: Any, steps_before: int) -> torch.Tensor:
+    """Four steps, of which the first are the plain model's."""
+    x, _ = samples(8)
+    model = nn.Linear(6, 4, dtype=7)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.1)
+    optimizer = optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(steps_before):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    engine = ZeroModelInitial({"train_batch_size": 8, "zero_optimization": {"stage": 1}}, model, optimizer)
+    for _ in range(4 - steps_before):
+        engine.backward(engine(tensor.QTensor(x)).square().mean())
+        engine.step()
+    return engine(x).as_subclass(torch.Tensor).detach()
+
+
+def test_an_optimizer_that_has_stepped_keeps_what_it_has_learned(pools: Pools) -> None:
+    torch.testing.assert_close(*(pools("gloo", 2).run(goes_on, before)[1] for before in (0, 3)), **CLOSE)
 
 
 def test_zero_does_not_guess_which_samples_count(pools: Pools) -> None:

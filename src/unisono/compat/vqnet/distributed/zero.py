@@ -53,10 +53,6 @@ class ZeroModelInitial(Module):
                 f"{_NAME}: the optimizer is a {_kind(optimizer)}; expected one that was made for the model's "
                 "parameters, or None for that of args"
             )
-        if optimizer is not None and optimizer.state:
-            raise UsageError(
-                f"{_NAME}: the optimizer has stepped already, and what it has learned would be lost; make a new one"
-            )
         settings = Settings(f"{_NAME}, args", args, _KEYS)
         settings.count("train_batch_size")
         stage = Settings(
@@ -72,6 +68,7 @@ class ZeroModelInitial(Module):
         self._comm = joined()
         self._mesh = Mesh(Plan(dp=self._comm.size).shape, AXES).connect()
         self._comm.broadcast_parameters(model)
+        model.zero_grad()  # what was left by an earlier loop is not of the first step
         batchnorm.convert(model, self._mesh)
         self._zero = Zero(model, self._mesh, make, stage)
         self.module = model
