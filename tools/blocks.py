@@ -44,6 +44,7 @@ RUN, SHOWN = ("python", "bash", "console"), ("text", "toml", "json", "mermaid", 
 LIMIT = 150  # seconds a page may take
 _FENCE = re.compile(r"^(?P<indent> *)(?P<ticks>```+)(?P<info>.*)$")
 _NOTE = re.compile(r"^ *<!-- (?P<word>not run|exit|output)(?:: (?P<said>.*?))? -->$")
+_PROOF = re.compile(r"unisono verify examples/[\w.:/]+( --?\w+ [\w=,-]+)*")
 _DEVIATION = re.compile(r"(?:\\ )*\d(?:\\\.\d)?e\\-\d\d")  # in an escaped text, with the spaces before it
 _ANY_DEVIATION = r" *(?:\d(?:\.\d)?e-\d\d|bit for bit)"
 
@@ -105,7 +106,7 @@ def blocks_of(page: Path) -> list[Block]:
 # ---- running -----------------------------------------------------------------------------------------------------
 
 
-def run_page(page: Path, folder: Path) -> list[str]:
+def run_page(page: Path, folder: Path, proofs: Path) -> list[str]:
     """Run the blocks in `folder`; what each printed. AssertionError where one ends otherwise than it should."""
     for name in ("examples", "tests", "benchmarks"):
         (folder / name).symlink_to(ROOT / name)
@@ -119,7 +120,7 @@ def run_page(page: Path, folder: Path) -> list[str]:
             Path(block.title).write_text(block.text + "\n", encoding="utf-8")
         if block.runs:
             with _Caught() as caught:
-                code = _run_python(block, page, names) if block.language == "python" else _run_shell(block)
+                code = _run_python(block, page, names) if block.language == "python" else _run_shell(block, proofs)
             where = f"{page.relative_to(ROOT)}:{block.first}"
             assert block.ends_well_with(code), f"{where}: ended with {code}:\n{caught.text}"
             printed.append(caught.text)
@@ -174,14 +175,26 @@ def commands_of(block: Block) -> list[str]:
     return [line for line in joined if line.strip() and not line.startswith("#")]
 
 
-def _run_shell(block: Block) -> int:
+def _run_shell(block: Block, proofs: Path) -> int:
     for command in commands_of(block):
         if block.language == "console" and len(commands_of(block)) > 1:
             print(f"$ {command}", flush=True)
-        code = commands.run(command)
+        code = _run_proof(command, proofs) if _PROOF.fullmatch(command) else commands.run(command)
         if code:
             return code
     return 0
+
+
+def _run_proof(command: str, proofs: Path) -> int:
+    """A proof of one of the repository's examples, which is the same wherever it is shown: run once."""
+    kept = proofs / re.sub(r"[^\w.,=-]", "_", command)
+    if not kept.exists():
+        with _Caught() as caught:
+            code = commands.run(command)
+        kept.write_text(json.dumps([code, caught.text]))
+    code, text = json.loads(kept.read_text())
+    print(text, end="", flush=True)
+    return int(code)
 
 
 # ---- what pages say ----------------------------------------------------------------------------------------------
@@ -238,15 +251,15 @@ def write(page: Path, printed: list[str]) -> None:
 # ---- all pages ---------------------------------------------------------------------------------------------------
 
 
-def told_by(page: Path) -> dict[str, Any]:
-    """Run a page in a process of its own: what its blocks printed, or why it failed."""
+def told_by(page: Path, proofs: Path) -> dict[str, Any]:
+    """Run a page in a process of its own: what its blocks printed, or why it failed. proofs: a folder to keep them."""
     if not any(block.runs or block.title for block in blocks_of(page)):
         return {"printed": [], "fault": "", "seconds": 0.0}
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="unisono-page-") as scratch:
         answer, folder = Path(scratch) / "answer.json", Path(scratch) / "page"
         folder.mkdir()
-        commands.alone(lambda: _answer(page, folder, answer), folder, LIMIT)
+        commands.alone(lambda: _answer(page, folder, answer, proofs), folder, LIMIT)
         told: dict[str, Any] = {"printed": [], "fault": f"not done in {LIMIT} s"}
         if answer.is_file():
             told = json.loads(answer.read_text())
@@ -254,47 +267,48 @@ def told_by(page: Path) -> dict[str, Any]:
     return told
 
 
-def _answer(page: Path, folder: Path, answer: Path) -> int:
+def _answer(page: Path, folder: Path, answer: Path, proofs: Path) -> int:
     told: dict[str, Any] = {"printed": [], "fault": ""}
     try:
-        told["printed"] = run_page(page, folder)
+        told["printed"] = run_page(page, folder, proofs)
     except BaseException as error:
         told["fault"] = str(error) if isinstance(error, AssertionError) else traceback.format_exc()
     answer.write_text(json.dumps(told))
     return 0
 
 
-def run_all(chosen: list[Path], is_written: bool = False) -> Iterator[tuple[Path, dict[str, Any]]]:
-    """Pages with equal blocks, as translations have, run once."""
-    seen: dict[str, dict[str, Any]] = {}
-    for page in chosen:
+class Runs:
+    """Pages with equal blocks, as translations have, run once; so does a proof of an example that several show."""
+
+    def __init__(self) -> None:
+        self._told: dict[str, dict[str, Any]] = {}
+        self._proofs = tempfile.TemporaryDirectory(prefix="unisono-proofs-")
+
+    def of(self, page: Path, is_written: bool = False) -> dict[str, Any]:
+        """What the page's blocks printed, and where that is not what it says."""
         blocks = [block for block in blocks_of(page) if block.runs or block.title]
         key = json.dumps([(block.language, block.title, block.text, block.notes.get("exit")) for block in blocks])
-        told = {**seen[key], "seconds": 0.0} if key in seen else told_by(page)
-        seen[key] = told
+        told = {**self._told[key], "seconds": 0.0} if key in self._told else told_by(page, Path(self._proofs.name))
+        self._told[key] = told
         fault = told["fault"]
         if not fault:
             if is_written:
                 write(page, told["printed"])
             fault = "\n".join(faults_of(page, told["printed"]))
-        yield page, {**told, "fault": fault}
+        return {**told, "fault": fault}
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Run the code blocks of pages.")
     parser.add_argument("page", nargs="*", type=Path, help="default: README and all of docs/")
     parser.add_argument("--write", action="store_true", help="put what was printed into the pages")
-    parser.add_argument("--json", action="store_true", help="a line a page, as data")
     chosen = parser.parse_args()
     commands.prepare()
-    failed = False
-    for page, told in run_all([page.resolve() for page in chosen.page] or pages(), chosen.write):
-        name = str(page.relative_to(ROOT))
+    runs, failed = Runs(), False
+    for page in [page.resolve() for page in chosen.page] or pages():
+        told = runs.of(page, chosen.write)
         failed = failed or bool(told["fault"])
-        if chosen.json:
-            print(json.dumps({"page": name, **told}), flush=True)
-        else:
-            print(f"{name}: {told['seconds']} s {told['fault'] or 'ok'}", flush=True)
+        print(f"{page.relative_to(ROOT)}: {told['seconds']} s {told['fault'] or 'ok'}", flush=True)
     return int(failed)
 
 

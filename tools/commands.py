@@ -4,7 +4,8 @@
     end = stage.run("unisono run -n 2 hello.py", folder)      # end.code, end.output
 
 `unisono run` and `vqnetrun` are read by their own parser. Where a job is no more than so many ranks of a script on
-this machine, its ranks are forked too, by uni.spawn; any other is started as it stands, and so is what is not ours.
+this machine, its ranks are forked too, by uni.spawn. Any other that stays on this machine and off MPI is the launcher's
+own, but that its agent is forked and not started anew. The rest is started as it stands, and so is what is not ours.
 
 The stage is `python tools/commands.py`. It computes nothing itself, so that all that is forked from it finds no thread
 but its own, and answers a line of JSON for each line of JSON.
@@ -16,6 +17,7 @@ import argparse
 import contextlib
 import functools
 import importlib
+import inspect
 import io
 import json
 import os
@@ -28,7 +30,8 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -38,9 +41,10 @@ ROOT = Path(__file__).resolve().parent.parent
 COMMON = (
     "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.export", "torch.nn.parallel",
     "numba", "sklearn.datasets", "unisono.cli", "unisono.nn", "unisono.parallel.apply", "unisono.train.engine",
-    "unisono.quantum.layer",
+    "unisono.quantum.layer", "unisono.launch.elastic",
 )  # fmt: skip
 HARDWARE = ROOT / "tools" / "two_cores.toml"
+_HIGHEST = 1 << 20  # of descriptors
 _SHELL = re.compile(r"[|&;<>`*?$(){}~]")
 _INTO_A_FILE = re.compile(r"(unisono [^|&;<>`*?$(){}~]+) > ([\w.]+)")
 
@@ -65,6 +69,10 @@ class Stage:
         literally: by a shell, in interpreters of its own.
         """
         return End(**self._ask(command=command, folder=str(folder), limit=limit, literally=literally))
+
+    def page(self, page: Path) -> dict[str, Any]:
+        """Run the blocks of a page of the documentation (`tools/blocks.py`): what `Runs.of` tells of it."""
+        return self._ask(page=str(page))
 
     def _ask(self, **request: Any) -> dict[str, Any]:
         if self._process is None:
@@ -161,9 +169,9 @@ def run(command: str) -> int:
         return _forked(lambda: _script(words[1:]))
     if words[:1] == ["unisono"] and words[1:2] != ["run"]:
         return _forked(lambda: _unisono(words))
-    job = _plain_job(words)
+    job = _local_job(words)
     if job is not None:
-        return _forked(lambda: _ranks(job))
+        return _forked(lambda: _ranks(job) if is_plain(job) else _launched(words))
     return shell(command)
 
 
@@ -189,16 +197,74 @@ def is_plain(job: Any) -> bool:
     return is_bare and job.program.kind == SCRIPT and job.backend in (None, "gloo")
 
 
-def _plain_job(words: Sequence[str]) -> Any:
-    """The job of a launcher's command, if it is a plain one; one that cannot be read is the launcher's to refuse."""
+def _local_job(words: Sequence[str]) -> Any:
+    """The job of a launcher's command, if it is one of this machine's and not MPI's; one that cannot be read is the
+    launcher's to refuse."""
     from unisono.errors import UnisonoError
+    from unisono.launch.hosts import LOCAL
 
     if not words or (words[0] != "vqnetrun" and list(words[:2]) != ["unisono", "run"]):
         return None
     with contextlib.suppress(UnisonoError, SystemExit), contextlib.redirect_stderr(io.StringIO()):
         job = job_of(words)
-        return job if is_plain(job) else None
+        return job if {host.name for host in job.hosts} == {LOCAL} and job.backend != "mpi" else None
     return None
+
+
+def _launched(words: list[str]) -> int:
+    """The launcher's command in this process, its agent in a fork of it."""
+    from unisono import cli
+    from unisono.compat import vqnetrun
+    from unisono.launch import agent, link
+
+    start_anew = link.start_detached
+
+    def start_detached(
+        command: Sequence[str], environment: Mapping[str, str] | None = None, stdin: int = subprocess.DEVNULL
+    ) -> subprocess.Popen[bytes]:
+        if list(command) != link.agent_command():
+            return start_anew(command, environment, stdin)
+        pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+        return _Forked(agent.main, **pipes, bufsize=0, start_new_session=True, env=environment)
+
+    link.start_detached = start_detached
+    sys.argv = words
+    return vqnetrun.main(words[1:]) if words[0] == "vqnetrun" else cli.main(words[1:])
+
+
+class _Forked(subprocess.Popen[bytes]):
+    """A process that runs a function of this one instead of a program; its pipes, signals and exit code are real."""
+
+    def __init__(self, act: Callable[[], int], **options: Any) -> None:
+        self._act = act
+        super().__init__([act.__module__], **options)
+
+    def _execute_child(self, *given: Any) -> None:
+        """In the place of fork and exec."""
+        named = inspect.signature(super()._execute_child).bind(*given).arguments  # type: ignore[misc]
+        streams = [named[name] for name in ("p2cread", "c2pwrite", "errwrite")]
+        self.pid = os.fork()
+        if not self.pid:
+            _become(lambda: self._settled(named["env"], streams))
+        self._child_created = True
+        for theirs in streams:
+            os.close(theirs)
+        self._closed_child_pipe_fds = True
+
+    def _settled(self, variables: Mapping[str, str] | None, streams: Sequence[int]) -> int:
+        """What exec would do, then the function. Folders that were made before the fork are not its to clean up."""
+        weakref.finalize._registry.clear()  # type: ignore[attr-defined]
+        os.setsid()
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+        os.closerange(3, _HIGHEST)
+        for signum in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(signum, signal.SIG_DFL)
+        if variables is not None:
+            os.environ.clear()
+            os.environ.update(variables)
+        sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, closefd=False) for number in (1, 2))
+        return self._act()
 
 
 def _ranks(job: Any) -> int:
@@ -267,11 +333,24 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what is printed meanwhile is no answer
     prepare()
+    runs = _runs_of_pages()
     for line in sys.stdin:
         asked = json.loads(line)
-        act = functools.partial(shell if asked["literally"] else run, asked["command"])
-        end = alone(act, Path(asked["folder"]), asked["limit"])
-        print(json.dumps(asdict(end)), file=answers, flush=True)
+        if "page" in asked:
+            answer = runs.of(Path(asked["page"]))
+        else:
+            act = functools.partial(shell if asked["literally"] else run, asked["command"])
+            answer = asdict(alone(act, Path(asked["folder"]), asked["limit"]))
+        print(json.dumps(answer), file=answers, flush=True)
+
+
+def _runs_of_pages() -> Any:
+    """Nothing else of this folder can be imported by what is forked from here."""
+    sys.path.insert(0, str(ROOT))
+    from tools.blocks import Runs
+
+    sys.path.remove(str(ROOT))
+    return Runs()
 
 
 if __name__ == "__main__":

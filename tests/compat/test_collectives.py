@@ -11,7 +11,13 @@ import torch
 
 from tests.ranks import RankPool
 from unisono.compat.vqnet import nn, tensor
-from unisono.compat.vqnet.distributed import ColumnParallelLinear, CommController, init_group, split_data
+from unisono.compat.vqnet.distributed import (
+    ColumnParallelLinear,
+    CommController,
+    RowParallelLinear,
+    init_group,
+    split_data,
+)
 from unisono.errors import UsageError
 
 Pools = Callable[[str, int], RankPool]
@@ -70,6 +76,17 @@ def refusals(comm: Any) -> list[str]:
         (lambda: controller.allreduce([1.0]), "allreduce takes a tensor, not a list"),  # type: ignore[arg-type]
         (lambda: controller.allreduce(torch.ones(1), "median"), "median"),
         (lambda: controller.broadcast(torch.ones(1), 2), "root"),
+        (lambda: controller.reduce(torch.ones(1), 0.0), r"reduce: root=0\.0; expected a rank"),  # type: ignore[arg-type]
+        (lambda: controller.broadcast(torch.ones(1), torch.tensor(0.5)), "broadcast: root=tensor"),  # type: ignore[arg-type]
+        (lambda: controller.send(torch.ones(1), "1"), "send: dest='1'; expected a rank"),  # type: ignore[arg-type]
+        (lambda: controller.broadcast_model_params(nn.Linear(1, 1), True), "root=True; expected a rank"),
+        (lambda: RowParallelLinear(4, 2)([1.0, 2.0]), "RowParallelLinear takes a tensor, not a list"),  # type: ignore[arg-type]
+        (lambda: ColumnParallelLinear(4, 2)(torch.tensor(1.0)), r"ColumnParallelLinear takes .*not a single number"),
+        (lambda: RowParallelLinear(4, 2)(torch.ones(3, 4).long()), r"not torch\.int64; convert it with astype"),
+        (
+            lambda: ColumnParallelLinear(4, 2, weight_initializer=lambda shape: None),
+            r"initializer <lambda> gave None; expected a tensor of shape \(4, 2\)",
+        ),
         (lambda: controller.split_group([[0, 2]]), "rank 2 is not one of 0 to 1"),
         (lambda: controller.split_group([[0, 0]]), "expected different ranks"),
         (lambda: controller.split_group([0, 1]), r"groups 0: expected a list of ranks for each, such as \[\[0, 1\]"),  # type: ignore[list-item]

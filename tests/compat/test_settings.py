@@ -142,6 +142,10 @@ def test_a_backend_that_is_none() -> None:
         ({"wires": [0, 1], "observables": ["X"], "coefficient": [1, 2]}, "wires has 2, observables has 1"),
         ({"wires": [0], "observables": ["Q"], "coefficient": [1]}, "the key 'Q0' of obs does not parse"),
         ({"wires": [], "observables": [], "coefficient": []}, "no wires; expected a string of letters"),
+        (
+            {"wires": torch.tensor([0.5]), "observables": ["X"], "coefficient": [1]},
+            "the key 'X0.5' of obs does not parse",
+        ),
         ({"wires": 0, "observables": "X", "coefficient": 1, "wire": 1}, "unknown key 'wire' of obs; expected wires"),
         ("X0 + ", "does not parse"),
         ([], "expected a string of letters"),
@@ -182,9 +186,13 @@ def test_a_machine_is_used_wrongly() -> None:
         (lambda: rx(q_machine=machine, wires="0", params=0.1), "rx: wires='0'; expected a whole number"),  # type: ignore[arg-type]
         (lambda: rx(q_machine=machine, wires=1.0, params=0.1), "rx: wires=1.0; expected a whole number"),  # type: ignore[arg-type]
         (lambda: rx(q_machine=machine, wires=True, params=0.1), "rx: wires=True; expected a whole number"),
+        (lambda: rx(q_machine=machine, wires=torch.tensor(0.5), params=0.1), "wires=tensor.*expected a whole number"),  # type: ignore[arg-type]
         (lambda: rx(q_machine=machine, wires=0, params="a"), "rx: params='a'; expected real angles"),
         (lambda: rx(q_machine=machine, wires=0, params=[None]), r"rx: params=\[None\]; expected real angles"),
         (lambda: x1(q_machine=machine, wires=0, params=0.1), "takes no params"),
+        (lambda: cnot(q_machine=machine, wires=[1]), r"cx: wires=\[1\]; expected 2 different wires"),
+        (lambda: cnot(q_machine=machine, wires=[1, 1]), r"cx: wires=\[1, 1\]; expected 2 different wires"),
+        (lambda: rx(q_machine=machine, wires=[0, 1], params=0.1), r"rx: wires=\[0, 1\]; expected one wire"),
         (lambda: rx(q_machine=7, wires=0, params=0.1), "q_machine is a int; expected a DistributeQMachine"),  # type: ignore[arg-type]
         (lambda: machine.set_qr_config({"qubit": 3}), r"the key 'global_qubit' \(log2 of the ranks\) is missing"),
         (lambda: machine.set_qr_config({"qubit": 4, "global_qubit": 1}), "qubit=4, but the machine has num_wires=3"),

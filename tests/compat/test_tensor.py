@@ -36,6 +36,8 @@ def test_a_qtensor_is_a_tensor_that_answers_to_both_names() -> None:
         assert type(twin) is tensor.QTensor
     assert tensor.QTensor(q).data_ptr() != q.data_ptr()
     assert tensor.sums(tensor.argmax(q, dim=1, keepdims=True) == tensor.QTensor([[2]])).item() == 1
+    for reduced in (tensor.sums, tensor.mean, tensor.argmax):
+        assert reduced(q, None, True).shape == (1, 1)  # type: ignore[operator]
 
 
 def test_dtypes_by_number() -> None:
@@ -104,6 +106,19 @@ def test_cifar10_from_its_files(tmp_path: Path) -> None:
     (tmp_path / "py" / "test_batch").write_bytes(pickle.dumps({b"data": Harmful()}))
     with pytest.raises(UsageError, match="which no batch of CIFAR-10 does"):
         pyvqnet.data.CIFAR10_Dataset(str(tmp_path / "py"), mode="test")
+
+
+def test_transforms_that_cannot_be() -> None:
+    for make, told in (
+        (lambda: pyvqnet.data.TransformResize(0), r"TransformResize\(0\): expected a whole number"),
+        (lambda: pyvqnet.data.TransformCenterCrop([4]), r"TransformCenterCrop\(\[4\]\): expected a whole number"),
+        (
+            lambda: pyvqnet.data.TransformNormalize([0.5], [0.0]),
+            r"std=\[0\.0\]\): expected a mean and a deviation above",
+        ),
+    ):
+        with pytest.raises(UsageError, match=told):
+            make()
 
 
 def test_star_imports_leave_a_programs_own_names_alone() -> None:

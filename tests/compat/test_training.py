@@ -19,6 +19,7 @@ from unisono.compat.vqnet.distributed import (
     RowParallelLinear,
     ZeroModelInitial,
 )
+from unisono.compat.vqnet.distributed.pp import _with_output_first
 from unisono.errors import UsageError
 
 Pools = Callable[[str, int], RankPool]
@@ -100,6 +101,10 @@ def bad_pipelines(comm: Any) -> None:
         PipelineParallelTrainingWrapper(SETTINGS, [nn.Linear(2, 2), 7], Samples())  # type: ignore[list-item]
     with pytest.raises(UsageError, match="trainset of type int"):
         PipelineParallelTrainingWrapper(SETTINGS, layers(), 7)
+    with pytest.raises(UsageError, match="join_layers have no parameters to train"):
+        PipelineParallelTrainingWrapper(SETTINGS, [nn.activation.ReLu()] * 2, Samples())
+    with pytest.raises(UsageError, match="loss is the class CrossEntropyLoss; expected"):
+        PipelineParallelTrainingWrapper({**SETTINGS, "loss": nn.CrossEntropyLoss}, layers(), Samples())
 
 
 def test_two_pipelines_of_two_stages_train_as_one_process(pools: Pools) -> None:
@@ -116,6 +121,14 @@ def test_two_pipelines_of_two_stages_train_as_one_process(pools: Pools) -> None:
         for name, value in alone.state_dict().items():
             torch.testing.assert_close(parameters[name], value, **CLOSE)
     pool.run(bad_pipelines)
+
+
+def test_torchs_own_losses_take_the_output_first() -> None:
+    for loss in (torch.nn.functional.cross_entropy, torch.nn.CrossEntropyLoss()):
+        assert _with_output_first(loss) is loss
+    logits, labels = torch.randn(3, 4), torch.tensor([[1], [0], [3]])
+    vqnets = _with_output_first(nn.CrossEntropyLoss())
+    assert vqnets(logits, labels) == torch.nn.functional.cross_entropy(logits, labels[:, 0])
 
 
 class Call(torch.nn.Module):
@@ -179,6 +192,51 @@ def test_zero_trains_as_one_process(pools: Pools, stage: int, same: bool) -> Non
     alone.eval()
     for (found,) in pools("gloo", 2).run(zero, stage, same):
         torch.testing.assert_close(found, alone(x).detach(), **CLOSE)
+
+
+def two_forwards(comm: Any) -> None:
+    """The second is not trained on. Where all ranks count as much in either, nothing is left open."""
+    args = {"train_batch_size": 8, "zero_optimization": {"stage": 1}, "optimizer": {"type": "SGD"}}
+    engine = ZeroModelInitial(args, nn.Linear(6, 4))
+    x, _ = samples(8)
+    x = x.float()
+    for first, second, is_open in ((x[:2], x, False), (x[: 2 + comm.rank], x, True)):
+        loss = engine(first).sum()
+        engine(second)
+        if is_open:
+            told = r"different numbers of samples \(rank 0 on 2 to 8; rank 1 on 3 to 8\).*no_grad"
+            with pytest.raises(UsageError, match=told):
+                engine.backward(loss)
+        else:
+            engine.backward(loss)
+            engine.step()
+    comm.barrier()
+
+
+def goes_on(comm: Any, steps_before: int) -> torch.Tensor:
+    """Four steps, of which the first are the plain model's."""
+    x, _ = samples(8)
+    model = nn.Linear(6, 4, dtype=7)
+    for parameter in model.parameters():
+        torch.nn.init.constant_(parameter, 0.1)
+    optimizer = optim.Adam(model.parameters(), lr=0.1)
+    for _ in range(steps_before):
+        optimizer.zero_grad()
+        model(x).square().mean().backward()
+        optimizer.step()
+    engine = ZeroModelInitial({"train_batch_size": 8, "zero_optimization": {"stage": 1}}, model, optimizer)
+    for _ in range(4 - steps_before):
+        engine.backward(engine(tensor.QTensor(x)).square().mean())
+        engine.step()
+    return engine(x).as_subclass(torch.Tensor).detach()
+
+
+def test_an_optimizer_that_has_stepped_keeps_what_it_has_learned(pools: Pools) -> None:
+    torch.testing.assert_close(*(pools("gloo", 2).run(goes_on, before)[1] for before in (0, 3)), **CLOSE)
+
+
+def test_zero_does_not_guess_which_samples_count(pools: Pools) -> None:
+    pools("gloo", 2).run(two_forwards)
 
 
 # ---- shared layers --------------------------------------------------------------------------------------------------

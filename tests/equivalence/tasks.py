@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -99,8 +100,8 @@ def _token_loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def _gpt() -> nn.Module:
-    return GPT(Config(vocabulary=32, context=16, width=16, heads=4, layers=4, dropout=0.1))
+def _gpt(layers: int = 4) -> nn.Module:
+    return GPT(Config(vocabulary=32, context=16, width=16, heads=4, layers=layers, dropout=0.1))
 
 
 GPT_RULES = {
@@ -112,6 +113,7 @@ GPT_RULES = {
 }
 
 gpt = uni.Task(model=_gpt, loss=_token_loss, optimizer=_adam, batch=_tokens, rules=GPT_RULES, clip=0.3, name="gpt")
+short = replace(gpt, model=partial(_gpt, layers=2), name="short")  # for plans that need no more than two stages
 
 
 def _odd_tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -120,7 +122,7 @@ def _odd_tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _odd_gpt() -> nn.Module:
-    return GPT(Config(vocabulary=31, context=16, width=16, heads=4, layers=4, dropout=0.1))
+    return GPT(Config(vocabulary=31, context=16, width=16, heads=4, layers=2, dropout=0.1))
 
 
 def _unlike_cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:

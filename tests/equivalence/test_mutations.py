@@ -90,7 +90,7 @@ def clip_by_local_norm(trainer: Trainer) -> None:
 
 def normalise_by_rank(trainer: Trainer) -> None:
     """The mean of the ranks' means: wrong where they count different numbers of tokens."""
-    loss = tasks.gpt.loss
+    loss = tasks.short.loss
 
     def partial_loss(outputs: Any, number: int) -> torch.Tensor:
         return loss(outputs, trainer._targets(trainer._microbatches[number])) / trainer.plan.dp
@@ -191,15 +191,15 @@ FAULTS: dict[str, tuple[str, str, Callable[[Trainer], None], str]] = {
     "missing all-reduce": ("mlp", "dp=2", forget_to_sum, "gradients"),
     "wrong scale": ("mlp", "dp=2", average_instead, "gradients"),
     "stale buffer": ("conv", "dp=2", keep_buffers_stale, "buffers"),
-    "different mask": ("gpt", "dp=2", draw_other_masks, "loss"),
+    "different mask": ("short", "dp=2", draw_other_masks, "loss"),
     "swapped microbatch": ("mlp2", "dp=2,microbatches=2", swap_microbatches, "loss"),
     "missing all-reduce in tp": ("mlp", "tp=2", drop_a_row_reduction, "loss"),
     "clipping by the local norm": ("mlp", "tp=2", clip_by_local_norm, "parameters"),
-    "a mean of means": ("gpt", "dp=2", normalise_by_rank, "loss"),
-    "tied gradients twice": ("gpt", "pp=2,microbatches=2", count_tied_twice, "gradients"),
-    "the first stage's tied copy": ("gpt", "pp=2,microbatches=2", partial(part_from_a_tied_copy, 0), "parameters"),
-    "the last stage's tied copy": ("gpt", "pp=2,microbatches=2", partial(part_from_a_tied_copy, 1), "parameters"),
-    "positions in cp": ("gpt", "cp=2", mistake_positions, "loss"),
+    "a mean of means": ("short", "dp=2", normalise_by_rank, "loss"),
+    "tied gradients twice": ("short", "pp=2,microbatches=2", count_tied_twice, "gradients"),
+    "the first stage's tied copy": ("short", "pp=2,microbatches=2", partial(part_from_a_tied_copy, 0), "parameters"),
+    "the last stage's tied copy": ("short", "pp=2,microbatches=2", partial(part_from_a_tied_copy, 1), "parameters"),
+    "positions in cp": ("short", "cp=2", mistake_positions, "loss"),
     "another expert": ("moe", "dp=2,ep=2", confuse_experts, "loss"),
     "experts on the wrong rank": ("moe", "dp=2,ep=2", send_to_the_wrong_rank, "loss"),
     "a forgotten microbatch": ("mlp2", "dp=2,microbatches=2", forget_a_microbatch, "gradients"),

@@ -33,39 +33,36 @@ PLANS = {
     ],
     "conv": ["dp=2", "dp=4", "dp=2,zero=1", "dp=2,zero=2", "dp=4,zero=3", "pp=2"],
     "gpt": [
+        "pp=4,microbatches=4",
+        "pp=2,microbatches=4,schedule=interleaved,chunks=2",
+        "pp=2,microbatches=4,schedule=zbv,chunks=2",
+        "dp=2,pp=2,microbatches=4,zero=3,schedule=interleaved,chunks=2",
+        "dp=2,pp=2,microbatches=4,zero=2,schedule=zbv,chunks=2",
+    ],
+    "short": [
         "dp=2",
         "dp=4,zero=1",
         "dp=2,zero=2,microbatches=2",
         "dp=2,zero=3,recompute=full",
         "tp=2",
-        "tp=4",
         "tp=2,sp",
         "cp=2",
         "cp=4,zero=1",
         "cp=2,context=ulysses",
         "pp=2,microbatches=4",
-        "pp=4,microbatches=4",
-        "pp=2,microbatches=4,schedule=interleaved,chunks=2",
-        "pp=2,microbatches=4,schedule=zbv,chunks=2",
         "pp=2,microbatches=1,schedule=naive",
         "recompute=selective",
         "recompute=full,microbatches=3",
-        "dp=2,tp=2",
         "dp=2,tp=2,sp,zero=1",
         "dp=2,cp=2,context=ulysses,zero=2,microbatches=2",
         "dp=2,cp=2,zero=3,microbatches=2",
         "dp=2,pp=2,microbatches=2,zero=1",
         "tp=2,cp=2,sp,context=ulysses,recompute=selective",
-        "tp=2,pp=2,microbatches=4",
         "cp=2,pp=2,microbatches=2,context=ulysses,zero=3,offload",
-        "dp=2,tp=2,pp=2,microbatches=2,zero=1,sp",
-        "dp=2,tp=2,cp=2,sp,zero=2,offload,recompute=selective",
-        "tp=2,cp=2,pp=2,microbatches=2,context=ulysses,zero=1,recompute=full",
-        "dp=2,pp=2,microbatches=2,zero=3",
-        "dp=2,pp=2,microbatches=4,zero=2,schedule=interleaved,chunks=2",
-        "dp=2,pp=2,microbatches=4,zero=3,schedule=interleaved,chunks=2",
-        "dp=2,pp=2,microbatches=4,zero=2,schedule=zbv,chunks=2",
         "cp=2,pp=2,microbatches=2,zero=3,recompute=full",
+        "tp=2,cp=2,sp,zero=2,offload,recompute=selective",
+        # On eight ranks; dp=2,tp=2,pp=2,zero=1,sp is examples/seeds/004_overview/hybrid.py, which proves it itself.
+        "tp=2,cp=2,pp=2,microbatches=2,context=ulysses,zero=1,recompute=full",
         "dp=2,tp=2,pp=2,microbatches=2,zero=3,sp",
     ],
 }
@@ -86,8 +83,15 @@ PLANS["vocabulary_reshaped"] = ["tp=4", "dp=2,tp=2,microbatches=2"]
 PLANS["vocabulary_whole"] = ["dp=2,tp=2"]
 if importlib.util.find_spec("transformers"):
     PLANS["llama"] = ["dp=2", "dp=2,zero=3", "tp=2", "tp=2,sp", "cp=2", "pp=2,microbatches=4", "dp=2,tp=2,zero=1"]
+
+
+def world_of(plan: str) -> int:
+    return Plan.parse(plan).world
+
+
 ZEROS = ((1, 2), (1, 3), (2, 3))
-CASES = [(task, plan) for task, plans in PLANS.items() for plan in plans]
+# Few ranks first: those of a pool that is not at work still wake up, the more the more groups they have made.
+CASES = sorted(((task, plan) for task, plans in PLANS.items() for plan in plans), key=lambda case: world_of(case[1]))
 
 
 def check(pool: RankPool, task: str, plan: str) -> None:
@@ -97,7 +101,7 @@ def check(pool: RankPool, task: str, plan: str) -> None:
 
 @pytest.mark.parametrize(("task", "plan"), CASES)
 def test_a_plan_changes_nothing(pools: Callable[[str, int], RankPool], task: str, plan: str) -> None:
-    check(pools("gloo", Plan.parse(plan).world), task, plan)
+    check(pools("gloo", world_of(plan)), task, plan)
 
 
 def strategies(plan: Plan) -> set[str]:
@@ -124,12 +128,12 @@ def test_every_pair_of_strategies_is_among_the_plans() -> None:
     missing = [pair for pair in pairs if pair not in exclusive and not any(pair <= each for each in used)]
     assert not missing
     assert len({plan for _, plan in CASES}) >= 40
-    assert max(Plan.parse(plan).world for _, plan in CASES) == 8
+    assert max(world_of(plan) for _, plan in CASES) == 8
 
 
 @pytest.mark.parametrize(
     ("task", "plan"),
-    [("gpt", "dp=2,tp=2,sp,zero=1"), ("gpt", "cp=2,pp=2,microbatches=2"), ("conv", "dp=4,zero=3"), ("mlp", "dp=4")],
+    [("short", "dp=2,tp=2,sp,zero=1"), ("short", "cp=2,pp=2,microbatches=2"), ("conv", "dp=4,zero=3"), ("mlp", "dp=4")],
 )
 def test_on_mpi_too(pools: Callable[[str, int], RankPool], task: str, plan: str) -> None:
     check(pools("mpi", 4), task, plan)

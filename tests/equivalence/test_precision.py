@@ -23,18 +23,18 @@ from unisono.train.record import plain_record, planned_record
 
 Pools = Callable[[str, int], RankPool]
 CASES = [
-    ("gpt", "cp=2", "float32"),  # its biases of keys get gradients of rounding
+    ("short", "cp=2", "float32"),  # its biases of keys get gradients of rounding
     ("conv", "dp=2", "float32"),  # and so do those before BatchNorm
     ("mlp", "dp=2,zero=1", "float16"),
     ("conv", "dp=2", "bfloat16"),
-    ("gpt", "dp=2,zero=2,microbatches=2", "bfloat16"),
-    ("gpt", "dp=2,zero=3,recompute=full", "float16"),
-    ("gpt", "tp=2,sp", "bfloat16"),
-    ("gpt", "cp=2", "bfloat16"),
-    ("gpt", "cp=2,context=ulysses", "float16"),
-    ("gpt", "pp=2,microbatches=4,schedule=zb1p", "bfloat16"),
-    ("gpt", "dp=2,pp=2,microbatches=2,zero=3", "float16"),
-    ("gpt", "dp=2,tp=2", "float16"),
+    ("short", "dp=2,zero=2,microbatches=2", "bfloat16"),
+    ("short", "dp=2,zero=3,recompute=full", "float16"),
+    ("short", "tp=2,sp", "bfloat16"),
+    ("short", "cp=2", "bfloat16"),
+    ("short", "cp=2,context=ulysses", "float16"),
+    ("short", "pp=2,microbatches=4,schedule=zb1p", "bfloat16"),
+    ("short", "dp=2,pp=2,microbatches=2,zero=3", "float16"),
+    ("short", "dp=2,tp=2", "float16"),
     ("moe", "dp=2,ep=2", "bfloat16"),
 ]
 
@@ -47,7 +47,7 @@ def test_a_plan_changes_nothing_but_rounding(pools: Pools, task: str, plan: str,
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_wrong_scale_is_more_than_rounding(pools: Pools, dtype: str) -> None:
-    verdict = pools("gloo", 2).run(prove, "tasks", "gpt", "dp=2", dtype, average_instead)[0]
+    verdict = pools("gloo", 2).run(prove, "tasks", "short", "dp=2", dtype, average_instead)[0]
     assert not verdict.equivalent
     assert {each.kind: each.deviation for each in verdict.worst}["gradients"] > 0.4
 
@@ -78,7 +78,7 @@ def parameters_of(trainer: Trainer) -> dict[str, torch.Tensor]:
 
 
 def trainer_of(plan: str, clip: float | None = 0.3) -> Trainer:
-    task = tasks.gpt
+    task = tasks.short
     return parallelize(
         task.model,
         plan,
@@ -94,19 +94,19 @@ def trainer_of(plan: str, clip: float | None = 0.3) -> Trainer:
 def one_rank_overflows(comm: Communicator, plan: str, clip: float | None = 0.3) -> tuple[float, int, bool]:
     """An inf in one gradient of the last rank only, in the second of three steps."""
     trainer = trainer_of(plan, clip)
-    assert torch.isfinite(trainer.step(tasks.gpt.batch(0)))
+    assert torch.isfinite(trainer.step(tasks.short.batch(0)))
     before = parameters_of(trainer)
     hooks = []
     if comm.rank == comm.size - 1:
         mine = next(p for name, p in trainer.model.named_parameters() if name.endswith("fc1.weight"))
         hooks.append(mine.register_hook(lambda gradient: gradient.index_fill(0, torch.tensor([0]), math.inf)))
-    trainer.step(tasks.gpt.batch(1))
+    trainer.step(tasks.short.batch(1))
     is_unchanged = all(torch.equal(before[name], tensor) for name, tensor in trainer.optimized())
     for hook in hooks:
         hook.remove()
     assert trainer.scaler is not None
     scale = trainer.scaler.value
-    assert torch.isfinite(trainer.step(tasks.gpt.batch(2)))
+    assert torch.isfinite(trainer.step(tasks.short.batch(2)))
     assert any(not torch.equal(before[name], tensor) for name, tensor in trainer.optimized())
     return scale, trainer.skipped, is_unchanged
 
@@ -147,8 +147,8 @@ def state_moves(comm: Communicator, before: str, after: str) -> dict[str, Any]:
     """Training goes on under another plan, with the scale and all else that it had."""
     first, going_on = trainer_of(before), trainer_of(before)
     for step in range(2):
-        first.step(tasks.gpt.batch(step))
-        going_on.step(tasks.gpt.batch(step))
+        first.step(tasks.short.batch(step))
+        going_on.step(tasks.short.batch(step))
     assert first.scaler is not None
     first.scaler.load_state_dict({"scale": 2.0**9, "good_steps": 7})
     state = first.state_dict()
@@ -157,7 +157,7 @@ def state_moves(comm: Communicator, before: str, after: str) -> dict[str, Any]:
     assert other.steps == 2
     assert other.scaler is not None
     assert other.scaler.value == 2.0**9
-    same_loss = [float(trainer.step(tasks.gpt.batch(2))) for trainer in (going_on, other)]
+    same_loss = [float(trainer.step(tasks.short.batch(2))) for trainer in (going_on, other)]
     assert same_loss[0] == pytest.approx(same_loss[1], rel=2e-3)
     again = other.state_dict()
     assert again["steps"] == 3

@@ -110,7 +110,7 @@ def run_command(words: Sequence[str], folder: Path, literally: bool = False) -> 
     """Run a command in that folder. literally: in interpreters of its own, as a shell does it."""
     if words[0] == "mpiexec":
         return run_mpiexec(shlex.join(words), _ranks(words), folder)
-    end = _stage().run(shlex.join(words), folder, TIMEOUT, literally)
+    end = stage().run(shlex.join(words), folder, TIMEOUT, literally)
     _require_success(shlex.join(words), end)
     if "run" not in words[:2] and words[0] != "vqnetrun":
         return Ran(end.output, [end.output])
@@ -129,10 +129,11 @@ def run_mpiexec(command: str, size: int, folder: Path) -> Ran:
 
 
 @functools.cache
-def _stage() -> Stage:
-    stage = Stage()
-    atexit.register(stage.close)
-    return stage
+def stage() -> Stage:
+    """Where the commands of all tests of this process run."""
+    made = Stage()
+    atexit.register(made.close)
+    return made
 
 
 def _is_command(line: str) -> bool:

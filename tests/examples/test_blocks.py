@@ -1,58 +1,27 @@
 """Every code block of README and docs runs, and prints what its page says it prints. `tools/blocks.py` has the rules.
 
-One process runs all pages, so that torch is imported once; each page is a test of its own.
+They run on the stage of all examples, so that torch is imported once; each page is a test of its own.
 """
 
 from __future__ import annotations
 
-import json
 import re
 import shlex
 import subprocess
-import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from tests.examples.runner import run_by_a_page
-from tools.blocks import ROOT, Block, blocks_of, commands_of, matches, pages, run_all
+from tests.examples.runner import run_by_a_page, stage
+from tools.blocks import ROOT, Block, Runs, blocks_of, commands_of, matches, pages
 from tools.commands import job_of
 
 PAGES = [str(page.relative_to(ROOT)) for page in pages()]
 
 
-class Runs:
-    """What the pages printed, as it comes."""
-
-    def __init__(self) -> None:
-        self._told: dict[str, dict[str, Any]] = {}
-        self.process = subprocess.Popen(
-            [sys.executable, str(ROOT / "tools" / "blocks.py"), "--json"], stdout=subprocess.PIPE, text=True, cwd=ROOT
-        )
-
-    def of(self, page: str) -> dict[str, Any]:
-        assert self.process.stdout is not None
-        while page not in self._told:
-            line = self.process.stdout.readline()
-            assert line, f"tools/blocks.py ended with {self.process.wait()} before {page}"
-            told = json.loads(line)
-            self._told[told["page"]] = told
-        return self._told[page]
-
-
-@pytest.fixture(scope="module")
-def runs() -> Iterator[Runs]:
-    made = Runs()
-    yield made
-    made.process.terminate()
-    made.process.wait()
-
-
 @pytest.mark.parametrize("page", PAGES)
-def test_blocks_run_and_print_what_the_page_says(page: str, runs: Runs) -> None:
-    fault = runs.of(page)["fault"]
+def test_blocks_run_and_print_what_the_page_says(page: str) -> None:
+    fault = stage().page(ROOT / page)["fault"]
     assert not fault, fault
 
 
@@ -143,6 +112,5 @@ def test_a_page_that_lies_is_found() -> None:
 
 def _fault(page: Path) -> str:
     """Run in a fork of this process, for there is nothing of torch in the page."""
-    ((_, told),) = run_all([page])
-    fault: str = told["fault"]
+    fault: str = Runs().of(page)["fault"]
     return fault

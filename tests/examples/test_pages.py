@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import unisono as uni
-from tools import drawings
+from tools import drawings, site
 from tools.blocks import ROOT, blocks_of, pages
 from unisono import cli
 from unisono import quantum as uq
@@ -114,6 +115,19 @@ def test_translations_have_the_same_blocks() -> None:
     for page, translation in pairs:
         ours, theirs = ([(b.language, b.title, b.text) for b in blocks_of(each)] for each in (page, translation))
         assert ours == theirs, f"{translation.relative_to(ROOT)} differs from {page.relative_to(ROOT)}"
+
+
+def test_chinese_pages_are_chinese_and_can_be_searched() -> None:
+    config = SimpleNamespace(theme={})
+    for source, language in (("zh/index.md", "zh"), ("index.md", "en")):
+        site.on_page_context({}, SimpleNamespace(file=SimpleNamespace(src_uri=source)), config, None)
+        assert config.theme["language"] == language
+    settings = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    assert "hooks: [tools/site.py]" in settings
+    separator = re.search(r"separator: '(.+)'", settings)
+    assert separator is not None
+    found = [word for word in re.split(separator[1], "按列切，tensor-parallel 张量") if word]
+    assert found == ["按", "列", "切", "tensor", "parallel", "张", "量"]
 
 
 def test_every_strategy_is_drawn_and_measured() -> None:

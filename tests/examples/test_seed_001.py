@@ -38,7 +38,7 @@ PRINTED = {
 @pytest.mark.parametrize(("path", "number"), printed_in("seeds/001_torch"))
 def test_programs_print_what_they_say(path: str, number: int) -> None:
     name = path.rpartition("/")[2]
-    ran = run_example(path, number=number, literally=name == "launch.py")
+    ran = run_example(path, number=number)
     if name == "sgd.py":
         _learns_as_one_process_does(ran)
     elif name == "mpi.py":  # which mpiexec prints as it comes

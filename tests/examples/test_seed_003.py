@@ -30,7 +30,7 @@ def _is_right(printed: str) -> None:
 
 @functools.cache
 def _losses_of_one_device() -> list[float]:
-    return _losses(run_example("seeds/003_mindspore/single.py", literally=True).text)
+    return _losses(run_example("seeds/003_mindspore/single.py").text)
 
 
 def test_the_quickstart(tmp_path: Path) -> None:

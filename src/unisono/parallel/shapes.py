@@ -64,16 +64,16 @@ def _gives_new_tensors(func: Any) -> bool:
 
 
 def _key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Hashable | None:
-    parts: list[Hashable] = [func, torch.get_default_dtype()]
+    parts: list[Any] = [func, torch.get_default_dtype()]
     is_known = _describe(args, parts) and all(_describe((name, value), parts) for name, value in kwargs.items())
     return tuple(parts) if is_known else None
 
 
-def _describe(values: Any, parts: list[Hashable]) -> bool:
+def _describe(values: Any, parts: list[Any]) -> bool:
     """Whether all of them could be told in the parts."""
     parts.append(len(values))
     for value in values:
-        kind: Hashable = type(value)
+        kind = type(value)
         if isinstance(value, torch.Tensor):
             if value.device != _META or value.layout != torch.strided or value.is_conj() or value.is_neg():
                 return False

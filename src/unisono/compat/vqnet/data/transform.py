@@ -9,7 +9,14 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+from unisono.compat.vqnet.whole import whole_number
 from unisono.errors import UsageError
+
+
+def _require_size(name: str, size: Any) -> None:
+    listed = [size] * 2 if isinstance(size, int) else list(size) if isinstance(size, list | tuple) else []
+    if len(listed) != 2 or any((whole_number(each) or 0) < 1 for each in listed):
+        raise UsageError(f"{name}({size!r}): expected a whole number of at least 1, or two for height and width")
 
 
 class TransformCompose:
@@ -28,6 +35,7 @@ class TransformResize:
     """Scale an image, so that its shorter side (one number) or its height and width (two) are these."""
 
     def __init__(self, size: int | Sequence[int]) -> None:
+        _require_size("TransformResize", size)
         self.size = size
 
     def __call__(self, image: np.ndarray) -> np.ndarray:
@@ -46,6 +54,7 @@ class TransformCenterCrop:
     """The middle of an image, `size` high and wide."""
 
     def __init__(self, size: int | Sequence[int]) -> None:
+        _require_size("TransformCenterCrop", size)
         self.height, self.width = (size, size) if isinstance(size, int) else size
 
     def __call__(self, image: np.ndarray) -> np.ndarray:
@@ -70,6 +79,11 @@ class TransformNormalize:
     """Subtract each channel's mean, and divide by its deviation."""
 
     def __init__(self, mean: Sequence[float], std: Sequence[float]) -> None:
+        if not len(mean) == len(std) or not all(each > 0 for each in std):
+            raise UsageError(
+                f"TransformNormalize(mean={list(mean)}, std={list(std)}): expected a mean and a deviation above 0 for "
+                "each channel"
+            )
         self.mean, self.std = (torch.tensor(list(each), dtype=torch.float32)[:, None, None] for each in (mean, std))
 
     def __call__(self, image: torch.Tensor) -> torch.Tensor:

@@ -15,6 +15,7 @@ from unisono.comm.seat import find_seat
 from unisono.compat.vqnet.distributed.group import Group, comm_of_group, groups_of
 from unisono.compat.vqnet.distributed.joining import joined
 from unisono.compat.vqnet.tensor.qtensor import plain, wrapped
+from unisono.compat.vqnet.whole import whole_number
 from unisono.errors import UsageError
 from unisono.parallel.layout import layout_of
 
@@ -65,11 +66,11 @@ class CommController:
         return self.allgather_group(tensor)
 
     def send(self, tensor: torch.Tensor, dest: int) -> None:
-        self.comm.send(_memory(tensor, "send"), dest)
+        self.comm.send(_memory(tensor, "send"), _rank("send", "dest", dest))
 
     def recv(self, tensor: torch.Tensor, source: int) -> None:
         """Receive into the tensor."""
-        self.comm.recv(_memory(tensor, "recv"), source)
+        self.comm.recv(_memory(tensor, "recv"), _rank("recv", "source", source))
 
     # ---- groups --------------------------------------------------------------------------------------------------
 
@@ -81,10 +82,10 @@ class CommController:
         self._of(group).all_reduce(_memory(tensor, "allreduce"), c_op)
 
     def reduce_group(self, tensor: torch.Tensor, root: int = 0, c_op: str = "avg", group: Any = None) -> None:
-        self._of(group).reduce(_memory(tensor, "reduce"), root, c_op)
+        self._of(group).reduce(_memory(tensor, "reduce"), _rank("reduce", "root", root), c_op)
 
     def broadcast_group(self, tensor: torch.Tensor, root: int = 0, group: Any = None) -> None:
-        self._of(group).broadcast(_memory(tensor, "broadcast"), root)
+        self._of(group).broadcast(_memory(tensor, "broadcast"), _rank("broadcast", "root", root))
 
     def allgather_group(self, tensor: torch.Tensor, group: Any = None) -> torch.Tensor:
         pieces = self._of(group).all_gather(_memory(tensor, "allgather"))
@@ -110,7 +111,7 @@ class CommController:
                 whole.register_parameter(name.replace(".", "/"), parameter)
         for name, buffer in model.named_buffers():
             whole.register_buffer(name.replace(".", "/"), buffer)
-        self.comm.broadcast_parameters(whole, root)
+        self.comm.broadcast_parameters(whole, _rank("broadcast_model_params", "root", root))
 
 
 def _memory(tensor: torch.Tensor, op: str) -> torch.Tensor:
@@ -118,6 +119,14 @@ def _memory(tensor: torch.Tensor, op: str) -> torch.Tensor:
     if not isinstance(tensor, torch.Tensor):
         raise UsageError(f"{op} takes a tensor, not a {type(tensor).__name__}; make one with tensor.to_tensor")
     return plain(tensor).detach()
+
+
+def _rank(op: str, name: str, given: Any) -> int:
+    """A rank as a number; whether there is such a rank is the communicator's to say."""
+    rank = whole_number(given)
+    if rank is None:
+        raise UsageError(f"{op}: {name}={given!r}; expected a rank, which is a whole number")
+    return rank
 
 
 def get_rank() -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from unisono.comm.communicator import Communicator
+from unisono.compat.vqnet.whole import whole_number
 from unisono.errors import UsageError
 
 
@@ -36,10 +36,10 @@ def _listed(given: Any) -> list[Any]:
 
 
 def _ranks(given: Any) -> list[int]:
-    try:
-        return [operator.index(rank) for rank in _listed(given)]
-    except TypeError:
-        raise UsageError(f"group {given!r}: expected a list of ranks, which are whole numbers") from None
+    ranks = [whole_number(rank) for rank in _listed(given)]
+    if None in ranks:
+        raise UsageError(f"group {given!r}: expected a list of ranks, which are whole numbers")
+    return [rank for rank in ranks if rank is not None]
 
 
 def comm_of_group(group: Any, otherwise: Communicator) -> Communicator:

@@ -48,6 +48,8 @@ class PipelineParallelTrainingWrapper:
         loss = _with_output_first(settings.need("loss"))
         batch, seed = settings.count("train_batch_size"), settings.count("seed", 0, least=0)
         model = nn.Sequential(*[_layer(number, each) for number, each in enumerate(_listed(join_layers))])
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise UsageError(f"{_NAME}: join_layers have no parameters to train")
         clip = settings.norm("gradient_clipping")
         micro, stages = settings.count("train_micro_batch_size_per_gpu"), settings.count("pipeline_parallel_size")
         comm = joined(settings.get("backend"))
@@ -115,14 +117,16 @@ def _layer(number: int, given: Any) -> nn.Module:
 
 
 def _with_output_first(loss: Any) -> Callable[[Any, Any], torch.Tensor]:
-    if not callable(loss):
-        raise UsageError(f"{_NAME}, args: loss is a {type(loss).__name__}; expected a loss such as CrossEntropyLoss()")
-    if isinstance(loss, _Loss):
+    if not callable(loss) or isinstance(loss, type):
+        given = f"the class {loss.__name__}" if isinstance(loss, type) else f"a {type(loss).__name__}"
+        raise UsageError(f"{_NAME}, args: loss is {given}; expected a loss such as CrossEntropyLoss()")
+    if isinstance(loss, _Loss) or getattr(loss, "__module__", "") == "torch.nn.functional":
         return loss  # torch's own take the output first already
 
     def output_first(output: Any, target: Any) -> torch.Tensor:
         return loss(target, output)
 
+    output_first.__name__ = f"{getattr(loss, '__name__', type(loss).__name__)}(target, output)"
     return output_first
 
 

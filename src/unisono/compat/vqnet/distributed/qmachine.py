@@ -10,7 +10,6 @@ once.
 from __future__ import annotations
 
 import hashlib
-import operator
 from collections.abc import Mapping
 from numbers import Integral
 from typing import Any
@@ -25,6 +24,7 @@ from unisono.compat.vqnet.dtype import Dtype, dtype_of, kcomplex64
 from unisono.compat.vqnet.nn.module import Module
 from unisono.compat.vqnet.qnn.vqc.gate import Wires
 from unisono.compat.vqnet.tensor.qtensor import plain, wrapped
+from unisono.compat.vqnet.whole import whole_number
 from unisono.errors import UsageError
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.gates import CONTROLLED, gate
@@ -41,9 +41,18 @@ _TOLERANCE = {torch.complex64: 1e-5, torch.complex128: 1e-10}
 def _places(kind: str, wires: Any) -> tuple[int, ...]:
     """Wires as numbers: of a number, a list, an array or a tensor."""
     listed = list(wires) if getattr(wires, "ndim", 1) and hasattr(wires, "__iter__") else [wires]
-    if not all(hasattr(wire, "__index__") and not isinstance(wire, bool) for wire in listed):
+    places = tuple(place for place in map(whole_number, listed) if place is not None)
+    if len(places) != len(listed):
         raise UsageError(f"{kind}: wires={wires!r}; expected a whole number, or a list of them")
-    return tuple(operator.index(wire) for wire in listed)
+    return places
+
+
+def _require_places(kind: str, places: tuple[int, ...]) -> None:
+    below, controls = CONTROLLED.get(kind, (kind, 0))
+    wanted = gate(below).targets + controls
+    if len(places) != wanted or len(set(places)) != wanted:
+        different = f"{wanted} different wires" if wanted > 1 else "one wire"
+        raise UsageError(f"{kind}: wires={list(places)}; expected {different}")
 
 
 class DistributeQMachine(Module):
@@ -103,6 +112,7 @@ class DistributeQMachine(Module):
     def record(self, kind: str, wires: Wires, params: Any, use_dagger: bool) -> None:
         """Add a gate; see `qnn.vqc`."""
         places = _places(kind, wires)
+        _require_places(kind, places)
         values, is_own = self._values(kind, params)
         kept = self._own if is_own else self._shared
         stand_for = feature if is_own else weight
@@ -178,6 +188,8 @@ class DistributeQMachine(Module):
         values = torch.cat([shared.detach(), own.detach().reshape(-1)]).to(comm.device, torch.float64)
         if not len(values):
             return
+        if not bool(values.isfinite().all()):
+            raise UsageError("DistributeQMachine: an angle is nan or infinite; expected finite real angles")
         highest, lowest = comm.all_reduce(values.clone(), "max"), comm.all_reduce(values.clone(), "min")
         apart = float((highest - lowest).max())
         if not apart <= _TOLERANCE[self.dtype] * max(1.0, float(highest.max()), -float(lowest.min())):

@@ -12,6 +12,7 @@ from unisono.compat.vqnet.distributed.joining import communicator_of
 from unisono.compat.vqnet.dtype import Dtype, dtype_of
 from unisono.compat.vqnet.nn.initial import Initializer, fill
 from unisono.compat.vqnet.nn.module import Module
+from unisono.compat.vqnet.whole import whole_number
 from unisono.errors import UsageError
 from unisono.parallel import linear
 
@@ -39,6 +40,9 @@ class ColumnParallelLinear(Module, linear.ColumnParallelLinear):
         linear.ColumnParallelLinear.__init__(self, input_size, output_size, **options)
         self.name = name
 
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(_require_rows(self, x))
+
 
 class RowParallelLinear(Module, linear.RowParallelLinear):
     """Y = X A + b of which each rank has some rows of A: Y is whole on all ranks.
@@ -63,13 +67,24 @@ class RowParallelLinear(Module, linear.RowParallelLinear):
         self.name = name
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.input_is_parallel = x.shape[-1] != self.in_features
+        self.input_is_parallel = _require_rows(self, x).shape[-1] != self.in_features
         return super().forward(x)
+
+
+def _require_rows(layer: torch.nn.Module, x: Any) -> torch.Tensor:
+    name = type(layer).__name__
+    if not isinstance(x, torch.Tensor):
+        raise UsageError(f"{name} takes a tensor, not a {type(x).__name__}; make one with tensor.to_tensor")
+    if not x.dim():
+        raise UsageError(f"{name} takes a tensor (samples, features), not a single number")
+    if not (x.is_floating_point() or x.is_complex()):
+        raise UsageError(f"{name} takes real or complex numbers, not {x.dtype}; convert it with astype(kfloat32)")
+    return x
 
 
 def _require_sizes(name: str, *sizes: Any) -> None:
     for size in sizes:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+        if (whole_number(size) or 0) < 1:
             raise UsageError(f"{name}: size {size!r}; expected input_size and output_size, whole numbers of at least 1")
 
 

@@ -25,8 +25,11 @@ def fill(tensor: torch.Tensor, initializer: Initializer | None, transposed: bool
         return
     place = tensor.t() if transposed else tensor
     shape = tuple(place.shape)
-    values = torch.as_tensor(initializer(list(shape)))
+    made, name = initializer(list(shape)), getattr(initializer, "__name__", type(initializer).__name__)
+    try:
+        values = torch.as_tensor(made)
+    except (TypeError, ValueError, RuntimeError):
+        raise UsageError(f"initializer {name} gave {made!r}; expected a tensor of shape {shape}") from None
     if tuple(values.shape) != shape:
-        name = getattr(initializer, "__name__", type(initializer).__name__)
         raise UsageError(f"initializer {name} gave a tensor of shape {tuple(values.shape)}; expected {shape}")
     place.copy_(values)

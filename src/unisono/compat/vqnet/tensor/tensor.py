@@ -68,12 +68,12 @@ def stack(QTensors: Sequence[torch.Tensor], axis: int = 0) -> torch.Tensor:
 
 
 def argmax(t: torch.Tensor, dim: int | None = None, keepdims: bool = False) -> torch.Tensor:
-    return torch.argmax(t, dim, keepdims) if dim is not None else torch.argmax(t)
+    return torch.argmax(t, dim, keepdims)
 
 
 def sums(t: torch.Tensor, axis: int | None = None, keepdims: bool = False) -> torch.Tensor:
-    return torch.sum(t) if axis is None else torch.sum(t, axis, keepdims)
+    return torch.sum(t, axis, keepdims)
 
 
 def mean(t: torch.Tensor, axis: int | None = None, keepdims: bool = False) -> torch.Tensor:
-    return torch.mean(t) if axis is None else torch.mean(t, axis, keepdims)
+    return torch.mean(t, axis, keepdims)

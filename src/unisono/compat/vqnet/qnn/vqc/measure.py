@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from functools import reduce
 from operator import add
@@ -11,6 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from unisono.compat.vqnet.nn.module import Module
+from unisono.compat.vqnet.whole import whole_number
 from unisono.errors import UsageError
 from unisono.quantum.observable import PauliSum, observable
 
@@ -80,7 +80,8 @@ def _by_wires(given: Mapping[str, Any]) -> PauliSum:
 
 
 def _number(wire: Any) -> Any:
-    return operator.index(wire) if hasattr(wire, "__index__") and not isinstance(wire, float) else wire
+    number = whole_number(wire)
+    return wire if number is None else number
 
 
 def _listed(value: Any) -> list[Any]:
