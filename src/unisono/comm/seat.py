@@ -118,7 +118,8 @@ def _from_environment(environ: Mapping[str, str], wanted: bool) -> Seat:
         return _from_variables(environ, _TORCHRUN, ENVIRONMENT)
     if _OPENMPI[0] in environ:
         return _from_variables(environ, _OPENMPI, MPIEXEC)
-    if "PMI_RANK" in environ and "SLURM_STEP_NUM_TASKS" not in environ:
+    if _HYDRA[0] in environ and ("SLURM_STEP_NUM_TASKS" not in environ or _HYDRA[2] in environ):
+        # Under Slurm, MPICH's mpiexec has srun start a helper on each node: its ranks inherit the helper's variables.
         return _from_variables(environ, _HYDRA, MPIEXEC)
     if "SLURM_STEP_NUM_TASKS" in environ:
         return _from_variables(environ, _SRUN, SRUN, slurm_url(environ))
