@@ -34,6 +34,8 @@ from unisono.launch import environment
         (["-hostfile", "no-hosts", "ok.py"], "hostfile 'no-hosts' cannot be read"),
         (["-n", "1", "--start-timeout", "0", "ok.py"], "--start-timeout 0"),
         (["-n", "1", "--timeout", "-1", "ok.py"], "--timeout -1"),
+        (["-n", "1", "--timeout", "inf", "ok.py"], "--timeout inf: must be above 0 seconds, 1e+09 at most"),
+        (["-H", "a", "--start-timeout", "inf", "ok.py"], "--start-timeout inf"),
         (["-n", "1", "--max-restarts", "-1", "ok.py"], "--max-restarts -1"),
         (["-n", "2", "--elastic", "ok.py"], "--elastic goes on by restarting"),
         (["-n", "2", "--min-ranks", "1", "ok.py"], "give --elastic too"),

@@ -13,8 +13,8 @@ from torch.distributed import distributed_c10d
 
 from unisono.comm import traffic
 from unisono.comm.backends import GLOO
-from unisono.comm.handle import Handle
-from unisono.comm.labels import Labels, Place, Received, Sent, require_tag
+from unisono.comm.handle import Awaited, Handle
+from unisono.comm.labels import Labels, Message, Place, Received, require_tag
 from unisono.comm.log import describe
 from unisono.comm.objects import Objects
 from unisono.comm.operation import Finish, Outcome
@@ -161,7 +161,8 @@ class Communicator(Objects):
 
         is_mute = self._is_mute(*(tensor for tensor, _ in (*sends, *recvs)))
         try:
-            works = self._exchange_labelled(ops, sending, receiving, recvs) if is_mute else _batched(ops)
+            labelled = self._exchange_labelled
+            works: Sequence[Awaited] = labelled(ops, sending, receiving, recvs) if is_mute else _batched(ops)
         except RuntimeError as error:
             raise self._watch.explained(error) from error
         finally:
@@ -175,13 +176,13 @@ class Communicator(Objects):
         sending: Sequence[Piece],
         receiving: Sequence[tuple[torch.Tensor, Finish]],
         recvs: Sequence[Piece],
-    ) -> list[dist.Work]:
+    ) -> list[Message]:
         places = [Place(self._labels, tensor, wire) for (tensor, _), (wire, _) in zip(recvs, receiving, strict=True)]
         for place, (_, source) in zip(places, recvs, strict=True):
             place.expect_label(source, 0)
         labels = [self._labels.send(wire, to, 0) for wire, to in sending]
         works = _batched(ops)
-        sent = [Sent(work, label) for work, label in zip(works, labels, strict=False)]
+        sent = [Message(work, label) for work, label in zip(works, labels, strict=False)]
         came = zip(works[len(sent) :], places, recvs, strict=True)
         return [*sent, *(Received(work, place, source) for work, place, (_, source) in came)]
 
@@ -210,7 +211,7 @@ class Communicator(Objects):
         finally:
             self._letters.left = self._letters.entered
         waiter = self._watch.waiter(self._letters)
-        return Handle([Sent(work, label) if label else work] if work else [], lambda: wire, waiter, is_mute=is_mute)
+        return Handle([Message(work, label) if label else work] if work else [], lambda: wire, waiter, is_mute=is_mute)
 
     def _receive(self, op: str, tensor: torch.Tensor, source: int, tag: int) -> Handle:
         self._require_peer(source)
@@ -230,7 +231,9 @@ class Communicator(Objects):
         finally:
             self._letters.left = self._letters.entered
         waiter = self._watch.waiter(self._letters)
-        works = [] if work is None else [work if place is None else Received(work, place, source)]
+        works: list[Awaited] = []
+        if work is not None:
+            works.append(work if place is None else Received(work, place, source))
         return Handle(works, finish, waiter, is_mute=is_mute)
 
     def _is_mute(self, *tensors: torch.Tensor) -> bool:

@@ -13,7 +13,6 @@ import ctypes
 import os
 import time
 from collections import defaultdict, deque
-from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -67,12 +66,10 @@ class Place:
         self._tensor = tensor
         self._wire = wire
         self._label: tuple[torch.Tensor, dist.Work] | None = None
-        if wire.nbytes >= _LENGTH:
+        nbytes = wire.nbytes
+        self._end = wire.data_ptr() + nbytes - _LENGTH if nbytes >= _LENGTH else 0
+        if self._end:
             ctypes.memmove(self._end, _MARK, _LENGTH)
-
-    @property
-    def _end(self) -> int:
-        return self._wire.data_ptr() + self._wire.nbytes - _LENGTH
 
     def expect_label(self, source: int, tag: int) -> None:
         self._label = self._labels.expect(source, tag)
@@ -83,7 +80,7 @@ class Place:
             length = self._told(patience)
             if length not in (_NONE, self._wire.nbytes):
                 raise not_as_long(self._tensor, length, source)
-        if self._wire.nbytes >= _LENGTH and ctypes.string_at(self._end, _LENGTH) == _MARK:
+        if self._end and ctypes.string_at(self._end, _LENGTH) == _MARK:
             raise MessageError(
                 f"recv expected {self._tensor.numel()} elements ({self._tensor.dtype}), but rank {source} sent fewer; "
                 "--check tells how many"
@@ -104,31 +101,31 @@ class Place:
         return length
 
 
-class Sent(dist.Work):
-    """A message under way, with its label."""
+class Message:
+    """A message under way, on the side that sends it: gloo's are waited for, and never tell that they are over."""
 
-    def __init__(self, work: dist.Work, label: dist.Work | None) -> None:
-        super().__init__()
-        self._message = work
-        self._label = label
+    def __init__(self, work: dist.Work, label: dist.Work | None = None) -> None:
+        self._work = work
+        self._label = label  # lives as long
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        return self._message.wait()
+    def wait(self) -> None:
+        self._work.wait()
+
+    def is_completed(self) -> bool:
+        return False
 
 
-class Received(dist.Work):
+class Received(Message):
     """A message under way to its place."""
 
     def __init__(self, work: dist.Work, place: Place, source: int) -> None:
-        super().__init__()
-        self._message = work
+        self._work = work
         self._place = place
         self._source = source
 
-    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        self._message.wait()
+    def wait(self) -> None:
+        self._work.wait()
         self._place.check(self._source)
-        return True
 
 
 def not_as_long(tensor: torch.Tensor, nbytes: int, source: int) -> MessageError:
