@@ -95,11 +95,12 @@ def _world_at(seat: Seat, host: str, port: int, patience: float) -> dist.Store:
     if seat.rank == 0:
         if (host, port) not in _kept:
             _kept[host, port] = _tcp_store(seat, host, port, True, patience)
-        return _world_in(_kept[host, port], _kept[host, port].add(_WORLDS, 1))
+        store = _own_part(seat, _kept[host, port])
+        return _world_in(store, store.add(_WORLDS, 1))
     deadline = time.monotonic() + patience
     while True:
         left = max(0.1, deadline - time.monotonic())
-        store = _tcp_store(seat, host, port, False, left)
+        store = _own_part(seat, _tcp_store(seat, host, port, False, left))
         try:
             while time.monotonic() < deadline:
                 number = store.add(_WORLDS, 0)
@@ -114,6 +115,13 @@ def _world_at(seat: Seat, host: str, port: int, patience: float) -> dist.Store:
             f"rank {seat.rank} waited {patience:.0f} s at tcp://{host}:{port}, but all worlds that have met there are "
             "over; has rank 0 called uni.init() again?"
         )
+
+
+def _own_part(seat: Seat, store: dist.Store) -> dist.Store:
+    """Two steps of Slurm on one node may come to the same port: whoever came second must not join the other's world."""
+    if seat.how != seats.SRUN:
+        return store
+    return dist.PrefixStore(f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}", store)
 
 
 def _world_in(store: dist.Store, number: int) -> dist.Store:
@@ -141,7 +149,8 @@ def _tcp_store(seat: Seat, host: str, port: int, holds_it: bool, patience: float
     except (dist.DistError, RuntimeError) as error:
         text = str(error)
         if "EADDRINUSE" in text or "already in use" in text:
-            reason = f"cannot open tcp://{host}:{port}: the port is taken; choose another"
+            how = "" if seat.how == seats.TCP else ": set MASTER_PORT"
+            reason = f"cannot open tcp://{host}:{port}: the port is taken; choose another{how}"
         elif "timed out" in text or "timeout" in text.lower():
             reason = f"cannot reach rank 0 at tcp://{host}:{port}: nobody answers there; is rank 0 running?"
         else:

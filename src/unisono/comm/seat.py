@@ -141,8 +141,8 @@ def _from_variables(
 def slurm_url(environ: Mapping[str, str]) -> str:
     """Where the tasks of one Slurm step meet: the step's first host, a port that follows from the step's number."""
     host = environ.get("MASTER_ADDR") or first_slurm_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
-    step = int(environ.get("SLURM_JOB_ID", "0")) * 7 + int(environ.get("SLURM_STEP_ID", "0"))
-    port = environ.get("MASTER_PORT") or str(20000 + step % 20000)
+    step = int(environ.get("SLURM_JOB_ID", "0")) * 61 + int(environ.get("SLURM_STEP_ID", "0"))
+    port = environ.get("MASTER_PORT") or str(20000 + step % 12768)  # below those that systems give away by themselves
     return f"tcp://{host}:{port}"
 
 

@@ -147,8 +147,7 @@ def _variables(number: int, n: int, backend: str | None, port: int) -> dict[str,
     variables |= environment.of_elastic(attempt=0, max_restarts=0)
     # a fork of a process that has used its OpenMP pool must not use one: its threads are not there
     variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
-    if backend is not None:
-        variables[environment.BACKEND] = backend
+    variables[environment.BACKEND] = backend or "auto"  # whatever this process itself was started with
     return variables
 
 
