@@ -177,9 +177,9 @@ def short_messages(comm: Communicator) -> None:
                 comm.exchange([(torch.ones(3, dtype=dtype), 1)])
             elif comm.rank == 1:
                 with pytest.raises(
-                    MessageError, match=rf"expected 5 elements \({dtype}\), but rank 0 sent {how_many}$"
+                    MessageError, match=rf"expected 9 elements \({dtype}\), but rank 0 sent {how_many}$"
                 ):
-                    receive(torch.zeros(5, dtype=dtype))
+                    receive(torch.zeros(9, dtype=dtype))
                 place = torch.zeros(3, dtype=dtype)
                 receive(place)  # what comes after it arrives
                 assert place.tolist() == [1, 1, 1]
