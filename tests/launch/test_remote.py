@@ -106,7 +106,7 @@ def test_the_pages_commands(hosts: Hosts, tmp_path: Path, command: str) -> None:
             pytest.skip(f"{program} starts nothing on this machine: {probe.stderr.strip()}")
         path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
         env = os.environ | {"PATH": path, "PYTHONPATH": str(Path(unisono.__file__).parents[1])}
-        done = subprocess.run([program, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120, env=env)
+        done = subprocess.run([program, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240, env=env)
         assert done.stdout.splitlines() == [said] * 8, done.stderr
 
 

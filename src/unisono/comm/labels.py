@@ -67,7 +67,7 @@ class Place:
         self._wire = wire
         self._label: tuple[torch.Tensor, dist.Work] | None = None
         nbytes = wire.nbytes
-        self._end = wire.data_ptr() + nbytes - _LENGTH if nbytes >= _LENGTH else 0
+        self._end = wire.data_ptr() + nbytes - _LENGTH if wire.is_cpu and nbytes >= _LENGTH else 0
         if self._end:
             ctypes.memmove(self._end, _MARK, _LENGTH)
 
