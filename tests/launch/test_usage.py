@@ -26,6 +26,7 @@ from unisono.launch import environment
         (["-n", "2", "-m", "no_such_module_here"], "no module named 'no_such_module_here'"),
         (["-n", "2", "-m", "../x"], "no module named '../x'"),
         (["ok.py"], "how many ranks?"),
+        (["ok.py", "-n", "2"], "options come before the script"),
         (["-n", "0", "ok.py"], "-n 0"),
         (["-n", "-2", "ok.py"], "-n -2"),
         (["-H", "a:2,b:2", "-n", "5", "ok.py"], "more ranks than the hosts have slots (a:2, b:2: 4)"),

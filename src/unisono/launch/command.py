@@ -140,7 +140,8 @@ def _hosts(chosen: argparse.Namespace) -> list[Host]:
     if chosen.hostfile is not None:
         return hosts.parse_file(chosen.hostfile)
     if chosen.n is None:
-        raise UsageError("how many ranks? give -n N, --hosts or --hostfile")
+        late = "; options come before the script" if {"-n", "-np", "-H", "-f"} & set(chosen.command) else ""
+        raise UsageError(f"how many ranks? give -n N, --hosts or --hostfile{late}")
     return [Host(hosts.LOCAL, chosen.n)]
 
 
