@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 import subprocess
@@ -46,6 +47,8 @@ def run_anew_under(mpi: str, n: int, script: str, timeout: float = 240) -> subpr
 
 def _as_main(script: Path, variables: dict[str, str]) -> None:
     os.environ.update(variables)
+    if "MPI4PY_LIBMPI" in os.environ:  # which Open MPI's mpiexec tells a program that it starts by LD_LIBRARY_PATH
+        ctypes.CDLL(os.environ["MPI4PY_LIBMPI"], ctypes.RTLD_GLOBAL)
     sys.argv = [str(script)]
     runpy.run_path(str(script), run_name="__main__")
 
