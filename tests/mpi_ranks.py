@@ -1,8 +1,8 @@
 """Ranks of a real mpiexec that are forked from this process, which has imported torch already.
 
-mpiexec starts a small program for each rank. That program hands over what MPICH gave it (its environment, its stdout
-and stderr, its line to the process manager) and the rank is forked: it joins MPI as any rank of mpiexec does. The small
-program ends as the rank ends, and when mpiexec kills it, the rank is killed.
+mpiexec starts a small program for each rank. That program hands over what it was given (its environment, its stdout
+and stderr, with MPICH its line to the process manager) and the rank is forked: it joins MPI as any rank of mpiexec
+does. The small program ends as the rank ends, and when mpiexec kills it, the rank is killed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
@@ -34,11 +34,11 @@ STAND_IN = f"""
 import json, os, socket, sys
 door = socket.socket(socket.AF_UNIX)
 door.connect(sys.argv[1])
-line = int(os.environ["{LINE}"])
-socket.send_fds(door, [b"+"], [1, 2, line])
+line = int(os.environ.get("{LINE}", "-1"))
+socket.send_fds(door, [b"+"], [1, 2] if line < 0 else [1, 2, line])
 door.sendall(json.dumps(dict(os.environ)).encode() + b"\\n")
 code = int(door.recv(16) or b"1")
-if code == 0:  # MPICH takes its leave in the C library's exit, which a forked process must not call
+if code == 0 and line >= 0:  # MPICH takes its leave in the C library's exit, which a forked process must not call
     os.write(line, b"cmd=finalize\\n")
     os.read(line, 1024)
 if code < 0:
@@ -55,16 +55,20 @@ sys.argv[1:] = [os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__f
 {STAND_IN}"""
 
 
-def start(size: int, job: Callable[[], Any], **options: Any) -> subprocess.Popen[str]:
+def start(
+    size: int, job: Callable[[], Any], mpiexec: Sequence[str] = (str(MPIEXEC),), **options: Any
+) -> subprocess.Popen[str]:
     """The mpiexec of `size` ranks, each of which runs `job`; options as of subprocess.Popen."""
     folder = _open_door(size, job)
-    words = [str(MPIEXEC), "-n", str(size), sys.executable, "-I", "-S", "-c", STAND_IN, str(folder / "door")]
+    words = [*mpiexec, "-n", str(size), sys.executable, "-I", "-S", "-c", STAND_IN, str(folder / "door")]
     return subprocess.Popen(words, text=True, **options)
 
 
-def run(size: int, job: Callable[[], Any], timeout: float = 240) -> subprocess.CompletedProcess[str]:
+def run(
+    size: int, job: Callable[[], Any], timeout: float = 240, mpiexec: Sequence[str] = (str(MPIEXEC),), **options: Any
+) -> subprocess.CompletedProcess[str]:
     """mpiexec's exit code, and what it and its ranks printed."""
-    return _awaited(start(size, job, stdout=subprocess.PIPE, stderr=subprocess.PIPE), timeout)
+    return _awaited(start(size, job, mpiexec, stdout=subprocess.PIPE, stderr=subprocess.PIPE, **options), timeout)
 
 
 def run_shell(
@@ -149,7 +153,7 @@ def _look_after(door: socket.socket, size: int, job: Callable[[], Any], folder: 
 
 def _admit(door: socket.socket, job: Callable[[], Any]) -> Rank:
     stand_in, _ = door.accept()
-    _, (stdout, stderr, line), _, _ = socket.recv_fds(stand_in, 1, 3)
+    _, (stdout, stderr, *line), _, _ = socket.recv_fds(stand_in, 1, 3)
     text = b""
     while not text.endswith(b"\n"):
         piece = stand_in.recv(65536)
@@ -162,11 +166,11 @@ def _admit(door: socket.socket, job: Callable[[], Any]) -> Rank:
         for source, target in ((stdout, 1), (stderr, 2)):
             os.dup2(source, target)
         os.environ.clear()
-        os.environ.update(json.loads(text) | {LINE: str(line)})
+        os.environ.update(json.loads(text) | ({LINE: str(line[0])} if line else {}))
         stand_in.close()
         door.close()
         become(functools.partial(_run_and_finalize, job))
-    for fd in (stdout, stderr, line):
+    for fd in (stdout, stderr, *line):
         os.close(fd)
     return Rank(pid, stand_in)
 

@@ -5,7 +5,7 @@
 A Warm is a subprocess.Popen like any other (its pipes, signals and exit code are real) but for its first moment: the
 process behind the door, `python -m tests.warm`, forks it with the streams that are handed over. That process imports
 and does nothing else, so that what is forked finds no thread but its own. The agent of a `unisono run` on this host
-knocks there in its turn.
+knocks there in its turn, and so may those on hosts that are namespaces of this one, through a `stand_in` for python.
 """
 
 from __future__ import annotations
@@ -34,15 +34,44 @@ from unisono.launch import proctree
 DOOR = "UNISONO_TEST_DOOR"  # in the environment of a command: where its agent knocks
 _AGENT = ["agent"]
 _PR_SET_NAME = 15
+_CLONE_NEWUTS = 0x04000000
+
+# A `python` for agents: hands over what it was given and where it runs, and ends as the agent does.
+STAND_IN = """#!{python} -IS
+import json, os, signal, socket, sys
+assert sys.argv[1:] == ["-P", "-m", "unisono.launch.agent"], sys.argv
+door = socket.socket(socket.AF_UNIX)
+door.connect({door!r})
+socket.send_fds(door, [b"+"], [0, 1, 2])
+order = {{"words": ["agent"], "name": {name!r}, "env": dict(os.environ), "cwd": os.getcwd(), "session": False}}
+door.sendall(json.dumps(order | {{"namespaces_of": os.getpid()}}).encode() + b"\\n")
+stream = door.makefile("rb")
+stream.readline()  # its number; its streams are its own from here on
+for fd in (0, 1, 2):
+    os.close(fd)
+code = int(stream.readline() or b"1")
+os._exit(code if code >= 0 else 128 - code)
+"""
 _HIGHEST = 1 << 20  # of descriptors
 
 
 class Warm(subprocess.Popen[Any]):
     """Options as of subprocess.Popen: cwd, env, the three streams, text, start_new_session."""
 
-    def __init__(self, words: Sequence[str], *, name: str = "", door: str | None = None, **options: Any) -> None:
-        """All processes of the command that execute nothing else bear the name."""
+    def __init__(
+        self,
+        words: Sequence[str],
+        *,
+        name: str = "",
+        door: str | None = None,
+        namespaces_of: int | None = None,
+        host: str = "",
+        **options: Any,
+    ) -> None:
+        """All processes of the command that execute nothing else bear the name. It runs in the network of a process of
+        that number, or in the network namespace `host`."""
         self._name = name
+        self._network = {"namespaces_of": namespaces_of, "host": host}
         self._door = door or _opened_door()
         super().__init__(list(words), **options)
 
@@ -56,6 +85,7 @@ class Warm(subprocess.Popen[Any]):
             "env": dict(os.environ if named["env"] is None else named["env"]) | {DOOR: self._door},
             "cwd": str(named["cwd"] or os.getcwd()),
             "session": bool(named["start_new_session"]),
+            **self._network,
         }
         self._line = socket.socket(socket.AF_UNIX)
         self._line.connect(self._door)
@@ -85,6 +115,13 @@ class Warm(subprocess.Popen[Any]):
             self.returncode = int(_read_line(self._line) or -signal.SIGKILL)
             self._line.close()
         return self.returncode
+
+
+def write_stand_in(path: Path, name: str) -> Path:
+    """A program that stands in for python where an agent is to be started; the agent bears the name."""
+    path.write_text(STAND_IN.format(python=sys.executable, door=_opened_door(), name=name))
+    path.chmod(0o755)
+    return path
 
 
 @functools.cache
@@ -175,12 +212,29 @@ def _settle(order: Mapping[str, Any], streams: Sequence[int]) -> None:
     for own, fd in enumerate(streams):  # all above 2
         os.dup2(fd, own)
     os.closerange(3, _HIGHEST)
+    _enter(order.get("namespaces_of"), order.get("host"))
     os.environ.clear()
     os.environ.update(order["env"])
     os.chdir(order["cwd"])
     sys.path[:] = [each for each in sys.path if each and each != os.path.dirname(os.path.dirname(__file__))]
     if order["name"]:
         ctypes.CDLL(None).prctl(_PR_SET_NAME, order["name"].encode(), 0, 0, 0)
+
+
+def _enter(namespaces_of: int | None, host: str | None) -> None:
+    """The network, and the host's name, of another process, or of a namespace that bears it."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    for path in [f"/proc/{namespaces_of}/ns/{kind}" for kind in ("net", "uts") if namespaces_of] + (
+        [f"/run/netns/{host}"] if host else []
+    ):
+        fd = os.open(path, os.O_RDONLY)
+        if libc.setns(fd, 0):
+            raise OSError(ctypes.get_errno(), f"setns {path}")
+        os.close(fd)
+    if host:
+        if libc.unshare(_CLONE_NEWUTS):
+            raise OSError(ctypes.get_errno(), "unshare")
+        socket.sethostname(host)
 
 
 def _job(order: Mapping[str, Any]) -> Callable[[], None]:
@@ -206,7 +260,10 @@ def _command(words: Sequence[str], name: str) -> None:
         if list(command) != link.agent_command():
             return start_anew(command, environment, stdin)
         pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return Warm(_AGENT, name=name, door=door, **pipes, bufsize=0, start_new_session=True, env=environment)
+        network = {"namespaces_of": os.getpid()}
+        return Warm(
+            _AGENT, name=name, door=door, **network, **pipes, bufsize=0, start_new_session=True, env=environment
+        )
 
     link.start_detached = start_detached
     sys.argv = list(words)

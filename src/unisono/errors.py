@@ -31,6 +31,10 @@ class CommError(UnisonoError, RuntimeError):
     """Ranks could not talk to each other."""
 
 
+class MessageError(CommError):
+    """A message does not fit the tensor that it was received into."""
+
+
 class HangError(CommError):
     """Ranks wait for each other and never will meet; the message is the report."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import runpy
 import subprocess
@@ -21,15 +22,22 @@ PROGRAMS = Path(__file__).resolve().parent / "mpi_programs"
 MPIS = ("mpich", "openmpi")
 
 
-def run_under(
-    mpi: str, n: int, script: str | Path, *args: str, timeout: float = 240
-) -> subprocess.CompletedProcess[str]:
-    """Start `n` ranks of a script (a name in mpi_programs, or a path) and wait for them.
+def run_under(mpi: str, n: int, script: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """Start `n` ranks of a script of mpi_programs and wait for them. They are forked from here instead of importing
+    torch each.
 
     Skips the test, saying why, where that MPI is not installed.
     """
-    path = PROGRAMS / script  # an absolute script stands for itself
-    command = [*_mpiexec(mpi), "-n", str(n), sys.executable, str(path), *args]
+    mpiexec = _mpiexec(mpi)
+    import_what_ranks_need()
+    with tempfile.TemporaryDirectory() as folder:
+        job = partial(_as_main, PROGRAMS / script, {"TEST_STORE": f"{folder}/store", "TEST_FOLDER": folder})
+        return mpi_ranks.run(n, job, timeout, mpiexec, env=_environment(mpi), cwd=ROOT)
+
+
+def run_anew_under(mpi: str, n: int, script: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
+    """The same in interpreters of their own: a process that has asked for GPUs must not fork those that use them."""
+    command = [*_mpiexec(mpi), "-n", str(n), sys.executable, str(PROGRAMS / script)]
     with tempfile.TemporaryDirectory() as folder:
         environment = _environment(mpi) | {"TEST_STORE": f"{folder}/store", "TEST_FOLDER": folder}
         return subprocess.run(
@@ -37,22 +45,10 @@ def run_under(
         )
 
 
-def run_quickly_under(mpi: str, n: int, script: str) -> subprocess.CompletedProcess[str]:
-    """Forked where that is possible."""
-    return run_forked_under_mpich(n, script) if mpi == "mpich" else run_under(mpi, n, script)
-
-
-def run_forked_under_mpich(n: int, script: str, timeout: float = 240) -> subprocess.CompletedProcess[str]:
-    """The same under MPICH, its ranks forked from here instead of importing torch each."""
-    _mpiexec("mpich")
-    import_what_ranks_need()
-    with tempfile.TemporaryDirectory() as folder:
-        job = partial(_as_main, PROGRAMS / script, {"TEST_STORE": f"{folder}/store", "TEST_FOLDER": folder})
-        return mpi_ranks.run(n, job, timeout)
-
-
 def _as_main(script: Path, variables: dict[str, str]) -> None:
     os.environ.update(variables)
+    if "MPI4PY_LIBMPI" in os.environ:  # which Open MPI's mpiexec tells a program that it starts by LD_LIBRARY_PATH
+        ctypes.CDLL(os.environ["MPI4PY_LIBMPI"], ctypes.RTLD_GLOBAL)
     sys.argv = [str(script)]
     runpy.run_path(str(script), run_name="__main__")
 

@@ -7,7 +7,7 @@ from functools import cache
 
 import pytest
 
-from tests.comm.mpiexec import MPIS, PROGRAMS, run_forked_under_mpich, run_under
+from tests.comm.mpiexec import MPIS, PROGRAMS, run_under
 
 
 def checks_in(program: str) -> list[str]:
@@ -17,7 +17,7 @@ def checks_in(program: str) -> list[str]:
 
 @cache
 def outcome(mpi: str, program: str) -> tuple[set[str], str]:
-    done = run_forked_under_mpich(4, program) if mpi == "mpich" else run_under(mpi, 2, program)
+    done = run_under(mpi, 4 if mpi == "mpich" else 2, program)
     passed = {line.split()[1] for line in done.stdout.splitlines() if line.startswith("PASSED")}
     return passed, f"exit code {done.returncode}\n{done.stdout[-2000:]}\n{done.stderr[-8000:]}"
 

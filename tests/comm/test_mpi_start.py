@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.comm.mpiexec import MPIS, ROOT, run_quickly_under
+from tests.comm.mpiexec import MPIS, ROOT, run_under
 from tests.processes import run_forked
 from unisono.comm import mpi
 from unisono.errors import MissingPackageError
@@ -84,7 +84,7 @@ def test_without_mpiexec_the_world_has_one_rank_and_no_other_is_joined(tmp_path:
 
 @pytest.mark.parametrize("mpi_name", MPIS)
 def test_a_rank_that_raises_ends_the_job(mpi_name: str) -> None:
-    done = run_quickly_under(mpi_name, 2, "failing.py")
+    done = run_under(mpi_name, 2, "failing.py")
     assert done.returncode != 0
     assert "ValueError: rank 0 has had enough" in done.stderr
 
@@ -95,7 +95,7 @@ def test_more_than_two_to_the_31_elements() -> None:
         reason = f"needs 12 GiB of free memory, and {free / GIB:.1f} GiB are free"
         print(reason)
         pytest.skip(reason)
-    done = run_quickly_under("mpich", 2, "large.py")
+    done = run_under("mpich", 2, "large.py")
     assert done.stdout.count("PASSED") == 4, done.stderr[-4000:]
 
 

@@ -11,7 +11,8 @@ import torch
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
-from unisono.errors import CommError, UsageError
+from unisono.comm.labels import Labels
+from unisono.errors import MessageError, UsageError
 
 
 def negated(value: float) -> torch.Tensor:
@@ -85,6 +86,23 @@ def refused_on_one_rank(comm: Communicator) -> None:
         lambda: comm.split([0, 1]),  # type: ignore[list-item]
         lambda: comm.scatter(torch.ones(2, 3), torch.ones(comm.size, 6)),
         lambda: comm.gather(torch.ones(2, 3), out=torch.ones(comm.size, 6)),
+        lambda: comm.all_reduce(x, ["sum"]),  # type: ignore[arg-type]
+        lambda: comm.all_reduce(x, torch.distributed.ReduceOp.SUM),  # type: ignore[arg-type]
+        lambda: comm.reduce(x, 0, {}),  # type: ignore[arg-type]
+        lambda: comm.reduce_scatter(torch.ones(comm.size), ["sum"], out=torch.ones(1)),  # type: ignore[arg-type]
+        lambda: comm.reduce_scatter(torch.ones(4), sizes=[1.0] * comm.size),  # type: ignore[list-item]
+        lambda: comm.reduce_scatter(torch.ones(4), sizes=4),  # type: ignore[arg-type]
+        lambda: comm.all_to_all(torch.ones(4), [1.0] * comm.size),  # type: ignore[list-item]
+        lambda: comm.all_to_all(torch.ones(4), [1] * comm.size, [1.0] * comm.size),  # type: ignore[list-item]
+        lambda: comm.all_to_all(torch.ones(4), [1] * comm.size, [2] * comm.size),
+        lambda: comm.all_to_all(torch.ones(4), out=5),  # type: ignore[arg-type]
+        lambda: comm.scatter(torch.ones(2), 5),  # type: ignore[arg-type]
+        lambda: comm.scatter_object(5),  # type: ignore[arg-type]
+        lambda: comm.split(5),  # type: ignore[arg-type]
+        lambda: comm.subgroup(5),  # type: ignore[arg-type]
+        lambda: comm.broadcast_parameters(5),  # type: ignore[arg-type]
+        lambda: comm.send(x, 1, tag=-1),
+        lambda: comm.recv(x, tag="a"),  # type: ignore[arg-type]
     ]
     before = comm._log.count
     if comm.rank == 0:
@@ -143,16 +161,63 @@ def test_what_careful_users_try(ranks4: RankPool, part: Callable[[Communicator],
 
 
 def short_messages(comm: Communicator) -> None:
-    """MPI tells how much has come: less than was expected is an error."""
+    """Less than was expected is an error, and told as what it is, however it is received."""
+    receives: list[Callable[[torch.Tensor], Any]] = [
+        lambda place: comm.recv(place, 0),
+        lambda place: comm.recv(place),
+        lambda place: comm.irecv(place, 0).wait(),
+        lambda place: comm.exchange(recvs=[(place, 0)]),
+        lambda place: comm.exchange(recvs=[(place, 0)], async_op=True).wait(),
+    ]
+    how_many = "3" if comm.backend == "mpi" or comm._labels._is_used else "fewer; --check tells how many"
+    for dtype in (torch.float32, torch.int16):
+        for receive in receives:
+            if comm.rank == 0:
+                comm.send(torch.ones(3, dtype=dtype), 1)
+                comm.exchange([(torch.ones(3, dtype=dtype), 1)])
+            elif comm.rank == 1:
+                with pytest.raises(
+                    MessageError, match=rf"expected 9 elements \({dtype}\), but rank 0 sent {how_many}$"
+                ):
+                    receive(torch.zeros(9, dtype=dtype))
+                place = torch.zeros(3, dtype=dtype)
+                receive(place)  # what comes after it arrives
+                assert place.tolist() == [1, 1, 1]
+
+
+def labelled_messages(comm: Communicator) -> None:
+    """As with --check: a label tells what a mark of eight bytes at the end of the place cannot."""
+    unlabelled, comm._labels = comm._labels, Labels(comm.group, True)
+    short_messages(comm)
     if comm.rank == 0:
-        comm.send(torch.ones(3), 1)
+        comm.send(torch.ones(3, dtype=torch.int8), 1)
+        torch.distributed.send(torch.ones(3), 1)  # torch's own have none
+        comm.send(torch.ones(3), 1, tag=5)
     elif comm.rank == 1:
-        with pytest.raises(CommError, match=r"expected 5 elements .* rank 0 sent 3"):
-            comm.exchange(recvs=[(torch.zeros(5), 0)])
+        with pytest.raises(MessageError, match=r"expected 4 elements .* sent 3"):
+            comm.recv(torch.zeros(4, dtype=torch.int8), 0)
+        assert comm.recv(torch.zeros(3), 0) == 0
+        assert comm.recv(torch.zeros(3), 0, tag=5) == 0
+    comm._labels = unlabelled
 
 
-def test_a_message_that_is_too_short(pools: Callable[[str, int], RankPool]) -> None:
-    pools("mpi", 4).run(short_messages)
+def test_a_message_that_is_too_short(ranks4: RankPool) -> None:
+    ranks4.run(short_messages)
+    if ranks4.backend == "gloo":
+        ranks4.run(labelled_messages)
+
+
+def long_message(comm: Communicator) -> None:
+    if comm.rank == 0:
+        comm.send(torch.ones(9), 1)
+    elif comm.rank == 1:
+        with pytest.raises(MessageError, match="sent more than its tensor holds"):
+            comm.irecv(torch.zeros(5), 0).wait()
+
+
+def test_a_message_that_is_too_long(pools: Callable[[str, int], RankPool]) -> None:
+    """On gloo it ends the rank."""
+    pools("mpi", 4).run(long_message)
 
 
 def test_a_failed_operation_is_over_but_has_no_result() -> None:

@@ -16,6 +16,7 @@ OPENMPI = {
     "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
 }
 MPICH = {"PMI_RANK": "1", "PMI_SIZE": "4", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "4"}
+PMI2 = {"PMI_RANK": "5", "PMI_SIZE": "8", "PMI_FD": "9"}
 SLURM = {
     "SLURM_PROCID": "5",
     "SLURM_STEP_NUM_TASKS": "8",
@@ -33,8 +34,10 @@ SLURM = {
         (TORCHRUN, Seat(3, 8, seat.ENVIRONMENT, None, 1, 2)),
         (OPENMPI, Seat(2, 4, seat.MPIEXEC, None, 0, 2)),
         (MPICH, Seat(1, 4, seat.MPIEXEC, None, 1, 4)),
-        (SLURM, Seat(5, 8, seat.SRUN, "tcp://gpu07:32979", 1, None)),
-        (SLURM | MPICH, Seat(5, 8, seat.SRUN, "tcp://gpu07:32979", 1, None)),
+        (SLURM, Seat(5, 8, seat.SRUN, "tcp://gpu07:26477", 1, None)),
+        # srun --mpi=pmi2 tells PMI's variables too, and has the last word; in a Slurm job's script mpiexec has it.
+        (SLURM | PMI2, Seat(5, 8, seat.SRUN, "tcp://gpu07:26477", 1, None)),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"} | MPICH, Seat(1, 4, seat.MPIEXEC, None, 1, 4)),
         (MPICH | TORCHRUN, Seat(3, 8, seat.ENVIRONMENT, None, 1, 2)),
         (MPICH | TORCHRUN | {"UNISONO_BACKEND": "mpi"}, Seat(1, 4, seat.MPIEXEC, None, 1, 4)),
         # The batch script of a Slurm job is no rank of it.

@@ -7,6 +7,7 @@ import os
 import signal
 import socket
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,26 @@ def test_tcp(tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     jobs = [functools.partial(join_and_sum, init_method=url, rank=r, world_size=2) for r in range(2)]
     assert outputs(run_forked(jobs, tmp_path)) == EXPECTED
+
+
+def join_again_and_again(url: str, rank: int) -> None:
+    """Whichever rank comes first; the world before is still in somebody's hands, and its store with it."""
+    known = []
+    for time_round in range(3):
+        if rank == time_round % 2:
+            time.sleep(0.3)
+        known.append(uni.init(init_method=url, rank=rank, world_size=2, timeout=20))
+        known[-1].all_reduce(torch.ones(1))
+        print(f"joined {time_round}")
+        uni.shutdown()
+
+
+@pytest.mark.parametrize("kind", ["tcp", "file"])
+def test_the_same_ranks_meet_again_at_the_same_place(tmp_path: Path, kind: str) -> None:
+    url = f"tcp://127.0.0.1:{free_port()}" if kind == "tcp" else f"file://{tmp_path}/meet"
+    jobs = [functools.partial(join_again_and_again, url, rank) for rank in range(2)]
+    assert outputs(run_forked(jobs, tmp_path)) == ["joined 0\njoined 1\njoined 2"] * 2
+    assert not list(tmp_path.glob("meet*"))
 
 
 def test_file_and_its_staleness(tmp_path: Path) -> None:

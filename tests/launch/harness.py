@@ -25,13 +25,15 @@ class Run:
     """A run of the command; all that it starts carries a mark, in its environment or, where it was forked, as its name.
 
     The command and its agent are forked from a process that has imported torch, unless `anew`: where the start of their
-    interpreters is tested, or something comes `before` the command.
+    interpreters is tested, or words that come `before` the command bring it elsewhere, and not to a network namespace
+    that is named as its `host` as well.
     """
 
     arguments: Sequence[str]
     directory: Path
     environment: Mapping[str, str] = field(default_factory=dict)
     before: Sequence[str] = ()
+    host: str = ""
     anew: bool = False
     mark: str = field(default_factory=lambda: uuid.uuid4().hex[:15])  # as much as the kernel keeps of a name
 
@@ -47,9 +49,9 @@ class Run:
     def start(self, **options: Any) -> subprocess.Popen[Any]:
         """Options as of subprocess.Popen."""
         options = {"stdin": subprocess.DEVNULL, "cwd": self.directory, "env": self.variables, **options}
-        if self.before or self.anew:
+        if self.anew or (self.before and not self.host):
             return subprocess.Popen(self.words, **options)
-        return Warm(["unisono", *self.arguments], name=self.mark, **options)
+        return Warm(["unisono", *self.arguments], name=self.mark, host=self.host, **options)
 
     def finish(self, timeout: float = 90) -> subprocess.CompletedProcess[str]:
         with self.start(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import io
 import sys
+from pathlib import Path
 
 import pytest
 
+from unisono.errors import LaunchError
 from unisono.launch.console import Console
 
 # What rich's progress bar writes: hide the cursor, rewrite the line, leave it, show the cursor.
@@ -52,6 +54,16 @@ def test_a_progress_bar_keeps_its_label_to_the_last(monkeypatch: pytest.MonkeyPa
     console.write(1, "out", "beside it\n")
     console.flush()
     assert screen(terminal.getvalue()) == ["[0] train 100%", "[1] beside it", ""]
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "rank.0").mkdir()
+    (tmp_path / "rank.1").symlink_to("/dev/full")
+    console = Console(str(tmp_path))
+    with pytest.raises(LaunchError, match=r"--output-filename: .*/rank\.0 cannot be written: Is a directory"):
+        console.write(0, "out", "x")
+    with pytest.raises(LaunchError, match=r"/rank\.1 cannot be written: No space left"):
+        console.write(1, "out", "x")
 
 
 def test_elsewhere_only_the_last_state_is_written(monkeypatch: pytest.MonkeyPatch) -> None:

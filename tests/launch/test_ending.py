@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import os
 import signal
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
+from torch.distributed import HashStore
 
 from tests.launch.harness import MARK, Run, wait_for, write_script
+from unisono.launch.elastic import Meeting
 from unisono.launch.job import SCRIPT, Program, Share
 from unisono.launch.link import Links, agent_command
 
@@ -157,3 +161,21 @@ def test_an_agent_that_hears_nothing_of_its_launcher_ends_its_rank(tmp_path: Pat
     finally:
         links.kill()
         links.close()
+
+
+def test_the_first_node_keeps_the_store_until_the_others_know_the_end() -> None:
+    """Were it gone before, a node that asks whether all have finished would fail a job that went well."""
+    program, store = Program(SCRIPT, "script.py", (), "."), HashStore()
+    common: dict[str, Any] = {"program": program, "count": 1, "world": 2, "address": "", "port": 0, "environment": {}}
+    first, second = (
+        Meeting(store, Share(host=f"node{node}", node=node, nodes=2, first_rank=node, **common)) for node in range(2)
+    )
+    assert not first.finished_everywhere(first_time=True)
+    assert second.finished_everywhere(first_time=True)
+    waiting = threading.Thread(target=first.part)
+    waiting.start()
+    waiting.join(timeout=0.2)
+    assert waiting.is_alive()
+    second.part()
+    waiting.join(timeout=20)
+    assert not waiting.is_alive()

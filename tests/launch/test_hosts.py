@@ -37,8 +37,8 @@ def test_bad_lists_say_why(text: str, said: str) -> None:
 
 def test_file_with_comments_and_blanks(tmp_path: Path) -> None:
     path = tmp_path / "hosts"
-    path.write_text("# cluster\n\nnode0 slots=4  # the big one\n  node1   slots=2\nnode2\n")
-    assert parse_file(path) == [Host("node0", 4), Host("node1", 2), Host("node2", 1)]
+    path.write_text("\ufeff# cluster\n\nnode0 slots=4  # the big one\r\n  node1   slots=2\nnode2\nfe80::1\n")
+    assert parse_file(path) == [Host("node0", 4), Host("node1", 2), Host("node2", 1), Host("fe80::1", 1)]
 
 
 @pytest.mark.parametrize(
@@ -49,6 +49,7 @@ def test_file_with_comments_and_blanks(tmp_path: Path) -> None:
         ("\n# x\nnode0 slots=4 gpus=2\n", r"hosts:3: cannot read"),
         ("node0 slots=1\nnode0 slots=1\n", r"hosts:2: host 'node0' is there twice"),
         ("node0 slots=\n", r"hosts:1: the slots of node0"),
+        ("a\nnode0:4\n", r"hosts:2: cannot read 'node0:4'; in a hostfile that is `node0 slots=4`"),
         ("a;b slots=1\n", r"hosts:1: 'a;b' is no host name"),
         ("# nothing\n", "names no host"),
     ],

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 import unisono
-from tests import mpi_ranks
+from tests import mpi_ranks, warm
 from tests.examples.runner import run_mpiexec
 from tests.launch import namespaces
 from tests.launch.harness import Run, wait_for, write_script
@@ -35,13 +35,13 @@ def hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
         yield hosts
 
 
-def _run(hosts: Hosts, folder: Path, *arguments: str, **variables: str) -> Run:
-    return Run(
-        ["run", *arguments],
-        folder,
-        {"UNISONO_SSH": hosts.ssh, "UNISONO_TRAVELS": "yes", **variables},
-        before=hosts.inside,
-    )
+def _run(hosts: Hosts, folder: Path, *arguments: str, anew: bool = False, **variables: str) -> Run:
+    """`anew`: in interpreters of their own, on all hosts. Else agents there are forked, behind an ssh that is real."""
+    environment = {"UNISONO_SSH": hosts.ssh, "UNISONO_TRAVELS": "yes", **variables}
+    run = Run(["run", *arguments], folder, environment, before=hosts.inside, host=hosts.namespaces[0], anew=anew)
+    if not anew and "--python" not in arguments:
+        run.arguments = ["run", "--python", str(warm.write_stand_in(folder / "python", run.mark)), *arguments]
+    return run
 
 
 # The mark must reach the far ranks for the search for left-overs to find them: its name travels.
@@ -61,7 +61,7 @@ def test_one_world_over_two_hosts(hosts: Hosts, tmp_path: Path) -> None:
     (tmp_path / "hostfile").write_text("# two\nnode0 slots=1\nnode1 slots=2\n")
     words = ["a b", "it's;", "$(touch hacked)", '"']
     arguments = ("--verbose", "-hostfile", "hostfile", "--output-filename", "logs", "script.py", *words)
-    done = _run(hosts, tmp_path, *arguments).finish()
+    done = _run(hosts, tmp_path, *arguments, anew=True).finish()
     assert done.returncode == 0, done.stderr
     places = ["node0 0 1", "node1 0 2", "node1 1 2"]
     lines = [f"6 {place} {ADDRESSES[0]} yes {words}" for place in places]
@@ -98,11 +98,16 @@ def test_the_pages_commands(hosts: Hosts, tmp_path: Path, command: str) -> None:
         assert sorted(done.stdout.splitlines()) == [f"[{rank}] {said}" for rank in range(8)], done.stderr
     elif program == "mpiexec" and mpi_ranks.MPIEXEC.exists():
         assert run_mpiexec(shlex.join([program, *words]), 8, tmp_path).text.splitlines() == [said] * 8
-    elif shutil.which(program):
-        done = subprocess.run([program, *words], cwd=tmp_path, capture_output=True, text=True, timeout=120)
-        assert done.stdout.splitlines() == [said] * 8, done.stderr
-    else:
+    elif shutil.which(program) is None:
         pytest.skip(f"there is no {program} on this machine")
+    else:
+        probe = subprocess.run([program, "-n", "1", "true"], capture_output=True, text=True, timeout=60)
+        if probe.returncode:
+            pytest.skip(f"{program} starts nothing on this machine: {probe.stderr.strip()}")
+        path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+        env = os.environ | {"PATH": path, "PYTHONPATH": str(Path(unisono.__file__).parents[1])}
+        done = subprocess.run([program, *words], cwd=tmp_path, capture_output=True, text=True, timeout=240, env=env)
+        assert done.stdout.splitlines() == [said] * 8, done.stderr
 
 
 def test_this_host_needs_no_ssh(hosts: Hosts, tmp_path: Path) -> None:
@@ -245,7 +250,7 @@ def test_the_script_must_be_there(hosts: Hosts, tmp_path: Path) -> None:
     shown = tmp_path / "shown"
     shown.mkdir()
     write_script(shown, "open('started', 'w')")
-    run = _run(hosts, tmp_path, "-H", "node1:1", "hidden/script.py")
+    run = _run(hosts, tmp_path, "-H", "node1:1", "hidden/script.py", anew=True)
     run.before = [
         *hosts.inside,
         "unshare",
@@ -295,7 +300,7 @@ def test_mpi_over_two_hosts(hosts: Hosts, tmp_path: Path, flavour: str) -> None:
         "print(MPI.COMM_WORLD.allreduce(1), *(os.environ[name] for name in names))\n",
     )
     arguments = ("--backend", "mpi", "-H", "node0:1,node1:2", "script.py")
-    done = _run(hosts, tmp_path, *arguments, UNISONO_MPIEXEC=str(WHERE[flavour])).finish()
+    done = _run(hosts, tmp_path, *arguments, anew=True, UNISONO_MPIEXEC=str(WHERE[flavour])).finish()
     assert done.returncode == 0, done.stderr
     lines = ["[0] 3 node0 0 1", "[1] 3 node1 0 2", "[2] 3 node1 1 2"]
     assert sorted(done.stdout.splitlines()) == lines

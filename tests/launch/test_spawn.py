@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import unisono as uni
@@ -112,6 +113,22 @@ def test_a_rank_that_dies_and_one_that_is_late() -> None:
         uni.spawn(lambda: time.sleep(100), 2, timeout=0.5)
 
 
+class Unreadable:
+    def __reduce__(self) -> tuple[type[int], tuple[str]]:
+        return int, ("x",)
+
+
+def test_a_rank_without_a_result_and_one_with_an_unreadable_one() -> None:
+    def body() -> None:
+        if os.environ["RANK"] == "1":
+            os._exit(0)
+
+    with pytest.raises(LaunchError, match="rank 1 ended without a result; the function must return"):
+        uni.spawn(body, np.int64(2))  # type: ignore[arg-type]
+    with pytest.raises(LaunchError, match=r"rank 0 returned cannot be unpickled here .ValueError: invalid literal"):
+        uni.spawn(Unreadable, 1)
+
+
 def test_what_spawn_refuses() -> None:
     for bad in (0, -1, 1.5, True):
         with pytest.raises(UsageError, match="at least 1"):
@@ -120,8 +137,12 @@ def test_what_spawn_refuses() -> None:
         uni.spawn(3, 2)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match="'smoke' is unknown"):
         uni.spawn(total, 2, backend="smoke")
-    with pytest.raises(UsageError, match="above 0"):
-        uni.spawn(total, 2, timeout=0)
+    for wrong in (0, "soon"):
+        with pytest.raises(UsageError, match="above 0"):
+            uni.spawn(total, 2, timeout=wrong)  # type: ignore[arg-type]
+    for odd in (5, "abc"):
+        with pytest.raises(UsageError, match="expected a tuple"):
+            uni.spawn(total, 2, args=odd)  # type: ignore[arg-type]
 
 
 def test_after_cuda_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

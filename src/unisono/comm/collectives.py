@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from unisono.comm.backends import GLOO, Carriage, moved_elements
 from unisono.comm.log import UNEVEN, detail_of_op, detail_of_root
-from unisono.comm.operation import Operations, Outcome
+from unisono.comm.operation import Operations, Outcome, whole_numbers
 from unisono.comm.reduction import Factor
 from unisono.errors import UsageError
 
@@ -297,6 +297,8 @@ class Collectives(Operations):
     ) -> list[torch.Tensor]:
         shape, dtype = out.shape, out.dtype
         chunks = () if chunks is None else chunks
+        if not isinstance(chunks, (Sequence, torch.Tensor)):
+            raise UsageError(f"scatter: the root needs {self.size} tensors or one of {self.size} rows, not {chunks!r}")
         for chunk in chunks:
             self._require_numbers(chunk)
         if len(chunks) != self.size or any(chunk.shape != shape or chunk.dtype != dtype for chunk in chunks):
@@ -311,11 +313,17 @@ class Collectives(Operations):
     ) -> list[int]:
         """How many rows come from each rank."""
         if recv_sizes is not None:
-            if len(recv_sizes) != self.size or min(recv_sizes) < 0:
-                raise UsageError(f"all_to_all: recv_sizes {list(recv_sizes)}; expected {self.size} sizes of at least 0")
-            if self._watch.check is not None and (sent := self._asked_of_others(outgoing)) != list(recv_sizes):
-                raise UsageError(f"all_to_all: recv_sizes {list(recv_sizes)}, but the others send {sent}")
-            return list(recv_sizes)
+            whole = whole_numbers("all_to_all: recv_sizes", recv_sizes)
+            if len(whole) != self.size or min(whole) < 0:
+                raise UsageError(f"all_to_all: recv_sizes {whole}; expected {self.size} sizes of at least 0")
+            if whole[self.rank] != outgoing[self.rank]:
+                raise UsageError(
+                    f"all_to_all: rank {self.rank} sends {outgoing[self.rank]} to itself, but recv_sizes {whole} has "
+                    f"{whole[self.rank]} at that place"
+                )
+            if self._watch.check is not None and (sent := self._asked_of_others(outgoing)) != whole:
+                raise UsageError(f"all_to_all: recv_sizes {whole}, but the others send {sent}")
+            return whole
         return outgoing if send_sizes is None else self._asked_of_others(outgoing)
 
     def _asked_of_others(self, outgoing: list[int]) -> list[int]:

@@ -13,12 +13,13 @@ from torch.distributed import distributed_c10d
 
 from unisono.comm import traffic
 from unisono.comm.backends import GLOO
-from unisono.comm.handle import Handle
+from unisono.comm.handle import Awaited, Handle
+from unisono.comm.labels import Labels, Message, Place, Received, require_tag
 from unisono.comm.log import describe
 from unisono.comm.objects import Objects
-from unisono.comm.operation import Outcome
+from unisono.comm.operation import Finish, Outcome
 from unisono.comm.watch import MARGIN, Watch
-from unisono.errors import UsageError
+from unisono.errors import MessageError, UsageError
 
 
 @contextlib.contextmanager
@@ -34,6 +35,10 @@ def _group_named(name: str) -> Iterator[None]:
         yield
     finally:
         distributed_c10d._process_group_name = original
+
+
+def _batched(ops: list[dist.P2POp]) -> list[dist.Work]:
+    return dist.batch_isend_irecv(ops) if ops else []
 
 
 Piece = tuple[torch.Tensor, int]  # a tensor, and the rank it goes to or comes from
@@ -73,6 +78,7 @@ class Communicator(Objects):
         watch.group_logs[group] = self._log
         self._children: dict[str, int] = {}
         self._letters = watch.new_log(f"{name}/p2p", self.ranks)
+        self._labels = Labels(group, watch.check is not None)
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, backend={self.backend!r}, host={self.host!r})"
@@ -103,16 +109,22 @@ class Communicator(Objects):
         if source is not None:
             self._receive("recv", tensor, source, tag).wait()
             return source
+        require_tag(tag)
         wire, finish = self._moving(tensor)
+        place = Place(self._labels, tensor, wire) if self._is_mute(tensor) else None
         self._letters.enter("recv from any rank", "", tensor, 2)
         try:
-            sender = dist.recv(wire, group=self.group, tag=tag)
+            sender = dist.get_group_rank(self.group, dist.recv(wire, group=self.group, tag=tag))
+        except MessageError:
+            raise
         except RuntimeError as error:
             raise self._watch.explained(error) from error
         finally:
             self._letters.left = self._letters.entered
+        if place is not None:
+            place.check_from(sender, tag)
         finish()
-        return dist.get_group_rank(self.group, sender)
+        return sender
 
     def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Handle:
         """Begin to send; the tensor must not change until the handle is waited for."""
@@ -130,7 +142,8 @@ class Communicator(Objects):
         for _, peer in (*sends, *recvs):
             self._require_peer(peer)
         receiving = [self._moving(tensor) for tensor, _ in recvs]
-        ops = [dist.P2POp(dist.isend, self._moving(tensor)[0], group=self.group, group_peer=to) for tensor, to in sends]
+        sending = [(self._moving(tensor)[0], to) for tensor, to in sends]
+        ops = [dist.P2POp(dist.isend, wire, group=self.group, group_peer=to) for wire, to in sending]
         ops += [
             dist.P2POp(dist.irecv, wire, group=self.group, group_peer=source)
             for (wire, _), (_, source) in zip(receiving, recvs, strict=True)
@@ -146,15 +159,32 @@ class Communicator(Objects):
         def finish() -> list[torch.Tensor]:
             return [finish_one() for _, finish_one in receiving]
 
+        is_mute = self._is_mute(*(tensor for tensor, _ in (*sends, *recvs)))
         try:
-            works = dist.batch_isend_irecv(ops) if ops else []
+            labelled = self._exchange_labelled
+            works: Sequence[Awaited] = labelled(ops, sending, receiving, recvs) if is_mute else _batched(ops)
         except RuntimeError as error:
             raise self._watch.explained(error) from error
         finally:
             self._letters.left = self._letters.entered
-        is_mute = self._is_mute(*(tensor for tensor, _ in (*sends, *recvs)))
         handle = Handle(works, finish, self._watch.waiter(self._letters), is_mute=is_mute)
         return handle if async_op else handle.wait()
+
+    def _exchange_labelled(
+        self,
+        ops: list[dist.P2POp],
+        sending: Sequence[Piece],
+        receiving: Sequence[tuple[torch.Tensor, Finish]],
+        recvs: Sequence[Piece],
+    ) -> list[Message]:
+        places = [Place(self._labels, tensor, wire) for (tensor, _), (wire, _) in zip(recvs, receiving, strict=True)]
+        for place, (_, source) in zip(places, recvs, strict=True):
+            place.expect_label(source, 0)
+        labels = [self._labels.send(wire, to, 0) for wire, to in sending]
+        works = _batched(ops)
+        sent = [Message(work, label) for work, label in zip(works, labels, strict=False)]
+        came = zip(works[len(sent) :], places, recvs, strict=True)
+        return [*sent, *(Received(work, place, source) for work, place, (_, source) in came)]
 
     def block(self, what: str, until: Callable[[], None]) -> None:
         """Wait for other ranks in a way of one's own, where the watch sees it: `until` returns, or raises RuntimeError
@@ -167,33 +197,44 @@ class Communicator(Objects):
 
     def _send(self, op: str, tensor: torch.Tensor, to: int, tag: int) -> Handle:
         self._require_peer(to)
+        require_tag(tag)
         wire, _ = self._moving(tensor)
+        is_mute = self._is_mute(tensor)
         if traffic.counters:
             traffic.note("send", self.size, tensor, (self.ranks[to],))
         self._letters.enter(f"{op} to rank {to}", "", tensor, 3)
         try:
+            label = self._labels.send(wire, to, tag) if is_mute else None
             work = dist.isend(wire, group=self.group, group_dst=to, tag=tag)
         except RuntimeError as error:
             raise self._watch.explained(error) from error
         finally:
             self._letters.left = self._letters.entered
         waiter = self._watch.waiter(self._letters)
-        return Handle([work] if work else [], lambda: wire, waiter, is_mute=self._is_mute(tensor))
+        return Handle([Message(work, label) if label else work] if work else [], lambda: wire, waiter, is_mute=is_mute)
 
     def _receive(self, op: str, tensor: torch.Tensor, source: int, tag: int) -> Handle:
         self._require_peer(source)
+        require_tag(tag)
         wire, finish = self._moving(tensor)
+        is_mute = self._is_mute(tensor)
         if traffic.counters:
             traffic.note_arrival(tensor, self.ranks[source])
         self._letters.enter(f"{op} from rank {source}", "", tensor, 3)
         try:
+            place = Place(self._labels, tensor, wire) if is_mute else None
+            if place is not None:
+                place.expect_label(source, tag)
             work = dist.irecv(wire, group=self.group, group_src=source, tag=tag)
         except RuntimeError as error:
             raise self._watch.explained(error) from error
         finally:
             self._letters.left = self._letters.entered
         waiter = self._watch.waiter(self._letters)
-        return Handle([work] if work else [], finish, waiter, is_mute=self._is_mute(tensor))
+        works: list[Awaited] = []
+        if work is not None:
+            works.append(work if place is None else Received(work, place, source))
+        return Handle(works, finish, waiter, is_mute=is_mute)
 
     def _is_mute(self, *tensors: torch.Tensor) -> bool:
         """Whether messages of these tensors go over gloo, which does not tell that one has arrived."""
@@ -209,7 +250,8 @@ class Communicator(Objects):
     def split(self, groups: Sequence[Sequence[int]]) -> Communicator | None:
         """The communicator of the one of `groups` that this rank is in, or None. Every rank calls it, with the same
         lists."""
-        if not all(isinstance(group, Sequence) and not isinstance(group, str) for group in groups):
+        lists = groups if isinstance(groups, Sequence) else [groups]
+        if not all(isinstance(group, Sequence) and not isinstance(group, str) for group in lists):
             raise UsageError(f"split {groups!r}: expected a list of lists of ranks, such as [[0, 1], [2, 3]]")
         members = [rank for group in groups for rank in group]
         for rank in members:
@@ -225,6 +267,8 @@ class Communicator(Objects):
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
         """The communicator of some ranks of this one, in their order here. All of them call it, and only they."""
+        if not isinstance(ranks, Sequence):
+            raise UsageError(f"subgroup {ranks!r}: expected a list of ranks, such as [0, 1]")
         for rank in ranks:
             self._require_rank("rank", rank)
         if self.rank not in ranks or len(set(ranks)) != len(ranks):
@@ -256,6 +300,8 @@ class Communicator(Objects):
     def broadcast_parameters(self, module: torch.nn.Module, root: int = 0) -> None:
         """Make every rank's parameters and buffers those of the root."""
         self._require_rank("root", root)
+        if not isinstance(module, torch.nn.Module):
+            raise UsageError(f"broadcast_parameters: expected a torch.nn.Module, but was given {module!r}")
         tensors = [*module.named_parameters(), *module.named_buffers()]
         everyone = self.all_gather_object([f"{name} {describe(each.shape, each.dtype)}" for name, each in tensors])
         for rank, theirs in enumerate(everyone):

@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 
 Finish = Callable[[], Any]
+
+
+class Awaited(Protocol):
+    """What a Handle needs of torch's Work. One that is mute is never asked whether it is over."""
+
+    def wait(self) -> Any: ...
+    def is_completed(self) -> bool: ...
 
 
 class Handle:
@@ -22,7 +28,7 @@ class Handle:
 
     def __init__(
         self,
-        works: Sequence[dist.Work],
+        works: Sequence[Awaited],
         finish: Finish,
         waiting: Callable[[Callable[[], None]], None] | None = None,
         *,

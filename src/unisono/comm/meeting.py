@@ -2,10 +2,15 @@
 
 All ranks reach one key-value store. Each signs in under its rank; when a rank is missing, signed in twice, or comes
 from another job (a stale file), the others learn which one and why.
+
+Note: worlds one after the other. A process may leave its world and meet the same others again in the same place. At an
+address, rank 0 keeps the store that it opened there and numbers the worlds in it: whoever comes before the next one is
+opened finds the last one over, and waits. Where an agent keeps the store, or at a file, each rank counts by itself.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -23,9 +28,13 @@ from unisono.errors import CommError, UsageError
 from unisono.launch import environment
 
 START = 60.0  # seconds that ranks of a launcher get to come, however short the timeout of collectives
+_WORLDS = "unisono/worlds"  # in a store: how many worlds have met there
+_OVER = "unisono/over"  # in a world's part of it: some rank has left
 PATIENCE = 300.0  # seconds to wait for the other ranks at most, whatever the timeout of collectives
 
 _worlds_left = 0  # by this process
+_left_at: dict[str, int] = {}  # worlds that met at a file, by the file's url
+_kept: dict[tuple[str, int], dist.Store] = {}  # the stores that this process has opened at an address
 
 
 @dataclass(frozen=True)
@@ -38,9 +47,16 @@ class Meeting:
         """The last rank to leave clears away the file through which they met."""
         global _worlds_left
         _worlds_left += 1
-        if self.seat.how == seats.FILE and self.store.add("unisono/closed", 1) == self.seat.size:
-            assert self.seat.url is not None
-            Path(urlparse(self.seat.url).path).unlink(missing_ok=True)
+        if self.seat.how != seats.FILE:
+            with contextlib.suppress(RuntimeError):  # rank 0 may have gone before, and the store with it
+                self.store.set(_OVER, "1")
+            return
+        assert self.seat.url is not None
+        closed = self.store.add("unisono/closed", 1)
+        path = _path(self.seat)
+        _left_at[self.seat.url] = _left_at.get(self.seat.url, 0) + 1
+        if closed == self.seat.size:
+            path.unlink(missing_ok=True)
 
 
 def meet(seat: Seat, timeout: float) -> Meeting:
@@ -67,11 +83,49 @@ def _open_store(seat: Seat, patience: float) -> dist.Store:
     if seat.how == seats.MPIEXEC:
         return _store_over_mpi(seat, patience)
     host, port = _address(seat)
-    agent_holds_it = seat.how == seats.ENVIRONMENT and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = _tcp_store(seat, host, port, seat.rank == 0 and not agent_holds_it, patience)
+    if seat.how != seats.ENVIRONMENT or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return _world_at(seat, host, port, patience)
     # An agent's store outlives the ranks it restarts, and the worlds that they leave.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    return dist.PrefixStore(f"attempt_{attempt}/world_{_worlds_left}", store) if agent_holds_it else store
+    return dist.PrefixStore(f"attempt_{attempt}/world_{_worlds_left}", _tcp_store(seat, host, port, False, patience))
+
+
+def _world_at(seat: Seat, host: str, port: int, patience: float) -> dist.Store:
+    """The store of the world that meets at this address next. Rank 0 opens it."""
+    if seat.rank == 0:
+        if (host, port) not in _kept:
+            _kept[host, port] = _tcp_store(seat, host, port, True, patience)
+        store = _own_part(seat, _kept[host, port])
+        return _world_in(store, store.add(_WORLDS, 1))
+    deadline = time.monotonic() + patience
+    while True:
+        left = max(0.1, deadline - time.monotonic())
+        store = _own_part(seat, _tcp_store(seat, host, port, False, left))
+        try:
+            while time.monotonic() < deadline:
+                number = store.add(_WORLDS, 0)
+                world = _world_in(store, number)
+                if number and not world.check([_OVER]):
+                    return world
+                time.sleep(0.02)
+        except RuntimeError:  # the process that was rank 0 there has ended; another may open a store
+            time.sleep(0.02)
+            continue
+        raise CommError(
+            f"rank {seat.rank} waited {patience:.0f} s at tcp://{host}:{port}, but all worlds that have met there are "
+            "over; has rank 0 called uni.init() again?"
+        )
+
+
+def _own_part(seat: Seat, store: dist.Store) -> dist.Store:
+    """Two steps of Slurm on one node may come to the same port: whoever came second must not join the other's world."""
+    if seat.how != seats.SRUN:
+        return store
+    return dist.PrefixStore(f"{os.environ.get('SLURM_JOB_ID')}.{os.environ.get('SLURM_STEP_ID')}", store)
+
+
+def _world_in(store: dist.Store, number: int) -> dist.Store:
+    return dist.PrefixStore(f"world_{number}", store)
 
 
 def _address(seat: Seat) -> tuple[str, int]:
@@ -95,7 +149,8 @@ def _tcp_store(seat: Seat, host: str, port: int, holds_it: bool, patience: float
     except (dist.DistError, RuntimeError) as error:
         text = str(error)
         if "EADDRINUSE" in text or "already in use" in text:
-            reason = f"cannot open tcp://{host}:{port}: the port is taken; choose another"
+            how = "" if seat.how == seats.TCP else ": set MASTER_PORT"
+            reason = f"cannot open tcp://{host}:{port}: the port is taken; choose another{how}"
         elif "timed out" in text or "timeout" in text.lower():
             reason = f"cannot reach rank 0 at tcp://{host}:{port}: nobody answers there; is rank 0 running?"
         else:
@@ -104,8 +159,7 @@ def _tcp_store(seat: Seat, host: str, port: int, holds_it: bool, patience: float
 
 
 def _file_store(seat: Seat) -> dist.Store:
-    assert seat.url is not None
-    path = Path(urlparse(seat.url).path)
+    path = _path(seat)
     if not path.parent.is_dir():
         raise UsageError(f"{seat.url}: the folder {path.parent} does not exist; make it first")
     if path.is_dir():
@@ -113,11 +167,17 @@ def _file_store(seat: Seat) -> dist.Store:
     return dist.FileStore(str(path), seat.size)
 
 
+def _path(seat: Seat) -> Path:
+    """A file of its own for every world: the last one's may not have been left by all."""
+    assert seat.url is not None
+    times = _left_at.get(seat.url, 0)
+    return Path(urlparse(seat.url).path + (f".{times}" if times else ""))
+
+
 def _store_over_mpi(seat: Seat, patience: float) -> dist.Store:
     """Rank 0 opens a store on a free port; MPI itself carries the address to the others."""
     if os.environ.get("MASTER_ADDR") and os.environ.get("MASTER_PORT"):
-        address, port = _address(seat)
-        return _tcp_store(seat, address, port, seat.rank == 0, patience)
+        return _world_at(seat, *_address(seat), patience)
     MPI = mpi.load()
     world = MPI.COMM_WORLD
     if (world.rank, world.size) != (seat.rank, seat.size):

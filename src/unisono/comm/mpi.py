@@ -95,6 +95,11 @@ def _check_world(MPI: Any, rank: int, size: int) -> None:
     if mpi_size > 1:
         raise UsageError(f"{said}; leave rank and world_size to MPI, or start {size} ranks")
     library = MPI.Get_library_version().split(",")[0].splitlines()[0]
+    if "SLURM_STEP_NUM_TASKS" in os.environ:
+        raise UsageError(
+            f"{said}: srun has not told MPI; use srun --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI), whichever of them "
+            f"`srun --mpi=list` has for this library ({library}), or mpiexec -n {size} in the job"
+        )
     raise UsageError(
         f"{said}; start it with mpiexec -n {size}, and with the mpiexec of the MPI library that mpi4py "
         f"loaded ({library})"

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from unisono.comm import mpi_buffer
+from unisono.comm import labels, mpi_buffer
 from unisono.comm.mpi_buffer import (
     OPS,
     carrier,
@@ -30,7 +30,7 @@ from unisono.comm.mpi_buffer import (
     writable,
 )
 from unisono.comm.reduction import Factor, Reduction, plan_reduction
-from unisono.errors import CommError, UsageError
+from unisono.errors import MessageError, UsageError
 
 Step = tuple[str, tuple[Any, ...]]  # an MPI method by its blocking name, and its arguments
 
@@ -326,13 +326,9 @@ def receive(tensor: torch.Tensor, source: int, tag: int) -> Call:
     return Call("recv", steps, [tensor], (memory,), finish, status)
 
 
-def not_as_long(tensor: torch.Tensor, status: MPI.Status) -> CommError:
+def not_as_long(tensor: torch.Tensor, status: MPI.Status) -> MessageError:
     """What to raise for a message that does not fill the tensor it is for."""
-    elements, rest = divmod(status.Get_count(MPI.BYTE), tensor.itemsize)
-    return CommError(
-        f"recv expected {tensor.numel()} elements ({tensor.dtype}), but rank {status.Get_source()} "
-        f"sent {elements}{' and a part of one' if rest else ''}"
-    )
+    return labels.not_as_long(tensor, status.Get_count(MPI.BYTE), status.Get_source())
 
 
 def together(name: str, calls: Sequence[Call]) -> Call:

@@ -23,7 +23,7 @@ from unisono.comm.mpi_memory import Memory, Pair, joined_view, memory_of, pair_o
 from unisono.comm.mpi_messages import MPIMessages, is_own
 from unisono.comm.mpi_now import LOOKS, PLAIN, Plain
 from unisono.comm.operation import Outcome
-from unisono.comm.reduction import Factor, plan_reduction
+from unisono.comm.reduction import Factor, plan_reduction, require_op
 from unisono.errors import UsageError
 
 IN_PLACE, address_of = MPI.IN_PLACE, MPI.memory.fromaddress
@@ -122,7 +122,10 @@ class MPICommunicator(MPIMessages):
     def all_reduce(
         self, tensor: torch.Tensor, op: str = "sum", *, factor: Factor | None = None, async_op: bool = False
     ) -> Outcome:
-        plain = PLAIN.get((tensor.dtype, op)) if isinstance(tensor, torch.Tensor) else None
+        try:
+            plain = PLAIN.get((tensor.dtype, op)) if isinstance(tensor, torch.Tensor) else None
+        except TypeError:  # an op that cannot be looked up is none
+            plain = None
         if (
             plain is not None
             and not async_op
@@ -334,7 +337,8 @@ class MPICommunicator(MPIMessages):
             and not traffic.counters
         ):
             pair = pair_of(out, tensor)
-            plain = None if pair is None or pair.parts != self.size else PLAIN.get((pair.dtype, op))
+            is_even = pair is not None and pair.parts == self.size and isinstance(op, str)
+            plain = PLAIN.get((pair.dtype, op)) if pair is not None and is_even else None
             if pair is not None and plain is not None:
                 _, datatype, mpi_op = plain
                 start = self._raw.Ireduce_scatter_block
@@ -395,6 +399,7 @@ class MPICommunicator(MPIMessages):
 
     def _require_reduction(self, tensor: torch.Tensor, op: str, factor: Factor | None) -> None:
         self._require_numbers(tensor)
+        require_op(op)
         plan_reduction(op, tensor.dtype).require_factor(tensor, factor)
 
     def barrier(self, *, async_op: bool = False) -> Outcome:

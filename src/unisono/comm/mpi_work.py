@@ -14,7 +14,7 @@ import torch
 from mpi4py import MPI
 from torch.distributed import Work
 
-from unisono.errors import CommError
+from unisono.errors import CommError, MessageError
 
 Finish = Callable[[], None]
 
@@ -277,6 +277,8 @@ class Progress:
 
 
 def failure(name: str, error: MPI.Exception) -> CommError:
+    if name == "recv" and error.Get_error_class() == MPI.ERR_TRUNCATE:
+        return MessageError("recv was sent more than its tensor holds; the sender's and the receiver's must be as long")
     return CommError(f"{name} failed in MPI: {error.Get_error_string()}")
 
 

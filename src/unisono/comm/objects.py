@@ -81,8 +81,8 @@ class Objects(Collectives):
         """values[rank] of the root; only the root passes `values`."""
         self._require_rank("root", root)
         is_root = self.rank == root
-        if is_root and (values is None or len(values) != self.size):
-            given = "none" if values is None else len(values)
+        if is_root and (not isinstance(values, Sequence) or len(values) != self.size):
+            given = len(values) if isinstance(values, Sequence) else repr(values)
             raise UsageError(f"scatter_object: the root needs {self.size} values, one a rank, but got {given}")
         parcels = [Parcel(value, "scatter_object", root) for value in values] if is_root and values is not None else []
         refused = [parcel.bytes for parcel in parcels if parcel.is_refused]

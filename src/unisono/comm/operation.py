@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, SupportsIndex
 
 import torch
@@ -13,7 +13,7 @@ from unisono.comm import traffic
 from unisono.comm.backends import GLOO, MPI, NCCL, Carriage, Carrier, carry, movable
 from unisono.comm.handle import Handle
 from unisono.comm.log import Log
-from unisono.comm.reduction import Factor
+from unisono.comm.reduction import Factor, require_op
 from unisono.comm.watch import Watch
 from unisono.errors import CommError, UnisonoError, UsageError
 
@@ -26,6 +26,13 @@ Finish = Callable[[], Any]
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
     """A CUDA tensor's data in pinned host memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+
+
+def whole_numbers(what: str, given: Sequence[int]) -> list[int]:
+    """UsageError where they are anything else."""
+    if not isinstance(given, Iterable) or not all(isinstance(each, SupportsIndex) for each in given):
+        raise UsageError(f"{what} {given!r}: expected a list of whole numbers")
+    return [each.__index__() for each in given]
 
 
 class Operations:
@@ -127,6 +134,7 @@ class Operations:
 
     def _carriage(self, tensor: torch.Tensor, op: str) -> Carriage:
         self._require_numbers(tensor)
+        require_op(op)
         return carry(self._carrier(tensor), op, tensor.dtype)
 
     def _reducing(self, carriage: Carriage, tensor: torch.Tensor, factor: Factor | None) -> torch.Tensor:
@@ -153,15 +161,17 @@ class Operations:
             if length % self.size:
                 raise UsageError(f"{op}: {self.size} ranks do not divide dim 0 of length {length}; pass the sizes")
             return [length // self.size] * self.size
-        if len(sizes) != self.size or sum(sizes) != length or min(sizes) < 0:
-            raise UsageError(f"{op}: sizes {list(sizes)} do not cut length {length} into {self.size} parts")
-        return list(sizes)
+        whole = whole_numbers(f"{op}: sizes", sizes)
+        if len(whole) != self.size or sum(whole) != length or min(whole) < 0:
+            raise UsageError(f"{op}: sizes {whole} do not cut length {length} into {self.size} parts")
+        return whole
 
     def _room(self, op: str, out: torch.Tensor | None, tensor: torch.Tensor, rows: int) -> torch.Tensor:
         """The place for an outcome of `rows` rows of `tensor`."""
         shape = (rows, *tensor.shape[1:])
         if out is None:
             return tensor.new_empty(shape)
+        self._require_numbers(out)
         if tuple(out.shape) != shape or out.dtype != tensor.dtype:
             raise UsageError(f"{op}: out is {out.dtype} {tuple(out.shape)}; expected {tensor.dtype} {shape}")
         return out

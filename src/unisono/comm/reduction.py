@@ -142,6 +142,11 @@ class Reduction:
         return torch.mul(tensor.to(self.wire_dtype), factor).to(self.wire_dtype)
 
 
+def require_op(op: str) -> None:
+    if op.__class__ is not str:
+        raise UsageError(f"there is no reduction {op!r}; use one of {', '.join(OPS)}, as a string")
+
+
 @cache
 def plan_reduction(op: str, dtype: torch.dtype) -> Reduction:
     """How to reduce `dtype` by `op` (one of `OPS`); UsageError where that has no meaning."""

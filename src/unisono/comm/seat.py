@@ -118,7 +118,8 @@ def _from_environment(environ: Mapping[str, str], wanted: bool) -> Seat:
         return _from_variables(environ, _TORCHRUN, ENVIRONMENT)
     if _OPENMPI[0] in environ:
         return _from_variables(environ, _OPENMPI, MPIEXEC)
-    if "PMI_RANK" in environ and "SLURM_STEP_NUM_TASKS" not in environ:
+    if _HYDRA[0] in environ and ("SLURM_STEP_NUM_TASKS" not in environ or _HYDRA[2] in environ):
+        # Under Slurm, MPICH's mpiexec has srun start a helper on each node: its ranks inherit the helper's variables.
         return _from_variables(environ, _HYDRA, MPIEXEC)
     if "SLURM_STEP_NUM_TASKS" in environ:
         return _from_variables(environ, _SRUN, SRUN, slurm_url(environ))
@@ -140,8 +141,8 @@ def _from_variables(
 def slurm_url(environ: Mapping[str, str]) -> str:
     """Where the tasks of one Slurm step meet: the step's first host, a port that follows from the step's number."""
     host = environ.get("MASTER_ADDR") or first_slurm_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
-    step = int(environ.get("SLURM_JOB_ID", "0")) * 7 + int(environ.get("SLURM_STEP_ID", "0"))
-    port = environ.get("MASTER_PORT") or str(20000 + step % 20000)
+    step = int(environ.get("SLURM_JOB_ID", "0")) * 61 + int(environ.get("SLURM_STEP_ID", "0"))
+    port = environ.get("MASTER_PORT") or str(20000 + step % 12768)  # below those that systems give away by themselves
     return f"tcp://{host}:{port}"
 
 

@@ -28,7 +28,7 @@ from unisono.comm.blackbox import BlackBox
 from unisono.comm.check import Check
 from unisono.comm.comparison import Comparison
 from unisono.comm.log import Log, describe, frame_place
-from unisono.errors import CommError, HangError, UnisonoError
+from unisono.errors import CommError, HangError, MessageError, UnisonoError
 from unisono.launch import failure
 from unisono.launch.stack import frames_of
 
@@ -111,6 +111,8 @@ class Watch:
             log.awaited = number
             try:
                 block()
+            except MessageError:
+                raise
             except RuntimeError as error:
                 raise self.explained(error) from error
             finally:

@@ -21,6 +21,7 @@ from unisono.launch.watch import Interrupted
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _BACKENDS = ("auto", "gloo", "nccl", "mpi")
+_LONGEST = 1e9  # seconds, as of `uni.init`
 
 
 def add_parser(subparsers: Any) -> None:
@@ -88,8 +89,8 @@ def job_of(chosen: argparse.Namespace) -> Job:
     placements = hosts.place(named, chosen.n)
     for name in ("start_timeout", "timeout"):
         value = getattr(chosen, name)
-        if value is not None and not value > 0:
-            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be above 0 seconds")
+        if value is not None and not 0 < value <= _LONGEST:
+            raise UsageError(f"--{name.replace('_', '-')} {value:g}: must be above 0 seconds, {_LONGEST:g} at most")
     if chosen.max_restarts < 0:
         raise UsageError(f"--max-restarts {chosen.max_restarts}: must be at least 0")
     if not 0 <= chosen.master_port < 1 << 16:
@@ -139,7 +140,8 @@ def _hosts(chosen: argparse.Namespace) -> list[Host]:
     if chosen.hostfile is not None:
         return hosts.parse_file(chosen.hostfile)
     if chosen.n is None:
-        raise UsageError("how many ranks? give -n N, --hosts or --hostfile")
+        late = "; options come before the script" if {"-n", "-np", "-H", "-f"} & set(chosen.command) else ""
+        raise UsageError(f"how many ranks? give -n N, --hosts or --hostfile{late}")
     return [Host(hosts.LOCAL, chosen.n)]
 
 

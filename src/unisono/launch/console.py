@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import BinaryIO, TextIO
 
-from unisono.errors import UsageError
+from unisono.errors import LaunchError, UsageError
 from unisono.launch.wire import bytes_of
 
 _LONGEST = 1 << 20  # a line without end is broken here
@@ -65,9 +65,13 @@ class Console:
     def to_file(self, rank: int, text: str) -> None:
         if self._directory is None:
             return
-        if rank not in self._files:
-            self._files[rank] = (self._directory / f"rank.{rank}").open("wb", buffering=0)
-        self._files[rank].write(bytes_of(text))
+        path = self._directory / f"rank.{rank}"
+        try:
+            if rank not in self._files:
+                self._files[rank] = path.open("wb", buffering=0)
+            self._files[rank].write(bytes_of(text))
+        except OSError as error:
+            raise LaunchError(f"--output-filename: {path} cannot be written: {error.strerror}") from None
 
     def mute(self, ranks: set[int]) -> None:
         """Show these no more; their files go on."""

@@ -36,6 +36,7 @@ from unisono.launch.reporter import Reporter
 
 _MONITOR = 0.1  # seconds of listening between looks at the other nodes
 _STORE_TIMEOUT = datetime.timedelta(seconds=300)
+_PARTING = 30.0  # seconds that other nodes get to notice that all have finished
 
 
 def open_store(share: Share, listening: int | None) -> TCPStore:
@@ -107,6 +108,17 @@ class Meeting(RendezvousHandler):
         """Whether the ranks of all nodes have finished; first_time says that this node's just have."""
         count = self._generations.add(f"finished/{self.generation}", 1 if first_time else 0)
         return count == self._share.nodes
+
+    def part(self) -> None:
+        """All have finished: the first node keeps the store until the others know it as well."""
+        parted = f"parted/{self.generation}"
+        if self._generations.add(parted, 1) == self._share.nodes:
+            return
+        deadline = time.monotonic() + _PARTING
+        while self._share.node == 0 and time.monotonic() < deadline:
+            if self._generations.add(parted, 0) == self._share.nodes:
+                return
+            time.sleep(0.01)
 
     def get_backend(self) -> str:
         return "unisono"
@@ -203,6 +215,7 @@ class Agent(SimpleElasticAgent):
         first_time, self._finished = not self._finished, True
         if not self._meeting.finished_everywhere(first_time):
             return RunResult(state=WorkerState.HEALTHY)
+        self._meeting.part()
         return RunResult(state=WorkerState.SUCCEEDED)
 
     def _is_hopeless(self) -> bool:

@@ -50,7 +50,7 @@ def parse_list(text: str) -> list[Host]:
 def parse_file(path: str | Path) -> list[Host]:
     """Hosts from a hostfile: a line is `node0 slots=4`; `#` starts a comment; blank lines are fine."""
     try:
-        lines = Path(path).read_text().splitlines()
+        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
         raise UsageError(f"hostfile {str(path)!r} cannot be read: {error.strerror}; check the path") from None
     except UnicodeDecodeError:
@@ -63,6 +63,9 @@ def parse_file(path: str | Path) -> list[Host]:
         where = f"{path}:{number}"
         if len(words) > 2 or (len(words) == 2 and not words[1].startswith("slots=")):
             raise UsageError(f"{where}: cannot read {line.strip()!r}; a line is `node0 slots=4`")
+        name, _, slots = words[0].rpartition(":")
+        if name and ":" not in name and slots.isdecimal():  # as in --hosts; an IPv6 address has more colons
+            raise UsageError(f"{where}: cannot read {words[0]!r}; in a hostfile that is `{name} slots={slots}`")
         count = words[1].removeprefix("slots=") if len(words) == 2 else "1"
         host = _host(words[0], count, where)
         if any(host.name == other.name for other in hosts):

@@ -9,7 +9,7 @@ import pickle
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, SupportsIndex
 
 from unisono.errors import LaunchError, UsageError
 from unisono.launch import environment, launcher, network, rank, verdict
@@ -36,23 +36,38 @@ def spawn(
     With backend="mpi" they are fresh processes under mpiexec, and fn must be importable. A rank's exception
     is raised here as LaunchError with its traceback; so is the timeout (seconds) when ranks still run then.
     """
-    _validate(fn, n, backend, timeout)
+    _validate(fn, n, backend, args, timeout)
+    n = n.__index__()
     if backend == "mpi":
         results = _over_mpi(fn, n, tuple(args), timeout)
     else:
         results = _over_fork(fn, n, backend, tuple(args), timeout)
-    return [pickle.loads(results[number]) for number in range(n)]
+    return [_result(number, results.get(number, b"")) for number in range(n)]
 
 
-def _validate(fn: object, n: int, backend: str | None, timeout: float | None) -> None:
+def _result(number: int, data: bytes) -> Any:
+    if not data:
+        raise LaunchError(f"spawn: rank {number} ended without a result; the function must return, not end its process")
+    try:
+        return pickle.loads(data)
+    except Exception as error:
+        raise LaunchError(
+            f"spawn: what rank {number} returned cannot be unpickled here ({type(error).__name__}: {error}); "
+            "return plain data or tensors"
+        ) from error
+
+
+def _validate(fn: object, n: int, backend: str | None, args: Sequence[Any], timeout: float | None) -> None:
     if not callable(fn):
         raise UsageError(f"spawn runs a function, not {fn!r}")
-    if not isinstance(n, int) or isinstance(n, bool) or n < 1:
+    if not isinstance(n, SupportsIndex) or isinstance(n, bool) or n.__index__() < 1:
         raise UsageError(f"spawn needs a number of ranks of at least 1, not {n!r}")
     if backend not in _BACKENDS:
         raise UsageError(f"backend {backend!r} is unknown; use gloo, nccl or mpi, or none to choose by itself")
-    if timeout is not None and not timeout > 0:
-        raise UsageError(f"timeout {timeout!r} must be above 0 seconds")
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise UsageError(f"spawn: args={args!r}; expected a tuple of what the function is to be called with")
+    if timeout is not None and (not isinstance(timeout, (int, float)) or not timeout > 0):
+        raise UsageError(f"timeout {timeout!r} must be a number of seconds above 0")
     torch = sys.modules.get("torch")
     if backend != "mpi" and torch is not None and torch.cuda.is_initialized():
         raise LaunchError(
@@ -132,8 +147,7 @@ def _variables(number: int, n: int, backend: str | None, port: int) -> dict[str,
     variables |= environment.of_elastic(attempt=0, max_restarts=0)
     # a fork of a process that has used its OpenMP pool must not use one: its threads are not there
     variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
-    if backend is not None:
-        variables[environment.BACKEND] = backend
+    variables[environment.BACKEND] = backend or "auto"  # whatever this process itself was started with
     return variables
 
 

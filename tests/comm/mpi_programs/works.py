@@ -128,7 +128,7 @@ def check_receive_of_another_size() -> None:
         with pytest.raises(CommError, match=r"expected 5 elements .* rank 1 sent 3"):
             dist.recv(torch.zeros(5), 1)
         work = dist.irecv(torch.zeros(5), 1)
-        with pytest.raises(CommError, match="recv failed in MPI"):
+        with pytest.raises(CommError, match="recv was sent more than its tensor holds"):
             work.wait()
         assert isinstance(work.exception(), CommError)
         assert not work.is_success()
