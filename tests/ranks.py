@@ -24,6 +24,7 @@ from typing import Any
 
 from tests import mpi_ranks
 from unisono.launch import proctree
+from unisono.launch.rank import give_way
 
 TIMEOUT = 120  # seconds for one call
 MANY_THREADS = 30  # of a rank; a group has three
@@ -171,9 +172,7 @@ def _end(process: Any) -> None:
 
 def _serve_with(parent: int, *args: Any) -> None:
     proctree.die_with_parent(parent)
-    if hasattr(os, "SCHED_BATCH"):
-        # A rank that is woken does not interrupt one that holds a lock of gloo's, for which a third would spin.
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    give_way()
     _serve(*args)
     os._exit(0)
 

@@ -37,6 +37,22 @@ def test_results_by_rank() -> None:
     assert [(rank, value.tolist()) for rank, value in results] == [(rank, [6.0, 6.0]) for rank in range(3)]
 
 
+def test_ranks_that_share_cores_do_not_interrupt_each_other() -> None:
+    def policies() -> list[int]:
+        """Of all threads, as those of gloo's are made by the rank."""
+        total(0.0)
+        return [os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")]
+
+    cores = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(cores)})
+    try:
+        found = uni.spawn(policies, 2)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert {policy for of_rank in found for policy in of_rank} == {os.SCHED_BATCH}
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
 def test_after_torch_has_computed_with_threads_here(tmp_path: Path) -> None:
     """In a process with several threads, as tests have one. A rank would wait for threads that the fork left behind."""
     script = write_script(
