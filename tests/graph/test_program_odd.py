@@ -58,11 +58,6 @@ def prove_odd(comm: Communicator) -> list[Verdict]:
     return [verify_here(comm, task, OnMesh.parse(words), 2) for words in ("dp=2", "mp=2,full")]
 
 
-def test_the_result_of_one_device(pools: Pools) -> None:
-    for verdict in pools("gloo", 2).run(prove_odd)[0]:
-        assert verdict.equivalent, verdict
-
-
 class Looked(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -70,6 +65,20 @@ class Looked(nn.Module):
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         return self.head(self.table(rows))
+
+
+def prove_sparse(comm: Communicator) -> list[Verdict]:
+    def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.tensor([1, 1, 3, 5]) + seed % 2, torch.tensor([0, 1, 2, 3])
+
+    task = Task(model=Looked, loss=F.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch=rows)
+    return [verify_here(comm, task, OnMesh.parse("dp=2"), 2)]
+
+
+@pytest.mark.parametrize("prove", [prove_odd, prove_sparse])
+def test_the_result_of_one_device(pools: Pools, prove: Callable[[Communicator], list[Verdict]]) -> None:
+    for verdict in pools("gloo", 2).run(prove)[0]:
+        assert verdict.equivalent, verdict
 
 
 def made(model: Callable[[], nn.Module], axis: str, example: Any) -> uni.Program:
