@@ -20,7 +20,7 @@ from tests.train.test_engine import data, engine, known_machine
 from unisono import cli
 from unisono.comm.communicator import Communicator
 from unisono.report import charts
-from unisono.report.page import _memory
+from unisono.report.page import _memory, as_page
 from unisono.report.program import programs
 from unisono.report.run import Run
 
@@ -169,6 +169,17 @@ def test_each_stage_has_its_program_as_it_ran(run_folder: Path) -> None:
     assert parts == [
         f"{what} of microbatch {number} on stage 1" for number in (0, 1) for what in ("forward", "backward")
     ]
+
+
+def test_a_start_that_resumes_leaves_the_reasons_of_the_one_that_searched(run_folder: Path, tmp_path: Path) -> None:
+    again = tmp_path / "again"
+    shutil.copytree(run_folder, again)
+    last = json.loads((again / "run.json").read_text())["starts"][-1]
+    searched = {**last, "predicted": {"why": [["tp=2", "+26% (smaller products)"]]}}
+    for plan, reasons in ((last["plan"], 1), ("dp=4", 0)):
+        resumed = {**last, "plan": plan, "predicted": {"why": []}}
+        (again / "run.json").write_text(json.dumps({"starts": [searched, resumed]}))
+        assert as_page(Run.read(again)).count("+26% (smaller products)") == reasons
 
 
 def test_figures_of_an_earlier_plan_are_left_out(run_folder: Path, tmp_path: Path) -> None:

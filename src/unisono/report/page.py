@@ -39,7 +39,7 @@ def as_page(run: Run) -> str:
         times=charts.line_chart(_times(run), "ms"),
         memory=charts.stacked_bars(_memory(run)),
         collectives=_collectives(run),
-        why=run.predicted.get("why") or [],
+        why=run.why,
         programs=programs(run),
         static=run.program,
     )

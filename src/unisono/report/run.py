@@ -53,6 +53,12 @@ class Run:
     def predicted(self) -> dict[str, Any]:
         return self.starts[-1].get("predicted") or {}
 
+    @property
+    def why(self) -> list[list[str]]:
+        """Why not another plan: as the last start said that searched for this one. One that resumes does not search."""
+        told = [start.get("predicted") or {} for start in self.starts if start["plan"] == self.starts[-1]["plan"]]
+        return next((each["why"] for each in reversed(told) if each.get("why")), [])
+
     def curve(self, name: str) -> list[tuple[float, float]]:
         """The values of a number over the steps."""
         pairs = [(line["step"], line.get(name)) for line in self.steps]
