@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.processes import become
+from tools.commands import start_agents_with
 from unisono.launch import proctree
 
 DOOR = "UNISONO_TEST_DOOR"  # in the environment of a command: where its agent knocks
@@ -250,22 +251,9 @@ def _agent() -> None:
 
 def _command(words: Sequence[str], name: str) -> None:
     from unisono import cli
-    from unisono.launch import link
 
-    start_anew, door = link.start_detached, os.environ[DOOR]
-
-    def start_detached(
-        command: Sequence[str], environment: Mapping[str, str] | None = None, stdin: int = subprocess.DEVNULL
-    ) -> subprocess.Popen[bytes]:
-        if list(command) != link.agent_command():
-            return start_anew(command, environment, stdin)
-        pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        network = {"namespaces_of": os.getpid()}
-        return Warm(
-            _AGENT, name=name, door=door, **network, **pipes, bufsize=0, start_new_session=True, env=environment
-        )
-
-    link.start_detached = start_detached
+    door = os.environ[DOOR]
+    start_agents_with(functools.partial(Warm, _AGENT, name=name, door=door, namespaces_of=os.getpid()))
     sys.argv = list(words)
     sys.exit(cli.main(words[1:]))
 

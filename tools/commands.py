@@ -211,11 +211,9 @@ def _local_job(words: Sequence[str]) -> Any:
     return None
 
 
-def _launched(words: list[str]) -> int:
-    """The launcher's command in this process, its agent in a fork of it."""
-    from unisono import cli
-    from unisono.compat import vqnetrun
-    from unisono.launch import agent, link
+def start_agents_with(begin: Callable[..., subprocess.Popen[bytes]]) -> None:
+    """Let the launcher of this process start its agents on this machine with `begin`, given Popen's options."""
+    from unisono.launch import link
 
     start_anew = link.start_detached
 
@@ -225,9 +223,18 @@ def _launched(words: list[str]) -> int:
         if list(command) != link.agent_command():
             return start_anew(command, environment, stdin)
         pipes = {"stdin": stdin, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-        return _Forked(agent.main, **pipes, bufsize=0, start_new_session=True, env=environment)
+        return begin(**pipes, bufsize=0, start_new_session=True, env=environment)
 
     link.start_detached = start_detached
+
+
+def _launched(words: list[str]) -> int:
+    """The launcher's command in this process, its agent in a fork of it."""
+    from unisono import cli
+    from unisono.compat import vqnetrun
+    from unisono.launch import agent
+
+    start_agents_with(functools.partial(_Forked, agent.main))
     sys.argv = words
     return vqnetrun.main(words[1:]) if words[0] == "vqnetrun" else cli.main(words[1:])
 
