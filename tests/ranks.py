@@ -24,7 +24,7 @@ from typing import Any
 
 from tests import mpi_ranks
 from unisono.launch import proctree
-from unisono.launch.rank import give_way
+from unisono.launch.turns import give_way
 
 TIMEOUT = 120  # seconds for one call
 MANY_THREADS = 30  # of a rank; a group has three

@@ -19,6 +19,8 @@ def main(scenario: str, timeout: float, odd: int, **seat: object) -> None:
     if scenario in ("crossed", "group"):
         in_groups(comm, scenario, odd)
         return
+    if scenario == "late" and comm.rank < 2:
+        time.sleep(0.8)  # the other two differ meanwhile
     if comm.rank != odd:
         comm.all_reduce(x)  # LINE: all
         comm.barrier()
@@ -31,7 +33,7 @@ def main(scenario: str, timeout: float, odd: int, **seat: object) -> None:
     elif scenario == "longer":
         comm.all_reduce(torch.ones(1500))  # LINE: longer
         comm.barrier()
-    elif scenario == "order":
+    elif scenario in ("order", "late"):
         comm.barrier()  # LINE: order
         comm.all_reduce(x)
     elif scenario == "exit":

@@ -40,6 +40,7 @@ CHECKED = {
     "op": rf"rank 3 is in broadcast #2 float32\[1024\] at {line('op')}",
     "shape": rf"rank 3 is in all_reduce #2 float32\[512\] at {line('shape')}",
     "order": rf"rank 3 is in barrier #2 at {line('order')}",
+    "late": rf"rank 3 is in barrier #2 at {line('order')}",
     "torch": rf"rank 3 is in torch.distributed.broadcast #2 float32\[1024\] at {line('torch')}",
     "torch shape": rf"rank 3 is in torch.distributed.all_reduce #2 float32\[512\] at {line('torch shape')}",
 }

@@ -37,20 +37,29 @@ def test_results_by_rank() -> None:
     assert [(rank, value.tolist()) for rank, value in results] == [(rank, [6.0, 6.0]) for rank in range(3)]
 
 
-def test_ranks_that_share_cores_do_not_interrupt_each_other() -> None:
-    def policies() -> list[int]:
-        """Of all threads, as those of gloo's are made by the rank."""
-        total(0.0)
-        return [os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")]
+def policies() -> set[int]:
+    """Of all threads."""
+    return {os.sched_getscheduler(int(thread)) for thread in os.listdir("/proc/self/task")}
 
+
+def test_a_rank_and_its_threads_of_gloos_do_not_interrupt_each_other() -> None:
+    def body() -> tuple[set[int], int]:
+        uni.init()
+        within = policies()
+        uni.shutdown()
+        return within, os.sched_getscheduler(0)
+
+    assert uni.spawn(body, 2) == [({os.SCHED_BATCH}, os.SCHED_OTHER)] * 2
+    assert os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+def test_ranks_that_share_cores_do_not_interrupt_each_other() -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        found = uni.spawn(policies, 2)
+        assert uni.spawn(policies, 2) == [{os.SCHED_BATCH}] * 2
     finally:
         os.sched_setaffinity(0, cores)
-    assert {policy for of_rank in found for policy in of_rank} == {os.SCHED_BATCH}
-    assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_after_torch_has_computed_with_threads_here(tmp_path: Path) -> None:

@@ -35,6 +35,7 @@ from unisono.launch.stack import frames_of
 ANSWER_TIME = 3.0  # seconds that ranks get to tell their state
 MARGIN = 60.0  # seconds by which torch's own timeout comes later than the watch's, which can say more
 LOST_TIME = 1.0  # seconds that ranks may stay blocked after another has gone
+ARRIVAL_TIME = 1.5  # seconds that ranks on their way to a disputed collective get to come to it, and be told there
 
 _LIBRARIES = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
@@ -175,9 +176,18 @@ class Watch:
     def _answer_alarm(self) -> None:
         """Another rank has sounded the alarm: say where this one stands, then stop as well."""
         with self._told:
+            self._come_to_dispute()
             self._tell_state()
             self._answered()
         self._stop_job()
+
+    def _come_to_dispute(self) -> None:
+        """Ranks that share a core may still be leaving the collective before the disputed one."""
+        _, number, group = self._store.get("alarm").decode().split(" ", 2)
+        deadline = time.monotonic() + ARRIVAL_TIME
+        logs = [log for log in self._logs if log.group == group]
+        while any(log.count < int(number) for log in logs) and time.monotonic() < deadline:
+            time.sleep(0.02)
 
     def _store_is_lost(self) -> None:
         """The rank that holds the store is gone, and with it the means to ask the others."""
@@ -204,9 +214,11 @@ class Watch:
         operation any more."""
         with self._told:
             try:
-                first = self._store.compare_set("alarm", "", str(self.rank)).decode()
+                group, number = dispute or ("", 0)
+                alarm = f"{self.rank} {number} {group}"
+                first = self._store.compare_set("alarm", "", alarm).decode()
                 self._tell_state()
-                if first != str(self.rank):
+                if first != alarm:
                     return self._answered()
                 report = self._collect_report(dispute, if_past)
             except RuntimeError:

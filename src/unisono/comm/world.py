@@ -18,7 +18,7 @@ from unisono.comm.simulated import SimulatedCommunicator
 from unisono.comm.torch_calls import TorchCalls
 from unisono.comm.watch import MARGIN, Watch
 from unisono.errors import CommError, UsageError
-from unisono.launch import environment
+from unisono.launch import environment, turns
 
 DEFAULT_TIMEOUT = 1800.0
 LONGEST = 1e9  # seconds, thirty years: what all of torch's clocks can count
@@ -27,6 +27,7 @@ _world: Communicator | None = None
 _watch: Watch | None = None
 _meeting: Meeting | None = None
 _torch_calls: TorchCalls | None = None
+_gives_way = False  # since this world was joined
 
 
 def init(
@@ -100,6 +101,7 @@ def _seconds(timeout: float | timedelta | None) -> float:
 
 def _join(meeting: Meeting, name: str, seconds: float) -> None:
     """Make torch's default process group."""
+    global _gives_way
     torch_name = name
     if name == "nccl":
         torch.cuda.set_device((meeting.seat.local_rank or 0) % torch.cuda.device_count())
@@ -109,6 +111,8 @@ def _join(meeting: Meeting, name: str, seconds: float) -> None:
 
         mpi.register()
         torch_name = mpi.BACKEND
+    if name != "mpi" and meeting.seat.size > 1:
+        _gives_way = turns.give_way()  # before gloo starts its threads
     dist.init_process_group(
         torch_name,
         store=dist.PrefixStore("unisono/torch", meeting.store),
@@ -120,7 +124,7 @@ def _join(meeting: Meeting, name: str, seconds: float) -> None:
 
 def shutdown() -> None:
     """Leave the world; `init` may then be called again."""
-    global _world, _watch, _meeting, _torch_calls
+    global _world, _watch, _meeting, _torch_calls, _gives_way
     if _world is None:
         return
     if _torch_calls is not None:
@@ -131,6 +135,9 @@ def shutdown() -> None:
     dist.destroy_process_group()
     _meeting.close()
     _world = _watch = _meeting = _torch_calls = None
+    if _gives_way:
+        turns.take_back()
+        _gives_way = False
 
 
 def is_initialized() -> bool:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import atexit
 import base64
 import builtins
-import contextlib
 import faulthandler
 import io
 import os
@@ -25,7 +24,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unisono.errors import HangError, UsageError
-from unisono.launch import failure, proctree
+from unisono.launch import failure, proctree, turns
 from unisono.launch.failure import Failure
 from unisono.launch.job import CALL, MODULE, Program
 
@@ -113,15 +112,7 @@ def _limit_threads() -> None:
 def _share_cores() -> None:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if hasattr(os, "sched_getaffinity") and ranks > len(os.sched_getaffinity(0)):
-        give_way()
-
-
-def give_way() -> None:
-    """From now on this process waits for its turn when it is woken. If a rank interrupted another that holds a lock of
-    gloo's, gloo's thread there would spin for as long: a tenth of a step's time, with four ranks on two cores."""
-    if hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        with contextlib.suppress(OSError):  # a container may forbid it
-            os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+        turns.give_way()
 
 
 def _reseed() -> None:

@@ -26,6 +26,7 @@ from unisono.mesh.random import RandomState
 
 Figures = dict[str, Any]
 _SIDES = (16, 32, 64, 128, 256, 512)
+_WORK = 256  # rows and columns of what is computed between messages
 _GPU_SIDES = (128, 512, 1024, 2048, 4096, 8192)
 
 
@@ -53,7 +54,7 @@ def measured(comm: Communicator, device: torch.device, care: Care | None = None)
     if comm.size > 1:
         comm.barrier()
         clock = _Clock(comm, device, care)
-        figures["links"] = {name: clock.messages(name) for name in _COLLECTIVES}
+        figures["links"] = {name: clock.messages(name, len(busy) == comm.size) for name in _COLLECTIVES}
     return figures
 
 
@@ -240,16 +241,35 @@ class _Clock:
 
         return 28.0 * size * 16 / self.time(step)
 
-    def messages(self, name: str) -> list[tuple[float, float]]:
-        """(bytes, seconds) of a collective."""
+    def messages(self, name: str, have_cores: bool) -> list[tuple[float, float]]:
+        """(bytes, seconds) of a collective. Ranks that share cores would count the work of the others too, so theirs
+        follow each other; and so do sends, since a stage of a pipeline waits for what it is sent."""
         points = []
         for size in self.care.messages:
             count = size // 4 // self.comm.size * self.comm.size
             call = _COLLECTIVES[name](self.comm, torch.ones(count), torch.empty(count))
-            points.append((float(size), self.time(call)))
+            timed = self._amid_work if have_cores and name != "send" else self.time
+            points.append((float(size), timed(call)))
         for place in range(len(points) - 2, -1, -1):  # no message takes longer than a larger one
             points[place] = (points[place][0], min(points[place][1], points[place + 1][1]))
         return points
+
+    def _amid_work(self, call: Callable[[], Any]) -> float:
+        """Seconds of a call between computations, as in a step: ranks come to it one after the other, with cold caches
+        and threads that sleep. One message right after the other takes half of that or less."""
+        weights = [self._random(_WORK, _WORK, dtype=torch.float32) for _ in range(4)]
+
+        def one() -> float:
+            x = weights[0]
+            for weight in weights[1:]:
+                x = torch.tanh(x @ weight)
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+
+        for _ in range(3):
+            one()
+        return statistics.median(one() for _ in range(4 * self.care.rounds))
 
 
 def _send(comm: Communicator, x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
@@ -285,17 +305,21 @@ _COLLECTIVES: dict[str, Callable[[Communicator, torch.Tensor, torch.Tensor], Cal
 
 
 def merged(figures: list[Figures]) -> Figures:
-    """Of several ranks: the mean, for rates; ranks wait for each other, so a collective's time is the longest."""
+    """Of several ranks: the mean. Who comes first to a collective and waits is another each time; of a send it is the
+    receiver."""
     if len(figures) == 1:
         return figures[0]
     together = dict(figures[0])
-    together["links"] = {
-        name: [(size, max(each["links"][name][place][1] for each in figures)) for place, (size, _) in enumerate(points)]
-        for name, points in figures[0]["links"].items()
-    }
+    together["links"] = {name: _link_of_all(name, figures) for name in figures[0]["links"]}
     for key in ("bandwidth", "overhead", "optimizer", "looped", "step", "microbatch"):
         together[key] = statistics.mean([each[key] for each in figures if key in each] or [0.0])
     return together
+
+
+def _link_of_all(name: str, figures: list[Figures]) -> list[tuple[float, float]]:
+    chosen = max if name == "send" else statistics.mean
+    points = zip(*(each["links"][name] for each in figures), strict=True)
+    return [(point[0][0], chosen([seconds for _, seconds in point])) for point in points]
 
 
 def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
