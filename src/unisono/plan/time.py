@@ -184,8 +184,9 @@ class TimeModel:
         return 2 * each * sum(segment.leaves) / self._bandwidth, 2 * each * sum(segment.enters) / self._bandwidth
 
     def _context(self, segment: Segment, plan: Plan, setting: Setting) -> Pace:
-        """Ring: keys and values go round, and in the backward again, and with them their gradients, whose last hop
-        brings them home; each visit is attended to by itself and merged. Ulysses: four all-to-alls each way."""
+        """Ring: keys and values go round, and in the backward again, and behind them what other ranks add to their
+        gradients, whose last hop brings it home; each visit is attended to by itself and merged. Ulysses: four
+        all-to-alls each way."""
         ranks = group(self.hardware, plan, "cp")
         attentions = sum(work.is_core for work in segment.works)
         hidden = self.portrait.hidden * setting.rows / setting.cp / setting.tp
@@ -195,8 +196,8 @@ class TimeModel:
             backward = forward
         else:
             hop = attentions * ranks.exchange(2 * hidden)
-            forward, backward = (ranks.ranks - 1) * hop, (2 * ranks.ranks - 1) * hop
-            sent = attentions * (3 * ranks.ranks - 2) * 2 * hidden
+            forward, backward = (ranks.ranks - 1) * hop, 2 * (ranks.ranks - 1) * hop
+            sent = attentions * 3 * (ranks.ranks - 1) * 2 * hidden
         return Pace(forward, backward, 0.0, forward + backward, sent).plus(self._visits(plan, attentions))
 
     def _visits(self, plan: Plan, attentions: int) -> Pace:
