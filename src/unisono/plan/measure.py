@@ -36,9 +36,10 @@ class Care(NamedTuple):
     rounds: int = 7
     turn: float = 0.02  # seconds that one turn lasts at least
     messages: tuple[int, ...] = (2**10, 2**14, 2**17, 2**20, 2**23, 2**25)
+    in_a_turn: int = 8  # messages, where computations are between them
 
 
-BRIEF = Care(rounds=3, turn=0.003, messages=(2**10, 2**17, 2**22))
+BRIEF = Care(rounds=3, turn=0.003, messages=(2**10, 2**17, 2**22), in_a_turn=3)
 
 
 def measured(comm: Communicator, device: torch.device, care: Care | None = None) -> Figures:
@@ -257,7 +258,7 @@ class _Clock:
     def _amid_work(self, call: Callable[[], Any]) -> float:
         """Seconds of a call between computations, as in a step: ranks come to it one after the other, with cold caches
         and threads that sleep. One message right after the other takes half of that or less."""
-        weights = [self._random(_WORK, _WORK, dtype=torch.float32) for _ in range(4)]
+        weights = [self._random(_WORK, _WORK, dtype=torch.float32) for _ in range(3)]
 
         def one() -> float:
             x = weights[0]
@@ -270,7 +271,8 @@ class _Clock:
         for _ in range(3):
             one()
         # Some messages of a step take several times as long as others, so turns are means.
-        return statistics.median(statistics.mean(one() for _ in range(8)) for _ in range(self.care.rounds))
+        turn = range(self.care.in_a_turn)
+        return statistics.median(statistics.mean(one() for _ in turn) for _ in range(self.care.rounds))
 
 
 def _send(comm: Communicator, x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
