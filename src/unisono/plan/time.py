@@ -27,7 +27,7 @@ from unisono.plan.setting import Setting, hidden_bytes
 from unisono.plan.stages import Stages
 from unisono.plan.timeline import Costs, timeline
 
-_CALLS_A_VISIT = 20  # of small ops, each way: parts of queries and keys are taken, outcomes are merged
+_CALLS_A_VISIT = (33, 46)  # of small ops, forward and backward: parts of queries and keys are taken, outcomes merged
 _LONG = 4  # microbatches a stage after which a pipeline only repeats itself
 
 
@@ -204,10 +204,10 @@ class TimeModel:
         """What a ring calls besides attention itself: the first visit takes the place of the plain attention."""
         if plan.context == "ulysses":
             return Pace()
-        calls = attentions * plan.cp * _CALLS_A_VISIT * self.hardware.op_overhead
+        forward, backward = (attentions * plan.cp * calls * self.hardware.op_overhead for calls in _CALLS_A_VISIT)
         if self.hardware.asynchronous:
-            return Pace(launch_forward=calls, launch_backward=calls)
-        return Pace(calls, calls)
+            return Pace(launch_forward=forward, launch_backward=backward)
+        return Pace(forward, backward)
 
     # ---- a stage and a step --------------------------------------------------------------------------------------
 
