@@ -6,6 +6,8 @@ folds them, all in the order of ranks: every rank gets the same bits. Imports mp
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from mpi4py import MPI
 
@@ -14,7 +16,7 @@ from unisono.comm.mpi_buffer import cuda_aware
 _FEW = 4  # ranks up to which everybody may get everybody's numbers; a reduction in MPI moves each of them twice at most
 _ROOM = 2**30  # bytes that may lie beside the tensors
 _everywhere = False
-_PAIRS = {
+_PAIRS: dict[str, Callable[..., torch.Tensor]] = {
     "sum": torch.add,
     "product": torch.mul,
     "min": torch.minimum,
