@@ -61,6 +61,7 @@ def world() -> tuple[int, int]:
 
 def _create(options: Any, backend_options: object) -> MPIProcessGroup:
     MPI = load()
+    from unisono.comm import mpi_fold
     from unisono.comm.mpi_group import MPIProcessGroup
 
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -75,6 +76,7 @@ def _create(options: Any, backend_options: object) -> MPIProcessGroup:
         _check_world(MPI, options.group_rank, options.group_size)
         _abort_when_failing()
         comm = MPI.COMM_WORLD.Dup()
+        mpi_fold.agree(comm)
     return MPIProcessGroup(options.store, comm, options.timeout)
 
 

@@ -93,22 +93,36 @@ def is_direct(tensor: torch.Tensor) -> bool:
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:
     """Memory with the tensor's elements in order: its own where MPI can read that, else a copy."""
-    if not is_direct(tensor):
-        memory = _blank(tensor)
-        memory.copy_(tensor)
-        tensor = memory
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
-    return tensor
+    return ready(tensor if is_direct(tensor) else _blank(tensor).copy_(tensor))
 
 
 def writable(tensor: torch.Tensor) -> torch.Tensor:
     """Memory for the tensor's elements in order: its own where MPI can write that, else new. See `land`."""
-    if not is_direct(tensor):
-        return _blank(tensor)
-    if tensor.is_cuda:
-        torch.cuda.current_stream(tensor.device).synchronize()
-    return tensor
+    return ready(tensor if is_direct(tensor) else _blank(tensor))
+
+
+def ready(memory: torch.Tensor) -> torch.Tensor:
+    """The same memory, once what this stream has queued is over: MPI knows no streams.
+
+    New memory is no exception: torch hands out what a kernel in the queue may still be working on.
+    """
+    if memory.is_cuda:
+        torch.cuda.current_stream(memory.device).synchronize()
+    return memory
+
+
+def computable(tensor: torch.Tensor) -> torch.Tensor:
+    """As `readable`, for numbers that MPI computes with: on the host.
+
+    An MPI that takes GPU memory moves it. Open MPI's non-blocking reductions read it as if it were the CPU's, and
+    crash; MPICH's copy it to the host themselves.
+    """
+    return _pinned(tensor.shape, tensor.dtype).copy_(tensor) if tensor.is_cuda else readable(tensor)
+
+
+def room_to_compute(tensor: torch.Tensor) -> torch.Tensor:
+    """As `writable`, for what MPI computes: on the host."""
+    return _pinned(tensor.shape, tensor.dtype) if tensor.is_cuda else writable(tensor)
 
 
 def land(memory: torch.Tensor, tensor: torch.Tensor) -> None:
@@ -127,7 +141,7 @@ def joint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     """Memory for the tensors end to end, for writing; theirs when they lie so already. See `land_parts`."""
     together = _adjacent(tensors)
     if together is None:
-        return _blank(tensors[0], (sum(tensor.numel() for tensor in tensors),))
+        return ready(_blank(tensors[0], (sum(tensor.numel() for tensor in tensors),)))
     return writable(together)
 
 
@@ -148,25 +162,35 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
 @cache
 def cuda_aware() -> bool:
     """Whether the loaded MPI library says that it takes pointers to GPU memory."""
-    query = getattr(_loaded_library(), "MPIX_Query_cuda_support", None)
-    return query is not None and bool(query())
+    query = getattr(_loaded_library("mpi(?:ch)?"), "MPIX_Query_cuda_support", None)
+    if query is None or not query():
+        return False
+    # Open MPI 4 answers for how it was built. That it finds no driver, or was told not to look, is in a variable.
+    try:
+        return ctypes.c_bool.in_dll(_loaded_library("open-pal"), "opal_cuda_support").value  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return True
 
 
-def _loaded_library() -> ctypes.CDLL | None:
+def _loaded_library(name: str) -> ctypes.CDLL | None:
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None
-    found = re.search(r"(/\S*/libmpi(?:ch)?\.so\S*)", maps.read_text())
+    found = re.search(rf"(/.*/lib{name}\.so.*)", maps.read_text())
     return ctypes.CDLL(found.group(1)) if found else None
 
 
 def _blank(like: torch.Tensor, shape: Sequence[int] | None = None) -> torch.Tensor:
     shape = like.shape if shape is None else shape
     if like.is_cuda and not cuda_aware():
-        return torch.empty(shape, dtype=like.dtype, pin_memory=True)
+        return _pinned(shape, like.dtype)
     if like.device.type not in ("cpu", "cuda"):
         raise UsageError(f"MPI was given a tensor on {like.device}; it takes tensors on cpu and cuda")
     return torch.empty(shape, dtype=like.dtype, device=like.device)
+
+
+def _pinned(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
 
 
 def _adjacent(tensors: Sequence[torch.Tensor]) -> torch.Tensor | None:

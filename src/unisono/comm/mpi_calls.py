@@ -14,11 +14,12 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from unisono.comm import labels, mpi_buffer
+from unisono.comm import labels, mpi_buffer, mpi_fold
 from unisono.comm.mpi_buffer import (
     OPS,
     carrier,
     carriers,
+    computable,
     joined,
     joint,
     land,
@@ -27,6 +28,8 @@ from unisono.comm.mpi_buffer import (
     overlap,
     pieces,
     readable,
+    ready,
+    room_to_compute,
     writable,
 )
 from unisono.comm.reduction import Factor, Reduction, plan_reduction
@@ -86,7 +89,12 @@ def _broadcast_steps(memory: torch.Tensor, root: int) -> list[Step]:
 def all_reduce(tensor: torch.Tensor, op: str, factor: Factor | None, size: int) -> Call:
     reduction = plan_reduction(op, tensor.dtype)
     tensor = _data(tensor)
-    wire = readable(reduction.to_wire(tensor, factor))
+    wire = reduction.to_wire(tensor, factor)
+    if mpi_fold.pays(wire, size):
+        sent, received = _parts(wire, size)
+        gather: Step = ("Allgather", (carrier(sent), carrier(received)))
+        return Call("all_reduce", [gather], [tensor], (sent, received), _folding(reduction, received, tensor))
+    wire = computable(wire)
     steps: list[Step] = [("Allreduce", (MPI.IN_PLACE, number(piece), OPS[reduction.wire_op])) for piece in pieces(wire)]
     return Call("all_reduce", steps, [tensor], (wire,), _finishing(reduction, wire, tensor, size))
 
@@ -94,7 +102,13 @@ def all_reduce(tensor: torch.Tensor, op: str, factor: Factor | None, size: int) 
 def reduce(tensor: torch.Tensor, root: int, op: str, factor: Factor | None, rank: int, size: int) -> Call:
     reduction = plan_reduction(op, tensor.dtype)
     tensor = _data(tensor)
-    wire = readable(reduction.to_wire(tensor, factor))
+    wire = reduction.to_wire(tensor, factor)
+    if mpi_fold.pays(wire, size):
+        sent, received = _parts(wire, size if rank == root else 0)
+        gather: Step = ("Gather", (carrier(sent), carrier(received) if rank == root else None, root))
+        fold = _folding(reduction, received, tensor) if rank == root else None
+        return Call("reduce", [gather], [tensor], (sent, received), fold)
+    wire = computable(wire)
     steps = [_reduce_step(piece, piece, root, rank, OPS[reduction.wire_op]) for piece in pieces(wire)]
     finish = _finishing(reduction, wire, tensor, size) if rank == root else None
     return Call("reduce", steps, [tensor], (wire,), finish)
@@ -136,7 +150,7 @@ def _all_gather_steps(
     """The steps, and the memory that they send from."""
     if received.numel() > mpi_buffer.AT_ONCE:
         places = received.view(-1).split(counts)
-        places[rank].copy_(sent.view(-1))
+        ready(places[rank].copy_(sent.view(-1)))
         return [step for root, place in enumerate(places) for step in _broadcast_steps(place, root)], sent
     own_place = received.data_ptr() + sum(counts[:rank]) * received.itemsize
     in_place = sent.data_ptr() == own_place and sent.numel() > 0
@@ -227,10 +241,16 @@ def _reduce_scatter(
 ) -> Call:
     reduction = plan_reduction(op, output.dtype)
     output = _data(output)
-    received = writable(reduction.landing(output))
-    sent = _apart(readable(reduction.to_wire(input, factor)), received)
-    per_element = sent.numel() // max(1, sum(counts))  # 2 where complex numbers travel as reals
+    wire = reduction.to_wire(input, factor)
+    per_element = wire.numel() // max(1, sum(counts))  # 2 where complex numbers travel as reals
     counts = [count * per_element for count in counts]
+    if mpi_fold.pays(wire, 1):
+        sent = readable(wire)
+        received = ready(wire.new_empty((len(counts), counts[rank])))
+        step = ("Alltoallv", (carriers(sent, counts), carriers(received, [counts[rank]] * len(counts))))
+        return Call("reduce_scatter", [step], [output], (received, sent), _folding(reduction, received, output))
+    received = room_to_compute(reduction.landing(output))
+    sent = _apart(computable(wire), received)
     mpi_op = OPS[reduction.wire_op]
     if sent.numel() > mpi_buffer.AT_ONCE:
         steps = _reduce_to_each(sent, received, counts, rank, mpi_op)
@@ -354,6 +374,18 @@ def _finishing(reduction: Reduction, wire: torch.Tensor, tensor: torch.Tensor, s
     return partial(reduction.from_wire, wire, tensor, size)
 
 
+def _parts(wire: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a rank sends of a reduction that is folded, and the memory for what it gets of `rows` ranks."""
+    return readable(wire), ready(wire.new_empty((rows, wire.numel())))
+
+
+def _folding(reduction: Reduction, parts: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
+    def finish() -> None:
+        reduction.from_wire(mpi_fold.fold(parts, reduction.wire_op), out, len(parts))
+
+    return finish
+
+
 def _landing(memory: torch.Tensor, tensor: torch.Tensor) -> Callable[[], None] | None:
     return None if memory.data_ptr() == tensor.data_ptr() else partial(land, memory, tensor)
 
@@ -363,7 +395,7 @@ def _data(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _apart(sent: torch.Tensor, received: torch.Tensor) -> torch.Tensor:
-    return sent.clone() if overlap(sent, received) else sent
+    return ready(sent.clone()) if overlap(sent, received) else sent
 
 
 def _split_counts(side: str, tensor: torch.Tensor, splits: Sequence[int], size: int) -> list[int]:

@@ -49,7 +49,7 @@ class Operation:
         name: str,
         requests: list[MPI.Request],
         outputs: Sequence[torch.Tensor],
-        memory: object,
+        memory: Sequence[torch.Tensor] | None,
         finish: Finish | None,
         status: MPI.Status,
     ) -> None:
@@ -63,6 +63,12 @@ class Operation:
         self._finish = finish
         self._listeners: list[Finish] = []
         self._lock = threading.Lock()
+
+    @property
+    def devices(self) -> set[torch.device]:
+        """The GPUs whose memory MPI works on."""
+        memory = self._memory or ()
+        return {tensor.device for tensor in memory if tensor.is_cuda}
 
     def poll(self, block: bool = True) -> bool:
         """Let MPI move on. True once everything has completed and the outputs hold the result.
@@ -132,6 +138,10 @@ class JointOperation(Operation):
             if not waiting and part.error is not None:
                 raise part.error
         return not waiting
+
+    @property
+    def devices(self) -> set[torch.device]:
+        return {device for part in self._parts for device in part.devices}
 
 
 class MPIWork(Work):
@@ -237,6 +247,7 @@ class Progress:
         self._unstarted = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = False
+        self._devices: set[torch.device] = set()
         atexit.register(self.stop)
 
     def complete(self, operation: Operation) -> None:
@@ -273,7 +284,16 @@ class Progress:
                 arrived.append(operation)
         except Empty:
             pass
+        for operation in arrived:
+            self._enter(operation)
         return arrived
+
+    def _enter(self, operation: Operation) -> None:
+        """Make the GPU that an operation works on this thread's own: an MPI that moves GPU memory does it from here."""
+        for device in operation.devices - self._devices:
+            torch.cuda.set_device(device)
+            torch.cuda.mem_get_info(device)  # set_device alone leaves a thread without the GPU's context
+            self._devices.add(device)
 
 
 def failure(name: str, error: MPI.Exception) -> CommError:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from tests.comm.expectation import DTYPES, FACTOR, OPS, has_meaning, reduced, sample
 from tests.comm.mpi_programs import harness
-from unisono.comm import mpi_buffer
+from unisono.comm import mpi_buffer, mpi_calls, mpi_fold
 from unisono.errors import CommError, UsageError
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # 2.13 renamed some calls, 2.11 knows the old names
@@ -132,6 +132,38 @@ def check_reduce_scatter() -> None:
             call(out, mine)
             equal(out, expected, ("reduce_scatter", op, dtype, way))
             equal(mine, everybodys(dtype, shape)[rank()], ("reduce_scatter kept its input", op, dtype, way))
+
+
+def check_reductions_that_torch_folds() -> None:
+    """What is done with GPU memory where MPI takes it, done here on the host: MPI moves, torch computes."""
+    usual, mpi_fold.pays = mpi_fold.pays, lambda wire, ranks: True
+    try:
+        for op, dtype in meaningful():
+            everything = everybodys(dtype, (2 * size(), 3))
+            expected = reduced(op, everything)
+            mine = everything[rank()].clone()
+            group().run_now(mpi_calls.all_reduce(mine.t(), op, factor(op), size()))
+            equal(mine, expected, ("folded all_reduce", op, dtype))
+            mine = everything[rank()].clone()
+            group().start(mpi_calls.reduce(mine, 1, op, factor(op), rank(), size())).wait()
+            equal(mine, expected if rank() == 1 else everything[rank()], ("folded reduce", op, dtype))
+            counts = [1, *[2] * (size() - 2), 3]
+            out = torch.empty(counts[rank()], 3, dtype=dtype)
+            chunks = everything[rank()].split(counts)
+            group().run_now(mpi_calls.reduce_scatter(out, chunks, op, factor(op), rank(), size()))
+            equal(out, expected.split(counts)[rank()], ("folded reduce_scatter", op, dtype))
+        inexact = [torch.randn(999, generator=torch.Generator().manual_seed(r)) for r in range(size())]
+        mine = inexact[rank()].clone()
+        group().run_now(mpi_calls.all_reduce(mine, "sum", None, size()))
+        assert torch.equal(mine, sum(inexact[1:], start=inexact[0])), "not in the order of ranks"
+    finally:
+        mpi_fold.pays = usual
+
+
+def check_gpu_memory_is_not_for_this_mpi() -> None:
+    assert mpi_buffer._loaded_library("mpi(?:ch)?") is not None
+    assert not mpi_buffer.cuda_aware()
+    assert not mpi_fold.pays(torch.empty(1), 1)
 
 
 def check_reduce_scatter_in_place_and_uneven() -> None:

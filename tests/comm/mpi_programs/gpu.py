@@ -11,7 +11,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from tests.comm.expectation import DTYPES, OPS, has_meaning, reduced, sample
 from tests.comm.mpi_programs import harness
-from tests.comm.mpi_programs.collectives import c10d_all_reduce, equal, factor
+from tests.comm.mpi_programs.collectives import c10d_all_reduce, c10d_op, equal, factor
+from unisono.comm import mpi_buffer, mpi_fold
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -35,6 +36,76 @@ def check_reductions() -> None:
             _, mine = on_gpu(dtype)
             dist.group.WORLD.all_reduce_now(mine, op, factor(op))
             equal(mine.cpu(), reduced(op, everybodys), (op, dtype, "now"))
+            check_reductions_to_some(op, everybodys)
+
+
+def check_reductions_to_some(op: str = "sum", everybodys: list[torch.Tensor] | None = None) -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    everybodys = everybodys or on_gpu(torch.float32)[0]
+    mine, expected = everybodys[rank].cuda(), reduced(op, everybodys)
+    dist.group.WORLD.reduce_now(mine, size - 1, op, factor(op))
+    equal(mine.cpu(), expected if rank == size - 1 else everybodys[rank], ("reduce", op, mine.dtype))
+    mine, out = everybodys[rank].cuda(), torch.empty_like(expected.chunk(size)[0], device="cuda")
+    dist.reduce_scatter_tensor(out, mine, c10d_op(op))
+    equal(out.cpu(), expected.chunk(size)[rank], ("reduce_scatter", op, mine.dtype))
+    counts = [1, *[0] * (size - 2), len(expected) - 1]
+    out = torch.empty(counts[rank], *SHAPE[1:], dtype=mine.dtype, device="cuda")
+    dist.group.WORLD.reduce_scatter_parts_now(out, mine.split(counts), op, factor(op))
+    equal(out.cpu(), expected.split(counts)[rank], ("uneven reduce_scatter", op, mine.dtype))
+
+
+def check_who_has_the_memory() -> None:
+    """An MPI that takes GPU memory is given it as it lies; any other gets the host's."""
+    tensor, view = torch.ones(SHAPE, device="cuda"), torch.ones(SHAPE, device="cuda").t()
+    aware = mpi_buffer.cuda_aware()
+    assert (mpi_buffer.readable(tensor) is tensor) == (mpi_buffer.writable(tensor) is tensor) == aware
+    assert mpi_buffer.readable(view).is_cuda == mpi_buffer.writable(view).is_cuda == aware
+    assert mpi_fold.pays(tensor, 2) == aware
+    assert not mpi_buffer.computable(view).is_cuda, "MPI computes on the host"
+
+
+def check_long_and_late() -> None:
+    """Memory that kernels in the queue are still working on, long enough to be seen."""
+    rank, size = dist.get_rank(), dist.get_world_size()
+    for turn in range(3):
+        busy = torch.randn(4096, 4096, device="cuda")
+        for _ in range(20):
+            busy = torch.tanh(busy @ busy)
+        mine = torch.full((size, 2**21), float(turn * size + rank), device="cuda") + 0 * busy[0, 0]
+        wanted = torch.arange(turn * size, turn * size + size, device="cuda", dtype=torch.float32)
+        total = mine.clone()
+        dist.all_reduce(total)
+        assert (total == wanted.sum()).all().item()
+        scratch = (mine * 2).sum() + busy.sum()  # its memory is free before it has been used
+        parts = [torch.empty_like(mine[0]) for _ in range(size)]
+        dist.all_gather(parts, mine[0])
+        assert all((part == value).all().item() for part, value in zip(parts, wanted, strict=True)), scratch
+        dist.all_to_all_single(mine, mine)
+        assert (mine == wanted[:, None]).all().item()
+
+
+def check_sub_groups() -> None:
+    rank = dist.get_rank()
+    alone = [dist.new_group([one]) for one in range(dist.get_world_size())][rank]
+    swapped = dist.new_group(list(range(dist.get_world_size()))[::-1])
+    tensor = torch.full((2**18,), rank + 1.0, device="cuda")
+    dist.all_reduce(tensor, group=alone)
+    assert (tensor == rank + 1).all().item()
+    dist.broadcast(tensor, 0, group=swapped)
+    assert (tensor == 1).all().item()
+    dist.all_reduce(tensor, group=swapped)
+    assert (tensor == dist.get_world_size()).all().item()
+
+
+def check_gather_and_scatter() -> None:
+    rank, size = dist.get_rank(), dist.get_world_size()
+    mine = torch.full((3, 2**17), float(rank), device="cuda")
+    outs = [torch.empty_like(mine) for _ in range(size)] if rank == 0 else None
+    dist.gather(mine, outs, dst=0)
+    assert all((out == r).all().item() for r, out in enumerate(outs or ()))
+    back = torch.empty_like(mine)
+    dist.scatter(back, outs, src=0)
+    assert (back == rank).all().item()
 
 
 def check_moves() -> None:
