@@ -64,6 +64,11 @@ class State:
                 return name, group.pending
         return None
 
+    @property
+    def collective(self) -> tuple[str, int] | None:
+        """The same, where ranks number it alike: messages between two are counted by each of them for itself."""
+        return self.waiting if self.waiting and not self.waiting[0].endswith("/p2p") else None
+
 
 Stuck = tuple[str, int, str, str]  # group, number, operation, tensor
 Dispute = tuple[str, int]  # the group and the number of a collective that ranks do not agree about
