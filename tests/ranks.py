@@ -18,6 +18,7 @@ import secrets
 import socket
 import subprocess
 import traceback
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
@@ -149,10 +150,19 @@ def _compile_random_words() -> None:
         kernels.words(philox.Stream.of("first"), Runs(torch.zeros(1, dtype=torch.int64), 4))
 
 
+_MOST_WORKERS = 8
+_given: deque[int] = deque(maxlen=500)
+
+
 def free_port() -> int:
-    """A port to listen on. Below those that the system gives to whoever connects, so that nobody takes it meanwhile."""
+    """A port to listen on. Below those that the system gives to whoever connects, so that nobody takes it meanwhile;
+    each of pytest's workers has its own, and one that was just given is not given again."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = random.SystemRandom().randrange(20000, 32000)
+        port = random.SystemRandom().randrange(20000 + worker % _MOST_WORKERS, 32000, _MOST_WORKERS)
+        if port in _given:
+            continue
+        _given.append(port)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port

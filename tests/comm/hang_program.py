@@ -12,13 +12,13 @@ import unisono as uni
 
 
 def main(scenario: str, timeout: float, odd: int, seat: Mapping[str, str] | None = None) -> None:
-    """`seat`: variables that say it as launchers do; then the ranks get their time to come, however short the timeout."""
+    """`seat`: as launchers tell it, in variables. Ranks then have time to come, however short the timeout."""
     os.environ.update(seat or {})
     comm = uni.init(timeout=timeout)
     x = torch.ones(1024)
     comm.all_reduce(x)
     if scenario == "busy":
-        in_torch_all_the_time(comm.rank, 2.5 * timeout)
+        in_torch_all_the_time(comm.rank, 1.5 * timeout)
         return
     if scenario in ("crossed", "group"):
         in_groups(comm, scenario, odd)

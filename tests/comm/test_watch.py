@@ -125,7 +125,7 @@ def test_with_check_a_difference_in_one_of_two_groups_is_told_with_the_group(
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_ranks_that_are_always_in_some_call_of_torch_do_not_hang(backend: str, tmp_path: Path) -> None:
-    output = run(backend, "busy", tmp_path, timeout=1.0)
+    output = run(backend, "busy", tmp_path, timeout=2.0)
     assert output.count("busy and well") == 4, output
 
 
