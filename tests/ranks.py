@@ -15,8 +15,10 @@ import multiprocessing
 import os
 import random
 import secrets
+import select
 import socket
 import subprocess
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable
@@ -63,8 +65,17 @@ class RankPool:
         self._was_used = False
         self._ranks: dict[int, Connection] = {}
         for _ in range(size):
-            connection = self._listener.accept()
+            connection = self._next_to_call()
             self._ranks[connection.recv()] = connection
+
+    def _next_to_call(self) -> Connection:
+        door = self._listener._listener._socket  # type: ignore[attr-defined]
+        deadline = time.monotonic() + TIMEOUT
+        while not select.select([door], [], [], 1)[0]:
+            if not all(map(_is_running, self._processes)) or time.monotonic() > deadline:
+                self.close()
+                raise RemoteError(f"the {self.backend} pool did not start; see what its ranks printed")
+        return self._listener.accept()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         if self._is_shedding:
@@ -168,6 +179,10 @@ def free_port() -> int:
             return port
 
 
+def _is_running(process: Any) -> bool:
+    return process.poll() is None if isinstance(process, subprocess.Popen) else bool(process.is_alive())
+
+
 def _end(process: Any) -> None:
     """A process of multiprocessing, or an mpiexec, which ends when its ranks have."""
     if isinstance(process, subprocess.Popen):
@@ -208,6 +223,7 @@ def _serve(port: int, key: bytes, backend: str, seat: dict[str, Any]) -> None:
         if order is None:
             return
         function, args = order
+        torch.manual_seed(0)  # whatever the tests before, and in whatever order they came, have drawn on some ranks
         try:
             answer = (True, function(comm, *args))
             comm = uni.world()

@@ -79,7 +79,8 @@ def report(states: Mapping[int, State], absent: Mapping[int, str], dispute: Disp
 
     `states` are the ranks that answered, `absent` says of each of the others what became of it.
     """
-    stuck = _most_common(_disputed(state, dispute) if dispute else _waits_in(state) for state in states.values())
+    in_order = [states[rank] for rank in sorted(states)]  # whoever noticed, the sentence is the same
+    stuck = _most_common(_disputed(state, dispute) if dispute else _waits_in(state) for state in in_order)
     phrases: dict[str, list[int]] = {}
     for rank in sorted([*states, *absent]):
         phrase = _phrase(states[rank], stuck, dispute) if rank in states else absent[rank]
