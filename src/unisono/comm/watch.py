@@ -32,10 +32,10 @@ from unisono.errors import CommError, HangError, MessageError, UnisonoError
 from unisono.launch import failure
 from unisono.launch.stack import frames_of
 
-ANSWER_TIME = 3.0  # seconds that ranks get to tell their state
+ANSWER_TIME = 5.0  # seconds that ranks get to tell their state
 MARGIN = 60.0  # seconds by which torch's own timeout comes later than the watch's, which can say more
 LOST_TIME = 1.0  # seconds that ranks may stay blocked after another has gone
-ARRIVAL_TIME = 1.5  # seconds that ranks on their way to a collective get to come to it when it fails, and be told there
+ARRIVAL_TIME = 2.0  # seconds that ranks on their way to a collective get to come to it when it fails, and be told there
 
 _LIBRARIES = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
