@@ -8,11 +8,17 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from tests.mpi_ranks import MPIEXEC
 from tests.ranks import RankPool
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The cases that hypothesis draws are the same in every run, and may take as long as a busy machine needs.
+settings.register_profile(
+    "same everywhere", deadline=None, derandomize=True, database=None, suppress_health_check=[HealthCheck.too_slow]
+)
+settings.load_profile("same everywhere")
 gc.disable()  # half a million objects are imported, which the collector would go through over and over
 
 

@@ -6,6 +6,7 @@ import atexit
 import contextlib
 import faulthandler
 import os
+import resource
 import signal
 import sys
 import time
@@ -55,12 +56,20 @@ def _fork(job: Callable[[], Any], output: Path) -> int:
     return pid
 
 
+def _dump_no_core() -> None:
+    """One that aborts would be there, with its connections, for as long as gigabytes are written. The limit of one byte
+    counts for dumps into a program as well, which zero does not."""
+    _, most = resource.getrlimit(resource.RLIMIT_CORE)
+    resource.setrlimit(resource.RLIMIT_CORE, (0 if most == 0 else 1, most))
+
+
 def become(job: Callable[[], Any]) -> NoReturn:
     """What a forked process does from here on is the job, on the stdout and stderr that it has, and then it ends."""
     code = 1
     try:
         atexit._clear()
         faulthandler.disable()  # pytest has it write elsewhere
+        _dump_no_core()
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         sys.excepthook = sys.__excepthook__
         try:

@@ -15,9 +15,12 @@ import multiprocessing
 import os
 import random
 import secrets
+import select
 import socket
 import subprocess
+import time
 import traceback
+from collections import deque
 from collections.abc import Callable
 from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
@@ -62,8 +65,17 @@ class RankPool:
         self._was_used = False
         self._ranks: dict[int, Connection] = {}
         for _ in range(size):
-            connection = self._listener.accept()
+            connection = self._next_to_call()
             self._ranks[connection.recv()] = connection
+
+    def _next_to_call(self) -> Connection:
+        door = self._listener._listener._socket  # type: ignore[attr-defined]
+        deadline = time.monotonic() + TIMEOUT
+        while not select.select([door], [], [], 1)[0]:
+            if not all(map(_is_running, self._processes)) or time.monotonic() > deadline:
+                self.close()
+                raise RemoteError(f"the {self.backend} pool did not start; see what its ranks printed")
+        return self._listener.accept()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
         if self._is_shedding:
@@ -149,13 +161,26 @@ def _compile_random_words() -> None:
         kernels.words(philox.Stream.of("first"), Runs(torch.zeros(1, dtype=torch.int64), 4))
 
 
+_MOST_WORKERS = 8
+_given: deque[int] = deque(maxlen=500)
+
+
 def free_port() -> int:
-    """A port to listen on. Below those that the system gives to whoever connects, so that nobody takes it meanwhile."""
+    """A port to listen on. Below those that the system gives to whoever connects, so that nobody takes it meanwhile;
+    each of pytest's workers has its own, and one that was just given is not given again."""
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
     while True:
-        port = random.SystemRandom().randrange(20000, 32000)
+        port = random.SystemRandom().randrange(20000 + worker % _MOST_WORKERS, 32000, _MOST_WORKERS)
+        if port in _given:
+            continue
+        _given.append(port)
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
+
+
+def _is_running(process: Any) -> bool:
+    return process.poll() is None if isinstance(process, subprocess.Popen) else bool(process.is_alive())
 
 
 def _end(process: Any) -> None:
@@ -198,6 +223,7 @@ def _serve(port: int, key: bytes, backend: str, seat: dict[str, Any]) -> None:
         if order is None:
             return
         function, args = order
+        torch.manual_seed(0)  # whatever the tests before, and in whatever order they came, have drawn on some ranks
         try:
             answer = (True, function(comm, *args))
             comm = uni.world()

@@ -2,25 +2,29 @@
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Mapping
 
 import torch
 
 import unisono as uni
 
 
-def main(scenario: str, timeout: float, odd: int, **seat: object) -> None:
-    comm = uni.init(timeout=timeout, **seat)  # type: ignore[arg-type]
+def main(scenario: str, timeout: float, odd: int, seat: Mapping[str, str] | None = None) -> None:
+    """`seat`: as launchers tell it, in variables. Ranks then have time to come, however short the timeout."""
+    os.environ.update(seat or {})
+    comm = uni.init(timeout=timeout)
     x = torch.ones(1024)
     comm.all_reduce(x)
     if scenario == "busy":
-        in_torch_all_the_time(comm.rank, 2.5 * timeout)
+        in_torch_all_the_time(comm.rank, 1.5 * timeout)
         return
     if scenario in ("crossed", "group"):
         in_groups(comm, scenario, odd)
         return
-    if scenario == "late" and comm.rank < 2:
-        time.sleep(0.8)  # the other two differ meanwhile
+    if scenario.startswith("late") and comm.rank < 2:
+        time.sleep(0.5)  # the other two differ, or one of them leaves, meanwhile
     if comm.rank != odd:
         comm.all_reduce(x)  # LINE: all
         comm.barrier()
@@ -33,11 +37,11 @@ def main(scenario: str, timeout: float, odd: int, **seat: object) -> None:
     elif scenario == "longer":
         comm.all_reduce(torch.ones(1500))  # LINE: longer
         comm.barrier()
-    elif scenario in ("order", "late"):
+    elif scenario in ("order", "late order"):
         comm.barrier()  # LINE: order
         comm.all_reduce(x)
-    elif scenario == "exit":
-        pass
+    elif scenario in ("exit", "late exit"):
+        return
     elif scenario == "sleep":
         time.sleep(1000)  # LINE: sleep
     elif scenario == "raise":
@@ -49,8 +53,7 @@ def main(scenario: str, timeout: float, odd: int, **seat: object) -> None:
         torch.distributed.all_reduce(torch.ones(512))  # LINE: torch shape
     elif scenario == "receive":
         comm.recv(x, 0)  # LINE: receive
-    if scenario != "exit":
-        time.sleep(1000)
+    time.sleep(1000)
 
 
 def in_groups(comm: uni.Communicator, scenario: str, odd: int) -> None:

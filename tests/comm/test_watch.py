@@ -40,13 +40,14 @@ CHECKED = {
     "op": rf"rank 3 is in broadcast #2 float32\[1024\] at {line('op')}",
     "shape": rf"rank 3 is in all_reduce #2 float32\[512\] at {line('shape')}",
     "order": rf"rank 3 is in barrier #2 at {line('order')}",
-    "late": rf"rank 3 is in barrier #2 at {line('order')}",
+    "late order": rf"rank 3 is in barrier #2 at {line('order')}",
     "torch": rf"rank 3 is in torch.distributed.broadcast #2 float32\[1024\] at {line('torch')}",
     "torch shape": rf"rank 3 is in torch.distributed.all_reduce #2 float32\[512\] at {line('torch shape')}",
 }
 
 
 WELL = ("crossed", "busy")  # scenarios in which nothing is wrong
+GONE = ("exit", "late exit", "raise", "shape")  # in which one rank ends as it likes
 
 
 def run(backend: str, scenario: str, folder: Path, timeout: float, odd: int = 3) -> str:
@@ -58,13 +59,10 @@ def run(backend: str, scenario: str, folder: Path, timeout: float, odd: int = 3)
         done = mpi_ranks.run(4, functools.partial(hang_program.main, **arguments), timeout=90)
         assert (done.returncode == 0) == (scenario in WELL), done
         return done.stdout + done.stderr
-    url = f"tcp://127.0.0.1:{free_port()}"
-    jobs = [
-        functools.partial(hang_program.main, **arguments, init_method=url, rank=rank, world_size=4, backend=backend)
-        for rank in range(4)
-    ]
-    ends = run_forked(jobs, folder)
-    stopped = [end.code for rank, end in enumerate(ends) if rank != odd or scenario not in ("exit", "raise", "shape")]
+    seat = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": "4"}
+    seats = [seat | {"RANK": str(rank), environment.BACKEND: backend} for rank in range(4)]
+    ends = run_forked([functools.partial(hang_program.main, **arguments, seat=each) for each in seats], folder)
+    stopped = [end.code for rank, end in enumerate(ends) if rank != odd or scenario not in GONE]
     assert set(stopped) <= ({0} if scenario in WELL else {1, failure.HANG_CODE}), ends
     return "\n".join(end.output for end in ends)
 
@@ -84,6 +82,12 @@ def test_a_hang_is_told_in_one_sentence(backend: str, scenario: str, tmp_path: P
             return
     (report,) = reports(output)
     assert re.fullmatch(rf"{ALL}; {CERTAIN[scenario]}", report), output
+
+
+def test_ranks_on_their_way_when_another_loses_its_peer_are_told_where_they_come_to(tmp_path: Path) -> None:
+    """gloo tells the first at once, when others may still be leaving the collective before."""
+    (report,) = reports(run("gloo", "late exit", tmp_path, timeout=20.0))
+    assert re.fullmatch(rf"{ALL}; rank 3 has exited( \(.*\))?", report), report
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
@@ -121,7 +125,7 @@ def test_with_check_a_difference_in_one_of_two_groups_is_told_with_the_group(
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
 def test_ranks_that_are_always_in_some_call_of_torch_do_not_hang(backend: str, tmp_path: Path) -> None:
-    output = run(backend, "busy", tmp_path, timeout=1.0)
+    output = run(backend, "busy", tmp_path, timeout=2.0)
     assert output.count("busy and well") == 4, output
 
 

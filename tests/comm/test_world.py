@@ -180,7 +180,7 @@ def test_a_missing_rank_is_named(tmp_path: Path) -> None:
 
 def test_a_rank_given_twice_is_named(tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    jobs = [functools.partial(join_and_sum, init_method=url, rank=r, world_size=3, timeout=5) for r in (0, 1, 1)]
+    jobs = [functools.partial(join_and_sum, init_method=url, rank=r, world_size=3, timeout=50) for r in (0, 1, 1)]
     ends = run_forked(jobs, tmp_path)
     assert sum("rank 1 has signed in before" in end.output for end in ends) >= 2, ends
 

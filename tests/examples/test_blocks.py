@@ -87,27 +87,26 @@ def test_dots_stand_for_anything() -> None:
     assert not matches("...end", "end!")
 
 
-def test_a_page_that_lies_is_found() -> None:
-    """A wrong output, a block that fails, an unclosed one, and a language that nobody knows."""
-    page = ROOT / "docs" / "liar.md"
-    assert not page.exists()
-    try:
-        page.write_text("```python\nprint(1)\n```\n\n<!-- output -->\n```text\n2\n```\n")
-        assert "docs/liar.md:6: the page says\n2\nbut the block printed\n1" in _fault(page)
-        page.write_text("```python\nx = 1\n```\n\n```python\nprint(x / 0)\n```\n")
-        told = _fault(page)
-        assert "docs/liar.md:5: ended with 1:" in told
-        assert 'File "docs/liar.md", line 6' in told
-        page.write_text("```bash\nexit 3\n```\n")
-        assert "docs/liar.md:1: ended with 3:" in _fault(page)
-        page.write_text("```python\n")
-        with pytest.raises(ValueError, match="not closed"):
-            blocks_of(page)
-        page.write_text("```pyhton\n```\n")
-        with pytest.raises(ValueError, match="language 'pyhton'"):
-            blocks_of(page)
-    finally:
-        page.unlink()
+def test_a_page_that_lies_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong output, a block that fails, an unclosed one, and a language that nobody knows. Not among the pages of the
+    repository, at which other tests look meanwhile."""
+    monkeypatch.setattr("tools.blocks.ROOT", tmp_path)
+    page = tmp_path / "docs" / "liar.md"
+    page.parent.mkdir()
+    page.write_text("```python\nprint(1)\n```\n\n<!-- output -->\n```text\n2\n```\n")
+    assert "docs/liar.md:6: the page says\n2\nbut the block printed\n1" in _fault(page)
+    page.write_text("```python\nx = 1\n```\n\n```python\nprint(x / 0)\n```\n")
+    told = _fault(page)
+    assert "docs/liar.md:5: ended with 1:" in told
+    assert 'File "docs/liar.md", line 6' in told
+    page.write_text("```bash\nexit 3\n```\n")
+    assert "docs/liar.md:1: ended with 3:" in _fault(page)
+    page.write_text("```python\n")
+    with pytest.raises(ValueError, match="not closed"):
+        blocks_of(page)
+    page.write_text("```pyhton\n```\n")
+    with pytest.raises(ValueError, match="language 'pyhton'"):
+        blocks_of(page)
 
 
 def _fault(page: Path) -> str:

@@ -95,7 +95,7 @@ class Talker:
                 self.brought[meeting][coordinate] = tensor.detach()
                 self.change.notify_all()
                 count = torch.Size([self.mesh.shape[axis] for axis in axes]).numel()
-                assert self.change.wait_for(lambda: len(self.brought[meeting]) == count, timeout=20), "ranks disagree"
+                assert self.change.wait_for(lambda: len(self.brought[meeting]) == count, timeout=60), "ranks disagree"
                 tensors = torch.stack([self.brought[meeting][key] for key in sorted(self.brought[meeting])])
             return tensors.sum(0) if op == "sum" else tensors.amax(0)
 

@@ -89,10 +89,9 @@ class Run:
             try:
                 inherited = wanted in Path(f"/proc/{name}/environ").read_bytes().split(b"\0")
                 marked = inherited or Path(f"/proc/{name}/comm").read_text().strip() == self.mark
-                alive = Path(f"/proc/{name}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
             except OSError:
                 continue
-            if marked and alive:
+            if marked and is_alive(int(name)):
                 found.append(int(name))
         return found
 
@@ -102,6 +101,21 @@ class Run:
         while (found := self.running()) and time.monotonic() < deadline:
             time.sleep(0.05)
         return found
+
+
+def is_alive(pid: int) -> bool:
+    """Whether it has not ended; whoever has to ask for its end may not have done so yet."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except OSError:
+        return False
+
+
+def await_end(pid: int, patience: float = 60) -> None:
+    deadline = time.monotonic() + patience
+    while is_alive(pid):
+        assert time.monotonic() < deadline, f"process {pid} does not end"
+        time.sleep(0.02)
 
 
 def write_script(folder: Path, text: str, name: str = "script.py") -> Path:

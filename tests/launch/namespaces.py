@@ -53,11 +53,14 @@ class Hosts:
         return _on(self.namespaces[0])
 
     def kill_second(self) -> None:
-        """The second host is gone: its sshd and everything else that runs there, at once."""
-        told = subprocess.run(["ip", "netns", "pids", self.namespaces[1]], check=True, capture_output=True, text=True)
-        for pid in map(int, told.stdout.split()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        """The second host is gone: its sshd and everything else that runs there, at once, so that none of them sees
+        another end and tells of it."""
+        for signum in (signal.SIGSTOP, signal.SIGKILL):
+            words = ["ip", "netns", "pids", self.namespaces[1]]
+            told = subprocess.run(words, check=True, capture_output=True, text=True)
+            for pid in map(int, told.stdout.split()):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signum)
 
     def cut_cable(self) -> None:
         """The hosts are there, but neither hears the other any more, and nobody tells them."""

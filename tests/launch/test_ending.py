@@ -25,8 +25,8 @@ if sys.argv[1] == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 subprocess.run(["sh", "-c", "setsid sleep 1000 & exit 0"])
-pathlib.Path(f"up.{rank}").touch()
 try:
+    pathlib.Path(f"up.{rank}").touch()  # whoever sees it may interrupt from here on
     time.sleep(1000)
 except KeyboardInterrupt:
     pathlib.Path(f"interrupted.{rank}").touch()

@@ -19,7 +19,7 @@ import unisono
 from tests import mpi_ranks, warm
 from tests.examples.runner import run_mpiexec
 from tests.launch import namespaces
-from tests.launch.harness import Run, wait_for, write_script
+from tests.launch.harness import Run, await_end, is_alive, wait_for, write_script
 from tests.launch.namespaces import ADDRESSES, Hosts
 from tests.launch.test_mpi import WHERE
 
@@ -171,13 +171,14 @@ def test_nothing_is_left_on_any_host(hosts: Hosts, tmp_path: Path, signum: signa
     with run.started() as process:
         for rank in range(2):
             wait_for(tmp_path / f"up.{rank}", process)
-        ranks = [Path(f"/proc/{(tmp_path / f'up.{rank}').read_text()}") for rank in range(2)]
-        assert all(rank.exists() for rank in ranks)
+        ranks = [int((tmp_path / f"up.{rank}").read_text()) for rank in range(2)]
+        assert all(map(is_alive, ranks))
         assert len(run.running()) >= 3  # the launcher and what the two ranks started, at least
         os.kill(process.pid, signum)
         process.communicate(timeout=30)
         assert run.left_running() == []
-        assert not any(rank.exists() for rank in ranks)
+        for rank in ranks:
+            await_end(rank, patience=10)
 
 
 @pytest.mark.parametrize(
@@ -192,7 +193,7 @@ def test_nothing_is_left_on_any_host(hosts: Hosts, tmp_path: Path, signum: signa
 )
 def test_preflight_names_the_cause(hosts: Hosts, tmp_path: Path, host: str, said: str) -> None:
     write_script(tmp_path, "open('started', 'w')")
-    arguments = ("--start-timeout", "8", "-H", f"node1:1,{host}:1", "script.py")
+    arguments = ("--start-timeout", "30", "-H", f"node1:1,{host}:1", "script.py")
     done = _run(hosts, tmp_path, *arguments).finish()
     assert (done.returncode, done.stdout) == (1, "")
     head, *causes = done.stderr.splitlines()

@@ -135,16 +135,20 @@ def test_output_lines_and_files(tmp_path: Path) -> None:
 PROGRESS = """
 import os, sys, time
 from rich.progress import track
+
+def until_seen(what):
+    deadline = time.monotonic() + 60
+    while not os.path.exists(what) and time.monotonic() < deadline:
+        time.sleep(0.01)
+
 print(os.environ["COLUMNS"])
-sys.stdout.write("10%")
-sys.stdout.flush()
-time.sleep(0.3)
-sys.stdout.write("\\r90%")
-sys.stdout.flush()
-time.sleep(0.3)
+for text in ("10%", "\\r90%"):
+    sys.stdout.write(text)
+    sys.stdout.flush()
+    until_seen(text.strip())
 sys.stdout.write("\\rdone\\n")
 for _ in track(range(3), description="bar"):
-    time.sleep(0.2)
+    until_seen("bar")
 """
 
 
@@ -163,6 +167,9 @@ def test_progress_is_live_on_a_terminal(tmp_path: Path) -> None:
             except OSError:
                 break
             shown += piece
+            for what, times in ((b"10%", 1), (b"90%", 1), (b"bar", 3)):
+                if shown.count(b"[0] " + what) >= times:
+                    (tmp_path / what.decode()).touch()
     os.close(controller)
     assert process.returncode == 0
     assert b"[0] 86\r\n[0] 10%" in shown  # the terminal's width less the label

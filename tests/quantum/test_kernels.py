@@ -213,7 +213,7 @@ def test_two_callers_do_not_wait_for_each_others_threads() -> None:
     def caller(_: int) -> None:
         for _ in range(60):
             met = Barrier(4)
-            together(lambda _, met=met: met.wait(10) and None, 4)  # type: ignore[misc]
+            together(lambda _, met=met: met.wait(60) and None, 4)  # type: ignore[misc]
 
     before = sys.getswitchinterval()
     sys.setswitchinterval(1e-7)

@@ -132,7 +132,7 @@ def test_killed_while_saving(tmp_path: Path) -> None:
     chance = random.Random(11)
     last = 0
     for _ in range(3):
-        done = fork.Value("q", 0)
+        done = fork.RawValue("q", 0)  # without a lock, which a killed rank would keep
         port = free_port()
         ranks = [fork.Process(target=save_for_ever, args=(rank, 2, port, str(tmp_path), done)) for rank in range(2)]
         for process in ranks:

@@ -13,6 +13,7 @@ import mmap
 import os
 import socket
 import tempfile
+import time
 from pathlib import Path
 from types import CodeType
 
@@ -23,6 +24,7 @@ from unisono.launch import failure
 
 _SIZE = 4096
 _PREFIX = "unisono-rank-"
+_MOURNED = 60.0  # seconds that a dead rank's box is left, once a rank of another job has come by
 
 
 class BlackBox:
@@ -77,12 +79,17 @@ def fate(address: str) -> str | None:
 
 
 def _clear_away_old() -> None:
-    """Boxes of ranks that were killed and of which nobody asked."""
+    """Boxes of ranks that were killed and of which nobody asked. Ranks of other jobs may be about to: who finds one
+    first leaves the hour in its times, who finds it later clears it away."""
     for path in Path(tempfile.gettempdir()).glob(f"{_PREFIX}*-*"):
         pid = path.name.removeprefix(_PREFIX).partition("-")[0]
         if pid.isdigit() and not _is_alive(int(pid)):
             with contextlib.suppress(OSError):
-                path.unlink()
+                found = path.stat()
+                if found.st_atime != 0:
+                    os.utime(path, (0, time.time()))
+                elif time.time() - found.st_mtime > _MOURNED:
+                    path.unlink()
 
 
 def _is_alive(pid: int) -> bool:

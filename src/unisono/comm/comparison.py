@@ -103,7 +103,7 @@ class Comparison:
 
     def _report(self, log: Log, mine: Recent, number: int) -> str:
         known: dict[int, Recent] = {self._rank: mine}
-        deadline = time.monotonic() + self._period
+        deadline = time.monotonic() + 3 * self._period  # on a busy machine watches may miss a moment
         while len(known) < len(log.ranks) and time.monotonic() < deadline:  # others come to the same moment later
             for rank in set(log.ranks) - known.keys():
                 theirs = self._read(log.group, rank)

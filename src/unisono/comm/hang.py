@@ -64,6 +64,11 @@ class State:
                 return name, group.pending
         return None
 
+    @property
+    def collective(self) -> tuple[str, int] | None:
+        """The same, where ranks number it alike: messages between two are counted by each of them for itself."""
+        return self.waiting if self.waiting and not self.waiting[0].endswith("/p2p") else None
+
 
 Stuck = tuple[str, int, str, str]  # group, number, operation, tensor
 Dispute = tuple[str, int]  # the group and the number of a collective that ranks do not agree about
@@ -74,7 +79,8 @@ def report(states: Mapping[int, State], absent: Mapping[int, str], dispute: Disp
 
     `states` are the ranks that answered, `absent` says of each of the others what became of it.
     """
-    stuck = _most_common(_disputed(state, dispute) if dispute else _waits_in(state) for state in states.values())
+    in_order = [states[rank] for rank in sorted(states)]  # whoever noticed, the sentence is the same
+    stuck = _most_common(_disputed(state, dispute) if dispute else _waits_in(state) for state in in_order)
     phrases: dict[str, list[int]] = {}
     for rank in sorted([*states, *absent]):
         phrase = _phrase(states[rank], stuck, dispute) if rank in states else absent[rank]

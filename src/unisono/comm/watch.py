@@ -32,10 +32,10 @@ from unisono.errors import CommError, HangError, MessageError, UnisonoError
 from unisono.launch import failure
 from unisono.launch.stack import frames_of
 
-ANSWER_TIME = 3.0  # seconds that ranks get to tell their state
+ANSWER_TIME = 5.0  # seconds that ranks get to tell their state
 MARGIN = 60.0  # seconds by which torch's own timeout comes later than the watch's, which can say more
 LOST_TIME = 1.0  # seconds that ranks may stay blocked after another has gone
-ARRIVAL_TIME = 1.5  # seconds that ranks on their way to a disputed collective get to come to it, and be told there
+ARRIVAL_TIME = 2.0  # seconds that ranks on their way to a collective get to come to it when it fails, and be told there
 
 _LIBRARIES = (
     os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
@@ -126,7 +126,7 @@ class Watch:
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         if self._thread is None:
             return CommError(f"communication failed on rank {self.rank}: {text}")
-        return HangError(f"{self._sound_alarm()} ({text})")
+        return HangError(f"{self._sound_alarm(awaited_at=self._state().collective)} ({text})")
 
     def disagreed(self, group: str, number: int) -> HangError:
         """What to raise when this rank's next collective, of that group and number, differs from the others'."""
@@ -176,13 +176,13 @@ class Watch:
     def _answer_alarm(self) -> None:
         """Another rank has sounded the alarm: say where this one stands, then stop as well."""
         with self._told:
-            self._come_to_dispute()
+            self._come_to_the_others()
             self._tell_state()
             self._answered()
         self._stop_job()
 
-    def _come_to_dispute(self) -> None:
-        """Ranks that share a core may still be leaving the collective before the disputed one."""
+    def _come_to_the_others(self) -> None:
+        """Ranks that share a core may still be leaving the collective before the one that the alarm is about."""
         _, number, group = self._store.get("alarm").decode().split(" ", 2)
         deadline = time.monotonic() + ARRIVAL_TIME
         logs = [log for log in self._logs if log.group == group]
@@ -209,12 +209,14 @@ class Watch:
 
     # ---- the alarm -----------------------------------------------------------------------------------------------
 
-    def _sound_alarm(self, dispute: hang.Dispute | None = None, if_past: str = "") -> str:
+    def _sound_alarm(
+        self, dispute: hang.Dispute | None = None, if_past: str = "", awaited_at: hang.Dispute | None = None
+    ) -> str:
         """Bring about the report on all ranks, and return it; `if_past` is the one where nobody waits in the disputed
-        operation any more."""
+        operation any more. Ranks on their way to the dispute, or to where they are awaited, are told there."""
         with self._told:
             try:
-                group, number = dispute or ("", 0)
+                group, number = dispute or awaited_at or ("", 0)
                 alarm = f"{self.rank} {number} {group}"
                 first = self._store.compare_set("alarm", "", alarm).decode()
                 self._tell_state()

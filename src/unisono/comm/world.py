@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import time
 from collections.abc import Iterator
 from datetime import timedelta
 
@@ -21,6 +22,8 @@ from unisono.errors import CommError, UsageError
 from unisono.launch import environment, turns
 
 DEFAULT_TIMEOUT = 1800.0
+JOINING = 30.0  # seconds that a rank which leaves waits for others that are still about to join
+_JOINED = "unisono/joined"  # in the store: how many ranks have
 LONGEST = 1e9  # seconds, thirty years: what all of torch's clocks can count
 
 _world: Communicator | None = None
@@ -120,6 +123,15 @@ def _join(meeting: Meeting, name: str, seconds: float) -> None:
         world_size=meeting.seat.size,
         timeout=timedelta(seconds=seconds + MARGIN),
     )
+    meeting.store.add(_JOINED, 1)
+
+
+def _await_joins(meeting: Meeting) -> None:
+    """gloo connects ranks one after the other: were this one gone before all are done, theirs would fail."""
+    deadline = time.monotonic() + JOINING
+    with contextlib.suppress(RuntimeError):  # the store may be gone
+        while meeting.store.add(_JOINED, 0) < meeting.seat.size and time.monotonic() < deadline:
+            time.sleep(0.002)
 
 
 def shutdown() -> None:
@@ -132,6 +144,7 @@ def shutdown() -> None:
     assert _watch is not None
     assert _meeting is not None
     _watch.stop()
+    _await_joins(_meeting)
     dist.destroy_process_group()
     _meeting.close()
     _world = _watch = _meeting = _torch_calls = None

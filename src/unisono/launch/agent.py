@@ -37,8 +37,9 @@ class Stopped(Exception):
 def main() -> int:
     keep = rank.open_descriptors()
     proctree.adopt_orphans()
+    about = _about_this_host()  # first: a launcher that is called waits only so long for a word
     wire = _wire()
-    wire.send({"event": "hello", **_about_this_host()})
+    wire.send({"event": "hello", **about})
     listening: dict[str, socket.socket] = {}
     while not wire.closed:
         for message in wire.receive():

@@ -16,7 +16,7 @@ from unisono.launch.link import Link, Links
 from unisono.launch.verdict import RankFailure
 from unisono.launch.wire import Message
 
-STOP = 4.5  # seconds that agents have to end their ranks
+STOP = 8.0  # seconds that agents have to end their ranks: twice what they take before they do it by force
 _SETTLE = 0.1  # after a failure, how long other agents may still report an earlier one
 _SETTLE_DEBRIS = 1.0  # the same while only broken connections are known
 
