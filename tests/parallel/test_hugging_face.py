@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.parallel.training import InDouble, check_training
+from tests.parallel.training import check_training
 from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.parallel.tensor import _require_sound, styles_of
+from unisono.train.double import InDouble
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
