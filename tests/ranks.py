@@ -30,6 +30,7 @@ from unisono.launch import proctree
 from unisono.launch.turns import give_way
 
 TIMEOUT = 120  # seconds for one call
+GRACE = 20  # seconds for the others, once one has failed: they may wait for it in a collective
 MANY_THREADS = 30  # of a rank; a group has three
 
 
@@ -97,20 +98,25 @@ class RankPool:
             self._ranks[rank].send((function, args))
 
     def _answers(self) -> list[Any]:
-        answers = []
+        answers: list[tuple[bool, Any]] = []
         for rank in range(self.size):
-            if not self._ranks[rank].poll(TIMEOUT):
-                self.close()
-                raise RemoteError(f"rank {rank} of the {self.backend} pool did not answer within {TIMEOUT} s")
             try:
-                answers.append(self._ranks[rank].recv())
-            except EOFError:
-                self.close()
-                raise RemoteError(f"rank {rank} of the {self.backend} pool has died") from None
-        failed = [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
-        if failed:
+                answers.append(self._answer(rank, TIMEOUT if all(ok for ok, _ in answers) else GRACE))
+            except RemoteError as silence:
+                raise RemoteError("\n".join([str(silence), *_complaints(answers)])) from None
+        if failed := _complaints(answers):
             raise RemoteError("\n".join(failed))
         return [value for _, value in answers]
+
+    def _answer(self, rank: int, patience: float) -> tuple[bool, Any]:
+        if not self._ranks[rank].poll(patience):
+            self.close()
+            raise RemoteError(f"rank {rank} of the {self.backend} pool did not answer within {patience} s")
+        try:
+            return self._ranks[rank].recv()  # type: ignore[no-any-return]
+        except EOFError:
+            self.close()
+            raise RemoteError(f"rank {rank} of the {self.backend} pool has died") from None
 
     def close(self) -> None:
         self.closed = True
@@ -121,6 +127,10 @@ class RankPool:
         for process in self._processes:
             _end(process)
         self._listener.close()
+
+
+def _complaints(answers: list[tuple[bool, Any]]) -> list[str]:
+    return [f"rank {rank}:\n{text}" for rank, (ok, text) in enumerate(answers) if not ok]
 
 
 def _meet_anew(comm: Any, store_port: int) -> None:

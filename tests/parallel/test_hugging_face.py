@@ -10,10 +10,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.parallel.training import InDouble, check_training
+from tests.parallel.training import check_training
 from tests.ranks import RankPool
 from unisono.errors import UsageError
+from unisono.parallel.rules import published
 from unisono.parallel.tensor import _require_sound, styles_of
+from unisono.train.double import InDouble
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -83,7 +85,7 @@ def next_tokens(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
 
 MODELS = [llama, tied_llama, qwen2, qwen3, mixtral, gpt2, bert]
 CUT = {
-    llama: ["model.embed_tokens.weight", "model.layers.1.self_attn.k_proj.weight", "lm_head.weight"],
+    llama: ["model.layers.1.self_attn.k_proj.weight", "lm_head.weight"],
     tied_llama: ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"],
     qwen2: ["model.layers.0.self_attn.q_proj.bias"],
     qwen3: ["model.layers.0.self_attn.q_proj.weight"],
@@ -98,6 +100,8 @@ CUT = {
 def test_trains_as_the_plain_model(pools: Pools, build: Callable[[], nn.Module], sequence: bool) -> None:
     found = pools("gloo", 4).run(check_training, build, sentences, next_tokens, None, sequence)[0]
     assert set(CUT[build]) <= set(found["cut"])
+    if "model.embed_tokens" in (published(build()) or {}):  # transformers 5.17's plan leaves Llama's whole, 5.22's not
+        assert "model.embed_tokens.weight" in found["cut"]
 
 
 def test_heads_that_tp_does_not_divide() -> None:

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.overrides import TorchFunctionMode
 
 from unisono.comm.communicator import Communicator
 from unisono.mesh.mesh import Mesh
@@ -24,20 +23,6 @@ Objective = Callable[[nn.Module, torch.Tensor], torch.Tensor]  # the loss of a m
 def seeded(build: Build) -> nn.Module:
     torch.manual_seed(5)
     return build().double()
-
-
-class InDouble(TorchFunctionMode):
-    """Nothing is made float32 that a float64 model has: Hugging Face's norms and routers round to float32, and then a
-    difference in the last bit of a float64 may become one in the last bit of a float32."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is torch.Tensor.float:
-            return args[0].double() if args[0].dtype == torch.float64 else func(*args, **kwargs)
-        if args and isinstance(args[0], torch.Tensor) and args[0].dtype == torch.float64:
-            args = tuple(torch.float64 if value is torch.float32 else value for value in args)
-            kwargs = {key: torch.float64 if value is torch.float32 else value for key, value in kwargs.items()}
-        return func(*args, **kwargs)
 
 
 def tp_mesh(comm: Communicator) -> Mesh:

@@ -88,10 +88,25 @@ class _GpuDropout(torch.autograd.Function):
         return _GpuDropout.apply(grad, ctx.draw, ctx.p), None, None
 
 
+class _Local(torch.autograd.Function):
+    """A DTensor's own part. The gradient lies as the DTensor does: PyTorch 2.11's `to_local` reckons the strides of an
+    uneven tensor's gradient from the part, and a leaf whose gradient has other strides than itself gets a copy of the
+    whole on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: DTensor) -> torch.Tensor:
+        ctx.layout = {"device_mesh": x.device_mesh, "placements": x.placements, "shape": x.shape, "stride": x.stride()}
+        return x._local_tensor.view_as(x._local_tensor)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> DTensor:
+        return DTensor.from_local(grad, run_check=False, **ctx.layout)
+
+
 def _apply_to_dtensor(state: RandomState, x: DTensor, p: float) -> DTensor:
     if any(isinstance(placement, Partial) for placement in x.placements):
         raise UsageError(f"dropout of a tensor with placements {x.placements}; reshard it so that none is Partial")
-    local = x.to_local()
+    local = _Local.apply(x)
     sizes, offsets = local_box(x.shape, Mesh.of(x.device_mesh), x.placements)
     parts = {
         dim: Part(range(offset, offset + size), x.shape[dim])
