@@ -14,7 +14,7 @@ import numpy as np
 from unisono.errors import UsageError
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.observable import PauliSum, Word, Z, multiply
-from unisono.quantum.parameter import is_index, weight
+from unisono.quantum.parameter import affine, is_index, weight
 
 ENTANGLERS = ("cnot_ring", "cnot_line", "cz_ring", "cz_line")
 
@@ -23,9 +23,11 @@ def hardware_efficient(
     wires: int, depth: int, rotations: Sequence[str] = ("ry", "rz"), entangler: str = "cnot_ring"
 ) -> Circuit:
     """`depth` layers of rotations on every wire and a ring or line of entangling gates."""
-    if entangler not in ENTANGLERS:
+    if not isinstance(entangler, str) or entangler not in ENTANGLERS:
         raise UsageError(f"entangler {entangler!r}: expected one of {', '.join(ENTANGLERS)}")
     _at_least("depth", depth, 0)
+    if isinstance(rotations, str) or not isinstance(rotations, Sequence):
+        raise UsageError(f"rotations {rotations!r}: expected names of rotations, such as ('ry', 'rz')")
     circuit, index = Circuit(wires), count()
     for _ in range(depth):
         for wire in range(wires):
@@ -53,6 +55,8 @@ def strongly_entangling(wires: int, layers: int) -> Circuit:
 
 def maxcut(edges: Iterable[Sequence[float]]) -> PauliSum:
     """The cut of a graph as an observable: sum of strength * (1 - Z Z) / 2 over edges (i, j) or (i, j, strength)."""
+    if not isinstance(edges, Iterable) or isinstance(edges, str | bytes):
+        raise UsageError(f"edges {edges!r}: expected pairs of wires, such as [(0, 1), (1, 2)]")
     total = PauliSum()
     for edge in edges:
         first, second, strength = _edge(edge)
@@ -89,6 +93,7 @@ def uccsd(wires: int, electrons: int, steps: int = 1) -> Circuit:
     Wires are spin orbitals, even ones spin up and odd ones down; the first `electrons` start occupied. Excitations keep
     the spin; each has one weight, used in every step (divided by `steps`)."""
     _at_least("steps", steps, 1)
+    _at_least("wires", wires, 2)
     if not is_index(electrons) or not 0 < electrons < wires:
         raise UsageError(f"uccsd with {electrons} electrons on {wires} wires: expected 1 to {wires - 1} electrons")
     circuit = Circuit(wires)
@@ -131,10 +136,15 @@ def _product(left: list[tuple[complex, Word]], right: list[tuple[complex, Word]]
 
 
 def _edge(edge: Sequence[float]) -> tuple[int, int, float]:
-    told = isinstance(edge, Sequence | np.ndarray) and len(edge) in (2, 3)
-    if not told or not all(float(wire).is_integer() for wire in edge[:2]) or edge[0] == edge[1]:
+    told = isinstance(edge, Sequence | np.ndarray) and not isinstance(edge, str | bytes) and np.size(edge) in (2, 3)
+    if not told or not all(_is_wire(wire) for wire in edge[:2]) or edge[0] == edge[1]:
         raise UsageError(f"edge {edge!r}: expected two different wires, and a strength if it is not 1")
-    return int(edge[0]), int(edge[1]), float(edge[2]) if len(edge) == 3 else 1.0
+    return int(edge[0]), int(edge[1]), affine(edge[2]).constant if len(edge) == 3 else 1.0
+
+
+def _is_wire(wire: object) -> bool:
+    """A whole number, also as a float: edges with strengths come in arrays of floats."""
+    return is_index(wire) or (isinstance(wire, float | np.floating) and wire.is_integer())
 
 
 def _at_least(name: str, value: int, least: int) -> None:
