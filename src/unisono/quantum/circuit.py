@@ -217,7 +217,7 @@ class Circuit(GateMethods):
         from unisono.quantum.drawing import text
         from unisono.quantum.drawing_svg import svg
 
-        if kind not in ("text", "svg"):
+        if not isinstance(kind, str) or kind not in ("text", "svg"):
             raise UsageError(f'draw({kind!r}): expected "text" or "svg"')
         if width is not None and (not is_index(width) or width < 1):
             raise UsageError(f"draw(width={width!r}): expected a number of characters or pixels, 1 or more")
@@ -247,8 +247,8 @@ def _wires(targets: int | Sequence[int]) -> tuple[int, ...]:
     if is_index(targets):
         return (int(targets),)  # type: ignore[arg-type]
     try:
-        if isinstance(targets, str | bytes):
-            raise TypeError("a string is no wires")
+        if isinstance(targets, str | bytes | Mapping):
+            raise TypeError("these are no wires")
         return tuple(targets)  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(f"wire {targets!r}: expected a number of 0 or more, or several of them") from None
@@ -274,7 +274,7 @@ def _pairs(controls: Mapping[int, int] | Sequence[int]) -> Controls:
         return tuple((wire, value) for wire, value in controls.items())
     try:
         if isinstance(controls, str | bytes):
-            raise TypeError("a string is no wires")
+            raise TypeError("these are no wires")
         return tuple((wire, 1) for wire in controls)
     except TypeError:
         raise UsageError(f"controls {controls!r}: expected wires, or a mapping from wires to 0 or 1") from None

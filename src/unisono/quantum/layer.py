@@ -24,7 +24,7 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.errors import MissingPackageError, UsageError
 from unisono.quantum.adjoint import gradients
-from unisono.quantum.arguments import require_circuit, require_comm, require_dtype
+from unisono.quantum.arguments import require_circuit, require_comm, require_count, require_dtype
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.exchange import DEFAULT_CHUNK
 from unisono.quantum.kernels import require_device, require_kernel
@@ -129,7 +129,7 @@ class Layer(nn.Module):
 
     def share(self, batch: int) -> Share:
         """Which ranks share a state, for a batch of this size."""
-        several = batch > 1
+        several = require_count("batch", batch, 0) > 1
         if several not in self._shares:
             groups = self.comm.size if several and self.comm is not None else 1  # later batches may be larger
             least = narrowest(self.circuit.operations)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -63,6 +64,8 @@ class PauliSum:
     def check(self, wires: int) -> PauliSum:
         """Itself, or an error that names the wires a circuit of `wires` wires does not have."""
         self.check_form()
+        if not is_index(wires):
+            raise UsageError(f"observable {self} on {wires!r} wires: expected how many wires there are")
         missing = [wire for wire in self.wires if wire >= wires]
         if missing:
             listed = ", ".join(map(str, missing))
@@ -186,7 +189,7 @@ def Hermitian(matrix: ArrayLike, wires: int | Sequence[int]) -> PauliSum:
     places = _places(wires)
     try:
         array = np.array(matrix, dtype=np.complex128)
-    except (TypeError, ValueError, RuntimeError) as cause:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as cause:
         raise UsageError(f"Hermitian: expected a matrix of 2^k x 2^k numbers ({cause})") from None
     if array.shape != (2 ** len(places),) * 2:
         raise UsageError(f"Hermitian matrix of shape {array.shape} on {len(places)} wires: expected 2^k x 2^k")
@@ -199,9 +202,7 @@ def Hermitian(matrix: ArrayLike, wires: int | Sequence[int]) -> PauliSum:
 def Projector(values: str | Sequence[int], wires: int | Sequence[int]) -> PauliSum:
     """|values><values| on wires: the probability of reading these bits there."""
     places = _places(wires)
-    given: Any = (
-        values if (isinstance(values, Iterable) and np.ndim(values) != 0) or isinstance(values, str) else (values,)
-    )
+    given: Any = values if isinstance(values, Iterable) and getattr(values, "ndim", 1) else (values,)
     bits = [int(value) if str(_plain(value)) in ("0", "1") else -1 for value in given]
     if len(bits) != len(places) or -1 in bits:
         raise UsageError(f"Projector({values!r}) on {len(places)} wires: expected one of 0, 1 for each wire")
@@ -224,7 +225,8 @@ def observables(given: Any) -> tuple[PauliSum, ...]:
     """A list of observables from a list of them, or from one."""
     if isinstance(given, PauliSum | str | Mapping):
         return (observable(given),)
-    if not isinstance(given, Iterable) or not (made := tuple(observable(each) for each in given)):
+    several = isinstance(given, Iterable) and getattr(given, "ndim", 1)
+    if not several or not (made := tuple(observable(each) for each in given)):
         raise UsageError(f"observables {given!r}: expected one or several observables")
     return made
 
@@ -356,7 +358,7 @@ def _real(number: Any) -> float:
 
 
 def _is_finite(coefficient: float) -> bool:
-    return isinstance(coefficient, float | int) and math.isfinite(coefficient)
+    return isinstance(coefficient, float | int) and abs(coefficient) <= sys.float_info.max
 
 
 def _plain(value: Any) -> Any:

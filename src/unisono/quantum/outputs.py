@@ -98,7 +98,10 @@ def samples(state: State, shots: int, *, seed: int = 0, wires: Sequence[int] | N
 
 def counts(read: torch.Tensor) -> dict[str, int]:
     """How often each string of bits was read, the most frequent first."""
-    table = np.asarray(read.cpu() if isinstance(read, torch.Tensor) else read)
+    try:
+        table = np.asarray(read.cpu() if isinstance(read, torch.Tensor) else read)
+    except ValueError as error:
+        raise UsageError(f"counts: expected bits, (shots, wires), as samples gives ({error})") from None
     if table.ndim != 2 or table.dtype.kind not in "uib" or not np.isin(table, (0, 1)).all():
         raise UsageError(
             f"counts of {table.dtype} numbers of shape {table.shape}: expected bits, (shots, wires), as samples gives"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from unisono.errors import UsageError
 
 Terms = tuple[tuple[int, float], ...]
+_LARGEST = sys.float_info.max
 _MOST = 1 << 24
 _MOST_SEEDS = 1 << 63
 
@@ -33,9 +35,9 @@ class Affine:
     features: Terms = ()
 
     def __post_init__(self) -> None:
-        if not isinstance(self.constant, float | int) or not math.isfinite(self.constant):
+        if not isinstance(self.constant, float | int) or not abs(self.constant) <= _LARGEST:
             raise UsageError(f"angle with the constant {self.constant!r}: expected a finite real number")
-        if (self.weights or self.features) and not (_are_terms(self.weights) and _are_terms(self.features)):
+        if not (_are_terms(self.weights) and _are_terms(self.features)):
             raise UsageError(
                 f"angle of weights {self.weights!r} and features {self.features!r}: expected pairs of an index and a "
                 "finite number, as weight(i), feature(i) and sums of them have"
@@ -184,8 +186,10 @@ def require_seed(seed: int) -> int:
 
 def _are_terms(terms: Any) -> bool:
     try:
-        return all(is_index(index) and index >= 0 and math.isfinite(factor) for index, factor in terms)
-    except (TypeError, ValueError):
+        return isinstance(terms, tuple) and all(
+            is_index(index) and index >= 0 and abs(factor) <= _LARGEST for index, factor in terms
+        )
+    except (TypeError, ValueError, RuntimeError):
         return False
 
 
@@ -201,7 +205,7 @@ def _number(value: SupportsFloat) -> float:
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UsageError(f"angle {value!r}: expected one real number, weight(i), feature(i) or a sum of them") from None
     if not math.isfinite(number):
-        raise UsageError(f"angle {value!r}: expected a finite number")
+        raise UsageError(f"angle {value!r} is not finite: expected a finite number")
     return number
 
 

@@ -67,6 +67,8 @@ class Schedule:
         require_circuit(circuit, "a schedule")
         held, outer = _held(circuit.wires, ranks), _held(circuit.wires, nodes)
         _check_start(start, circuit.wires)
+        if not isinstance(sweep, Sweep):
+            raise UsageError(f"sweep={sweep!r}: expected a Sweep")
         if outer > held:
             raise UsageError(f"{nodes} nodes for {ranks} ranks: expected no more nodes than ranks")
         ready = tracks(circuit.operations, circuit.wires, circuit.wires - held, lead=start is None)
@@ -208,7 +210,9 @@ def _in_order(operations: Sequence[Operation], held: int) -> int:
 
 
 def _check_start(start: Sequence[int] | None, wires: int) -> None:
-    if start is not None and (not isinstance(start, Sequence) or {*start} != {*range(wires)} or len(start) != wires):
+    if start is None:
+        return
+    if not isinstance(start, Sequence) or not all(map(is_index, start)) or sorted(start) != [*range(wires)]:
         raise UsageError(f"start={start!r}: expected the wire at each position, each of 0 to {wires - 1} once")
 
 

@@ -119,6 +119,8 @@ class State:
 
     def begin(self, schedule: Schedule) -> None:
         """Take the layout, and the product state, that a schedule begins with."""
+        if not isinstance(schedule, Schedule):
+            raise UsageError(f"begin of a {type(schedule).__name__}: expected a Schedule")
         if self.fresh:
             self._begin(schedule.start, [_prepared(gates) for gates in schedule.prepare])
             self.fresh = False
@@ -168,12 +170,20 @@ class State:
 
     def axis(self, wire: int) -> int | None:
         """The axis of `local` that a wire is, or None where ranks hold it."""
-        position = self.layout.index(wire)
+        position = self._position(wire)
         return position - self.held if position >= self.held else None
 
     def value(self, wire: int) -> int:
         """This rank's bit of a wire that ranks hold."""
-        return self.holdings.bit(self.rank, self.layout.index(wire))
+        position = self._position(wire)
+        if position >= self.held:
+            raise UsageError(f"wire {wire} is an axis of this rank's amplitudes; state.axis({wire}) says which")
+        return self.holdings.bit(self.rank, position)
+
+    def _position(self, wire: int) -> int:
+        if not is_index(wire) or not 0 <= wire < self.wires:
+            raise UsageError(f"wire {wire!r}: the state has wires 0 to {self.wires - 1}")
+        return self.layout.index(wire)
 
     def norm(self) -> float:
         return float(self.total(squares(self.local))) ** 0.5
@@ -205,7 +215,12 @@ class State:
 
     def place(self, amplitudes: torch.Tensor) -> State:
         """The same for amplitudes of any norm: a co-state's."""
-        whole = amplitudes.to(self.device, self.dtype).reshape((2,) * self.wires).permute(self.layout)
+        whole = (
+            whole_vector(amplitudes, self.wires)
+            .to(self.device, self.dtype)
+            .reshape((2,) * self.wires)
+            .permute(self.layout)
+        )
         self.local.copy_(whole.reshape(1 << self.held, -1)[int(self.holdings.table[self.rank])])
         self.norm_expected = self.norm()
         self.fresh = False

@@ -34,6 +34,8 @@ def save(state: State, path: str | os.PathLike[str], *, overwrite: bool = False)
     """Write the state into a folder that all ranks see; it appears under its name when it is complete."""
     require_state(state, "save")
     folder = require_path(path, "save to")
+    if not isinstance(overwrite, bool):
+        raise UsageError(f"overwrite={overwrite!r}: expected True or False")
     if folder.exists() and not overwrite:
         raise UsageError(f"{folder} exists; pass overwrite=True to replace it")
     growing = folder.with_name(folder.name + ".partial")

@@ -12,10 +12,12 @@ from itertools import combinations, count, product
 import numpy as np
 
 from unisono.errors import UsageError
+from unisono.quantum.arguments import require_count
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.observable import PauliSum, Word, Z, multiply
 from unisono.quantum.parameter import affine, is_index, weight
 
+_MOST_LAYERS = 1 << 20
 ENTANGLERS = ("cnot_ring", "cnot_line", "cz_ring", "cz_line")
 
 
@@ -29,6 +31,7 @@ def hardware_efficient(
     if isinstance(rotations, str) or not isinstance(rotations, Sequence):
         raise UsageError(f"rotations {rotations!r}: expected names of rotations, such as ('ry', 'rz')")
     circuit, index = Circuit(wires), count()
+    wires = circuit.wires
     for _ in range(depth):
         for wire in range(wires):
             for rotation in rotations:
@@ -44,6 +47,7 @@ def strongly_entangling(wires: int, layers: int) -> Circuit:
     """Layers of a rotation on every wire and CNOTs to the wire r further on, r = 1, 2, ... from layer to layer."""
     _at_least("layers", layers, 0)
     circuit, index = Circuit(wires), count()
+    wires = circuit.wires
     for layer in range(layers):
         for wire in range(wires):
             circuit.rot(wire, weight(next(index)), weight(next(index)), weight(next(index)))
@@ -55,7 +59,7 @@ def strongly_entangling(wires: int, layers: int) -> Circuit:
 
 def maxcut(edges: Iterable[Sequence[float]]) -> PauliSum:
     """The cut of a graph as an observable: sum of strength * (1 - Z Z) / 2 over edges (i, j) or (i, j, strength)."""
-    if not isinstance(edges, Iterable) or isinstance(edges, str | bytes):
+    if not isinstance(edges, Iterable) or isinstance(edges, str | bytes) or not getattr(edges, "ndim", 1):
         raise UsageError(f"edges {edges!r}: expected pairs of wires, such as [(0, 1), (1, 2)]")
     total = PauliSum()
     for edge in edges:
@@ -136,8 +140,9 @@ def _product(left: list[tuple[complex, Word]], right: list[tuple[complex, Word]]
 
 
 def _edge(edge: Sequence[float]) -> tuple[int, int, float]:
-    told = isinstance(edge, Sequence | np.ndarray) and not isinstance(edge, str | bytes) and np.size(edge) in (2, 3)
-    if not told or not all(_is_wire(wire) for wire in edge[:2]) or edge[0] == edge[1]:
+    told = isinstance(edge, Sequence) or (isinstance(edge, np.ndarray) and edge.ndim == 1)
+    pair = told and not isinstance(edge, str | bytes) and len(edge) in (2, 3) and all(map(_is_wire, edge[:2]))
+    if not pair or edge[0] == edge[1]:
         raise UsageError(f"edge {edge!r}: expected two different wires, and a strength if it is not 1")
     return int(edge[0]), int(edge[1]), affine(edge[2]).constant if len(edge) == 3 else 1.0
 
@@ -148,5 +153,4 @@ def _is_wire(wire: object) -> bool:
 
 
 def _at_least(name: str, value: int, least: int) -> None:
-    if not is_index(value) or value < least:
-        raise UsageError(f"{name}={value!r}: expected a whole number of at least {least}")
+    require_count(name, value, least, _MOST_LAYERS)
