@@ -21,7 +21,7 @@ DTYPES = (torch.complex64, torch.complex128)
 
 def shown(given: Any) -> str:
     """A short name of anything, for errors."""
-    text = repr(given)
+    text = " ".join(repr(given).split())
     return f"{text if len(text) <= 60 else text[:57] + '...'} ({type(given).__name__})"
 
 
@@ -63,5 +63,5 @@ def require_path(path: Any, what: str) -> Path:
 def require_count(name: str, value: Any, least: int, most: int | None = None) -> int:
     if not is_index(value) or value < least or (most is not None and value > most):
         upper = "" if most is None else f" and at most {most}"
-        raise UsageError(f"{name}={shown(value)}: expected a whole number of at least {least}{upper}")
+        raise UsageError(f"{name}={value!r}: expected a whole number of at least {least}{upper}")
     return int(value)

@@ -92,7 +92,7 @@ class Circuit(GateMethods):
             if bit >= bits:
                 raise UsageError(f"{kind.name} uses bit {bit}, but the circuit has {bits}; make it with bits={bit + 1}")
         for where, value in (*operation.controls, *operation.condition):
-            if not is_index(value) or value not in (0, 1):
+            if not (is_index(value) or isinstance(value, bool)) or value not in (0, 1):
                 raise UsageError(f"{kind.name} is controlled on value {value!r} of {where}: expected 0 or 1")
         operation = _plain(operation)
         if len(set(operation.wires)) != len(operation.wires):

@@ -19,7 +19,7 @@ import torch
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.quantum.application import applied, inner
-from unisono.quantum.arguments import require_circuit, require_state
+from unisono.quantum.arguments import require_circuit, require_state, shown
 from unisono.quantum.blocks import block
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.expectation import words_values
@@ -162,7 +162,8 @@ def shard(state: State) -> torch.Tensor:
 
 def overlap(left: State, right: State | torch.Tensor | np.ndarray) -> complex:
     """<left|right>; `right` may be all amplitudes in the order of wires, given alike on every rank."""
-    require_state(left, "overlap")
+    if not isinstance(left, State):
+        raise UsageError(f"overlap of {shown(left)}: expected a State first; a vector may come second")
     if isinstance(right, State):
         if (right.wires, right.held) != (left.wires, left.held):
             raise UsageError(
