@@ -202,7 +202,7 @@ def Hermitian(matrix: ArrayLike, wires: int | Sequence[int]) -> PauliSum:
 def Projector(values: str | Sequence[int], wires: int | Sequence[int]) -> PauliSum:
     """|values><values| on wires: the probability of reading these bits there."""
     places = _places(wires)
-    given: Any = values if isinstance(values, Iterable) and getattr(values, "ndim", 1) else (values,)
+    given: Any = values if isinstance(values, Iterable) and getattr(values, "ndim", 1) != 0 else (values,)
     bits = [int(value) if str(_plain(value)) in ("0", "1") else -1 for value in given]
     if len(bits) != len(places) or -1 in bits:
         raise UsageError(f"Projector({values!r}) on {len(places)} wires: expected one of 0, 1 for each wire")
@@ -225,7 +225,7 @@ def observables(given: Any) -> tuple[PauliSum, ...]:
     """A list of observables from a list of them, or from one."""
     if isinstance(given, PauliSum | str | Mapping):
         return (observable(given),)
-    several = isinstance(given, Iterable) and getattr(given, "ndim", 1)
+    several = isinstance(given, Iterable) and getattr(given, "ndim", 1) != 0
     if not several or not (made := tuple(observable(each) for each in given)):
         raise UsageError(f"observables {given!r}: expected one or several observables")
     return made
