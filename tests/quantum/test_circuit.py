@@ -171,7 +171,7 @@ REFUSED: list[tuple[Callable[[], object], str]] = [
     (lambda: Circuit(3).compose(Circuit(2).h(0), wires=(0, 0)), r"2 \(0, 0\): expected different wires of 0 to 2"),
     (lambda: Circuit(2).h(1.0), "wire 1.0: expected a number"),  # type: ignore[arg-type]
     (lambda: Circuit(2, bits=-1), r"bits=-1\): expected a number of classical bits"),
-    (lambda: uq.Z(1.5), r"wires \(1.5,\): expected"),  # type: ignore[arg-type]
+    (lambda: uq.Z(1.5), r"Z\(1.5\): expected"),  # type: ignore[arg-type]
     (lambda: uq.Layer(Circuit(2), "1e999 Z0"), "expected a finite real number"),
     (lambda: uq.State(2.5), r"State\(2.5\): expected a number of wires"),  # type: ignore[arg-type]
     (lambda: uq.State(2, chunk=0), "chunk=0: expected bytes"),

@@ -20,20 +20,23 @@ from unisono.errors import UsageError
 from unisono.quantum.gate_methods import GateMethods
 from unisono.quantum.gates import BARRIER, CONTROLLED, MEASURE, Gate, gate
 from unisono.quantum.operation import Controls, Operation
-from unisono.quantum.parameter import Angle, affine, is_index, vector
+from unisono.quantum.parameter import Angle, affine, finite_vector, is_index
 
 if TYPE_CHECKING:
     from typing import Self
+
+
+MOST = 1 << 20  # wires, and classical bits
 
 
 class Circuit(GateMethods):
     """`wires` qubits that start in |0...0>, and `bits` classical bits that measurements write."""
 
     def __init__(self, wires: int, bits: int = 0) -> None:
-        if not is_index(wires) or wires < 1:
-            raise UsageError(f"Circuit({wires!r}): expected a number of wires of 1 or more")
-        if not is_index(bits) or bits < 0:
-            raise UsageError(f"Circuit({wires}, bits={bits!r}): expected a number of classical bits of 0 or more")
+        if not is_index(wires) or not 1 <= wires <= MOST:
+            raise UsageError(f"Circuit({wires!r}): expected a number of wires of 1 to {MOST}")
+        if not is_index(bits) or not 0 <= bits <= MOST:
+            raise UsageError(f"Circuit({wires}, bits={bits!r}): expected a number of classical bits of 0 to {MOST}")
         self.wires = int(wires)
         self.bits = int(bits)
         self._operations: list[Operation] = []
@@ -62,6 +65,15 @@ class Circuit(GateMethods):
 
     def append(self, operation: Operation) -> Self:
         """Add an operation after checking it against the circuit and its gate."""
+        self._operations.append(self._checked(operation, self.bits))
+        self._tuple = None
+        return self
+
+    def _checked(self, operation: Operation, bits: int) -> Operation:
+        """The operation, if it is one for a circuit with these wires and so many bits."""
+        if not isinstance(operation, Operation):
+            raise UsageError(f"append of a {type(operation).__name__}: expected an Operation; apply makes them")
+        operation.check_form()
         kind = operation.gate
         if len(operation.targets) != kind.targets and kind is not BARRIER:
             raise UsageError(f"{kind.name} acts on {kind.targets} wires, but got {_listed(operation.targets)}")
@@ -77,19 +89,15 @@ class Circuit(GateMethods):
         for bit in (*operation.bits, *(bit for bit, _ in operation.condition)):
             if not is_index(bit) or bit < 0:
                 raise UsageError(f"{kind.name} uses bit {bit!r}: expected an index of 0 or more")
-            if bit >= self.bits:
-                raise UsageError(
-                    f"{kind.name} uses bit {bit}, but the circuit has {self.bits}; make it with bits={bit + 1}"
-                )
+            if bit >= bits:
+                raise UsageError(f"{kind.name} uses bit {bit}, but the circuit has {bits}; make it with bits={bit + 1}")
         for where, value in (*operation.controls, *operation.condition):
-            if value not in (0, 1):
+            if not (is_index(value) or isinstance(value, bool)) or value not in (0, 1):
                 raise UsageError(f"{kind.name} is controlled on value {value!r} of {where}: expected 0 or 1")
         operation = _plain(operation)
         if len(set(operation.wires)) != len(operation.wires):
             raise UsageError(f"{kind.name} names a wire twice: {_listed(operation.wires)}")
-        self._operations.append(operation)
-        self._tuple = None
-        return self
+        return operation
 
     def apply(
         self,
@@ -104,13 +112,17 @@ class Circuit(GateMethods):
         Named controlled gates ("cx", "ccx", "crz", ...) take their controls as first targets."""
         wires = _wires(targets)
         pairs = _pairs(controls)
+        if not isinstance(kind, str | Gate):
+            raise UsageError(f"apply of a {type(kind).__name__}: expected a gate's name, such as 'ry', or a Gate")
         if isinstance(kind, str) and kind in CONTROLLED:
             kind, count = CONTROLLED[kind]
             pairs += tuple((wire, 1) for wire in wires[:count])
             wires = wires[count:]
         kind = gate(kind) if isinstance(kind, str) else kind
         parameters = tuple(affine(angle) for angle in angles)
-        return self.append(Operation(kind, wires, pairs, parameters, condition=_pairs(condition or {})))
+        return self.append(
+            Operation(kind, wires, pairs, parameters, condition=_pairs({} if condition is None else condition))
+        )
 
     def compose(
         self,
@@ -123,18 +135,17 @@ class Circuit(GateMethods):
         Weights and features keep their indices; see `shifted` for another circuit's own weights."""
         if not isinstance(other, Circuit):
             raise UsageError(f"compose of a {type(other).__name__}: expected a Circuit")
-        wires = range(other.wires) if wires is None else [*wires]
-        if len(wires) != other.wires:
-            raise UsageError(f"compose: {other.wires} wires to place, but wires={_listed(tuple(wires))}")
-        if len({*wires}) != len(wires) or not {*wires} <= {*range(self.wires)}:
-            raise UsageError(
-                f"compose: wires={_listed(tuple(wires))}: expected different wires of 0 to {self.wires - 1}"
-            )
+        places = tuple(range(other.wires)) if wires is None else _wires(wires)
+        if len(places) != other.wires:
+            raise UsageError(f"compose: {other.wires} wires to place, but wires={_listed(places)}")
+        inside = all(is_index(wire) and 0 <= wire < self.wires for wire in places)
+        if not inside or len({*map(int, places)}) != len(places):
+            raise UsageError(f"compose: wires={_listed(places)}: expected different wires of 0 to {self.wires - 1}")
         pairs = _pairs(controls)
-        self.bits = max(self.bits, other.bits)
-        for operation in other.operations:
-            placed = operation.on(wires)
-            self.append(placed.controlled(pairs) if pairs else placed)
+        bits = max(self.bits, other.bits)
+        placed = [operation.on(places) for operation in other.operations]
+        self._operations += [self._checked(each.controlled(pairs) if pairs else each, bits) for each in placed]
+        self._tuple, self.bits = None, bits
         return self
 
     def inverse(self) -> Circuit:
@@ -170,6 +181,9 @@ class Circuit(GateMethods):
 
     def shifted(self, weights: int = 0, features: int = 0) -> Circuit:
         """A new circuit that reads weight i + `weights` where this one reads weight i, and features likewise."""
+        for kind, by in (("weights", weights), ("features", features)):
+            if not is_index(by):
+                raise UsageError(f"shifted({kind}={by!r}): expected a whole number")
         shifted = type(self)(self.wires, self.bits)
         for each in self._operations:
             parameters = tuple(parameter.shifted(weights, features) for parameter in each.parameters)
@@ -178,12 +192,9 @@ class Circuit(GateMethods):
 
     def check_values(self, weights: Any = (), features: Any = ()) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Both as arrays; refuses vectors that are not as long as the circuit needs, and what is no finite number."""
-        found = vector("weights", weights, self.weights), vector("features", features, self.features)
-        for kind, numbers in zip(("weights", "features"), found, strict=True):
-            if not np.isfinite(numbers).all():
-                place = int(np.flatnonzero(~np.isfinite(numbers))[0])
-                raise UsageError(f"{kind}[{place}] is {numbers[place]}: expected finite numbers")
-        return found
+        kinds = (("weights", weights, self.weights), ("features", features, self.features))
+        first, second = (finite_vector(*each) for each in kinds)
+        return first, second
 
     def depth(self) -> int:
         """Layers of operations, when each goes as early as its wires allow."""
@@ -206,8 +217,10 @@ class Circuit(GateMethods):
         from unisono.quantum.drawing import text
         from unisono.quantum.drawing_svg import svg
 
-        if kind not in ("text", "svg"):
+        if not isinstance(kind, str) or kind not in ("text", "svg"):
             raise UsageError(f'draw({kind!r}): expected "text" or "svg"')
+        if width is not None and (not is_index(width) or width < 1):
+            raise UsageError(f"draw(width={width!r}): expected a number of characters or pixels, 1 or more")
         return text(self, width or 120) if kind == "text" else svg(self, width or 1200)
 
     def to_qasm(self, version: int = 3) -> str:
@@ -234,6 +247,8 @@ def _wires(targets: int | Sequence[int]) -> tuple[int, ...]:
     if is_index(targets):
         return (int(targets),)  # type: ignore[arg-type]
     try:
+        if isinstance(targets, str | bytes | Mapping):
+            raise TypeError("these are no wires")
         return tuple(targets)  # type: ignore[arg-type]
     except TypeError:
         raise UsageError(f"wire {targets!r}: expected a number of 0 or more, or several of them") from None
@@ -257,7 +272,12 @@ def _plain(operation: Operation) -> Operation:
 def _pairs(controls: Mapping[int, int] | Sequence[int]) -> Controls:
     if isinstance(controls, Mapping):
         return tuple((wire, value) for wire, value in controls.items())
-    return tuple((wire, 1) for wire in controls)
+    try:
+        if isinstance(controls, str | bytes):
+            raise TypeError("these are no wires")
+        return tuple((wire, 1) for wire in controls)
+    except TypeError:
+        raise UsageError(f"controls {controls!r}: expected wires, or a mapping from wires to 0 or 1") from None
 
 
 def _listed(wires: tuple[int, ...]) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from unisono.quantum.arguments import require_state
 from unisono.quantum.blocks import block
 from unisono.quantum.gates import gate
 from unisono.quantum.kernels.words import word_sums
@@ -32,7 +33,7 @@ _IN_FRAME = {  # what a letter is once the wire is turned, and its sign
 
 def expectations(state: State, observables: Any, *, restore: bool = True) -> torch.Tensor:
     """<O> of each observable (or of one), float64, on every rank. `restore` puts the layout back, for who walks on."""
-    return Observed(parsed(observables), state.wires).values(state, restore=restore)
+    return Observed(parsed(observables), require_state(state, "expectations").wires).values(state, restore=restore)
 
 
 class Observed:

@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     from typing import Self
 
 
+_MOST_BITS = 1 << 20
+
+
 class GateMethods:
     """Mixed into Circuit, which has `wires`, `bits`, `append` and `apply`."""
 
@@ -157,9 +160,10 @@ class GateMethods:
 
     def pauli_rotation(self, word: str, wires: Sequence[int], angle: Angle) -> Self:
         """exp(-i angle/2 P), P such as "XYZ" with a letter for each wire; "I" letters are allowed."""
-        if len(word) != len(wires) or set(word) - set("IXYZ"):
-            raise UsageError(f"Pauli word {word!r} on {len(wires)} wires: expected one of I, X, Y, Z for each wire")
-        pairs = [(letter, wire) for letter, wire in zip(word, wires, strict=True) if letter != "I"]
+        places = self._order(wires)
+        if not isinstance(word, str) or len(word) != len(places) or set(word) - set("IXYZ"):
+            raise UsageError(f"Pauli word {word!r} on {len(places)} wires: expected one of I, X, Y, Z for each wire")
+        pairs = [(letter, wire) for letter, wire in zip(word, places, strict=True) if letter != "I"]
         if not pairs:
             return self.global_phase(affine(angle) * -0.5)
         kind = gates.pauli_rotation("".join(letter for letter, _ in pairs))
@@ -179,10 +183,14 @@ class GateMethods:
     def measure(self, wire: int, bit: int | None = None) -> Self:
         """Measure in the middle of the circuit into a classical bit (default: a new one)."""
         bit = self.bits if bit is None else bit
-        if not is_index(bit) or bit < 0:
-            raise UsageError(f"measure into bit {bit!r}: expected an index of 0 or more")
-        self.bits = max(self.bits, bit + 1)
-        return self.append(Operation(gates.MEASURE, (wire,), bits=(int(bit),)))
+        if not is_index(bit) or not 0 <= bit < _MOST_BITS:
+            raise UsageError(f"measure into bit {bit!r}: expected an index of 0 to {_MOST_BITS - 1}")
+        before, self.bits = self.bits, max(self.bits, int(bit) + 1)
+        try:
+            return self.append(Operation(gates.MEASURE, (wire,), bits=(int(bit),)))
+        except UsageError:
+            self.bits = before
+            raise
 
     def measure_all(self) -> Self:
         """Measure every wire w into bit w."""
@@ -200,20 +208,20 @@ class GateMethods:
 
     def cnot_line(self, wires: Iterable[int] | None = None) -> Self:
         """CNOTs from each wire to the next."""
-        order = [*range(self.wires)] if wires is None else [*wires]
+        order = self._order(wires)
         for control, target in pairwise(order):
             self.cnot(control, target)
         return self
 
     def cnot_ring(self, wires: Iterable[int] | None = None) -> Self:
         """CNOTs from each wire to the next, and from the last to the first (with two wires: one CNOT)."""
-        order = [*range(self.wires)] if wires is None else [*wires]
+        order = self._order(wires)
         self.cnot_line(order)
         return self.cnot(order[-1], order[0]) if len(order) > 2 else self
 
     def qft(self, wires: Iterable[int] | None = None, swaps: bool = True) -> Self:
         """The quantum Fourier transform, the first wire most significant; `swaps=False` leaves the bits reversed."""
-        order = [*range(self.wires)] if wires is None else [*wires]
+        order = self._order(wires)
         for position, wire in enumerate(order):
             self.h(wire)
             for distance, control in enumerate(order[position + 1 :], start=2):
@@ -222,3 +230,16 @@ class GateMethods:
             for first, second in zip(order[: len(order) // 2], reversed(order), strict=False):
                 self.swap(first, second)
         return self
+
+    def _order(self, wires: Iterable[int] | None) -> list[int]:
+        """Wires of this circuit; all of them where none are named."""
+        if wires is None:
+            return [*range(self.wires)]
+        try:
+            order = [*wires]
+        except TypeError:
+            raise UsageError(f"wires {wires!r}: expected several wires, such as range(4), or None for all") from None
+        for wire in order:
+            if not is_index(wire) or not 0 <= wire < self.wires:
+                raise UsageError(f"wire {wire!r}: the circuit has wires 0 to {self.wires - 1}")
+        return [*map(int, order)]

@@ -186,7 +186,7 @@ def diagonal(entries: ArrayLike) -> ArrayGate:
 def _numbers(kind: str, given: ArrayLike) -> Matrix:
     try:
         return np.array(given, dtype=np.complex128)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise UsageError(f"{kind}: expected an array of numbers ({error})") from None
 
 

@@ -14,7 +14,6 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.quantum import outputs, storage
 from unisono.quantum.circuit import Circuit
-from unisono.quantum.commutation import mixed_wires
 from unisono.quantum.expectation import expectations
 from unisono.quantum.observable import observables
 from unisono.quantum.parameter import require_seed
@@ -23,6 +22,7 @@ from unisono.quantum.schedule import Schedule
 from unisono.quantum.sharing import share
 from unisono.quantum.shots import final_measurements, measured
 from unisono.quantum.state import State
+from unisono.quantum.tracks import narrowest
 
 
 @dataclass(frozen=True)
@@ -52,12 +52,6 @@ class Job:
         """The circuit without its final measurements; None where something follows a measurement."""
         return final_measurements(self.circuit)[0]
 
-    @property
-    def narrowest(self) -> int:
-        """How many wires a rank must keep: as many as the widest gate mixes, a wide rotation being taken apart."""
-        parts = [part for each in self.circuit.operations for part in each.lowered() if each.gate.unitary]
-        return max((len(mixed_wires(part)) for part in parts), default=1) or 1
-
     def check(self) -> None:
         """Refuse what cannot be answered, before any rank starts."""
         self.circuit.check_values(self.weights, self.features)
@@ -83,7 +77,7 @@ class Job:
 
     def plan(self, ranks: int) -> dict[str, Any]:
         """What it would take on so many ranks: figures, and a text with all of them."""
-        held = min(ranks.bit_length() - 1, max(0, self.circuit.wires - self.narrowest))
+        held = min(ranks.bit_length() - 1, max(0, self.circuit.wires - narrowest(self.circuit.operations)))
         schedule = Schedule.of(self.unmeasured or self.circuit, 1 << held)
         forecast = schedule.describe(getattr(torch, self.dtype))
         found: dict[str, Any] = {
@@ -121,7 +115,7 @@ def on_rank(job: Job) -> dict[str, Any]:
 def read(job: Job, comm: Communicator | None) -> dict[str, Any]:
     """Simulate, and answer everything that is asked for. Every rank calls it."""
     circuit = job.circuit
-    shared = share(comm, circuit.wires, narrowest=job.narrowest, warn=False)  # the answer says it
+    shared = share(comm, circuit.wires, narrowest=narrowest(circuit.operations), warn=False)  # the answer says it
     found: dict[str, Any] = {
         "wires": circuit.wires,
         "operations": len(circuit),

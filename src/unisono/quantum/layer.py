@@ -24,19 +24,20 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.errors import MissingPackageError, UsageError
 from unisono.quantum.adjoint import gradients
+from unisono.quantum.arguments import require_circuit, require_comm, require_count, require_dtype
 from unisono.quantum.circuit import Circuit
-from unisono.quantum.compiled import LANE_BITS
 from unisono.quantum.exchange import DEFAULT_CHUNK
-from unisono.quantum.kernels import require_device
+from unisono.quantum.kernels import require_device, require_kernel
 from unisono.quantum.measuring import Output, output_of
 from unisono.quantum.memory import require_room
 from unisono.quantum.observable import observables as parsed
-from unisono.quantum.parameter import vector
+from unisono.quantum.parameter import finite_vector, require_seed
 from unisono.quantum.program import Program
 from unisono.quantum.schedule import Schedule
 from unisono.quantum.sharing import Grid, Share, share, share_grid
 from unisono.quantum.shifting import finite_differences, parameter_shift
 from unisono.quantum.state import State, device_of, nodes_of
+from unisono.quantum.tracks import narrowest
 
 METHODS = ("adjoint", "parameter-shift", "finite-diff")
 KEPT = 256 << 20  # bytes of final states that a forward keeps for its backward; beyond, circuits are run again
@@ -67,14 +68,14 @@ class Layer(nn.Module):
         state_axis: str = "qubits",
     ) -> None:
         super().__init__()
+        require_comm(comm)
+        require_dtype(dtype)
+        require_kernel(kernel)
+        require_circuit(circuit, "a layer")
         if mesh is not None and comm is not None:
             raise UsageError("comm and mesh were both given; a mesh brings its own communicators")
-        if diff not in METHODS:
+        if not isinstance(diff, str) or diff not in METHODS:
             raise UsageError(f"diff={diff!r}: expected one of {', '.join(METHODS)}")
-        if dtype not in LANE_BITS:
-            raise UsageError(f"dtype {dtype}: expected torch.complex64 or torch.complex128")
-        if not isinstance(circuit, Circuit):
-            raise UsageError(f"a layer of a {type(circuit).__name__}: expected a Circuit")
         if not circuit.is_unitary:
             raise UsageError("a layer's circuit must not measure, reset or depend on measured bits")
         self.circuit, self.comm, self.diff, self.kernel, self.dtype = circuit.copy(), comm, diff, kernel, dtype
@@ -82,11 +83,15 @@ class Layer(nn.Module):
         self.output: Output = output_of(output, given, circuit.wires, dtype)
         if diff == "parameter-shift" and not self.output.shiftable:
             raise UsageError("amplitudes have no parameter-shift rule; use diff='adjoint'")
-        self.device = None if device is None else require_device(torch.device(device))
-        if kernel == "auto" and device_of(comm, device).type == "cpu" and importlib.util.find_spec("numba") is None:
+        self.device = None if device is None else require_device(device)
+        if (
+            kernel == "auto"
+            and device_of(comm, self.device).type == "cpu"
+            and importlib.util.find_spec("numba") is None
+        ):
             raise MissingPackageError("numba", "a quantum layer on the CPU (kernel='reference' is slow)", "quantum")
         self.features = circuit.features
-        self.weights = nn.Parameter(_initial(weights, circuit.weights, self.real_dtype, seed))
+        self.weights = nn.Parameter(_initial(weights, circuit, self.real_dtype, require_seed(seed)))
         self._programs: dict[int, Program] = {}
         self._shares: dict[bool, Share] = {}
         if mesh is not None:
@@ -124,9 +129,11 @@ class Layer(nn.Module):
 
     def share(self, batch: int) -> Share:
         """Which ranks share a state, for a batch of this size."""
-        several = batch > 1
+        several = require_count("batch", batch, 0) > 1
         if several not in self._shares:
-            self._shares[several] = share(self.comm, self.circuit.wires, batch=batch)
+            groups = self.comm.size if several and self.comm is not None else 1  # later batches may be larger
+            least = narrowest(self.circuit.operations)
+            self._shares[several] = share(self.comm, self.circuit.wires, batch=groups, narrowest=least)
         return self._shares[several]
 
     def run(self, weights: np.ndarray, features: np.ndarray, ranks: Share) -> State:
@@ -182,6 +189,7 @@ class _Evaluate(torch.autograd.Function):
         ctx.save_for_backward(weights, x)
         ctx.kept = {}
         numbers, samples = _numbers(weights), _numbers(x)
+        _require_finite(numbers, samples)
         ranks = layer.share(len(samples))
         room = KEPT // (torch.empty(0, dtype=layer.dtype).element_size() << layer.circuit.wires >> ranks.held)
         out = torch.zeros(len(samples), layer.output.width, dtype=layer.output.dtype)
@@ -277,9 +285,17 @@ def _numbers(values: torch.Tensor) -> np.ndarray:
     return values.detach().cpu().double().numpy()
 
 
-def _initial(weights: Any, count: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+def _require_finite(weights: np.ndarray, samples: np.ndarray) -> None:
+    """On all ranks alike, before any group begins with its samples."""
+    for what, values in (("the weights", weights), ("the input", samples)):
+        if not np.isfinite(values).all():
+            place = tuple(int(axis[0]) for axis in np.nonzero(~np.isfinite(values)))
+            raise UsageError(f"{what} of a quantum layer are {values[place]} at {list(place)}: expected finite angles")
+
+
+def _initial(weights: Any, circuit: Circuit, dtype: torch.dtype, seed: int) -> torch.Tensor:
     if weights is None:
         generator = torch.Generator().manual_seed(seed)
-        return (2 * math.pi * torch.rand(count, generator=generator, dtype=torch.float64)).to(dtype)
+        return (2 * math.pi * torch.rand(circuit.weights, generator=generator, dtype=torch.float64)).to(dtype)
     given = weights.detach() if isinstance(weights, torch.Tensor) else weights
-    return torch.from_numpy(vector("weights", given, count)).to(dtype)
+    return torch.from_numpy(finite_vector("weights", given, circuit.weights)).to(dtype)

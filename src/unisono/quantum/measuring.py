@@ -101,6 +101,8 @@ Output = Expectations | Amplitudes | Probabilities
 
 
 def output_of(kind: str, observables: Sequence[PauliSum], wires: int, dtype: torch.dtype) -> Output:
+    if not isinstance(kind, str):
+        raise UsageError(f"output={kind!r}: expected 'expectations', 'state' or 'probabilities'")
     if kind == "expectations":
         if not observables:
             raise UsageError("a layer of expectations needs observables; or say output='state' or 'probabilities'")

@@ -8,7 +8,9 @@ All of them are a PauliSum. `observable(anything)` makes one.
 
 from __future__ import annotations
 
+import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -19,11 +21,13 @@ from numpy.typing import ArrayLike
 
 from unisono.errors import UsageError
 from unisono.quantum.gates import Matrix, pauli_word
+from unisono.quantum.parameter import is_index
 
 Word = tuple[tuple[int, str], ...]  # (wire, "X" | "Y" | "Z"), sorted by wire; () is the identity
 Values = tuple[tuple[int, int], ...]  # (wire, 0 | 1), sorted by wire
 
 HERMITIAN_TOLERANCE = 1e-8
+_MOST_WIRES = 1 << 20
 LARGEST_EXPANSION = 8  # wires of a matrix or projector that is written out in Pauli words (4^8 or 2^8 of them)
 
 
@@ -59,11 +63,30 @@ class PauliSum:
 
     def check(self, wires: int) -> PauliSum:
         """Itself, or an error that names the wires a circuit of `wires` wires does not have."""
+        self.check_form()
+        if not is_index(wires):
+            raise UsageError(f"observable {self} on {wires!r} wires: expected how many wires there are")
         missing = [wire for wire in self.wires if wire >= wires]
         if missing:
             listed = ", ".join(map(str, missing))
             raise UsageError(f"observable {self} acts on wire {listed}, but the circuit has wires 0 to {wires - 1}")
         return self
+
+    def check_form(self) -> None:
+        """Refuse fields that no observable has; uq.X, "X0", uq.Hermitian and uq.Projector make them right."""
+        try:
+            words = all(_is_finite(c) and all(letter in "XYZ" for _, letter in word) for c, word in self.terms)
+            wires = all(is_index(wire) and wire >= 0 for wire in self.wires)
+            blocks = all(isinstance(block, Block) and _is_finite(block.coefficient) for block in self.blocks)
+            bits = all(_is_finite(c) and all(bit in (0, 1) for _, bit in values) for c, values in self.projectors)
+            fine = words and wires and blocks and bits
+        except (TypeError, ValueError, AttributeError):
+            fine = False
+        if not fine:
+            raise UsageError(
+                f"PauliSum(terms={self.terms!r}, blocks={self.blocks!r}, projectors={self.projectors!r}): expected "
+                'finite coefficients with words such as ((0, "X"),); uq.X(0), "X0 Z1" and uq.Projector make them'
+            )
 
     def paulis(self) -> PauliSum:
         """The same with blocks and projectors written out in Pauli words."""
@@ -95,7 +118,7 @@ class PauliSum:
     def __matmul__(self, other: PauliSum) -> PauliSum:
         """The product; an error where it is not Hermitian."""
         if not isinstance(other, PauliSum):
-            return NotImplemented
+            raise UsageError(f"{self} @ {other!r}: expected another observable, such as uq.Z(1)")
         single = len(self.projectors) == len(other.projectors) == 1
         if single and not (self.terms or self.blocks or other.terms or other.blocks):
             (left, first), (right, second) = self.projectors[0], other.projectors[0]
@@ -111,13 +134,16 @@ class PauliSum:
         return self * -1.0
 
     def __sub__(self, other: PauliSum | SupportsFloat) -> PauliSum:
-        return self + (-observable(other) if isinstance(other, PauliSum) else -_real(other))
+        return self + (-observable(other) if isinstance(other, PauliSum | Mapping | str) else -_real(other))
 
     def __rsub__(self, other: SupportsFloat) -> PauliSum:
         return -self + other
 
     def __truediv__(self, divisor: SupportsFloat) -> PauliSum:
-        return self * (1.0 / _real(divisor))
+        number = _real(divisor)
+        if not number:
+            raise UsageError(f"({self}) / {divisor!r}: expected a divisor that is not zero")
+        return self * (1.0 / number)
 
     __radd__ = __add__
     __rmul__ = __mul__
@@ -160,12 +186,15 @@ def I(wire: int = 0) -> PauliSum:  # noqa: E743 - the letter is the operator's n
 
 def Hermitian(matrix: ArrayLike, wires: int | Sequence[int]) -> PauliSum:
     """A Hermitian matrix on wires, the first wire most significant."""
-    array = np.array(matrix, dtype=np.complex128)
     places = _places(wires)
+    try:
+        array = np.array(matrix, dtype=np.complex128)
+    except (TypeError, ValueError, RuntimeError, OverflowError) as cause:
+        raise UsageError(f"Hermitian: expected a matrix of 2^k x 2^k numbers ({cause})") from None
     if array.shape != (2 ** len(places),) * 2:
         raise UsageError(f"Hermitian matrix of shape {array.shape} on {len(places)} wires: expected 2^k x 2^k")
     error = np.abs(array - array.conj().T).max()
-    if not error <= HERMITIAN_TOLERANCE * max(1.0, np.abs(array).max()):
+    if not np.isfinite(array).all() or not error <= HERMITIAN_TOLERANCE * max(1.0, np.abs(array).max()):
         raise UsageError(f"matrix is not Hermitian: it differs from its adjoint by {error:.3g}")
     return PauliSum(blocks=(Block(1.0, places, (array + array.conj().T) / 2),))
 
@@ -173,9 +202,8 @@ def Hermitian(matrix: ArrayLike, wires: int | Sequence[int]) -> PauliSum:
 def Projector(values: str | Sequence[int], wires: int | Sequence[int]) -> PauliSum:
     """|values><values| on wires: the probability of reading these bits there."""
     places = _places(wires)
-    if not isinstance(values, Iterable):
-        values = (values,)
-    bits = [int(value) if str(value) in ("0", "1") else -1 for value in values]
+    given: Any = values if isinstance(values, Iterable) and getattr(values, "ndim", 1) != 0 else (values,)
+    bits = [int(value) if str(_plain(value)) in ("0", "1") else -1 for value in given]
     if len(bits) != len(places) or -1 in bits:
         raise UsageError(f"Projector({values!r}) on {len(places)} wires: expected one of 0, 1 for each wire")
     return PauliSum(projectors=((1.0, tuple(sorted(zip(places, bits, strict=True)))),))
@@ -197,7 +225,8 @@ def observables(given: Any) -> tuple[PauliSum, ...]:
     """A list of observables from a list of them, or from one."""
     if isinstance(given, PauliSum | str | Mapping):
         return (observable(given),)
-    if not isinstance(given, Iterable) or not (made := tuple(observable(each) for each in given)):
+    several = isinstance(given, Iterable) and getattr(given, "ndim", 1) != 0
+    if not several or not (made := tuple(observable(each) for each in given)):
         raise UsageError(f"observables {given!r}: expected one or several observables")
     return made
 
@@ -297,14 +326,19 @@ def _refuse_expansion(kind: str, wires: int) -> None:
 
 
 def _places(wires: int | Sequence[int]) -> tuple[int, ...]:
-    places = tuple(wires) if isinstance(wires, Iterable) else (wires,)
-    whole = all(hasattr(wire, "__index__") and not isinstance(wire, bool) for wire in places)
-    if not places or not whole or len(set(places)) != len(places) or min(places) < 0:
+    try:
+        places: tuple[Any, ...] = (wires,) if is_index(wires) else tuple(wires)  # type: ignore[arg-type]
+    except TypeError:
+        raise UsageError(f"wires {wires!r}: expected a wire of 0 or more, or several") from None
+    whole = all(is_index(wire) and 0 <= wire < _MOST_WIRES for wire in places)
+    if not places or not whole or len({*map(int, places)}) != len(places):
         raise UsageError(f"wires {places}: expected different wires of 0 or more")
     return tuple(int(wire) for wire in places)
 
 
 def _single(wire: int, letter: str) -> PauliSum:
+    if not is_index(wire):
+        raise UsageError(f"{letter}({wire!r}): expected a wire of 0 or more")
     return PauliSum(((1.0, ((_places(wire)[0], letter),)),))
 
 
@@ -316,11 +350,20 @@ def _identity(number: SupportsFloat) -> PauliSum:
 def _real(number: Any) -> float:
     try:
         value = complex(number)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UsageError(f"coefficient {number!r}: expected a real number") from None
-    if value.imag or not np.isfinite(value.real):
+    if value.imag or not math.isfinite(value.real):
         raise UsageError(f"coefficient {number!r}: expected a finite real number, so that the observable is Hermitian")
     return value.real
+
+
+def _is_finite(coefficient: float) -> bool:
+    return isinstance(coefficient, float | int) and abs(coefficient) <= sys.float_info.max
+
+
+def _plain(value: Any) -> Any:
+    """A number of numpy or torch as Python's own, which prints as a digit."""
+    return int(value) if is_index(value) else value
 
 
 def _written(word: Word) -> str:

@@ -30,6 +30,20 @@ class Operation:
     bits: tuple[int, ...] = ()
     condition: Controls = ()
 
+    def check_form(self) -> None:
+        """Refuse fields of the wrong types, which `Circuit.append` could not look into."""
+        if not isinstance(self.gate, Gate):
+            raise UsageError(f"operation with the gate {self.gate!r}: expected a Gate, such as uq.Circuit.apply finds")
+        for name in ("targets", "controls", "parameters", "bits", "condition"):
+            if not isinstance(getattr(self, name), tuple):
+                raise UsageError(f"{self.gate.name} with {name}={getattr(self, name)!r}: expected a tuple")
+        for pair in (*self.controls, *self.condition):
+            if not isinstance(pair, tuple) or len(pair) != 2:
+                raise UsageError(f"{self.gate.name} is controlled by {pair!r}: expected (wire or bit, 0 or 1)")
+        for each in self.parameters:
+            if not isinstance(each, Affine):
+                raise UsageError(f"{self.gate.name} with the angle {each!r}: expected an Affine")
+
     @property
     def name(self) -> str:
         return self.gate.name

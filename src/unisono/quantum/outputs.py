@@ -7,7 +7,7 @@ density(state, (2, 5))            amplitudes(state, ["0000", "1111"])      fidel
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import reduce
 from itertools import product
@@ -19,6 +19,7 @@ import torch
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.quantum.application import applied, inner
+from unisono.quantum.arguments import require_circuit, require_state, shown
 from unisono.quantum.blocks import block
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.expectation import words_values
@@ -31,6 +32,7 @@ from unisono.quantum.step import Exchange
 
 MOST_PROBABILITIES = 26  # wires
 MOST_DENSITY = 10  # wires
+_MOST_SHOTS = 1 << 31
 _PART = 22  # bits of a part of the state that is looked at in one go
 _FIRST, _NEXT = 16, 8  # wires that are sampled together: at first, and then for each outcome so far
 
@@ -45,18 +47,17 @@ def simulate(
     **options: Any,
 ) -> State:
     """The state that the circuit makes of |0...0>, spread over the ranks of `comm`. Options are those of State."""
-    if not isinstance(circuit, Circuit):
-        raise UsageError(f"simulate of a {type(circuit).__name__}: expected a Circuit")
-    given = circuit.check_values(weights, features)
+    given = require_circuit(circuit, "simulate").check_values(weights, features)
     return State(circuit.wires, comm, dtype=dtype, **options).run(circuit, *given)
 
 
 def variances(state: State, of: Any) -> torch.Tensor:
     """<(O - <O>)^2> of one or several observables, float64."""
     found = []
+    chosen = [each.check(require_state(state, "variances").wires) for each in observables(of)]
     weight = state.norm() ** 2
-    for each in observables(of):
-        made = applied(state, each.check(state.wires))
+    for each in chosen:
+        made = applied(state, each)
         mean = inner(state, made).real / weight
         made.local.add_(state.local, alpha=-mean)  # ||(O - <O>) psi||^2: no difference of large numbers
         found.append(made.norm() ** 2)
@@ -65,7 +66,7 @@ def variances(state: State, of: Any) -> torch.Tensor:
 
 def probabilities(state: State, wires: Sequence[int] | int | None = None) -> torch.Tensor:
     """The probability of each reading of these wires (default: all), float64, the first wire most significant."""
-    chosen = _checked(state, wires, MOST_PROBABILITIES)
+    chosen = _checked(require_state(state, "probabilities"), wires, MOST_PROBABILITIES)
     return state.total(_marginal(state, chosen, {})).cpu()
 
 
@@ -73,7 +74,7 @@ def samples(state: State, shots: int, *, seed: int = 0, wires: Sequence[int] | N
     """`shots` readings of these wires (default: all), uint8, (shots, wires). The state is not changed.
 
     Wires are drawn in the order given, a few at a time, each group given the bits before it."""
-    chosen = _checked(state, wires, state.wires)
+    chosen = _checked(state, wires, require_state(state, "samples").wires)
     shots = require_shots(shots)
     draws = np.random.default_rng(require_seed(seed))
     read = np.zeros((shots, len(chosen)), dtype=np.uint8)
@@ -97,13 +98,24 @@ def samples(state: State, shots: int, *, seed: int = 0, wires: Sequence[int] | N
 
 def counts(read: torch.Tensor) -> dict[str, int]:
     """How often each string of bits was read, the most frequent first."""
-    rows, times = np.unique(np.asarray(read, dtype=np.uint8), axis=0, return_counts=True)
+    try:
+        table = np.asarray(read.cpu() if isinstance(read, torch.Tensor) else read)
+    except ValueError as error:
+        raise UsageError(f"counts: expected bits, (shots, wires), as samples gives ({error})") from None
+    if table.ndim != 2 or table.dtype.kind not in "uib" or not np.isin(table, (0, 1)).all():
+        raise UsageError(
+            f"counts of {table.dtype} numbers of shape {table.shape}: expected bits, (shots, wires), as samples gives"
+        )
+    rows, times = np.unique(table.astype(np.uint8), axis=0, return_counts=True)
     found = {"".join(map(str, row)): int(number) for row, number in zip(rows.tolist(), times, strict=True)}
     return dict(sorted(found.items(), key=lambda item: (-item[1], item[0])))
 
 
 def amplitudes(state: State, strings: Sequence[str]) -> torch.Tensor:
     """The amplitudes of basis states such as "0110", wire 0 first."""
+    require_state(state, "amplitudes")
+    if isinstance(strings, str) or not isinstance(strings, Sequence):
+        raise UsageError(f"basis states {strings!r}: expected a list of strings such as {'0' * state.wires!r}")
     found = torch.zeros(len(strings), dtype=torch.complex128, device=state.device)
     for number, bits in enumerate(strings):
         if not isinstance(bits, str) or len(bits) != state.wires or set(bits) - {"0", "1"}:
@@ -119,7 +131,7 @@ def amplitudes(state: State, strings: Sequence[str]) -> torch.Tensor:
 
 def density(state: State, wires: Sequence[int]) -> torch.Tensor:
     """The reduced density matrix of a few wires, complex128, the first wire most significant."""
-    chosen = _checked(state, wires, MOST_DENSITY)
+    chosen = _checked(require_state(state, "density"), wires, MOST_DENSITY)
     if len(chosen) > state.wires - state.held:
         return _density_from_words(state, chosen)
     with _local(state, chosen):
@@ -135,7 +147,7 @@ def shard(state: State) -> torch.Tensor:
     """This rank's share of all amplitudes in the order of wires: rank r has the r-th of equal consecutive pieces.
 
     (`state.local` is in the layout that the circuit left; `state.amplitudes()` gathers the whole on every rank.)"""
-    with _local(state, range(state.held, state.wires)):
+    with _local(require_state(state, "shard"), range(state.held, state.wires)):
         order = [state.layout.index(wire) - state.held for wire in range(state.held, state.wires)]
         mine = _permuted(state.local, order)
         if state.comm is None:
@@ -151,7 +163,7 @@ def shard(state: State) -> torch.Tensor:
 def overlap(left: State, right: State | torch.Tensor | np.ndarray) -> complex:
     """<left|right>; `right` may be all amplitudes in the order of wires, given alike on every rank."""
     if not isinstance(left, State):
-        raise UsageError(f"overlap of a {type(left).__name__}: expected a State first; a vector may come second")
+        raise UsageError(f"overlap of {shown(left)}: expected a State first; a vector may come second")
     if isinstance(right, State):
         if (right.wires, right.held) != (left.wires, left.held):
             raise UsageError(
@@ -182,16 +194,17 @@ def fidelity(left: State, right: State | torch.Tensor | np.ndarray) -> float:
 
 
 def require_shots(shots: int) -> int:
-    if not is_index(shots) or shots < 0:
-        raise UsageError(f"{shots!r} shots: expected a whole number of 0 or more")
+    if not is_index(shots) or not 0 <= shots < _MOST_SHOTS:
+        raise UsageError(f"{shots!r} shots: expected a whole number of 0 to {_MOST_SHOTS - 1}")
     return int(shots)
 
 
 def _checked(state: State, wires: Sequence[int] | int | None, most: int) -> tuple[int, ...]:
-    if wires is not None and not is_index(wires) and not isinstance(wires, Iterable):
-        raise UsageError(f"wires {wires!r}: expected one wire or several")
-    given = range(state.wires) if wires is None else (wires,) if is_index(wires) else wires
-    chosen: tuple[Any, ...] = tuple(given)  # type: ignore[arg-type]
+    try:
+        given: Any = range(state.wires) if wires is None else (wires,) if is_index(wires) else wires
+        chosen: tuple[Any, ...] = tuple(given)
+    except TypeError:
+        raise UsageError(f"wires {wires!r}: expected one wire or several") from None
     bad = [wire for wire in chosen if not is_index(wire) or not 0 <= wire < state.wires]
     if bad or len({int(wire) for wire in chosen}) != len(chosen):
         raise UsageError(f"wires {chosen}: expected different wires of 0 to {state.wires - 1}")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import operator
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
@@ -17,7 +18,9 @@ from numpy.typing import NDArray
 from unisono.errors import UsageError
 
 Terms = tuple[tuple[int, float], ...]
+_LARGEST = sys.float_info.max
 _MOST = 1 << 24
+_MOST_SEEDS = 1 << 63
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +33,15 @@ class Affine:
     constant: float = 0.0
     weights: Terms = ()
     features: Terms = ()
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.constant, float | int) or not abs(self.constant) <= _LARGEST:
+            raise UsageError(f"angle with the constant {self.constant!r}: expected a finite real number")
+        if not (_are_terms(self.weights) and _are_terms(self.features)):
+            raise UsageError(
+                f"angle of weights {self.weights!r} and features {self.features!r}: expected pairs of an index and a "
+                "finite number, as weight(i), feature(i) and sums of them have"
+            )
 
     @property
     def is_constant(self) -> bool:
@@ -75,7 +87,10 @@ class Affine:
     def __truediv__(self, divisor: SupportsFloat) -> Affine:
         if not _is_angle(divisor) or isinstance(divisor, Affine):
             return NotImplemented
-        return self * (1.0 / _number(divisor))
+        number = _number(divisor)
+        if not number:
+            raise UsageError(f"({self}) / {divisor!r}: expected a divisor that is not zero")
+        return self * (1.0 / number)
 
     def __neg__(self) -> Affine:
         return self * -1.0
@@ -125,13 +140,13 @@ def vector(kind: str, given: Any, needed: int) -> NDArray[np.float64]:
     """The weights or features of a circuit that reads `needed` of them, as numbers."""
     if getattr(given, "requires_grad", False):
         raise UsageError(f"{kind} that need a gradient: give {kind}.detach(); uq.Layer is what gives gradients")
-    plain = given.cpu() if hasattr(given, "cpu") else given
     try:
+        plain = given.cpu() if hasattr(given, "cpu") else given
         numbers = np.asarray(plain)
         if numbers.dtype.kind in "cSU":
             raise ValueError(f"numbers of type {numbers.dtype}")
         numbers = numbers.astype(np.float64)  # a copy: what is given may change later
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError, NotImplementedError) as error:
         raise UsageError(f"{kind}: expected a vector of {needed} real numbers ({error})") from None
     if numbers.ndim != 1:
         raise UsageError(f"{kind} of shape {numbers.shape}: expected a vector of {needed} numbers")
@@ -140,18 +155,42 @@ def vector(kind: str, given: Any, needed: int) -> NDArray[np.float64]:
     return numbers
 
 
+def finite_vector(kind: str, given: Any, needed: int) -> NDArray[np.float64]:
+    """The same, refusing what is no finite number."""
+    numbers = vector(kind, given, needed)
+    if not np.isfinite(numbers).all():
+        place = int(np.flatnonzero(~np.isfinite(numbers))[0])
+        raise UsageError(f"{kind}[{place}] is {numbers[place]}: expected finite numbers")
+    return numbers
+
+
 def is_index(value: Any) -> bool:
     """Whether it is a whole number; a tensor of 1.5 has the method that says so, and raises in it."""
+    if type(value) is int:
+        return True
     try:
-        return operator.index(value) is not None and not isinstance(value, bool)
-    except (TypeError, ValueError):
+        return operator.index(value) is not None and not isinstance(value, bool) and "bool" not in str(_dtype(value))
+    except (TypeError, ValueError, RuntimeError):
         return False
 
 
+def _dtype(value: Any) -> Any:
+    return getattr(value, "dtype", None)
+
+
 def require_seed(seed: int) -> int:
-    if not is_index(seed) or seed < 0:
-        raise UsageError(f"seed={seed!r}: expected a whole number of 0 or more")
+    if not is_index(seed) or not 0 <= seed < _MOST_SEEDS:
+        raise UsageError(f"seed={seed!r}: expected a whole number of 0 or more, below 2^63")
     return int(seed)
+
+
+def _are_terms(terms: Any) -> bool:
+    try:
+        return isinstance(terms, tuple) and all(
+            is_index(index) and index >= 0 and abs(factor) <= _LARGEST for index, factor in terms
+        )
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def _is_angle(value: object) -> bool:
@@ -163,10 +202,10 @@ def _number(value: SupportsFloat) -> float:
         raise UsageError("an angle that needs a gradient is written weight(i) or feature(i), not as a tensor")
     try:
         number = float(value)
-    except (TypeError, ValueError, RuntimeError):
+    except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UsageError(f"angle {value!r}: expected one real number, weight(i), feature(i) or a sum of them") from None
     if not math.isfinite(number):
-        raise UsageError(f"angle {value!r} is not finite")
+        raise UsageError(f"angle {value!r} is not finite: expected a finite number")
     return number
 
 

@@ -17,11 +17,13 @@ from typing import TYPE_CHECKING
 import torch
 
 from unisono.errors import UsageError
+from unisono.quantum.arguments import require_circuit, require_dtype
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.commutation import mixed_wires
 from unisono.quantum.cut import cut
 from unisono.quantum.operation import Operation
 from unisono.quantum.paging import Pages, Tier
+from unisono.quantum.parameter import is_index
 from unisono.quantum.postpone import postponed
 from unisono.quantum.step import Event, Exchange, Segment, Step, Tile
 from unisono.quantum.sweeps import SWEEP, Sweep, cost
@@ -62,7 +64,11 @@ class Schedule:
 
         Without `start` the state begins as |0...0>, in any layout that suits; with it, as any state in that layout.
         `sweep` is what a rank can mix while it goes over its memory once."""
+        require_circuit(circuit, "a schedule")
         held, outer = _held(circuit.wires, ranks), _held(circuit.wires, nodes)
+        _check_start(start, circuit.wires)
+        if not isinstance(sweep, Sweep):
+            raise UsageError(f"sweep={sweep!r}: expected a Sweep")
         if outer > held:
             raise UsageError(f"{nodes} nodes for {ranks} ranks: expected no more nodes than ranks")
         ready = tracks(circuit.operations, circuit.wires, circuit.wires - held, lead=start is None)
@@ -83,7 +89,7 @@ class Schedule:
         """What it will cost, before anything runs; print it, or read its fields."""
         from unisono.quantum.forecast import Forecast  # it looks at schedules, so it imports this module
 
-        return Forecast.of(self, dtype, rates)
+        return Forecast.of(self, require_dtype(dtype), rates)
 
     def inverse(self) -> Schedule:
         """The schedule that undoes this one, but for `prepare`."""
@@ -203,9 +209,16 @@ def _in_order(operations: Sequence[Operation], held: int) -> int:
     return sum(1 for each in operations if each.is_unitary and min(mixed_wires(each), default=held) < held)
 
 
+def _check_start(start: Sequence[int] | None, wires: int) -> None:
+    if start is None:
+        return
+    if not isinstance(start, Sequence) or not all(map(is_index, start)) or sorted(start) != [*range(wires)]:
+        raise UsageError(f"start={start!r}: expected the wire at each position, each of 0 to {wires - 1} once")
+
+
 def _held(wires: int, ranks: int) -> int:
-    if ranks < 1 or ranks & (ranks - 1):
-        raise UsageError(f"{ranks} ranks: expected a power of two")
+    if not is_index(ranks) or ranks < 1 or ranks & (ranks - 1):
+        raise UsageError(f"{ranks!r} ranks: expected a power of two")
     held = ranks.bit_length() - 1
     if held > wires:
         raise UsageError(f"{ranks} ranks would hold {held} wires, but the circuit has {wires}; use {2**wires} or fewer")

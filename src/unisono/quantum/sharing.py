@@ -8,6 +8,7 @@ from typing import Protocol
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.quantum.arguments import require_comm, require_count
 
 
 @dataclass(frozen=True)
@@ -51,7 +52,9 @@ def share(comm: Communicator | None, wires: int, *, batch: int = 1, narrowest: i
 
     A rank keeps at least `narrowest` wires. With a batch, a number of ranks that is no power of two makes several
     groups, each with its own samples, so that no rank is idle. Rank 0 warns of what is unusual."""
-    size = 1 if comm is None else comm.size
+    size = 1 if require_comm(comm) is None else comm.size  # type: ignore[union-attr]
+    for name, value, least in (("wires", wires, 1), ("batch", batch, 0), ("narrowest", narrowest, 0)):
+        require_count(name, value, least)
     most = min(size.bit_length() - 1, max(0, wires - narrowest))
     held = most
     if batch > 1:

@@ -13,6 +13,7 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.quantum.arguments import require_circuit
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.outputs import require_shots, samples
 from unisono.quantum.parameter import require_seed
@@ -34,6 +35,7 @@ def measured(
     **options: Any,
 ) -> torch.Tensor:
     """`shots` readings of the circuit's bits, uint8, (shots, bits), the same for any number of ranks."""
+    require_circuit(circuit, "measured")
     if not any(each.name == "measure" for each in circuit.operations):
         raise UsageError("the circuit measures nothing; add measure or measure_all, or sample a state's wires")
     given, shots, seed = circuit.check_values(weights, features), require_shots(shots), require_seed(seed)

@@ -17,14 +17,15 @@ import torch
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.quantum.allocation import zeros
+from unisono.quantum.arguments import require_circuit, require_comm, require_dtype
 from unisono.quantum.blocks import block
-from unisono.quantum.circuit import Circuit
+from unisono.quantum.circuit import MOST, Circuit
 from unisono.quantum.exchange import DEFAULT_CHUNK, borrow, chunks, summed, trade
 from unisono.quantum.holdings import Holdings
 from unisono.quantum.kernels import require_device, require_kernel
 from unisono.quantum.memory import require_room
 from unisono.quantum.norm import squares
-from unisono.quantum.parameter import is_index, require_seed, vector
+from unisono.quantum.parameter import finite_vector, is_index, require_seed
 from unisono.quantum.program import Conditional, LocalStep, Measure, Program, Run, Trades
 from unisono.quantum.schedule import Schedule
 
@@ -54,13 +55,13 @@ class State:
         kernel: str = "auto",
         seed: int = 0,
     ) -> None:
-        if dtype not in DRIFT:
-            raise UsageError(f"dtype {dtype}: expected torch.complex64 or torch.complex128")
-        if not is_index(wires) or wires < 1:
+        require_dtype(dtype)
+        require_kernel(kernel)
+        if not is_index(wires) or not 1 <= wires <= MOST:
             raise UsageError(f"State({wires!r}): expected a number of wires of 1 or more")
         if not is_index(chunk) or chunk < 1:
-            raise UsageError(f"chunk={chunk}: expected bytes of buffers for exchanges, 1 or more")
-        size = 1 if comm is None else comm.size
+            raise UsageError(f"chunk={chunk!r}: expected bytes of buffers for exchanges, 1 or more")
+        size = 1 if require_comm(comm) is None else comm.size  # type: ignore[union-attr]
         wires, seed = int(wires), require_seed(seed)
         self.wires = wires
         self.held = size.bit_length() - 1
@@ -73,7 +74,7 @@ class State:
         self.rank = comm.rank if comm is not None else 0
         self.device = device_of(comm, device)
         self.chunk = chunk
-        self.kernel = require_kernel(kernel)
+        self.kernel = kernel
         self.bits: dict[int, int] = {}
         require_room(wires, self.held, dtype, self.device, chunk, self.comm)
         self.local = zeros(1 << (wires - self.held), dtype, self.device)
@@ -91,7 +92,7 @@ class State:
 
     def schedule(self, circuit: Circuit, *, nodes: int | None = None) -> Schedule:
         """The schedule of a circuit from this state: free to choose the layout while the state is still |0...0>."""
-        if circuit.wires != self.wires:
+        if require_circuit(circuit, "schedule").wires != self.wires:
             raise UsageError(f"a circuit of {circuit.wires} wires for a state of {self.wires}")
         start = None if self.fresh else self.layout
         chosen = nodes_of(self.comm) if nodes is None else nodes
@@ -106,8 +107,8 @@ class State:
             circuit = self.schedule(circuit)
         if isinstance(circuit, Schedule):
             circuit = Program.of(circuit, self.rank, None if self.fresh else self.holdings)
-        weights = vector("weights", weights, circuit.schedule.weights)
-        features = vector("features", features, circuit.schedule.features)
+        weights = finite_vector("weights", weights, circuit.schedule.weights)
+        features = finite_vector("features", features, circuit.schedule.features)
         circuit.prepare(self.wires - self.held, self.dtype, self.device, self.kernel)
         self.begin(circuit.schedule)
         for step in circuit.steps:
@@ -118,6 +119,8 @@ class State:
 
     def begin(self, schedule: Schedule) -> None:
         """Take the layout, and the product state, that a schedule begins with."""
+        if not isinstance(schedule, Schedule):
+            raise UsageError(f"begin of a {type(schedule).__name__}: expected a Schedule")
         if self.fresh:
             self._begin(schedule.start, [_prepared(gates) for gates in schedule.prepare])
             self.fresh = False
@@ -167,12 +170,20 @@ class State:
 
     def axis(self, wire: int) -> int | None:
         """The axis of `local` that a wire is, or None where ranks hold it."""
-        position = self.layout.index(wire)
+        position = self._position(wire)
         return position - self.held if position >= self.held else None
 
     def value(self, wire: int) -> int:
         """This rank's bit of a wire that ranks hold."""
-        return self.holdings.bit(self.rank, self.layout.index(wire))
+        position = self._position(wire)
+        if position >= self.held:
+            raise UsageError(f"wire {wire} is an axis of this rank's amplitudes; state.axis({wire}) says which")
+        return self.holdings.bit(self.rank, position)
+
+    def _position(self, wire: int) -> int:
+        if not is_index(wire) or not 0 <= wire < self.wires:
+            raise UsageError(f"wire {wire!r}: the state has wires 0 to {self.wires - 1}")
+        return self.layout.index(wire)
 
     def norm(self) -> float:
         return float(self.total(squares(self.local))) ** 0.5
@@ -204,7 +215,12 @@ class State:
 
     def place(self, amplitudes: torch.Tensor) -> State:
         """The same for amplitudes of any norm: a co-state's."""
-        whole = amplitudes.to(self.device, self.dtype).reshape((2,) * self.wires).permute(self.layout)
+        whole = (
+            whole_vector(amplitudes, self.wires)
+            .to(self.device, self.dtype)
+            .reshape((2,) * self.wires)
+            .permute(self.layout)
+        )
         self.local.copy_(whole.reshape(1 << self.held, -1)[int(self.holdings.table[self.rank])])
         self.norm_expected = self.norm()
         self.fresh = False
@@ -293,8 +309,8 @@ def whole_vector(amplitudes: Any, wires: int) -> torch.Tensor:
     """All amplitudes of so many wires, from a tensor or what becomes one."""
     try:
         given = torch.as_tensor(amplitudes)
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UsageError(f"amplitudes: expected {1 << wires} numbers ({error})") from None
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
+        raise UsageError(f"amplitudes: expected 2^{wires} numbers ({error})") from None
     if given.shape != (1 << wires,):
         raise UsageError(f"amplitudes of shape {tuple(given.shape)}: expected ({1 << wires},)")
     return given if given.is_complex() or given.is_floating_point() else given.double()
@@ -313,8 +329,9 @@ def nodes_of(comm: Communicator | None) -> int:
 
 def device_of(comm: Communicator | None, device: torch.device | str | None) -> torch.device:
     """The device asked for, or the communicator's, if it is here."""
-    chosen = torch.device(device) if device is not None else comm.device if comm else torch.device("cpu")
-    return require_device(chosen)
+    if device is not None:
+        return require_device(device)
+    return require_device(comm.device if comm else torch.device("cpu"))
 
 
 def _prepared(gates: Sequence[Any]) -> np.ndarray:

@@ -18,6 +18,7 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.quantum.arguments import require_comm, require_path, require_state
 from unisono.quantum.state import State
 
 FORMAT = "unisono quantum state 1"
@@ -31,7 +32,10 @@ class DamagedStateError(UsageError):
 
 def save(state: State, path: str | os.PathLike[str], *, overwrite: bool = False) -> None:
     """Write the state into a folder that all ranks see; it appears under its name when it is complete."""
-    folder = Path(path)
+    require_state(state, "save")
+    folder = require_path(path, "save to")
+    if not isinstance(overwrite, bool):
+        raise UsageError(f"overwrite={overwrite!r}: expected True or False")
     if folder.exists() and not overwrite:
         raise UsageError(f"{folder} exists; pass overwrite=True to replace it")
     growing = folder.with_name(folder.name + ".partial")
@@ -65,7 +69,8 @@ def save(state: State, path: str | os.PathLike[str], *, overwrite: bool = False)
 
 def load(path: str | os.PathLike[str], comm: Communicator | None = None, **options: Any) -> State:
     """The saved state, spread over the ranks of `comm`, however many saved it. Options are those of State."""
-    folder = Path(path)
+    folder = require_path(path, "load")
+    require_comm(comm)
     manifest = _manifest(folder)
     options.setdefault("dtype", _DTYPES[manifest["dtype"]])
     state = State(manifest["wires"], comm, **options)

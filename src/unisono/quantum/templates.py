@@ -12,10 +12,12 @@ from itertools import combinations, count, product
 import numpy as np
 
 from unisono.errors import UsageError
+from unisono.quantum.arguments import require_count
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.observable import PauliSum, Word, Z, multiply
-from unisono.quantum.parameter import is_index, weight
+from unisono.quantum.parameter import affine, is_index, weight
 
+_MOST_LAYERS = 1 << 20
 ENTANGLERS = ("cnot_ring", "cnot_line", "cz_ring", "cz_line")
 
 
@@ -23,10 +25,13 @@ def hardware_efficient(
     wires: int, depth: int, rotations: Sequence[str] = ("ry", "rz"), entangler: str = "cnot_ring"
 ) -> Circuit:
     """`depth` layers of rotations on every wire and a ring or line of entangling gates."""
-    if entangler not in ENTANGLERS:
+    if not isinstance(entangler, str) or entangler not in ENTANGLERS:
         raise UsageError(f"entangler {entangler!r}: expected one of {', '.join(ENTANGLERS)}")
     _at_least("depth", depth, 0)
+    if isinstance(rotations, str) or not isinstance(rotations, Sequence):
+        raise UsageError(f"rotations {rotations!r}: expected names of rotations, such as ('ry', 'rz')")
     circuit, index = Circuit(wires), count()
+    wires = circuit.wires
     for _ in range(depth):
         for wire in range(wires):
             for rotation in rotations:
@@ -42,6 +47,7 @@ def strongly_entangling(wires: int, layers: int) -> Circuit:
     """Layers of a rotation on every wire and CNOTs to the wire r further on, r = 1, 2, ... from layer to layer."""
     _at_least("layers", layers, 0)
     circuit, index = Circuit(wires), count()
+    wires = circuit.wires
     for layer in range(layers):
         for wire in range(wires):
             circuit.rot(wire, weight(next(index)), weight(next(index)), weight(next(index)))
@@ -53,6 +59,8 @@ def strongly_entangling(wires: int, layers: int) -> Circuit:
 
 def maxcut(edges: Iterable[Sequence[float]]) -> PauliSum:
     """The cut of a graph as an observable: sum of strength * (1 - Z Z) / 2 over edges (i, j) or (i, j, strength)."""
+    if not isinstance(edges, Iterable) or isinstance(edges, str | bytes) or not getattr(edges, "ndim", 1):
+        raise UsageError(f"edges {edges!r}: expected pairs of wires, such as [(0, 1), (1, 2)]")
     total = PauliSum()
     for edge in edges:
         first, second, strength = _edge(edge)
@@ -89,6 +97,7 @@ def uccsd(wires: int, electrons: int, steps: int = 1) -> Circuit:
     Wires are spin orbitals, even ones spin up and odd ones down; the first `electrons` start occupied. Excitations keep
     the spin; each has one weight, used in every step (divided by `steps`)."""
     _at_least("steps", steps, 1)
+    _at_least("wires", wires, 2)
     if not is_index(electrons) or not 0 < electrons < wires:
         raise UsageError(f"uccsd with {electrons} electrons on {wires} wires: expected 1 to {wires - 1} electrons")
     circuit = Circuit(wires)
@@ -131,12 +140,17 @@ def _product(left: list[tuple[complex, Word]], right: list[tuple[complex, Word]]
 
 
 def _edge(edge: Sequence[float]) -> tuple[int, int, float]:
-    told = isinstance(edge, Sequence | np.ndarray) and len(edge) in (2, 3)
-    if not told or not all(float(wire).is_integer() for wire in edge[:2]) or edge[0] == edge[1]:
+    told = isinstance(edge, Sequence) or (isinstance(edge, np.ndarray) and edge.ndim == 1)
+    pair = told and not isinstance(edge, str | bytes) and len(edge) in (2, 3) and all(map(_is_wire, edge[:2]))
+    if not pair or edge[0] == edge[1]:
         raise UsageError(f"edge {edge!r}: expected two different wires, and a strength if it is not 1")
-    return int(edge[0]), int(edge[1]), float(edge[2]) if len(edge) == 3 else 1.0
+    return int(edge[0]), int(edge[1]), affine(edge[2]).constant if len(edge) == 3 else 1.0
+
+
+def _is_wire(wire: object) -> bool:
+    """A whole number, also as a float: edges with strengths come in arrays of floats."""
+    return is_index(wire) or (isinstance(wire, float | np.floating) and wire.is_integer())
 
 
 def _at_least(name: str, value: int, least: int) -> None:
-    if not is_index(value) or value < least:
-        raise UsageError(f"{name}={value!r}: expected a whole number of at least {least}")
+    require_count(name, value, least, _MOST_LAYERS)

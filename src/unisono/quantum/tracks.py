@@ -7,7 +7,7 @@ or refused.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from unisono.errors import UsageError
@@ -35,7 +35,7 @@ def tracks(operations: Sequence[Operation], wires: int, capacity: int, *, lead: 
         if operation.name in ("barrier", "id"):
             continue
         placed = operation.on(track_of)
-        if operation.name in _SWAPS and not operation.controls and not operation.condition:
+        if _renames(operation):
             if phases := _SWAPS[operation.name]:
                 on_tracks.append(replace(placed, gate=diagonal(phases)))
             first, second = operation.targets
@@ -46,6 +46,16 @@ def tracks(operations: Sequence[Operation], wires: int, capacity: int, *, lead: 
     if lead:
         on_tracks = _without_leading(on_tracks, leading)
     return Tracks(tuple(on_tracks), tuple(track_of), tuple(map(tuple, leading)))
+
+
+def narrowest(operations: Iterable[Operation]) -> int:
+    """How many wires a rank must keep: as many as the widest operation mixes, once taken apart."""
+    mixing = [each for each in operations if each.gate.unitary and not _renames(each)]
+    return max((len(mixed_wires(part)) for each in mixing for part in each.lowered()), default=1) or 1
+
+
+def _renames(operation: Operation) -> bool:
+    return operation.name in _SWAPS and not operation.controls and not operation.condition
 
 
 def _fitting(operation: Operation, wires: int, capacity: int) -> tuple[Operation, ...]:

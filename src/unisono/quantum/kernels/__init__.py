@@ -56,8 +56,14 @@ def _fastest(operations: Sequence[Operation], axes: int, device: torch.device) -
     return "cpu" if device.type == "cpu" and importlib.util.find_spec("numba") is not None else "reference"
 
 
-def require_device(device: torch.device) -> torch.device:
-    """The device, if it is here."""
+def require_device(given: torch.device | str) -> torch.device:
+    """The device, if it is here and states can be on it."""
+    try:
+        device = torch.device(given)
+    except (TypeError, RuntimeError, ValueError):
+        raise UsageError(f"device {given!r}: expected 'cpu', 'cuda' or 'cuda:1'") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {str(device)!r}: states are on 'cpu' or 'cuda'")
     found = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
     if device.type == "cuda" and (device.index or 0) >= found:
         raise UsageError(f"device {str(device)!r}: torch sees {found} CUDA GPUs here; use device='cpu'")
@@ -65,6 +71,6 @@ def require_device(device: torch.device) -> torch.device:
 
 
 def require_kernel(kernel: str) -> str:
-    if kernel not in KERNELS:
+    if not isinstance(kernel, str) or kernel not in KERNELS:
         raise UsageError(f"kernel {kernel!r}: expected one of {', '.join(KERNELS)}")
     return kernel

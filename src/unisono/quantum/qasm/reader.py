@@ -9,6 +9,7 @@ Qubits become wires in the order of their declaration, bits likewise. `input flo
 
 from __future__ import annotations
 
+import os
 import re
 from dataclasses import replace
 from pathlib import Path
@@ -35,6 +36,8 @@ _LONGEST_LOOP = 1 << 20
 
 def load_qasm(path: str | Path) -> Circuit:
     """The circuit of a file; `include` looks beside it."""
+    if not isinstance(path, str | os.PathLike):
+        raise UsageError(f"load_qasm of a {type(path).__name__}: expected the path of an OpenQASM file")
     path = Path(path)
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -45,6 +48,8 @@ def load_qasm(path: str | Path) -> Circuit:
 
 def from_qasm(text: str, source: str = "qasm") -> Circuit:
     """The circuit of a text; `source` names it in errors."""
+    if not isinstance(text, str):
+        raise UsageError(f"from_qasm of a {type(text).__name__}: expected a text; uq.load_qasm reads files")
     return Reader(text, source, None).circuit()
 
 

@@ -43,7 +43,7 @@ _STANDARD[3] = _SHARED | {"p", "cp", "sx", "gphase", "swap", "cswap", "crx", "cr
 
 def dumps(circuit: Circuit, version: int = 3) -> str:
     """The circuit as a text of that version."""
-    if version not in (2, 3):
+    if not isinstance(version, int) or version not in (2, 3):
         raise UsageError(f"OpenQASM version {version!r}: expected 2 or 3")
     if version == 2 and (circuit.weights or circuit.features):
         raise UsageError("OpenQASM 2 has no free angles; bind the circuit first: circuit.bound(weights, features)")
