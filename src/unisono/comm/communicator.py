@@ -143,11 +143,6 @@ class Communicator(Objects):
             self._require_peer(peer)
         receiving = [self._moving(tensor) for tensor, _ in recvs]
         sending = [(self._moving(tensor)[0], to) for tensor, to in sends]
-        ops = [dist.P2POp(dist.isend, wire, group=self.group, group_peer=to) for wire, to in sending]
-        ops += [
-            dist.P2POp(dist.irecv, wire, group=self.group, group_peer=source)
-            for (wire, _), (_, source) in zip(receiving, recvs, strict=True)
-        ]
         peers = ",".join(str(peer) for peer in sorted({peer for _, peer in (*sends, *recvs)}))
         if traffic.counters:
             for tensor, to in sends:
@@ -161,8 +156,8 @@ class Communicator(Objects):
 
         is_mute = self._is_mute(*(tensor for tensor, _ in (*sends, *recvs)))
         try:
-            labelled = self._exchange_labelled
-            works: Sequence[Awaited] = labelled(ops, sending, receiving, recvs) if is_mute else _batched(ops)
+            begin = self._exchange_labelled if is_mute else self._exchange_batched
+            works: Sequence[Awaited] = begin(sending, receiving, recvs)
         except RuntimeError as error:
             raise self._watch.explained(error) from error
         finally:
@@ -170,21 +165,30 @@ class Communicator(Objects):
         handle = Handle(works, finish, self._watch.waiter(self._letters), is_mute=is_mute)
         return handle if async_op else handle.wait()
 
+    def _exchange_batched(
+        self, sending: Sequence[Piece], receiving: Sequence[tuple[torch.Tensor, Finish]], recvs: Sequence[Piece]
+    ) -> list[dist.Work]:
+        ops = [dist.P2POp(dist.isend, wire, group=self.group, group_peer=to) for wire, to in sending]
+        ops += [
+            dist.P2POp(dist.irecv, wire, group=self.group, group_peer=source)
+            for (wire, _), (_, source) in zip(receiving, recvs, strict=True)
+        ]
+        return _batched(ops)
+
     def _exchange_labelled(
-        self,
-        ops: list[dist.P2POp],
-        sending: Sequence[Piece],
-        receiving: Sequence[tuple[torch.Tensor, Finish]],
-        recvs: Sequence[Piece],
+        self, sending: Sequence[Piece], receiving: Sequence[tuple[torch.Tensor, Finish]], recvs: Sequence[Piece]
     ) -> list[Message]:
-        places = [Place(self._labels, tensor, wire) for (tensor, _), (wire, _) in zip(recvs, receiving, strict=True)]
-        for place, (_, source) in zip(places, recvs, strict=True):
+        """Over gloo. Messages are expected before any is sent: one that is finds its place, and need not ask for it."""
+        came = []
+        for (tensor, source), (wire, _) in zip(recvs, receiving, strict=True):
+            place = Place(self._labels, tensor, wire)
             place.expect_label(source, 0)
-        labels = [self._labels.send(wire, to, 0) for wire, to in sending]
-        works = _batched(ops)
-        sent = [Message(work, label) for work, label in zip(works, labels, strict=False)]
-        came = zip(works[len(sent) :], places, recvs, strict=True)
-        return [*sent, *(Received(work, place, source) for work, place, (_, source) in came)]
+            came.append(Received(self.group.recv([wire], source, 0), place, source))
+        sent = []
+        for wire, to in sending:
+            label = self._labels.send(wire, to, 0)
+            sent.append(Message(self.group.send([wire], to, 0), label))
+        return [*came, *sent]
 
     def block(self, what: str, until: Callable[[], None]) -> None:
         """Wait for other ranks in a way of one's own, where the watch sees it: `until` returns, or raises RuntimeError

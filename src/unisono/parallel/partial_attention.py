@@ -42,19 +42,44 @@ class Whole:
     """The merged parts: `out` and `lse`, the logarithm of the normaliser, for every query."""
 
     def __init__(self, q: torch.Tensor, width: int) -> None:
-        dtype = merging_dtype(q.dtype)
-        self.out = q.new_zeros((*q.shape[:-1], width), dtype=dtype)
-        self.lse = torch.full(q.shape[:-1], -torch.inf, dtype=dtype, device=q.device)
+        self._queries = q
+        self._width = width
+        self._taken: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    @property
+    def out(self) -> torch.Tensor:
+        return self._merged()[0]
+
+    @property
+    def lse(self) -> torch.Tensor:
+        return self._merged()[1]
+
+    def _merged(self) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._taken is None:
+            rows, dtype = self._queries.shape[:-1], merging_dtype(self._queries.dtype)
+            nothing = torch.full(rows, -torch.inf, dtype=dtype, device=self._queries.device)
+            self._taken = self._queries.new_zeros((*rows, self._width), dtype=dtype), nothing
+        return self._taken
 
     def merge(self, rows: slice, out: torch.Tensor, lse: torch.Tensor) -> None:
-        """Take in a part that holds for these rows."""
-        old = self.lse[:, :, rows]
+        """Take in a part that holds for these rows; its tensors are not used afterwards."""
+        if self._taken is None and covers(rows, self._queries):
+            dtype = merging_dtype(self._queries.dtype)
+            self._taken = out.to(dtype), lse.to(dtype)
+            return
+        whole, normaliser = self._merged()
+        old = normaliser[:, :, rows]
         new = torch.logaddexp(old, lse)
         # A row that has seen no key yet has -inf, and -inf - -inf is no number.
         kept = torch.where(old == -torch.inf, 0, (old - new).exp())[..., None]
         added = torch.where(lse == -torch.inf, 0, (lse - new).exp())[..., None]
-        self.out[:, :, rows] = kept * self.out[:, :, rows] + added * out
-        self.lse[:, :, rows] = new
+        whole[:, :, rows] = kept * whole[:, :, rows] + added * out
+        normaliser[:, :, rows] = new
+
+
+def covers(part: slice, x: torch.Tensor) -> bool:
+    """Whether that is all of the tokens of (batch, heads, tokens, width)."""
+    return part.start == 0 and part.stop == x.shape[2]
 
 
 def merging_dtype(dtype: torch.dtype) -> torch.dtype:

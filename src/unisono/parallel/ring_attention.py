@@ -4,8 +4,8 @@
     step j      ... with those of rank r-j, merging each outcome with the ones before (see partial_attention)
 
 so no rank ever holds more than two ranks' keys, and a step's transfer hides behind the step's work. In the backward
-keys and values go round again; with them goes the sum of what each rank adds to their gradients, and its last hop
-brings it home. A rank sends 2*b*s*h*(P-1)/P elements in the forward: its share of K and V, P-1 times.
+keys and values go round again; one step behind them goes the sum of what other ranks add to their gradients, and its
+last hop brings it home. A rank sends 2*b*s*h*(P-1)/P elements in the forward: its share of K and V, P-1 times.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.autograd.function import once_differentiable
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
-from unisono.parallel.partial_attention import Rules, Whole, attend, attend_backward, merging_dtype
+from unisono.parallel.partial_attention import Rules, Whole, attend, attend_backward, covers, merging_dtype
 from unisono.parallel.tokens import Tokens, require_fit
 
 # The factors of the weights of some queries to some keys, given by their global positions: 0 or 1/(1-p).
@@ -86,20 +86,40 @@ class _RingAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         ring: _Round = ctx.ring
-        dq = torch.zeros_like(q, dtype=merging_dtype(q.dtype))
+        dq = _Sum(q)
         gradients = _Collector(ring)
         with torch.autocast(q.device.type, enabled=False):
             for source, (keys, values) in ring.visits(k, v):
-                added = _Pair.zeros(keys, values)
+                dk, dv = _Sum(keys), _Sum(values)
                 for rows, columns, rules in ring.parts(source):
                     part = (keys[:, :, columns], values[:, :, columns], out[:, :, rows], lse[:, :, rows])
                     shares = attend_backward(grad[:, :, rows], q[:, :, rows], *part, rules)
-                    dq[:, :, rows] += shares[0]
-                    added.keys[:, :, columns] += shares[1]
-                    added.values[:, :, columns] += shares[2]
-                gradients.add(source, added)
+                    for total, place, share in zip((dq, dk, dv), (rows, columns, columns), shares, strict=True):
+                        total.add(place, share)
+                gradients.add(source, _Pair.of(dk.total, dv.total))
         home = gradients.home()
-        return dq.to(q.dtype), home.keys.to(k.dtype), home.values.to(v.dtype), None
+        return dq.total.to(q.dtype), home.keys.to(k.dtype), home.values.to(v.dtype), None
+
+
+class _Sum:
+    """Shares of a gradient, each of some tokens of `x`."""
+
+    def __init__(self, x: torch.Tensor) -> None:
+        self._of = x
+        self._total: torch.Tensor | None = None
+
+    @property
+    def total(self) -> torch.Tensor:
+        if self._total is None:
+            self._total = torch.zeros_like(self._of, dtype=merging_dtype(self._of.dtype))
+        return self._total
+
+    def add(self, tokens: slice, share: torch.Tensor) -> None:
+        """The share is not used afterwards."""
+        if self._total is None and covers(tokens, self._of):
+            self._total = share.to(merging_dtype(self._of.dtype))
+        else:
+            self.total[:, :, tokens] += share
 
 
 @dataclass(frozen=True)
@@ -118,11 +138,6 @@ class _Pair:
     @classmethod
     def of(cls, keys: torch.Tensor, values: torch.Tensor) -> _Pair:
         return cls.on(torch.cat([keys.reshape(-1), values.reshape(-1)]), keys.shape, values.shape)
-
-    @classmethod
-    def zeros(cls, keys: torch.Tensor, values: torch.Tensor) -> _Pair:
-        flat = keys.new_zeros(keys.numel() + values.numel(), dtype=merging_dtype(keys.dtype))
-        return cls.on(flat, keys.shape, values.shape)
 
     def of_length(self, tokens: int) -> _Pair:
         """Room for a pair that differs in the count of tokens only."""
@@ -203,31 +218,32 @@ def _taken(mask: torch.Tensor, dim: int, positions: torch.Tensor) -> torch.Tenso
 
 
 class _Collector:
-    """Sums the gradients of keys and values as they go round with them."""
+    """Sums the gradients of keys and values as they go round with them; a rank's share for its own stays there."""
 
     def __init__(self, ring: _Round) -> None:
         self._ring = ring
+        self._own: _Pair | None = None
         self._coming: tuple[_Pair, Handle] | None = None
-        self._last: _Pair | None = None
         self._sent: _Pair | None = None
 
     def add(self, source: int, added: _Pair) -> None:
         """Add this rank's share for the source's keys to what the ranks before have added, and pass it on."""
-        size = self._ring.comm.size
+        comm = self._ring.comm
+        if source == comm.rank:
+            self._own = added
+            return
         if self._coming is not None:
             before, arrival = self._coming
             arrival.wait()
             added.flat.add_(before.flat)
-        self._last = added
-        if size > 1:
-            self._sent = added  # alive until it has been sent
-            self._coming = self._ring.pass_on(added, self._ring.tokens.count((source - 1) % size))
+        self._sent = added  # alive until it has been sent
+        self._coming = self._ring.pass_on(added, self._ring.tokens.count((source - 1) % comm.size))
 
     def home(self) -> _Pair:
         """The gradients of this rank's own keys and values, complete."""
-        assert self._last is not None
-        if self._coming is None:
-            return self._last
-        pair, arrival = self._coming
-        arrival.wait()
-        return pair
+        assert self._own is not None
+        if self._coming is not None:
+            others, arrival = self._coming
+            arrival.wait()
+            self._own.flat.add_(others.flat)
+        return self._own

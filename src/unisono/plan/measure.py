@@ -14,7 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -23,22 +23,12 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.mesh.fused import fused
 from unisono.mesh.random import RandomState
+from unisono.plan.links import Care, links
+from unisono.plan.links import together as of_ranks
 
 Figures = dict[str, Any]
 _SIDES = (16, 32, 64, 128, 256, 512)
-_WORK = 256  # rows and columns of what is computed between messages
 _GPU_SIDES = (128, 512, 1024, 2048, 4096, 8192)
-
-
-class Care(NamedTuple):
-    """How long to measure."""
-
-    rounds: int = 7
-    turn: float = 0.02  # seconds that one turn lasts at least
-    messages: tuple[int, ...] = (2**10, 2**14, 2**17, 2**20, 2**23, 2**25)
-
-
-BRIEF = Care(rounds=3, turn=0.003, messages=(2**10, 2**17, 2**22))
 
 
 def measured(comm: Communicator, device: torch.device, care: Care | None = None) -> Figures:
@@ -54,7 +44,7 @@ def measured(comm: Communicator, device: torch.device, care: Care | None = None)
     if comm.size > 1:
         comm.barrier()
         clock = _Clock(comm, device, care)
-        figures["links"] = {name: clock.messages(name, len(busy) == comm.size) for name in _COLLECTIVES}
+        figures["links"] = links(comm, care, clock.time, len(busy) == comm.size)
     return figures
 
 
@@ -241,85 +231,21 @@ class _Clock:
 
         return 28.0 * size * 16 / self.time(step)
 
-    def messages(self, name: str, have_cores: bool) -> list[tuple[float, float]]:
-        """(bytes, seconds) of a collective. Ranks that share cores would count the work of the others too, so theirs
-        follow each other; and so do sends, since a stage of a pipeline waits for what it is sent."""
-        points = []
-        for size in self.care.messages:
-            count = size // 4 // self.comm.size * self.comm.size
-            call = _COLLECTIVES[name](self.comm, torch.ones(count), torch.empty(count))
-            timed = self._amid_work if have_cores and name != "send" else self.time
-            points.append((float(size), timed(call)))
-        for place in range(len(points) - 2, -1, -1):  # no message takes longer than a larger one
-            points[place] = (points[place][0], min(points[place][1], points[place + 1][1]))
-        return points
-
-    def _amid_work(self, call: Callable[[], Any]) -> float:
-        """Seconds of a call between computations, as in a step: ranks come to it one after the other, with cold caches
-        and threads that sleep. One message right after the other takes half of that or less."""
-        weights = [self._random(_WORK, _WORK, dtype=torch.float32) for _ in range(4)]
-
-        def one() -> float:
-            x = weights[0]
-            for weight in weights[1:]:
-                x = torch.tanh(x @ weight)
-            start = time.perf_counter()
-            call()
-            return time.perf_counter() - start
-
-        for _ in range(3):
-            one()
-        return statistics.median(one() for _ in range(4 * self.care.rounds))
-
-
-def _send(comm: Communicator, x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
-    """One way, between neighbours; a turn goes there and back."""
-
-    def there() -> None:
-        if comm.rank ^ 1 < comm.size:
-            if comm.rank % 2:
-                comm.recv(y, comm.rank ^ 1)
-            else:
-                comm.send(x, comm.rank ^ 1)
-
-    return there
-
-
-def _exchange(comm: Communicator, x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:
-    """To the right and from the left at once, as tensors go round a ring."""
-    right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size
-    return lambda: comm.exchange([(x, right)], [(y, left)])
-
-
-_COLLECTIVES: dict[str, Callable[[Communicator, torch.Tensor, torch.Tensor], Callable[[], Any]]] = {
-    "all_reduce": lambda comm, x, y: lambda: comm.all_reduce(x, "max"),
-    "all_gather": lambda comm, x, y: lambda: comm.all_gather_into(y, x[: len(x) // comm.size]),
-    "reduce_scatter": lambda comm, x, y: lambda: comm.reduce_scatter(x, "sum", out=y[: len(x) // comm.size]),
-    "all_to_all": lambda comm, x, y: lambda: comm.all_to_all(x, out=y),
-    "send": _send,
-    "exchange": _exchange,
-}
-
 
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 
 def merged(figures: list[Figures]) -> Figures:
-    """Of several ranks: the mean. Who comes first to a collective and waits is another each time; of a send it is the
-    receiver."""
+    """Of several ranks: the mean."""
     if len(figures) == 1:
         return figures[0]
     together = dict(figures[0])
-    together["links"] = {name: _link_of_all(name, figures) for name in figures[0]["links"]}
+    together["links"] = {
+        name: of_ranks(name, [each["links"][name] for each in figures]) for name in figures[0]["links"]
+    }
     for key in ("bandwidth", "overhead", "optimizer", "looped", "step", "microbatch"):
         together[key] = statistics.mean([each[key] for each in figures if key in each] or [0.0])
     return together
-
-
-def _link_of_all(name: str, figures: list[Figures]) -> list[tuple[float, float]]:
-    chosen = max if name == "send" else statistics.mean
-    points = zip(*(each["links"][name] for each in figures), strict=True)
-    return [(point[0][0], chosen([seconds for _, seconds in point])) for point in points]
 
 
 def written(figures: Figures, ranks: int, is_gpu: bool) -> str:

@@ -27,7 +27,7 @@ from unisono.plan.setting import Setting, hidden_bytes
 from unisono.plan.stages import Stages
 from unisono.plan.timeline import Costs, timeline
 
-_CALLS_A_VISIT = 20  # of small ops, each way: parts of queries and keys are taken, outcomes are merged
+_CALLS_A_VISIT = (33, 46)  # of small ops, forward and backward: parts of queries and keys are taken, outcomes merged
 _LONG = 4  # microbatches a stage after which a pipeline only repeats itself
 
 
@@ -184,8 +184,9 @@ class TimeModel:
         return 2 * each * sum(segment.leaves) / self._bandwidth, 2 * each * sum(segment.enters) / self._bandwidth
 
     def _context(self, segment: Segment, plan: Plan, setting: Setting) -> Pace:
-        """Ring: keys and values go round, and in the backward again, and with them their gradients, whose last hop
-        brings them home; each visit is attended to by itself and merged. Ulysses: four all-to-alls each way."""
+        """Ring: keys and values go round, and in the backward again, and behind them what other ranks add to their
+        gradients, whose last hop brings it home; each visit is attended to by itself and merged. Ulysses: four
+        all-to-alls each way."""
         ranks = group(self.hardware, plan, "cp")
         attentions = sum(work.is_core for work in segment.works)
         hidden = self.portrait.hidden * setting.rows / setting.cp / setting.tp
@@ -195,18 +196,18 @@ class TimeModel:
             backward = forward
         else:
             hop = attentions * ranks.exchange(2 * hidden)
-            forward, backward = (ranks.ranks - 1) * hop, (2 * ranks.ranks - 1) * hop
-            sent = attentions * (3 * ranks.ranks - 2) * 2 * hidden
+            forward, backward = (ranks.ranks - 1) * hop, 2 * (ranks.ranks - 1) * hop
+            sent = attentions * 3 * (ranks.ranks - 1) * 2 * hidden
         return Pace(forward, backward, 0.0, forward + backward, sent).plus(self._visits(plan, attentions))
 
     def _visits(self, plan: Plan, attentions: int) -> Pace:
         """What a ring calls besides attention itself: the first visit takes the place of the plain attention."""
         if plan.context == "ulysses":
             return Pace()
-        calls = attentions * plan.cp * _CALLS_A_VISIT * self.hardware.op_overhead
+        forward, backward = (attentions * plan.cp * calls * self.hardware.op_overhead for calls in _CALLS_A_VISIT)
         if self.hardware.asynchronous:
-            return Pace(launch_forward=calls, launch_backward=calls)
-        return Pace(calls, calls)
+            return Pace(launch_forward=forward, launch_backward=backward)
+        return Pace(forward, backward)
 
     # ---- a stage and a step --------------------------------------------------------------------------------------
 

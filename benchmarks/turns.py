@@ -1,0 +1,87 @@
+"""What it brings that a rank and gloo's threads take turns (src/unisono/launch/turns.py).
+
+    python benchmarks/turns.py [--task gpt-deep] [--plans "dp=2;tp=2;cp=2"] [--rounds 8]
+
+Two ranks on this machine, gloo, one thread each, with the tasks of benchmarks/planner.py. In every round each plan does
+its steps twice: with all threads of the rank under Linux's default policy, and under the one for batch work that
+`uni.init` chooses. A time is the median of the steps, each as long as its slower rank; a ratio below 1 says that taking
+turns is quicker.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ["OMP_NUM_THREADS"] = "1"
+
+import torch
+
+import unisono as uni
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from planner import TASKS
+
+RANKS = 2
+COUNTED = 2  # steps of a turn, after one that does not count
+POLICIES = {"default": os.SCHED_OTHER, "turns": os.SCHED_BATCH}
+Times = dict[tuple[str, str], list[float]]  # by plan and policy
+
+
+def _put_under(policy: int) -> None:
+    """All threads of this process."""
+    for thread in os.listdir("/proc/self/task"):
+        os.sched_setscheduler(int(thread), policy, os.sched_param(0))
+
+
+def race(name: str, plans: list[str], rounds: int) -> Times:
+    torch.set_num_threads(1)
+    comm = uni.init()
+    task = TASKS[name]
+    batch = task.batch(0)
+    trainers = {
+        plan: uni.parallelize(
+            task.model, plan, loss=task.loss, optimizer=task.optimizer, example=batch, rules=task.rules
+        )
+        for plan in plans
+    }
+    times: Times = {(plan, policy): [] for plan in plans for policy in POLICIES}
+    for _ in range(rounds):
+        for plan, trainer in trainers.items():
+            for policy, number in POLICIES.items():
+                _put_under(number)
+                trainer.step(batch)
+                for _ in range(COUNTED):
+                    comm.barrier()
+                    start = time.perf_counter()
+                    trainer.step(batch)
+                    times[plan, policy].append(time.perf_counter() - start)
+    _put_under(os.SCHED_BATCH)
+    uni.shutdown()
+    return times
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", default="gpt-deep", choices=list(TASKS))
+    parser.add_argument("--plans", default="dp=2;dp=2,zero=2;dp=2,zero=3;tp=2;tp=2,sp;cp=2;cp=2,context=ulysses")
+    parser.add_argument("--rounds", type=int, default=8)
+    chosen = parser.parse_args()
+    plans = chosen.plans.split(";")
+    ranks = uni.spawn(race, RANKS, "gloo", (chosen.task, plans, chosen.rounds))
+    for plan in plans:
+        slower = {policy: list(map(max, *(rank[plan, policy] for rank in ranks))) for policy in POLICIES}
+        medians = {policy: statistics.median(steps) for policy, steps in slower.items()}
+        ratios = [turns / default for default, turns in zip(slower["default"], slower["turns"], strict=True)]
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        told = ", ".join(f"{policy} {1e3 * seconds:.1f} ms" for policy, seconds in medians.items())
+        print(f"{chosen.task} {plan}: {told}, ratio {middle:.3f} ({low:.3f} to {high:.3f})")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
