@@ -104,7 +104,9 @@ class _Trial:
             block.forward = partial(self._run_block, block.forward, blocks.name(number), number == 0, number == last)
             for name, module in block.named_modules(prefix=blocks.name(number)):
                 kind = styles[name].kind if word == "sp" and name in styles else ""
-                if kind in _REGIONS or (kind == "heads" and isinstance(module, nn.MultiheadAttention)):
+                if kind == "heads" and not isinstance(module, nn.MultiheadAttention):
+                    module.forward = partial(self._run_heads, module.forward, name)
+                elif kind in _REGIONS or kind == "heads":
                     module.forward = partial(self._run_layer, module.forward, name, kind)
 
     @property
@@ -184,6 +186,17 @@ class _Trial:
         outputs = self._next(key)
         return outputs if kind == "column" else tree_map(self._piece, outputs)
 
+    def _run_heads(self, forward: Forward, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Under sp an attention is shown the shape of all tokens (see Region.stand_in)."""
+        given = _first(args, kwargs)
+        if not self._is_second:
+            self._seen[f"{name} given"].append(given)
+        elif given is not None:
+            whole = self._next(f"{name} given")
+            self._compare(name, given, self._piece(whole))
+            args, kwargs = mapped((args, kwargs), lambda x: whole if x is given else x)
+        return forward(*args, **kwargs)
+
     def _attend(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         if not self._is_second:
             outcome = self._attention(query, *args, **kwargs)
@@ -201,7 +214,7 @@ class _Trial:
             return
         whole = self._next(place)
         if tensor is not None and whole is not None:
-            self._compare(place, tensor, self._piece(whole))
+            self._compare(place, tensor, whole if tensor.shape == whole.shape else self._piece(whole))
         self._last = place
 
     def _next(self, place: str) -> Any:
@@ -232,8 +245,11 @@ class _Trial:
 
     def _compare(self, place: str, mine: torch.Tensor, expected: torch.Tensor) -> None:
         if mine.shape != expected.shape or not torch.allclose(mine, expected, rtol=1e-6, atol=1e-9, equal_nan=True):
-            side = "" if place == _OUTPUT else "the input of " if f"{place} out" in self._seen else "the output of "
+            side = "" if place == _OUTPUT else "the input of " if self._is_entered(place) else "the output of "
             raise self._refusal(f"to {side}{place} the model mixes tokens: some of them alone give other numbers")
+
+    def _is_entered(self, place: str) -> bool:
+        return f"{place} out" in self._seen or f"{place} given" in self._seen
 
     def _refusal(self, what: str) -> UsageError:
         means = {
