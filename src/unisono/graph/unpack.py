@@ -78,8 +78,9 @@ def unpack(graph: fx.Graph, parameters: dict[str, str]) -> tuple[dict[str, str],
 
 
 def _sweep(graph: fx.Graph, unpacked: set[str]) -> None:
+    afterwards = {node.meta["changed_to"] for node in graph.nodes if "changed_to" in node.meta}  # of buffers
     for node in reversed(list(graph.nodes)):
-        if not node.users and (node.op == "call_function" or node.name in unpacked):
+        if not node.users and node not in afterwards and (node.op == "call_function" or node.name in unpacked):
             graph.erase_node(node)
     graph.lint()
 

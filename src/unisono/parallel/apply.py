@@ -32,6 +32,7 @@ from unisono.parallel.context import context_parallelize
 from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import expert_parallelize, needs_whole_batch
 from unisono.parallel.filling import Filling
+from unisono.parallel.groups import require_same_groups
 from unisono.parallel.head_width import HeadWidth
 from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.pipeline.layers import LayerSpec, build_whole
@@ -45,8 +46,10 @@ from unisono.parallel.preview import require_fitting_loss
 from unisono.parallel.reach import require_whole
 from unisono.parallel.recompute import is_recomputed, recompute
 from unisono.parallel.separable import require_separable
+from unisono.parallel.sequence import require_sound_blocks
 from unisono.parallel.share import rows_of, share, shares
 from unisono.parallel.tensor import fitting_rules, require_shareable, tensor_parallelize
+from unisono.parallel.tokenwise import require_tokenwise
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.parallel.zero import Zero
 from unisono.plan.balance import checked
@@ -90,9 +93,14 @@ def parallelize(
     precision.require_float32(whole)
     if plan.tp > 1:
         rules = fitting_rules(whole, plan.tp, rules, example)
-        require_shareable(whole, plan.tp, rules)
+        styles = require_shareable(whole, plan.tp, rules)
+        if plan.sequence and example is not None:
+            require_sound_blocks(whole, styles)
+            require_tokenwise(whole, example, "sp", styles)
     if example is not None:
         require_fitting_loss(whole, loss, example)
+        if plan.cp > 1:
+            require_tokenwise(whole, example, "cp")
     shown = None
     if plan.pp > 1:
         inputs = _example_inputs(plan, example)
@@ -132,14 +140,17 @@ def parallelize(
 
 def _agreed(comm: Communicator, act: Callable[[], Trainer]) -> Trainer:
     """What it gives, unless some rank refuses: then all do, for that reason, and none waits for one that is gone."""
-    trainer, refusal = None, None
+    trainer, refusal, failure = None, None, None
     try:
         trainer = act()
     except UsageError as error:
         refusal = str(error)
+    except Exception as error:
+        failure = error
+        refusal = f"rank {comm.rank} failed while the plan was applied: {type(error).__name__}: {error}"
     told = next((words for words in comm.all_gather_object(refusal) if words is not None), None)
     if told is not None:
-        raise UsageError(told)
+        raise UsageError(told) from failure
     assert trainer is not None
     return trainer
 
@@ -243,6 +254,7 @@ def applied(
     recompute(model, plan.recompute)
     cut = None
     order: Schedule | None = None
+    of_all_stages = dict(model.named_parameters()) if plan.pp > 1 else {}
     if plan.pp > 1:
         order = order_of(plan)
         with random:
@@ -253,6 +265,12 @@ def applied(
             bounds = plan.boundaries or None
             cut = split(model, order, mesh.index("pp"), example=inputs, boundaries=bounds, survey=known)
         random.step = 0
+        if next(model.parameters(), None) is None:
+            raise UsageError(
+                f"the part of {type(model).__name__} that is left to rank {mesh.index('pp')} of the pipeline has no "
+                "parameters, so there is nothing to optimize; use boundaries=... that give every rank some, or a "
+                "smaller pp"
+            )
     fill(model)
     by_piece: dict[str, Any] = {}
     if filling is not None:
@@ -272,6 +290,8 @@ def applied(
         require_whole(stepping, optimizer, model, is_spread=plan.pp > 1)
         trainer = Trainer(model, plan, mesh, normalised, stepping, random, DataParallel(model, mesh), clip, context)
     trainer.head_width = head_width
+    if plan.pp > 1:
+        require_same_groups(trainer.optimizer, trainer.optimized(), optimizer, of_all_stages)
     if cut is not None and order is not None:
         trainer.pipeline = PipelineRuntime(
             cut.stages,

@@ -104,10 +104,9 @@ class Context:
 
         Without targets (None) it is as before, and all samples of the outputs are given.
         """
-        lengths = {tuple(tensor.shape[:2]) for tensor in _tensors(inputs) if tensor.dim() > 1}
         self._has_targets = next(_tensors(targets), None) is not None
         if self._has_targets:
-            self.is_whole = any(tuple(target.shape[:2]) not in lengths for target in _tensors(targets))
+            self.is_whole = are_of_sequences(inputs, targets)
 
     def learn(self, inputs: Any, length: int) -> None:
         """Of such inputs, how long the sequences in the blocks are: a later stage of a pipeline does not see it."""
@@ -146,7 +145,7 @@ class Context:
         """This rank's part of the targets: of every tensor in them, the tokens along dim 1, or some samples."""
         if self.comm.size == 1:
             return targets
-        return _mapped(targets, self._cut_rows if self.is_whole else self._cut_target)
+        return mapped(targets, self._cut_rows if self.is_whole else self._cut_target)
 
     def _cut_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         rows = self._rows(len(tensor))
@@ -220,7 +219,7 @@ class Context:
             return spread.tokens.cut(x, self.comm.rank, 1) if is_first else x
 
         self._keep_for_rest_of_model(spread)
-        return _mapped((args, kwargs), cut)
+        return mapped((args, kwargs), cut)
 
     def _run_block(self, forward: Forward, name: str, *args: Any, **kwargs: Any) -> Any:
         # Within the block once more: a backward that runs it again does so without the model around it.
@@ -268,7 +267,7 @@ class Context:
             self._rest_of_model.enter_context(state.sharded(1, held, of=tokens.length, only="dropout"))
 
     def _cut_argument(self, x: torch.Tensor, batch: int, name: str, tokens: Tokens) -> torch.Tensor:
-        dim = _sequence_dim(x, tokens.length, batch)
+        dim = sequence_dim(x, tokens.length, batch)
         if dim is not None:
             return tokens.cut(x, self.comm.rank, dim)
         if x.dim() == 3 and x.is_floating_point() and x.shape[1] != tokens.length and x.shape[1] in tokens.counts:
@@ -290,6 +289,12 @@ class Context:
             )
 
 
+def are_of_sequences(inputs: Any, targets: Any) -> bool:
+    """Whether targets are of whole sequences rather than of tokens."""
+    lengths = {tuple(tensor.shape[:2]) for tensor in _tensors(inputs) if tensor.dim() > 1}
+    return any(tuple(target.shape[:2]) not in lengths for target in _tensors(targets))
+
+
 def hidden_states(tree: Any) -> torch.Tensor | None:
     """Of a block's arguments or outcome, the tensor (batch, sequence, width)."""
     found: torch.Tensor | None = next((x for x in _tensors(tree) if x.dim() == 3 and x.is_floating_point()), None)
@@ -304,7 +309,7 @@ def _has_rows(leaf: Any, batch: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
 
 
-def _sequence_dim(x: torch.Tensor, length: int, batch: int) -> int | None:
+def sequence_dim(x: torch.Tensor, length: int, batch: int) -> int | None:
     """Along which dim an argument of a block runs with the sequence; None for others, and for masks (see attention).
 
     Known forms: positions (seq) and (batch, seq), tables (seq, width), (batch, seq, width), (batch, heads, seq, width)
@@ -339,14 +344,14 @@ def _tensors(tree: Any) -> Any:
             yield from _tensors(value)
 
 
-def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+def mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     """The same nested tuples, lists and dicts with every tensor changed."""
     if isinstance(tree, torch.Tensor):
         return change(tree)
     if isinstance(tree, dict):
-        return {key: _mapped(value, change) for key, value in tree.items()}
+        return {key: mapped(value, change) for key, value in tree.items()}
     if isinstance(tree, tuple) and hasattr(tree, "_fields"):
-        return type(tree)(*(_mapped(value, change) for value in tree))
+        return type(tree)(*(mapped(value, change) for value in tree))
     if isinstance(tree, tuple | list):
-        return type(tree)(_mapped(value, change) for value in tree)
+        return type(tree)(mapped(value, change) for value in tree)
     return tree

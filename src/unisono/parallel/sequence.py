@@ -129,10 +129,7 @@ class SequenceParallel:
 
     @classmethod
     def of(cls, model: nn.Module, styles: Styles, mesh: Mesh) -> SequenceParallel:
-        blocks = _blocks(model)
-        for number, block in enumerate(blocks.modules):
-            _require_sound(blocks.name(number), block, styles)
-        return cls(blocks, mesh.comm("tp"))
+        return cls(require_sound_blocks(model, styles), mesh.comm("tp"))
 
     def region_of(self, name: str) -> Region:
         """The region of the layer of that name."""
@@ -178,6 +175,14 @@ def _blocks(model: nn.Module) -> Blocks:
             f"sequence parallelism runs in a model's repeated blocks (an nn.ModuleList or nn.Sequential of one class), "
             f"but {type(model).__name__} has none; leave sequence out"
         ) from None
+
+
+def require_sound_blocks(model: nn.Module, styles: Styles) -> Blocks:
+    """The model's blocks; UsageError where one has a layer that cannot be given a piece of the sequence."""
+    blocks = _blocks(model)
+    for number, block in enumerate(blocks.modules):
+        _require_sound(blocks.name(number), block, styles)
+    return blocks
 
 
 _TOKEN_MIXERS = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvNd)

@@ -49,6 +49,8 @@ class InDouble(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
+        if func is torch.empty_strided and str((kwargs or {}).get("device")) == "meta":
+            return func(*args, **(kwargs or {}))  # torch's own copy, without data, of a tensor that is float32
         if any(isinstance(value, torch.dtype) for value in args):
             args = tuple(_wider(value) for value in args)
         if kwargs and any(isinstance(value, torch.dtype) for value in kwargs.values()):

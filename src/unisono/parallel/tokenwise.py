@@ -1,0 +1,274 @@
+"""Whether a model works token by token where cp and sp give a rank some of the tokens only. Tried, before ranks talk.
+
+The model is run on two samples of the example, once on all tokens and once as a rank that holds every other token would
+run it. What that rank is given by others is taken from the first run: the outcome of attention under cp; under sp, what
+layers give that tp cuts by columns or by rows. Wherever tokens are looked at in another way (a convolution along the
+sequence, a shift, a mean, a norm over it), the second run parts from the first.
+
+Models that are large, or take long sequences, or cannot be run here, are taken to work token by token.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from unisono.errors import UsageError
+from unisono.parallel.blocks import Blocks, find_blocks
+from unisono.parallel.context import are_of_sequences, hidden_states, mapped, sequence_dim
+from unisono.parallel.hollow import realised_copy
+from unisono.parallel.pipeline.inputs import call
+from unisono.parallel.rules import Styles
+from unisono.parallel.share import rows_between, rows_of
+from unisono.parallel.views import TokenViews
+
+_SMALL = 5 * 10**7  # parameters of a model that is tried
+_SHORT = 4096  # elements of a sample
+_SAMPLES = 2
+_OUTPUT = "the model's output"
+_REGIONS = ("column", "row", "experts")  # kinds of layers through which all ranks' tokens come together, or part again
+
+Forward = Callable[..., Any]
+
+
+def require_tokenwise(model: nn.Module, example: tuple[Any, Any], word: str, styles: Styles | None = None) -> None:
+    """UsageError where the model mixes tokens that would be on several ranks. word: of the plan, "cp" or "sp"; styles:
+    how tp cuts its layers, between which sp shares out the tokens."""
+    inputs, targets = example
+    if not _has_blocks(model):
+        return
+    samples = rows_between(inputs, 0, min(_SAMPLES, rows_of(inputs)))
+    size = max((leaf.numel() // _SAMPLES for leaf in tree_leaves(samples) if isinstance(leaf, torch.Tensor)), default=0)
+    real = None
+    if size <= _SHORT and sum(map(torch.numel, model.parameters())) <= _SMALL:
+        real = realised_copy(model)
+    if real is None:
+        return
+    real = real.double().cpu().eval()
+    samples = tree_map(_given, samples)
+    gathers = word == "sp" or are_of_sequences(inputs, targets)
+    trial = _Trial(find_blocks(real), word, gathers, styles or {})
+    try:
+        with torch.no_grad(), trial.recording():
+            outputs = call(real, samples)
+    except Exception:  # whatever a model says here, its first step will say too
+        return
+    if trial.is_conclusive:
+        with torch.no_grad(), trial.repeating():
+            trial.compare_outputs(call(real, samples), outputs)
+
+
+def _has_blocks(model: nn.Module) -> bool:
+    try:
+        find_blocks(model)
+    except UsageError:
+        return False
+    return True
+
+
+def _given(leaf: Any) -> Any:
+    if not isinstance(leaf, torch.Tensor):
+        return leaf
+    leaf = leaf.detach().cpu()
+    return leaf.double() if leaf.is_floating_point() else leaf
+
+
+class _Over(Exception):
+    """All that matters has been compared."""
+
+
+class _Trial:
+    """Two runs of one model; what the first one saw, by place and in order."""
+
+    def __init__(self, blocks: Blocks, word: str, gathers: bool, styles: Styles) -> None:
+        self._blocks = blocks
+        self._word, self._gathers = word, gathers
+        self._length, self._batch = 0, 0
+        self._held: list[int] = []
+        self._is_second = self._is_spread = False
+        self._last = ""  # the place up to which the two runs agreed
+        self._seen: dict[str, list[Any]] = defaultdict(list)
+        self._turn: dict[str, int] = defaultdict(int)
+        self._attention = F.scaled_dot_product_attention
+        self._rest = ExitStack()
+        last = len(blocks.modules) - 1
+        for number, block in enumerate(blocks.modules):
+            block.forward = partial(self._run_block, block.forward, blocks.name(number), number == 0, number == last)
+            for name, module in block.named_modules(prefix=blocks.name(number)):
+                kind = styles[name].kind if word == "sp" and name in styles else ""
+                if kind == "heads" and not isinstance(module, nn.MultiheadAttention):
+                    module.forward = partial(self._run_heads, module.forward, name)
+                elif kind in _REGIONS or kind == "heads":
+                    module.forward = partial(self._run_layer, module.forward, name, kind)
+
+    @property
+    def is_conclusive(self) -> bool:
+        """Whether the blocks ran in order, on tokens of which there are several."""
+        return self._length > 1 and (self._word == "sp" or bool(self._seen["attention"]))
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        with self._intercepted():
+            yield
+
+    @contextmanager
+    def repeating(self) -> Iterator[None]:
+        """The second run; what it raises says that some tokens alone do not do."""
+        self._is_second = True
+        self._held = list(range(1, self._length, 2))
+        try:
+            with self._intercepted(), self._rest:
+                yield
+        except (_Over, UsageError) as error:
+            if isinstance(error, UsageError):
+                raise
+        except Exception as error:
+            raise self._refusal(f"on, the model fails where it has some of the tokens ({_line(error)})") from error
+
+    @contextmanager
+    def _intercepted(self) -> Iterator[None]:
+        fast = torch.backends.mha.get_fastpath_enabled()
+        torch.backends.mha.set_fastpath_enabled(False)
+        if self._word == "cp":
+            F.scaled_dot_product_attention = self._attend
+        try:
+            yield
+        finally:
+            torch.backends.mha.set_fastpath_enabled(fast)
+            F.scaled_dot_product_attention = self._attention
+
+    # ---- what is on the way ------------------------------------------------------------------------------------------
+
+    def _run_block(self, forward: Forward, name: str, is_first: bool, is_last: bool, *args: Any, **kwargs: Any) -> Any:
+        hidden = hidden_states((args, kwargs))
+        if hidden is None:
+            raise _Over
+        if is_first and not self._is_second:
+            self._batch, self._length = hidden.shape[:2]
+        if self._is_second:
+            self._is_spread = True
+            change = partial(self._cut_argument, hidden if is_first else None, hidden)
+            args, kwargs = mapped((args, kwargs), change)
+        outputs = forward(*args, **kwargs)
+        self._met(name, hidden_states(outputs))
+        if is_last and self._is_second:
+            if self._gathers:
+                raise _Over
+            self._rest.enter_context(TokenViews(len(self._held), self._length))
+        return outputs
+
+    def _cut_argument(self, first: torch.Tensor | None, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        if x is hidden:
+            return self._cut(x, 1) if first is not None else x
+        dim = sequence_dim(x, self._length, self._batch) if self._word == "cp" else None
+        return x if dim is None else self._cut(x, dim)
+
+    def _run_layer(self, forward: Forward, name: str, kind: str, *args: Any, **kwargs: Any) -> Any:
+        """Under sp: into a layer that is cut by columns come all tokens, and what one that is cut by rows gives is
+        shared out again; torch's attention and experts do both."""
+        key = f"{name} out"
+        if not self._is_second:
+            outputs = forward(*args, **kwargs)
+            if kind != "row":
+                self._met(name, _first(args, kwargs))
+            self._seen[key].append(outputs)
+            return outputs
+        if kind != "row":
+            self._met(name, _first(args, kwargs))
+        outputs = self._next(key)
+        return outputs if kind == "column" else tree_map(self._piece, outputs)
+
+    def _run_heads(self, forward: Forward, name: str, *args: Any, **kwargs: Any) -> Any:
+        """Under sp an attention is shown the shape of all tokens (see Region.stand_in)."""
+        given = _first(args, kwargs)
+        if not self._is_second:
+            self._seen[f"{name} given"].append(given)
+        elif given is not None:
+            whole = self._next(f"{name} given")
+            self._compare(name, given, self._piece(whole))
+            args, kwargs = mapped((args, kwargs), lambda x: whole if x is given else x)
+        return forward(*args, **kwargs)
+
+    def _attend(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if not self._is_second:
+            outcome = self._attention(query, *args, **kwargs)
+            self._seen["attention"].append(outcome)
+            return outcome
+        outcome = self._next("attention")
+        return self._cut(outcome, -2) if self._is_spread and outcome.shape[-2] == self._length else outcome
+
+    # ---- held against the first run ----------------------------------------------------------------------------------
+
+    def _met(self, place: str, tensor: torch.Tensor | None) -> None:
+        """Notes a tensor in the first run; holds it against that in the second."""
+        if not self._is_second:
+            self._seen[place].append(tensor)
+            return
+        whole = self._next(place)
+        if tensor is not None and whole is not None:
+            self._compare(place, tensor, whole if tensor.shape == whole.shape else self._piece(whole))
+        self._last = place
+
+    def _next(self, place: str) -> Any:
+        turn = self._turn[place]
+        self._turn[place] += 1
+        if turn >= len(self._seen[place]):
+            raise _Over  # the model goes another way: nothing is shown
+        return self._seen[place][turn]
+
+    def _piece(self, whole: Any) -> Any:
+        """The held tokens of what was whole in the first run: (batch, tokens, ...), or all samples' tokens in a row."""
+        if not isinstance(whole, torch.Tensor) or whole.dim() < 2:
+            return whole
+        if tuple(whole.shape[:2]) == (self._batch, self._length):
+            return self._cut(whole, 1)
+        if whole.shape[0] == self._batch * self._length:
+            return self._cut(whole.unflatten(0, (self._batch, self._length)), 1).flatten(0, 1)
+        return whole
+
+    def _cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
+        return whole.index_select(dim, torch.tensor(self._held))
+
+    def compare_outputs(self, got: Any, expected: Any) -> None:
+        pairs = zip(tree_leaves(got), tree_leaves(expected), strict=False)
+        for mine, whole in pairs:
+            if isinstance(mine, torch.Tensor) and isinstance(whole, torch.Tensor) and mine.is_floating_point():
+                self._compare(_OUTPUT, mine, self._piece(whole))
+
+    def _compare(self, place: str, mine: torch.Tensor, expected: torch.Tensor) -> None:
+        if mine.shape != expected.shape or not torch.allclose(mine, expected, rtol=1e-6, atol=1e-9, equal_nan=True):
+            side = "" if place == _OUTPUT else "the input of " if self._is_entered(place) else "the output of "
+            raise self._refusal(f"to {side}{place} the model mixes tokens: some of them alone give other numbers")
+
+    def _is_entered(self, place: str) -> bool:
+        return f"{place} out" in self._seen or f"{place} given" in self._seen
+
+    def _refusal(self, what: str) -> UsageError:
+        means = {
+            "cp": "cp gives a rank some of the tokens, and only F.scaled_dot_product_attention sees the others",
+            "sp": "between the layers that tp cuts, sp gives a rank some of the tokens",
+        }[self._word]
+        mend = {"cp": "use cp=1", "sp": "leave sp out"}[self._word]
+        return UsageError(
+            f"on the way from {self._last or 'the first block'} {what}. {means}; expected no convolution, shift, sum, "
+            f"norm or softmax along the sequence there: {mend}"
+        )
+
+
+def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:
+    found = (
+        leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+    )
+    return next(found, None)
+
+
+def _line(error: Exception) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:200]

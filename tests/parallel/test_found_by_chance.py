@@ -1,0 +1,171 @@
+"""Cases that random models under random plans have shown: each was a wrong number, a wait or a raw error once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.ranks import RankPool
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.graph.trace import trace
+from unisono.parallel.sequence import require_sound_blocks
+from unisono.parallel.tensor import require_shareable
+from unisono.parallel.tokenwise import require_tokenwise
+from unisono.plan.plan import Plan
+from unisono.train.double import InDouble
+from unisono.train.on_mesh import OnMesh
+from unisono.train.task import Task
+from unisono.train.verify import verify_here
+
+Pools = Callable[[str, int], RankPool]
+Mix = Callable[[torch.Tensor], torch.Tensor]
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads, self.qkv, self.out = 2, nn.Linear(8, 24), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        q, k, v = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    def __init__(self, mix: Mix) -> None:
+        super().__init__()
+        self.attention, self.norm, self.mix = Attention(), nn.LayerNorm(8), mix
+        self.fc1, self.fc2 = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.norm(x))
+        return x + self.fc2(F.gelu(self.fc1(self.mix(x))))
+
+
+class Tower(nn.Module):
+    def __init__(self, mix: Mix, after: Mix) -> None:
+        super().__init__()
+        self.table, self.blocks, self.head = (
+            nn.Embedding(9, 8),
+            nn.ModuleList([Block(mix), Block(mix)]),
+            nn.Linear(8, 9),
+        )
+        self.after = after
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.table(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.after(x))
+
+
+def apart(x: torch.Tensor) -> torch.Tensor:
+    return x.tanh()
+
+
+MIXES: dict[str, Mix] = {
+    "shift": lambda x: x + x.roll(1, 1),
+    "causal shift": lambda x: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1),
+    "mean": lambda x: x - x.mean(1, keepdim=True),
+    "softmax": lambda x: x.softmax(1),
+    "norm over tokens": lambda x: F.group_norm(x, 1, x.new_ones(6), x.new_zeros(6)),
+}
+RULES = {
+    "*.attention": "heads:heads", "*.qkv": "column:qkv", "*.out": "row", "*.fc1": "column", "*.fc2": "row"
+}  # fmt: skip
+TOKENS = torch.arange(24).view(4, 6) % 9
+
+
+def refusal(mix: Mix, after: Mix, word: str) -> str:
+    torch.manual_seed(0)
+    model = Tower(mix, after)
+    styles = None
+    if word == "sp":
+        styles = require_shareable(model, 2, RULES)
+        require_sound_blocks(model, styles)
+    try:
+        require_tokenwise(model, (TOKENS, TOKENS), word, styles)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("name", MIXES)
+def test_tokens_that_are_mixed_are_found(name: str) -> None:
+    assert "blocks.0" in refusal(MIXES[name], apart, "cp") or "first block" in refusal(MIXES[name], apart, "cp")
+    assert "sp gives a rank some of the tokens" in refusal(MIXES[name], apart, "sp")
+    assert "from blocks.1" in refusal(apart, MIXES[name], "cp")
+    assert refusal(apart, MIXES[name], "sp") == ""  # tokens are together again there
+
+
+@pytest.mark.parametrize("word", ["cp", "sp"])
+def test_tokens_that_are_apart_are_let_pass(word: str) -> None:
+    assert refusal(apart, apart, word) == ""
+
+
+def test_buffers_keep_their_new_values_where_projections_are_unpacked() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    found = trace(model, (torch.randn(6, 4), torch.randn(6, 4)), F.mse_loss, unpacked=True)
+    assert set(found.changed.values()) <= {node.name for node in found.graph.nodes}
+
+
+def test_a_constant_in_float32_does_not_keep_a_proof_in_float64_from_tracing() -> None:
+    weight = torch.tensor([1.0, 2.0, 3.0])
+    with InDouble(torch.float64):
+        batch = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
+        assert trace(nn.Linear(3, 3), batch, lambda o, y: F.cross_entropy(o, y, weight.to(o.dtype))).ops
+
+
+# ---- among ranks ----------------------------------------------------------------------------------------------------
+
+
+def vectors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 6, generator=generator), torch.randint(4, (4,), generator=generator)
+
+
+def by_place(parameters: Any) -> torch.optim.Optimizer:
+    first, *rest = parameters
+    return torch.optim.SGD([{"params": [first], "lr": 1.0}, {"params": rest}], lr=0.1)
+
+
+def by_dims(parameters: Any) -> torch.optim.Optimizer:
+    big, small = ([p for p in parameters if (p.ndim > 1) is is_big] for is_big in (True, False))
+    return torch.optim.AdamW([{"params": big, "weight_decay": 0.3}, {"params": small, "weight_decay": 0.0}], lr=0.01)
+
+
+def deep() -> nn.Module:
+    return nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 6), nn.Linear(6, 4))
+
+
+def outcomes(comm: Communicator) -> list[str]:
+    """What comes of each case; "" where it is equivalent."""
+
+    def came(model: Callable[[], nn.Module], optimizer: Any, plan: Plan | OnMesh) -> str:
+        try:
+            verdict = verify_here(comm, Task(model, F.cross_entropy, optimizer, vectors), plan, 2)
+        except UsageError as error:
+            return str(error)
+        return "" if verdict.equivalent else str(verdict)
+
+    pipeline = Plan.parse("pp=2,microbatches=2")
+    bare = [nn.Tanh, nn.Sigmoid]
+    return [
+        came(lambda: nn.Sequential(*(kind() for kind in bare), nn.Linear(6, 4)), by_dims, pipeline),
+        came(deep, by_place, pipeline),
+        came(deep, by_dims, pipeline),
+        came(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), by_dims, OnMesh.parse("mp=2,unpack")),
+    ]
+
+
+def test_no_rank_waits_and_no_group_depends_on_the_stage(pools: Pools) -> None:
+    for bare, placed, plain, unpacked in pools("gloo", 2).run(outcomes):
+        assert "has no parameters" in bare
+        assert "by its place in the list" in placed
+        assert plain == unpacked == ""
