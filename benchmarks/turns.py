@@ -1,11 +1,11 @@
-"""What it brings that a rank and gloo's threads take turns (src/unisono/launch/turns.py).
+"""What it brings that gloo's threads wait for their turn (src/unisono/launch/turns.py).
 
-    python benchmarks/turns.py [--task gpt-deep] [--plans "dp=2;tp=2;cp=2"] [--rounds 8]
+    python benchmarks/turns.py [--task gpt-deep] [--plans "dp=2;tp=2;cp=2"] [--rounds 8] [--others 0]
 
 Two ranks on this machine, gloo, one thread each, with the tasks of benchmarks/planner.py. In every round each plan does
-its steps twice: with all threads of the rank under Linux's default policy, and under the one for batch work that
-`uni.init` chooses. A time is the median of the steps, each as long as its slower rank; a ratio below 1 says that taking
-turns is quicker.
+its steps twice: with all threads of the rank under Linux's default policy, and with gloo's under the one for batch
+work, as `uni.init` leaves them. `--others` programs that never rest run beside the ranks. A time is the median of the
+steps, each as long as its slower rank; a ratio below 1 says that waiting for turns is quicker.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import os
 import statistics
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -22,20 +23,22 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 import unisono as uni
+from unisono.launch import turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from planner import TASKS
 
 RANKS = 2
 COUNTED = 2  # steps of a turn, after one that does not count
-POLICIES = {"default": os.SCHED_OTHER, "turns": os.SCHED_BATCH}
+POLICIES = ("default", "turns")
 Times = dict[tuple[str, str], list[float]]  # by plan and policy
 
 
-def _put_under(policy: int) -> None:
-    """All threads of this process."""
+def _put_under(policy: str) -> None:
     for thread in os.listdir("/proc/self/task"):
-        os.sched_setscheduler(int(thread), policy, os.sched_param(0))
+        os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
+    if policy == "turns":
+        turns.let_gloo_give_way()
 
 
 def race(name: str, plans: list[str], rounds: int) -> Times:
@@ -52,15 +55,14 @@ def race(name: str, plans: list[str], rounds: int) -> Times:
     times: Times = {(plan, policy): [] for plan in plans for policy in POLICIES}
     for _ in range(rounds):
         for plan, trainer in trainers.items():
-            for policy, number in POLICIES.items():
-                _put_under(number)
+            for policy in POLICIES:
+                _put_under(policy)
                 trainer.step(batch)
                 for _ in range(COUNTED):
                     comm.barrier()
                     start = time.perf_counter()
                     trainer.step(batch)
                     times[plan, policy].append(time.perf_counter() - start)
-    _put_under(os.SCHED_BATCH)
     uni.shutdown()
     return times
 
@@ -70,13 +72,19 @@ def main() -> int:
     parser.add_argument("--task", default="gpt-deep", choices=list(TASKS))
     parser.add_argument("--plans", default="dp=2;dp=2,zero=2;dp=2,zero=3;tp=2;tp=2,sp;cp=2;cp=2,context=ulysses")
     parser.add_argument("--rounds", type=int, default=8)
+    parser.add_argument("--others", type=int, default=0)
     chosen = parser.parse_args()
     plans = chosen.plans.split(";")
-    ranks = uni.spawn(race, RANKS, "gloo", (chosen.task, plans, chosen.rounds))
+    others = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(chosen.others)]
+    try:
+        ranks = uni.spawn(race, RANKS, "gloo", (chosen.task, plans, chosen.rounds))
+    finally:
+        for other in others:
+            other.kill()
     for plan in plans:
         slower = {policy: list(map(max, *(rank[plan, policy] for rank in ranks))) for policy in POLICIES}
         medians = {policy: statistics.median(steps) for policy, steps in slower.items()}
-        ratios = [turns / default for default, turns in zip(slower["default"], slower["turns"], strict=True)]
+        ratios = [quicker / default for default, quicker in zip(slower["default"], slower["turns"], strict=True)]
         low, middle, high = statistics.quantiles(ratios, n=4)
         told = ", ".join(f"{policy} {1e3 * seconds:.1f} ms" for policy, seconds in medians.items())
         print(f"{chosen.task} {plan}: {told}, ratio {middle:.3f} ({low:.3f} to {high:.3f})")

@@ -38,34 +38,35 @@ def test_results_by_rank() -> None:
     assert [(rank, value.tolist()) for rank, value in results] == [(rank, [6.0, 6.0]) for rank in range(3)]
 
 
-def policies() -> set[int]:
-    """Of all threads."""
-    found = set()
-    for thread in os.listdir("/proc/self/task"):
-        with contextlib.suppress(ProcessLookupError):  # it may have ended since it was listed
-            found.add(os.sched_getscheduler(int(thread)))
+def policies(of: str = "") -> list[int]:
+    """Of the threads of that name, or of all."""
+    found = []
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it may have ended since it was listed
+            if of in (thread / "comm").read_text():
+                found.append(os.sched_getscheduler(int(thread.name)))
     return found
 
 
-def test_a_rank_and_its_threads_of_gloos_do_not_interrupt_each_other() -> None:
-    own = os.sched_getscheduler(0)
+def test_gloos_threads_do_not_interrupt_their_rank() -> None:
+    def body() -> tuple[list[int], bool, list[int]]:
+        before = os.sched_getscheduler(0)
+        comm = uni.init()
+        world, is_as_before = policies("gloo_tcp_loop"), os.sched_getscheduler(0) == before
+        comm.subgroup([0, 1]).barrier()
+        return world, is_as_before, policies("gloo_tcp_loop")
 
-    def body() -> tuple[set[int], bool]:
-        before = os.sched_getscheduler(0)  # the parent's, unless they share cores
-        uni.init()
-        within = policies()
-        uni.shutdown()
-        return within, os.sched_getscheduler(0) == before
-
-    assert uni.spawn(body, 2) == [({os.SCHED_BATCH}, True)] * 2
-    assert os.sched_getscheduler(0) == own
+    for world, is_as_before, with_group in uni.spawn(body, 2):
+        assert is_as_before
+        assert set(world) == {os.SCHED_BATCH}
+        assert set(with_group) == {os.SCHED_BATCH}
 
 
 def test_ranks_that_share_cores_do_not_interrupt_each_other() -> None:
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(cores)})
     try:
-        assert uni.spawn(policies, 2) == [{os.SCHED_BATCH}] * 2
+        assert [set(found) for found in uni.spawn(policies, 2)] == [{os.SCHED_BATCH}] * 2
     finally:
         os.sched_setaffinity(0, cores)
 

@@ -20,6 +20,7 @@ from unisono.comm.objects import Objects
 from unisono.comm.operation import Finish, Outcome
 from unisono.comm.watch import MARGIN, Watch
 from unisono.errors import MessageError, UsageError
+from unisono.launch import turns
 
 
 @contextlib.contextmanager
@@ -282,6 +283,8 @@ class Communicator(Objects):
         with _group_named(name):
             patience = timedelta(seconds=self._watch.timeout + MARGIN)
             group = dist.new_group(world_ranks, patience, use_local_synchronization=True)
+        if self.backend != "mpi":
+            turns.let_gloo_give_way()
         if self.backend == "gloo":  # a member that ended now would close lines that another is still connecting
             group.barrier().wait()
         here = [rank for rank in world_ranks if self._hosts[rank] == self.host]

@@ -30,7 +30,6 @@ _world: Communicator | None = None
 _watch: Watch | None = None
 _meeting: Meeting | None = None
 _torch_calls: TorchCalls | None = None
-_gives_way = False  # since this world was joined
 
 
 def init(
@@ -104,7 +103,6 @@ def _seconds(timeout: float | timedelta | None) -> float:
 
 def _join(meeting: Meeting, name: str, seconds: float) -> None:
     """Make torch's default process group."""
-    global _gives_way
     torch_name = name
     if name == "nccl":
         torch.cuda.set_device((meeting.seat.local_rank or 0) % torch.cuda.device_count())
@@ -114,8 +112,6 @@ def _join(meeting: Meeting, name: str, seconds: float) -> None:
 
         mpi.register()
         torch_name = mpi.BACKEND
-    if name != "mpi" and meeting.seat.size > 1:
-        _gives_way = turns.give_way()  # before gloo starts its threads
     dist.init_process_group(
         torch_name,
         store=dist.PrefixStore("unisono/torch", meeting.store),
@@ -123,6 +119,8 @@ def _join(meeting: Meeting, name: str, seconds: float) -> None:
         world_size=meeting.seat.size,
         timeout=timedelta(seconds=seconds + MARGIN),
     )
+    if name != "mpi":
+        turns.let_gloo_give_way()
     meeting.store.add(_JOINED, 1)
 
 
@@ -136,7 +134,7 @@ def _await_joins(meeting: Meeting) -> None:
 
 def shutdown() -> None:
     """Leave the world; `init` may then be called again."""
-    global _world, _watch, _meeting, _torch_calls, _gives_way
+    global _world, _watch, _meeting, _torch_calls
     if _world is None:
         return
     if _torch_calls is not None:
@@ -148,9 +146,6 @@ def shutdown() -> None:
     dist.destroy_process_group()
     _meeting.close()
     _world = _watch = _meeting = _torch_calls = None
-    if _gives_way:
-        turns.take_back()
-        _gives_way = False
 
 
 def is_initialized() -> bool:
