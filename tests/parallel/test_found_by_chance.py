@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -169,3 +170,45 @@ def test_no_rank_waits_and_no_group_depends_on_the_stage(pools: Pools) -> None:
         assert "has no parameters" in bare
         assert "by its place in the list" in placed
         assert plain == unpacked == ""
+
+
+class Encoder(nn.Module):
+    def __init__(self, needs_weights: bool) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(9, 8), nn.Linear(8, 9)
+        layers = [nn.TransformerEncoderLayer(8, 2, 16, dropout=0.3, batch_first=True) for _ in range(2)]
+        self.blocks = nn.ModuleList([Weighing() for _ in range(2)] if needs_weights else layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.table(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Weighing(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(8, 2, dropout=0.3, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.attention(x, x, x, need_weights=True)[0]
+
+
+def check_dropped_weights(comm: Communicator) -> None:
+    def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = torch.Generator().manual_seed(seed)
+        return torch.randint(9, (3, 5), generator=drawn), torch.randint(9, (3, 5), generator=drawn)
+
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    for needs_weights in (False, True):
+        for plan in ("tp=2", "tp=2,sp"):
+            task = Task(partial(Encoder, needs_weights), loss, partial(torch.optim.SGD, lr=0.1), batch)
+            verdict = verify_here(comm, task, Plan.parse(plan), 2)
+            assert verdict.equivalent, (needs_weights, plan, str(verdict.parting))
+
+
+def test_torchs_attention_drops_the_same_weights_whoever_has_them(pools: Pools) -> None:
+    pools("gloo", 2).run(check_dropped_weights)

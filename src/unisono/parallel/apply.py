@@ -246,6 +246,7 @@ def applied(
     expert_parallelize(model, mesh)
     if plan.tp > 1:
         tensor_parallelize(model, mesh, rules, sequence=plan.sequence)
+        random.name_modules(model)  # those that took the place of others, too: attention draws what it drops
     context = context_parallelize(model, mesh, plan.context) if plan.cp > 1 else None
     if context is not None and example is not None:
         context.expect(*example)
