@@ -170,7 +170,7 @@ def test_ops_reach_a_share_of_their_rates_in_a_step() -> None:
 
 
 def test_a_ring_costs_its_hops_and_its_visits() -> None:
-    """Keys and values make P - 1 hops forward and again backward, their gradients P, to come home."""
+    """Keys and values make P - 1 hops forward and again backward, and as many what others add to their gradients."""
     job = portrait(layers=4, width=1024, batch=8)
     still = replace(H100, asynchronous=False, op_overhead=0.0)
     curve = ((1.0, 1e-3), (1e12, 1e-3))
@@ -178,9 +178,9 @@ def test_a_ring_costs_its_hops_and_its_visits() -> None:
         timed = replace(still, intra_node=replace(still.intra_node, ranks=ranks, measured=(("exchange", curve),)))
         plan = Plan(cp=ranks)
         search = Search(job, ranks, timed)
-        assert search.judged(plan).duration.tensor == pytest.approx(4 * (3 * ranks - 2) * 1e-3)
+        assert search.judged(plan).duration.tensor == pytest.approx(4 * 3 * (ranks - 1) * 1e-3)
         called = Search(job, ranks, replace(timed, op_overhead=1e-6)).judged(plan).duration
-        assert called.compute - search.judged(plan).duration.compute > 4 * ranks * 2 * 20e-6
+        assert called.compute - search.judged(plan).duration.compute >= 4 * ranks * 60e-6
 
 
 def test_products_of_few_rows_take_as_long_as_their_weights_do() -> None:

@@ -31,6 +31,7 @@ from unisono.parallel.share import rows_between, rows_of
 from unisono.parallel.views import TokenViews
 
 _SMALL = 5 * 10**7  # parameters of a model that is tried
+_SMALL_HOLLOW = 2 * 10**6  # of one that is not built, since no rank is to have more than its own
 _SHORT = 4096  # elements of a sample
 _SAMPLES = 2
 _OUTPUT = "the model's output"
@@ -48,7 +49,9 @@ def require_tokenwise(model: nn.Module, example: tuple[Any, Any], word: str, sty
     samples = rows_between(inputs, 0, min(_SAMPLES, rows_of(inputs)))
     size = max((leaf.numel() // _SAMPLES for leaf in tree_leaves(samples) if isinstance(leaf, torch.Tensor)), default=0)
     real = None
-    if size <= _SHORT and sum(map(torch.numel, model.parameters())) <= _SMALL:
+    is_hollow = any(parameter.is_meta for parameter in model.parameters())
+    limit = _SMALL_HOLLOW if is_hollow else _SMALL
+    if size <= _SHORT and sum(map(torch.numel, model.parameters())) <= limit:
         real = realised_copy(model)
     if real is None:
         return
