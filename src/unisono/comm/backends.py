@@ -7,6 +7,7 @@ answer is the same on all of them: see `carry`.
 from __future__ import annotations
 
 import importlib.util
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -88,9 +89,14 @@ class Carriage:
         return self.fold_into_first([pieces[0].clone(), *pieces[1:]])
 
     def fold_into_first(self, pieces: list[torch.Tensor]) -> torch.Tensor:
-        for piece in pieces[1:]:
-            _FOLDS[self.reduction.wire_op](pieces[0], piece, out=pieces[0])
-        return pieces[0]
+        return folded(pieces, self.reduction.wire_op)
+
+
+def folded(pieces: Sequence[torch.Tensor], op: str) -> torch.Tensor:
+    """The pieces reduced to one, in their order, which takes the place of the first."""
+    for piece in pieces[1:]:
+        _FOLDS[op](pieces[0], piece, out=pieces[0])
+    return pieces[0]
 
 
 @cache

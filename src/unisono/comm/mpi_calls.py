@@ -15,6 +15,7 @@ import torch
 from mpi4py import MPI
 
 from unisono.comm import labels, mpi_buffer, mpi_fold
+from unisono.comm.backends import folded
 from unisono.comm.mpi_buffer import (
     OPS,
     carrier,
@@ -381,7 +382,7 @@ def _parts(wire: torch.Tensor, rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _folding(reduction: Reduction, parts: torch.Tensor, out: torch.Tensor) -> Callable[[], None]:
     def finish() -> None:
-        reduction.from_wire(mpi_fold.fold(parts, reduction.wire_op), out, len(parts))
+        reduction.from_wire(folded(parts.unbind(), reduction.wire_op), out, len(parts))
 
     return finish
 

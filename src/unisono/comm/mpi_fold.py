@@ -6,8 +6,6 @@ folds them, all in the order of ranks: every rank gets the same bits. Imports mp
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from mpi4py import MPI
 
@@ -16,15 +14,6 @@ from unisono.comm.mpi_buffer import cuda_aware
 _FEW = 4  # ranks up to which everybody may get everybody's numbers; a reduction in MPI moves each of them twice at most
 _ROOM = 2**30  # bytes that may lie beside the tensors
 _everywhere = False
-_PAIRS: dict[str, Callable[..., torch.Tensor]] = {
-    "sum": torch.add,
-    "product": torch.mul,
-    "min": torch.minimum,
-    "max": torch.maximum,
-    "band": torch.bitwise_and,
-    "bor": torch.bitwise_or,
-    "bxor": torch.bitwise_xor,
-}
 
 
 def agree(world: MPI.Intracomm) -> None:
@@ -37,11 +26,3 @@ def agree(world: MPI.Intracomm) -> None:
 def pays(wire: torch.Tensor, ranks: int) -> bool:
     """Whether to fold what `ranks` ranks have of this. The same on all, where all have it on a GPU or none has."""
     return _everywhere and wire.is_cuda and ranks <= _FEW and ranks * wire.nbytes <= _ROOM
-
-
-def fold(parts: torch.Tensor, op: str) -> torch.Tensor:
-    """The rows of `parts` reduced to one, which takes the place of the first."""
-    whole, *others = parts.unbind()
-    for other in others:
-        _PAIRS[op](whole, other, out=whole)
-    return whole

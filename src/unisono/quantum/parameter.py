@@ -146,7 +146,7 @@ def vector(kind: str, given: Any, needed: int) -> NDArray[np.float64]:
         if numbers.dtype.kind in "cSU":
             raise ValueError(f"numbers of type {numbers.dtype}")
         numbers = numbers.astype(np.float64)  # a copy: what is given may change later
-    except (TypeError, ValueError, RuntimeError, OverflowError, NotImplementedError) as error:
+    except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise UsageError(f"{kind}: expected a vector of {needed} real numbers ({error})") from None
     if numbers.ndim != 1:
         raise UsageError(f"{kind} of shape {numbers.shape}: expected a vector of {needed} numbers")
