@@ -79,6 +79,22 @@ def test_a_rank_is_like_a_process_of_its_own(tmp_path: Path) -> None:
         }
 
 
+def test_ranks_that_share_a_host_have_one_thread_each(tmp_path: Path) -> None:
+    """... in libraries too that go by what they found when the process was loaded that ranks are forked from."""
+    write_script(
+        tmp_path,
+        "import os, torch\n"
+        "before = os.listdir('/proc/self/task')\n"
+        "torch.nn.functional.linear(torch.ones(256, 512), torch.ones(512, 512), torch.ones(512))\n"
+        "print(set(os.listdir('/proc/self/task')) - set(before), torch.get_num_threads())\n",
+    )
+    for wanted, threads in (("", 1), ("2", 2)):
+        run = Run(["run", "-n", "2", "script.py"], tmp_path, {"OMP_NUM_THREADS": wanted}, anew=True).finish()
+        assert [line.split()[-1] for line in run.stdout.splitlines()] == [str(threads)] * 2, run.stderr
+        if threads == 1:
+            assert run.stdout.count("set()") == 2
+
+
 def test_modules_and_python_words(tmp_path: Path) -> None:
     package = tmp_path / "pack"
     package.mkdir()

@@ -72,21 +72,25 @@ def test_ranks_that_share_cores_do_not_interrupt_each_other() -> None:
 
 
 def test_after_torch_has_computed_with_threads_here(tmp_path: Path) -> None:
-    """In a process with several threads, as tests have one. A rank would wait for threads that the fork left behind."""
+    """In a process with several threads, as tests have one. A rank would wait for threads that the fork left behind, or
+    make some of its own, though it shares the machine with others."""
     script = write_script(
         tmp_path,
-        "import torch\n"
+        "import os, torch\n"
         "import unisono as uni\n"
+        "def rank():\n"
+        "    before = os.listdir('/proc/self/task')\n"
+        "    return work(), set(os.listdir('/proc/self/task')) - set(before)\n"
         "def work():\n"
         "    weight = torch.ones(512, 512)\n"
         "    return float(torch.nn.functional.linear(torch.ones(256, 512), weight, torch.ones(512)).sum())\n"
         "if __name__ == '__main__':\n"
         "    assert work() == work()\n"
-        "    print(uni.spawn(work, 2, timeout=60))\n",
+        "    print(uni.spawn(rank, 2, timeout=60))\n",
     )
     variables = os.environ | {"OMP_NUM_THREADS": "2"}
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=90, env=variables)
-    assert (done.returncode, done.stdout) == (0, f"{[256.0 * 512 * 513] * 2}\n"), done.stderr
+    assert (done.returncode, done.stdout) == (0, f"{[(256.0 * 512 * 513, set())] * 2}\n"), done.stderr
 
 
 def test_ranks_have_what_was_open_here_and_not_spawns_store() -> None:

@@ -172,6 +172,7 @@ def _outlast_others(wire: Wire) -> None:
 
 
 def _conduct(share: Share, crew: Crew, reporter: Reporter, door: socket.socket | None, lifeline: Lifeline) -> None:
+    _limit_threads(share)
     from unisono.launch import elastic
 
     share = _with_interface(share)
@@ -182,6 +183,14 @@ def _conduct(share: Share, crew: Crew, reporter: Reporter, door: socket.socket |
     agent.take_time = lifeline.take_time
     lifeline.on_stop = lambda signum: setattr(agent, "stop_signal", signum)
     agent.run()
+
+
+def _limit_threads(share: Share) -> None:
+    """Tell OpenMP, which reads it when torch is loaded: Arm's library, in torch's oneDNN, keeps to the number that it
+    finds then, whatever number of threads a forked rank is given."""
+    wanted = share.environment.get("OMP_NUM_THREADS", os.environ.get("OMP_NUM_THREADS"))
+    if wanted or share.count > 1:
+        os.environ["OMP_NUM_THREADS"] = wanted or "1"
 
 
 def _with_interface(share: Share) -> Share:

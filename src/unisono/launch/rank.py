@@ -101,8 +101,8 @@ def _line_stream(fd: int, errors: str) -> io.TextIOWrapper:
 
 def _limit_threads() -> None:
     """Ranks share the cores of a node: one thread each, as with torchrun, unless the user says otherwise."""
-    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1:
-        os.environ.setdefault("OMP_NUM_THREADS", "1")
+    if int(os.environ.get("LOCAL_WORLD_SIZE", "1")) > 1 and not os.environ.get("OMP_NUM_THREADS"):
+        os.environ["OMP_NUM_THREADS"] = "1"
     wanted = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
     torch = sys.modules.get("torch")
     if torch is not None and wanted.isdigit() and int(wanted) > 0:

@@ -17,7 +17,7 @@ from unisono.launch.console import Console
 from unisono.launch.crew import Crew
 from unisono.launch.hosts import LOCAL, Host, Placement
 from unisono.launch.job import CALL, Job, Program
-from unisono.launch.openmp import release_threads
+from unisono.launch.openmp import release_threads, stay_alone
 from unisono.launch.watch import Interrupted
 
 _BACKENDS = (None, "gloo", "nccl", "mpi")
@@ -92,6 +92,7 @@ def _over_fork(
             console.write(number, stream, data.decode("utf-8", "surrogateescape"))
 
     def body(result_fd: int | None) -> int:
+        stay_alone()
         atexit._clear()  # what this process does at its end is not the ranks' to do
         return rank.perform(lambda: rank.answer(fn(*args), result_fd))
 
