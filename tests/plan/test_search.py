@@ -196,3 +196,14 @@ def test_products_of_few_rows_take_as_long_as_their_weights_do() -> None:
     slow = [replace(each, flops={"bfloat16": 1e9}) for each in (hidden, shown)]
     alike = [Search(job, 1, each).judged(Plan()).duration.compute for each in slow]
     assert alike[1] == pytest.approx(alike[0], rel=0.05)
+
+
+def test_halves_of_a_backward_cost_each_layer_a_start() -> None:
+    """... on all stages but the first, whose inputs nobody waits for; whole backwards have none of it."""
+    job = portrait(layers=4, width=1024, batch=8)
+    quick = replace(H100, asynchronous=False)
+    slow = replace(quick, split_overhead=10.0)
+    for schedule, layers in (("1f1b", 0), ("zb1p", 2 * 2 + 1)):  # of the last stage: two blocks, and the head
+        plan = Plan(pp=2, microbatches=4, schedule=schedule, boundaries=(0, 2))
+        one, other = (Search(job, 2, each).judged(plan, played=True).duration.total for each in (quick, slow))
+        assert other - one == pytest.approx(4 * layers * 10.0, abs=0.1)

@@ -65,6 +65,7 @@ class Hardware:
     curves: dict[str, Curve] = field(default_factory=dict)  # as `matmul` and `attention`, for a dtype: matmul_float32
     step_overhead: float = 0.0  # seconds that a step takes beside its ops
     microbatch_overhead: float = 0.0  # seconds that each further microbatch, or each of a stage, takes beside its ops
+    split_overhead: float = 0.0  # seconds that a layer takes more where a pipeline runs its backward in halves
     overlap: float = 1.0  # share of a gradient's travel that can hide behind the backward
     margin: float = 0.05  # share of the memory that allocators cannot use: fragments and context
     flash: bool = True  # whether attention keeps no matrix of queries by keys
@@ -181,6 +182,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
         "parameter_overhead",
         "step_overhead",
         "microbatch_overhead",
+        "split_overhead",
         "overlap",
         "margin",
         "flash",
@@ -239,6 +241,7 @@ class _Reader:
             curves={key: self._curve(efficiency, key) for key in efficiency if key.endswith("_float32")},
             step_overhead=self._number("device", device, "step_overhead", 0.0),
             microbatch_overhead=self._number("device", device, "microbatch_overhead", 0.0),
+            split_overhead=self._number("device", device, "split_overhead", 0.0),
             overlap=self._share("device", device, "overlap", 1.0),
             margin=self._share("device", device, "margin", 0.05),
             flash=self._flag("device", device, "flash", True),

@@ -272,6 +272,7 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         *_of_host(figures),
         f"step_overhead = {figures.get('step', 0.0):.3g}",
         f"microbatch_overhead = {figures.get('microbatch', 0.0):.3g}",
+        f"split_overhead = {figures.get('split', 0.0):.3g}",
         f"optimizer_rate = {figures['optimizer']:.4g}",
         *([] if is_gpu else [f"looped_optimizer_rate = {figures['looped']:.4g}"]),
         f"overlap = {0.8 if is_gpu else 0.0}  # on CPUs messages take the time of the cores that compute",

@@ -38,9 +38,9 @@ class Roofline:
 
     def op(self, work: Work, segment: Segment, setting: Setting) -> OpTime:
         overhead = self.hardware.op_overhead * work.calls
-        timed = self._on_device(work, segment, setting, 0.0 if self.hardware.asynchronous else overhead)
-        if self.hardware.together < 1:
-            timed = OpTime(*(seconds / self.hardware.together for seconds in timed))
+        share = self.hardware.together
+        beside = 0.0 if self.hardware.asynchronous else overhead * share  # which is in the end what it is
+        timed = OpTime(*(seconds / share for seconds in self._on_device(work, segment, setting, beside)))
         if not self.hardware.asynchronous:
             return timed
         if work.kind == "view":

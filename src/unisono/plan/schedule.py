@@ -81,6 +81,7 @@ _RECIPES: dict[str, _Recipe] = {
     "zbv": _Recipe(zbv, backward=("I", "W"), default_chunks=2, turns=True),
 }
 NAMES: tuple[str, ...] = tuple(_RECIPES)
+SPLIT = tuple(name for name, recipe in _RECIPES.items() if "W" in recipe.backward)  # whose backwards run in halves
 _OTHER_NAMES = {"gpipe": "f-then-b", "zb-h1": "zb1p", "pipedream-flush": "1f1b", "vpp": "interleaved"}
 
 

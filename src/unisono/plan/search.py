@@ -25,6 +25,7 @@ from unisono.plan.hardware import Hardware
 from unisono.plan.memory import Footprint, MemoryModel
 from unisono.plan.plan import Plan
 from unisono.plan.portrait import Portrait, Segment
+from unisono.plan.schedule import SPLIT
 from unisono.plan.stages import Stages, placement_of
 from unisono.plan.time import Duration, TimeModel
 
@@ -120,7 +121,7 @@ class Search:
         ends = self.time.pace(self.portrait.before, plan).both + self.time.pace(self.portrait.after, plan).both
         blocks = sum(self.time.pace(block, plan).both * count for block, count in self._kinds)
         each = (ends + blocks) / plan.pp
-        waits = 0.0 if plan.schedule in ("zb1p", "zbv") else (plan.pp - 1) / _chunks(plan)
+        waits = 0.0 if plan.schedule in SPLIT else (plan.pp - 1) / _chunks(plan)
         return (plan.microbatches + waits) * each
 
     @cached_property
@@ -261,7 +262,7 @@ class Search:
             if self.portrait.blocks and self.portrait.recomputes
             else ["none"]
         )
-        if plan.schedule in ("zb1p", "zbv"):  # a backward that computes again is not done in halves, nor that of ZeRO 3
+        if plan.schedule in SPLIT:  # a backward that computes again is not done in halves, nor that of ZeRO 3
             zeros, again = zeros[:3], [each for each in again if each != "full"]
         smallest = plan.but(zero=zeros[-1], recompute=again[-1])
         needs = self._needs(smallest)

@@ -22,7 +22,7 @@ from unisono.plan.memory import BUCKET, MemoryModel, State
 from unisono.plan.plan import REPLICAS, Plan
 from unisono.plan.portrait import Portrait, Segment
 from unisono.plan.roofline import Roofline
-from unisono.plan.schedule import schedule
+from unisono.plan.schedule import SPLIT, schedule
 from unisono.plan.setting import Setting, hidden_bytes
 from unisono.plan.stages import Stages
 from unisono.plan.timeline import Costs, timeline
@@ -220,7 +220,7 @@ class TimeModel:
             total = Pace(around / 2, around / 2 + self._sending(plan))
             if self.hardware.asynchronous:
                 total = Pace(launch_forward=around / 2, launch_backward=around / 2 + self._sending(plan))
-            total = total.plus(Pace(weights=self._adding(plan, counted)))
+            total = total.plus(Pace(weights=self._adding(plan, counted))).plus(self._halving(plan, counted))
             for segment, count in counted:
                 total = total.plus(self.pace(segment, plan).times(count))
             made.append(total.launched())
@@ -241,6 +241,15 @@ class TimeModel:
             return 0.0
         size = sum(segment.numel * count for segment, count in counted) * self.portrait.gradient_itemsize / plan.tp
         return 3 * size / self._bandwidth * (1 - 1 / plan.microbatches)
+
+    def _halving(self, plan: Plan, counted: tuple[tuple[Segment, int], ...]) -> Pace:
+        """Autograd is started anew for each layer's weights where the schedule tells the halves of a backward apart.
+        The first stage waits for no one's inputs, and stays whole."""
+        if plan.pp == 1 or plan.schedule not in SPLIT or any(segment is self.portrait.before for segment, _ in counted):
+            return Pace()
+        layers = sum(count * sum(len(w.shape) > 1 for w in segment.weights) for segment, count in counted)
+        taken = self.hardware.split_overhead * layers
+        return Pace(launch_backward=taken) if self.hardware.asynchronous else Pace(weights=taken)
 
     def _buckets(self, plan: Plan) -> float:
         """Messages that the gradients of all stages travel in."""

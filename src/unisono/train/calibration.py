@@ -1,14 +1,17 @@
-"""How much of their own rates ops reach in a training step.
+"""How ops do in a training step: what each takes beside its work, and how much of their own rates they reach.
 
-`plan.measure` times ops by themselves, over and over, on memory that caches hold. In a step they come one after another
-and find the caches cold and memory new. So two small models, one with many rows and one with wide layers, are trained
-for some steps as a plan says, and what computing takes in them is held against what the planner foresees from the ops.
+`plan.measure` times ops by themselves, over and over, on memory and code that caches hold. In a step they come one
+after another, from modules, and find the caches cold and memory new. So models are trained for some steps as a plan
+says, and what computing takes in them is held against what the planner foresees from the ops: first one with next to
+nothing to compute, with few layers and with more, which tells what an op takes beside its work; then two with work to
+do, one with many rows and one with wide layers.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -20,6 +23,7 @@ from unisono.launch.spawn import spawn
 from unisono.parallel.apply import parallelize
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import Plan
+from unisono.plan.time import Duration
 from unisono.train.planning import Planner
 from unisono.train.task import Task
 
@@ -35,6 +39,7 @@ class Size(NamedTuple):
     rows: int  # samples on a rank
 
 
+LITTLE = (Size(16, 2, 2, 4, 1), Size(16, 2, 10, 4, 1))
 SIZES = (Size(96, 3, 4, 96, 8), Size(320, 5, 3, 48, 1))
 
 
@@ -82,16 +87,48 @@ def task(size: Size, ranks: int) -> Task:
     return Task(lambda: _Model(size), loss, lambda parameters: torch.optim.AdamW(parameters), batch)
 
 
-def together(hardware: Hardware, ranks: int, backend: str | None) -> float:
-    """The share, for `[efficiency] together`; `hardware` has been measured with so many ranks, without it."""
+class Calibration(NamedTuple):
+    overhead: float  # `[device] op_overhead`
+    together: float  # `[efficiency] together`
+
+
+def calibrated(hardware: Hardware, ranks: int, backend: str | None) -> Calibration:
+    """`hardware` has been measured with so many ranks, op by op."""
     taken = spawn(_trained, ranks, backend, (ranks,))
-    plan = Plan(dp=ranks)
+    measured = [_quiet([each[number] for each in taken]) for number in range(len(LITTLE + SIZES))]
+    overhead = _overhead(hardware, ranks, measured[: len(LITTLE)])
+    known = replace(hardware, op_overhead=overhead)
+    return Calibration(overhead, _together(known, ranks, measured[len(LITTLE) :]))
+
+
+def _quiet(of_ranks: list[list[float]]) -> float:
+    """Seconds of a step, which is as long as its slowest rank; what else the machine does only adds to them."""
+    steps = sorted(max(step) for step in zip(*of_ranks, strict=True))
+    return steps[len(steps) // 4]
+
+
+def _foreseen(hardware: Hardware, size: Size, ranks: int) -> Duration:
+    return Planner(task(size, ranks), hardware).search(ranks).judged(Plan(dp=ranks), played=True).duration
+
+
+def _overhead(hardware: Hardware, ranks: int, measured: list[float]) -> float:
+    """Layers differ in what ops take beside their work, times their number: a straight line, of which two points are
+    foreseen."""
+
+    def layers(overhead: float) -> float:
+        few, more = (_foreseen(replace(hardware, op_overhead=overhead), size, ranks).total for size in LITTLE)
+        return more - few
+
+    work, with_ops = layers(0.0), layers(hardware.op_overhead)
+    share = (measured[1] - measured[0] - work) / (with_ops - work)
+    return hardware.op_overhead * max(share, 1.0)
+
+
+def _together(hardware: Hardware, ranks: int, measured: list[float]) -> float:
     shares = []
-    for number, size in enumerate(SIZES):
-        foreseen = Planner(task(size, ranks), hardware).search(ranks).judged(plan, played=True).duration
-        steps = sorted(max(step) for step in zip(*(each[number] for each in taken), strict=True))
-        measured = steps[len(steps) // 4]  # what else the machine does only adds to them
-        computing = measured - (foreseen.total - foreseen.compute)
+    for size, step in zip(SIZES, measured, strict=True):
+        foreseen = _foreseen(hardware, size, ranks)
+        computing = step - (foreseen.total - foreseen.compute)
         shares.append(foreseen.compute / max(computing, foreseen.compute / 4))
     return min(math.prod(shares) ** (1 / len(shares)), 1.0)
 
@@ -101,7 +138,7 @@ def _trained(ranks: int) -> list[list[float]]:
     torch.set_num_threads(1)
     comm = world.init()
     try:
-        return [_steps(comm, size, ranks) for size in SIZES]
+        return [_steps(comm, size, ranks) for size in LITTLE + SIZES]
     finally:
         world.shutdown()
 

@@ -30,14 +30,14 @@ def measure(ranks: int = 2, backend: str | None = None) -> str:
     from unisono.launch.spawn import spawn
     from unisono.plan.hardware import Hardware
     from unisono.plan.measure import merged, written
-    from unisono.train.calibration import together
+    from unisono.train.calibration import calibrated
 
     is_gpu = torch.cuda.is_available()
     figures = merged(spawn(_on_rank, 1 if is_gpu else ranks, backend, (is_gpu,)))
     if not is_gpu:
         figures |= spawn(_host_overheads, 1, None, ())[0]
         alone = Hardware.parse(written(figures, ranks, is_gpu), "measured here")
-        figures["together"] = together(alone, ranks, backend)
+        figures |= calibrated(alone, ranks, backend)._asdict()
     return written(figures, ranks, is_gpu)
 
 
@@ -49,7 +49,7 @@ def _host_overheads() -> dict[str, Any]:
 
     torch.set_num_threads(1)
     found = overheads(torch.device("cpu"))
-    return {name: found[name] for name in ("gradient", "parameter")}
+    return {name: found[name] for name in ("gradient", "parameter", "split")}
 
 
 def _on_rank(is_gpu: bool) -> dict[str, Any]:

@@ -20,11 +20,14 @@ from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.parallel.apply import applied
 from unisono.parallel.conjugates import gather_to_use, reduce_to_piece
+from unisono.parallel.pipeline.backward import Arrival, Pass
+from unisono.parallel.pipeline.message import Form, TensorForm
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import AXES, Plan
 
 FEW, MANY = 8, 24  # layers
 _PARAMETERS = 6  # of a layer
+_MATRICES = 2  # of these
 # As `plan.roofline` counts: 5 ops forward, and backward 5, two more products, and six gradients.
 _LAUNCHES = 5 + 5 + 2 + _PARAMETERS
 _RANKS, _WIDTH = 8, 8
@@ -76,6 +79,7 @@ def overheads(device: torch.device, rounds: int = 15) -> dict[str, Any]:
         "message": clock.message(),
         "step": max(whole + ends, 0.0),
         "microbatch": max(microbatch, 0.0),
+        "split": max(clock.halved() - clock.halved(whole=True), 0.0) / (FEW * _MATRICES),
     }
 
 
@@ -104,6 +108,26 @@ class _Clock:
             model.zero_grad()
             start = self._now()
             model(x).sum().backward()
+            return (self._now() - start,)
+
+        return self._median(call)[0]
+
+    def halved(self, whole: bool = False) -> float:
+        """The backward of a pipeline's stage, in halves or whole."""
+        model = _model(FEW, self.device)
+        x = torch.ones(2, _WIDTH, device=self.device)
+        form = Form((TensorForm(tuple(x.shape), x.dtype, True),), ((0,),), 1, None)
+
+        def call() -> tuple[float]:
+            model.zero_grad()
+            arrival = Arrival([x], form)
+            one = Pass.of(arrival, [model(arrival.tensors[0])])
+            start = self._now()
+            if whole:
+                one.backward([x])
+            else:
+                one.backward_inputs([x])
+                one.backward_weights()
             return (self._now() - start,)
 
         return self._median(call)[0]

@@ -8,8 +8,9 @@ or the tensors handed on. Whole, the backward is autograd's own. In halves:
     W   runs each junction again on the gradient kept, this time only towards its weights.
 
 A weight that belongs to one junction gets its gradient there, once. One that belongs to several (a layer that is used
-twice) would be counted again on the way from one of its junctions to the next, so it is computed in I already; and
-roots from which no way leads to the Arrival are left to W as a whole. The sum is the whole gradient, exactly.
+twice) would be counted again on the way from one of its junctions to the next, so it is computed in I already. So are
+weights that are vectors only, a norm's say: their gradients are sums, quicker than a second run of autograd is to
+start. Roots from which no way leads to the Arrival are left to W as a whole. The sum is the whole gradient, exactly.
 """
 
 from __future__ import annotations
@@ -120,7 +121,7 @@ class Pass:
 
     def _to_arrival(self, node: Node, grads: list[torch.Tensor | None]) -> None:
         assert self.arrival is not None
-        leading, self._junctions, shared = _explore([root.node for root in self.roots], node)
+        leading, self._junctions, at_once = _explore([root.node for root in self.roots], node)
         for junction in self._junctions:
             junction.node.register_prehook(_keep(junction.grads))
         there: tuple[list[GradientEdge], list[torch.Tensor | None]] = ([], [])
@@ -129,7 +130,7 @@ class Pass:
             edges.append(root)
             given.append(grad)
         if there[0]:
-            torch.autograd.backward(*there, retain_graph=True, inputs=[self.arrival.anchor, *shared])
+            torch.autograd.backward(*there, retain_graph=True, inputs=[self.arrival.anchor, *at_once])
 
 
 def _keep(grads: list[torch.Tensor | None]) -> Callable[[tuple[Any, ...]], tuple[Any, ...] | None]:
@@ -148,7 +149,7 @@ def _keep(grads: list[torch.Tensor | None]) -> Callable[[tuple[Any, ...]], tuple
 
 
 def _explore(roots: Sequence[Node], arrival: Node) -> tuple[set[Node], list[_Junction], list[torch.Tensor]]:
-    """The nodes that lead to the arrival, the junctions among them, and the weights that several junctions share."""
+    """The nodes that lead to the arrival, the junctions among them, and the weights that are not left to these."""
     leading = {arrival}
     below: dict[Node, set[Node]] = {}  # of a node that does not lead there: the accumulators of weights it leads to
     users: dict[Node, list[Node]] = {}  # of an accumulator: the junctions
@@ -162,14 +163,17 @@ def _explore(roots: Sequence[Node], arrival: Node) -> tuple[set[Node], list[_Jun
         else:
             below[node] = {node} if hasattr(node, "variable") else aside
     junctions: dict[Node, _Junction] = {}
-    shared = []
+    at_once = []
     for accumulator, nodes in users.items():
         weight = accumulator.variable  # type: ignore[attr-defined]
         if len(nodes) > 1:
-            shared.append(weight)
+            at_once.append(weight)
         else:
             junctions.setdefault(nodes[0], _Junction(nodes[0])).weights.append(weight)
-    return leading, list(junctions.values()), shared
+    for junction in junctions.values():
+        if all(weight.ndim < 2 for weight in junction.weights):
+            at_once += junction.weights
+    return leading, [one for one in junctions.values() if any(weight.ndim > 1 for weight in one.weights)], at_once
 
 
 def _inputs_first(roots: Sequence[Node], stop: Node) -> list[Node]:
