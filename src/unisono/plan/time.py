@@ -235,12 +235,14 @@ class TimeModel:
         return (each + self._buckets(plan) * self.hardware.message_overhead) / plan.pp * often
 
     def _adding(self, plan: Plan, counted: tuple[tuple[Segment, int], ...]) -> float:
-        """What each microbatch takes, on average, to add its gradients to those of the ones before: two are read, one
-        is written. From its second stage on ZeRO keeps pieces only."""
+        """What each microbatch takes, on average, to add its gradients to those of the ones before: an op a parameter,
+        which reads two and writes one. From its second stage on ZeRO keeps pieces only."""
         if plan.microbatches == 1 or plan.zero >= 2:
             return 0.0
         size = sum(segment.numel * count for segment, count in counted) * self.portrait.gradient_itemsize / plan.tp
-        return 3 * size / self._bandwidth * (1 - 1 / plan.microbatches)
+        ops = 0 if self.hardware.asynchronous else sum(len(segment.weights) * count for segment, count in counted)
+        added = 3 * size / self._bandwidth + ops * self.hardware.op_overhead
+        return added * (1 - 1 / plan.microbatches)
 
     def _halving(self, plan: Plan, counted: tuple[tuple[Segment, int], ...]) -> Pace:
         """Autograd is started anew for each layer's weights where the schedule tells the halves of a backward apart.

@@ -1,16 +1,17 @@
 """How ops do in a training step: what each takes beside its work, and how much of their own rates they reach.
 
 `plan.measure` times ops by themselves, over and over, on memory and code that caches hold. In a step they come one
-after another, from modules, and find the caches cold and memory new. So models are trained for some steps as a plan
-says, and what computing takes in them is held against what the planner foresees from the ops: first one with next to
-nothing to compute, with few layers and with more, which tells what an op takes beside its work; then two with work to
-do, one with many rows and one with wide layers.
+after another, from modules, and find the caches cold and memory new. So models are trained for some steps, and what
+computing takes in them is held against what the planner foresees from the ops: first one with next to nothing to
+compute, in plain torch, with few layers and with more, which tells what an op takes beside its work; then two with work
+to do, as a plan says, one with many rows and one with wide layers.
 """
 
 from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -96,7 +97,7 @@ def calibrated(hardware: Hardware, ranks: int, backend: str | None) -> Calibrati
     """`hardware` has been measured with so many ranks, op by op."""
     taken = spawn(_trained, ranks, backend, (ranks,))
     measured = [_quiet([each[number] for each in taken]) for number in range(len(LITTLE + SIZES))]
-    overhead = _overhead(hardware, ranks, measured[: len(LITTLE)])
+    overhead = _overhead(hardware, measured[: len(LITTLE)])
     known = replace(hardware, op_overhead=overhead)
     return Calibration(overhead, _together(known, ranks, measured[len(LITTLE) :]))
 
@@ -107,16 +108,16 @@ def _quiet(of_ranks: list[list[float]]) -> float:
     return steps[len(steps) // 4]
 
 
-def _foreseen(hardware: Hardware, size: Size, ranks: int) -> Duration:
+def _foreseen(hardware: Hardware, size: Size, ranks: int = 1) -> Duration:
     return Planner(task(size, ranks), hardware).search(ranks).judged(Plan(dp=ranks), played=True).duration
 
 
-def _overhead(hardware: Hardware, ranks: int, measured: list[float]) -> float:
+def _overhead(hardware: Hardware, measured: list[float]) -> float:
     """Layers differ in what ops take beside their work, times their number: a straight line, of which two points are
     foreseen."""
 
     def layers(overhead: float) -> float:
-        few, more = (_foreseen(replace(hardware, op_overhead=overhead), size, ranks).total for size in LITTLE)
+        few, more = (_foreseen(replace(hardware, op_overhead=overhead), size).compute for size in LITTLE)
         return more - few
 
     work, with_ops = layers(0.0), layers(hardware.op_overhead)
@@ -138,7 +139,7 @@ def _trained(ranks: int) -> list[list[float]]:
     torch.set_num_threads(1)
     comm = world.init()
     try:
-        return [_steps(comm, size, ranks) for size in LITTLE + SIZES]
+        return [*(_plain_steps(comm, size) for size in LITTLE), *(_steps(comm, size, ranks) for size in SIZES)]
     finally:
         world.shutdown()
 
@@ -147,10 +148,27 @@ def _steps(comm: Any, size: Size, ranks: int) -> list[float]:
     job = task(size, ranks)
     given = job.batch(0)
     trainer = parallelize(job.model, Plan(dp=ranks), loss=job.loss, optimizer=job.optimizer, example=given)
+    return _timed(comm, lambda: trainer.step(given))
+
+
+def _plain_steps(comm: Any, size: Size) -> list[float]:
+    """Forwards and backwards on each rank by itself."""
+    job = task(size, 1)
+    inputs, targets = job.batch(0)
+    model = job.model()
+
+    def step() -> None:
+        model.zero_grad()
+        job.loss(model(inputs), targets).backward()
+
+    return _timed(comm, step)
+
+
+def _timed(comm: Any, step: Callable[[], object]) -> list[float]:
     taken = []
     for _ in range(_WARM_UP + _STEPS):
         comm.barrier()
         start = time.perf_counter()
-        trainer.step(given)
+        step()
         taken.append(time.perf_counter() - start)
     return taken[_WARM_UP:]
