@@ -149,6 +149,20 @@ class Stateful(torch.nn.Linear):
         pass
 
 
+def dropped_handle(comm: Communicator) -> None:
+    """What was begun is done, whether or not anybody waits for it."""
+    if comm.rank == 0:
+        for value in (1.0, 2.0):
+            comm.isend(torch.full((1 << 20,), value), 1)
+    elif comm.rank == 1:
+        time.sleep(0.1)
+        x = torch.zeros(1 << 20)
+        for value in (1.0, 2.0):
+            comm.recv(x, 0)
+            assert x.min() == x.max() == value
+    comm.barrier()
+
+
 def alarmed(signum: int, frame: object) -> None:
     raise RuntimeError("a worker has died")
 
@@ -177,6 +191,7 @@ def interrupted(comm: Communicator) -> None:
         refused_on_one_rank,
         patience,
         modules_that_differ_unseen,
+        dropped_handle,
         interrupted,
     ],
 )

@@ -206,6 +206,7 @@ def test_an_error_that_comes_up_while_another_is_told_is_told_with_it(tmp_path: 
         tmp_path,
         "import signal\n"
         "def handler(*_):\n"
+        "    signal.signal(signal.SIGUSR2, signal.SIG_IGN)\n"
         "    raise RuntimeError('a worker has died')\n"
         "class Lost(RuntimeError):\n"
         "    def __str__(self):\n"

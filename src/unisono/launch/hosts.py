@@ -119,8 +119,8 @@ def _require_new(host: Host, hosts: list[Host], where: str) -> None:
         if other.name == host.name:
             raise UsageError(f"{where}: host {host.name!r} is there twice; give it once with all its slots")
         if other.is_local and host.is_local:
-            one = f"{other.name!r} and {host.name!r} are the same host, this one"
-            raise UsageError(f"{where}: {one}; give it once with all its slots: {other.name}:{other.slots + host.slots}")
+            both = f"{other.name!r} and {host.name!r} are the same host, this one"
+            raise UsageError(f"{where}: {both}; give it once with all its slots ({other.slots + host.slots})")
 
 
 def _own_names() -> set[str]:
