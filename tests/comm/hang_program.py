@@ -86,10 +86,12 @@ def without_one(comm: uni.Communicator, odd: int) -> None:
         time.sleep(2.5)
     group.all_reduce(x)
     if group.rank == 0:
-        time.sleep(2.5)
+        time.sleep(2)
         group.send(x, 1)
     elif group.rank == 1:
         group.recv(x, 0)
+        time.sleep(2)
+    group.gather(x, root=0)  # the last rank is done with it, and leaves, long before the first
     print("gone on and well", flush=True)
 
 

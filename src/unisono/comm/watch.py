@@ -28,7 +28,7 @@ from unisono.comm import blackbox, hang
 from unisono.comm.blackbox import BlackBox
 from unisono.comm.check import Check
 from unisono.comm.comparison import Comparison, Difference
-from unisono.comm.departures import Departures
+from unisono.comm.departures import Departures, is_of_one_root
 from unisono.comm.log import Log, describe, frame_place
 from unisono.comm.origin import is_of_a_backend, origin_of
 from unisono.errors import CommError, HangError, MessageError, UnisonoError
@@ -173,7 +173,8 @@ class Watch:
 
     def _waits_for_one_that_left(self) -> bool:
         underway = _underway()
-        awaited = underway.ranks if underway is not None and "underway" in self._blocked else ()
+        is_awaited = underway is not None and "underway" in self._blocked and not is_of_one_root(underway.name)
+        awaited = underway.ranks if underway is not None and is_awaited else ()
         return self._departures.concern(self._logs, self._torch_frame(), awaited)
 
     def _blocked_for(self) -> float:
@@ -366,7 +367,7 @@ class Watch:
                 self._stop_job()
         else:
             with contextlib.suppress(RuntimeError):
-                self._departures.announce(words)
+                self._departures.announce(words, self._logs)
         self._discard_box()
 
     def _leave(self, words: str) -> Difference | None:
@@ -375,7 +376,7 @@ class Watch:
         with contextlib.suppress(RuntimeError):
             found = self._comparison.last_difference()
             if found is None:
-                self._departures.announce(words)
+                self._departures.announce(words, self._logs)
             return found
         return None
 
