@@ -107,6 +107,7 @@ class Watch:
             atexit.unregister(self._say_goodbye)
             found = self._leave("have left the world (uni.shutdown)")
             if found is not None:
+                self._discard_box()
                 raise HangError(self._sound_alarm(found.dispute, found.report))
             if self.box is not None:
                 self.box.close()
@@ -274,9 +275,7 @@ class Watch:
                     absent[rank] = told
                     missing.discard(rank)
             time.sleep(0.02)
-        absent |= {
-            rank: self._departures.fate(rank) or "do not answer (killed, or busy in native code)" for rank in missing
-        }
+        absent |= {rank: self._departures.fate(rank) or _NO_ANSWER for rank in missing}
         if if_past and not any(state.waiting == dispute for state in states.values()):
             return if_past
         return hang.report(states, absent, dispute)
