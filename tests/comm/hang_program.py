@@ -23,8 +23,23 @@ def main(scenario: str, timeout: float, odd: int, seat: Mapping[str, str] | None
     if scenario in ("crossed", "group"):
         in_groups(comm, scenario, odd)
         return
+    if scenario in ("brief", "brief shutdown"):
+        comm.all_reduce(torch.ones(1500) if comm.rank == odd else x)
+        if scenario == "brief shutdown":
+            uni.shutdown()
+        return
+    if scenario == "left early":
+        without_one(comm, odd)
+        return
+    if scenario == "split":
+        comm.split([[0, 1], [2, 3]] if comm.rank != odd else [[0, 1, 2], [3]])  # LINE: split
+        comm.barrier()
     if scenario.startswith("late") and comm.rank < 2:
         time.sleep(0.5)  # the other two differ, or one of them leaves, meanwhile
+    if scenario == "future" and comm.rank != odd:
+        torch.distributed.all_reduce(x, async_op=True).get_future().wait()  # LINE: future
+    if scenario == "long message" and comm.rank == 0:
+        comm.send(torch.ones(2048), odd)
     if comm.rank != odd:
         comm.all_reduce(x)  # LINE: all
         comm.barrier()
@@ -40,7 +55,10 @@ def main(scenario: str, timeout: float, odd: int, seat: Mapping[str, str] | None
     elif scenario in ("order", "late order"):
         comm.barrier()  # LINE: order
         comm.all_reduce(x)
-    elif scenario in ("exit", "late exit"):
+    elif scenario in ("exit", "late exit", "future"):
+        return
+    elif scenario == "shutdown":
+        uni.shutdown()
         return
     elif scenario == "sleep":
         time.sleep(1000)  # LINE: sleep
@@ -51,9 +69,30 @@ def main(scenario: str, timeout: float, odd: int, seat: Mapping[str, str] | None
         torch.distributed.broadcast(x, odd - 1)
     elif scenario == "torch shape":
         torch.distributed.all_reduce(torch.ones(512))  # LINE: torch shape
-    elif scenario == "receive":
+    elif scenario in ("receive", "long message"):
         comm.recv(x, 0)  # LINE: receive
     time.sleep(1000)
+
+
+def without_one(comm: uni.Communicator, odd: int) -> None:
+    """One rank has nothing more to do; the others go on without it, and wait for each other for longer than it takes to
+    give up one who waits for a rank that has gone."""
+    rest = [rank for rank in range(comm.size) if rank != odd]
+    group = comm.subgroup(rest) if comm.rank != odd else None
+    if group is None:
+        return
+    x = torch.ones(4)
+    if group.rank == 0:
+        time.sleep(2.5)
+    group.all_reduce(x)
+    if group.rank == 0:
+        time.sleep(2)
+        group.send(x, 1)
+    elif group.rank == 1:
+        group.recv(x, 0)
+        time.sleep(2)
+    group.gather(x, root=0)  # the last rank is done with it, and leaves, long before the first
+    print("gone on and well", flush=True)
 
 
 def in_groups(comm: uni.Communicator, scenario: str, odd: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import tempfile
 import time
@@ -36,3 +37,18 @@ def test_a_rank_of_another_job_leaves_the_box_of_one_that_has_just_died(
     assert another.path.exists()
     another.discard()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_of_a_rank_that_is_halted_that_is_told() -> None:
+    """It neither answers nor has died."""
+    asleep = subprocess.Popen(["sleep", "1000"])
+    try:
+        host, _, path = json.loads(blackbox.address_of())
+        address = json.dumps([host, asleep.pid, path])
+        assert blackbox.fate(address) == "do not answer (busy in native code)"
+        asleep.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, asleep.pid, os.WSTOPPED)
+        assert blackbox.fate(address) == "have been stopped (by SIGSTOP, or in a debugger)"
+    finally:
+        asleep.kill()
+        asleep.wait()

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -145,6 +149,39 @@ class Stateful(torch.nn.Linear):
         pass
 
 
+def dropped_handle(comm: Communicator) -> None:
+    """What was begun is done, whether or not anybody waits for it."""
+    if comm.rank == 0:
+        for value in (1.0, 2.0):
+            comm.isend(torch.full((1 << 20,), value), 1)
+    elif comm.rank == 1:
+        time.sleep(0.1)
+        x = torch.zeros(1 << 20)
+        for value in (1.0, 2.0):
+            comm.recv(x, 0)
+            assert x.min() == x.max() == value
+    comm.barrier()
+
+
+def alarmed(signum: int, frame: object) -> None:
+    raise RuntimeError("a worker has died")
+
+
+def interrupted(comm: Communicator) -> None:
+    """Python runs a handler of signals amid a collective: its error is no failure of the collective."""
+    before = signal.signal(signal.SIGUSR2, alarmed)
+    if comm.rank:
+        time.sleep(0.3)
+        if comm.rank == 1:
+            comm.send(torch.ones(4), 0)
+    else:
+        threading.Timer(0.1, os.kill, (os.getpid(), signal.SIGUSR2)).start()
+        with pytest.raises(RuntimeError, match="a worker has died") as caught:
+            comm.recv(torch.zeros(4), 1)
+        assert type(caught.value) is RuntimeError
+    signal.signal(signal.SIGUSR2, before)
+
+
 @pytest.mark.parametrize(
     "part",
     [
@@ -154,6 +191,8 @@ class Stateful(torch.nn.Linear):
         refused_on_one_rank,
         patience,
         modules_that_differ_unseen,
+        dropped_handle,
+        interrupted,
     ],
 )
 def test_what_careful_users_try(ranks4: RankPool, part: Callable[[Communicator], None]) -> None:
@@ -169,7 +208,7 @@ def short_messages(comm: Communicator) -> None:
         lambda place: comm.exchange(recvs=[(place, 0)]),
         lambda place: comm.exchange(recvs=[(place, 0)], async_op=True).wait(),
     ]
-    how_many = "3" if comm.backend == "mpi" or comm._labels._is_used else "fewer; --check tells how many"
+    how_many = "3" if comm.backend == "mpi" or comm._labels.is_used else "fewer; --check tells how many"
     for dtype in (torch.float32, torch.int16):
         for receive in receives:
             if comm.rank == 0:
@@ -201,10 +240,49 @@ def labelled_messages(comm: Communicator) -> None:
     comm._labels = unlabelled
 
 
+def messages_half_torch_s(comm: Communicator) -> None:
+    """torch.distributed takes what a Communicator sends, and the other way round: labels are left over, or missing."""
+    unlabelled, comm._labels = comm._labels, Labels(comm.group, True)
+    lengths = [3, 8, 1, 5]
+    places = [torch.zeros(length) for length in lengths]
+    for ours in (True, False):
+        if comm.rank == 0:
+            for length in lengths:
+                if ours:
+                    comm.send(torch.ones(length), 1)
+                else:
+                    torch.distributed.send(torch.ones(length), 1)
+            handles = [comm.isend(torch.ones(length), 1) for length in reversed(lengths)]
+            for handle in handles:
+                handle.wait()
+            comm.send(torch.ones(2), 1)
+        elif comm.rank == 1:
+            for place in places:
+                if ours:
+                    torch.distributed.recv(place, 0)
+                else:
+                    comm.recv(place, 0)
+            time.sleep(0.2)  # all labels that may come have come
+            handles = [comm.irecv(place, 0) for place in reversed(places)]
+            for handle in reversed(handles):
+                handle.wait()
+            assert [place.sum().item() for place in places] == lengths
+            with pytest.raises(MessageError, match=r"expected 7 elements .* sent 2$"):
+                comm.recv(torch.zeros(7), 0)
+    if comm.rank == 0:
+        torch.distributed.send(torch.ones(3), 1)
+    elif comm.rank == 1:
+        began = time.monotonic()
+        assert comm.recv(torch.zeros(3)) == 0
+        assert time.monotonic() - began < 1.5, "it waited for a label that never comes"
+    comm._labels = unlabelled
+
+
 def test_a_message_that_is_too_short(ranks4: RankPool) -> None:
     ranks4.run(short_messages)
     if ranks4.backend == "gloo":
         ranks4.run(labelled_messages)
+        ranks4.run(messages_half_torch_s)
 
 
 def long_message(comm: Communicator) -> None:

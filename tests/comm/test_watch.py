@@ -32,6 +32,7 @@ ALL = rf"ranks 0,1,2 wait in all_reduce #2 float32\[1024\] at {line('all')}"
 # The odd rank's words, where every backend must come to the same report.
 CERTAIN = {
     "exit": "rank 3 has exited",
+    "shutdown": r"rank 3 has left the world \(uni\.shutdown\)",
     "sleep": rf"rank 3 has not entered any collective since #1 and is at {line('sleep')}",
     "raise": rf"rank 3 has raised ValueError: bad sample 17 at {line('raise')} and exited",
     "receive": rf"rank 3 is in recv from rank 0 #1 float32\[1024\] at {line('receive')}",
@@ -46,8 +47,8 @@ CHECKED = {
 }
 
 
-WELL = ("crossed", "busy")  # scenarios in which nothing is wrong
-GONE = ("exit", "late exit", "raise", "shape")  # in which one rank ends as it likes
+WELL = ("crossed", "busy", "left early")  # scenarios in which nothing is wrong
+GONE = ("exit", "late exit", "raise", "shape", "shutdown", "long message")  # in which one rank ends as it likes
 
 
 def run(backend: str, scenario: str, folder: Path, timeout: float, odd: int = 3) -> str:
@@ -84,6 +85,20 @@ def test_a_hang_is_told_in_one_sentence(backend: str, scenario: str, tmp_path: P
     assert re.fullmatch(rf"{ALL}; {CERTAIN[scenario]}", report), output
 
 
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_ranks_may_go_on_without_one_that_has_left(backend: str, tmp_path: Path) -> None:
+    output = run(backend, "left early", tmp_path, timeout=20.0)
+    assert output.count("gone on and well") == 3, output
+    assert not reports(output), output
+
+
+def test_a_wait_in_native_code_for_a_rank_that_has_left_is_told_over_mpi(tmp_path: Path) -> None:
+    """As in the backward pass of DDP. Over gloo it fails by itself when the connection breaks."""
+    (report,) = reports(run("mpi", "future", tmp_path, timeout=600.0))
+    waits = rf"ranks 0,1,2 are at {line('future')} \(all_reduce float32\[1024\] is under way\)"
+    assert re.fullmatch(rf"{waits}; rank 3 has exited", report), report
+
+
 def test_ranks_on_their_way_when_another_loses_its_peer_are_told_where_they_come_to(tmp_path: Path) -> None:
     """gloo tells the first at once, when others may still be leaving the collective before."""
     (report,) = reports(run("gloo", "late exit", tmp_path, timeout=20.0))
@@ -99,6 +114,13 @@ def test_with_check_a_difference_is_told_at_once(
     output = run(backend, scenario, tmp_path, timeout=600.0)
     (report,) = reports(output)
     assert re.fullmatch(rf"{ALL}; {CHECKED[scenario]}", report), output
+
+
+def test_with_check_groups_that_differ_are_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(environment.CHECK, "1")
+    (report,) = reports(run("gloo", "split", tmp_path, timeout=600.0))
+    for lists in (r"\(\[\[0, 1\], \[2, 3\]\]\)", r"\(\[\[0, 1, 2\], \[3\]\]\)"):
+        assert re.search(rf"split{lists} #2 at {line('split')}", report), report
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])
@@ -168,6 +190,19 @@ def test_without_check_a_difference_that_mpi_lets_pass_is_told(tmp_path: Path) -
         rf"rank 3 has run all_reduce #2 float32\[1500\]{at['longer']}: their results are wrong",
         report,
     ), output
+
+
+@pytest.mark.parametrize("scenario", ["brief", "brief shutdown"])
+def test_a_difference_that_mpi_lets_pass_is_told_also_of_a_job_that_is_over_at_once(
+    scenario: str, tmp_path: Path
+) -> None:
+    (report,) = reports(run("mpi", scenario, tmp_path, timeout=600.0))
+    assert re.search(r"rank 3 has run all_reduce #2 float32\[1500\].*: their results are wrong", report), report
+
+
+def test_of_a_rank_that_a_long_message_has_killed_is_told_what_it_received(tmp_path: Path) -> None:
+    (report,) = reports(run("gloo", "long message", tmp_path, timeout=20.0))
+    assert re.search(rf"rank 3 has died; last began recv from rank 0 float32\[1024\] at {line('receive')}", report)
 
 
 def test_what_a_log_knows_of_quick_operations_is_numbered_right() -> None:

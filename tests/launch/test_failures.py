@@ -49,9 +49,9 @@ dist.all_reduce(torch.ones(1))
             137,
             "rank 2 was killed by SIGKILL (the kernel does this when memory runs out; see dmesg)\n",
         ),
-        ("code", 3, "rank 2 failed (exit code 3)\n"),
+        ("code", 3, "rank 2 failed (exit code 3):\nsys.exit(3) at script.py:17\n"),
         ("message", 1, "rank 2 failed (exit code 1):\nno data here\n"),
-        ("sudden", 9, "rank 2 failed (exit code 9)\n"),
+        ("sudden", 9, "rank 2 failed (exit code 9); it said nothing, as after os._exit or an exit in native code\n"),
     ],
 )
 def test_first_failure_alone(tmp_path: Path, how: str, code: int, said: str) -> None:
@@ -198,3 +198,25 @@ def test_restarts_run_out(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[0] == "restart 1 of 1: rank 1 failed (exit code 1): ValueError: attempt 0"
     assert done.stderr.splitlines()[-1] == "ValueError: attempt 1"
     assert done.stderr.count("Traceback") == 1
+
+
+def test_an_error_that_comes_up_while_another_is_told_is_told_with_it(tmp_path: Path) -> None:
+    """A DataLoader's handler of signals raises whenever one of its workers has died."""
+    write_script(
+        tmp_path,
+        "import signal\n"
+        "def handler(*_):\n"
+        "    signal.signal(signal.SIGUSR2, signal.SIG_IGN)\n"
+        "    raise RuntimeError('a worker has died')\n"
+        "class Lost(RuntimeError):\n"
+        "    def __str__(self):\n"
+        "        signal.raise_signal(signal.SIGUSR2)\n"
+        "        return 'never'\n"
+        "signal.signal(signal.SIGUSR2, handler)\n"
+        "raise Lost\n",
+    )
+    done = Run(["run", "-n", "1", "script.py"], tmp_path).finish()
+    assert done.returncode == 1
+    assert done.stderr.startswith("rank 0 failed (exit code 1):\nTraceback"), done.stderr
+    assert "raise Lost\n" in done.stderr
+    assert done.stderr.endswith("RuntimeError: a worker has died\n"), done.stderr

@@ -27,6 +27,7 @@ def test_list() -> None:
         ("a b:2", "no host name"),
         ("a;rm:2", "no host name"),
         ("a:1,a:2", "twice"),
+        ("a:1,localhost:1,127.0.0.1:2", "'localhost' and '127.0.0.1' are the same host, .* slots .3."),
         ("", "names no host"),
     ],
 )
@@ -41,6 +42,12 @@ def test_file_with_comments_and_blanks(tmp_path: Path) -> None:
     assert parse_file(path) == [Host("node0", 4), Host("node1", 2), Host("node2", 1), Host("fe80::1", 1)]
 
 
+def test_file_as_batch_systems_write_it_has_a_host_once_a_slot(tmp_path: Path) -> None:
+    path = tmp_path / "nodes"
+    path.write_text("node0\nnode0\nnode1\nnode0\nnode1\nnode2 slots=2\n")
+    assert parse_file(path) == [Host("node0", 3), Host("node1", 2), Host("node2", 2)]
+
+
 @pytest.mark.parametrize(
     ("text", "said"),
     [
@@ -48,6 +55,8 @@ def test_file_with_comments_and_blanks(tmp_path: Path) -> None:
         ("node0 4\n", r"hosts:1: cannot read 'node0 4'; a line is `node0 slots=4`"),
         ("\n# x\nnode0 slots=4 gpus=2\n", r"hosts:3: cannot read"),
         ("node0 slots=1\nnode0 slots=1\n", r"hosts:2: host 'node0' is there twice"),
+        ("node0 slots=2\nnode1\nnode0\n", r"hosts:3: host 'node0' is there twice"),
+        ("localhost\n::1\n", r"hosts:2: 'localhost' and '::1' are the same host"),
         ("node0 slots=\n", r"hosts:1: the slots of node0"),
         ("a\nnode0:4\n", r"hosts:2: cannot read 'node0:4'; in a hostfile that is `node0 slots=4`"),
         ("a;b slots=1\n", r"hosts:1: 'a;b' is no host name"),

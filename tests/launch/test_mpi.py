@@ -9,7 +9,7 @@ import pytest
 
 from tests.launch.harness import Run, write_script
 from unisono.errors import LaunchError, UsageError
-from unisono.launch import mpiexec
+from unisono.launch import failure, mpiexec
 
 pytest.importorskip("mpi4py")
 
@@ -67,7 +67,7 @@ def test_it_works(tmp_path: Path, variables: dict[str, str]) -> None:
             137,
             "rank 1 was killed by SIGKILL (the kernel does this when memory runs out; see dmesg)\n",
         ),
-        ("code", 3, "rank 1 failed (exit code 3)\n"),
+        ("code", 3, "rank 1 failed (exit code 3):\nsys.exit(3) at script.py:14\n"),
     ],
 )
 def test_first_failure_alone(tmp_path: Path, variables: dict[str, str], how: str, code: int, said: str) -> None:
@@ -105,7 +105,8 @@ def test_what_a_rank_sent_before_it_ended_arrives(tmp_path: Path, variables: dic
 
 
 def test_a_rank_that_ends_last_is_left_to_end(tmp_path: Path, variables: dict[str, str]) -> None:
-    """MPICH's mpiexec kills what is left when a process ends, also after MPI_Finalize: none may end before the last."""
+    """MPICH's mpiexec kills what is left when a process ends: none may end before the last. And as under mpiexec alone
+    MPI is finalized after what a process does at its end."""
     write_script(
         tmp_path,
         "import atexit, time\nfrom mpi4py import MPI\n"
@@ -113,7 +114,20 @@ def test_a_rank_that_ends_last_is_left_to_end(tmp_path: Path, variables: dict[st
         "    atexit.register(lambda: (time.sleep(0.7), print('finalized', MPI.Is_finalized(), flush=True)))\n",
     )
     done = Run(["run", "-n", "2", "--backend", "mpi", "script.py"], tmp_path, variables).finish()
-    assert (done.returncode, done.stdout, done.stderr) == (0, "[1] finalized True\n", "")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "[1] finalized False\n", "")
+
+
+def test_a_rank_that_ends_well_but_without_a_word_is_missed(tmp_path: Path) -> None:
+    """MPI has no connections that break. The timeout is half an hour."""
+    write_script(
+        tmp_path,
+        "import os, torch\nimport unisono as uni\ncomm = uni.init()\n"
+        "if comm.rank == 1: os._exit(0)\n"
+        "comm.all_reduce(torch.ones(4))\n",
+    )
+    done = Run(["run", "-n", "2", "--backend", "mpi", "script.py"], tmp_path).finish()
+    assert done.returncode == failure.HANG_CODE
+    assert done.stderr == "rank 0 waits in all_reduce #1 float32[4] at script.py:5; rank 1 has died\n"
 
 
 def test_which_mpiexec(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

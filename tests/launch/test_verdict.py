@@ -36,7 +36,8 @@ def test_words() -> None:
     told = "rank 3 failed on host node1 (exit code 1):\nTraceback\n  ...\nValueError: boom"
     assert verdict.tell(raised, "node1") == told
     assert verdict.in_one_line(raised, None) == "rank 3 failed (exit code 1): ValueError: boom"
-    assert verdict.tell(_failed(2, verdict.EXIT, 0, code=7), None) == "rank 2 failed (exit code 7)"
+    silent = "rank 2 failed (exit code 7); it said nothing, as after os._exit or an exit in native code"
+    assert verdict.tell(_failed(2, verdict.EXIT, 0, code=7), None) == silent
     killed = _failed(2, verdict.SIGNAL, 0, code=-signal.SIGKILL)
     assert verdict.tell(killed, None).startswith("rank 2 was killed by SIGKILL (")
     assert killed.exit_code == 137
@@ -56,3 +57,18 @@ def test_of_a_rank_that_aborted_is_told_what_it_and_the_others_began_last() -> N
     )
     assert "--check" in differ[2]
     assert len(verdict.tell(aborted, None, last).splitlines()) == 1  # nothing is known of the rank itself
+
+
+def test_that_collectives_differ_is_said_only_where_they_do_and_where_it_crashes_ranks() -> None:
+    last = dict.fromkeys((0, 1), "all_reduce #2 float32[1024] at a.py:7")
+
+    def told(signum: int, words: str) -> str:
+        return verdict.tell(_failed(2, verdict.SIGNAL, 0, code=-signum), None, {**last, 2: words})
+
+    assert "--check" in told(signal.SIGSEGV, "all_reduce #2 float32[512] at a.py:10")
+    assert "--check" not in told(signal.SIGKILL, "all_reduce #2 float32[512] at a.py:10")
+    assert "--check" not in told(signal.SIGSEGV, "all_reduce #1 float32[512] at a.py:6")  # it has not come so far
+    assert "--check" not in told(signal.SIGABRT, "barrier #2 at a.py:9 in the group of ranks 1,2")
+    received = told(signal.SIGABRT, "recv from rank 0 float32[16] at a.py:9").splitlines()
+    assert received[1].startswith("rank 2 last began recv from rank 0 float32[16] at a.py:9; ranks 0,1 last began")
+    assert received[2] == "(gloo ends a rank so that is sent more than the tensor holds in which it receives)"

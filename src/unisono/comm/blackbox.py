@@ -15,15 +15,20 @@ import socket
 import tempfile
 import time
 from pathlib import Path
-from types import CodeType
+from types import CodeType, FrameType
 
 import torch
 
-from unisono.comm.log import Log, described_call, place
+from unisono.comm.log import MESSAGES, Log, describe, described_call, frame_place, place
 from unisono.launch import failure
 
 _SIZE = 4096
 _PREFIX = "unisono-rank-"
+_DEAD = ("", "Z", "X")
+_STOPPED = ("T", "t")
+DIED = "have died"
+HALTED = "have been stopped"
+SILENT = (DIED, HALTED)  # of ranks that will not answer
 _MOURNED = 60.0  # seconds that a dead rank's box is left, once a rank of another job has come by
 
 
@@ -49,13 +54,22 @@ class BlackBox:
         if file is None:
             file = self._files[code] = place(code, 0)[:-2]
         what = described_call(op, detail, log.count + 1, tensor)
-        group = "" if log.group == "world" else f" in the group of ranks {','.join(map(str, log.ranks))}"
-        data = f"{what} at {file}:{line}{group}\n".encode()[-_SIZE:]
+        self._put(what, log, f"{file}:{line}")
+
+    def write_message(self, log: Log, op: str, tensor: torch.Tensor | None, frame: FrameType) -> None:
+        """Note that a message is about to be sent or expected."""
+        what = "" if tensor is None else f" {describe(tensor.shape, tensor.dtype)}"
+        self._put(f"{op}{what}", log, frame_place(frame))
+
+    def _put(self, what: str, log: Log, where: str) -> None:
+        is_world = log.group.removesuffix(MESSAGES) == "world"
+        group = "" if is_world else f" in the group of ranks {','.join(map(str, log.ranks))}"
+        data = f"{what} at {where}{group}\n".encode()[-_SIZE:]
         self._map[: len(data)] = data
 
     def address(self) -> str:
         """For other ranks of this host: where the box lies, and whose it is."""
-        return json.dumps([_host(), os.getpid(), str(self.path)])
+        return address_of(str(self.path))
 
     def close(self) -> None:
         """The world is left in order: what was begun has ended."""
@@ -68,14 +82,24 @@ class BlackBox:
             self.path.unlink(missing_ok=True)
 
 
+def address_of(path: str = "") -> str:
+    """For other ranks of this host: which process this is, and where its box lies, if it has one."""
+    return json.dumps([_host(), os.getpid(), path])
+
+
 def fate(address: str) -> str | None:
-    """What became of the rank whose box is there, as a report says it; None from another host."""
+    """What became of the rank that is there, as a report says it; None from another host."""
     host, pid, path = json.loads(address)
     if host != _host():
         return None
-    words = failure.read_last_words(Path(path))
+    words = failure.read_last_words(Path(path)) if path else ""
     last = f"; last began {words}" if words else ""
-    return f"{'do not answer (busy in native code)' if _is_alive(pid) else 'have died'}{last}"
+    state = _state(pid)
+    if state in _DEAD:
+        return f"{DIED}{last}"
+    if state in _STOPPED:
+        return f"{HALTED} (by SIGSTOP, or in a debugger){last}"
+    return f"do not answer (busy in native code){last}"
 
 
 def _clear_away_old() -> None:
@@ -93,11 +117,15 @@ def _clear_away_old() -> None:
 
 
 def _is_alive(pid: int) -> bool:
+    return _state(pid) not in _DEAD
+
+
+def _state(pid: int) -> str:
+    """The letter that the kernel has for what a process does; "" where there is none."""
     try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
-    return state not in ("Z", "X")
+        return ""
 
 
 def _host() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import zip_longest
@@ -13,9 +14,10 @@ from torch.distributed import distributed_c10d
 
 from unisono.comm import traffic
 from unisono.comm.backends import GLOO
+from unisono.comm.departures import ANY_SOURCE
 from unisono.comm.handle import Awaited, Handle
 from unisono.comm.labels import Labels, Message, Place, Received, require_tag
-from unisono.comm.log import describe
+from unisono.comm.log import MESSAGES, describe
 from unisono.comm.objects import Objects
 from unisono.comm.operation import Finish, Outcome
 from unisono.comm.watch import MARGIN, Watch
@@ -78,7 +80,7 @@ class Communicator(Objects):
         self._log = watch.new_log(name, self.ranks)
         watch.group_logs[group] = self._log
         self._children: dict[str, int] = {}
-        self._letters = watch.new_log(f"{name}/p2p", self.ranks)
+        self._letters = watch.new_log(name + MESSAGES, self.ranks)
         self._labels = Labels(group, watch.check is not None)
 
     def __repr__(self) -> str:
@@ -113,7 +115,8 @@ class Communicator(Objects):
         require_tag(tag)
         wire, finish = self._moving(tensor)
         place = Place(self._labels, tensor, wire) if self._is_mute(tensor) else None
-        self._letters.enter("recv from any rank", "", tensor, 2)
+        self._letters.enter(ANY_SOURCE, "", tensor, 2)
+        self._note_receipt(ANY_SOURCE, tensor, 2)
         try:
             sender = dist.get_group_rank(self.group, dist.recv(wire, group=self.group, tag=tag))
         except MessageError:
@@ -151,6 +154,7 @@ class Communicator(Objects):
             for tensor, source in recvs:
                 traffic.note_arrival(tensor, self.ranks[source])
         self._letters.enter(f"exchange with ranks {peers}", "", None, 2)
+        self._note_receipt(f"exchange with ranks {peers}", None, 2)
 
         def finish() -> list[torch.Tensor]:
             return [finish_one() for _, finish_one in receiving]
@@ -226,6 +230,7 @@ class Communicator(Objects):
         if traffic.counters:
             traffic.note_arrival(tensor, self.ranks[source])
         self._letters.enter(f"{op} from rank {source}", "", tensor, 3)
+        self._note_receipt(f"{op} from rank {source}", tensor, 3)
         try:
             place = Place(self._labels, tensor, wire) if is_mute else None
             if place is not None:
@@ -240,6 +245,11 @@ class Communicator(Objects):
         if work is not None:
             works.append(work if place is None else Received(work, place, source))
         return Handle(works, finish, waiter, is_mute=is_mute)
+
+    def _note_receipt(self, what: str, tensor: torch.Tensor | None, depth: int) -> None:
+        """In the black box: gloo ends a rank that is sent more than it expects."""
+        if self._watch.box is not None:
+            self._watch.box.write_message(self._letters, what, tensor, sys._getframe(depth))
 
     def _is_mute(self, *tensors: torch.Tensor) -> bool:
         """Whether messages of these tensors go over gloo, which does not tell that one has arrived."""
@@ -264,11 +274,14 @@ class Communicator(Objects):
         if len(set(members)) != len(members):
             twice = sorted({rank for rank in members if members.count(rank) > 1})
             raise UsageError(f"split: rank {twice[0]} is in two groups; groups of one split must not overlap")
-        mine = None
-        for group in groups:
-            if self.rank in group:
-                mine = self.subgroup(group)
-        return mine
+        if self._watch.check is not None:
+            self._log.enter("split", str([list(group) for group in groups]), None, 2)
+            try:
+                self._watch.check.agree(self._log)
+            finally:
+                self._log.left = self._log.entered
+        mine = next((group for group in groups if self.rank in group), None)
+        return None if mine is None else self._subgroup(mine, 3)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
         """The communicator of some ranks of this one, in their order here. All of them call it, and only they."""
@@ -278,15 +291,16 @@ class Communicator(Objects):
             self._require_rank("rank", rank)
         if self.rank not in ranks or len(set(ranks)) != len(ranks):
             raise UsageError(f"subgroup {list(ranks)}: expected different ranks, this rank ({self.rank}) among them")
+        return self._subgroup(ranks, 3)
+
+    def _subgroup(self, ranks: Sequence[int], depth: int) -> Communicator:
         world_ranks = sorted(self.ranks[rank] for rank in ranks)
         name = self._child_name(world_ranks)
-        with _group_named(name):
-            patience = timedelta(seconds=self._watch.timeout + MARGIN)
-            group = dist.new_group(world_ranks, patience, use_local_synchronization=True)
-        if self.backend != "mpi":
-            turns.let_gloo_give_way()
-        if self.backend == "gloo":  # a member that ended now would close lines that another is still connecting
-            group.barrier().wait()
+        self._letters.enter(f"the making of the group of ranks {','.join(map(str, sorted(ranks)))}", "", None, depth)
+        try:
+            group = self._new_group(name, world_ranks)
+        finally:
+            self._letters.left = self._letters.entered
         here = [rank for rank in world_ranks if self._hosts[rank] == self.host]
         return type(self)(
             group,
@@ -297,6 +311,16 @@ class Communicator(Objects):
             hosts=self._hosts,
             name=name,
         )
+
+    def _new_group(self, name: str, world_ranks: list[int]) -> dist.ProcessGroup:
+        with _group_named(name):
+            patience = timedelta(seconds=self._watch.timeout + MARGIN)
+            group: dist.ProcessGroup = dist.new_group(world_ranks, patience, use_local_synchronization=True)
+        if self.backend != "mpi":
+            turns.let_gloo_give_way()
+        if self.backend == "gloo":  # a member that ended now would close lines that another is still connecting
+            group.barrier().wait()
+        return group
 
     def _child_name(self, world_ranks: list[int]) -> str:
         """The same on all members, whichever other groups each of them has made."""

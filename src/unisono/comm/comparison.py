@@ -2,10 +2,10 @@
 
 Without `--check` a difference shows when a rank waits in vain or the backend fails. But a backend may let it pass: one
 rank's tensor is longer, and what is left over is lost. So once a second, at the same moment on all ranks, the watch of
-each rank leaves its last operations in the store and reads those of the rank before it in each group. Of operations of
-one number that both still know, the kind, the dtype and the number of elements must agree. The rank's own thread takes
-no part in it. Ranks that run thousands of operations a second may know none of one number at that moment; then the
-next moment tells.
+each rank leaves its last operations in the store and reads those of the rank before it in each group; and once more as
+it leaves the world. Of operations of one number that both still know, the kind, the dtype and the number of elements
+must agree. The rank's own thread takes no part in it until it leaves. Ranks that run thousands of operations a second
+may know none of one number at that moment; then the next moment tells.
 """
 
 from __future__ import annotations
@@ -80,20 +80,28 @@ class Comparison:
         if self.seconds_left:
             return None
         self._next = self._moment()
-        taken = [(log, recent(log)) for log in self._logs if log.count and not log.group.endswith("/p2p")]
+        return self._compare(neighbours=(-1,))
+
+    def last_difference(self) -> Difference | None:
+        """As this rank leaves. Of two neighbours the one that leaves later finds what the other has left."""
+        return self._compare(neighbours=(-1, 1))
+
+    def _compare(self, neighbours: Sequence[int]) -> Difference | None:
+        taken = [(log, recent(log)) for log in self._logs if log.count and not log.is_of_messages]
         for log, mine in taken:
             if self._left.get(log.group) != log.count:
                 self._left[log.group] = log.count
                 self._store.set(_key(log.group, self._rank), _packed(mine))
         for log, mine in taken:
-            number = self._first_difference(log, mine)
+            numbers = [self._first_difference(log, mine, step) for step in neighbours]
+            number = min((number for number in numbers if number is not None), default=None)
             if number is not None:
                 return Difference((log.group, number), self._report(log, mine, number))
         return None
 
-    def _first_difference(self, log: Log, mine: Recent) -> int | None:
-        before = log.ranks[log.ranks.index(self._rank) - 1]
-        theirs = self._read(log.group, before) if before != self._rank else {}
+    def _first_difference(self, log: Log, mine: Recent, step: int) -> int | None:
+        other = log.ranks[(log.ranks.index(self._rank) + step) % len(log.ranks)]
+        theirs = self._read(log.group, other) if other != self._rank else {}
         differing = [number for number in mine.keys() & theirs.keys() if mine[number].differs(theirs[number])]
         return min(differing, default=None)
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any, Protocol
 
 import torch
@@ -16,6 +18,35 @@ class Awaited(Protocol):
 
     def wait(self) -> Any: ...
     def is_completed(self) -> bool: ...
+
+
+class Leftovers:
+    """Messages whose handles were dropped before they were over: gloo would never send them.
+
+    A thread, started on first need, waits for them, one after the other. Those that it has not come to are kept.
+    """
+
+    def __init__(self) -> None:
+        self._arrivals: SimpleQueue[tuple[Sequence[Awaited], Finish]] = SimpleQueue()
+        self._unstarted = threading.Lock()
+
+    def take(self, works: Sequence[Awaited], finish: Finish) -> None:
+        # May run inside a garbage collection, in any thread: SimpleQueue allows that; no lock is waited for.
+        self._arrivals.put((works, finish))
+        if self._unstarted.acquire(blocking=False):
+            with contextlib.suppress(RuntimeError):  # the interpreter ends
+                threading.Thread(target=self._run, name="unisono-leftovers", daemon=True).start()
+
+    def _run(self) -> None:
+        while True:
+            works, finish = self._arrivals.get()
+            for work in works:
+                with contextlib.suppress(RuntimeError):  # nobody asks how it ended
+                    work.wait()
+            del works, finish
+
+
+_LEFTOVERS = Leftovers()
 
 
 class Handle:
@@ -53,6 +84,10 @@ class Handle:
                     self._wait()
                     self._complete()
         return self._result
+
+    def __del__(self) -> None:
+        if getattr(self, "_is_mute", False) and self._works and self._error is None:
+            _LEFTOVERS.take(self._works, self._finish)
 
     def is_completed(self) -> bool:
         if self._done or self._error is not None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from unisono.comm.log import Entry, Log
+from unisono.comm.log import MESSAGES, Entry, Log
 
 RECENT = 8  # operations of each group that a rank tells of
 
@@ -67,7 +67,7 @@ class State:
     @property
     def collective(self) -> tuple[str, int] | None:
         """The same, where ranks number it alike: messages between two are counted by each of them for itself."""
-        return self.waiting if self.waiting and not self.waiting[0].endswith("/p2p") else None
+        return self.waiting if self.waiting and not self.waiting[0].endswith(MESSAGES) else None
 
 
 Stuck = tuple[str, int, str, str]  # group, number, operation, tensor
@@ -154,11 +154,11 @@ def _idle(state: State, stuck: Stuck | None) -> str:
 
 def _of_group(state: State, name: str) -> str:
     """Which group it is, where that is not the world."""
-    name = name.removesuffix("/p2p")
+    name = name.removesuffix(MESSAGES)
     ranks = state.groups[name].ranks
     if name == "world":
         return ""
-    others = (other for other in state.groups if other != "world" and not other.endswith("/p2p"))
+    others = (other for other in state.groups if other != "world" and not other.endswith(MESSAGES))
     alike = [other for other in others if state.groups[other].ranks == ranks]
     which = f"group {alike.index(name) + 1}" if len(alike) > 1 else "the group"
     return f" in {which} of ranks {_numbers(ranks)}"

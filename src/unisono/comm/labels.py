@@ -1,18 +1,25 @@
 """Whether a message of gloo's has filled its place: gloo takes one that is too short for one that fits.
 
 A mark at the end of the place, random and eight bytes long, is still there when the message did not reach it. That
-costs a microsecond and is always done. It does not tell how much came, nor notices what is fewer than eight bytes
-short. So with `--check` a label travels before every message, under a tag of its own, and tells its length: one small
-message more, which nobody waits for. On the line between two ranks it goes first, so a message that is over has its
-label behind it; where there is none, the message was sent by torch.distributed itself, and nothing is known of it.
+costs a microsecond and is always done. It does not tell how much came, and of fewer than eight bytes it may be there
+by chance. So with `--check` a label travels before every message, under a tag of its own, and tells its length and a
+sum over its end: one small message more, which nobody waits for. On the line between two ranks it goes first, so a
+message that is over has its label behind it.
+
+A label is only asked when the mark, or the end of it, is still there; and believed when its sum fits what came. For
+torch.distributed sends messages that have no label, and takes messages whose label is then left over.
 """
 
 from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import time
+import zlib
 from collections import defaultdict, deque
+from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -21,10 +28,12 @@ from unisono.errors import MessageError, UsageError
 
 TAGS = 2**29  # of messages; their labels have those above
 _LENGTH = 8
-_MARK = os.urandom(_LENGTH)
+_MARK = os.urandom(_LENGTH - 1) + b"\xa7"  # few numbers that people send end like this
 _NONE = -1
 _SENT = 256  # labels to one rank that are kept
-_PATIENCE = 5.0  # seconds for the label of a message whose sender was not known before it came
+_PATIENCE = 0.5  # seconds for the label of a message that may be too short
+_SUM_BITS = 22  # of a label, below the length
+_SUMMED = 64  # bytes at the end of a message
 
 
 class Labels:
@@ -33,28 +42,87 @@ class Labels:
     def __init__(self, group: dist.ProcessGroup, is_used: bool) -> None:
         self._group = group
         # over several interfaces a message may overtake its label
-        self._is_used = is_used and "," not in os.environ.get("GLOO_SOCKET_IFNAME", "")
+        self.is_used = is_used and "," not in os.environ.get("GLOO_SOCKET_IFNAME", "")
         # gloo must not lose a label that is under way: those never taken by the receiver, or that never came
         self._sent: dict[int, deque[dist.Work]] = defaultdict(lambda: deque(maxlen=_SENT))
-        self._kept: list[tuple[torch.Tensor, dist.Work]] = []
+        self._lines: dict[tuple[int, int], Line] = {}
 
     def send(self, wire: torch.Tensor, to: int, tag: int) -> dist.Work | None:
         """To be called before the message itself is sent. What it returns must live until that is over."""
-        if not self._is_used:
+        if not self.is_used:
             return None
-        work = self._group.send([torch.tensor([wire.nbytes])], to, TAGS + tag)
+        work = self._group.send([torch.tensor([_label_of(wire.data_ptr(), wire.nbytes)])], to, TAGS + tag)
         self._sent[to].append(work)
         return work
 
-    def expect(self, source: int, tag: int) -> tuple[torch.Tensor, dist.Work] | None:
+    def expect(self, source: int, tag: int) -> Line | None:
         """To be called before the message itself is expected."""
-        if not self._is_used:
+        if not self.is_used:
             return None
-        told = torch.tensor([_NONE])
-        return told, self._group.recv([told], source, TAGS + tag)
+        line = self._lines.get((source, tag))
+        if line is None:
+            receive = partial(self._group.recv, srcRank=source, tag=TAGS + tag)
+            line = self._lines[source, tag] = Line(receive)
+        line.expect()
+        return line
 
-    def keep(self, label: tuple[torch.Tensor, dist.Work]) -> None:
-        self._kept.append(label)
+
+class Line:
+    """The labels from one rank under one tag, in the order in which they are sent."""
+
+    def __init__(self, receive: Callable[[list[torch.Tensor]], dist.Work]) -> None:
+        self._receive = receive
+        self._awaited: deque[tuple[torch.Tensor, dist.Work]] = deque()
+        self._came: deque[int] = deque()
+        self._messages = 0  # expected, and not known to be over
+        self._turn = threading.Lock()  # handles may be waited for in any thread
+
+    def expect(self) -> None:
+        """A message is about to be expected."""
+        with self._turn:
+            self._messages += 1
+            self._collect()
+            if len(self._awaited) < self._messages:  # else a message without a label has left one awaited
+                self._await_one()
+
+    def take(self, whole: Callable[[int], bool], part: Callable[[int], bool], patience: float = 0.0) -> int | None:
+        """A message is over: the label that fits the whole of it, at once; else, when no more labels have come for
+        `patience` seconds, the longest that fits a part of it, if there is one."""
+        deadline = time.monotonic() + patience
+        while True:
+            with self._turn:
+                if self._collect():
+                    deadline = time.monotonic() + patience
+                found = next(filter(whole, self._came), None)
+                is_late = time.monotonic() >= deadline
+                if found is None and is_late:
+                    found = max(filter(part, self._came), default=None)
+                if found is not None or is_late:
+                    self._drop(found)
+                    return found
+                if not self._awaited:  # those of messages that torch.distributed took stand before it
+                    self._await_one()
+            time.sleep(1e-4)
+
+    def _await_one(self) -> None:
+        told = torch.tensor([_NONE])
+        self._awaited.append((told, self._receive([told])))
+
+    def _collect(self) -> bool:
+        """Whether any has come."""
+        before = len(self._came)
+        while self._awaited and (label := int(self._awaited[0][0])) != _NONE:
+            self._awaited.popleft()
+            self._came.append(label)
+        return len(self._came) > before
+
+    def _drop(self, found: int | None) -> None:
+        """One for each message: a line that carries some without labels, or labels without theirs, does not grow."""
+        self._messages -= 1
+        if found is not None:
+            self._came.remove(found)
+        elif self._came:
+            self._came.popleft()
 
 
 class Place:
@@ -65,40 +133,70 @@ class Place:
         self._labels = labels
         self._tensor = tensor
         self._wire = wire
-        self._label: tuple[torch.Tensor, dist.Work] | None = None
-        nbytes = wire.nbytes
-        self._end = wire.data_ptr() + nbytes - _LENGTH if wire.is_cpu and nbytes >= _LENGTH else 0
-        if self._end:
-            ctypes.memmove(self._end, _MARK, _LENGTH)
+        self._line: Line | None = None
+        self._mark = _MARK[: wire.nbytes] if wire.is_cpu else b""
+        self._end = wire.data_ptr() + wire.nbytes - len(self._mark)
+        if self._mark:
+            ctypes.memmove(self._end, self._mark, len(self._mark))
 
     def expect_label(self, source: int, tag: int) -> None:
-        self._label = self._labels.expect(source, tag)
+        self._line = self._labels.expect(source, tag)
 
-    def check(self, source: int, patience: float = 0.0) -> None:
+    def check(self, source: int) -> None:
         """The message is there: MessageError where it has not filled the place."""
-        if self._label is not None:
-            length = self._told(patience)
-            if length not in (_NONE, self._wire.nbytes):
+        unwritten = self._unwritten()
+        if self._line is None:
+            if unwritten == _LENGTH:
+                raise self._too_short(source, "; --check tells how many")
+        elif not unwritten:
+            self._line.take(lambda _: True, lambda _: True)
+        else:
+            length = self._told_length(self._line, unwritten)
+            if length is not None and length < self._wire.nbytes:
                 raise not_as_long(self._tensor, length, source)
-        if self._end and ctypes.string_at(self._end, _LENGTH) == _MARK:
-            raise MessageError(
-                f"recv expected {self._tensor.numel()} elements ({self._tensor.dtype}), but rank {source} sent fewer; "
-                "--check tells how many"
-            )
+            if length is None and unwritten == _LENGTH:
+                raise self._too_short(source)
 
     def check_from(self, source: int, tag: int) -> None:
         """As `check`, of a message whose sender was not known before it came."""
         self.expect_label(source, tag)
-        self.check(source, _PATIENCE)
+        self.check(source)
 
-    def _told(self, patience: float) -> int:
-        assert self._label is not None
-        deadline = time.monotonic() + patience
-        while (length := int(self._label[0])) == _NONE and time.monotonic() < deadline:
-            time.sleep(1e-4)
-        if length == _NONE:
-            self._labels.keep(self._label)
-        return length
+    def _unwritten(self) -> int:
+        """How many bytes at the end are as in the mark."""
+        found = ctypes.string_at(self._end, len(self._mark))
+        count = 0
+        while count < len(found) and found[-1 - count] == self._mark[-1 - count]:
+            count += 1
+        return count
+
+    def _told_length(self, line: Line, unwritten: int) -> int | None:
+        """How long the message is by its label, which fits what came; None where there is none."""
+        nbytes = self._wire.nbytes
+
+        def is_whole(label: int) -> bool:
+            return label >> _SUM_BITS == nbytes and self._fits(label)
+
+        def is_part(label: int) -> bool:
+            missing = nbytes - (label >> _SUM_BITS)
+            return missing > 0 and (missing <= unwritten or unwritten == _LENGTH) and self._fits(label)
+
+        label = line.take(is_whole, is_part, _PATIENCE)
+        return None if label is None else label >> _SUM_BITS
+
+    def _fits(self, label: int) -> bool:
+        return _label_of(self._wire.data_ptr(), label >> _SUM_BITS) == label
+
+    def _too_short(self, source: int, hint: str = "") -> MessageError:
+        expected = f"recv expected {self._tensor.numel()} elements ({self._tensor.dtype})"
+        return MessageError(f"{expected}, but rank {source} sent fewer{hint}")
+
+
+def _label_of(start: int, nbytes: int) -> int:
+    """Of a message of so many bytes that lies there. One number, so that it comes all at once."""
+    summed = min(nbytes, _SUMMED)
+    end = zlib.crc32(ctypes.string_at(start + nbytes - summed, summed))
+    return nbytes << _SUM_BITS | end & (1 << _SUM_BITS) - 1
 
 
 class Message:

@@ -15,6 +15,7 @@ from types import CodeType, FrameType
 import torch
 
 LENGTH = 64
+MESSAGES = "/p2p"  # at the end of a group's name: its messages between two ranks
 UNEVEN = "uneven"  # in the detail of an operation: shapes may differ between ranks
 
 # number, operation, detail, shape, dtype, where it was called (code, instruction), how many quick ones came before
@@ -79,6 +80,11 @@ class Log:
         """The operation just entered was refused before another rank was asked: it does not count."""
         self.entered -= 1
         self.ring.pop()
+
+    @property
+    def is_of_messages(self) -> bool:
+        """Whether it is of messages between two ranks: each counts those for itself."""
+        return self.group.endswith(MESSAGES)
 
     @property
     def count(self) -> int:

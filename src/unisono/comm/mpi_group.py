@@ -111,7 +111,7 @@ class MPIProcessGroup(PromptCalls, ProcessGroup):
             raise failure(call.name, error) from error
         if opts is not None and not opts.asyncOp and self._coalescing is None and self._spin(call, requests):
             return _FINISHED
-        operation = Operation(call.name, requests, call.outputs, call.memory, call.finish, call.status)
+        operation = Operation(call.name, requests, call.outputs, call.memory, call.finish, call.status, comm)
         own_timeout = opts is not None and opts.timeout > timedelta(0)
         work = MPIWork(operation, opts.timeout if own_timeout else self._timeout)
         if self._coalescing is not None:

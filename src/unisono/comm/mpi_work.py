@@ -26,6 +26,8 @@ _PROGRESS_PATIENCE = 5e-3
 # After that, asking comes in bursts with sleep between them: one question a sleep would move 16 KiB each time.
 _CYCLE = 4e-4
 _BURST = 2e-4
+_BATCH = "a batch of calls"
+_MESSAGES = ("send", "recv", _BATCH)
 
 
 class Operation:
@@ -37,6 +39,8 @@ class Operation:
         "_lock",
         "_memory",
         "_requests",
+        "begun",
+        "comm",
         "done",
         "error",
         "name",
@@ -52,8 +56,11 @@ class Operation:
         memory: Sequence[torch.Tensor] | None,
         finish: Finish | None,
         status: MPI.Status,
+        comm: MPI.Intracomm | None = None,
     ) -> None:
         self.name = name
+        self.begun = time.monotonic()
+        self.comm = comm
         self.outputs = outputs
         self.status = status
         self.done = False
@@ -69,6 +76,14 @@ class Operation:
         """The GPUs whose memory MPI works on."""
         memory = self._memory or ()
         return {tensor.device for tensor in memory if tensor.is_cuda}
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        """The ranks of the world that take part in it; none where that is not known."""
+        try:
+            return MPI.Group.Translate_ranks(self.comm.group, None, MPI.COMM_WORLD.group) if self.comm else ()
+        except MPI.Exception:  # the group is no more
+            return ()
 
     def poll(self, block: bool = True) -> bool:
         """Let MPI move on. True once everything has completed and the outputs hold the result.
@@ -129,7 +144,7 @@ class JointOperation(Operation):
 
     def __init__(self, parts: Sequence[Operation]) -> None:
         outputs = [output for part in parts for output in part.outputs]
-        super().__init__("a batch of calls", [], outputs, None, None, MPI.Status())
+        super().__init__(_BATCH, [], outputs, None, None, MPI.Status())
         self._parts = parts
 
     def _requests_completed(self) -> bool:
@@ -248,6 +263,7 @@ class Progress:
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._devices: set[torch.device] = set()
+        self._pending: list[Operation] = []
         atexit.register(self.stop)
 
     def complete(self, operation: Operation) -> None:
@@ -256,6 +272,15 @@ class Progress:
         if self._thread is None and not self._stopping and self._unstarted.acquire(blocking=False):
             self._thread = threading.Thread(target=self._run, name="unisono-mpi-progress", daemon=True)
             self._thread.start()
+
+    def oldest(self) -> Operation | None:
+        """Of the collectives that nobody waits for here, the one that was begun first; any thread may ask.
+
+        torch waits for them in native code, in a backward pass above all, where nothing else shows it. A message may
+        lie about for as long as its receiver likes.
+        """
+        collectives = [each for each in self._pending if each.name not in _MESSAGES and not each.done]
+        return min(collectives, key=lambda each: each.begun, default=None)
 
     def stop(self) -> None:
         """End the thread, since MPI must not be called while it is being finalized."""
@@ -269,13 +294,13 @@ class Progress:
         quiet_since = 0.0
         while not self._stopping:
             arrived = self._arrived(block=not pending)
-            pending += arrived
+            self._pending = pending = pending + arrived
             still = [operation for operation in pending if not operation.poll(block=False)]
             if arrived or len(still) < len(pending):
                 quiet_since = time.monotonic()
             else:
                 _give_way(time.monotonic() - quiet_since, _PROGRESS_PATIENCE)
-            pending = still
+            self._pending = pending = still
 
     def _arrived(self, block: bool) -> list[Operation]:
         arrived: list[Operation] = []

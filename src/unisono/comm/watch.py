@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType, TracebackType
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -26,11 +27,16 @@ import torch.distributed as dist
 from unisono.comm import blackbox, hang
 from unisono.comm.blackbox import BlackBox
 from unisono.comm.check import Check
-from unisono.comm.comparison import Comparison
+from unisono.comm.comparison import Comparison, Difference
+from unisono.comm.departures import Departures, is_of_one_root
 from unisono.comm.log import Log, describe, frame_place
+from unisono.comm.origin import is_of_a_backend, origin_of
 from unisono.errors import CommError, HangError, MessageError, UnisonoError
 from unisono.launch import failure
 from unisono.launch.stack import frames_of
+
+if TYPE_CHECKING:
+    from unisono.comm.mpi_work import Operation  # imports mpi4py
 
 ANSWER_TIME = 5.0  # seconds that ranks get to tell their state
 MARGIN = 60.0  # seconds by which torch's own timeout comes later than the watch's, which can say more
@@ -43,6 +49,7 @@ _LIBRARIES = (
     sysconfig.get_paths()["stdlib"],
     "<frozen",
 )
+_NO_ANSWER = "do not answer (killed, or busy in native code)"
 _TORCH_COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 
 
@@ -58,6 +65,7 @@ class Watch:
         self.group_logs: dict[object, Log] = {}  # by process group
         self._logs: list[Log] = []
         self._comparison = Comparison(self._store, rank, size, self._logs)
+        self._departures = Departures(self._store, rank, size)
         self._blocked: dict[object, tuple[object, float]] = {}
         self._held: FrameType | None = None
         self._stopping = threading.Event()
@@ -82,7 +90,7 @@ class Watch:
         if self.size > 1:
             if backend == "gloo":  # the others never kill a process, and are too quick for it
                 self.box = BlackBox()
-                self._store.set(f"box/{self.rank}", self.box.address())
+            self._departures.give_address(self.box.address() if self.box else blackbox.address_of())
             self._thread = threading.Thread(target=self._keep_watch, name="unisono-watch", daemon=True)
             self._thread.start()
             atexit.register(self._say_goodbye)
@@ -91,15 +99,19 @@ class Watch:
                 faulthandler.enable()  # gloo aborts a rank that is sent more than it expects: show where it was
 
     def stop(self) -> None:
-        """End the watch of a world that is shut down in order."""
+        """End the watch of a world that is shut down in order. HangError where ranks turn out to have differed."""
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
+            atexit.unregister(self._say_goodbye)
+            found = self._leave("have left the world (uni.shutdown)")
+            if found is not None:
+                self._discard_box()
+                raise HangError(self._sound_alarm(found.dispute, found.report))
             if self.box is not None:
                 self.box.close()
                 self.box = None
-            atexit.unregister(self._say_goodbye)
         self.group_logs.clear()  # or a communicator that a user still has would keep all groups and their threads
 
     # ---- what the communicator calls -----------------------------------------------------------------------------
@@ -122,7 +134,12 @@ class Watch:
         return wait
 
     def explained(self, error: RuntimeError) -> UnisonoError:
-        """What to raise in place of a backend's error amid an operation: the report on who waits for whom."""
+        """What to raise in place of a backend's error amid an operation: the report on who waits for whom.
+
+        An error that is not the backend's, such as that of a DataLoader's handler of signals, is raised as it is.
+        """
+        if not is_of_a_backend(error):
+            raise error
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         if self._thread is None:
             return CommError(f"communication failed on rank {self.rank}: {text}")
@@ -140,19 +157,26 @@ class Watch:
             try:
                 if self._store.check(["alarm"]):
                     self._answer_alarm()
-                someone_left = self._store.check(["left"])
+                self._departures.miss_neighbour()
                 found = self._comparison.difference()
+                blocked_for = self._blocked_for()
+                is_in_vain = blocked_for >= LOST_TIME and self._waits_for_one_that_left()
             except RuntimeError:
                 if not self._stopping.is_set():
                     self._store_is_lost()
                 return
-            patience = min(self.timeout, LOST_TIME) if someone_left else self.timeout
             if found is not None:
                 self._sound_alarm(found.dispute, found.report)
                 self._stop_job()
-            if self._blocked_for() >= patience:
+            if is_in_vain or blocked_for >= self.timeout:
                 self._sound_alarm()
                 self._stop_job()
+
+    def _waits_for_one_that_left(self) -> bool:
+        underway = _underway()
+        is_awaited = underway is not None and "underway" in self._blocked and not is_of_one_root(underway.name)
+        awaited = underway.ranks if underway is not None and is_awaited else ()
+        return self._departures.concern(self._logs, self._torch_frame(), awaited)
 
     def _blocked_for(self) -> float:
         """For how many seconds this rank has been blocked in one and the same operation."""
@@ -162,6 +186,8 @@ class Watch:
         signs: dict[object, object] = {id(log): log.pending for log in self._logs if log.pending}
         if frame is not None:
             signs["torch"] = (id(frame), frame.f_lasti)
+        elif (underway := _underway()) is not None and (frames := frames_of(self._main)):
+            signs["underway"] = (underway.begun, id(frames[0].f_code), frames[0].f_lasti)
         # A call seen twice is held until the next look: no later one can have its identity while it lives.
         self._held = frame if signs.get("torch", 0) == self._blocked.get("torch", (None, now))[0] else None
         for key, sign in signs.items():
@@ -242,22 +268,17 @@ class Watch:
                 if self._store.check([f"state/{rank}"]):
                     states[rank] = hang.State.from_json(json.loads(self._store.get(f"state/{rank}")))
                     missing.discard(rank)
-                elif self._store.check([f"left/{rank}"]):
-                    absent[rank] = self._store.get(f"left/{rank}").decode()
+                elif (words := self._departures.words_of(rank)) is not None:
+                    absent[rank] = words
                     missing.discard(rank)
-                elif (told := self._fate(rank)) is not None and told.startswith("have died"):
+                elif (told := self._departures.fate(rank)) is not None and told.startswith(blackbox.SILENT):
                     absent[rank] = told
                     missing.discard(rank)
             time.sleep(0.02)
-        absent |= {rank: self._fate(rank) or "do not answer (killed, or busy in native code)" for rank in missing}
+        absent |= {rank: self._departures.fate(rank) or _NO_ANSWER for rank in missing}
         if if_past and not any(state.waiting == dispute for state in states.values()):
             return if_past
         return hang.report(states, absent, dispute)
-
-    def _fate(self, rank: int) -> str | None:
-        """What became of a rank that does not answer, as far as its black box tells."""
-        key = f"box/{rank}"
-        return blackbox.fate(self._store.get(key).decode()) if self._store.check([key]) else None
 
     def _discard_box(self) -> None:
         if self.box is not None:
@@ -303,7 +324,10 @@ class Watch:
         self._store.set(f"state/{self.rank}", json.dumps(self._state().as_json()))
 
     def _state(self) -> hang.State:
-        return hang.State.of(self.rank, self._place(), self._torch_call(), self._logs)
+        underway = _underway()
+        what = ", ".join(describe(each.shape, each.dtype) for each in underway.outputs[:1]) if underway else ""
+        note = f" ({underway.name} {what} is under way)" if underway else ""
+        return hang.State.of(self.rank, self._place() + note, self._torch_call(), self._logs)
 
     def _place(self) -> str:
         frames = frames_of(self._main)
@@ -329,15 +353,31 @@ class Watch:
 
     # ---- leaving -------------------------------------------------------------------------------------------------
 
-    def _say_goodbye(self, words: str = "have exited") -> None:
-        """Let the others know that this rank is gone, for they may be waiting for it. The first words count."""
+    def _say_goodbye(self, words: str = "have exited", is_well: bool = True) -> None:
+        """As this process ends. One that fails anyway says so, and does not ask whether its results were right."""
         if self._stopping.is_set():
             return
         self._stopping.set()
+        if self._thread is not None and is_well:
+            self._thread.join(ANSWER_TIME)
+            found = self._leave(words)
+            if found is not None:
+                self._sound_alarm(found.dispute, found.report)
+                self._stop_job()
+        else:
+            with contextlib.suppress(RuntimeError):
+                self._departures.announce(words, self._logs)
         self._discard_box()
+
+    def _leave(self, words: str) -> Difference | None:
+        """Let the others know that this rank is gone, for they may be waiting for it; and hold what it has run beside
+        what those have that left before it. Nothing is known where the store is gone."""
         with contextlib.suppress(RuntimeError):
-            self._store.set(f"left/{self.rank}", words)
-            self._store.set("left", str(self.rank))
+            found = self._comparison.last_difference()
+            if found is None:
+                self._departures.announce(words, self._logs)
+            return found
+        return None
 
     def _hook_exceptions(self) -> None:
         earlier = sys.excepthook
@@ -345,13 +385,14 @@ class Watch:
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if isinstance(error, HangError):
                 return  # the report has been shown, once for all ranks
-            self._say_goodbye(f"have raised {kind.__name__}: {error}{_origin(trace)} and exited")
+            self._say_goodbye(f"have raised {kind.__name__}: {error}{origin_of(trace)} and exited", False)
             earlier(kind, error, trace)
 
         sys.excepthook = hook
 
 
-def _origin(trace: TracebackType | None) -> str:
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return f" at {frame_place(trace.tb_frame)}" if trace else ""
+def _underway() -> Operation | None:
+    """A collective that torch has begun over MPI and waits for in native code, as in the backward pass of DDP."""
+    mpi_work = sys.modules.get("unisono.comm.mpi_work")
+    found: Operation | None = None if mpi_work is None else mpi_work.PROGRESS.oldest()
+    return found

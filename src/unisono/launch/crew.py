@@ -202,6 +202,7 @@ class Crew:
     def stop(self, signum: int = signal.SIGTERM, grace: float = GRACE) -> None:
         """End every rank and everything it started; first politely."""
         self._signal(signum)
+        self._signal(signal.SIGCONT)  # one that was halted learns of it only when it goes on
         deadline = time.monotonic() + grace
         while self.running and time.monotonic() < deadline:
             self.pump(TICK)

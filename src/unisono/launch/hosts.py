@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import socket
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from unisono.errors import UsageError
@@ -43,12 +43,17 @@ def parse_list(text: str) -> list[Host]:
         where = f"--hosts {text!r}"
         if not name:
             raise UsageError(f"{where}: {item!r} names no host; write it like a:2,b:2")
-        hosts.append(_host(name, count, where))
-    return _without_duplicates(hosts, f"--hosts {text!r}")
+        host = _host(name, count, where)
+        _require_new(host, hosts, where)
+        hosts.append(host)
+    return hosts
 
 
 def parse_file(path: str | Path) -> list[Host]:
-    """Hosts from a hostfile: a line is `node0 slots=4`; `#` starts a comment; blank lines are fine."""
+    """Hosts from a hostfile: a line is `node0 slots=4`; `#` starts a comment; blank lines are fine.
+
+    Batch systems write a host once a slot instead, as lines of nothing but its name: these are counted.
+    """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
     except OSError as error:
@@ -56,6 +61,7 @@ def parse_file(path: str | Path) -> list[Host]:
     except UnicodeDecodeError:
         raise UsageError(f"hostfile {str(path)!r} is not a text file") from None
     hosts: list[Host] = []
+    counted: set[str] = set()  # hosts that stand there without slots
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split()
         if not words:
@@ -68,9 +74,12 @@ def parse_file(path: str | Path) -> list[Host]:
             raise UsageError(f"{where}: cannot read {words[0]!r}; in a hostfile that is `{name} slots={slots}`")
         count = words[1].removeprefix("slots=") if len(words) == 2 else "1"
         host = _host(words[0], count, where)
-        if any(host.name == other.name for other in hosts):
-            raise UsageError(f"{where}: host {host.name!r} is there twice; give it one line with all its slots")
+        if len(words) == 1 and host.name in counted:
+            hosts = [replace(each, slots=each.slots + (each.name == host.name)) for each in hosts]
+            continue
+        _require_new(host, hosts, where)
         hosts.append(host)
+        counted |= {host.name} if len(words) == 1 else set()
     if not hosts:
         raise UsageError(f"hostfile {str(path)!r} names no host; a line is `node0 slots=4`")
     return hosts
@@ -104,13 +113,14 @@ def _host(name: str, count: str, where: str) -> Host:
     return Host(name, int(count))
 
 
-def _without_duplicates(hosts: list[Host], where: str) -> list[Host]:
-    seen: set[str] = set()
-    for host in hosts:
-        if host.name in seen:
+def _require_new(host: Host, hosts: list[Host], where: str) -> None:
+    """Two nodes on one host would give ranks the same local ranks, and so the same GPUs."""
+    for other in hosts:
+        if other.name == host.name:
             raise UsageError(f"{where}: host {host.name!r} is there twice; give it once with all its slots")
-        seen.add(host.name)
-    return hosts
+        if other.is_local and host.is_local:
+            both = f"{other.name!r} and {host.name!r} are the same host, this one"
+            raise UsageError(f"{where}: {both}; give it once with all its slots ({other.slots + host.slots})")
 
 
 def _own_names() -> set[str]:

@@ -17,6 +17,7 @@ import runpy
 import signal
 import stat
 import sys
+import sysconfig
 import threading
 import traceback
 import types
@@ -33,6 +34,8 @@ _PEER_IS_GONE = re.compile(
     r"closed by peer|reset by peer|Broken pipe|got 0 bytes|remote process exited|connectFullMesh failed"
     r"|Application timeout caused pair closure|Connection was likely closed"
 )
+
+_STDLIB = sysconfig.get_paths()["stdlib"]
 
 
 def enter(
@@ -140,22 +143,29 @@ def _run(program: Program, results: int | None) -> None:
 def perform(body: Callable[[], object]) -> int:
     """Run body and everything that a Python process does at its end; the exit code."""
     code = _guarded(body)
-    if code == 0:
-        code = _guarded(_finalize_mpi)
-    return _guarded(_finish) or code
+    code = _guarded(_finish) or code
+    return code or _guarded(_finalize_mpi)  # last: it waits for ranks that may wait for this one's farewell
 
 
 def _guarded(body: Callable[[], object]) -> int:
     try:
-        body()
-    except SystemExit as request:
-        return _exit_code(request)
-    except BaseException as error:
-        kind = _kind_of(error)
-        text = str(error) if kind == failure.HANG else _traceback_of(error)
-        failure.record(Failure.now(_own_rank(), kind, text))
-        return {KeyboardInterrupt: 130, HangError: failure.HANG_CODE}.get(type(error), 1)
+        try:
+            body()
+        except BaseException as error:
+            return _told(error)
+    except BaseException as error:  # of a handler of signals, such as a DataLoader's, while the first was being told
+        return _told(error)
     return 0
+
+
+def _told(error: BaseException) -> int:
+    """The exit code that comes of it; the launcher learns why."""
+    if isinstance(error, SystemExit):
+        return _exit_code(error)
+    kind = _kind_of(error)
+    text = str(error) if kind == failure.HANG else _traceback_of(error)
+    failure.record(Failure.now(_own_rank(), kind, text))
+    return {KeyboardInterrupt: 130, HangError: failure.HANG_CODE}.get(type(error), 1)
 
 
 def _finalize_mpi() -> None:
@@ -210,12 +220,23 @@ def answer(value: object, results: int | None) -> None:
 
 
 def _exit_code(request: SystemExit) -> int:
-    if request.code is None:
-        return 0
-    if isinstance(request.code, int):
-        return request.code & 0xFF
-    failure.record(Failure.now(_own_rank(), failure.EXCEPTION, str(request.code)))
-    return 1
+    code = 0 if request.code is None else request.code & 0xFF if isinstance(request.code, int) else 1
+    if code:
+        is_number = isinstance(request.code, int)
+        said = f"sys.exit({code}){_asked_at(request.__traceback__)}" if is_number else str(request.code)
+        failure.record(Failure.now(_own_rank(), failure.EXCEPTION, said))
+    return code
+
+
+def _asked_at(trace: types.TracebackType | None) -> str:
+    """Where the user's own code asked for the end, as far as that is known."""
+    frames = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(trace)]
+    own = [(path, line) for path, line in frames if not _is_scaffold(path) and not path.startswith(_STDLIB)]
+    if not own:
+        return ""
+    path, line = own[-1]
+    relative = os.path.relpath(path)
+    return f" at {path if relative.startswith('..') else relative}:{line}"
 
 
 def _own_rank() -> int:

@@ -6,6 +6,7 @@ first. So order in time is not enough: a broken connection is debris as long as 
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
@@ -25,8 +26,12 @@ _HINTS = {
     signal.SIGABRT: "native code aborted; its message is in the rank's output",
 }
 
-
+_SILENT = "it said nothing, as after os._exit or an exit in native code"
 _DIFFER = "(ranks whose collectives differ crash like this: --check finds the first difference before it does harm)"
+_TOO_LONG = "(gloo ends a rank so that is sent more than the tensor holds in which it receives)"
+# What a rank began last, as its black box has it. Messages have no number: each rank has its own count of them.
+_COLLECTIVE = re.compile(r"(?P<what>.*?#(?P<number>\d+).*?) at \S+?:\d+(?P<group>.*)")
+_RECEIVING = ("recv ", "irecv ", "exchange ")
 
 
 @dataclass(frozen=True)
@@ -73,21 +78,38 @@ def tell(each: RankFailure, host: str | None, last: Mapping[int, str] | None = N
         name = signal_name(-each.code)
         hint = _HINTS.get(-each.code)  # type: ignore[call-overload]
         head = f"rank {each.rank} was killed by {name}{where}" + (f" ({hint})" if hint else "")
-        return head + _whereabouts(each.rank, last or {})
+        return head + _whereabouts(each.rank, last or {}, -each.code)
     head = f"rank {each.rank} failed{where} (exit code {each.exit_code})"
-    return f"{head}:\n{each.text.rstrip()}" if each.text.strip() else head
+    if each.text.strip():
+        return f"{head}:\n{each.text.rstrip()}"
+    return f"{head}; {_SILENT}{_whereabouts(each.rank, last or {})}"
 
 
-def _whereabouts(dead: int, last: Mapping[int, str]) -> str:
-    """What the dead rank, then the others began last; and what it means when that differs."""
+def _whereabouts(dead: int, last: Mapping[int, str], signum: int = 0) -> str:
+    """What the dead rank, then the others began last; and what it means when that explains the signal."""
     if dead not in last:
         return ""
     ranks_at: dict[str, list[int]] = {}
     for rank in sorted(last, key=lambda rank: (rank != dead, rank)):
         ranks_at.setdefault(last[rank], []).append(rank)
     told = [f"{_ranks(sorted(ranks))} last began {words}" for words, ranks in ranks_at.items()]
-    differ = len({words.partition(" at ")[0] for words in last.values()}) > 1
-    return "\n" + "; ".join(told) + (f"\n{_DIFFER}" if differ else "")
+    return "\n" + "; ".join(told) + _explanation(dead, last, signum)
+
+
+def _explanation(dead: int, last: Mapping[int, str], signum: int) -> str:
+    if signum not in (signal.SIGABRT, signal.SIGSEGV):
+        return ""
+    if last[dead].startswith(_RECEIVING) and signum == signal.SIGABRT:
+        return f"\n{_TOO_LONG}"
+    return f"\n{_DIFFER}" if any(_differ(last[dead], words) for words in last.values()) else ""
+
+
+def _differ(one: str, other: str) -> bool:
+    """Whether they are collectives of one number and group, and yet not the same."""
+    mine, theirs = _COLLECTIVE.fullmatch(one), _COLLECTIVE.fullmatch(other)
+    if mine is None or theirs is None or mine["group"] != theirs["group"]:
+        return False
+    return mine["number"] == theirs["number"] and mine["what"] != theirs["what"]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,0 +1,109 @@
+"""Departures: which ranks have left the world, as ranks tell each other through the store.
+
+A rank that leaves says so, and how far it has come. One that was ended without a word is missed by its neighbour, if
+they share a host. Others that wait for it then learn soon that they wait in vain, and need not wait for the timeout.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from types import FrameType
+
+import torch.distributed as dist
+
+from unisono.comm import blackbox
+from unisono.comm.log import Log
+
+_ROOTED = re.compile(r"(torch\.distributed\.)?(broadcast|reduce(?!_scatter)|gather|scatter)")
+ANY_SOURCE = "recv from any rank"
+_NAMED_RANKS = re.compile(r"\branks? (\d+(?:,\d+)*)$")  # in a message's name: send to rank 1, exchange with ranks 0,2
+
+
+class Departures:
+    def __init__(self, store: dist.Store, rank: int, size: int) -> None:
+        self._store = store
+        self._rank = rank
+        self._size = size
+        self._neighbour: str | None = None  # its address
+
+    def give_address(self, address: str) -> None:
+        """See blackbox.py."""
+        self._store.set(f"box/{self._rank}", address)
+
+    def announce(self, words: str, logs: Iterable[Log]) -> None:
+        """This rank leaves, and has begun so many operations of each group. The first words count."""
+        self._store.set(f"begun/{self._rank}", json.dumps({log.group: log.count for log in logs}))
+        self._announce(self._rank, words)
+
+    def _announce(self, rank: int, words: str) -> None:
+        if self.words_of(rank) is None:
+            self._store.set(f"left/{rank}", words)
+        self._store.set("left", str(rank))
+
+    def _came_to(self, rank: int, group: str, number: int) -> bool | None:
+        """Whether a rank that has left had begun that operation; None of one that could not say it."""
+        key = f"begun/{rank}"
+        return json.loads(self._store.get(key)).get(group, 0) >= number if self._store.check([key]) else None
+
+    def words_of(self, rank: int) -> str | None:
+        """How a rank has left; None where it has not."""
+        return self._store.get(f"left/{rank}").decode() if self._store.check([f"left/{rank}"]) else None
+
+    def fate(self, rank: int) -> str | None:
+        """What became of a rank that does not answer, as far as this host knows."""
+        key = f"box/{rank}"
+        return blackbox.fate(self._store.get(key).decode()) if self._store.check([key]) else None
+
+    def miss_neighbour(self) -> None:
+        """Announce that the rank before this one has died, if it has, and has not said so itself."""
+        before = (self._rank - 1) % self._size
+        if self._neighbour is None and self._store.check([f"box/{before}"]):
+            self._neighbour = self._store.get(f"box/{before}").decode()
+        if self._neighbour is not None:
+            told = blackbox.fate(self._neighbour)
+            if told is not None and told.startswith(blackbox.DIED) and self.words_of(before) is None:
+                self._announce(before, told)
+
+    def concern(self, logs: Iterable[Log], torch_frame: FrameType | None, awaited: Iterable[int]) -> bool:
+        """Whether this rank, blocked as it is, waits for one that has left; for `awaited` it does in any case."""
+        if not self._store.check(["left"]):
+            return False
+        if self._any_left(awaited):
+            return True
+        if any(self._waits_in_vain(log) for log in logs if log.pending):
+            return True
+        return torch_frame is not None and self._any_left(_awaited_by_torch(torch_frame, self._size))
+
+    def _waits_in_vain(self, log: Log) -> bool:
+        raw = log.raw(log.pending)
+        if raw is None or not log.is_of_messages:
+            is_rooted = raw is not None and is_of_one_root(raw[1])
+            gone = [rank for rank in log.ranks if rank != self._rank and self.words_of(rank) is not None]
+            came = [self._came_to(rank, log.group, log.pending) for rank in gone]
+            return not all(is_rooted if each is None else each for each in came)
+        if raw[1] == ANY_SOURCE:
+            return all(self.words_of(rank) is not None for rank in log.ranks if rank != self._rank)
+        named = _NAMED_RANKS.search(raw[1])
+        return self._any_left([log.ranks[int(peer)] for peer in named[1].split(",")] if named else log.ranks)
+
+    def _any_left(self, ranks: Iterable[int]) -> bool:
+        return any(self.words_of(rank) is not None for rank in ranks if rank != self._rank)
+
+
+def is_of_one_root(op: str) -> bool:
+    """Whether ranks may be done with a collective, and leave, that others still wait in."""
+    return _ROOTED.match(op) is not None
+
+
+def _awaited_by_torch(frame: FrameType, size: int) -> Iterable[int]:
+    """The ranks that a call of torch.distributed waits for, by what it was given."""
+    given = frame.f_locals
+    peers = [given[name] for name in ("src", "dst") if isinstance(given.get(name), int)]
+    if peers and frame.f_code.co_name in ("send", "recv"):
+        return peers
+    if is_of_one_root(frame.f_code.co_name):
+        return ()
+    group = given.get("group")
+    return dist.get_process_group_ranks(group) if isinstance(group, dist.ProcessGroup) else range(size)
