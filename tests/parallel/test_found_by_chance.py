@@ -111,6 +111,14 @@ def test_tokens_that_are_apart_are_let_pass(word: str) -> None:
     assert refusal(apart, apart, word) == ""
 
 
+def test_blocks_without_attention_are_found_on_every_rank() -> None:
+    """Before ranks talk: in a pipeline the stages without such a block would wait for the others."""
+    model = Tower(apart, apart)
+    model.blocks[1].attention = nn.Linear(8, 8)  # type: ignore[assignment]
+    with pytest.raises(UsageError, match=r"block blocks\.1 did not call F\.scaled_dot_product_attention"):
+        require_tokenwise(model, (TOKENS, TOKENS), "cp")
+
+
 def test_buffers_keep_their_new_values_where_projections_are_unpacked() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     found = trace(model, (torch.randn(6, 4), torch.randn(6, 4)), F.mse_loss, unpacked=True)
