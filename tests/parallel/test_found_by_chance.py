@@ -16,6 +16,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.graph.trace import trace
 from unisono.parallel.sequence import require_sound_blocks
+from unisono.parallel.share import run_on, shares
 from unisono.parallel.tensor import require_shareable
 from unisono.parallel.tokenwise import require_tokenwise
 from unisono.plan.plan import Plan
@@ -108,6 +109,14 @@ def test_tokens_that_are_mixed_are_found(name: str) -> None:
 @pytest.mark.parametrize("word", ["cp", "sp"])
 def test_tokens_that_are_apart_are_let_pass(word: str) -> None:
     assert refusal(apart, apart, word) == ""
+
+
+def test_blocks_without_attention_are_found_on_every_rank() -> None:
+    """Before ranks talk: in a pipeline the stages without such a block would wait for the others."""
+    model = Tower(apart, apart)
+    model.blocks[1].attention = nn.Linear(8, 8)  # type: ignore[assignment]
+    with pytest.raises(UsageError, match=r"block blocks\.1 did not call F\.scaled_dot_product_attention"):
+        require_tokenwise(model, (TOKENS, TOKENS), "cp")
 
 
 def test_buffers_keep_their_new_values_where_projections_are_unpacked() -> None:
@@ -212,3 +221,66 @@ def check_dropped_weights(comm: Communicator) -> None:
 
 def test_torchs_attention_drops_the_same_weights_whoever_has_them(pools: Pools) -> None:
     pools("gloo", 2).run(check_dropped_weights)
+
+
+class Shared(nn.Module):
+    """The same block in two places, each of which drops other weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        block = nn.Sequential(nn.Linear(6, 6), nn.Dropout(0.4))
+        self.blocks, self.head = nn.ModuleList([block, nn.Linear(6, 6), block]), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Masking(nn.Module):
+    """Makes its mask for the tokens that it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(6, 2, batch_first=True)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        unseen = torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).triu(1)
+        return x + self.attention(x, x, x, attn_mask=unseen, need_weights=False)[0]
+
+
+class Masked(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([Masking(), Masking()]), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.unsqueeze(1).expand(-1, 2, -1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x).mean(1)
+
+
+def check_shared_and_masked(comm: Communicator) -> str:
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    verdict = verify_here(comm, Task(Shared, F.cross_entropy, sgd, vectors), OnMesh.parse("mp=2,full"), 2)
+    assert verdict.equivalent, verdict
+    with pytest.raises(UsageError) as caught:  # a mask of one token fits any number of them, and would mask nothing
+        verify_here(comm, Task(Masked, F.cross_entropy, sgd, vectors), Plan.parse("tp=2,sp"), 1)
+    return str(caught.value)
+
+
+def test_blocks_in_two_places_and_masks_of_a_piece(pools: Pools) -> None:
+    for told in pools("gloo", 2).run(check_shared_and_masked):
+        assert "attn_mask of shape (1, 1) for 2 queries and 2 keys" in told
+
+
+def test_a_part_without_samples_that_a_model_cannot_run() -> None:
+    empty, one = shares(torch.randn(1, 2, 4), 2)[::-1]
+    norm = nn.InstanceNorm1d(2, affine=True)
+    with pytest.raises(UsageError, match="fewer samples in the batch than ranks and microbatches"), run_on(empty):
+        norm(empty.batch)
+    with run_on(one):
+        assert norm(one.batch).shape == (1, 2, 4)
+    with pytest.raises(ValueError, match="a fault of its own"), run_on(one):
+        raise ValueError("a fault of its own")

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from examples.gpt import GPT, Config
 from tests.parallel.live import Allocated
@@ -103,6 +105,31 @@ def test_running_statistics_move_once() -> None:
         assert torch.equal(one, two), name
     for (name, left), right in zip(plain.named_parameters(), again.parameters(), strict=True):
         assert torch.equal(left.grad, right.grad), name  # type: ignore[arg-type]
+
+
+class Wide(TorchFunctionMode):
+    """Whoever asks for float32 gets float64."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return args[0].double() if func is torch.Tensor.float else func(*args, **(kwargs or {}))
+
+
+class Rounding(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x.float().tanh().to(x.dtype))
+
+
+def test_modes_that_change_torchs_functions_are_on_again() -> None:
+    """A backward that is called within a mode runs without it, and so would the second run."""
+    gradients = []
+    for way in ("none", "full"):
+        torch.manual_seed(0)
+        model = nn.Sequential(Rounding(4, 4), Rounding(4, 4)).double()
+        with Wide():
+            recompute(model, way)(torch.randn(3, 4, dtype=torch.float64)).sum().backward()
+        gradients.append(_gradients(model))
+    for name, gradient in gradients[0].items():
+        assert torch.equal(gradient, gradients[1][name])
 
 
 def test_names_stay_and_attention_is_put_back() -> None:

@@ -68,11 +68,11 @@ def test_a_gradient_of_rounding_hides_no_fault() -> None:
         assert (worst.kind, worst.name.startswith("key.bias")) == (kind, True)
 
 
-def with_a_bias_of_keys(queries: float = 0.3, keys: float = 0.3) -> Record:
+def with_a_bias_of_keys(queries: float = 0.3, keys: float = 0.3, gradient: float = 1e-9) -> Record:
     """One bias of queries and keys: the gradient of the keys is rounding, and Adam moves them all the same."""
     made = record()
     made.initial = {"weight": made.parameters["weight"] - 0.01, "bias": torch.full((4,), 0.29).double()}
-    made.gradients[0]["bias"] = torch.tensor([0.1, 0.1, 1e-9, -1e-9]).double()
+    made.gradients[0]["bias"] = torch.tensor([0.1, 0.1, gradient, -gradient]).double()
     made.parameters["bias"] = torch.tensor([queries, queries, keys, keys]).double()
     return made
 
@@ -89,6 +89,21 @@ def with_a_bias_of_keys(queries: float = 0.3, keys: float = 0.3) -> Record:
 def test_single_elements_that_rounding_moves(dtype: str, queries: float, keys: float, is_equivalent: bool) -> None:
     verdict = compared(Plan(), with_a_bias_of_keys(), with_a_bias_of_keys(queries, keys), dtype)
     assert verdict.equivalent == is_equivalent, verdict
+
+
+@pytest.mark.parametrize(
+    ("gradient", "moved", "keys", "is_equivalent"),
+    [
+        (1e-17, 0.3, 0.285, True),  # Adafactor: rounding moves elements as far as anything does
+        (1e-17, 0.29, 0.3, False),  # Adam: its epsilon keeps them where they were
+        (0.0, 0.3, 0.285, False),
+    ],
+)
+def test_single_elements_that_rounding_moves_in_float64(
+    gradient: float, moved: float, keys: float, is_equivalent: bool
+) -> None:
+    plain, planned = with_a_bias_of_keys(0.3, moved, gradient), with_a_bias_of_keys(0.3, keys, gradient)
+    assert compared(Plan(), plain, planned, "float64").equivalent == is_equivalent
 
 
 def test_a_small_gradient_is_no_rounding() -> None:

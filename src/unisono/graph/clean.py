@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Iterator, Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -25,8 +26,9 @@ _ASSERTIONS = {
 def clean(module: fx.GraphModule, notes: Sequence[Note] = ()) -> tuple[fx.Graph, list[Mark]]:
     """The module's graph with regions inlined, assertions gone, and changes in place made new values; and the marks
     that were in it, of which `notes` says what their numbers mean."""
-    _inline_regions(module)
     graph = module.graph
+    _recount_users(graph)
+    _inline_regions(module)
     for node in list(graph.nodes):
         if node.op == "call_module" or (node.op == "call_function" and node.target in _ASSERTIONS):
             if node.users:
@@ -43,6 +45,15 @@ def clean(module: fx.GraphModule, notes: Sequence[Note] = ()) -> tuple[fx.Graph,
             graph.erase_node(node)
     graph.lint()
     return graph, [mark for mark in marks if _is_used(graph, mark)]
+
+
+def _recount_users(graph: fx.Graph) -> None:
+    """torch.export forgets some where it sets a region apart before which a tensor is changed in place."""
+    for node in graph.nodes:
+        node.users.clear()
+    for node in graph.nodes:
+        for given in node.all_input_nodes:
+            given.users[node] = None
 
 
 # ---- regions: no_grad and autocast ------------------------------------------------------------------------------
@@ -167,7 +178,7 @@ def _is_used(graph: fx.Graph, mark: Mark) -> bool:
 
 # ---- changes in place -------------------------------------------------------------------------------------------
 
-_VIEWS_THAT_SCATTER = {
+_VIEWS_THAT_SCATTER: dict[Any, Any] = {
     torch.ops.aten.select.int: torch.ops.aten.select_scatter.default,
     torch.ops.aten.slice.Tensor: torch.ops.aten.slice_scatter.default,
 }
@@ -186,7 +197,6 @@ def _make_functional(graph: fx.Graph) -> None:
                 _refuse_gradient_past(node, changed)
                 with graph.inserting_before(node):
                     value = _detached(graph, value)
-            _replace_later(node, node, value, place)
             _write_back(graph, node, changed, value, place)
             graph.erase_node(node)
 
@@ -278,28 +288,51 @@ def _replace_later(old: fx.Node, after: fx.Node, new: fx.Node, place: dict[fx.No
             user.replace_input_with(old, new)
 
 
-def _write_back(graph: fx.Graph, node: fx.Node, changed: Any, value: fx.Node, place: dict[fx.Node, int]) -> None:
+def _write_back(graph: fx.Graph, node: fx.Node, changed: fx.Node, value: fx.Node, place: dict[fx.Node, int]) -> None:
     """Let later ops see, in what was changed and in what it is a view of, the new value."""
-    _refuse_other_views(node, changed, place)
-    _replace_later(changed, node, value, place)
-    given = changed if changed.op == "placeholder" else changed.meta.get("changes")
+    views = [changed]  # each a view of the next
+    while not _is_given(views[-1]) and _is_view(views[-1]):
+        views.append(_viewed(views[-1]))
+    for view in views:
+        _refuse_other_views(node, view, views, place)
+    for view, base in pairwise(views):
+        with graph.inserting_before(node):
+            value = _made(
+                graph, base, base.meta["val"], _scatter(node, view), (base, value, *view.args[1:]), view.kwargs
+            )
+    root = views[-1]
+    given = root if root.op == "placeholder" else root.meta.get("changes")
     if given is not None:
         given.meta["changed_to"] = value
         value.meta["changes"] = given
-        return
-    if not _is_view(changed):
-        return
-    scatter = _VIEWS_THAT_SCATTER.get(changed.target)
+    _replace_later(root, node, value, place)
+    for view in reversed(views[:-1]):
+        with graph.inserting_before(node):
+            value = _made(graph, view, view.meta["val"], view.target, (value, *view.args[1:]), view.kwargs)
+        place[value] = place[node]
+        _replace_later(view, node, value, place)
+    _replace_later(node, node, value, place)
+
+
+def _is_given(node: fx.Node) -> bool:
+    return node.op == "placeholder" or "changes" in node.meta
+
+
+def _viewed(view: fx.Node) -> fx.Node:
+    base = view.args[0]
+    assert isinstance(base, fx.Node)
+    return base
+
+
+def _scatter(node: fx.Node, view: fx.Node) -> Any:
+    """The op that puts a view's new value back."""
+    scatter = _VIEWS_THAT_SCATTER.get(view.target)
     if scatter is None:
         raise UsageError(
-            f"{node.target} at {line_of(node)} changes a tensor in place through {changed.target}; "
+            f"{node.target} at {line_of(node)} changes a tensor in place through {view.target}; "
             "write the result to a new tensor (torch.where, torch.cat), or use a plan, which needs no graph"
         )
-    base = changed.args[0]
-    with graph.inserting_before(node):
-        whole = graph.call_function(scatter, (base, value, *changed.args[1:]), changed.kwargs)
-    whole.meta = dict(base.meta)
-    _write_back(graph, node, base, whole, place)
+    return scatter
 
 
 def _write_out_running_statistics(graph: fx.Graph) -> None:
@@ -340,16 +373,26 @@ def _made(
 
 
 def _is_view(node: fx.Node) -> bool:
+    if node.target is operator.getitem:
+        return _is_view(_viewed(node))
     schema = getattr(node.target, "_schema", None)
     return bool(schema and schema.arguments and schema.arguments[0].alias_info and schema.returns[0].alias_info)
 
 
-def _refuse_other_views(node: fx.Node, changed: fx.Node, place: dict[fx.Node, int]) -> None:
+def _refuse_other_views(node: fx.Node, changed: fx.Node, views: Sequence[fx.Node], place: dict[fx.Node, int]) -> None:
     for view in changed.users:
-        if place.get(view, len(place)) >= place[node] or not _is_view(view) or view is node.args[0]:
+        if place.get(view, len(place)) >= place[node] or not _is_view(view) or view in views:
             continue
-        if any(place.get(user, -1) > place[node] for user in view.users):
+        if _is_used_after(view, node, place):
             raise UsageError(
                 f"{node.target} at {line_of(node)} changes a tensor in place of which {view.name} is a view that "
                 "is used later; take the view after the change, or use a plan, which needs no graph"
             )
+
+
+def _is_used_after(view: fx.Node, node: fx.Node, place: dict[fx.Node, int]) -> bool:
+    """Whether a view, or a view of it, is used after a node."""
+    return any(
+        place.get(user, -1) > place[node] or (_is_view(user) and _is_used_after(user, node, place))
+        for user in view.users
+    )

@@ -197,7 +197,8 @@ def _assignments(model: nn.Module) -> Iterator[dict[str, str]]:
 
     def note(module: nn.Module, name: str, value: Any) -> None:
         line = assigning_line()
-        if id(module) in names and line:
+        is_itself = value is module._buffers.get(name)  # self.count += 1 changes it in place and sets it again
+        if id(module) in names and line and not is_itself:
             found[f"{names[id(module)]}.{name}".lstrip(".")] = line
 
     hook = register_module_buffer_registration_hook(note)
@@ -243,7 +244,7 @@ def _read(
     for spec in program.graph_signature.input_specs:
         held[spec.kind][spec.arg.name] = spec.target or ""
     graph, marks = clean(program.graph_module, recorder.notes)
-    _number_draws(graph)
+    _number_draws(graph, model)
     for node in list(graph.nodes):
         if node.op == "placeholder" and not tensors_of(node.meta.get("val")):
             graph.erase_node(node)
@@ -287,13 +288,16 @@ def _renamed(
     return new, [replace(mark, node=nodes[mark.node].name) if mark.node in nodes else mark for mark in marks]
 
 
-def _number_draws(graph: fx.Graph) -> None:
+def _number_draws(graph: fx.Graph, model: nn.Module) -> None:
     """Which random numbers an op draws: its module's name, and how often that module has drawn before (see
-    RandomState, which names the calls of a running model so)."""
+    RandomState, which names the calls of a running model so: one that stands in several places by the first)."""
+    first = {module: name for name, module in model.named_modules()}
+    names = {name: first[module] for name, module in model.named_modules(remove_duplicate=False)}
     turns: Counter[str] = Counter()
     for node in graph.nodes:
         if node.op == "call_function" and draws(node):
             path = path_of(node, "model")
+            path = names.get(path, path)
             node.meta["draw"] = (path, turns[path])
             turns[path] += 1
 

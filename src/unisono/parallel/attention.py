@@ -166,6 +166,12 @@ class ParallelMultiheadAttention(nn.Module):
         mask = None
         if attn_mask is not None:
             mask = _additive(attn_mask, q.dtype)
+            if mask.shape[-2:] != (q.shape[-2], k.shape[-2]):
+                raise UsageError(
+                    f"attn_mask of shape {tuple(attn_mask.shape)} for {q.shape[-2]} queries and {k.shape[-2]} keys. "
+                    "Under sp a block sees a piece of the sequence, and attention all of it: make the mask before "
+                    "the first block, or leave sp out"
+                )
             if mask.dim() == 3:  # (batch x all heads, queries, keys)
                 first = self.region.comm.rank * self.num_heads
                 mask = mask.unflatten(0, (-1, self.all_heads))[:, first : first + self.num_heads]

@@ -228,11 +228,7 @@ class Context:
         with spread:
             outputs = forward(*args, **kwargs)
         if spread.calls == before:
-            raise UsageError(
-                f"block {name} did not call F.scaled_dot_product_attention, so its tokens would see this rank's only; "
-                "under context parallelism use that function (nn.MultiheadAttention does with need_weights=False, "
-                "Hugging Face models with attn_implementation='sdpa')"
-            )
+            raise without_attention(name)
         return outputs
 
     def _leave_blocks(self, block: nn.Module, args: tuple[Any, ...], outputs: Any) -> Any:
@@ -355,3 +351,11 @@ def mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     if isinstance(tree, tuple | list):
         return type(tree)(mapped(value, change) for value in tree)
     return tree
+
+
+def without_attention(block: str) -> UsageError:
+    return UsageError(
+        f"block {block} did not call F.scaled_dot_product_attention, so its tokens would see this rank's only; "
+        "under context parallelism use that function (nn.MultiheadAttention does with need_weights=False, "
+        "Hugging Face models with attn_implementation='sdpa')"
+    )

@@ -9,8 +9,9 @@ What is kept of a recomputed piece is its inputs; the price is to run it once mo
     patterns    the modules whose names match, such as ("*.mlp", "encoder.*")
 
 The second run must give exactly what the first gave. Random numbers are drawn again as they were: torch's generators
-are put back, and a RandomState knows a repeated draw by that. Buffers that a forward changes, such as the running
-statistics of BatchNorm, change once: the second run works on copies.
+are put back, and a RandomState knows a repeated draw by that. Modes that change what torch's functions do (a default
+device, a proof in float64) are on again, which in a backward they are not otherwise. Buffers that a forward changes,
+such as the running statistics of BatchNorm, change once: the second run works on copies.
 
 Modules are changed in place and keep their names, so recomputation composes with whatever else is done to them.
 """
@@ -26,6 +27,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils.checkpoint import checkpoint
 
 from unisono.errors import UsageError
@@ -104,26 +106,31 @@ def _with_core_recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def _checkpointed(module: nn.Module | None, function: Callable[..., Any], *args: Any) -> Any:
-    state = dropout.active()
+    state, modes = dropout.active(), _get_current_function_mode_stack()
     return checkpoint(
         function,
         *args,
         use_reentrant=False,
-        context_fn=lambda: (contextlib.nullcontext(), _SecondRun(module, state)),
+        context_fn=lambda: (contextlib.nullcontext(), _SecondRun(module, state, modes)),
     )
 
 
 class _SecondRun:
-    """With the first run's random numbers, also where the backward is outside their context, and on copied buffers.
+    """With the first run's random numbers and modes, also where the backward is outside them, and on copied buffers.
 
     May be entered again: a backward in halves runs the piece once for each half.
     """
 
-    def __init__(self, module: nn.Module | None, state: RandomState | None) -> None:
+    def __init__(self, module: nn.Module | None, state: RandomState | None, modes: Sequence[TorchFunctionMode]) -> None:
         self._module = module
         self._state = state
+        self._modes = modes
 
     def __enter__(self) -> None:
+        active = _get_current_function_mode_stack()
+        self._resumed = [mode for mode in self._modes if not any(mode is other for other in active)]
+        for mode in self._resumed:
+            TorchFunctionMode.__enter__(mode)  # what its own __enter__ does besides has been done, and not yet undone
         self._originals = [
             (child, name, buffer)
             for child in (self._module.modules() if self._module is not None else ())
@@ -141,3 +148,5 @@ class _SecondRun:
         # The originals are put back untouched, not written back: autograd may have saved them.
         for child, name, buffer in self._originals:
             child._buffers[name] = buffer
+        for mode in reversed(self._resumed):
+            TorchFunctionMode.__exit__(mode, None, None, None)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -34,6 +36,23 @@ def share(batch: Any, index: int, count: int) -> Share:
 def shares(batch: Any, count: int) -> list[Share]:
     """All parts of a batch: its microbatches."""
     return [share(batch, index, count) for index in range(count)]
+
+
+@contextmanager
+def run_on(part: Share) -> Iterator[None]:
+    """The scope of a model's run on a part. One without rows is run as well, so that ranks stay in step; not every
+    layer of torch can be."""
+    try:
+        yield
+    except UsageError:
+        raise
+    except Exception as error:
+        if rows_of(part.batch):
+            raise
+        raise UsageError(
+            "there are fewer samples in the batch than ranks and microbatches to share them, and the model cannot run "
+            f"without any ({type(error).__name__}: {error}); use larger batches, or fewer microbatches"
+        ) from error
 
 
 def rows_of(batch: Any) -> int:

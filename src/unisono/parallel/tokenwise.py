@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.errors import UsageError
 from unisono.parallel.blocks import Blocks, find_blocks
-from unisono.parallel.context import are_of_sequences, hidden_states, mapped, sequence_dim
+from unisono.parallel.context import are_of_sequences, hidden_states, mapped, sequence_dim, without_attention
 from unisono.parallel.hollow import realised_copy
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.rules import Styles
@@ -64,6 +64,8 @@ def require_tokenwise(model: nn.Module, example: tuple[Any, Any], word: str, sty
             outputs = call(real, samples)
     except Exception:  # whatever a model says here, its first step will say too
         return
+    if trial.without_attention and word == "cp":
+        raise without_attention(trial.without_attention)
     if trial.is_conclusive:
         with torch.no_grad(), trial.repeating():
             trial.compare_outputs(call(real, samples), outputs)
@@ -97,6 +99,7 @@ class _Trial:
         self._length, self._batch = 0, 0
         self._held: list[int] = []
         self._is_second = self._is_spread = False
+        self.without_attention = ""  # the first block in which there was none
         self._last = ""  # the place up to which the two runs agreed
         self._seen: dict[str, list[Any]] = defaultdict(list)
         self._turn: dict[str, int] = defaultdict(int)
@@ -160,7 +163,10 @@ class _Trial:
             self._is_spread = True
             change = partial(self._cut_argument, hidden if is_first else None, hidden)
             args, kwargs = mapped((args, kwargs), change)
+        before = len(self._seen["attention"])
         outputs = forward(*args, **kwargs)
+        if not self._is_second and len(self._seen["attention"]) == before:
+            self.without_attention = self.without_attention or name
         self._met(name, hidden_states(outputs))
         if is_last and self._is_second:
             if self._gathers:

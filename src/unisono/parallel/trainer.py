@@ -35,7 +35,7 @@ from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.tied import TiedGradients
 from unisono.parallel.precision import FULL, LossScaler, Precision, autocast
-from unisono.parallel.share import Share, rows_of, share, shares
+from unisono.parallel.share import Share, rows_of, run_on, share, shares
 from unisono.parallel.snapshot import load_tensors, whole_optimizer, whole_tensors
 from unisono.parallel.state import load_whole_state
 from unisono.parallel.zero import Zero
@@ -159,7 +159,7 @@ class Trainer:
                 loss = self.pipeline.evaluate([self._inputs(part) for part in self._microbatches])
                 return self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
             for number, part in enumerate(self._microbatches):
-                with self._microbatch(number), self._computing():
+                with self._microbatch(number), self._computing(), run_on(part):
                     self._partials.append(self._partial_loss(call(self.model, self._inputs(part)), number))
             return self.loss.total(self._partials)
 
@@ -173,7 +173,7 @@ class Trainer:
             else:
                 outputs = []
                 for number, part in enumerate(self._microbatches):
-                    with self._microbatch(number), self._computing():
+                    with self._microbatch(number), self._computing(), run_on(part):
                         outputs.append(call(self.model, self._inputs(part)))
             rows = [rows_of(part.batch) for part in self._microbatches]
         outputs = [with_whole_sequences(part, self.context) for part in outputs]
@@ -263,7 +263,7 @@ class Trainer:
             with self._microbatch(number), contextlib.ExitStack() as stack:
                 if number < last:
                     stack.enter_context(self.replicas.hold())
-                with self._computing():
+                with self._computing(), run_on(part):
                     partial = self._partial_loss(call(self.model, self._inputs(part)), number)
                 self._partials.append(partial.detach())
                 if number == last:

@@ -22,8 +22,9 @@ _NEGLIGIBLE = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.05, "float16": 0.
 # A gradient this much smaller than the largest (in units of the tolerance) is nothing but rounding: that of a key's
 # bias, which softmax cancels, is one. What Adam makes of it, and of its parameter, is of no size of its own.
 _NOISE = 1e-3
-# In float32 such a gradient also moves single elements, as of a bias of queries, keys and values in one.
-_NOISE_OF_ELEMENTS = 1e-6
+# Such a gradient also moves single elements, as of a bias of queries, keys and values in one. In float64 Adam's epsilon
+# is larger than it, but not that of Adafactor. Again beside the largest gradient of all.
+_NOISE_OF_ELEMENTS = {"float64": _NOISE * TOLERANCE["float64"], "float32": 1e-6}
 
 
 @dataclass(frozen=True)
@@ -113,24 +114,42 @@ def _driven_by_noise(plain: Record, limit: float) -> frozenset[str]:
 
 
 def _less_rounding(plain: Record, planned: Record, dtype: str) -> Tensors:
-    """The parameters under the plan; in float32 without what an optimizer such as Adam makes of rounding.
+    """The parameters under the plan, without what an optimizer such as Adam makes of rounding.
 
     It moves an element as far for a gradient of rounding as for any other. So where an element's gradient is nothing
-    else in all steps, it may be anywhere within the longest way that an element has gone.
+    else in all steps, it may be anywhere within the longest way that an element has gone; in float64, where only some
+    optimizers do that, that such an element has gone.
     """
-    if dtype != "float32":
-        return planned.parameters
-    limit = _NOISE_OF_ELEMENTS * _largest(_gradients(plain))
-    ways = {name: value - plain.initial[name] for name, value in plain.parameters.items() if name in plain.initial}
-    farthest = 2 * _largest(ways)
     kept = dict(planned.parameters)
-    for name, value in plain.parameters.items():
-        seen = [named[name].abs() for named in plain.gradients if name in named]
-        if seen and name in kept and kept[name].shape == value.shape:
-            is_rounding = torch.stack(seen).amax(0) <= limit
-            is_near = (kept[name] - value).abs() <= farthest
-            kept[name] = torch.where(is_rounding & is_near, value, kept[name])
+    if dtype not in _NOISE_OF_ELEMENTS:
+        return kept
+    ways = {name: value - plain.initial[name] for name, value in plain.parameters.items() if name in plain.initial}
+    rounded = _moved_by_rounding(plain, planned, _NOISE_OF_ELEMENTS[dtype])
+    if dtype == "float64":
+        ways = {name: ways[name][where] for name, where in rounded.items() if name in ways}
+    farthest = 2 * _largest(ways)
+    for name, where in rounded.items():
+        value = plain.parameters[name]
+        is_near = (kept[name] - value).abs() <= farthest
+        kept[name] = torch.where(where & is_near, value, kept[name])
     return kept
+
+
+def _moved_by_rounding(plain: Record, planned: Record, limit: float) -> dict[str, torch.Tensor]:
+    """Of each parameter, which elements have a gradient that is rounding in all steps; one that is 0 is none."""
+    limit *= _largest(_gradients(plain))
+    found = {}
+    for name, value in plain.parameters.items():
+        seen, met = _largest_by_element(plain, name), _largest_by_element(planned, name)
+        if name in planned.parameters and value.shape == planned.parameters[name].shape == seen.shape == met.shape:
+            found[name] = (seen <= limit) & (met <= limit) & (seen + met > 0)
+    return found
+
+
+def _largest_by_element(record: Record, name: str) -> torch.Tensor:
+    """Of a parameter's gradients in all steps; empty where it has none."""
+    seen = [named[name].abs() for named in record.gradients if name in named]
+    return torch.stack(seen).amax(0) if seen else torch.empty(0)
 
 
 def _worst(
