@@ -60,6 +60,8 @@ class Planner:
             raise UsageError(f"batch={self.batch}: expected at least 1 sample")
         self._rows = min(_TRACED_ROWS, rows_of(example), self.batch)
         self._example = _first_rows(example, self._rows)
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise UsageError(f"{type(self.model).__name__} has no parameters to train, so there is nothing to plan for")
         self._probe = task.optimizer(list(self.model.parameters()))
         self._keeps_gathered = keeps_gathered
         self._tp_refusals: dict[int, str | None] = {}
@@ -289,6 +291,7 @@ def _weights(model: nn.Module, styles: Styles) -> Iterator[tuple[str, Weight]]:
                 cut.get(id(parameter)),
                 id(parameter) in experts,
                 id(parameter) in gathered,
+                not parameter.requires_grad,
             ),
         )
 
