@@ -12,9 +12,11 @@ from unisono.errors import UsageError
 from unisono.plan.balance import balanced, quickly_balanced
 from unisono.plan.explain import why_not
 from unisono.plan.hardware import Hardware
+from unisono.plan.neighbours import neighbours
 from unisono.plan.plan import Plan
 from unisono.plan.portrait import Portrait, Segment, Weight, Work
 from unisono.plan.search import Search, choose
+from unisono.plan.words import shortfall
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 H100 = Hardware.read("h100")
@@ -198,3 +200,27 @@ def test_products_of_few_rows_take_as_long_as_their_weights_do() -> None:
     slow = [replace(each, flops={"bfloat16": 1e9}) for each in (hidden, shown)]
     alike = [Search(job, 1, each).judged(Plan()).duration.compute for each in slow]
     assert alike[1] == pytest.approx(alike[0], rel=0.05)
+
+
+def test_neighbours_divide_the_devices_and_keep_microbatches_or_their_size() -> None:
+    job = portrait(layers=8, width=1024)
+    of_three = dict(neighbours(Plan(dp=3), 3, job))
+    assert [plan.tp for plan in of_three["tp=3"]] == [3]
+    found = dict(neighbours(Plan(dp=4, pp=2, microbatches=8, schedule="interleaved", chunks=4), 8, job))
+    assert {(plan.dp, plan.microbatches, plan.chunks) for plan in found["pp=4"]} == {(2, 8, 2), (2, 16, 2)}
+    assert [(plan.dp, plan.schedule, plan.chunks) for plan in found["pp=1"]] == [(8, "1f1b", 1), (8, "1f1b", 1)]
+    assert {plan.context for plan in dict(neighbours(Plan(cp=8), 8, job))["context=ulysses"]} == {"ulysses"}
+
+
+def test_no_neighbour_is_faster_than_the_best() -> None:
+    """One sample: a pipeline's ranks wait for each other, less where the halves of a backward are apart."""
+    search = Search(portrait(layers=4, width=1024, batch=1), 2, H100, lambda plan: "no tp" if plan.tp > 1 else None)
+    best = search.run(5).best
+    assert best.plan.pp == 2
+    assert all(each.seconds is None or each.seconds > best.seconds * 0.995 for each in why_not(search, best))
+
+
+def test_needs_are_told_to_the_digit_that_tells_them_apart() -> None:
+    assert shortfall(91 * 2**30, 80 * 2**30) == "needs 91 GiB of 80"
+    assert shortfall(74.04 * 2**30, 73.6 * 2**30) == "needs 74.0 GiB of 73.6"
+    assert shortfall(3 * 2**20, 2 * 2**20) == "needs 3 MiB of 2"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import replace
@@ -47,6 +48,16 @@ def test_the_command_ranks_plans_and_says_why_not(capsys: pytest.CaptureFixture[
     assert "why not" in capsys.readouterr().out
 
 
+def test_a_judged_plan_that_does_not_fit_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = tmp_path / "small.toml"
+    h100 = Path(Hardware.read("h100").source).read_text()
+    small.write_text(h100.replace('memory = "80 GiB"', 'memory = "1 MiB"'))
+    assert main(["plan", TASK, "--devices", "2", "--hardware", str(small), "--plan", "dp=2"]) == 0
+    told = capsys.readouterr().out
+    assert "1 plans considered, 0 fit" in told
+    assert re.search(r"the plan does not fit: it needs [0-9]{4} KiB of 942$", told, re.MULTILINE), told
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -89,6 +100,16 @@ def test_layers_that_are_not_alike_are_stages_too() -> None:
         assert [sum(w.numel for w in block.weights) for block in search.portrait.blocks] == [544, 64, 132]
         assert search.judged(Plan(pp=3)).footprint.parameters == 4 * 544
         assert "no list of repeated blocks" in (search.refusal(Plan(dp=3, recompute="full")) or "")
+
+
+def test_a_rank_of_a_pipeline_must_hold_parameters() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    task = Task(model, F.mse_loss, torch.optim.SGD, lambda seed: (torch.ones(4, 16), torch.ones(4, 4)))
+    search = Planner(task, Hardware.read("h100")).search(3)
+    assert search.refusal(Plan(pp=3)) == "a rank of the pipeline would hold no parameters"
+    assert all(each.plan.pp == 1 for each in search.run(20).candidates)
 
 
 def test_experts_are_planned_for() -> None:
@@ -207,8 +228,9 @@ def _chosen(comm: Communicator) -> Choice:
 class _Uneven(nn.Module):
     """An embedding of as many parameters as four blocks, which costs next to no time."""
 
-    def __init__(self) -> None:
+    def __init__(self, skips: bool = False) -> None:
         super().__init__()
+        self.skips = skips
         self.embedding = nn.Embedding(1024, 16)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 16)) for _ in range(6))
         self.head = nn.Linear(16, 4)
@@ -216,15 +238,36 @@ class _Uneven(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
         for block in self.blocks:
-            x = x + block(x)
+            x = x + block(x) if self.skips else block(x)
         return self.head(x)
 
 
-def _uneven() -> Task:
+def _uneven(skips: bool = False) -> Task:
     def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(8, 64, dtype=torch.long), torch.zeros(8, 64, 4)
 
-    return Task(_Uneven, F.mse_loss, torch.optim.SGD, batch)
+    return Task(lambda: _Uneven(skips), F.mse_loss, torch.optim.SGD, batch)
+
+
+def _pair() -> Task:
+    """Layers on sequences, in no list."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    rules = {"0": "column", "2": "row"}
+    return Task(model, F.mse_loss, torch.optim.SGD, lambda seed: (torch.ones(2, 8, 16), torch.ones(2, 8, 16)), rules)
+
+
+def test_plans_that_ranks_would_refuse_are_not_found() -> None:
+    """sp where there is no list of blocks, and a pipeline where residuals go round the blocks."""
+    for task, text, words in ((_pair(), "tp=2,sp", "no list of blocks"), (_uneven(True), "pp=2", "leads round")):
+        search = Planner(task, Hardware.read("h100")).search(2)
+        plan = Plan.parse(text)
+        assert words in (search.refusal(plan) or "")
+        assert all(search.refusal(each.plan) is None for each in search.run(30).candidates)
+        with pytest.raises(UsageError):
+            run_here(task, plan, rank=1, steps=1)
 
 
 def test_a_plan_is_judged_by_the_stages_that_ranks_make_of_it() -> None:

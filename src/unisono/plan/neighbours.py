@@ -41,8 +41,8 @@ def _changes(plan: Plan, portrait: Portrait) -> Iterator[tuple[str, dict[str, An
     if plan.tp > 1:
         yield ("without sp" if plan.sequence else "sp"), {"sequence": not plan.sequence}
     if plan.cp > 1:
-        other = "ring" if plan.context == "ulysses" else "ulysses"
-        yield f"context={other}", {"context": other}
+        kind = "ring" if plan.context == "ulysses" else "ulysses"
+        yield f"context={kind}", {"context": kind}
     for m in (plan.microbatches * 2, plan.microbatches // 2):
         if m >= 1:
             yield f"microbatches={m}", {"microbatches": m}

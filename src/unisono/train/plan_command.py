@@ -143,11 +143,10 @@ def _show_best(console: Any, search: Search, best: Candidate) -> None:
     memory = ", ".join(f"{name} {told_bytes(size)}" for name, size in parts.items())
     console.print(f"\nmemory of a device (pipeline rank {best.footprint.stage}): {memory};", markup=False)
     hardware = search.hardware
-    free = f"{hardware.margin:.0%} of {told_bytes(hardware.memory)} is kept free for fragments and context"
-    lacks = (
-        "" if best.fits else f", and the plan does not fit: {shortfall(best.footprint.total, hardware.usable_memory)}"
-    )
-    console.print(f"  {free}{lacks}", markup=False)
+    told = f"  {hardware.margin:.0%} of {told_bytes(hardware.memory)} is kept free for fragments and context"
+    if not best.fits:
+        told += f"; the plan does not fit: it {shortfall(best.footprint.total, hardware.usable_memory)}"
+    console.print(told, markup=False)
     names = ("compute", "tensor", "bubble", "gradients", "optimizer", "other")
     spent = {name: getattr(best.duration, name) for name in names}
     console.print(
