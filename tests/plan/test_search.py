@@ -205,7 +205,7 @@ def test_products_of_few_rows_take_as_long_as_their_weights_do() -> None:
 def test_neighbours_divide_the_devices_and_keep_microbatches_or_their_size() -> None:
     job = portrait(layers=8, width=1024)
     of_three = dict(neighbours(Plan(dp=3), 3, job))
-    assert [plan.tp for plan in of_three["tp=3"]] == [3]
+    assert {plan.tp for plan in of_three["tp=3"]} == {3}
     found = dict(neighbours(Plan(dp=4, pp=2, microbatches=8, schedule="interleaved", chunks=4), 8, job))
     assert {(plan.dp, plan.microbatches, plan.chunks) for plan in found["pp=4"]} == {(2, 8, 2), (2, 16, 2)}
     assert [(plan.dp, plan.schedule, plan.chunks) for plan in found["pp=1"]] == [(8, "1f1b", 1), (8, "1f1b", 1)]
