@@ -12,9 +12,11 @@ from unisono.errors import UsageError
 from unisono.plan.balance import balanced, quickly_balanced
 from unisono.plan.explain import why_not
 from unisono.plan.hardware import Hardware
+from unisono.plan.neighbours import neighbours
 from unisono.plan.plan import Plan
 from unisono.plan.portrait import Portrait, Segment, Weight, Work
 from unisono.plan.search import Search, choose
+from unisono.plan.words import shortfall
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 H100 = Hardware.read("h100")
@@ -133,8 +135,9 @@ def test_boundaries_and_stages_that_the_model_has_not() -> None:
 def test_a_block_that_costs_nothing_does_not_unbalance_the_others() -> None:
     job = portrait(layers=8, width=1024)
     idle = Segment((), ())
-    even = Search(job, 2, H100).stages(Plan(pp=2)).starts
-    assert Search(replace(job, blocks=(idle, *job.blocks)), 2, H100).stages(Plan(pp=2)).starts == (0, even[1] + 1)
+    even = Search(job, 2, H100).cuts.evened(Plan(pp=2)).starts
+    longer = Search(replace(job, blocks=(idle, *job.blocks)), 2, H100)
+    assert longer.cuts.evened(Plan(pp=2)).starts == (0, even[1] + 1)
 
 
 def test_ranks_take_turns_on_cores() -> None:
@@ -151,6 +154,7 @@ def test_ranks_take_turns_on_cores() -> None:
     assert sharing.judged(idle, played=True).duration.bubble < apart.judged(idle, played=True).duration.bubble
     assert sharing.judged(idle, played=True).seconds < 1.2 * apart.judged(idle, played=True).seconds
     busy = Plan(pp=4, microbatches=16)
+    busy = busy.but(boundaries=apart.cuts.evened(busy).starts)  # of stages that take equally long
     assert sharing.judged(busy, played=True).seconds > 1.5 * apart.judged(busy, played=True).seconds
 
 
@@ -207,3 +211,27 @@ def test_halves_of_a_backward_cost_each_layer_a_start() -> None:
         plan = Plan(pp=2, microbatches=4, schedule=schedule, boundaries=(0, 2))
         one, other = (Search(job, 2, each).judged(plan, played=True).duration.total for each in (quick, slow))
         assert other - one == pytest.approx(4 * layers * 10.0, abs=0.1)
+
+
+def test_neighbours_divide_the_devices_and_keep_microbatches_or_their_size() -> None:
+    job = portrait(layers=8, width=1024)
+    of_three = dict(neighbours(Plan(dp=3), 3, job))
+    assert {plan.tp for plan in of_three["tp=3"]} == {3}
+    found = dict(neighbours(Plan(dp=4, pp=2, microbatches=8, schedule="interleaved", chunks=4), 8, job))
+    assert {(plan.dp, plan.microbatches, plan.chunks) for plan in found["pp=4"]} == {(2, 8, 2), (2, 16, 2)}
+    assert [(plan.dp, plan.schedule, plan.chunks) for plan in found["pp=1"]] == [(8, "1f1b", 1), (8, "1f1b", 1)]
+    assert {plan.context for plan in dict(neighbours(Plan(cp=8), 8, job))["context=ulysses"]} == {"ulysses"}
+
+
+def test_no_neighbour_is_faster_than_the_best() -> None:
+    """One sample: a pipeline's ranks wait for each other, less where the halves of a backward are apart."""
+    search = Search(portrait(layers=4, width=1024, batch=1), 2, H100, lambda plan: "no tp" if plan.tp > 1 else None)
+    best = search.run(5).best
+    assert best.plan.pp == 2
+    assert all(each.seconds is None or each.seconds > best.seconds * 0.995 for each in why_not(search, best))
+
+
+def test_needs_are_told_to_the_digit_that_tells_them_apart() -> None:
+    assert shortfall(91 * 2**30, 80 * 2**30) == "needs 91 GiB of 80"
+    assert shortfall(74.04 * 2**30, 73.6 * 2**30) == "needs 74.0 GiB of 73.6"
+    assert shortfall(3 * 2**20, 2 * 2**20) == "needs 3 MiB of 2"

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,10 @@ from unisono.errors import UsageError
 from unisono.launch.spawn import spawn
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.apply import parallelize
+from unisono.parallel.pipeline.split import split
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import AXES, Plan
+from unisono.plan.schedule import schedule
 from unisono.train.auto import Choice, Job, foresee
 from unisono.train.dry_run import built, dry_run, run_here, state_of
 from unisono.train.meter import Meter
@@ -42,6 +46,16 @@ def test_the_command_ranks_plans_and_says_why_not(capsys: pytest.CaptureFixture[
     assert any(each["reason"].startswith("+") for each in told["why_not"])
     assert main(["plan", TASK, "--devices", "8", "--hardware", "h100", "--plan", "dp=4,tp=2,sp,zero=1"]) == 0
     assert "why not" in capsys.readouterr().out
+
+
+def test_a_judged_plan_that_does_not_fit_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = tmp_path / "small.toml"
+    h100 = Path(Hardware.read("h100").source).read_text()
+    small.write_text(h100.replace('memory = "80 GiB"', 'memory = "1 MiB"'))
+    assert main(["plan", TASK, "--devices", "2", "--hardware", str(small), "--plan", "dp=2"]) == 0
+    told = capsys.readouterr().out
+    assert "1 plans considered, 0 fit" in told
+    assert re.search(r"the plan does not fit: it needs [0-9]{4} KiB of 942$", told, re.MULTILINE), told
 
 
 @pytest.mark.parametrize(
@@ -86,6 +100,16 @@ def test_layers_that_are_not_alike_are_stages_too() -> None:
         assert [sum(w.numel for w in block.weights) for block in search.portrait.blocks] == [544, 64, 132]
         assert search.judged(Plan(pp=3)).footprint.parameters == 4 * 544
         assert "no list of repeated blocks" in (search.refusal(Plan(dp=3, recompute="full")) or "")
+
+
+def test_a_rank_of_a_pipeline_must_hold_parameters() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4))
+
+    task = Task(model, F.mse_loss, torch.optim.SGD, lambda seed: (torch.ones(4, 16), torch.ones(4, 4)))
+    search = Planner(task, Hardware.read("h100")).search(3)
+    assert search.refusal(Plan(pp=3)) == "a rank of the pipeline would hold no parameters"
+    assert all(each.plan.pp == 1 for each in search.run(20).candidates)
 
 
 def test_experts_are_planned_for() -> None:
@@ -199,3 +223,108 @@ def _chosen(comm: Communicator) -> Choice:
     task = tasks.gpt
     job = Job(task.model, task.loss, task.optimizer, task.batch(0), task.rules)
     return foresee(job, comm, torch.device("cpu"))
+
+
+class _Uneven(nn.Module):
+    """An embedding of as many parameters as four blocks, which costs next to no time."""
+
+    def __init__(self, skips: bool = False) -> None:
+        super().__init__()
+        self.skips = skips
+        self.embedding = nn.Embedding(1024, 16)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 16)) for _ in range(6))
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embedding(tokens)
+        for block in self.blocks:
+            x = x + block(x) if self.skips else block(x)
+        return self.head(x)
+
+
+def _uneven(skips: bool = False) -> Task:
+    def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.zeros(8, 64, dtype=torch.long), torch.zeros(8, 64, 4)
+
+    return Task(lambda: _Uneven(skips), F.mse_loss, torch.optim.SGD, batch)
+
+
+def _pair() -> Task:
+    """Layers on sequences, in no list."""
+
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 32), nn.GELU(), nn.Linear(32, 16))
+
+    rules = {"0": "column", "2": "row"}
+    return Task(model, F.mse_loss, torch.optim.SGD, lambda seed: (torch.ones(2, 8, 16), torch.ones(2, 8, 16)), rules)
+
+
+def test_plans_that_ranks_would_refuse_are_not_found() -> None:
+    """sp where there is no list of blocks, and a pipeline where residuals go round the blocks."""
+    for task, text, words in ((_pair(), "tp=2,sp", "no list of blocks"), (_uneven(True), "pp=2", "leads round")):
+        search = Planner(task, Hardware.read("h100")).search(2)
+        plan = Plan.parse(text)
+        assert words in (search.refusal(plan) or "")
+        assert all(search.refusal(each.plan) is None for each in search.run(30).candidates)
+        with pytest.raises(UsageError):
+            run_here(task, plan, rank=1, steps=1)
+
+
+def test_a_plan_is_judged_by_the_stages_that_ranks_make_of_it() -> None:
+    """Without boundaries ranks balance parameters; the search balances time, and then says so in its plan."""
+    for task in (_uneven(), tasks.gpt, tasks.mlp):
+        search = Planner(task, Hardware.read("h100")).search(2)
+        ran = split(task.model(), schedule("1f1b", 2, 1), 0, example=task.batch(0)[0]).boundaries
+        assert search.stages(Plan(pp=2)).starts == ran, task.name
+    search = Planner(_uneven(), Hardware.read("h100")).search(2)
+    found = search.settled(Plan(pp=2, microbatches=4))
+    assert search.stages(Plan(pp=2)).starts == (0, 1)
+    assert found.plan.boundaries == (0, 3)
+    assert found.seconds < 0.8 * search.judged(Plan(pp=2, microbatches=4), played=True).seconds
+
+
+def test_what_is_not_trained_has_neither_gradients_nor_state() -> None:
+    def model() -> nn.Module:
+        made = tasks.gpt.model()
+        made.blocks.requires_grad_(False)
+        return made
+
+    task = replace(tasks.gpt, model=model)
+    trained = sum(p.numel() for p in model().parameters() if p.requires_grad)
+    every = sum(p.numel() for p in model().parameters())
+    search = Planner(task, Hardware.read("h100")).search(4)
+    for text in ("dp=4", "dp=4,zero=1", "dp=4,zero=3"):
+        plan = Plan.parse(text)
+        state = search.memory._state(plan, search.stages(plan), 0)
+        parameters, gradients, _ = state.bytes(plan, search.portrait.optimizer)
+        assert gradients == 4 * (trained if plan.zero < 2 else state.sharded)
+        assert parameters == 4 * (every if plan.zero < 3 else every - trained + state.sharded)
+    with world.simulated(1, 4):
+        plan = Plan.parse("dp=4,zero=3")
+        trainer = built(task, plan, _mesh(plan), task.batch(0), torch.device("cpu"))
+        held = sum(p.untyped_storage().nbytes() for p in trainer.model.parameters())
+    assert held <= search.memory._state(plan, search.stages(plan), 0).bytes(plan, search.portrait.optimizer)[0]
+    assert held > 4 * (every - trained)
+
+
+def test_halves_stay_halves_where_the_loss_has_no_parameters() -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).to(torch.bfloat16)
+
+    def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.ones(4, 16, dtype=torch.bfloat16), torch.ones(4, 4, dtype=torch.bfloat16)
+
+    search = Planner(Task(model, F.mse_loss, torch.optim.SGD, batch), Hardware.read("h100")).search(1)
+    assert search.judged(Plan()).footprint.parameters == 2 * (16 * 32 + 32 + 32 * 4 + 4)
+
+
+def test_a_model_without_parameters_is_refused() -> None:
+    task = Task(nn.Identity, F.mse_loss, torch.optim.SGD, lambda seed: (torch.ones(4, 2), torch.ones(4, 2)))
+    with pytest.raises(UsageError, match="Identity has no parameters to train"):
+        Planner(task, Hardware.read("h100"))
+
+
+def _mesh(plan: Plan) -> Mesh:
+    mesh = Mesh(plan.shape, AXES)
+    mesh.connect()
+    return mesh

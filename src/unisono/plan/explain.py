@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
-from unisono.errors import UsageError
 from unisono.plan.collective import group
+from unisono.plan.neighbours import neighbours
 from unisono.plan.plan import REPLICAS, Plan
-from unisono.plan.search import Candidate, Search
-
-_TIE = 0.005
+from unisono.plan.search import TIE, Candidate, Search
+from unisono.plan.words import shortfall, told_bytes
 
 
 @dataclass(frozen=True)
@@ -30,33 +28,65 @@ class Rejection:
 def why_not(search: Search, best: Candidate) -> list[Rejection]:
     """Each neighbour of the best plan with the reason for which it lost; those that cannot run first, then the
     cheaper that do not fit, then the slower."""
-    judged = [_rejection(search, best, change, plan) for change, plan in _neighbours(search, best.plan)]
+    changes = neighbours(best.plan, search.world, search.portrait)
+    judged = [_rejection(search, best, change, plans) for change, plans in changes]
     return sorted(judged, key=lambda each: (each.seconds is not None, each.seconds or 0.0))
 
 
-def _rejection(search: Search, best: Candidate, change: str, plan: Plan) -> Rejection:
-    refusal = search.refusal(plan)
-    if refusal is not None:
-        return Rejection(change, plan, f"cannot: {refusal}")
-    other = search.judged(plan, played=True)
+def _rejection(search: Search, best: Candidate, change: str, plans: list[Plan]) -> Rejection:
+    """Of the best that the change can mean."""
+    allowed = search.allowed(plans)
+    if not allowed:
+        return Rejection(change, plans[0], f"cannot: {search.refusal(plans[0])}")
+    other = search.settled(*allowed)
+    named = _named(change, best.plan, other.plan)
     if not other.fits:
-        needs, has = other.footprint.total / 2**30, search.hardware.usable_memory / 2**30
-        return Rejection(change, plan, f"needs {needs:.0f} GiB of {has:.0f}", memory=other.footprint.total)
-    slower = other.seconds / best.seconds - 1
-    return Rejection(change, plan, _told(search, best, other, slower), other.seconds, other.footprint.total)
+        reason = shortfall(other.footprint.total, search.hardware.usable_memory)
+        return Rejection(named, other.plan, reason, memory=other.footprint.total)
+    reason = _told(search, best, other, other.seconds / best.seconds - 1)
+    return Rejection(named, other.plan, reason, other.seconds, other.footprint.total)
+
+
+def _named(change: str, base: Plan, plan: Plan) -> str:
+    """The change, with what else had to change beside dp."""
+    names = {name: getattr(plan, name) for name in ("microbatches", "schedule", "chunks")}
+    also = [f"{name}={value}" for name, value in names.items() if value != getattr(base, name) and name not in change]
+    is_of_pipeline = "schedule" in change or (plan.pp == 1 and base.pp > 1)  # chunks, or none, follow from that
+    also = [word for word in also if not is_of_pipeline or word.startswith("microbatches")]
+    return f"{change} with {','.join(also)}" if also else change
 
 
 def _told(search: Search, best: Candidate, other: Candidate, slower: float) -> str:
-    if abs(slower) < _TIE:
+    if abs(slower) < TIE:
         more = other.footprint.total - best.footprint.total
-        return f"as fast, {abs(more) / 2**30:.1f} GiB {'more' if more > 0 else 'less'}"
-    return f"{slower:+.0%} ({_cause(search, best, other)})"
+        if abs(more) < TIE * best.footprint.total:
+            return "as fast, with as much memory"
+        return f"as fast, {told_bytes(abs(more))} {'more' if more > 0 else 'less'}"
+    return f"{slower:+.0%} ({_gain(best, other) if slower < 0 else _cause(search, best, other)})"
+
+
+def _grown(best: Candidate, other: Candidate) -> dict[str, float]:
+    """Seconds that each part of the step takes more."""
+    parts = ("compute", "tensor", "bubble", "gradients", "optimizer")
+    return {part: getattr(other.duration, part) - getattr(best.duration, part) for part in parts}
+
+
+def _gain(best: Candidate, other: Candidate) -> str:
+    """What shrank most."""
+    grown = _grown(best, other)
+    words = {
+        "tensor": "fewer messages between tp and cp ranks",
+        "bubble": "smaller bubble",
+        "gradients": "gradients travel less, or hide better",
+        "optimizer": "optimizer updates less on each rank",
+        "compute": "larger products" if other.plan.recompute == best.plan.recompute else "computes less again",
+    }
+    return words[min(grown, key=lambda name: grown[name])]
 
 
 def _cause(search: Search, best: Candidate, other: Candidate) -> str:
     """What grew most."""
-    parts = ("compute", "tensor", "bubble", "gradients", "optimizer")
-    grown = {part: getattr(other.duration, part) - getattr(best.duration, part) for part in parts}
+    grown = _grown(best, other)
     part = max(grown, key=lambda name: grown[name])
     plan, base = other.plan, best.plan
     crosses = group(search.hardware, plan, "tp").crosses
@@ -70,56 +100,3 @@ def _cause(search: Search, best: Candidate, other: Candidate) -> str:
     if part == "compute" and plan.tp < base.tp and not plan.sequence:
         return "norms and residuals on every rank"
     return words[part]
-
-
-def _neighbours(search: Search, plan: Plan) -> Iterator[tuple[str, Plan]]:
-    seen = {plan}
-    for change, changes in _changes(plan):
-        try:
-            made = _fitted(search, plan.but(boundaries=(), **changes))
-        except UsageError:
-            continue
-        if made is not None and made not in seen:
-            seen.add(made)
-            yield change, made
-
-
-def _changes(plan: Plan) -> Iterator[tuple[str, dict[str, object]]]:
-    for axis in ("tp", "pp", "cp"):
-        size = getattr(plan, axis)
-        for other in (size * 2, size // 2):
-            if other >= 1:
-                changes: dict[str, object] = {axis: other}
-                if axis == "tp" and other == 1:
-                    changes["sequence"] = False
-                if axis == "pp" and other == 1:
-                    changes |= {"schedule": "1f1b", "chunks": 1}
-                yield f"{axis}={other}", changes
-    for zero in (0, 1, 2, 3):
-        yield f"zero={zero}", {"zero": zero}
-    for recompute in ("none", "selective", "full"):
-        yield f"recompute={recompute}", {"recompute": recompute}
-    if plan.tp > 1:
-        yield ("without sp" if plan.sequence else "sp"), {"sequence": not plan.sequence}
-    for m in (plan.microbatches * 2, plan.microbatches // 2):
-        if m >= 1:
-            yield f"microbatches={m}", {"microbatches": m}
-    if plan.pp > 1:
-        for schedule, chunks in (("1f1b", 1), ("interleaved", 2), ("interleaved", 4), ("zb1p", 1), ("zbv", 2)):
-            words = f"schedule={schedule}" + (f",chunks={chunks}" if schedule == "interleaved" else "")
-            yield words, {"schedule": schedule, "chunks": chunks}
-
-
-def _fitted(search: Search, plan: Plan) -> Plan | None:
-    """With dp so that it needs all devices, and as many microbatches of the same size where it can."""
-    others = plan.tp * plan.pp * plan.cp
-    if search.world % others:
-        return None
-    dp = search.world // others
-    if plan.zero and dp * plan.cp == 1:
-        return None
-    ep = plan.ep if dp % plan.ep == 0 else 1
-    made = plan.but(dp=dp, ep=ep)
-    while made.microbatches > 1 and dp * made.microbatches > search.portrait.batch:
-        made = made.but(microbatches=made.microbatches // 2)
-    return made

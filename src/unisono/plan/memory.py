@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
-from math import ceil
+from math import ceil, prod
 from typing import NamedTuple
 
 from unisono.plan.plan import Plan
@@ -67,37 +67,47 @@ def local_shape(weight: Weight, plan: Plan) -> tuple[int, ...]:
     return tuple(shape)
 
 
+def local_elements(weights: Sequence[Weight], plan: Plan) -> int:
+    """Of the largest pieces on a rank, before ZeRO; each name counts once."""
+    return sum(prod(local_shape(weight, plan)) for weight in {weight.name: weight for weight in weights}.values())
+
+
 @dataclass(frozen=True)
 class State:
-    """Elements on a rank: all of its parameters, and what ZeRO leaves it of them."""
+    """Elements on a rank: all of its parameters that are trained, and what ZeRO leaves it of them. Those that are not
+    have neither gradients nor state, and ZeRO does not cut them."""
 
     elements: int
     sharded: int  # the largest share of any rank: rows are dealt, so shares differ by a row of each parameter at most
     itemsize: int
+    frozen: int = 0  # bytes
 
     def bytes(self, plan: Plan, optimizer: OptimizerState) -> tuple[float, float, float]:
         """Parameters, gradients and optimizer state, between steps and with gradients summed."""
         if not plan.zero:
             whole = self.elements * self.itemsize
-            return whole, whole, self.elements * optimizer.plain
+            return whole + self.frozen, whole, self.elements * optimizer.plain
         held = self.sharded * (optimizer.sharded + optimizer.copy)
         parameters = (self.sharded if plan.zero == 3 else self.elements) * self.itemsize
         gradients = (self.elements if plan.zero == 1 else self.sharded) * self.itemsize
-        return parameters, gradients, 0.0 if plan.offload else held
+        return parameters + self.frozen, gradients, 0.0 if plan.offload else held
 
 
 def state_of(weights: Sequence[Weight], plan: Plan) -> State:
     """What a rank holds of these parameters; each name counts once."""
-    elements = sharded = 0
+    elements = sharded = frozen = 0
+    itemsize = 4
     for weight in {weight.name: weight for weight in weights}.values():
         shape = local_shape(weight, plan)
-        numel = 1
-        for size in shape:
-            numel *= size
+        numel = prod(shape)
+        if weight.is_frozen:
+            frozen += numel * weight.itemsize
+            continue
         replicas = plan.dp * plan.cp // (plan.ep if weight.is_expert else 1)
+        itemsize = itemsize if elements else weight.itemsize
         elements += numel
         sharded += ceil(shape[0] / replicas) * (numel // shape[0]) if shape and shape[0] else numel
-    return State(elements, sharded, weights[0].itemsize if weights else 4)
+    return State(elements, sharded, itemsize, frozen)
 
 
 # ---- activations -----------------------------------------------------------------------------------------------------
@@ -276,18 +286,16 @@ class MemoryModel:
     def _state(self, plan: Plan, stages: Stages, rank: int) -> State:
         key = (plan.tp, plan.ep, plan.dp, plan.cp, stages.starts, stages.placement, rank)
         if key not in self._states:
-            total = [0, 0]
-            itemsize = 4
-            for segment, count in stages.segments_of(rank):
-                part = self._segment_state(segment, plan)
-                total[0] += part.elements * count
-                total[1] += part.sharded * count
-                itemsize = part.itemsize
+            parts = [(self._segment_state(segment, plan), count) for segment, count in stages.segments_of(rank)]
             if stages.holds_both_ends(rank) and self.portrait.tied:
                 twice = [w for w in self.portrait.after.weights if w.name in self.portrait.tied]
-                part = state_of(twice, plan)
-                total = [total[0] - part.elements, total[1] - part.sharded]
-            self._states[key] = State(total[0], total[1], itemsize)
+                parts.append((state_of(twice, plan), -1))
+            self._states[key] = State(
+                sum(part.elements * count for part, count in parts),
+                sum(part.sharded * count for part, count in parts),
+                next((part.itemsize for part, _ in parts if part.elements), self.portrait.gradient_itemsize),
+                sum(part.frozen * count for part, count in parts),
+            )
         return self._states[key]
 
     def _segment_state(self, segment: Segment, plan: Plan) -> State:
@@ -341,5 +349,5 @@ class MemoryModel:
 
     @cached_property
     def _largest_weight(self) -> float:
-        sizes = [w.numel * w.itemsize for segment in set(self.portrait.segments) for w in segment.weights]
-        return float(max(sizes, default=0))
+        weights = [w for segment in set(self.portrait.segments) for w in segment.weights if not w.is_frozen]
+        return float(max((w.numel * w.itemsize for w in weights), default=0))

@@ -58,6 +58,7 @@ class Weight:
     tp_dim: int | None = None  # the dim that tp cuts
     is_expert: bool = False  # ep cuts dim 0
     gathers: bool = False  # where tp cuts a layer by its outputs: whether these are gathered at once
+    is_frozen: bool = False  # not trained: it has no gradient
 
     @property
     def numel(self) -> int:
@@ -89,7 +90,8 @@ class Segment:
 
     @cached_property
     def numel(self) -> int:
-        return sum(weight.numel for weight in self.weights)
+        """Of the parameters that are trained."""
+        return sum(weight.numel for weight in self.weights if not weight.is_frozen)
 
 
 @dataclass(frozen=True)
@@ -131,15 +133,31 @@ class Portrait:
         return (self.before, *self.blocks, self.after)
 
     @cached_property
+    def _ends(self) -> tuple[Weight, ...]:
+        """Outside the blocks, each name once."""
+        return tuple({weight.name: weight for end in (self.before, self.after) for weight in end.weights}.values())
+
+    @cached_property
+    def has_bare_blocks(self) -> bool:
+        """Whether blocks are without parameters."""
+        return not all(block.weights for block in set(self.blocks))
+
+    @cached_property
     def tensors(self) -> int:
-        """How many parameters there are."""
-        ends = {weight.name for end in (self.before, self.after) for weight in end.weights}
-        return len(ends) + sum(len(block.weights) for block in self.blocks)
+        """How many parameters are trained."""
+        weights = (*self._ends, *(weight for block in self.blocks for weight in block.weights))
+        return sum(not weight.is_frozen for weight in weights)
 
     @cached_property
     def parameters(self) -> int:
-        ends = {weight.name: weight.numel for end in (self.before, self.after) for weight in end.weights}
-        return sum(ends.values()) + sum(block.numel for block in self.blocks)
+        """Elements of those that are trained."""
+        return sum(w.numel for w in self._ends if not w.is_frozen) + sum(block.numel for block in self.blocks)
+
+    @cached_property
+    def frozen(self) -> int:
+        """Elements of those that are not."""
+        weights = (*self._ends, *(weight for block in self.blocks for weight in block.weights))
+        return sum(weight.numel for weight in weights if weight.is_frozen)
 
     @cached_property
     def flops(self) -> float:

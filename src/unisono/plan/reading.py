@@ -199,7 +199,7 @@ class _Reader:
 
     def _gradient_bytes(self, name: str) -> int:
         weight = self.subject.weights.get(self.parameter.get(name, ""))
-        return weight.numel * weight.itemsize if weight is not None else 0
+        return weight.numel * weight.itemsize if weight is not None and not weight.is_frozen else 0
 
     def look_back(self) -> None:
         """Tell every op what is alive in its backward."""

@@ -20,18 +20,22 @@ from functools import cached_property
 from math import ceil, inf
 
 from unisono.errors import UsageError
-from unisono.plan.balance import checked, quickly_balanced, require_enough
+from unisono.plan.cutting import Cutter, chunks_of
 from unisono.plan.hardware import Hardware
 from unisono.plan.memory import Footprint, MemoryModel
+from unisono.plan.neighbours import neighbours
 from unisono.plan.plan import Plan
 from unisono.plan.portrait import Portrait, Segment
 from unisono.plan.schedule import SPLIT
-from unisono.plan.stages import Stages, placement_of
+from unisono.plan.stages import Stages
 from unisono.plan.time import Duration, TimeModel
+from unisono.plan.words import shortfall
 
 Allows = Callable[[Plan], str | None]  # why the job cannot run under a plan; None where it can
 FINALISTS = 24
 _HOPELESS = 1.1  # times the fastest plan so far: what takes longer than that is not looked at closely
+TIE = 0.005  # share of a step by which plans differ that are called as fast
+_TELLING = 0.002  # share of a step that boundaries must save to be written down
 _FEWEST_TOKENS = 128  # of a sequence on a rank, where more than two share it
 _RECOMPUTE = ("none", "selective", "full")
 
@@ -73,14 +77,15 @@ class Search:
     allows: Allows = lambda plan: None
     memory: MemoryModel = field(init=False)
     time: TimeModel = field(init=False)
-    _stages: dict[tuple[object, ...], Stages] = field(default_factory=dict)
-    _cuts: dict[tuple[float, ...], tuple[int, ...]] = field(default_factory=dict)
+    cuts: Cutter = field(init=False)
+    _played: dict[Plan, Candidate] = field(default_factory=dict)
     _refusals: dict[Plan, str | None] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.hardware = self.hardware.with_devices(self.world)
         self.memory = MemoryModel(self.portrait, self.hardware.library_memory)
         self.time = TimeModel(self.portrait, self.hardware, self.memory)
+        self.cuts = Cutter(self.portrait, self.time)
 
     def run(self, top: int = 10) -> Result:
         """The `top` fastest plans that fit; UsageError where none does, with what would."""
@@ -95,7 +100,7 @@ class Search:
             for plan, needs in self._least_saving(scheduled):
                 considered += 1
                 if needs <= self.hardware.usable_memory:
-                    seconds = self.time.estimate(plan, self.stages(plan)).total
+                    seconds = self.time.estimate(plan, self.cuts.evened(plan)).total
                     fastest = min(fastest, seconds)
                     found.append((seconds, plan))
                 elif smallest is None or needs < smallest[0]:
@@ -103,25 +108,61 @@ class Search:
         if not found:
             raise UsageError(self._nothing_fits(considered, smallest))
         found.sort(key=lambda each: each[0])
-        finalists = [self.judged(plan, played=True) for _, plan in found[: max(FINALISTS, 2 * top)]]
+        finalists = [self.settled(plan) for _, plan in found[: max(FINALISTS, 2 * top)]]
         finalists.sort(key=lambda each: (each.seconds, each.footprint.total))
+        finalists = [*self._climbed(finalists[0]), *finalists]
         return Result(finalists[:top], considered, len(found))
+
+    def _climbed(self, best: Candidate) -> list[Candidate]:
+        """Plans that a change or a few make faster than the best of those that were walked, the fastest first. None
+        has more of ZeRO for it: by how little that gains where messages hide, figures cannot tell."""
+        found: list[Candidate] = []
+        while True:
+            allowed = [self.allowed(plans) for _, plans in neighbours(best.plan, self.world, self.portrait)]
+            made = [self.settled(*plans) for plans in allowed if plans and plans[0].zero <= max(best.plan.zero, 1)]
+            faster = [each for each in made if each.fits and each.seconds < best.seconds * (1 - TIE)]
+            if not faster:
+                return found
+            best = min(faster, key=lambda each: each.seconds)
+            found.insert(0, best)
 
     # ---- one plan ------------------------------------------------------------------------------------------------
 
     def judged(self, plan: Plan, *, played: bool = False) -> Candidate:
         """What a plan needs and takes, whether it fits or not."""
+        if played and plan in self._played:
+            return self._played[plan]
         stages = self.stages(plan)
         footprint = self.memory.footprint(plan, stages)
         duration = (self.time.simulated if played else self.time.estimate)(plan, stages)
-        return Candidate(plan, footprint, footprint.total <= self.hardware.usable_memory, duration)
+        made = Candidate(plan, footprint, footprint.total <= self.hardware.usable_memory, duration)
+        if played:
+            self._played[plan] = made
+        return made
+
+    def settled(self, *plans: Plan) -> Candidate:
+        """The fastest of plans without boundaries that fits, else the smallest: as it is, or with boundaries for stages
+        that take equally long, if these pay."""
+        quick = [self._cut_well(plan) for plan in plans]
+        fitting = min((each for each in quick if each.fits), key=lambda each: each.seconds, default=None)
+        best = fitting or min(quick, key=lambda each: each.footprint.total)
+        return self.judged(best.plan, played=True)
+
+    def _cut_well(self, plan: Plan) -> Candidate:
+        plain = self.judged(plan)
+        starts = self.cuts.evened(plan).starts
+        if plan.pp == 1 or starts == self.stages(plan).starts:
+            return plain
+        evened = self.judged(plan.but(boundaries=starts))
+        pays = evened.seconds < plain.seconds * (1 - _TELLING) if plain.fits == evened.fits else evened.fits
+        return evened if pays else plain
 
     def _at_least(self, plan: Plan) -> float:
         """Seconds that no way to save memory can get below: all ranks compute all the time, but for the bubble."""
         ends = self.time.pace(self.portrait.before, plan).both + self.time.pace(self.portrait.after, plan).both
         blocks = sum(self.time.pace(block, plan).both * count for block, count in self._kinds)
         each = (ends + blocks) / plan.pp
-        waits = 0.0 if plan.schedule in SPLIT else (plan.pp - 1) / _chunks(plan)
+        waits = 0.0 if plan.schedule in SPLIT else (plan.pp - 1) / chunks_of(plan)
         return (plan.microbatches + waits) * each
 
     @cached_property
@@ -129,48 +170,26 @@ class Search:
         return list(Counter(self.portrait.blocks).items())
 
     def _needs(self, plan: Plan) -> float:
-        return self.memory.footprint(plan, self.stages(plan)).total
+        return self.memory.footprint(plan, self.cuts.evened(plan)).total
 
     def stages(self, plan: Plan) -> Stages:
-        """Where the pipeline is cut: as the plan says, else so that stages take equally long."""
-        chunks = _chunks(plan)
-        key: tuple[object, ...] = (plan.pp, chunks, plan.schedule == "zbv", plan.boundaries)
-        if plan.pp > 1 and not plan.boundaries:
-            key += (plan.tp, plan.cp, plan.sequence, plan.recompute, plan.microbatches * plan.dp)
-        if key not in self._stages:
-            starts = self._starts(plan, plan.pp * chunks)
-            self._stages[key] = Stages(self.portrait, starts, placement_of(plan.pp, chunks, plan.schedule == "zbv"))
-        return self._stages[key]
+        """Where the pipeline is cut, as the plan will run."""
+        return self.cuts.as_run(plan)
 
-    def _starts(self, plan: Plan, stages: int) -> tuple[int, ...]:
-        if plan.boundaries:
-            return checked(plan.boundaries, len(self.portrait.blocks), stages)
-        if stages == 1:
-            return (0,)
-        require_enough(len(self.portrait.blocks), stages, self.portrait.name)
-        return self._balanced(plan, stages)
-
-    def _balanced(self, plan: Plan, stages: int) -> tuple[int, ...]:
-        paces = {id(block): self.time.pace(block, plan).both for block in set(self.portrait.blocks)}
-        costs = [paces[id(block)] for block in self.portrait.blocks]
-        unit = min((cost for cost in costs if cost), default=1.0)
-        ends = (self.time.pace(self.portrait.before, plan).both, self.time.pace(self.portrait.after, plan).both)
-        # In twentieths of a block: settings that differ by less are cut alike.
-        rounded = [round(cost / unit, 2) for cost in costs]
-        rounded[0] += round(ends[0] / unit * 20) / 20
-        rounded[-1] += round(ends[1] / unit * 20) / 20
-        key = (stages, *rounded)
-        if key not in self._cuts:
-            self._cuts[key] = quickly_balanced(rounded, stages)
-        return self._cuts[key]
+    def allowed(self, plans: list[Plan]) -> list[Plan]:
+        return [plan for plan in plans if self.refusal(plan) is None]
 
     def refusal(self, plan: Plan) -> str | None:
         """Why the job cannot run under the plan, whatever memory there is."""
         blocks = len(self.portrait.blocks)
-        if plan.pp * _chunks(plan) > blocks and plan.pp > 1:
-            return f"{plan.pp * _chunks(plan)} stages of {blocks} blocks"
+        if plan.pp * chunks_of(plan) > blocks and plan.pp > 1:
+            has = f"{blocks} blocks" if blocks else "no blocks to cut between"
+            return f"it makes {plan.pp * chunks_of(plan)} stages, but the model has {has}"
+        if plan.pp > 1 and self.portrait.has_bare_blocks and not self.stages(plan).all_hold_parameters:
+            return "a rank of the pipeline would hold no parameters"
         if plan.dp * plan.microbatches > self.portrait.batch:
-            return f"{plan.dp * plan.microbatches} parts of {self.portrait.batch} samples"
+            parts = " x ".join(f"{name}={getattr(plan, name)}" for name in ("dp", "microbatches"))
+            return f"{parts} cuts the batch in {plan.dp * plan.microbatches}, but it has {self.portrait.batch} samples"
         if (plan.sequence or plan.cp > 1) and self.portrait.length == 1:
             return "between blocks there are no sequences to share"
         if plan.ep > 1 and not self.portrait.has_experts:
@@ -289,20 +308,16 @@ class Search:
                 f"no plan for {self.world} devices can run {self.portrait.name} with a batch of "
                 f"{self.portrait.batch}; use another number of devices, or a larger batch"
             )
-        needs, has = smallest[0] / 2**30, self.hardware.usable_memory / 2**30
         return (
             f"none of {considered} plans for {self.world} devices fits {self.portrait.name}: the smallest, "
-            f"{smallest[1]}, needs {needs:.1f} GiB of {has:.1f}; use more devices or ones with more memory"
+            f"{smallest[1]}, {shortfall(smallest[0], self.hardware.usable_memory, 1)}; use more devices or ones with "
+            "more memory"
         )
 
 
 def choose(portrait: Portrait, world: int, hardware: Hardware, allows: Allows = lambda plan: None) -> Plan:
     """The fastest plan that fits."""
     return Search(portrait, world, hardware, allows).run(top=1).best.plan
-
-
-def _chunks(plan: Plan) -> int:
-    return max(plan.chunks, 2) if plan.schedule in ("interleaved", "zbv") else 1
 
 
 def _divisors(number: int) -> list[int]:

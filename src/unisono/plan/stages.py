@@ -73,6 +73,11 @@ class Stages:
         return self.placement[0] == self.placement[-1] == rank
 
     @cached_property
+    def all_hold_parameters(self) -> bool:
+        """A rank without any would have nothing to optimize, and is refused where the pipeline is made."""
+        return all(any(s.weights for s, _ in self.segments_of(rank)) for rank in range(self.ranks))
+
+    @cached_property
     def telling_ranks(self) -> tuple[int, ...]:
         """The ranks of which one needs most: both ends, the second, and the one with most blocks."""
         blocks: Counter[int] = Counter()

@@ -9,12 +9,16 @@ from typing import TYPE_CHECKING, Any
 
 from unisono.errors import UsageError
 from unisono.plan.plan import Plan
+from unisono.plan.words import shortfall, told_bytes, told_count, told_seconds
 
 if TYPE_CHECKING:
     from unisono.plan.explain import Rejection
     from unisono.plan.search import Candidate, Result, Search
     from unisono.train.dry_run import DryRun
     from unisono.train.planning import Planner
+
+_FEW_STAGES = 8  # whose boundaries a table shows
+_WIDE = 1000  # columns: more than any plan has
 
 
 def add_parser(subparsers: Any) -> None:
@@ -55,7 +59,8 @@ def run(chosen: argparse.Namespace) -> int:
         refusal = search.refusal(given)
         if refusal:
             raise UsageError(f"plan {given}: {refusal}")
-        result = Result([search.judged(given, played=True)], 1, 1)
+        judged = search.judged(given, played=True)
+        result = Result([judged], 1, int(judged.fits))
     else:
         result = search.run(chosen.top)
     rejected = why_not(search, result.best)
@@ -92,33 +97,38 @@ def _require_sense(chosen: argparse.Namespace) -> None:
 
 
 def shown(plan: Plan) -> str:
-    """A plan without its boundaries, which can be long."""
-    return str(plan.but(boundaries=()))
+    """A plan for a table: boundaries of many stages are long."""
+    if len(plan.boundaries) <= _FEW_STAGES:
+        return str(plan)
+    return f"{plan.but(boundaries=())},boundaries={'+'.join(map(str, plan.boundaries[:3]))}+..."
 
 
 def _show(search: Search, result: Result, rejected: list[Rejection], seconds: float, tried: DryRun | None) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    # Lines that are longer than a terminal are left for it to wrap: plans are there to be copied.
+    console = Console(highlight=False, soft_wrap=True)
     portrait, hardware = search.portrait, search.hardware
+    size = told_count(portrait.parameters + portrait.frozen)
     console.print(
-        f"{portrait.name}: {_count(portrait.parameters)} parameters in {portrait.dtype}, batch {portrait.batch}, on "
+        f"{portrait.name}: {size} parameters in {portrait.dtype}, batch {portrait.batch}, on "
         f"{search.world} devices ({hardware.name})",
         markup=False,
     )
     console.print(f"{result.considered:,} plans considered, {result.fitting:,} fit, in {seconds:.1f} s\n", markup=False)
     table = Table(box=None, pad_edge=False)
     for title in ("plan", "step", "memory", "bubble", "sent"):
-        table.add_column(title, justify="left" if title == "plan" else "right", overflow="fold")
+        table.add_column(title, justify="left" if title == "plan" else "right", no_wrap=True)
     for each in result.candidates:
         table.add_row(
             shown(each.plan),
-            _seconds(each.seconds),
-            _bytes(each.footprint.total),
+            told_seconds(each.seconds),
+            told_bytes(each.footprint.total),
             f"{each.duration.bubble_share:.0%}",
-            _bytes(each.duration.sent),
+            told_bytes(each.duration.sent),
         )
+    console.width = max(console.width, console.measure(table, options=console.options.update(max_width=_WIDE)).maximum)
     console.print(table)
     _show_best(console, search, result.best)
     console.print("\nwhy not")
@@ -130,26 +140,26 @@ def _show(search: Search, result: Result, rejected: list[Rejection], seconds: fl
 
 def _show_best(console: Any, search: Search, best: Candidate) -> None:
     parts = {name: size for name, size in best.footprint.parts().items() if size}
-    memory = ", ".join(f"{name} {_bytes(size)}" for name, size in parts.items())
+    memory = ", ".join(f"{name} {told_bytes(size)}" for name, size in parts.items())
     console.print(f"\nmemory of a device (pipeline rank {best.footprint.stage}): {memory};", markup=False)
-    margin = search.hardware.margin
-    console.print(
-        f"  {margin:.0%} of {_bytes(search.hardware.memory)} is kept free for fragments and context", markup=False
-    )
+    hardware = search.hardware
+    told = f"  {hardware.margin:.0%} of {told_bytes(hardware.memory)} is kept free for fragments and context"
+    if not best.fits:
+        told += f"; the plan does not fit: it {shortfall(best.footprint.total, hardware.usable_memory)}"
+    console.print(told, markup=False)
     names = ("compute", "tensor", "bubble", "gradients", "optimizer", "other")
     spent = {name: getattr(best.duration, name) for name in names}
     console.print(
-        "step: " + ", ".join(f"{name} {_seconds(value)}" for name, value in spent.items() if value), markup=False
+        "step: " + ", ".join(f"{name} {told_seconds(value)}" for name, value in spent.items() if value), markup=False
     )
     if best.plan.pp > 1:
         stages = search.stages(best.plan)
         sizes = [len(span) for span in stages.spans]
-        told = (
-            f"{sizes[0]} blocks a stage" if len(set(sizes)) == 1 else f"stages of {', '.join(map(str, sizes))} blocks"
-        )
+        each = f"{sizes[0]} block{'s' if sizes[0] > 1 else ''} a stage"
+        told = each if len(set(sizes)) == 1 else f"stages of {', '.join(map(str, sizes))} blocks"
         console.print(told, markup=False)
-        if len(set(sizes)) > 1:
-            console.print(f"  to run it so: boundaries={'+'.join(map(str, stages.starts))}", markup=False)
+        if len(best.plan.boundaries) > _FEW_STAGES:
+            console.print(f"  boundaries={'+'.join(map(str, stages.starts))}", markup=False)
 
 
 def _as_json(
@@ -157,7 +167,7 @@ def _as_json(
 ) -> dict[str, Any]:
     return {
         "task": search.portrait.name,
-        "parameters": search.portrait.parameters,
+        "parameters": search.portrait.parameters + search.portrait.frozen,
         "batch": search.portrait.batch,
         "devices": search.world,
         "hardware": search.hardware.name,
@@ -186,23 +196,3 @@ def _candidate(search: Search, each: Candidate) -> dict[str, Any]:
         "memory": each.footprint.total,
         "memory_parts": each.footprint.parts(),
     }
-
-
-def _seconds(value: float) -> str:
-    return f"{value:.2f} s" if value >= 1 else f"{value * 1e3:.1f} ms"
-
-
-def _bytes(size: float) -> str:
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if size < 1000:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
-def _count(number: float) -> str:
-    for unit in ("", " thousand", " million", " billion"):
-        if number < 1000:
-            return f"{number:.3g}{unit}"
-        number /= 1000
-    return f"{number:.3g} trillion"

@@ -26,6 +26,7 @@ from unisono.parallel.blocks import Blocks, find_blocks
 from unisono.parallel.even_experts import evenly_visited
 from unisono.parallel.expert import MoE
 from unisono.parallel.linear import features, is_linear
+from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.split import blocks_of
 from unisono.parallel.precision import HALVES
 from unisono.parallel.reach import Reach, reach_of
@@ -33,10 +34,12 @@ from unisono.parallel.rules import Styles
 from unisono.parallel.share import rows_of
 from unisono.parallel.tensor import fitting_rules, heads_of, require_shareable
 from unisono.plan import search
+from unisono.plan.cutting import chunks_of
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import Plan
 from unisono.plan.portrait import OptimizerState, Portrait, Segment, Weight
 from unisono.plan.reading import Subject, read
+from unisono.plan.schedule import schedule
 from unisono.plan.search import Search
 from unisono.train.task import Task
 
@@ -60,15 +63,18 @@ class Planner:
             raise UsageError(f"batch={self.batch}: expected at least 1 sample")
         self._rows = min(_TRACED_ROWS, rows_of(example), self.batch)
         self._example = _first_rows(example, self._rows)
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise UsageError(f"{type(self.model).__name__} has no parameters to train, so there is nothing to plan for")
         self._probe = task.optimizer(list(self.model.parameters()))
         self._keeps_gathered = keeps_gathered
         self._tp_refusals: dict[int, str | None] = {}
+        self._pp_refusals: dict[int, str | None] = {}
         self.portrait = self._portrait()
 
     def _portrait(self) -> Portrait:
         weights = dict(_weights(self.model, self._styles()))
         blocks = _blocks(self.model)
-        short, repeats = _shortened(self.model, blocks)
+        short, repeats = self._short
         subject = Subject(
             name=self.task.name or type(self.model).__name__,
             batch=self.batch,
@@ -101,8 +107,12 @@ class Planner:
         """Why the task cannot run under a plan; None where it can."""
         if self._refused_at_once(plan.microbatches > 1, plan.pp > 1, plan.sequence):
             return self._refused_at_once(plan.microbatches > 1, plan.pp > 1, plan.sequence)
+        if plan.pp > 1 and self._pp_refusal(plan):
+            return self._pp_refusal(plan)
         if plan.tp > 1 and self._tp_refusal(plan.tp):
             return self._tp_refusal(plan.tp)
+        if plan.sequence and not self._has_repeated_blocks:
+            return "sp: the model has no list of blocks of one class, between which it would share sequences"
         if plan.cp > 1 and self._cp_refusal(plan):
             return self._cp_refusal(plan)
         return self._optimizer_refusal(plan)
@@ -121,6 +131,29 @@ class Planner:
         except UsageError as error:
             return str(error)
         return None
+
+    def _pp_refusal(self, plan: Plan) -> str | None:
+        """What stages say that cannot run, as where tensors go round the blocks. Of blocks that are alike two tell."""
+        short, repeats = self._short
+        stages = 2 if repeats > 1 else plan.pp * chunks_of(plan)
+        if stages not in self._pp_refusals:
+            try:
+                rehearse(short, schedule("1f1b", stages, 1), self._example[0])
+                self._pp_refusals[stages] = None
+            except UsageError as error:
+                self._pp_refusals[stages] = str(error)
+        return self._pp_refusals[stages]
+
+    @cached_property
+    def _short(self) -> tuple[nn.Module, int]:
+        return _shortened(self.model, _blocks(self.model))
+
+    @cached_property
+    def _has_repeated_blocks(self) -> bool:
+        try:
+            return bool(find_blocks(self.model).modules)
+        except UsageError:
+            return False
 
     def _tp_refusal(self, tp: int) -> str | None:
         if tp not in self._tp_refusals:
@@ -289,6 +322,7 @@ def _weights(model: nn.Module, styles: Styles) -> Iterator[tuple[str, Weight]]:
                 cut.get(id(parameter)),
                 id(parameter) in experts,
                 id(parameter) in gathered,
+                not parameter.requires_grad,
             ),
         )
 
