@@ -168,9 +168,12 @@ def test_an_optimizer_that_torch_steps_op_by_op_takes_longer() -> None:
 
 def test_ops_reach_a_share_of_their_rates_in_a_step() -> None:
     job = portrait(layers=4, width=1024, batch=8)
-    alone = replace(H100, asynchronous=False)
+    alone = replace(H100, asynchronous=False, op_overhead=0.0)
     one, other = (Search(job, 2, each).judged(Plan(dp=2)).duration for each in (alone, replace(alone, together=0.8)))
     assert other.compute == pytest.approx(one.compute / 0.8)
+    slow = replace(alone, op_overhead=1e-3)  # what an op takes beside its work is known from steps
+    late, later = (Search(job, 2, each).judged(Plan(dp=2)).duration for each in (slow, replace(slow, together=0.8)))
+    assert later.compute - other.compute == pytest.approx(late.compute - one.compute)
 
 
 def test_a_ring_costs_its_hops_and_its_visits() -> None:
