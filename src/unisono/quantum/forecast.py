@@ -14,6 +14,8 @@ from dataclasses import dataclass
 import torch
 
 from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.quantum.arguments import shown
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.exchange import DEFAULT_CHUNK
 from unisono.quantum.kernels import runner
@@ -83,6 +85,8 @@ class Forecast:
         tile: int = TILE,
         chunk: int = DEFAULT_CHUNK,
     ) -> Forecast:
+        if rates is not None and not isinstance(rates, Rates):
+            raise UsageError(f"rates={shown(rates)}: expected Rates, or None for usual ones")
         rates = rates or Rates()
         shard = local_bytes(schedule.wires, schedule.held, dtype)
         sweeps, operations = max(_work(schedule, rank, tile) for rank in {0, 2**schedule.held - 1})
