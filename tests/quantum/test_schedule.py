@@ -74,6 +74,22 @@ def test_exchanges(name: str) -> None:
     assert found == expected
 
 
+def test_in_order_with_the_wire_unused_longest_given_away() -> None:
+    """The other count of docs/quantum.md: one-qubit gates go with the CNOT that follows, wires come one at a time."""
+    circuit = hardware_efficient(32, depth=10)
+    here = list(range(27))  # the rank's wires, the one used last at the end
+    brought = 0
+    for each in circuit.operations:
+        if len(each.wires) < 2:
+            continue
+        for wire in each.wires:
+            if wire not in here:
+                brought += 1
+                here.remove(next(other for other in here if other not in each.wires))
+        here = [wire for wire in here if wire not in each.wires] + list(each.wires)
+    assert brought == 294
+
+
 def test_letters_that_agree_mean_commuting() -> None:
     circuit = random_circuit(3, 60, 7)
     matrices = [dense.operator(each, each.angles(), 3) for each in circuit.operations]

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from unisono.errors import UsageError
 from unisono.quantum.arguments import shown
 from unisono.quantum.gate_methods import GateMethods
-from unisono.quantum.gates import BARRIER, CONTROLLED, MEASURE, Gate, gate
+from unisono.quantum.gates import ALIASES, BARRIER, CONTROLLED, MEASURE, Gate, gate
 from unisono.quantum.operation import Controls, Operation
 from unisono.quantum.parameter import Angle, affine, finite_vector, in_order, is_index
 
@@ -115,6 +115,7 @@ class Circuit(GateMethods):
         pairs = _pairs(controls)
         if not isinstance(kind, str | Gate):
             raise UsageError(f"apply of a {type(kind).__name__}: expected a gate's name, such as 'ry', or a Gate")
+        kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
         if isinstance(kind, str) and kind in CONTROLLED:
             kind, count = CONTROLLED[kind]
             pairs += tuple((wire, 1) for wire in wires[:count])
