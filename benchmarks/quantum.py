@@ -10,14 +10,13 @@ qulacs has double precision only on a CPU; aer has no adjoint gradient. A first 
 precision with unisono, and is not timed: each contestant's answer is compared with its, so that a difference has an
 owner; qulacs, in double precision too, vouches for it.
 
-Memory is looked at after the timed rounds, as often as asked for (`--looks`): the contestant drops the row, gives
-free memory back, sets the row up again and evaluates it for a second or more, while this process reads
+Memory is looked at after the timed rounds, as often as asked for (`--looks`): the contestant drops the row, gives free
+memory back, sets the row up again and evaluates it for a second or more, while this process reads
 /proc/PID/smaps_rollup as often as it can. Told is the most anonymous memory seen, beyond what the contestant held
-before it set the row up again. smaps_rollup is exact,
-the kernel walks all pages for it; VmHWM of /proc/PID/status, which keeps the peak, is not: it is made of counters that
-each core keeps for itself up to 32 pages at a time, so that it may be off by 128 KiB for each core and kind of page.
-What an allocator keeps of the first time that a row is set up, pages whose neighbours are in use, is not the row's,
-and is larger than what tells contestants apart; it is in the second figure, which is counted from a small circuit:
+before it set the row up again. smaps_rollup is exact, the kernel walks all pages for it; VmHWM of /proc/PID/status,
+which keeps the peak, is not: it is made of counters that each core keeps for itself up to 32 pages at a time, so that
+it may be off by 128 KiB for each core and kind of page. What an allocator keeps of the first time that a row is set up,
+pages whose neighbours are in use, is not the row's. It is in the second figure, which is counted from a small circuit:
 what the process holds when a circuit of 5 wires with as many gates as the row's has been made and evaluated, twice, and
 is still there. That one depends on the small circuit's shape. Pages of files, which are code that ran for the first
 time, are not counted. What a machine has to have, libraries and all, is told beside it: the most that the process held,
