@@ -10,12 +10,17 @@ qulacs has double precision only on a CPU; aer has no adjoint gradient. A first 
 precision with unisono, and is not timed: each contestant's answer is compared with its, so that a difference has an
 owner; qulacs, in double precision too, vouches for it.
 
-Memory is the most anonymous memory that the process holds during the row, beyond what it holds when the circuit of 5
-wires has been made and evaluated, twice, and is still there. That one is repeated until it has as many gates as the
-row's, so that lists of gates, and what is made of them, count for nobody: they are small, but would count for some
-only, since they find room in the holes that large imports leave in a heap (PennyLane's), and none in a tidier one.
-Pages of files, which are code that ran for the first time, are not counted either. What a machine has to have,
-libraries and all, is told beside it: the most that the process held in the row, and how much of that was anonymous.
+Memory is looked at after the timed rounds, as often as asked for (`--looks`): the contestant drops the row, gives free
+memory back, sets the row up again and evaluates it for a second or more, while this process reads
+/proc/PID/smaps_rollup as often as it can. Told is the most anonymous memory seen, beyond what the contestant held
+before it set the row up again. smaps_rollup is exact, the kernel walks all pages for it; VmHWM of /proc/PID/status,
+which keeps the peak, is not: it is made of counters that each core keeps for itself up to 32 pages at a time, so that
+it may be off by 128 KiB for each core and kind of page. What an allocator keeps of the first time that a row is set up,
+pages whose neighbours are in use, is not the row's. It is in the second figure, which is counted from a small circuit:
+what the process holds when a circuit of 5 wires with as many gates as the row's has been made and evaluated, twice, and
+is still there. That one depends on the small circuit's shape. Pages of files, which are code that ran for the first
+time, are not counted. What a machine has to have, libraries and all, is told beside it: the most that the process held,
+and how much of that was anonymous.
 
 Rows: hea-N (hardware-efficient ansatz of depth 10), qft-N, random-N (depth 20), grad-z-N and grad-p-N (gradient of sum
 Z, and of a sum of 20 Pauli words, for the ansatz).
@@ -24,6 +29,9 @@ Z, and of a sum of 20 Pauli words, for the ansatz).
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
+import itertools
 import json
 import os
 import statistics
@@ -39,6 +47,7 @@ import numpy as np
 
 DEPTH, RANDOM_DEPTH, TERMS, THREADS = 10, 20, 20, 2
 PATIENCE = 100  # seconds for one answer
+MEMORY, LOOKING = "memory", 1.0  # a line that asks for the round in which memory is looked at; its least seconds
 DEFAULT_ROWS = (
     "hea-20,hea-22,hea-24,hea-26,qft-24,random-24,grad-z-16,grad-z-20,grad-z-22,grad-p-16,grad-p-20,grad-p-22"
 )
@@ -293,22 +302,46 @@ REFEREE = "referee"
 # ---- running --------------------------------------------------------------------------------------------------------
 
 
-def held_memory() -> tuple[float, float, float]:
-    """MiB: anonymous memory that this process holds now, the most of it since `forget_peak`, and the same with files.
-
-    Linux keeps the peak of all memory only; pages of files stay where they are, so that what is left is anonymous."""
-    fields = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    names = ("RssAnon", "VmHWM", "RssFile", "RssShmem")
-    now, most, files, shared = (int(fields[name].split()[0]) / 1024 for name in names)
-    return now, most - files - shared, most
+def held_memory(process: int | str = "self") -> dict[str, float]:
+    """MiB of a process now: all of it (Rss), and what is no file's (Anonymous). The kernel counts page by page."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()[1:]
+    fields = dict(line.split(":", 1) for line in lines)
+    return {name: int(fields[name].split()[0]) / 1024 for name in ("Rss", "Anonymous")}
 
 
-def forget_peak() -> None:
-    Path("/proc/self/clear_refs").write_text("5")
+def give_back() -> None:
+    """What is garbage, and what the C library keeps of freed memory, to the system."""
+    gc.collect()
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
+class Sampling(threading.Thread):
+    """The most memory of a process until `most` is asked for, looked at as often as this thread can."""
+
+    def __init__(self, process: int) -> None:
+        super().__init__(daemon=True)
+        self.process, self.over = process, threading.Event()
+        self.seen: list[dict[str, float]] = [held_memory(process)]
+        self.start()
+
+    def run(self) -> None:
+        while not self.over.is_set():
+            try:
+                self.seen.append(held_memory(self.process))
+            except (OSError, KeyError):  # it ended meanwhile
+                return
+
+    def most(self) -> dict[str, float]:
+        """Of all looks, and how many they were."""
+        self.over.set()
+        self.join()
+        return {name: max(each[name] for each in self.seen) for name in self.seen[0]} | {"looks": len(self.seen)}
 
 
 def work(name: str, row: str) -> None:
-    """A contestant's process: sets up, then evaluates once for each line it is sent."""
+    """A contestant's process: sets up, then evaluates once for each line it is sent; for `MEMORY`, all anew."""
     _, _, count = steps_of(row)
     started = time.perf_counter()
     try:
@@ -318,9 +351,8 @@ def work(name: str, row: str) -> None:
             evaluate = make(small)
             for seed in range(2):
                 evaluate(angles_of(small, steps_of(small)[2], seed))
-        before, *_ = held_memory()
+        before = held_memory()["Anonymous"]
         del evaluate
-        forget_peak()
         begin = time.perf_counter()
         evaluate = make(row)
         first = np.atleast_1d(evaluate(angles_of(row, count, 0)))
@@ -328,34 +360,60 @@ def work(name: str, row: str) -> None:
         print(json.dumps({"missing": str(error)}), flush=True)
         return
     now = time.perf_counter()
-    times = {"start": begin - started, "setup": now - begin}
+    times = {"start": begin - started, "setup": now - begin, "before_mib": before}
     print(json.dumps(times | {"check": first[:6].tolist()}), flush=True)
     for line in sys.stdin:
+        if line.strip() == MEMORY:
+            del evaluate
+            give_back()
+            print(json.dumps({"rest_mib": held_memory()["Anonymous"]}), flush=True)
+            sys.stdin.readline()
+            evaluate = make(row)
+            until = time.perf_counter() + LOOKING
+            for seed in itertools.count():
+                evaluate(angles_of(row, count, seed))
+                if time.perf_counter() > until:
+                    break
+            print(json.dumps({}), flush=True)
+            continue
         angles = angles_of(row, count, int(line))
         begin = time.perf_counter()
         evaluate(angles)
-        seconds = time.perf_counter() - begin
-        _, anonymous, whole = held_memory()
-        memory = {"peak_mib": anonymous - before, "process_mib": whole, "process_anonymous_mib": anonymous}
-        print(json.dumps({"seconds": seconds} | memory), flush=True)
+        print(json.dumps({"seconds": time.perf_counter() - begin}), flush=True)
 
 
-def ask(process: subprocess.Popen) -> dict[str, Any]:
+def ask(process: subprocess.Popen, line: str = "") -> dict[str, Any]:
     """The next answer that is one; libraries talk as well. Who is not done in time is out of the row."""
+    assert process.stdin is not None
     assert process.stdout is not None
     timer = threading.Timer(PATIENCE, process.kill)
     timer.start()
     try:
-        for line in process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        status = process.wait()
-        return {"missing": f"not done in {PATIENCE} s" if status == -9 else f"ended with status {status}"}
+        if line:
+            process.stdin.write(line + "\n")
+            process.stdin.flush()
+        for answer in process.stdout:
+            if answer.startswith("{"):
+                return json.loads(answer)
+    except BrokenPipeError:
+        pass
     finally:
         timer.cancel()
+    status = process.wait()
+    return {"missing": f"not done in {PATIENCE} s" if status == -9 else f"ended with status {status}"}
 
 
-def race(row: str, names: list[str], rounds: int) -> dict[str, Any]:
+def look(process: subprocess.Popen) -> dict[str, Any]:
+    """The round in which memory is looked at: before the row is set up again, and while it is and is evaluated."""
+    rest = ask(process, MEMORY)
+    if "missing" in rest:
+        return rest
+    sampling = Sampling(process.pid)
+    answer = ask(process, "go")
+    return answer | rest | sampling.most()
+
+
+def race(row: str, names: list[str], rounds: int, looks: int) -> dict[str, Any]:
     env = os.environ | {"OMP_NUM_THREADS": str(THREADS), "OMP_PROC_BIND": "false"}
     found: dict[str, Any] = {}
     processes = {}
@@ -369,20 +427,19 @@ def race(row: str, names: list[str], rounds: int) -> dict[str, Any]:
             process.communicate()
         elif "missing" not in found[name]:
             processes[name] = process
-            found[name]["times"] = []
-    for number in range(rounds):
+            found[name] |= {"times": [], "memory": []}
+    for number in range(rounds + looks):
         for name, process in processes.items():
-            if "missing" in found[name]:
+            result = found[name]
+            if "missing" in result:
                 continue
-            assert process.stdin is not None
-            process.stdin.write(f"{number + 1}\n")
-            process.stdin.flush()
-            answer = ask(process)
+            answer = ask(process, str(number + 1)) if number < rounds else look(process)
             if "missing" in answer:
-                found[name]["missing"] = answer["missing"]
-                continue
-            found[name]["times"].append(answer["seconds"])
-            found[name] |= {key: value for key, value in answer.items() if key.endswith("_mib")}
+                result["missing"] = answer["missing"]
+            elif number < rounds:
+                result["times"].append(answer["seconds"])
+            else:
+                result["memory"].append(answer)
     for process in processes.values():
         process.communicate()
     for result in found.values():
@@ -398,17 +455,29 @@ def shown(row: str, found: dict[str, Any]) -> str:
     for name, result in found.items():
         if name == REFEREE:
             continue
-        if "median" not in result:
+        if "times" not in result:
             lines.append(f"  {name:14} - {result.get('missing', '')[:80]}")
             continue
-        ratio = f"  {best / result['median']:.1f}x the best peer" if name == "unisono" and best else ""
-        lines.append(
-            f"  {name:14} {result['median']:9.4f} s  spread {result['spread']:.4f}  "
-            f"start {result['start']:5.1f} s  setup {result['setup']:6.2f} s  "
-            f"memory {result['peak_mib']:7.2f} MiB (process {result['process_mib']:.0f}, anonymous "
-            f"{result['process_anonymous_mib']:.0f})  {off(result, found)}{ratio}"
-        )
+        line = f"  {name:14}"
+        if "median" in result:
+            line += f" {result['median']:9.4f} s  spread {result['spread']:.4f}"
+        line += f"  start {result['start']:5.1f} s  setup {result['setup']:6.2f} s{took(result)}  {off(result, found)}"
+        if name == "unisono" and best and "median" in result:
+            line += f"  {best / result['median']:.1f}x the best peer"
+        lines.append(line + (f"  {result['missing'][:80]}" if "missing" in result else ""))
     return "\n".join(lines)
+
+
+def took(result: dict[str, Any]) -> str:
+    """The memory of the row, least and most of the looks at it, with what the first one left; that of the process."""
+    if not result["memory"]:
+        return ""
+    told = []
+    for beyond in ([each["rest_mib"] for each in result["memory"]], [result["before_mib"]] * len(result["memory"])):
+        sizes = sorted(each["Anonymous"] - base for each, base in zip(result["memory"], beyond, strict=True))
+        told.append(f"{sizes[0]:.3f}" + (f" to {sizes[-1]:.3f}" if len(sizes) > 1 else ""))
+    whole, anonymous = (max(each[name] for each in result["memory"]) for name in ("Rss", "Anonymous"))
+    return f"  memory {told[0]} MiB, from small {told[1]} (process {whole:.0f}, anonymous {anonymous:.0f})"
 
 
 def off(result: dict[str, Any], found: dict[str, Any]) -> str:
@@ -423,6 +492,9 @@ def main() -> None:
     parser.add_argument("--rows", default=DEFAULT_ROWS)
     parser.add_argument("--only", default=",".join(CONTESTANTS), help="contestants, with commas between")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument(
+        "--looks", type=int, default=1, help="rounds in which memory is looked at, after the timed ones"
+    )
     parser.add_argument("--json", help="add the results to this file")
     parser.add_argument("--worker", help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -430,7 +502,7 @@ def main() -> None:
         work(options.worker, options.rows)
         return
     for row in options.rows.split(","):
-        found = race(row, options.only.split(","), options.rounds)
+        found = race(row, options.only.split(","), options.rounds, options.looks)
         print(shown(row, found), flush=True)
         if options.json:
             kept = json.loads(Path(options.json).read_text()) if os.path.exists(options.json) else {}

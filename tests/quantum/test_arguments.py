@@ -13,6 +13,7 @@ from tests.ranks import RankPool
 from unisono import quantum as uq
 from unisono.errors import UsageError
 from unisono.quantum.gates import gate
+from unisono.quantum.program import Program
 
 CIRCUIT = uq.Circuit(2).ry(0, uq.weight(0)).rx(1, uq.feature(0)).cx(0, 1)
 STATE = uq.State(3)
@@ -61,6 +62,26 @@ REFUSED: list[tuple[Callable[[Any], object], list[Any], str]] = [
     (lambda v: uq.hardware_efficient(2, 10**30), [None], "at most"),
     (lambda v: uq.from_qasm(v), [3, None, b"x"], "expected a text"),
     (lambda v: uq.load_qasm(v), [3, None], "expected the path"),
+    (lambda v: CIRCUIT + v, ODD, r"a circuit \+ .* expected another Circuit"),
+    (lambda v: v + CIRCUIT, [3, "x", None, 1.5, [1]], r"\+ a circuit: expected another Circuit"),
+    (lambda v: uq.State(3).do(v), ODD, "do of .* expected a step of a Program"),
+    (lambda v: uq.State(3).apply(v), [*ODD, CIRCUIT], "apply of .* expected a Run"),
+    (lambda v: uq.State(3).exchange(v), ODD, "exchange of .* expected Trades"),
+    (lambda v: Program.of(v), [*ODD, CIRCUIT], "expected a Schedule"),
+    (lambda v: uq.Layer(CIRCUIT, "Z0", batch_axis=v), [3, None, ["dp"]], "batch_axis=.* name of an axis"),
+    (lambda v: uq.Layer(CIRCUIT, "Z0", state_axis=v), ["dp", "x", ""], "state_axis=.* without a mesh"),
+    (lambda v: uq.Schedule.of(CIRCUIT).describe(rates=v), [0, 3, "x", []], "rates=.* expected Rates"),
+    (lambda v: uq.weight(0) + v, ["x", "1", None, [1], 1j, object()], "expected one real number"),
+    (lambda v: uq.weight(0) * v, ["x", "1", None, [1], 1j, b"1"], "expected one real number"),
+    (lambda v: v - uq.weight(0), ["x", None, [1], 1j], "expected one real number"),
+    (lambda v: v / uq.weight(0), [1, 2.5, uq.weight(1)], "not affine"),
+    (lambda v: uq.I(v), [-1, 1.5, "x", None, (0, 1)], "expected"),
+    (lambda v: uq.Hermitian(np.eye(2), v), [b"x", {0: 1}, {0}, "0"], "expected a wire of 0 or more"),
+    (lambda v: uq.probabilities(STATE, v), ["", b"", {0: 1}, {0, 1}], "expected one wire or several"),
+    (lambda v: uq.density(STATE, v), ["", {0: 1}], "expected one wire or several"),
+    (lambda v: uq.Circuit(3).qft(v), ["", {0: 1}, {0, 1}], "expected several wires"),
+    (lambda v: uq.Circuit(3).qft(swaps=v), [1, "no", None, np.zeros(2)], "expected True or False"),
+    (lambda v: uq.counts(v), [torch.ones(2, 2, requires_grad=True)], "as samples gives"),
 ]
 
 
@@ -78,6 +99,9 @@ def test_what_is_refused_leaves_a_circuit_as_it_was() -> None:
         lambda: circuit.measure(7, 9),
         lambda: circuit.compose(other, (0, 5)),
         lambda: circuit.compose(other, (0, 1), controls=[2]),
+        lambda: circuit.qft([0, 1, 0]),
+        lambda: circuit.cnot_line([0, 1, 2, 2]),
+        lambda: circuit.cnot_ring([0, 1, 2, 0]),
     ):
         with pytest.raises(UsageError):
             refused()

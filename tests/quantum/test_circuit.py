@@ -232,3 +232,9 @@ def test_measurement_and_conditions() -> None:
     assert Circuit(2).h(0).barrier().is_unitary
     courses = dense.branches(circuit)
     assert {(round(chance, 9), bits) for chance, bits, _ in courses} == {(0.5, (0, 0)), (0.5, (1, 1))}
+
+
+def test_gates_have_the_names_of_their_methods() -> None:
+    by_name = Circuit(2).apply("u1", 0, 0.1).apply("phase", 1, 0.2).apply("cphase", (0, 1), 0.3)
+    by_name.apply("global_phase", (), 0.4)
+    assert by_name == Circuit(2).u1(0, 0.1).phase(1, 0.2).cphase(0, 1, 0.3).global_phase(0.4)

@@ -16,10 +16,12 @@ from tests.quantum.circuits import random_circuit
 from unisono.errors import UsageError
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.commutation import letters, mixed_wires
+from unisono.quantum.compiled import Compiled
 from unisono.quantum.cut import Order, cut
 from unisono.quantum.forecast import Forecast, Rates
 from unisono.quantum.kernels import reference
 from unisono.quantum.postpone import postponed
+from unisono.quantum.program import Program, Run
 from unisono.quantum.schedule import Schedule, tiles
 from unisono.quantum.step import Exchange
 from unisono.quantum.sweeps import Sweep, cost
@@ -72,6 +74,22 @@ def test_exchanges(name: str) -> None:
     circuit = build()
     found = [(len(s.exchanges), s.in_order) for s in (Schedule.of(circuit, ranks) for ranks in (4, 32, 128))]
     assert found == expected
+
+
+def test_in_order_with_the_wire_unused_longest_given_away() -> None:
+    """The other count of docs/quantum.md: one-qubit gates go with the CNOT that follows, wires come one at a time."""
+    circuit = hardware_efficient(32, depth=10)
+    here = list(range(27))  # the rank's wires, the one used last at the end
+    brought = 0
+    for each in circuit.operations:
+        if len(each.wires) < 2:
+            continue
+        for wire in each.wires:
+            if wire not in here:
+                brought += 1
+                here.remove(next(other for other in here if other not in each.wires))
+        here = [wire for wire in here if wire not in each.wires] + list(each.wires)
+    assert brought == 294
 
 
 def test_letters_that_agree_mean_commuting() -> None:
@@ -217,6 +235,19 @@ def test_the_forecast_counts_what_the_schedule_does() -> None:
     assert "exchanges    11 (in order: 100)" in str(forecast)
     faster = Forecast.of(schedule, torch.complex64, Rates(memory=1e12, arithmetic=1e12, link=1e12))
     assert faster.seconds < forecast.seconds / 50
+
+
+@pytest.mark.parametrize(("wires", "ranks"), [(3, 1), (7, 2), (20, 1), (24, 2)])
+@pytest.mark.parametrize("dtype", [torch.complex64, torch.complex128])
+def test_the_forecast_counts_the_sweeps_of_the_kernel(wires: int, ranks: int, dtype: torch.dtype) -> None:
+    pytest.importorskip("numba")
+    schedule = Schedule.of(hardware_efficient(wires, 4), ranks)
+    axes = wires - (ranks.bit_length() - 1)
+    made = [
+        sum(len(Compiled(step.operations, axes, dtype).code.sweeps) for step in program.steps if isinstance(step, Run))
+        for program in (Program.of(schedule, rank) for rank in range(ranks))
+    ]
+    assert schedule.describe(dtype).sweeps == max(made)
 
 
 def test_the_inverse_of_an_exchange_is_the_exchange() -> None:

@@ -17,10 +17,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.errors import UsageError
+from unisono.quantum.arguments import shown
 from unisono.quantum.gate_methods import GateMethods
-from unisono.quantum.gates import BARRIER, CONTROLLED, MEASURE, Gate, gate
+from unisono.quantum.gates import ALIASES, BARRIER, CONTROLLED, MEASURE, Gate, gate
 from unisono.quantum.operation import Controls, Operation
-from unisono.quantum.parameter import Angle, affine, finite_vector, is_index
+from unisono.quantum.parameter import Angle, affine, finite_vector, in_order, is_index
 
 if TYPE_CHECKING:
     from typing import Self
@@ -114,6 +115,7 @@ class Circuit(GateMethods):
         pairs = _pairs(controls)
         if not isinstance(kind, str | Gate):
             raise UsageError(f"apply of a {type(kind).__name__}: expected a gate's name, such as 'ry', or a Gate")
+        kind = ALIASES.get(kind, kind) if isinstance(kind, str) else kind
         if isinstance(kind, str) and kind in CONTROLLED:
             kind, count = CONTROLLED[kind]
             pairs += tuple((wire, 1) for wire in wires[:count])
@@ -163,12 +165,15 @@ class Circuit(GateMethods):
     def __add__(self, other: Circuit) -> Circuit:
         """A new circuit: this one, then `other`."""
         if not isinstance(other, Circuit):
-            return NotImplemented
+            raise UsageError(f"a circuit + {shown(other)}: expected another Circuit")
         if other.wires > self.wires:
             raise UsageError(
                 f"cannot add a circuit of {other.wires} wires to one of {self.wires}; use compose(wires=...)"
             )
         return self.copy().compose(other, range(other.wires))
+
+    def __radd__(self, other: object) -> Circuit:
+        raise UsageError(f"{shown(other)} + a circuit: expected another Circuit; several are added with compose or +")
 
     def bound(self, weights: Sequence[float] = (), features: Sequence[float] = ()) -> Circuit:
         """A new circuit with numbers in place of weights and features."""
@@ -247,9 +252,7 @@ def _wires(targets: int | Sequence[int]) -> tuple[int, ...]:
     if is_index(targets):
         return (int(targets),)  # type: ignore[arg-type]
     try:
-        if isinstance(targets, str | bytes | Mapping):
-            raise TypeError("these are no wires")
-        return tuple(targets)  # type: ignore[arg-type]
+        return in_order(targets)
     except TypeError:
         raise UsageError(f"wire {targets!r}: expected a number of 0 or more, or several of them") from None
 
@@ -273,9 +276,7 @@ def _pairs(controls: Mapping[int, int] | Sequence[int]) -> Controls:
     if isinstance(controls, Mapping):
         return tuple((wire, value) for wire, value in controls.items())
     try:
-        if isinstance(controls, str | bytes):
-            raise TypeError("these are no wires")
-        return tuple((wire, 1) for wire in controls)
+        return tuple((wire, 1) for wire in in_order(controls))
     except TypeError:
         raise UsageError(f"controls {controls!r}: expected wires, or a mapping from wires to 0 or 1") from None
 

@@ -68,16 +68,38 @@ def assemble(
     halved: bool = True,
 ) -> Code:
     """The program of operations on axes 0 (most significant) to bits - 1; the rest is as Assembler says."""
+    swept, capacity, near = sweeps(operations, bits, lane_bits, row_bits, near)
+    assembler = Assembler(bits, lane_bits, capacity, skew, room=room, halved=halved)
+    for tile in swept:
+        layout = replace(layout_of(tile, bits, lane_bits, near, capacity), skew=skew)
+        assembler.sweep((primitive for each in tile.operations for primitive in lower(each)), layout)
+    return assembler.code()
+
+
+def sweeps(
+    operations: Sequence[Operation], bits: int, lane_bits: int, row_bits: int = ROW_BITS, near: int = NEAR
+) -> tuple[list[Tile], int, int]:
+    """A tile for each sweep; how many bits its rows have, and how many of those are near."""
     widest = max((len(mixed_wires(each)) for each in operations), default=0)
     low = frozenset(range(bits - lane_bits, bits))
     capacity = min(max(row_bits, widest + lane_bits), bits - lane_bits)
     near = max(0, min(near, capacity - widest - lane_bits))
     always = frozenset(range(bits - lane_bits - near, bits - lane_bits))
-    assembler = Assembler(bits, lane_bits, capacity, skew, room=room, halved=halved)
-    for tile in tiles(operations, capacity - near, low, always):
-        layout = replace(layout_of(tile, bits, lane_bits, near, capacity), skew=skew)
-        assembler.sweep((primitive for each in tile.operations for primitive in lower(each)), layout)
-    return assembler.code()
+    return tiles(operations, capacity - near, low, always), capacity, near
+
+
+def sweep_count(operations: Sequence[Operation], bits: int, dtype: torch.dtype) -> int:
+    """How often a run of operations goes over the memory of its state."""
+    narrow, padding = _ready(operations, bits, dtype)
+    return len(sweeps(narrow, bits + padding, LANE_BITS[dtype])[0])
+
+
+def _ready(operations: Sequence[Operation], bits: int, dtype: torch.dtype) -> tuple[list[Operation], int]:
+    """What is too wide taken apart, and how many idle bits a state too small for lanes gets."""
+    lane_bits = LANE_BITS[dtype]
+    narrow = [part for each in operations for part in narrowed(each)]
+    widest = max((len(mixed_wires(each)) for each in narrow), default=0)
+    return narrow, lane_bits if bits - lane_bits < max(4, min(bits, widest + lane_bits)) else 0
 
 
 def layout_of(tile: Tile, bits: int, lane_bits: int, near: int, capacity: int) -> Layout:
@@ -113,12 +135,9 @@ class Compiled:
         except ImportError as error:
             raise MissingPackageError("numba", "the CPU kernel for circuits", "quantum") from error
         self.bits, self.dtype, self.part = bits, dtype, _PARTS[dtype]
-        lane_bits = LANE_BITS[dtype]
-        operations = [part for each in operations for part in narrowed(each)]
-        widest = max((len(mixed_wires(each)) for each in operations), default=0)
-        self.padding = lane_bits if bits - lane_bits < max(4, min(bits, widest + lane_bits)) else 0
+        operations, self.padding = _ready(operations, bits, dtype)
         room = _ROOM // np.dtype(self.part).itemsize
-        self.code = assemble(operations, bits + self.padding, lane_bits, row_bits, room=room)
+        self.code = assemble(operations, bits + self.padding, LANE_BITS[dtype], row_bits, room=room)
         self.angles = Angles(self.code.angles)
         self._last: Bound | None = None  # a gradient comes with the angles of the run before
 

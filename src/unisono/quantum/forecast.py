@@ -14,16 +14,18 @@ from dataclasses import dataclass
 import torch
 
 from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.quantum.arguments import shown
 from unisono.quantum.circuit import Circuit
+from unisono.quantum.compiled import sweep_count
 from unisono.quantum.exchange import DEFAULT_CHUNK
 from unisono.quantum.kernels import runner
 from unisono.quantum.memory import local_bytes, shown_bytes
 from unisono.quantum.program import Program, Run
-from unisono.quantum.schedule import Schedule, tiles
+from unisono.quantum.schedule import Schedule
 from unisono.quantum.templates import hardware_efficient
 
 _PROBE = 20  # wires of the state that rates are measured with
-TILE = 12  # axes that a sweep mixes: 64 KiB of complex128, which a core's own cache holds
 
 
 @dataclass(frozen=True)
@@ -80,12 +82,13 @@ class Forecast:
         schedule: Schedule,
         dtype: torch.dtype,
         rates: Rates | None = None,
-        tile: int = TILE,
         chunk: int = DEFAULT_CHUNK,
     ) -> Forecast:
+        if rates is not None and not isinstance(rates, Rates):
+            raise UsageError(f"rates={shown(rates)}: expected Rates, or None for usual ones")
         rates = rates or Rates()
         shard = local_bytes(schedule.wires, schedule.held, dtype)
-        sweeps, operations = max(_work(schedule, rank, tile) for rank in {0, 2**schedule.held - 1})
+        sweeps, operations = max(_work(schedule, rank, dtype) for rank in {0, 2**schedule.held - 1})
         sent = sum(shard - (shard >> len(step.give)) for step in schedule.exchanges)
         messages = sum((1 << len(step.give)) - 1 for step in schedule.exchanges)
         seconds = (
@@ -136,10 +139,11 @@ def forecast(
     return Forecast.of(Schedule.of(circuit, ranks, nodes=nodes), dtype, rates)
 
 
-def _work(schedule: Schedule, rank: int, tile: int) -> tuple[int, int]:
+def _work(schedule: Schedule, rank: int, dtype: torch.dtype) -> tuple[int, int]:
+    """Sweeps, as the CPU kernel makes them, and operations of a rank."""
     runs = [step for step in Program.of(schedule, rank).steps if isinstance(step, Run)]
-    capacity = max(1, min(tile, schedule.wires - schedule.held))
-    return sum(len(tiles(run.operations, capacity)) for run in runs), sum(len(run.operations) for run in runs)
+    axes = schedule.wires - schedule.held
+    return sum(sweep_count(run.operations, axes, dtype) for run in runs), sum(len(run.operations) for run in runs)
 
 
 def _shown_seconds(seconds: float) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import combinations, pairwise
 from typing import TYPE_CHECKING
 
 from numpy.typing import ArrayLike
@@ -13,7 +13,7 @@ from unisono.errors import UsageError
 from unisono.quantum import gates
 from unisono.quantum.gates import Gate
 from unisono.quantum.operation import Operation
-from unisono.quantum.parameter import Angle, affine, is_index
+from unisono.quantum.parameter import Angle, affine, in_order, is_index
 
 if TYPE_CHECKING:
     from typing import Self
@@ -209,6 +209,7 @@ class GateMethods:
     def cnot_line(self, wires: Iterable[int] | None = None) -> Self:
         """CNOTs from each wire to the next."""
         order = self._order(wires)
+        self._refuse_repeated(pairwise(order), order)
         for control, target in pairwise(order):
             self.cnot(control, target)
         return self
@@ -216,12 +217,16 @@ class GateMethods:
     def cnot_ring(self, wires: Iterable[int] | None = None) -> Self:
         """CNOTs from each wire to the next, and from the last to the first (with two wires: one CNOT)."""
         order = self._order(wires)
+        self._refuse_repeated(pairwise((*order, order[0]) if len(order) > 2 else order), order)
         self.cnot_line(order)
         return self.cnot(order[-1], order[0]) if len(order) > 2 else self
 
     def qft(self, wires: Iterable[int] | None = None, swaps: bool = True) -> Self:
         """The quantum Fourier transform, the first wire most significant; `swaps=False` leaves the bits reversed."""
         order = self._order(wires)
+        self._refuse_repeated(combinations(order, 2), order)
+        if not isinstance(swaps, bool):
+            raise UsageError(f"qft(swaps={swaps!r}): expected True or False")
         for position, wire in enumerate(order):
             self.h(wire)
             for distance, control in enumerate(order[position + 1 :], start=2):
@@ -236,10 +241,19 @@ class GateMethods:
         if wires is None:
             return [*range(self.wires)]
         try:
-            order = [*wires]
+            order = in_order(wires)
         except TypeError:
             raise UsageError(f"wires {wires!r}: expected several wires, such as range(4), or None for all") from None
         for wire in order:
             if not is_index(wire) or not 0 <= wire < self.wires:
                 raise UsageError(f"wire {wire!r}: the circuit has wires 0 to {self.wires - 1}")
         return [*map(int, order)]
+
+    @staticmethod
+    def _refuse_repeated(pairs: Iterable[tuple[int, int]], order: Sequence[int]) -> None:
+        """Before the first gate is added: what is refused leaves the circuit as it was."""
+        for first, second in pairs:
+            if first == second:
+                raise UsageError(
+                    f"wires {', '.join(map(str, order))}: wire {first} would be its own partner; name it once"
+                )

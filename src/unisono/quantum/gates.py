@@ -146,7 +146,8 @@ def gate(name: str) -> Gate:
     try:
         return GATES[name]
     except KeyError:
-        raise UsageError(f"gate {name!r} is not known; expected one of: {', '.join(sorted(GATES))}") from None
+        names = ", ".join(sorted({*GATES, *CONTROLLED, *ALIASES}))
+        raise UsageError(f"gate {name!r} is not known; expected one of: {names}") from None
 
 
 @lru_cache(maxsize=4096)
@@ -388,3 +389,5 @@ CONTROLLED: dict[str, tuple[str, int]] = {  # names of controlled gates: the gat
     "cu1": ("p", 1),
     "cu3": ("u3", 1),
 }
+
+ALIASES = {"u1": "p", "phase": "p", "cphase": "cp", "global_phase": "gphase"}  # other names, of methods of a Circuit

@@ -24,7 +24,7 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.errors import MissingPackageError, UsageError
 from unisono.quantum.adjoint import gradients
-from unisono.quantum.arguments import require_circuit, require_comm, require_count, require_dtype
+from unisono.quantum.arguments import require_circuit, require_comm, require_count, require_dtype, shown
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.exchange import DEFAULT_CHUNK
 from unisono.quantum.kernels import require_device, require_kernel
@@ -72,6 +72,7 @@ class Layer(nn.Module):
         require_dtype(dtype)
         require_kernel(kernel)
         require_circuit(circuit, "a layer")
+        _check_axes(mesh, batch_axis, state_axis)
         if mesh is not None and comm is not None:
             raise UsageError("comm and mesh were both given; a mesh brings its own communicators")
         if not isinstance(diff, str) or diff not in METHODS:
@@ -291,6 +292,14 @@ def _require_finite(weights: np.ndarray, samples: np.ndarray) -> None:
         if not np.isfinite(values).all():
             place = tuple(int(axis[0]) for axis in np.nonzero(~np.isfinite(values)))
             raise UsageError(f"{what} of a quantum layer are {values[place]} at {list(place)}: expected finite angles")
+
+
+def _check_axes(mesh: Grid | None, batch_axis: str, state_axis: str) -> None:
+    for name, axis, usual in (("batch_axis", batch_axis, "dp"), ("state_axis", state_axis, "qubits")):
+        if not isinstance(axis, str):
+            raise UsageError(f"{name}={shown(axis)}: expected the name of an axis of the mesh")
+        if mesh is None and axis != usual:
+            raise UsageError(f"{name}={axis!r} without a mesh: expected mesh= with such an axis, or no {name}")
 
 
 def _initial(weights: Any, circuit: Circuit, dtype: torch.dtype, seed: int) -> torch.Tensor:

@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike
 
 from unisono.errors import UsageError
 from unisono.quantum.gates import Matrix, pauli_word
-from unisono.quantum.parameter import is_index
+from unisono.quantum.parameter import in_order, is_index
 
 Word = tuple[tuple[int, str], ...]  # (wire, "X" | "Y" | "Z"), sorted by wire; () is the identity
 Values = tuple[tuple[int, int], ...]  # (wire, 0 | 1), sorted by wire
@@ -181,6 +181,7 @@ def Z(wire: int) -> PauliSum:
 
 def I(wire: int = 0) -> PauliSum:  # noqa: E743 - the letter is the operator's name
     """The identity; it acts on no wire, whatever wire is named."""
+    _single(wire, "I")
     return PauliSum(((1.0, ()),))
 
 
@@ -327,7 +328,7 @@ def _refuse_expansion(kind: str, wires: int) -> None:
 
 def _places(wires: int | Sequence[int]) -> tuple[int, ...]:
     try:
-        places: tuple[Any, ...] = (wires,) if is_index(wires) else tuple(wires)  # type: ignore[arg-type]
+        places: tuple[Any, ...] = (wires,) if is_index(wires) else in_order(wires)
     except TypeError:
         raise UsageError(f"wires {wires!r}: expected a wire of 0 or more, or several") from None
     whole = all(is_index(wire) and 0 <= wire < _MOST_WIRES for wire in places)

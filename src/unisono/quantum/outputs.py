@@ -25,7 +25,7 @@ from unisono.quantum.circuit import Circuit
 from unisono.quantum.expectation import words_values
 from unisono.quantum.gates import PAULIS
 from unisono.quantum.observable import observables
-from unisono.quantum.parameter import is_index, require_seed
+from unisono.quantum.parameter import in_order, is_index, require_seed
 from unisono.quantum.program import trades
 from unisono.quantum.state import NORM_TOLERANCE, State, whole_vector
 from unisono.quantum.step import Exchange
@@ -99,7 +99,7 @@ def samples(state: State, shots: int, *, seed: int = 0, wires: Sequence[int] | N
 def counts(read: torch.Tensor) -> dict[str, int]:
     """How often each string of bits was read, the most frequent first."""
     try:
-        table = np.asarray(read.cpu() if isinstance(read, torch.Tensor) else read)
+        table = np.asarray(read.detach().cpu() if isinstance(read, torch.Tensor) else read)
     except ValueError as error:
         raise UsageError(f"counts: expected bits, (shots, wires), as samples gives ({error})") from None
     if table.ndim != 2 or table.dtype.kind not in "uib" or not np.isin(table, (0, 1)).all():
@@ -202,7 +202,7 @@ def require_shots(shots: int) -> int:
 def _checked(state: State, wires: Sequence[int] | int | None, most: int) -> tuple[int, ...]:
     try:
         given: Any = range(state.wires) if wires is None else (wires,) if is_index(wires) else wires
-        chosen: tuple[Any, ...] = tuple(given)
+        chosen = in_order(given)
     except TypeError:
         raise UsageError(f"wires {wires!r}: expected one wire or several") from None
     bad = [wire for wire in chosen if not is_index(wire) or not 0 <= wire < state.wires]

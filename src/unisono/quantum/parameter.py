@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Any, SupportsFloat
 
@@ -65,8 +65,6 @@ class Affine:
         )
 
     def __add__(self, other: Angle) -> Affine:
-        if not _is_angle(other):
-            return NotImplemented
         right = affine(other)
         return Affine(
             self.constant + right.constant,
@@ -79,14 +77,12 @@ class Affine:
             if not (factor.is_constant or self.is_constant):
                 raise UsageError(f"({self}) * ({factor}) is not affine; an angle may only scale weights and features")
             return self * factor.constant if factor.is_constant else factor * self.constant
-        if not _is_angle(factor):
-            return NotImplemented
         number = _number(factor)
         return Affine(self.constant * number, _scale(self.weights, number), _scale(self.features, number))
 
     def __truediv__(self, divisor: SupportsFloat) -> Affine:
-        if not _is_angle(divisor) or isinstance(divisor, Affine):
-            return NotImplemented
+        if isinstance(divisor, Affine):
+            raise UsageError(f"({self}) / ({divisor}) is not affine; an angle may only scale weights and features")
         number = _number(divisor)
         if not number:
             raise UsageError(f"({self}) / {divisor!r}: expected a divisor that is not zero")
@@ -99,10 +95,13 @@ class Affine:
         return self
 
     def __sub__(self, other: Angle) -> Affine:
-        return self + -affine(other) if _is_angle(other) else NotImplemented
+        return self + -affine(other)
 
     def __rsub__(self, other: Angle) -> Affine:
         return -self + other
+
+    def __rtruediv__(self, other: object) -> Affine:
+        raise UsageError(f"{other!r} / ({self}) is not affine; an angle may only scale weights and features")
 
     __radd__ = __add__
     __rmul__ = __mul__
@@ -174,6 +173,13 @@ def is_index(value: Any) -> bool:
         return False
 
 
+def in_order(given: Any) -> tuple[Any, ...]:
+    """What is given, one after the other; a TypeError for what has no order, and for texts and mappings."""
+    if isinstance(given, str | bytes | Mapping | Set):
+        raise TypeError(f"{type(given).__name__}s are no wires")
+    return tuple(given)
+
+
 def _dtype(value: Any) -> Any:
     return getattr(value, "dtype", None)
 
@@ -193,14 +199,12 @@ def _are_terms(terms: Any) -> bool:
         return False
 
 
-def _is_angle(value: object) -> bool:
-    return isinstance(value, Affine) or (hasattr(value, "__float__") and not isinstance(value, str))
-
-
 def _number(value: SupportsFloat) -> float:
     if getattr(value, "requires_grad", False):
         raise UsageError("an angle that needs a gradient is written weight(i) or feature(i), not as a tensor")
     try:
+        if isinstance(value, str | bytes):
+            raise TypeError("a text")
         number = float(value)
     except (TypeError, ValueError, RuntimeError, OverflowError):
         raise UsageError(f"angle {value!r}: expected one real number, weight(i), feature(i) or a sum of them") from None

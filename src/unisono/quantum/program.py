@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from unisono.errors import UsageError
+from unisono.quantum.arguments import shown
 from unisono.quantum.holdings import Holdings
 from unisono.quantum.kernels import Runner, runner
 from unisono.quantum.operation import Operation
@@ -82,6 +84,8 @@ class Program:
 
     @classmethod
     def of(cls, schedule: Schedule, rank: int = 0, holdings: Holdings | None = None) -> Program:
+        if not isinstance(schedule, Schedule):
+            raise UsageError(f"a program of {shown(schedule)}: expected a Schedule, such as Schedule.of(circuit)")
         table = Holdings(schedule.held) if holdings is None else holdings.copy()
         steps = tuple(_local_steps(schedule, rank, table))
         return cls(schedule, rank, steps, table)

@@ -17,7 +17,7 @@ import torch
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.quantum.allocation import zeros
-from unisono.quantum.arguments import require_circuit, require_comm, require_dtype
+from unisono.quantum.arguments import require_circuit, require_comm, require_dtype, shown
 from unisono.quantum.blocks import block
 from unisono.quantum.circuit import MOST, Circuit
 from unisono.quantum.exchange import DEFAULT_CHUNK, borrow, chunks, summed, trade
@@ -138,15 +138,22 @@ class State:
         elif isinstance(step, Measure):
             if self.holds(step.condition):
                 self._measure(step)
-        elif isinstance(step, Conditional) and self.holds(step.operation.condition):
-            self.apply(Run((replace(step.operation, condition=()),)), weights, features)
+        elif isinstance(step, Conditional):
+            if self.holds(step.operation.condition):
+                self.apply(Run((replace(step.operation, condition=()),)), weights, features)
+        else:
+            raise UsageError(f"do of {shown(step)}: expected a step of a Program, or state.run(circuit)")
 
     def apply(self, run: Run, weights: Any = (), features: Any = ()) -> None:
         """Operations on local axes, with this state's kernel."""
+        if not isinstance(run, Run):
+            raise UsageError(f"apply of {shown(run)}: expected a Run of a Program, or state.run(circuit)")
         run.runner(self.wires - self.held, self.dtype, self.device, self.kernel)(self.local, weights, features)
 
     def exchange(self, step: Trades) -> None:
         """Trade blocks with other ranks; the norm must be the same after as it was at the start."""
+        if not isinstance(step, Trades):
+            raise UsageError(f"exchange of {shown(step)}: expected Trades, a step of a Program")
         if self.comm is None:
             return
         trade(self.local, step, self.comm, self.chunk)
