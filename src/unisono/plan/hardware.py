@@ -62,9 +62,11 @@ class Hardware:
     # Seconds that a parameter takes of the host, by the stages of ZeRO: in a backward, and after it.
     gradient_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     parameter_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
-    curves: dict[str, Curve] = field(default_factory=dict)  # as `matmul` and `attention`, for a dtype: matmul_float32
+    # As `matmul` and `attention`, for a dtype (matmul_float32) or of a backward's products (matmul_backward).
+    curves: dict[str, Curve] = field(default_factory=dict)
     step_overhead: float = 0.0  # seconds that a step takes beside its ops
     microbatch_overhead: float = 0.0  # seconds that each further microbatch, or each of a stage, takes beside its ops
+    recompute_overhead: float = 0.0  # seconds that a block, or a core, takes more where it is computed again
     split_overhead: float = 0.0  # seconds that a layer takes more where a pipeline runs its backward in halves
     overlap: float = 1.0  # share of a gradient's travel that can hide behind the backward
     margin: float = 0.05  # share of the memory that allocators cannot use: fragments and context
@@ -183,6 +185,7 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
         "step_overhead",
         "microbatch_overhead",
         "split_overhead",
+        "recompute_overhead",
         "overlap",
         "margin",
         "flash",
@@ -191,10 +194,19 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
         "optimizer_rate",
         "looped_optimizer_rate",
     ),
-    "efficiency": ("matmul", "attention", "memory", "together", "matmul_float32", "attention_float32"),
+    "efficiency": (
+        "matmul",
+        "attention",
+        "memory",
+        "together",
+        "matmul_float32",
+        "attention_float32",
+        "matmul_backward",
+    ),
     "intra_node": ("ranks", *_COLLECTIVES),
     "inter_node": ("ranks", *_COLLECTIVES),
 }
+_OTHER_CURVES = ("_float32", "_backward")
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "float8")
 _TABLES = ("machine", "device", "flops", "efficiency", "ops", "intra_node", "inter_node")
 
@@ -238,10 +250,11 @@ class _Reader:
             message_overhead=self._number("device", device, "message_overhead", 0.0),
             gradient_overhead=self._each_stage(device, "gradient_overhead"),
             parameter_overhead=self._each_stage(device, "parameter_overhead"),
-            curves={key: self._curve(efficiency, key) for key in efficiency if key.endswith("_float32")},
+            curves={key: self._curve(efficiency, key) for key in efficiency if key.endswith(_OTHER_CURVES)},
             step_overhead=self._number("device", device, "step_overhead", 0.0),
             microbatch_overhead=self._number("device", device, "microbatch_overhead", 0.0),
             split_overhead=self._number("device", device, "split_overhead", 0.0),
+            recompute_overhead=self._number("device", device, "recompute_overhead", 0.0),
             overlap=self._share("device", device, "overlap", 1.0),
             margin=self._share("device", device, "margin", 0.05),
             flash=self._flag("device", device, "flash", True),

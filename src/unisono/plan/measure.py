@@ -59,6 +59,8 @@ def _computing(clock: _Clock) -> Figures:
     figures: Figures = {"flops": {}}
     for each in (torch.bfloat16, torch.float32) if device.type == "cuda" else (torch.float32,):
         figures["flops"][str(each).removeprefix("torch.")] = clock.products(each)
+    if device.type != "cuda":
+        figures["backward"] = clock.products_of_backward(dtype)
     figures["attention"] = clock.attentions(dtype)
     if device.type == "cuda":
         figures["attention_float32"] = clock.attentions(torch.float32)
@@ -104,15 +106,23 @@ class _Clock:
         return torch.randn(*shape, dtype=dtype, device=self.device, requires_grad=grad)
 
     def products(self, dtype: torch.dtype) -> list[tuple[float, float]]:
-        """(operations of a call, operations a second): the mean of a layer's product and of the two of its backward,
-        which lie otherwise in memory."""
+        """(operations of a call, operations a second) of layers' products."""
         points = []
         for side in _GPU_SIDES if self.device.type == "cuda" else _SIDES:
             x, w = self._random(4 * side, side, dtype=dtype), self._random(side, side, dtype=dtype)
             operations = 2.0 * 4 * side**3
-            taken = self.time(partial(F.linear, x, w, self._random(side, dtype=dtype)))
-            if self.device.type != "cuda":
-                taken = (taken + self.time(partial(torch.mm, x, w)) + self.time(partial(torch.mm, x.t(), x))) / 3
+            points.append(
+                (operations, operations / self.time(partial(F.linear, x, w, self._random(side, dtype=dtype))))
+            )
+        return points
+
+    def products_of_backward(self, dtype: torch.dtype) -> list[tuple[float, float]]:
+        """The same, the mean of the two products of a backward: they lie otherwise in memory, and have no bias."""
+        points = []
+        for side in _SIDES:
+            x, w = self._random(4 * side, side, dtype=dtype), self._random(side, side, dtype=dtype)
+            operations = 2.0 * 4 * side**3
+            taken = (self.time(partial(torch.mm, x, w)) + self.time(partial(torch.mm, x.t(), x))) / 2
             points.append((operations, operations / taken))
         return points
 
@@ -254,7 +264,8 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
     name = device.name if device else f"{ranks} ranks on {platform.machine()} cores"
     memory = device.total_memory if device else _host_memory() * figures["hosts"] / ranks
     main = "bfloat16" if is_gpu else "float32"
-    peaks = {dtype: max(rate for _, rate in points) for dtype, points in figures["flops"].items()}
+    backward = figures.get("backward", ())
+    peaks = {dtype: max(rate for _, rate in (*points, *backward)) for dtype, points in figures["flops"].items()}
     link = _link(figures, ranks)
     lines = [
         f"# Measured by `unisono bench hardware` with torch {torch.__version__}.",
@@ -273,6 +284,7 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         f"step_overhead = {figures.get('step', 0.0):.3g}",
         f"microbatch_overhead = {figures.get('microbatch', 0.0):.3g}",
         f"split_overhead = {figures.get('split', 0.0):.3g}",
+        f"recompute_overhead = {figures.get('recompute', 0.0):.3g}",
         f"optimizer_rate = {figures['optimizer']:.4g}",
         *([] if is_gpu else [f"looped_optimizer_rate = {figures['looped']:.4g}"]),
         f"overlap = {0.8 if is_gpu else 0.0}  # on CPUs messages take the time of the cores that compute",
@@ -284,6 +296,7 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         "",
         "[efficiency]",
         f"matmul = {_curve(figures['flops'][main], peaks[main])}",
+        *([f"matmul_backward = {_curve(figures['backward'], peaks[main])}"] if "backward" in figures else []),
         f"attention = {_curve(figures['attention'], peaks[main])}",
         *([] if not is_gpu else _of_float32(figures, peaks["float32"])),
         "memory = 1.0",

@@ -35,6 +35,7 @@ class Roofline:
         self.bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
         self._peak = hardware.peak(dtype)
         self._curves = {kind: hardware.curve(kind, dtype) for kind in ("matmul", "attention")}
+        self._of_backward = hardware.curves.get("matmul_backward", self._curves["matmul"])
 
     def op(self, work: Work, segment: Segment, setting: Setting) -> OpTime:
         overhead = self.hardware.op_overhead * work.calls
@@ -69,10 +70,12 @@ class Roofline:
         forward = max(computing, moved / self.bandwidth) + overhead
         if work.kind == "attention":
             return OpTime(forward, 2.5 * computing + overhead + more)
+        in_backward = flops / (self._peak * share_at(self._of_backward, flops / work.calls))
+        half = max(in_backward, moved / self.bandwidth) + overhead
         if not work.weights:
-            return OpTime(forward, 2 * forward + more)
+            return OpTime(forward, 2 * half + more)
         ahead, back = self._of_few_rows(flops, work.weights / (setting.tp if work.is_cut else 1))
-        half = max(forward, back + overhead)
+        half = max(half, back + overhead)
         return OpTime(max(forward, ahead + overhead), half + more, half)
 
     def _of_few_rows(self, flops: float, weights: float) -> tuple[float, float]:

@@ -135,7 +135,15 @@ class TimeModel:
             total = total.plus(
                 Pace(forward, inputs, weights, launch_forward=launch_forward, launch_backward=launch_backward)
             )
-        return total
+        return total.plus(self._repeating(segment, setting))
+
+    def _repeating(self, segment: Segment, setting: Setting) -> Pace:
+        """What computing again takes beside what is computed."""
+        if setting.recompute == "none" or not segment.in_blocks:
+            return Pace()
+        pieces = 1 if setting.recompute == "full" else sum(work.is_core for work in segment.works)
+        taken = pieces * self.hardware.recompute_overhead
+        return Pace(launch_backward=taken) if self.hardware.asynchronous else Pace(inputs=taken)
 
     def _talking(self, segment: Segment, plan: Plan, setting: Setting) -> Pace:
         pace = Pace()
@@ -168,13 +176,15 @@ class TimeModel:
         share = (ranks.ranks - 1) / ranks.ranks
         sent = 2 * share * each * (sum(segment.enters) + sum(segment.leaves))
         copied = self._copying(segment, setting, each)
-        launch = self.hardware.message_overhead * messages
-        return Pace(forward, backward, 0.0, forward + backward, sent).plus(
-            Pace(
-                copied[0], copied[1] + again * copied[0],
-                launch_forward=launch, launch_backward=launch * (1 + again),
-            )
-        )  # fmt: skip
+        moving = Pace(copied[0], copied[1] + again * copied[0])
+        return Pace(forward, backward, 0.0, forward + backward, sent).plus(moving).plus(self._calling(messages, again))
+
+    def _calling(self, messages: int, again: bool = False) -> Pace:
+        """What the host does around messages of activations, forward and as many backward."""
+        taken = self.hardware.message_overhead * messages
+        if self.hardware.asynchronous:
+            return Pace(launch_forward=taken, launch_backward=taken * (1 + again))
+        return Pace(taken, taken * (1 + again))
 
     def _copying(self, segment: Segment, setting: Setting, each: float) -> tuple[float, float]:
         """Messages are copies. Those along the sequence lie in another order of dims, before and after."""
@@ -203,7 +213,7 @@ class TimeModel:
     def _visits(self, plan: Plan, attentions: int) -> Pace:
         """What a ring calls besides attention itself: the first visit takes the place of the plain attention."""
         if plan.context == "ulysses":
-            return Pace()
+            return Pace() if self.hardware.asynchronous else self._calling(4 * attentions)
         forward, backward = (attentions * plan.cp * calls * self.hardware.op_overhead for calls in _CALLS_A_VISIT)
         if self.hardware.asynchronous:
             return Pace(launch_forward=forward, launch_backward=backward)

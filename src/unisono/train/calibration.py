@@ -2,7 +2,7 @@
 
 `plan.measure` times ops by themselves, over and over, on memory and code that caches hold. In a step they come one
 after another, from modules, and find the caches cold and memory new. So models are trained for some steps, and what
-computing takes in them is held against what the planner foresees from the ops: first one with next to nothing to
+computing takes in them is held against what the planner foresees from the ops: first one with little to
 compute, in plain torch, with few layers and with more, which tells what an op takes beside its work; then two with work
 to do, as a plan says, one with many rows and one with wide layers.
 """
@@ -10,6 +10,7 @@ to do, as a plan says, one with many rows and one with wide layers.
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -40,7 +41,7 @@ class Size(NamedTuple):
     rows: int  # samples on a rank
 
 
-LITTLE = (Size(16, 2, 2, 4, 1), Size(16, 2, 10, 4, 1))
+LITTLE = (Size(48, 3, 2, 24, 1), Size(48, 3, 10, 24, 1))
 SIZES = (Size(96, 3, 4, 96, 8), Size(320, 5, 3, 48, 1))
 
 
@@ -96,16 +97,15 @@ class Calibration(NamedTuple):
 def calibrated(hardware: Hardware, ranks: int, backend: str | None) -> Calibration:
     """`hardware` has been measured with so many ranks, op by op."""
     taken = spawn(_trained, ranks, backend, (ranks,))
-    measured = [_quiet([each[number] for each in taken]) for number in range(len(LITTLE + SIZES))]
+    measured = [_usual([each[number] for each in taken]) for number in range(len(LITTLE + SIZES))]
     overhead = _overhead(hardware, measured[: len(LITTLE)])
     known = replace(hardware, op_overhead=overhead)
     return Calibration(overhead, _together(known, ranks, measured[len(LITTLE) :]))
 
 
-def _quiet(of_ranks: list[list[float]]) -> float:
-    """Seconds of a step, which is as long as its slowest rank; what else the machine does only adds to them."""
-    steps = sorted(max(step) for step in zip(*of_ranks, strict=True))
-    return steps[len(steps) // 4]
+def _usual(of_ranks: list[list[float]]) -> float:
+    """Seconds of a step, which is as long as its slowest rank."""
+    return statistics.median(max(step) for step in zip(*of_ranks, strict=True))
 
 
 def _foreseen(hardware: Hardware, size: Size, ranks: int = 1) -> Duration:

@@ -49,7 +49,7 @@ def _host_overheads() -> dict[str, Any]:
 
     torch.set_num_threads(1)
     found = overheads(torch.device("cpu"))
-    return {name: found[name] for name in ("gradient", "parameter", "split")}
+    return {name: found[name] for name in ("gradient", "parameter", "message", "split", "recompute")}
 
 
 def _on_rank(is_gpu: bool) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from unisono.parallel.apply import applied
 from unisono.parallel.conjugates import gather_to_use, reduce_to_piece
 from unisono.parallel.pipeline.backward import Arrival, Pass
 from unisono.parallel.pipeline.message import Form, TensorForm
+from unisono.parallel.recompute import recompute
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import AXES, Plan
 
@@ -79,6 +80,7 @@ def overheads(device: torch.device, rounds: int = 15) -> dict[str, Any]:
         "message": clock.message(),
         "step": max(whole + ends, 0.0),
         "microbatch": max(microbatch, 0.0),
+        "recompute": max(clock.plain(FEW, again=True) - clock.plain(FEW) - clock.forward(FEW), 0.0) / FEW,
         "split": max(clock.halved() - clock.halved(whole=True), 0.0) / (FEW * _MATRICES),
     }
 
@@ -99,9 +101,20 @@ class _Clock:
             torch.cuda.synchronize()
         return time.perf_counter()
 
-    def plain(self, layers: int) -> float:
-        """Forward and backward in torch."""
+    def forward(self, layers: int) -> float:
         model = _model(layers, self.device)
+        x = torch.ones(2, _WIDTH, device=self.device, requires_grad=True)
+
+        def call() -> tuple[float]:
+            start = self._now()
+            model(x)
+            return (self._now() - start,)
+
+        return self._median(call)[0]
+
+    def plain(self, layers: int, again: bool = False) -> float:
+        """Forward and backward in torch; with every layer computed again, or without."""
+        model = recompute(_model(layers, self.device), "full" if again else "none")
         x = torch.ones(2, _WIDTH, device=self.device, requires_grad=True)
 
         def call() -> tuple[float]:
