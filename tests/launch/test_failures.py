@@ -49,7 +49,7 @@ dist.all_reduce(torch.ones(1))
             137,
             "rank 2 was killed by SIGKILL (the kernel does this when memory runs out; see dmesg)\n",
         ),
-        ("code", 3, "rank 2 failed (exit code 3):\nsys.exit(3) at script.py:17\n"),
+        ("code", 3, "rank 2 failed (exit code 3):\nsys.exit(3) at script.py:16\n"),
         ("message", 1, "rank 2 failed (exit code 1):\nno data here\n"),
         ("sudden", 9, "rank 2 failed (exit code 9); it said nothing, as after os._exit or an exit in native code\n"),
     ],

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Iterable
 from types import FrameType
 
@@ -41,6 +42,13 @@ class Departures:
         if self.words_of(rank) is None:
             self._store.set(f"left/{rank}", words)
         self._store.set("left", str(rank))
+
+    def await_others(self, patience: float) -> None:
+        """Until all others have left as well, or are late for it: they hold what they have run side by side first."""
+        deadline = time.monotonic() + patience
+        others = [f"left/{rank}" for rank in range(self._size) if rank != self._rank]
+        while not self._store.check(others) and time.monotonic() < deadline:
+            time.sleep(0.002)
 
     def _came_to(self, rank: int, group: str, number: int) -> bool | None:
         """Whether a rank that has left had begun that operation; None of one that could not say it."""

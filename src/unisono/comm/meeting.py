@@ -43,6 +43,11 @@ class Meeting:
     seat: Seat  # with local rank and size filled in
     hosts: list[str]  # of every rank
 
+    @property
+    def ends_the_store(self) -> bool:
+        """Whether the store is gone once this rank is."""
+        return self.seat.rank == 0 and self.seat.how not in (seats.ALONE, seats.FILE) and not _is_agents(self.seat)
+
     def close(self) -> None:
         """The last rank to leave clears away the file through which they met."""
         global _worlds_left
@@ -83,11 +88,16 @@ def _open_store(seat: Seat, patience: float) -> dist.Store:
     if seat.how == seats.MPIEXEC:
         return _store_over_mpi(seat, patience)
     host, port = _address(seat)
-    if seat.how != seats.ENVIRONMENT or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+    if not _is_agents(seat):
         return _world_at(seat, host, port, patience)
     # An agent's store outlives the ranks it restarts, and the worlds that they leave.
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     return dist.PrefixStore(f"attempt_{attempt}/world_{_worlds_left}", _tcp_store(seat, host, port, False, patience))
+
+
+def _is_agents(seat: Seat) -> bool:
+    """Whether an agent keeps the store for the ranks that it starts."""
+    return seat.how == seats.ENVIRONMENT and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 def _world_at(seat: Seat, host: str, port: int, patience: float) -> dist.Store:

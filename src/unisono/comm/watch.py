@@ -40,6 +40,7 @@ if TYPE_CHECKING:
 
 ANSWER_TIME = 5.0  # seconds that ranks get to tell their state
 MARGIN = 60.0  # seconds by which torch's own timeout comes later than the watch's, which can say more
+PARTING = 3.0  # seconds that a rank keeps the store for others that leave after it
 LOST_TIME = 1.0  # seconds that ranks may stay blocked after another has gone
 ARRIVAL_TIME = 2.0  # seconds that ranks on their way to a collective get to come to it when it fails, and be told there
 
@@ -71,6 +72,7 @@ class Watch:
         self._stopping = threading.Event()
         self._told = threading.Lock()
         self._thread: threading.Thread | None = None
+        self._ends_the_store = False
         self._main = threading.main_thread().ident
         self.box: BlackBox | None = None
 
@@ -86,7 +88,9 @@ class Watch:
         self._logs.append(log)
         return log
 
-    def start(self, backend: str) -> None:
+    def start(self, backend: str, ends_the_store: bool = False) -> None:
+        """`ends_the_store`: whether that is gone once this rank is."""
+        self._ends_the_store = ends_the_store
         if self.size > 1:
             if backend == "gloo":  # the others never kill a process, and are too quick for it
                 self.box = BlackBox()
@@ -376,6 +380,8 @@ class Watch:
             found = self._comparison.last_difference()
             if found is None:
                 self._departures.announce(words, self._logs)
+                if self._ends_the_store:
+                    self._departures.await_others(PARTING)
             return found
         return None
 

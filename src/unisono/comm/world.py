@@ -71,7 +71,7 @@ def init(
         local_size=meeting.seat.local_size,
         hosts=meeting.hosts,
     )
-    _watch.start(name)
+    _watch.start(name, meeting.ends_the_store)
     if _watch.check is not None:
         _torch_calls = TorchCalls(_watch)
         _torch_calls.wrap()
