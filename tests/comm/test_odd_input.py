@@ -15,7 +15,6 @@ import torch
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
-from unisono.comm.labels import Labels
 from unisono.errors import MessageError, UsageError
 
 
@@ -226,7 +225,7 @@ def short_messages(comm: Communicator) -> None:
 
 def labelled_messages(comm: Communicator) -> None:
     """As with --check: a label tells what a mark of eight bytes at the end of the place cannot."""
-    unlabelled, comm._labels = comm._labels, Labels(comm.group, True)
+    comm._labels.is_used = True  # as with --check
     short_messages(comm)
     if comm.rank == 0:
         comm.send(torch.ones(3, dtype=torch.int8), 1)
@@ -237,12 +236,12 @@ def labelled_messages(comm: Communicator) -> None:
             comm.recv(torch.zeros(4, dtype=torch.int8), 0)
         assert comm.recv(torch.zeros(3), 0) == 0
         assert comm.recv(torch.zeros(3), 0, tag=5) == 0
-    comm._labels = unlabelled
+    comm._labels.is_used = False
 
 
 def messages_half_torch_s(comm: Communicator) -> None:
     """torch.distributed takes what a Communicator sends, and the other way round: labels are left over, or missing."""
-    unlabelled, comm._labels = comm._labels, Labels(comm.group, True)
+    comm._labels.is_used = True  # as with --check
     lengths = [3, 8, 1, 5]
     places = [torch.zeros(length) for length in lengths]
     for ours in (True, False):
@@ -275,7 +274,37 @@ def messages_half_torch_s(comm: Communicator) -> None:
         began = time.monotonic()
         assert comm.recv(torch.zeros(3)) == 0
         assert time.monotonic() - began < 1.5, "it waited for a label that never comes"
-    comm._labels = unlabelled
+    comm._labels.is_used = False
+
+
+def messages_taken_by_torch(comm: Communicator) -> None:
+    """However many labels are left over, the next message that a Communicator takes comes."""
+    comm._labels.is_used = True
+    for count in (300, 10):
+        for _ in range(count):
+            if comm.rank == 0:
+                comm.send(torch.ones(3), 1)
+            elif comm.rank == 1:
+                torch.distributed.recv(torch.zeros(3), 0)
+        if comm.rank == 0:
+            comm.send(torch.ones(2), 1)
+        elif comm.rank == 1:
+            with pytest.raises(MessageError, match=r"expected 5 elements .* sent 2$"):
+                comm.recv(torch.zeros(5), 0)
+    comm._labels.is_used = False
+
+
+def labels_kept(comm: Communicator) -> int:
+    """After 1,000 messages that a Communicator takes."""
+    comm._labels.is_used = True
+    for _ in range(1000):
+        if comm.rank == 0:
+            comm.send(torch.ones(3), 1, tag=9)
+        elif comm.rank == 1:
+            comm.recv(torch.zeros(3), 0, tag=9)
+    comm._labels.is_used = False
+    line = comm._labels._sent.get((1, 9))
+    return len(line._untaken) if line else 0
 
 
 def test_a_message_that_is_too_short(ranks4: RankPool) -> None:
@@ -283,6 +312,8 @@ def test_a_message_that_is_too_short(ranks4: RankPool) -> None:
     if ranks4.backend == "gloo":
         ranks4.run(labelled_messages)
         ranks4.run(messages_half_torch_s)
+        ranks4.run(messages_taken_by_torch)
+        assert 0 < ranks4.run(labels_kept)[0] < 200
 
 
 def long_message(comm: Communicator) -> None:

@@ -8,16 +8,20 @@ message that is over has its label behind it.
 
 A label is only asked when the mark, or the end of it, is still there; and believed when its sum fits what came. For
 torch.distributed sends messages that have no label, and takes messages whose label is then left over.
+
+gloo does not tell that a label has been taken, and a line on which one is lost while it is under way carries nothing
+any more. So the receiver tells from time to time how many it has taken, and the sender keeps the others.
 """
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
 import time
 import zlib
-from collections import defaultdict, deque
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -26,11 +30,12 @@ import torch.distributed as dist
 
 from unisono.errors import MessageError, UsageError
 
-TAGS = 2**29  # of messages; their labels have those above
+TAGS = 2**29  # of messages; their labels have those above, and the receipts for labels those above these
 _LENGTH = 8
 _MARK = os.urandom(_LENGTH - 1) + b"\xa7"  # few numbers that people send end like this
 _NONE = -1
-_SENT = 256  # labels to one rank that are kept
+_UNTAKEN = 2**16  # labels on one line, at most: who leaves so many takes messages by torch.distributed
+_PER_RECEIPT = 64
 _PATIENCE = 0.5  # seconds for the label of a message that may be too short
 _SUM_BITS = 22  # of a label, below the length
 _SUMMED = 64  # bytes at the end of a message
@@ -43,17 +48,17 @@ class Labels:
         self._group = group
         # over several interfaces a message may overtake its label
         self.is_used = is_used and "," not in os.environ.get("GLOO_SOCKET_IFNAME", "")
-        # gloo must not lose a label that is under way: those never taken by the receiver, or that never came
-        self._sent: dict[int, deque[dist.Work]] = defaultdict(lambda: deque(maxlen=_SENT))
+        self._sent: dict[tuple[int, int], SentLine] = {}
         self._lines: dict[tuple[int, int], Line] = {}
 
     def send(self, wire: torch.Tensor, to: int, tag: int) -> dist.Work | None:
         """To be called before the message itself is sent. What it returns must live until that is over."""
         if not self.is_used:
             return None
-        work = self._group.send([torch.tensor([_label_of(wire.data_ptr(), wire.nbytes)])], to, TAGS + tag)
-        self._sent[to].append(work)
-        return work
+        line = self._sent.get((to, tag))
+        if line is None:
+            line = self._sent[to, tag] = SentLine(self._group, to, tag)
+        return line.send(_label_of(wire.data_ptr(), wire.nbytes))
 
     def expect(self, source: int, tag: int) -> Line | None:
         """To be called before the message itself is expected."""
@@ -61,19 +66,54 @@ class Labels:
             return None
         line = self._lines.get((source, tag))
         if line is None:
-            receive = partial(self._group.recv, srcRank=source, tag=TAGS + tag)
-            line = self._lines[source, tag] = Line(receive)
+            line = self._lines[source, tag] = Line(self._group, source, tag)
         line.expect()
         return line
+
+
+class SentLine:
+    """The labels to one rank under one tag."""
+
+    def __init__(self, group: dist.ProcessGroup, to: int, tag: int) -> None:
+        self._send = partial(group.send, dstRank=to, tag=TAGS + tag)
+        self._receive = partial(group.recv, srcRank=to, tag=2 * TAGS + tag)
+        self._untaken: deque[dist.Work] = deque()
+        self._taken = 0
+        self._turn = threading.Lock()
+        self._await_receipt()
+
+    def send(self, label: int) -> dist.Work | None:
+        with self._turn:
+            self._forget_taken()
+            if len(self._untaken) == _UNTAKEN:
+                return None
+            work = self._send([torch.tensor([label])])
+            self._untaken.append(work)
+            return work
+
+    def _forget_taken(self) -> None:
+        while (taken := int(self._receipt[0])) != _NONE:
+            for _ in range(taken - self._taken):
+                self._untaken.popleft()
+            self._taken = taken
+            self._await_receipt()
+
+    def _await_receipt(self) -> None:
+        self._receipt = torch.tensor([_NONE])
+        self._receiving = self._receive([self._receipt])
 
 
 class Line:
     """The labels from one rank under one tag, in the order in which they are sent."""
 
-    def __init__(self, receive: Callable[[list[torch.Tensor]], dist.Work]) -> None:
-        self._receive = receive
+    def __init__(self, group: dist.ProcessGroup, source: int, tag: int) -> None:
+        self._receive = partial(group.recv, srcRank=source, tag=TAGS + tag)
+        self._send_receipt = partial(group.send, dstRank=source, tag=2 * TAGS + tag)
         self._awaited: deque[tuple[torch.Tensor, dist.Work]] = deque()
         self._came: deque[int] = deque()
+        self._taken = self._told = 0
+        # no more are under way: the sender takes one before it sends the next label
+        self._receipts: deque[dist.Work] = deque(maxlen=_UNTAKEN // _PER_RECEIPT + 1)
         self._messages = 0  # expected, and not known to be over
         self._turn = threading.Lock()  # handles may be waited for in any thread
 
@@ -110,11 +150,16 @@ class Line:
 
     def _collect(self) -> bool:
         """Whether any has come."""
-        before = len(self._came)
+        before = self._taken
         while self._awaited and (label := int(self._awaited[0][0])) != _NONE:
             self._awaited.popleft()
             self._came.append(label)
-        return len(self._came) > before
+            self._taken += 1
+        if self._taken - self._told >= _PER_RECEIPT:
+            self._told = self._taken
+            with contextlib.suppress(RuntimeError):  # the sender may have left
+                self._receipts.append(self._send_receipt([torch.tensor([self._told])]))
+        return self._taken > before
 
     def _drop(self, found: int | None) -> None:
         """One for each message: a line that carries some without labels, or labels without theirs, does not grow."""
