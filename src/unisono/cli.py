@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import os
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -48,7 +50,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
         add_parser(subparsers)
     chosen = parser.parse_args(arguments)
     try:
-        return int(chosen.handler(chosen))
+        code = int(chosen.handler(chosen))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads, such as head, has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except UsageError as error:
         print(f"unisono: {error}", file=sys.stderr)
         return 2

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
@@ -39,11 +40,29 @@ def _mlp() -> nn.Module:
     return model
 
 
+class Encoder(nn.Module):
+    """Of torch's own layer, which packs queries, keys and values, and joins samples and heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        self.head = nn.Linear(16, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layer(x).mean(1))
+
+
+def _sequences(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, 6, 16, generator=generator), torch.randint(3, (ROWS,), generator=generator)
+
+
 TASKS = {
     "quickstart": quickstart,
     "mlp": replace(even(tasks.mlp), model=_mlp),
     "gpt": replace(even(tasks.gpt), model=_gpt),
     "unpacked": replace(even(tasks.gpt), model=_gpt),  # fused projections are taken apart when it is traced
     "conv": even(tasks.conv),
+    "encoder": Task(Encoder, F.cross_entropy, lambda p: torch.optim.AdamW(p, lr=1e-2), _sequences),
     "llama": even(tasks.llama),
 }

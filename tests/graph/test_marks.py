@@ -15,6 +15,7 @@ from tests.graph import hugging_face
 from unisono.errors import UsageError
 from unisono.graph import cost
 from unisono.graph.assignment import Assignment
+from unisono.graph.finding import find
 from unisono.graph.propagate import propagate
 from unisono.graph.strategy import batch_marks
 from unisono.graph.trace import Trace, trace
@@ -84,7 +85,7 @@ def test_two_marks_a_layer_make_megatrons_layout() -> None:
             if parameter.endswith(("q_proj.weight", "up_proj.weight", "query.weight", "intermediate.dense.weight")):
                 uni.mark(model, parameter, mesh, [R, S(0)])
         traced = trace(model, hugging_face.batch(name), hugging_face.loss)
-        found = propagate(traced, mesh, batch_marks(traced, mesh, "dp"))
+        found = find(traced, mesh)
         for node, parameter in traced.parameters.items():
             layer = parameter.removesuffix(".weight")
             cut = S(0) if layer.endswith(columns) else S(1) if layer.endswith(rows) else None
@@ -229,7 +230,7 @@ def test_an_op_without_a_rule_is_whole_and_noted() -> None:
             return torch.linalg.matrix_exp(x) * 2
 
     traced: Trace = trace(Odd(), (torch.zeros(8, 4, 4), None))
-    found = propagate(traced, MESH, batch_marks(traced, MESH, "dp"))
+    found = find(traced, MESH)
     ((name, note),) = found.notes.items()
     assert "no rule for aten.linalg_matrix_exp.default" in note
     assert found.layout(name) == (R, R)

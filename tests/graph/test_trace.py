@@ -13,6 +13,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.graph import hugging_face
+from tests.graph.tasks import TASKS, Encoder
 from unisono.errors import UsageError
 from unisono.graph.trace import trace
 
@@ -115,16 +116,20 @@ def test_the_graph_computes_what_the_model_does(name: str) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-@pytest.mark.parametrize(("name", "parts"), [("gpt2", 3), ("mixtral", 2), ("example", 3)])
+@pytest.mark.parametrize(("name", "parts"), [("gpt2", 3), ("mixtral", 2), ("example", 3), ("encoder", 3)])
 def test_unpacked_projections_compute_the_same(name: str, parts: int) -> None:
     torch.manual_seed(0)
     if name == "example":
         model, example, loss = CASES["gpt"][0](), ({"tokens": TOKENS}, TOKENS), _token_loss
+    elif name == "encoder":
+        x, targets = TASKS["encoder"].batch(0)
+        model, example, loss = Encoder(), ({"x": x}, targets), F.cross_entropy
     else:
         model, example, loss = hugging_face.model(name).eval(), hugging_face.batch(name), hugging_face.loss
     model.eval()
     traced = trace(model, example, loss, unpacked=True)
-    packed = [name for name in dict(model.named_parameters()) if "c_attn" in name or "gate_up" in name or "qkv" in name]
+    words = ("c_attn", "gate_up", "qkv", "in_proj")
+    packed = [name for name in dict(model.named_parameters()) if any(word in name for word in words)]
     assert sorted(piece.parameter for piece in traced.pieces.values()) == sorted(packed * parts)
     held = dict(model.named_parameters()) | dict(model.named_buffers())
     values = {node: held[key].detach() for node, key in (traced.parameters | traced.buffers).items()} | traced.constants

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from torch import fx
 from torch.distributed.tensor import Partial
 
+from unisono.graph.inside import Said, received, said_inside
 from unisono.graph.lowering import Compute, Laid, Lowered, Move
 from unisono.graph.rules import target_name
 from unisono.mesh.mesh import Mesh
@@ -48,6 +49,7 @@ class Line:
     path: str
     source: str  # file.py:42
     local: str = ""  # what runs in the op's place
+    note: str = ""  # what a reader should know of the choice
     forward: tuple[Talk, ...] = ()
     backward: tuple[Talk, ...] = ()
 
@@ -63,6 +65,7 @@ class Given:
     placements: str
     strategy: str
     summed: tuple[str, ...] = ()  # axes over which its gradient is summed after the backward
+    note: str = ""
 
 
 @dataclass
@@ -104,6 +107,7 @@ def account(lowered: Lowered, rank: int = 0) -> Account:
                 placements_text(laid.placements),
                 strategy_text(laid, lowered.mesh),
                 lowered.summed.get(name, ()),
+                lowered.assignment.notes.get(name, ""),
             )
         )
     operations = {op.name: op for op in trace.ops}
@@ -127,6 +131,7 @@ def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source
         for option, name in zip(compute.options, mesh.names, strict=True)
         if option.local is not None
     ]
+    forward, backward = (_inside(said, mesh, rank) for said in said_inside(compute, lowered, rank))
     return Line(
         compute.name,
         f"{compute.name} = {word}({_arguments(compute.node)})",
@@ -146,7 +151,23 @@ def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source
         path,
         source,
         ", ".join(rewritten),
+        lowered.assignment.notes.get(compute.name, ""),
+        forward,
+        backward,
     )
+
+
+def _inside(said: Sequence[Said], mesh: Mesh, rank: int) -> tuple[Talk, ...]:
+    """What ranks say in the midst of an op."""
+    made = []
+    for each in said:
+        names = tuple(mesh.names[axis] for axis in each.axes)
+        ranks = mesh.along(*names, rank=rank)
+        bytes_received = received(each, mesh.shape)
+        made.append(
+            Talk("all_reduce", names, ranks, bytes_received, each.shape, each.shape, f"{each.op}, inside the op", True)
+        )
+    return tuple(made)
 
 
 def _arguments(node: fx.Node) -> str:
@@ -180,9 +201,8 @@ def _of_move(move: Move, mesh: Mesh, rank: int) -> Line:
         "",
         "",
         "",
-        "",
-        forward,
-        backward,
+        forward=forward,
+        backward=backward,
     )
 
 

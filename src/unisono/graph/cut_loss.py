@@ -119,11 +119,12 @@ class _SpreadCrossEntropy(torch.autograd.Function):
         row = torch.where(here, target - first, 0)[..., None]
         chosen = torch.where(here, shifted.gather(-1, row)[..., 0], 0.0)
         powers = shifted.exp()
-        sums = torch.stack([powers.sum(-1), chosen, shifted.sum(-1)])
-        normaliser, chosen, total = place.talk(sums, "sum", axes).unbind()
+        sums = [powers.sum(-1), chosen] + ([shifted.sum(-1)] if smoothing else [])
+        normaliser, chosen, *total = place.talk(torch.stack(sums), "sum", axes).unbind()
         ctx.save_for_backward(powers / normaliser[..., None], row, here)
         ctx.count, ctx.smoothing, ctx.dtype = count, smoothing, logits.dtype
-        loss = normaliser.log() - (1 - smoothing) * chosen - smoothing / count * total
+        loss = normaliser.log() - (1 - smoothing) * chosen
+        loss = loss - smoothing / count * total[0] if smoothing else loss
         return loss.to(logits.dtype)
 
     @staticmethod

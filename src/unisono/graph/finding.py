@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment
@@ -11,6 +11,7 @@ from unisono.graph.exact import exact
 from unisono.graph.marks import Mark
 from unisono.graph.option import REPLICATE
 from unisono.graph.propagate import propagate
+from unisono.graph.rules.registry import rule_of, target_name
 from unisono.graph.strategy import batch_marks, placements_of_marks
 from unisono.graph.trace import Trace
 from unisono.mesh.mesh import Mesh
@@ -40,9 +41,26 @@ def find(trace: Trace, mesh: Mesh, search: str = "propagate", fully_use_devices:
     """An assignment that keeps all marks. An axis called dp shares the batch, unless the user's marks use it."""
     if search not in SEARCHES:
         raise UsageError(f"search={search!r}; expected one of {', '.join(SEARCHES)}")
-    found = SEARCHES[search](trace, mesh, _batch(trace, mesh), fully_use_devices)
+    return _noted(SEARCHES[search](trace, mesh, _batch(trace, mesh), fully_use_devices))
+
+
+def follow(trace: Trace, mesh: Mesh, marks: Sequence[Mark]) -> Assignment:
+    """An assignment that cuts what these marks cut and the batch, and nothing else to save work."""
+    return _noted(propagate(trace, mesh, [*_batch(trace, mesh), *marks], spare_work=False))
+
+
+def _noted(found: Assignment) -> Assignment:
     found.check()
+    found.notes |= _fallbacks(found.trace)
     return found
+
+
+def _fallbacks(trace: Trace) -> dict[str, str]:
+    return {
+        node.name: f"no rule for {target_name(node.target)}: every rank does all of it"
+        for node in trace.graph.nodes
+        if node.op == "call_function" and rule_of(node.target) is None
+    }
 
 
 def _batch(trace: Trace, mesh: Mesh) -> list[Mark]:

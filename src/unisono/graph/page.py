@@ -95,17 +95,18 @@ def _page(told: Account, title: str) -> Iterator[str]:
 
 def _given(given: list[Given]) -> Iterator[str]:
     yield f"<details><summary>{len(given)} parameters, buffers and inputs</summary>"
-    yield '<div class="scroll"><table><tr><th>kind<th>name<th>whole<th>here<th>placements<th>pieces<th>gradient</tr>'
+    titles = ("kind", "name", "whole", "here", "placements", "pieces", "gradient", "note")
+    yield f'<div class="scroll"><table><tr>{"".join(f"<th>{title}" for title in titles)}</tr>'
     for each in given:
         summed = f"summed over {', '.join(each.summed)}" if each.summed else ""
-        cells = (each.kind, each.name, each.whole, each.local, each.placements, each.strategy, summed)
+        cells = (each.kind, each.name, each.whole, each.local, each.placements, each.strategy, summed, each.note)
         yield f"<tr>{''.join(f'<td>{escape(cell)}' for cell in cells)}</tr>"
     yield "</table></div></details>"
 
 
 def _row(line: Line) -> Iterator[str]:
     collectives = [talk for talk in (*line.forward, *line.backward) if talk.is_collective]
-    words = " ".join((line.serial, line.distributed, line.path, line.source, line.local))
+    words = " ".join((line.serial, line.distributed, line.path, line.source, line.local, line.note and "note"))
     words += " ".join(f"{talk.kind} {talk.ranks}" for talk in collectives)
     data = f'data-talks="{int(bool(collectives))}" data-text="{escape(words.lower(), quote=True)}"'
     if line.serial:
@@ -116,15 +117,22 @@ def _row(line: Line) -> Iterator[str]:
         yield f'<br><span class="soft">{escape(where)}</span></div>'
         yield f"<div><code>{escape(line.distributed)}</code>{instead}"
         yield f"<br><code>{escape(line.local_shapes)}</code> <code>{escape(line.placements)}</code>"
-        yield f'<br><code class="soft">strategy {escape(line.strategy)}</code></div></div>'
+        yield f'<br><code class="soft">strategy {escape(line.strategy)}</code>'
+        yield f"<br><b>note:</b> {escape(line.note)}" if line.note else ""
+        yield from _talks(line)
+        yield "</div></div>"
         return
     hue = colour_of((collectives or [*line.forward, *line.backward])[0].kind)
     yield f'<div class="row move" style="--hue:{hue}" {data}><div></div><div><code>{escape(line.distributed)}</code>'
     yield f" <code>{escape(line.local_shapes)}</code> <code>{escape(line.placements)}</code>"
+    yield from _talks(line)
+    yield "</div></div>"
+
+
+def _talks(line: Line) -> Iterator[str]:
     for direction, talks in (("forward", line.forward), ("backward", line.backward)):
         for talk in talks:
             yield f'<div class="talk">{direction} {_talk(talk)}</div>'
-    yield "</div></div>"
 
 
 def _talk(talk: Talk) -> str:

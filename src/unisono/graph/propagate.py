@@ -28,7 +28,7 @@ from unisono.graph.cost import Link
 from unisono.graph.marks import Mark
 from unisono.graph.op import TensorSpec
 from unisono.graph.option import REPLICATE, Option
-from unisono.graph.rules.registry import options, rule_of, target_name
+from unisono.graph.rules.registry import options
 from unisono.graph.strategy import placements_of_marks
 from unisono.graph.trace import Trace
 from unisono.mesh.mesh import Mesh
@@ -49,11 +49,12 @@ def propagate(
     *,
     fully_use_devices: bool = False,
     links: Sequence[Link] | None = None,
+    spare_work: bool = True,
 ) -> Assignment:
     """Placements for every node, from the trace's own marks and further ones. `links`, one an axis of the mesh, weigh
-    seconds in place of bytes."""
+    seconds in place of bytes. Without `spare_work`, ranks do the same product rather than talk about it."""
     fixed = placements_of_marks(trace, mesh, (*trace.marks, *marks))
-    graph = _Graph(trace, fully_use_devices)
+    graph = _Graph(trace, fully_use_devices, spare_work)
     chosen: dict[str, list[Option]] = {node.name: [] for node in graph.nodes}
     for axis, size in enumerate(mesh.shape):
         link = None if links is None else links[axis]
@@ -61,7 +62,7 @@ def propagate(
         waves = _Axis(graph, mesh, axis, size, link, chosen, on_axis)
         for name, option in waves.run().items():
             chosen[name].append(option)
-    assignment = Assignment(trace, mesh, {name: tuple(given) for name, given in chosen.items()}, graph.notes())
+    assignment = Assignment(trace, mesh, {name: tuple(given) for name, given in chosen.items()})
     assignment.check()
     return assignment
 
@@ -69,7 +70,7 @@ def propagate(
 class _Graph:
     """The trace as nodes and edges, with each node's options: the same for all axes."""
 
-    def __init__(self, trace: Trace, fully: bool) -> None:
+    def __init__(self, trace: Trace, fully: bool, spare_work: bool) -> None:
         self.trace = trace
         self.fully = fully
         self.nodes: list[fx.Node] = list(trace.graph.nodes)
@@ -80,6 +81,7 @@ class _Graph:
             for i, (source, output) in enumerate(sources):
                 self.users[source].append((name, i, output))
         self.flops = {op.name: op.flops for op in trace.ops}
+        self.spare_work = spare_work
         self.is_placeholder = {node.name for node in self.nodes if node.op == "placeholder"}
 
     def spec(self, name: str, output: int) -> TensorSpec:
@@ -87,13 +89,6 @@ class _Graph:
 
     def has_gradient(self, source: str, user: str) -> bool:
         return source in self.trace.tracked and (user == "output" or user in self.trace.tracked)
-
-    def notes(self) -> dict[str, str]:
-        return {
-            node.name: f"no rule for {target_name(node.target)}: every rank does all of it"
-            for node in self.nodes
-            if node.op == "call_function" and rule_of(node.target) is None
-        }
 
 
 @dataclass
@@ -252,6 +247,8 @@ class _Axis:
 
     def _waste(self, name: str) -> float:
         """Forward and backward of a product are three of its kind; n ranks could each do an n-th."""
+        if not self.graph.spare_work:
+            return 0.0
         wasted = 3 * self.graph.flops.get(name, 0) * (1 - 1 / self.size) / FLOPS_A_BYTE
         return wasted if self.link is None else wasted / self.link.bandwidth
 

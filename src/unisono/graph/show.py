@@ -46,7 +46,7 @@ def _given(told: Account) -> Iterator[str]:
     for row, each in zip(rows, told.given, strict=True):
         cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         summed = f"  gradient summed over {', '.join(each.summed)}" if each.summed else ""
-        yield (cells + summed).rstrip()
+        yield (cells + summed + (f"  note: {each.note}" if each.note else "")).rstrip()
 
 
 def _body(told: Account) -> Iterator[str]:
@@ -60,18 +60,19 @@ def _body(told: Account) -> Iterator[str]:
 
 
 def _both(line: Line, width: int) -> Iterator[str]:
-    if not line.serial:
-        yield f"{' ' * width} | {line.distributed}   {line.local_shapes}   {line.placements}"
-        for direction, talks in (("forward", line.forward), ("backward", line.backward)):
-            for talk in talks:
-                yield f"{' ' * width} |     {direction}: {talk_text(talk)}"
-        return
-    where = "  ".join(word for word in (line.path, line.source) if word)
-    instead = f"   as {line.local}" if line.local else ""
-    yield f"{line.serial.ljust(width)} | {line.distributed}   strategy {line.strategy}{instead}"
-    yield f"{('  ' + line.serial_shapes).ljust(width)} |   {line.local_shapes}   {line.placements}"
-    if where:
-        yield f"{' ' * width} |   # {where}"
+    margin = f"{' ' * width} |"
+    if line.serial:
+        where = "  ".join(word for word in (line.path, line.source) if word)
+        instead = f"   as {line.local}" if line.local else ""
+        yield f"{line.serial.ljust(width)} | {line.distributed}   strategy {line.strategy}{instead}"
+        yield f"{('  ' + line.serial_shapes).ljust(width)} |   {line.local_shapes}   {line.placements}"
+        yield from [f"{margin}   # {where}"] if where else []
+        yield from [f"{margin}   note: {line.note}"] if line.note else []
+    else:
+        yield f"{margin} {line.distributed}   {line.local_shapes}   {line.placements}"
+    for direction, talks in (("forward", line.forward), ("backward", line.backward)):
+        for talk in talks:
+            yield f"{margin}     {direction}: {talk_text(talk)}"
 
 
 def talk_text(talk: Talk) -> str:

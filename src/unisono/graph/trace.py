@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 from unisono.errors import UsageError
 from unisono.graph.channel_dropout import spelled_out
 from unisono.graph.clean import clean
+from unisono.graph.heads import part_from_samples
 from unisono.graph.marks import Mark, Recorder, Wish, recording, wish_of, wishes_for
 from unisono.graph.op import Op, TensorSpec
 from unisono.graph.rules.call import Call, tensors_of
@@ -257,6 +258,7 @@ def _read(
     trained = {node: model.get_parameter(name).requires_grad for node, name in parameters.items()}
     pieces: dict[str, Piece] = {}
     if unpacked:
+        part_from_samples(graph)
         parameters, pieces = unpack(graph, parameters)
         trained = {node: model.get_parameter(name).requires_grad for node, name in parameters.items()}
     for node, name in (parameters | buffers).items():

@@ -5,7 +5,8 @@ columns, such a weight would give some ranks the queries and others the keys. Wi
 cut by itself, which is how such layers are cut by hand.
 
 What is recognised: a weight that only this product uses (seen through transposes and casts), whose product is split
-along its last dim, or viewed as (..., parts, rest) and unbound along `parts`, with permutations between.
+along its last dim, or viewed as (..., parts, rest) and unbound along `parts`, or taken apart by its indices, with
+permutations between, as in nn.MultiheadAttention.
 """
 
 from __future__ import annotations
@@ -28,7 +29,10 @@ _FEATURES: dict[Any, tuple[str, int, str]] = {  # the weight's argument, its dim
     aten.mm.default: ("mat2", 1, ""),
     aten.matmul.default: ("other", -1, ""),
 }
-_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default)
+_VIEWS = (aten.view.default, aten.reshape.default, aten._unsafe_view.default, aten.unflatten.int)
+_ORDERS = (aten.permute.default, aten.transpose.int)
+_COPIES = (aten.contiguous.default, aten.clone.default)
+_MOVES = (*_ORDERS, *_COPIES, aten.unsqueeze.default, aten.squeeze.dim)
 _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 
 
@@ -140,12 +144,49 @@ def _ending(product: fx.Node) -> tuple[list[int], Callable[[int, fx.Node], None]
             if parts is not None or (split is None and shape[-1:] != before[-1:]):
                 return None
             parts = split
-        elif node.target is aten.permute.default and parts is not None:
-            parts = [int(d) % len(shape) for d in node.args[1]].index(parts)  # type: ignore[union-attr, arg-type]
+        elif node.target in _MOVES and parts is not None:
+            parts = _parts_after(node, parts)
+            if parts is None:
+                return None
         else:
             return None
         chain.append(node)
+    if parts is not None and all(_takes_one(user, parts) for user in node.users):
+        count = node.meta["val"].shape[parts]
+        return [product.meta["val"].shape[-1] // count] * count, partial(_replace_part, node, chain, count)
     return None
+
+
+def _takes_one(node: fx.Node, parts: int) -> bool:
+    return node.target is aten.select.int and Call(node).dim("dim") == parts and int(node.args[2]) >= 0  # type: ignore[arg-type]
+
+
+def _parts_after(move: fx.Node, parts: int) -> int | None:
+    """Where the dim that counts parts is after a move of dims; None where it is gone."""
+    if move.target in _ORDERS:
+        return _order(move).index(parts)
+    if move.target in _COPIES:
+        return parts
+    dim = _dim(move)
+    if move.target is aten.unsqueeze.default:
+        return parts + (dim <= parts)
+    return None if dim == parts else parts - (dim < parts)
+
+
+def _order(move: fx.Node) -> list[int]:
+    ndim = move.meta["val"].dim()
+    if move.target is aten.permute.default:
+        return [int(dim) % ndim for dim in move.args[1]]  # type: ignore[union-attr, arg-type]
+    order = list(range(ndim))
+    first, second = (int(dim) % ndim for dim in move.args[1:])  # type: ignore[arg-type]
+    order[first], order[second] = second, first
+    return order
+
+
+def _dim(move: fx.Node) -> int:
+    """Of an unsqueeze or a squeeze: in the longer of both shapes."""
+    ndim = move.meta["val"].dim() + (move.target is aten.squeeze.dim)
+    return int(move.args[1]) % ndim  # type: ignore[arg-type]
 
 
 def _splits_last(before: Shape, after: Shape) -> int | None:
@@ -206,27 +247,41 @@ def _product(graph: fx.Graph, packed: _Packed, weight: fx.Node, bias: fx.Node | 
 
 def _replace_part(end: fx.Node, chain: list[fx.Node], count: int | None, k: int, made: fx.Node) -> None:
     """Leads a part through what the whole went through (without the dim of `count` parts), to those that take it."""
-    graph = end.graph
     parts: int | None = None
-    with graph.inserting_before(end):
+    with end.graph.inserting_before(end):
         for link in chain:
-            shape = list(link.meta["val"].shape)
-            if link.target in _VIEWS:
-                if count is None:
-                    shape[-1] = made.meta["val"].shape[-1]
-                else:
-                    before = link.args[0].meta["val"].shape  # type: ignore[union-attr]
-                    parts = _splits_last(tuple(before), tuple(shape)) if parts is None else parts
-                    assert parts is not None
-                    del shape[parts]
-                made = _copied(graph, link, (made, shape), made.meta["val"].reshape(shape))
-            else:
+            if link.target not in _VIEWS:
                 assert parts is not None
-                order = [int(d) % len(shape) for d in link.args[1]]  # type: ignore[union-attr, arg-type]
-                place = order.index(parts)
-                order = [d - (d > parts) for d in order if d != parts]
-                parts = place
-                made = _copied(graph, link, (made, order), made.meta["val"].permute(order))
+                made, parts = _moved(link, parts, made), _parts_after(link, parts)
+                continue
+            shape = list(link.meta["val"].shape)
+            if count is None:
+                shape[-1] = made.meta["val"].shape[-1]
+            else:
+                before = link.args[0].meta["val"].shape  # type: ignore[union-attr]
+                parts = _splits_last(tuple(before), tuple(shape)) if parts is None else parts
+                assert parts is not None
+                del shape[parts]
+            made = _called(link, aten.reshape.default, (made, shape))
     for user in list(end.users):
-        if user.target is operator.getitem and user.args[1] == k:
+        number = {operator.getitem: user.args[1], aten.select.int: user.args[-1]}[user.target]
+        if number == k:
             user.replace_all_uses_with(made)
+
+
+def _moved(move: fx.Node, parts: int, made: fx.Node) -> fx.Node:
+    """What a move does to one part, which has no dim of parts."""
+    if move.target in _COPIES:
+        return made
+    if move.target in _ORDERS:
+        order = [dim - (dim > parts) for dim in _order(move) if dim != parts]
+        return _called(move, aten.permute.default, (made, order))
+    dim = _dim(move)
+    return _called(move, move.target, (made, dim - (dim > parts)))
+
+
+def _called(like: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    made = like.graph.call_function(target, args)
+    made.meta = dict(like.meta)
+    made.meta["val"] = target(args[0].meta["val"], *args[1:])
+    return made

@@ -134,13 +134,13 @@ class Engine:
         return self.choice
 
     def program_page(self) -> str:
-        """The program that `to_static` makes of sharing the batch, which is what dp does; empty for other plans."""
+        """What dp and tp cut, as a program; empty for plans that cut otherwise."""
         plan = self.plan
-        if self._example is None or plan.world != plan.dp or plan.ep > 1:
+        if self._example is None or plan.world != plan.dp * plan.tp or plan.ep > 1 or plan.sequence:
             return ""
         job = Job(self._model, self._loss, self._optimizer, self._example, self._rules)
         try:
-            return page_of_plan(job.task(), Plan(dp=plan.dp))
+            return page_of_plan(job.task(), Plan(dp=plan.dp, tp=plan.tp))
         except UnisonoError:
             return ""  # what cannot be traced can be trained all the same
 

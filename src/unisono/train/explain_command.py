@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     add("task", metavar="task.py:name", help="a uni.Task, or a function that returns one")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--mesh", metavar="MESH", help="axes such as dp=2,mp=4; also search=exact, full")
-    where.add_argument("--plan", metavar="PLAN", help="a plan of dp, tp and cp, whose axes are the mesh's")
+    where.add_argument("--plan", metavar="PLAN", help="a plan of dp and tp, whose cuts are shown")
     add("--rank", type=int, default=0, metavar="R", help="whose program (default: 0)")
     add("--html", metavar="FILE", help="write a page with a search box instead of text")
     add("--svg", metavar="FILE", help="write a drawing, collectives in colour")
@@ -32,15 +32,10 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    from unisono.train.task import load_task
-
-    on_mesh = _on_mesh(chosen)
-    if not 0 <= chosen.rank < on_mesh.world:
-        raise UsageError(f"--rank {chosen.rank}: {on_mesh} has ranks 0 to {on_mesh.world - 1}")
-    lowered = lowered_task(load_task(chosen.task), on_mesh)
+    lowered, world = _lowered(chosen)
     title = chosen.task.rpartition("/")[2]
     try:
-        _write(lowered, chosen, on_mesh.world, title)
+        _write(lowered, chosen, world, title)
     except OSError as error:
         raise UsageError(f"cannot write {error.filename}: {error.strerror}; name a place that can be written") from None
     if not chosen.html and not chosen.svg:
@@ -66,50 +61,61 @@ def _write(lowered: Lowered, chosen: argparse.Namespace, world: int, title: str)
         Path(chosen.svg).write_text(as_svg(lowered, chosen.rank, title))
 
 
-def _on_mesh(chosen: argparse.Namespace) -> OnMesh:
+def _lowered(chosen: argparse.Namespace) -> tuple[Lowered, int]:
+    """The program, and how many ranks it is for."""
+    from unisono.train.on_mesh import OnMesh
+    from unisono.train.task import load_task
+
+    plan = None if chosen.plan is None else Plan.parse(chosen.plan)
+    on_mesh = OnMesh.parse(chosen.mesh) if plan is None else mesh_of(plan)
+    if not 0 <= chosen.rank < on_mesh.world:
+        raise UsageError(f"--rank {chosen.rank}: {on_mesh} has ranks 0 to {on_mesh.world - 1}")
+    return lowered_task(load_task(chosen.task), on_mesh, by_rules=plan is not None), on_mesh.world
+
+
+def mesh_of(plan: Plan) -> OnMesh:
+    """The mesh of a plan whose program can be shown."""
     from unisono.train.on_mesh import OnMesh
 
-    return OnMesh.parse(chosen.mesh) if chosen.mesh is not None else _mesh_of(Plan.parse(chosen.plan))
-
-
-def _mesh_of(plan: Plan) -> OnMesh:
-    from unisono.train.on_mesh import OnMesh
-
-    plain = Plan(dp=plan.dp, tp=plan.tp, cp=plan.cp)
-    if plan != plain:
+    shown = Plan(dp=plan.dp, tp=plan.tp)
+    if plan != shown:
         raise UsageError(
-            f"--plan {plan}: a program is made of splits of tensors, so only dp, tp and cp name its axes; "
-            f"use --plan {plain}, or --mesh"
+            f"--plan {plan}: a program is made of splits of tensors, so only dp and tp are shown; "
+            f"use --plan {shown}, or --mesh, which takes zero too"
         )
-    axes = tuple((name, getattr(plan, name)) for name in ("dp", "cp", "tp") if getattr(plan, name) > 1)
+    axes = tuple((name, getattr(plan, name)) for name in ("dp", "tp") if getattr(plan, name) > 1)
     return OnMesh(axes or (("dp", 1),))
 
 
-def lowered_task(task: Task, on_mesh: OnMesh) -> Lowered:
-    """What the ranks of a mesh would do, found without them; a model that can be built on meta takes no memory."""
-    import torch
+def lowered_task(task: Task, on_mesh: OnMesh, *, by_rules: bool = False) -> Lowered:
+    """What the ranks of a mesh would do, found without them; a model that can be built on meta takes no memory.
 
-    from unisono.graph.finding import find
+    by_rules: the axis tp cuts the layers that it cuts under a plan, unless the user's marks use it."""
+    from unisono.graph.finding import find, follow
     from unisono.graph.lowering import lower
     from unisono.graph.trace import trace
     from unisono.graph.zero import in_pieces, require_stage
-    from unisono.mesh.initial import build
+    from unisono.train.rule_marks import AXIS, RuleMarks, is_marked
+    from unisono.train.sketch import without_memory
 
-    try:
-        with torch.device("meta"):
-            model = task.model()
-    except Exception:
-        model = build(task.model, 0)  # it looks at values while it is built
+    model = without_memory(task)
     mesh = on_mesh.described()
-    traced = trace(model, task.batch(0), task.loss, unpacked=on_mesh.unpack)
+    example = task.batch(0)
+    traced = trace(model, example, task.loss, unpacked=on_mesh.unpack)
     require_stage(on_mesh.zero, mesh)
-    found = find(traced, mesh, on_mesh.search, on_mesh.fully_use_devices)
+    if by_rules and AXIS in mesh.names and not is_marked(traced, mesh):
+        traced = trace(model, example, task.loss, unpacked=True)
+        rules = RuleMarks.of(task, model, example, traced, mesh)
+        found = follow(traced, mesh, rules.marks)
+        found.notes |= rules.notes
+    else:
+        found = find(traced, mesh, on_mesh.search, on_mesh.fully_use_devices)
     found = in_pieces(found) if on_mesh.zero > 1 else found
     return lower(found.trace, found, mesh)
 
 
 def page_of_plan(task: Task, plan: Plan) -> str:
-    """The program of rank 0 on a plan's mesh, as a page."""
+    """The program of rank 0 under a plan, as a page."""
     from unisono.graph.page import as_page
 
-    return as_page(lowered_task(task, _mesh_of(plan)), 0, f"program of plan {plan}")
+    return as_page(lowered_task(task, mesh_of(plan), by_rules=True), 0, f"program of plan {plan}")

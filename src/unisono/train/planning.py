@@ -18,14 +18,12 @@ from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
 from unisono.graph.trace import trace
-from unisono.mesh.draft import drafted
 from unisono.mesh.fused import fused
-from unisono.mesh.initial import build
 from unisono.parallel.apply import refuse_what_cannot_be_right
 from unisono.parallel.blocks import Blocks, find_blocks
+from unisono.parallel.cut_dims import cut_dims
 from unisono.parallel.even_experts import evenly_visited
 from unisono.parallel.expert import MoE
-from unisono.parallel.linear import features, is_linear
 from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.split import blocks_of
 from unisono.parallel.precision import HALVES
@@ -41,9 +39,9 @@ from unisono.plan.portrait import OptimizerState, Portrait, Segment, Weight
 from unisono.plan.reading import Subject, read
 from unisono.plan.schedule import schedule
 from unisono.plan.search import Search
+from unisono.train.sketch import to_try_out, without_memory
 from unisono.train.task import Task
 
-_SMALL = 2 * 10**8  # parameters that a model may have to be built for a look at it
 _TRACED_ROWS = 2  # of the batch: some models treat a single sample in another way
 
 
@@ -56,7 +54,7 @@ class Planner:
         """keeps_gathered: under sp, what a layer cut by columns has gathered stays until its backward."""
         self.task = task
         self.hardware = hardware
-        self.model = _without_memory(task)
+        self.model = without_memory(task)
         example = task.batch(0)
         self.batch = rows_of(example) if batch is None else batch
         if self.batch < 1:
@@ -201,14 +199,9 @@ class Planner:
 
     # ---- what the model shows ------------------------------------------------------------------------------------
 
-    @property
+    @cached_property
     def _shareable(self) -> nn.Module:
-        """A model whose modules can be tried out, where that takes little memory and nobody gave rules."""
-        if self.task.rules is None and sum(p.numel() for p in self.model.parameters()) <= _SMALL:
-            if not hasattr(self, "_built"):
-                self._built = drafted(self.task.model, 0).model
-            return self._built
-        return self.model
+        return to_try_out(self.task, self.model)
 
     @cache  # noqa: B019
     def _rules(self, tp: int) -> Any:
@@ -258,14 +251,6 @@ def choose(task: Task, world: int, hardware: Hardware, batch: int | None = None)
 # ---- looking at a model ----------------------------------------------------------------------------------------------
 
 
-def _without_memory(task: Task) -> nn.Module:
-    try:
-        with torch.device("meta"):
-            return task.model()
-    except Exception:  # its constructor looks at values
-        return build(task.model, 0)
-
-
 def _first_rows(example: Any, rows: int) -> Any:
     whole = rows_of(example)
     return pytree.tree_map(
@@ -309,7 +294,7 @@ def _look(module: nn.Module) -> tuple[object, ...]:
 
 def _weights(model: nn.Module, styles: Styles) -> Iterator[tuple[str, Weight]]:
     """Every parameter, with the dim that tp cuts."""
-    cut = _cut_dims(model, styles)
+    cut = cut_dims(model, styles)
     gathered = _gathered(model, styles)
     experts = {id(p) for module in model.modules() if isinstance(module, MoE) for p in _expert_parameters(module)}
     for name, parameter in model.named_parameters():
@@ -319,7 +304,7 @@ def _weights(model: nn.Module, styles: Styles) -> Iterator[tuple[str, Weight]]:
                 name,
                 tuple(parameter.shape),
                 parameter.itemsize,
-                cut.get(id(parameter)),
+                cut[name].dim if name in cut else None,
                 id(parameter) in experts,
                 id(parameter) in gathered,
                 not parameter.requires_grad,
@@ -339,37 +324,6 @@ def _expert_parameters(module: MoE) -> Iterator[nn.Parameter]:
     for name, parameter in module.named_parameters(recurse=False):
         if name != "router":
             yield parameter
-
-
-def _cut_dims(model: nn.Module, styles: Styles) -> dict[int, int]:
-    modules = dict(model.named_modules(remove_duplicate=False))
-    dims: dict[int, int] = {}
-    for name, style in styles.items():
-        module = modules.get(name)
-        if module is None:
-            if style.kind in ("column", "row"):
-                dims[id(model.get_parameter(name))] = 1 if style.kind == "column" else 2
-        elif is_linear(module):
-            dims |= _linear_dims(module, style.kind)
-        elif style.kind == "vocab":
-            dims[id(module.weight)] = 0
-        elif style.kind == "heads" and isinstance(module, nn.MultiheadAttention):
-            for parameter in (module.in_proj_weight, module.in_proj_bias):
-                if parameter is not None:
-                    dims[id(parameter)] = 0
-            dims[id(module.out_proj.weight)] = 1
-    return dims
-
-
-def _linear_dims(module: nn.Module, kind: str) -> dict[int, int]:
-    weight: Any = module.weight
-    is_transposed = tuple(weight.shape) == features(module) and type(module).__name__ == "Conv1D"
-    if kind in ("column", "column_gather", "vocab_head"):
-        dims = {id(weight): 1 if is_transposed else 0}
-        if module.bias is not None:
-            dims[id(module.bias)] = 0
-        return dims
-    return {id(weight): 0 if is_transposed else 1} if kind in ("row", "row_split") else {}
 
 
 def _measured_state(make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> tuple[float, float, bool]:

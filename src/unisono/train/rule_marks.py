@@ -1,0 +1,60 @@
+"""The layers that a plan's tp cuts by rules, as marks on a trace: so `explain` shows what ranks do under the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from torch.distributed.tensor import Shard
+
+from unisono.graph.marks import Mark, Wish
+from unisono.graph.option import REPLICATE
+from unisono.graph.strategy import placements_of_marks
+from unisono.graph.trace import Trace
+from unisono.mesh.mesh import Mesh
+from unisono.parallel.cut_dims import CutDim, cut_dims
+from unisono.parallel.tensor import fitting_rules, require_shareable
+from unisono.train.sketch import to_try_out
+from unisono.train.task import Task
+
+AXIS = "tp"
+
+
+@dataclass
+class RuleMarks:
+    """One for every parameter; `notes`, by placeholder, say where a cut cannot be shown."""
+
+    marks: Sequence[Mark]
+    notes: dict[str, str]
+
+    @classmethod
+    def of(cls, task: Task, model: nn.Module, example: tuple[Any, Any], traced: Trace, mesh: Mesh) -> RuleMarks:
+        """UsageError where so many ranks cannot share the model. The trace must be unpacked."""
+        tp = mesh.size(AXIS)
+        tried = to_try_out(task, model)
+        cuts = cut_dims(tried, require_shareable(tried, tp, fitting_rules(tried, tp, task.rules, example)))
+        marks, notes = [], {}
+        for node, name in traced.parameters.items():
+            cut = cuts.get(name)
+            if cut is not None and (note := _unshown(traced, node, cut, tp)):
+                notes[node], cut = note, None
+            placements = [Shard(cut.dim) if cut and axis == AXIS else REPLICATE for axis in mesh.names]
+            marks.append(Mark(node, 0, Wish(mesh, tuple(placements), line=f"cut by {AXIS}")))
+        return cls(marks, notes)
+
+
+def is_marked(traced: Trace, mesh: Mesh) -> bool:
+    """Whether the user's own marks say what lies along tp."""
+    axis = mesh.axis(AXIS)
+    return any(placements[axis] != REPLICATE for placements in placements_of_marks(traced, mesh, traced.marks).values())
+
+
+def _unshown(traced: Trace, node: str, cut: CutDim, tp: int) -> str:
+    length = traced.specs[node][0].shape[cut.dim]
+    if cut.is_packed and node not in traced.pieces:
+        return f"{AXIS} cuts each of its parts, but the graph does not show where they come apart: shown whole"
+    if length % tp:
+        return f"{AXIS}={tp} cuts its {length} unevenly, which a program does not: shown whole"
+    return ""

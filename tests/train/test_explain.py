@@ -1,0 +1,173 @@
+"""`explain --plan`: what it shows of a plan is what ranks do under it, byte by byte."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import unisono as uni
+from tests.equivalence import foreign
+from tests.ranks import RankPool
+from unisono.cli import main
+from unisono.comm import traffic
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.graph.account import Account, account
+from unisono.train.explain_command import lowered_task, mesh_of
+from unisono.train.task import load_task
+
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
+GPT = f"{EXAMPLES / 'gpt.py'}:tiny"
+VOCABULARY = 40
+
+
+class Encoder(nn.Module):
+    """Of torch's own layers, which pack queries, keys and values and join samples and heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens = nn.Embedding(VOCABULARY, 16)
+        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
+        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+        self.head = nn.Linear(16, VOCABULARY)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.head(self.layers(self.tokens(tokens)))
+
+
+def _sentences(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return tuple(torch.randint(VOCABULARY, (4, 6), generator=generator) for _ in range(2))  # type: ignore[return-value]
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+def _evenly(name: str) -> uni.Task:
+    """A Hugging Face model whose vocabulary two ranks share evenly."""
+    original = getattr(foreign, name)
+
+    def model() -> nn.Module:
+        made = original.model()
+        made.resize_token_embeddings(VOCABULARY, mean_resizing=False)
+        return made
+
+    return uni.Task(model, original.loss, original.optimizer, original.batch, name=name)
+
+
+TASKS: dict[str, Callable[[], uni.Task]] = {
+    "gpt": lambda: load_task(GPT),
+    "encoder": lambda: uni.Task(Encoder, _loss, lambda parameters: torch.optim.SGD(parameters, 0.1), _sentences),
+    "llama": lambda: _evenly("llama"),
+    "gpt2": lambda: _evenly("gpt2"),
+    "vit": lambda: foreign.vit,
+    "t5": lambda: foreign.t5,
+}
+
+
+def explained(task: uni.Task, plan: str, rank: int = 0) -> Account:
+    return account(lowered_task(task, mesh_of(uni.Plan.parse(plan)), by_rules=True), rank)
+
+
+def said(comm: Communicator, name: str, plan: str) -> Counter[tuple[str, int]]:
+    """The collectives of a step, with the elements of this rank's tensor."""
+    task = TASKS[name]()
+    batch = task.batch(0)
+    trainer = uni.parallelize(
+        task.model, plan, loss=task.loss, optimizer=task.optimizer, rules=task.rules, example=batch
+    )
+    heard: Counter[tuple[str, int]] = Counter()
+
+    def hear(each: traffic.Said) -> None:
+        heard[each.op, 0 if each.tensor is None else each.tensor.numel()] += 1
+
+    trainer.step(batch)  # in the first, ranks also compare what they were given
+    with traffic.counted(hear):
+        trainer.step(batch)
+    return heard
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_plan_s_tp_is_shown_as_ranks_run_it(pools: Callable[[str, int], RankPool], name: str) -> None:
+    told = explained(TASKS[name](), "tp=2")
+    shown = Counter((talk.kind, torch.Size(talk.before).numel()) for talk in (*told.forward, *told.backward))
+    assert shown
+    for heard in pools("gloo", 2).run(said, name, "tp=2"):
+        assert heard == shown
+
+
+def test_dp_and_tp_together_cut_both_ways() -> None:
+    told = explained(load_task(GPT), "dp=2,tp=2", rank=3)
+    first = next(each for each in told.given if each.name == "blocks.0.fc1.weight")
+    assert (first.whole, first.local, first.placements) == ("f32[256,64]", "f32[128,64]", "[R,S0]")
+    assert first.summed == ("dp",)
+    groups = {talk.axes: talk.ranks for talk in (*told.forward, *told.backward)}
+    assert groups[("tp",)] == (2, 3)
+    assert groups[("dp",)] == (1, 3)
+
+
+def test_packed_weights_are_cut_part_by_part() -> None:
+    told = explained(TASKS["encoder"](), "tp=2")
+    parts = [each for each in told.given if each.name.startswith("layers.layers.0.self_attn.in_proj_weight")]
+    assert [each.name.rpartition(" ")[2] for each in parts] == ["0", "16", "32"]
+    assert {each.local for each in parts} == {"f32[8,16]"}
+
+
+def test_what_cannot_be_shown_is_noted() -> None:
+    told = explained(foreign.llama, "tp=2")
+    assert [each.name for each in told.given if each.note] == ["model.embed_tokens.weight"]
+    assert "cuts its 37 unevenly" in next(each.note for each in told.given if each.note)
+    with pytest.raises(UsageError, match=r"only dp and tp are shown; use --plan tp=2, or --mesh"):
+        mesh_of(uni.Plan.parse("tp=2,cp=2"))
+
+
+def test_marks_go_before_rules() -> None:
+    """A model whose marks say what tp cuts is cut so, and in no other way."""
+    mesh = uni.Mesh.describe((2,), ("tp",))
+
+    def model() -> nn.Module:
+        made = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 8))
+        uni.mark(made, "0.weight", mesh, [uni.Shard(1)])
+        return made
+
+    def batch(seed: int) -> Any:
+        return torch.zeros(4, 8), torch.zeros(4, 8)
+
+    task = uni.Task(model, F.mse_loss, lambda parameters: torch.optim.SGD(parameters, 0.1), batch)
+    told = {each.name: each.placements for each in explained(task, "tp=2").given}
+    assert told["0.weight"] == "[S1]"
+    assert told["2.weight"] == "[R]"
+
+
+def test_what_ranks_say_inside_an_op_is_shown() -> None:
+    """The samples that count are counted by all ranks, in the midst of the loss."""
+    told = explained(load_task(GPT), "dp=2")
+    loss = next(line for line in told.lines if line.serial.startswith("cross_entropy"))
+    assert [(talk.kind, talk.axes, talk.detail) for talk in loss.forward] == [
+        ("all_reduce", ("dp",), "sum, inside the op")
+    ]
+
+
+def test_an_op_without_a_rule_is_noted_in_text_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    source = tmp_path / "odd.py"
+    source.write_text(
+        "import torch\nimport unisono as uni\n"
+        "class Odd(torch.nn.Module):\n"
+        "    def __init__(self):\n        super().__init__()\n        self.weight = torch.nn.Parameter(torch.ones(4))\n"
+        "    def forward(self, x):\n        return torch.linalg.matrix_exp(x) * self.weight\n"
+        "task = uni.Task(Odd, torch.nn.functional.mse_loss, lambda p: torch.optim.SGD(p, 0.1),\n"
+        "                lambda seed: (torch.zeros(8, 4, 4), torch.zeros(8, 4, 4)))\n"
+    )
+    assert main(["explain", f"{source}:task", "--plan", "dp=2"]) == 0
+    assert "note: no rule for aten.linalg_matrix_exp.default: every rank does all of it" in capsys.readouterr().out
+    page = tmp_path / "odd.html"
+    assert main(["explain", f"{source}:task", "--plan", "dp=2", "--html", str(page)]) == 0
+    assert "<b>note:</b> no rule for aten.linalg_matrix_exp.default" in page.read_text()
