@@ -175,6 +175,13 @@ class Circuit(GateMethods):
     def __radd__(self, other: object) -> Circuit:
         raise UsageError(f"{shown(other)} + a circuit: expected another Circuit; several are added with compose or +")
 
+    def __mul__(self, other: object) -> Circuit:
+        raise UsageError(
+            f"a circuit * {shown(other)}: circuits are joined with + or compose; to repeat one, compose it in a loop"
+        )
+
+    __rmul__ = __mul__
+
     def bound(self, weights: Sequence[float] = (), features: Sequence[float] = ()) -> Circuit:
         """A new circuit with numbers in place of weights and features."""
         given = self.check_values(weights, features)

@@ -145,6 +145,12 @@ class PauliSum:
             raise UsageError(f"({self}) / {divisor!r}: expected a divisor that is not zero")
         return self * (1.0 / number)
 
+    def __rtruediv__(self, other: object) -> PauliSum:
+        raise UsageError(f"{other!r} / ({self}): an observable cannot divide; it may be divided by a number")
+
+    def __rmatmul__(self, other: object) -> PauliSum:
+        raise UsageError(f"{other!r} @ ({self}): expected another observable, such as uq.Z(1)")
+
     __radd__ = __add__
     __rmul__ = __mul__
 
