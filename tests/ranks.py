@@ -168,7 +168,9 @@ def _compile_random_words() -> None:
 
     kernels = philox.cpu_kernels()
     if kernels is not None:
-        kernels.words(philox.Stream.of("first"), Runs(torch.zeros(1, dtype=torch.int64), 4))
+        runs = Runs(torch.zeros(1, dtype=torch.int64), 4)
+        for dtype in (torch.float32, torch.float64):
+            kernels.noise(philox.Stream.of("first"), runs, 0, 1.0, dtype)
 
 
 _MOST_WORKERS = 8
@@ -220,7 +222,7 @@ def _serve(port: int, key: bytes, backend: str, seat: dict[str, Any]) -> None:
     from unisono.mesh import philox
 
     torch.set_num_threads(1)
-    philox._drawn = philox._WORTH_COMPILING  # as in a rank that has drawn for a while
+    philox.draw_fast()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     comm = uni.init(backend, **seat)
     connection = Client(("127.0.0.1", port), authkey=key)

@@ -443,9 +443,18 @@ def test_complaints() -> None:
 
 def test_compiled_words_take_over_unnoticed(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("numba")
-    before = whole_mask(50, 31)
-    monkeypatch.setattr(philox, "_drawn", philox._WORTH_COMPILING)
-    assert torch.equal(whole_mask(50, 31), before)
+    kinds = [(dtype, p) for dtype in (torch.float32, torch.float64, torch.bfloat16) for p in (0.1, 0.37, 0.999999)]
+
+    def drawn() -> list[torch.Tensor]:
+        with RandomState(5):
+            return [whole_mask(50, 31), *(F.dropout(torch.ones(33, 7, dtype=dtype), p) for dtype, p in kinds)]
+
+    monkeypatch.setattr(philox, "_seconds_drawn", 0.0)
+    before = drawn()
+    assert philox._seconds_drawn > 0
+    philox.draw_fast()
+    monkeypatch.setattr(philox, "torch_words", None)
+    assert all(map(torch.equal, drawn(), before))
 
 
 @pytest.mark.gpu

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.philox import gpu_kernels
+from unisono.mesh.philox import compiled, gpu_kernels
 from unisono.mesh.placement import Partial, local_box
 from unisono.mesh.random import Draw, RandomState, drop_limit
 from unisono.mesh.region import Part
@@ -70,6 +70,9 @@ def scaled(x: torch.Tensor, draw: Draw, p: float) -> torch.Tensor:
 
 
 def _noise(draw: Draw, p: float, like: torch.Tensor) -> torch.Tensor:
+    if like.is_cpu and like.dtype in (torch.float32, torch.float64) and (kernels := compiled()) is not None:
+        made: torch.Tensor = kernels.noise(draw.stream(), draw.runs, drop_limit(p), 1 / (1 - p), like.dtype)
+        return made.view(draw.shape)
     return draw.keep(p, like.device).to(like.dtype).mul_(1 / (1 - p))
 
 

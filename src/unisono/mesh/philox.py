@@ -5,13 +5,15 @@ mixed with a key of two in ten rounds. Here the counter is (element number / 4, 
 and element i takes word i mod 4 of its block. Words are int32, all 2**32 of them equally likely.
 
 There are three implementations with the same bits: this one in torch's integer operations, for every device; one in
-numba for CPUs, taken when so much has been drawn that compiling it pays; one in triton for GPUs.
+numba for CPUs, taken when so long has been drawn that compiling it pays; one in triton for GPUs.
 """
 
 from __future__ import annotations
 
 import hashlib
 import importlib.util
+import math
+import time
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -26,8 +28,8 @@ ROUNDS = 10
 LOW = 0xFFFFFFFF
 
 _BLOCKS_AT_ONCE = 65536  # keeps the working set in the cache
-_WORTH_COMPILING = 1 << 26
-_drawn = 0
+_WORTH_COMPILING = 0.5  # seconds of drawing; numba takes one or two to be loaded, and as long to compile once
+_seconds_drawn = 0.0
 
 
 @dataclass(frozen=True)
@@ -46,16 +48,30 @@ class Stream:
 
 def words(stream: Stream, runs: Runs, device: torch.device) -> torch.Tensor:
     """The int32 words of all elements of `runs`, in order, flat."""
-    global _drawn
+    global _seconds_drawn
     if runs.count == 0:
         return torch.empty(0, dtype=torch.int32, device=device)
     if device.type == "cuda" and (gpu := gpu_kernels()) is not None:
         return gpu.words(stream, runs, device)
-    if device.type == "cpu":
-        _drawn += runs.count
-        if _drawn > _WORTH_COMPILING and (cpu := cpu_kernels()) is not None:
-            return cpu.words(stream, runs)
-    return torch_words(stream, runs, device)
+    if device.type != "cpu":
+        return torch_words(stream, runs, device)
+    if (cpu := compiled()) is not None:
+        return cpu.words(stream, runs)
+    start = time.perf_counter()
+    drawn = torch_words(stream, runs, device)
+    _seconds_drawn += time.perf_counter() - start
+    return drawn
+
+
+def compiled() -> ModuleType | None:
+    """The kernels for CPUs, once so long has been drawn that they pay."""
+    return cpu_kernels() if _seconds_drawn > _WORTH_COMPILING else None
+
+
+def draw_fast() -> None:
+    """From now on as in a process that has drawn for a while."""
+    global _seconds_drawn
+    _seconds_drawn = math.inf
 
 
 @cache

@@ -21,6 +21,21 @@ def words(stream: Stream, runs: Runs) -> torch.Tensor:
     return out
 
 
+def noise(stream: Stream, runs: Runs, limit: int, scale: float, dtype: torch.dtype) -> torch.Tensor:
+    """`scale` where the word is at least `limit`, which a dropout keeps, and 0 elsewhere; flat."""
+    drawn = words(stream, runs).numpy()
+    out = torch.empty(runs.count, dtype=dtype, device="cpu")
+    _compare(drawn, np.int32(limit), out.numpy(), out.numpy().dtype.type(scale))
+    return out
+
+
+@numba.njit(cache=True, nogil=True)
+def _compare(drawn, limit, out, scale):  # type: ignore[no-untyped-def]
+    nothing = scale - scale
+    for i in range(len(drawn)):
+        out[i] = scale if drawn[i] >= limit else nothing
+
+
 @numba.njit(cache=True, inline="always")
 def _block(number, key0, key1, counter0, counter1):  # type: ignore[no-untyped-def]
     c0, c1 = np.uint32(number), np.uint32(np.uint64(number) >> _HALF)
