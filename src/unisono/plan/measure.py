@@ -22,6 +22,7 @@ from torch import nn
 
 from unisono.comm.communicator import Communicator
 from unisono.mesh.fused import fused
+from unisono.mesh.philox import draw_fast
 from unisono.mesh.random import RandomState
 from unisono.plan.links import Care, links
 from unisono.plan.links import together as of_ranks
@@ -31,8 +32,12 @@ _SIDES = (16, 32, 64, 128, 256, 512)
 _GPU_SIDES = (128, 512, 1024, 2048, 4096, 8192)
 
 
-def measured(comm: Communicator, device: torch.device, care: Care | None = None) -> Figures:
-    """What one rank sees while all of them measure; of ranks that found no core, only what they see of links."""
+def measured(
+    comm: Communicator, device: torch.device, care: Care | None = None, *, with_dropout: bool = True
+) -> Figures:
+    """What one rank sees while all of them measure; of ranks that found no core, only what they see of links.
+
+    with_dropout: as it is once a process has drawn for a while, for which it may have to compile."""
     care = care or Care()
     places = comm.all_gather_object(comm.local_rank) if comm.size > 1 else [0]
     cores = usable_cores()
@@ -40,7 +45,7 @@ def measured(comm: Communicator, device: torch.device, care: Care | None = None)
     figures: Figures = {"links": {}, "cores": cores * places.count(0), "hosts": places.count(0)}
     if comm.rank in busy:
         together = comm if len(busy) == comm.size else comm.subgroup(busy)
-        figures |= _computing(_Clock(together, device, care))
+        figures |= _computing(_Clock(together, device, care), with_dropout)
     if comm.size > 1:
         comm.barrier()
         clock = _Clock(comm, device, care)
@@ -53,7 +58,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _computing(clock: _Clock) -> Figures:
+def _computing(clock: _Clock, with_dropout: bool) -> Figures:
     device = clock.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     figures: Figures = {"flops": {}}
@@ -67,7 +72,7 @@ def _computing(clock: _Clock) -> Figures:
         figures["library"] = clock.library()
     figures["bandwidth"] = clock.bandwidth()
     figures["overhead"] = clock.overhead()
-    figures["ops"] = clock.ops(dtype)
+    figures["ops"] = clock.ops(dtype, with_dropout)
     figures["optimizer"] = clock.optimizer()
     if device.type != "cuda":
         figures["looped"] = clock.optimizer(foreach=False)
@@ -163,7 +168,7 @@ class _Clock:
 
         return self.time(chain) / 40
 
-    def ops(self, dtype: torch.dtype) -> dict[str, tuple[float, float]]:
+    def ops(self, dtype: torch.dtype, with_dropout: bool) -> dict[str, tuple[float, float]]:
         """Bytes a second, forward and backward, as a trace counts them: inputs and outputs of the forward."""
         is_gpu = self.device.type == "cuda"
         rows, width = (8192, 4096) if is_gpu else (512, 256)
@@ -191,8 +196,10 @@ class _Clock:
             "embedding": (lambda: F.embedding(places, table), both / 2),
             "cross_entropy_loss": (lambda: F.cross_entropy(logits, targets), float(logits.nbytes)),
             "reshape": (lambda: x.t().reshape(-1), both),
-            "dropout": (lambda: F.dropout(x, 0.1), both),
         }
+        if with_dropout:
+            draw_fast()
+            calls["dropout"] = (lambda: F.dropout(x, 0.1), both)
         if is_gpu:  # rows that lie elsewhere in a message: large copies, unlike those of a transposed matrix
             calls["rows"] = (lambda: x.view(8, -1, width).transpose(0, 1).contiguous(), both)
         rates = {}

@@ -26,6 +26,7 @@ from unisono.plan.plan import Plan
 from unisono.plan.search import Candidate, Search
 from unisono.train.measure_command import around_steps
 from unisono.train.planning import Planner
+from unisono.train.sketch import without_memory
 from unisono.train.task import Task
 
 HARDWARE = "UNISONO_HARDWARE"  # a hardware file, as `unisono bench hardware` writes it
@@ -74,7 +75,7 @@ def foresee(job: Job, comm: Communicator, device: torch.device, plan: Plan | Non
 
     A job that cannot be traced shares its batch, and nothing is expected of it.
     """
-    hardware = _hardware(comm, device)
+    hardware = _hardware(job, comm, device)
     told: Choice | UsageError | None = None
     if comm.rank == 0:
         told = _planned(job, comm.size, hardware, plan)
@@ -115,13 +116,27 @@ def _choice(search: Search, best: Candidate, with_reasons: bool) -> Choice:
     )
 
 
-def _hardware(comm: Communicator, device: torch.device) -> Hardware:
+def _hardware(job: Job, comm: Communicator, device: torch.device) -> Hardware:
     path = os.environ.get(HARDWARE)
     if path:
         return Hardware.read(path)
     with torch.random.fork_rng([]):  # what the user draws afterwards is as if nothing had been measured
-        mine = measured(comm, device, BRIEF)
+        mine = measured(comm, device, BRIEF, with_dropout=comm.broadcast_object(comm.rank == 0 and _has_dropout(job)))
         if device.type == "cpu":
             mine |= around_steps(device, 8)
     figures = merged(comm.all_gather_object(mine))
     return Hardware.parse(written(figures, comm.size, device.type == "cuda"), "measured here")
+
+
+def _has_dropout(job: Job) -> bool:
+    """Whether some module is one, or has a probability of one for what it calls."""
+    try:
+        model = without_memory(job.task())
+    except _UNFORESEEN:
+        return False
+    modules = list(model.modules())
+    return any(
+        isinstance(value, float) and value > 0 and (name == "p" or "drop" in name)
+        for module in modules
+        for name, value in vars(module).items()
+    )
