@@ -157,7 +157,10 @@ class _Clock:
         return float(torch.cuda.memory_allocated())
 
     def overhead(self) -> float:
-        """Of one op, half of what it takes forward and backward with nothing to do."""
+        """Of one op with next to nothing to do, half of what it takes forward and backward."""
+        return self._kernel_overhead() if self.device.type == "cuda" else self._call_overhead()
+
+    def _kernel_overhead(self) -> float:
         x = self._random(1, dtype=torch.float32, grad=True)
 
         def chain() -> None:
@@ -167,6 +170,17 @@ class _Clock:
             y.backward()
 
         return self.time(chain) / 40
+
+    def _call_overhead(self) -> float:
+        """Of the ops that layers are made of, called by modules, with parameters that get gradients."""
+        layers = nn.Sequential(*(_LittleLayer(8) for _ in range(6)))
+        x = self._random(1, 4, 8, dtype=torch.float32)
+
+        def step() -> None:
+            layers.zero_grad()
+            layers(x).sum().backward()
+
+        return self.time(step) / (2 * _LittleLayer.OPS * len(layers))
 
     def ops(self, dtype: torch.dtype, with_dropout: bool) -> dict[str, tuple[float, float]]:
         """Bytes a second, forward and backward, as a trace counts them: inputs and outputs of the forward."""
@@ -247,6 +261,19 @@ class _Clock:
                 optimizer.step()
 
         return 28.0 * size * 16 / self.time(step)
+
+
+class _LittleLayer(nn.Module):
+    OPS = 6
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.gelu(self.linear(self.norm(x)))
+        return x + y.unflatten(-1, (2, -1)).flatten(-2)
 
 
 # ---- the file --------------------------------------------------------------------------------------------------------

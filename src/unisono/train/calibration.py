@@ -122,7 +122,7 @@ def _overhead(hardware: Hardware, measured: list[float]) -> float:
 
     work, with_ops = layers(0.0), layers(hardware.op_overhead)
     share = (measured[1] - measured[0] - work) / (with_ops - work)
-    return hardware.op_overhead * max(share, 1.0)
+    return hardware.op_overhead * max(share, 0.1)
 
 
 def _together(hardware: Hardware, ranks: int, measured: list[float]) -> float:
