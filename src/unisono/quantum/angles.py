@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,8 +12,7 @@ from numpy.typing import NDArray
 from unisono.quantum.parameter import Affine
 
 
-@dataclass(frozen=True)
-class Linear:
+class Linear(NamedTuple):
     """Angle at[i] has factors[i] times number indices[i] of what is given."""
 
     at: NDArray[np.int64]
@@ -39,18 +39,11 @@ class Angles:
     def __len__(self) -> int:
         return len(self.constants)
 
-    def values(
-        self, weights: NDArray, features: NDArray, out: NDArray[np.float64] | None = None
-    ) -> NDArray[np.float64]:
-        """Of each angle, and a 0 after them, for what has none."""
-        total = np.empty(len(self) + 1) if out is None else out
-        total[:-1] = self.constants
-        total[-1] = 0.0
+    def values(self, weights: NDArray, features: NDArray) -> NDArray[np.float64]:
+        """Of each angle, and a 0 after them, for phases that have none."""
+        total = np.append(self.constants, 0.0)
         for terms, given in ((self.weights, weights), (self.features, features)):
-            if len(terms.at):
-                parts = given[terms.indices]
-                parts *= terms.factors
-                np.add.at(total, terms.at, parts)
+            np.add.at(total, terms.at, terms.factors * given[terms.indices])
         return total
 
     def gradients(

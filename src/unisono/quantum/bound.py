@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.errors import UsageError
 from unisono.quantum.assembly import Batch
 from unisono.quantum.kernels.threads import count, together
 from unisono.quantum.kernels.workspace import Workspace
@@ -29,11 +30,18 @@ class Bound:
         self._values, self._ops, self._scales, self.angles, self._wanted, self._tables = arrays[: len(mine)]
         self.code = packed.unpack(arrays[len(mine) :])
         self.angles[:] = np.nan  # no angles yet
+        self._wanted[-1] = 0.0  # for phases that have none
         self._batch: Batch | None = None  # whose numbers are there
 
     def turn(self, weights: NDArray, features: NDArray) -> None:
         """Take these angles; a gradient comes with those of the run before, and finds its numbers still there."""
-        self.code.angles.values(weights, features, out=self._wanted)
+        from unisono.quantum.kernels.bind import evaluate
+
+        known = self.code.angles
+        for what, terms, given in (("weights", known.weights, weights), ("features", known.features, features)):
+            if (needed := int(terms.indices.max(initial=-1)) + 1) > len(given):  # kernels look at no bounds
+                raise UsageError(f"the operations read {needed} {what}, but {len(given)} were given")
+        evaluate(known.constants, *known.weights, weights, *known.features, features, self._wanted)
         if not np.array_equal(self._wanted, self.angles):
             self._batch = None
             self.angles[:] = self._wanted

@@ -134,7 +134,7 @@ class Compiled:
     def _turned(self, space: Workspace, weights: Any, features: Any) -> Bound:
         """With these numbers for its angles."""
         bound = self._bound(space)
-        bound.turn(*[np.asarray(values, dtype=np.float64).reshape(-1) for values in (weights, features)])
+        bound.turn(*[np.require(values, np.float64, ["C", "A", "W"]).reshape(-1) for values in (weights, features)])
         return bound
 
     def __call__(self, local: torch.Tensor, weights: Any = (), features: Any = ()) -> None:
