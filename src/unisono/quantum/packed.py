@@ -80,7 +80,7 @@ class Packed:
     """`frame` is the program with empty arrays; `key` tells it from all others, from copies too."""
 
     def __init__(self, code: Code) -> None:
-        arrays = [*_of(code)]
+        arrays = [*arrays_of(code)]
         deflate = sum(array.nbytes for array in arrays) > _WORTH
         self._parcels = tuple(Parcel.of(array, deflate) for array in arrays)
         none: Any = np.zeros(0)
@@ -121,7 +121,7 @@ def _deflated(array: NDArray) -> bytes:
     return small.compress(array.tobytes()) + small.flush()
 
 
-def _of(code: Code) -> Iterator[NDArray]:
+def arrays_of(code: Code) -> Iterator[NDArray]:
     yield from (getattr(code, name) for name in _ARRAYS)
     yield code.angles.constants
     for terms in (code.angles.weights, code.angles.features):
