@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import pickle
 import sys
 import tracemalloc
 from collections.abc import Iterator
@@ -19,12 +20,13 @@ from tests.quantum import dense
 from tests.quantum.circuits import NAMES, random_circuit, random_unitary
 from unisono.errors import UsageError
 from unisono.quantum import Circuit, hardware_efficient, weight
-from unisono.quantum.compiled import Compiled
+from unisono.quantum.compiled import _ROOM, LANE_BITS, Compiled, assemble, narrowed
 from unisono.quantum.gates import GATES
 from unisono.quantum.kernels import code, compiling, cpu, reference
 from unisono.quantum.kernels.threads import together
 from unisono.quantum.measuring import Expectations
 from unisono.quantum.observable import observable
+from unisono.quantum.packed import Packed, arrays_of
 from unisono.quantum.parameter import Affine
 from unisono.quantum.state import State
 
@@ -204,7 +206,41 @@ def test_a_program_is_small_beside_its_state() -> None:
     finally:
         tracemalloc.stop()
     assert len(program.code.rows) < 1 << 13
+    assert program.nbytes < 4 << 10  # the kernels read 88 KiB
     assert most < 350 << 10
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_program_is_unpacked_as_it_was_assembled(dtype: torch.dtype) -> None:
+    for seed in range(4):
+        circuit = random_circuit(9, 120, seed, weights=5, features=2)
+        narrow = [part for each in circuit.operations for part in narrowed(each)]
+        made = assemble(narrow, 9, LANE_BITS[dtype], 5, room=_ROOM // (8 if dtype == torch.complex128 else 4))
+        packed = Packed(made)
+        assert 2 * packed.nbytes < sum(each.nbytes for each in arrays_of(made))
+        found = packed.unpack()
+        for mine, theirs in zip(arrays_of(found), arrays_of(made), strict=True):
+            np.testing.assert_array_equal(mine, theirs, strict=True)
+        assert found.batches == made.batches
+
+
+def test_programs_take_turns_in_one_workspace() -> None:
+    """With the same and with other angles, and copies that came from elsewhere."""
+    circuits = [random_circuit(9, 60, seed, weights=5, features=2) for seed in range(3)]
+    programs = [Compiled(circuit.operations, 9, torch.complex128) for circuit in circuits]
+    programs.append(pickle.loads(pickle.dumps(programs[0])))
+    for weights in (WEIGHTS, WEIGHTS, 2 * WEIGHTS):
+        for circuit, program in zip([*circuits, circuits[0]], programs, strict=True):
+            found, expected = random_state(9, torch.complex128), random_state(9, torch.complex128)
+            program.run(found, weights, FEATURES)
+            reference.run(expected, circuit.operations, weights, FEATURES)
+            close(found, expected)
+
+
+def test_too_few_weights_are_refused() -> None:
+    program = Compiled(Circuit(5).ry(0, weight(3)).operations, 5, torch.complex64)
+    with pytest.raises(UsageError, match="read 4 weights, but 3 were given"):
+        program.run(random_state(5, torch.complex64), np.zeros(3))
 
 
 def test_two_callers_do_not_wait_for_each_others_threads() -> None:

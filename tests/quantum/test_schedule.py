@@ -23,7 +23,7 @@ from unisono.quantum.kernels import reference
 from unisono.quantum.postpone import postponed
 from unisono.quantum.program import Program, Run
 from unisono.quantum.schedule import Schedule, tiles
-from unisono.quantum.step import Exchange
+from unisono.quantum.step import Exchange, Segment
 from unisono.quantum.sweeps import Sweep, cost
 from unisono.quantum.templates import hardware_efficient, qaoa, uccsd
 
@@ -258,3 +258,14 @@ def test_the_inverse_of_an_exchange_is_the_exchange() -> None:
     assert [step for step in back.steps if isinstance(step, Exchange)] == forwards[::-1]
     with pytest.raises(UsageError, match="measurements"):
         Schedule.of(Circuit(3).measure(0), 1).inverse()
+
+
+def test_operations_that_nobody_changes_are_kept_once() -> None:
+    circuit = hardware_efficient(8, 2)
+    copy = circuit.copy()
+    program = Program.of(Schedule.of(copy))
+    (step,), (segment,) = program.steps, program.schedule.steps
+    assert isinstance(step, Run)
+    assert isinstance(segment, Segment)
+    assert step.operations is segment.operations is copy.operations is circuit.operations
+    assert len(copy.x(0)) == len(circuit) + 1 == len(step.operations) + 1

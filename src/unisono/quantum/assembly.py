@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.quantum.angles import Angles
 from unisono.quantum.frame import SKEW, Basis, Frame, Layout, skew
 from unisono.quantum.kernels import code
 from unisono.quantum.lowering import Primitive
@@ -22,20 +23,20 @@ TOGETHER = 3  # bits turned in one pass: 8 rows fill the registers
 class Batch:
     """Consecutive sweeps whose numbers are in memory together: `values` of them, and `sums` over rows for gradients.
 
-    `constants` are those that do not depend on angles, with their places among the values."""
+    `constants` are those that do not depend on angles."""
 
     sweeps: slice
     ops: slice
     values: int
     sums: int
-    constants: tuple[tuple[int, NDArray[np.float64]], ...]
+    constants: slice  # of `constant_places`
 
 
 @dataclass(frozen=True)
 class Code:
     """A program for a state of 2^bits amplitudes with rows of 2^lane_bits.
 
-    `angles[i]` is the angle of turn i, for i < turns, and of phase term i - turns after that. `terms` are records of
+    Angle i is that of turn i, for i < turns, and of phase term i - turns after that. `terms` are records of
     the phases, as kernels/bind.py reads them. Places among values and sums are those of the batch."""
 
     bits: int
@@ -46,14 +47,24 @@ class Code:
     rows: NDArray[np.int32]
     pairs: NDArray[np.int64]
     places: NDArray[np.int64]
-    angles: tuple[Affine, ...]
+    angles: Angles
     turns: int
     batches: tuple[Batch, ...]
+    constants: NDArray[np.float64]  # one after the other
+    constant_places: NDArray[np.int64]  # of each: where it begins among the values, and among `constants`, and its size
     terms: NDArray[np.int64]
     term_constants: NDArray[np.float64]
     term_slopes: NDArray[np.float64]
     term_angles: NDArray[np.int64]  # of each entry of the terms' tables: the number of its angle, or -1
     spare: int  # amplitudes of scratch, for dense matrices
+
+    def tables(self, angles: NDArray[np.float64], out: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
+        """The tables of the phases' terms, for values of `angles`."""
+        made = np.empty_like(self.term_constants) if out is None else out
+        np.take(angles[self.turns :], self.term_angles, out=made, mode="wrap")  # -1: the last, which is 0
+        made *= self.term_slopes
+        made += self.term_constants
+        return made
 
 
 class Assembler:
@@ -72,7 +83,7 @@ class Assembler:
         self._ops, self._sweeps, self._pairs = array("q"), array("q"), array("q")
         self._sweep_ops: list[list[int]] = []  # of the sweep that is being made
         self._rows, self._places = array("i"), array("q")
-        self._constants: list[tuple[int, NDArray[np.float64]]] = []
+        self._constants, self._constant_places = array("d"), array("q")
         self._batches: list[Batch] = []
         self._known: dict[tuple[object, ...], tuple[int, int]] = {}
         self._turn_angles: list[Affine] = []
@@ -120,9 +131,11 @@ class Assembler:
             np.frombuffer(self._rows, dtype=np.int32),
             _numbers(self._pairs).reshape(-1, 2),
             _numbers(self._places),
-            (*self._turn_angles, *self._term_angles),
+            Angles.of((*self._turn_angles, *self._term_angles)),
             len(self._turn_angles),
             tuple(self._batches),
+            np.frombuffer(self._constants, dtype=np.float64),
+            _numbers(self._constant_places).reshape(-1, 3),
             _numbers(self._records),
             np.frombuffer(self._term_constants, dtype=np.float64),
             np.frombuffer(self._term_slopes, dtype=np.float64),
@@ -300,15 +313,14 @@ class Assembler:
 
     def _end_batch(self) -> None:
         """Sweeps since the last batch are one; its values and sums are counted from 0."""
-        sweeps, ops = (self._batches[-1].sweeps.stop, self._batches[-1].ops.stop) if self._batches else (0, 0)
-        made = slice(sweeps, len(self._sweeps) // code.SWEEP_FIELDS)
+        last = self._batches[-1] if self._batches else Batch(slice(0), slice(0), 0, 0, slice(0))
+        made = slice(last.sweeps.stop, len(self._sweeps) // code.SWEEP_FIELDS)
         if made.start == made.stop:
             return
-        sizes, constants = self._sizes, tuple(self._constants)
-        its_ops = slice(ops, len(self._ops) // code.FIELDS)
-        self._batches.append(Batch(made, its_ops, sizes["values"], sizes["sums"], constants))
-        self._constants = []
-        sizes["values"] = sizes["sums"] = 0
+        ops = slice(last.ops.stop, len(self._ops) // code.FIELDS)
+        constants = slice(last.constants.stop, len(self._constant_places) // 3)
+        self._batches.append(Batch(made, ops, self._sizes["values"], self._sizes["sums"], constants))
+        self._sizes["values"] = self._sizes["sums"] = 0
 
     def _halves(self, whole: NDArray) -> NDArray:
         """A table that is linear but for its first entry, as its kernel has it."""
@@ -333,7 +345,8 @@ class Assembler:
         return begin
 
     def _constant(self, numbers: NDArray[np.float64]) -> int:
-        self._constants.append((self._sizes["values"], numbers))
+        self._constant_places.extend((self._sizes["values"], len(self._constants), len(numbers)))
+        self._constants.frombytes(numbers.astype(np.float64, copy=False).tobytes())
         return self._skip("values", len(numbers))
 
     def _skip(self, kind: str, count: int) -> int:

@@ -40,14 +40,13 @@ class Circuit(GateMethods):
             raise UsageError(f"Circuit({wires}, bits={bits!r}): expected a number of classical bits of 0 to {MOST}")
         self.wires = int(wires)
         self.bits = int(bits)
-        self._operations: list[Operation] = []
-        self._tuple: tuple[Operation, ...] | None = ()
+        self._operations: list[Operation] | tuple[Operation, ...] = ()  # a list while the circuit grows
 
     @property
     def operations(self) -> tuple[Operation, ...]:
-        if self._tuple is None:
-            self._tuple = tuple(self._operations)
-        return self._tuple
+        if isinstance(self._operations, list):
+            self._operations = tuple(self._operations)
+        return self._operations
 
     @property
     def weights(self) -> int:
@@ -66,9 +65,13 @@ class Circuit(GateMethods):
 
     def append(self, operation: Operation) -> Self:
         """Add an operation after checking it against the circuit and its gate."""
-        self._operations.append(self._checked(operation, self.bits))
-        self._tuple = None
+        self._add([self._checked(operation, self.bits)])
         return self
+
+    def _add(self, operations: list[Operation]) -> None:
+        if isinstance(self._operations, tuple):
+            self._operations = list(self._operations)
+        self._operations += operations
 
     def _checked(self, operation: Operation, bits: int) -> Operation:
         """The operation, if it is one for a circuit with these wires and so many bits."""
@@ -146,8 +149,8 @@ class Circuit(GateMethods):
         pairs = _pairs(controls)
         bits = max(self.bits, other.bits)
         placed = [operation.on(places) for operation in other.operations]
-        self._operations += [self._checked(each.controlled(pairs) if pairs else each, bits) for each in placed]
-        self._tuple, self.bits = None, bits
+        self._add([self._checked(each.controlled(pairs) if pairs else each, bits) for each in placed])
+        self.bits = bits
         return self
 
     def inverse(self) -> Circuit:
@@ -159,7 +162,7 @@ class Circuit(GateMethods):
 
     def copy(self) -> Circuit:
         twin = type(self)(self.wires, self.bits)
-        twin._operations, twin._tuple = self._operations.copy(), self._tuple
+        twin._operations = self.operations
         return twin
 
     def __add__(self, other: Circuit) -> Circuit:

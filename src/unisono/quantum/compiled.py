@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -12,13 +11,14 @@ import torch
 from numpy.typing import NDArray
 
 from unisono.errors import MissingPackageError, UsageError
-from unisono.quantum.assembly import Assembler, Batch, Code
+from unisono.quantum.assembly import Assembler, Code
+from unisono.quantum.bound import Bound
 from unisono.quantum.commutation import mixed_wires
 from unisono.quantum.frame import SKEW, Layout
-from unisono.quantum.kernels.threads import count, together
 from unisono.quantum.kernels.workspace import Workspace, workspace
 from unisono.quantum.lowering import lower
 from unisono.quantum.operation import Operation
+from unisono.quantum.packed import Packed
 from unisono.quantum.schedule import tiles
 from unisono.quantum.step import Tile
 
@@ -26,34 +26,7 @@ LANE_BITS = {torch.complex64: 3, torch.complex128: 2}
 NEAR = 3  # bits above the lanes that every tile has: 2^3 cache lines lie side by side
 ROW_BITS = 12  # of a tile: 2^11 rows of 64 bytes, two of them for gradients, fit a core's second-level cache
 _ROOM = 1 << 18  # bytes of numbers after which a batch ends
-_numbers = itertools.count()  # of bound programs
 _PARTS = {torch.complex64: np.float32, torch.complex128: np.float64}
-
-
-class Angles:
-    """Affine angles of weights and features, evaluated and differentiated all at once."""
-
-    def __init__(self, angles: Sequence[Any]) -> None:
-        self.constants = np.array([angle.constant for angle in angles], dtype=np.float64)
-        self._terms = []
-        for kind in ("weights", "features"):
-            found = [(i, index, factor) for i, angle in enumerate(angles) for index, factor in getattr(angle, kind)]
-            at, indices, factors = zip(*found, strict=True) if found else ((), (), ())
-            self._terms.append((np.array(at, np.int64), np.array(indices, np.int64), np.array(factors, np.float64)))
-
-    def values(self, weights: NDArray, features: NDArray) -> NDArray[np.float64]:
-        total = self.constants.copy()
-        for (at, indices, factors), given in zip(self._terms, (weights, features), strict=True):
-            if len(at):
-                total += np.bincount(at, factors * given[indices], minlength=len(total))
-        return total
-
-    def gradients(self, of_angles: NDArray[np.float64], weights: int, features: int) -> list[NDArray]:
-        """Gradients of weights and of features from those of the angles."""
-        return [
-            np.bincount(indices, factors * of_angles[at], minlength=size) if len(at) else np.zeros(size)
-            for (at, indices, factors), size in zip(self._terms, (weights, features), strict=True)
-        ]
 
 
 def assemble(
@@ -137,23 +110,38 @@ class Compiled:
         self.bits, self.dtype, self.part = bits, dtype, _PARTS[dtype]
         operations, self.padding = _ready(operations, bits, dtype)
         room = _ROOM // np.dtype(self.part).itemsize
-        self.code = assemble(operations, bits + self.padding, LANE_BITS[dtype], row_bits, room=room)
-        self.angles = Angles(self.code.angles)
-        self._last: Bound | None = None  # a gradient comes with the angles of the run before
+        self._packed = Packed(assemble(operations, bits + self.padding, LANE_BITS[dtype], row_bits, room=room))
+        with workspace() as space:  # unpacked while there is no state yet: that takes memory for a moment
+            self._bound(space)
 
-    def bind(self, weights: Any = (), features: Any = ()) -> Bound:
-        """The program with these numbers as angles."""
-        given = [np.asarray(values, dtype=np.float64).reshape(-1) for values in (weights, features)]
-        angles = self.angles.values(*given)
-        if self._last is None or not np.array_equal(self._last.angles, angles):
-            self._last = None  # its numbers go before others come
-            self._last = Bound(self.code, self.part, angles)
-        return self._last
+    @property
+    def code(self) -> Code:
+        """The program, unpacked for who wants to look at it."""
+        return self._packed.unpack()
+
+    @property
+    def nbytes(self) -> int:
+        """What it keeps between runs."""
+        return self._packed.nbytes
+
+    def _bound(self, space: Workspace) -> Bound:
+        """The program in a workspace, where it may be already."""
+        if not isinstance(space.holds, Bound) or space.holds.key is not self._packed.key:
+            space.holds = None  # what it holds goes before this comes
+            space.holds = Bound(self._packed, self.part, space)
+        return space.holds
+
+    def _turned(self, space: Workspace, weights: Any, features: Any) -> Bound:
+        """With these numbers for its angles."""
+        bound = self._bound(space)
+        bound.turn(*[np.require(values, np.float64, ["C", "A", "W"]).reshape(-1) for values in (weights, features)])
+        return bound
 
     def __call__(self, local: torch.Tensor, weights: Any = (), features: Any = ()) -> None:
         """Apply the operations to 2^bits amplitudes, in place."""
         state = self._parts(local)
-        self.bind(weights, features).run(state)
+        with workspace() as space:
+            self._turned(space, weights, features).run(state)
         self._put(local, state)
 
     run = __call__
@@ -163,11 +151,13 @@ class Compiled:
     ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Undo the operations on a state and a co-state, in place; the gradients of weights and of features."""
         state, other = self._parts(local), self._parts(costate)
-        of_angles = self.bind(weights, features).reverse(state, other)
+        with workspace() as space:
+            bound = self._turned(space, weights, features)
+            of_angles = bound.reverse(state, other)
+            found = bound.code.angles.gradients(of_angles, np.size(weights), np.size(features))
         self._put(local, state)
         self._put(costate, other)
-        of_weights, of_features = self.angles.gradients(of_angles, np.size(weights), np.size(features))
-        return of_weights, of_features
+        return found
 
     def _parts(self, local: torch.Tensor) -> NDArray:
         """The amplitudes as a flat array of their parts, padded where the program wants it."""
@@ -186,112 +176,6 @@ class Compiled:
         if self.padding:
             padded = torch.view_as_complex(torch.from_numpy(state).view(-1, 2))
             local.copy_(padded.view(1 << self.bits, -1)[:, 0])
-
-
-class Bound:
-    """A program with its angles filled in, a batch of sweeps at a time."""
-
-    def __init__(self, code: Code, part: Any, angles: NDArray[np.float64]) -> None:
-        self.code, self.part, self.angles = code, part, angles
-        self.ops = code.ops.copy()
-        self.scales = np.ones(len(code.sweeps))
-        self._tables = with_angles(code, angles)
-        self._number = next(_numbers)
-
-    def run(self, state: NDArray) -> None:
-        """On the parts of a state's amplitudes, in place."""
-        with workspace() as space:
-            self._run(state, space)
-
-    def reverse(self, state: NDArray, other: NDArray) -> NDArray[np.float64]:
-        """Undo the operations on a state and its co-state, in place; the gradient of each angle."""
-        with workspace() as space:
-            return self._reverse(state, other, space)
-
-    def _run(self, state: NDArray, space: Workspace) -> None:
-        from unisono.quantum.kernels.cpu import forward
-
-        code = self.code
-        threads = self._threads()
-        rooms = [self._rooms(space, thread, tiles=1) for thread in range(threads)]
-        for batch in code.batches:
-            values = self._filled(batch, space)
-            sweeps, scales = code.sweeps[batch.sweeps], self.scales[batch.sweeps].astype(state.dtype)
-            counters = np.zeros(2 * len(sweeps), dtype=np.int64)
-
-            program = (sweeps, self.ops, code.rows, code.pairs, code.places, values, scales)
-
-            def call(number: int, program: Any = program, counters: Any = counters) -> None:
-                forward(state, *program, *rooms[number], counters, threads)
-
-            together(call, threads)
-
-    def _reverse(self, state: NDArray, other: NDArray, space: Workspace) -> NDArray[np.float64]:
-        from unisono.quantum.kernels.bind import phase_gradients
-        from unisono.quantum.kernels.cpu_reverse import reverse
-
-        code = self.code
-        turns = self.angles[: code.turns] / 2
-        halves = np.append(np.stack([np.cos(turns), np.sin(turns)], axis=-1), [1.0]).astype(state.dtype)
-        threads = self._threads()
-        gradients = np.zeros((threads, code.turns + 1))
-        rooms = [self._rooms(space, thread, tiles=2) for thread in range(threads)]
-        of_angles = np.zeros(len(self.angles))
-        of_terms = of_angles[code.turns :]
-        for batch in reversed(code.batches):
-            values = self._filled(batch, space)
-            sweeps = code.sweeps[batch.sweeps]
-            counters = np.zeros(2 * len(sweeps), dtype=np.int64)
-            sums = np.zeros((threads, batch.sums + 1))
-
-            program = (sweeps, code.ops, code.rows, code.pairs, code.places, values, halves)
-
-            def call(number: int, program: Any = program, sums: Any = sums, counters: Any = counters) -> None:
-                reverse(state, other, *program, *rooms[number], gradients[number], sums[number], counters, threads)
-
-            together(call, threads)
-            sums[0] += sums[1:].sum(axis=0)
-            width = 1 << code.lane_bits
-            phase_gradients(code.ops[batch.ops], code.terms, code.term_slopes, sums[0], width, of_terms)
-        of_angles[: code.turns] = gradients.sum(axis=0)[:-1]
-        return of_angles
-
-    def _filled(self, batch: Batch, space: Workspace) -> NDArray:
-        """The numbers of this batch; its instructions begin as they were assembled."""
-        from unisono.quantum.kernels.bind import bind
-
-        code, part = self.code, self.part
-        values = space.values(max(each.values for each in code.batches) + 1, part)
-        if space.holds == (self._number, batch.sweeps.start):
-            return values
-        space.holds = None
-        self.ops[batch.ops] = code.ops[batch.ops]
-        for begin, numbers in batch.constants:
-            values[begin : begin + len(numbers)] = numbers
-        sweeps, scales = code.sweeps[batch.sweeps], self.scales[batch.sweeps]
-        scratch = space.tile(0, 1 << (code.row_bits + code.lane_bits), np.float64)  # no tile is in it yet
-        bind(sweeps, self.ops, code.terms, self._tables, self.angles, values, scales, 1 << code.lane_bits, scratch)
-        space.holds = (self._number, batch.sweeps.start)
-        return values
-
-    def _threads(self) -> int:
-        code = self.code
-        tiles = 1 << (code.bits - code.lane_bits - code.row_bits)
-        return min(count(), tiles)
-
-    def _rooms(self, space: Workspace, thread: int, tiles: int) -> tuple[NDArray, ...]:
-        """A thread's tiles, and its scratch for dense matrices."""
-        code, part = self.code, self.part
-        tile = 2 << (code.row_bits + code.lane_bits)
-        return (
-            *(space.tile(thread, tile, part, number) for number in range(tiles)),
-            space.tile(thread, 2 * code.spare, part, number=2),
-        )
-
-
-def with_angles(code: Code, angles: NDArray[np.float64]) -> NDArray[np.float64]:
-    """The tables of the phases' terms."""
-    return code.term_constants + code.term_slopes * np.append(angles[code.turns :], 0.0)[code.term_angles]
 
 
 _WIDEST_WORD = 6  # X and Y of a Pauli rotation; a wider one is taken apart

@@ -135,8 +135,10 @@ def affine(angle: Angle) -> Affine:
     return angle if isinstance(angle, Affine) else Affine(_number(angle))
 
 
-def vector(kind: str, given: Any, needed: int) -> NDArray[np.float64]:
-    """The weights or features of a circuit that reads `needed` of them, as numbers."""
+def vector(kind: str, given: Any, needed: int, copy: bool = True) -> NDArray[np.float64]:
+    """The weights or features of a circuit that reads `needed` of them, as numbers.
+
+    What is given may change later: who keeps the numbers needs a copy."""
     if getattr(given, "requires_grad", False):
         raise UsageError(f"{kind} that need a gradient: give {kind}.detach(); uq.Layer is what gives gradients")
     try:
@@ -144,7 +146,7 @@ def vector(kind: str, given: Any, needed: int) -> NDArray[np.float64]:
         numbers = np.asarray(plain)
         if numbers.dtype.kind in "cSU":
             raise ValueError(f"numbers of type {numbers.dtype}")
-        numbers = numbers.astype(np.float64)  # a copy: what is given may change later
+        numbers = numbers.astype(np.float64, copy=copy)
     except (TypeError, ValueError, RuntimeError, OverflowError) as error:
         raise UsageError(f"{kind}: expected a vector of {needed} real numbers ({error})") from None
     if numbers.ndim != 1:
@@ -154,9 +156,9 @@ def vector(kind: str, given: Any, needed: int) -> NDArray[np.float64]:
     return numbers
 
 
-def finite_vector(kind: str, given: Any, needed: int) -> NDArray[np.float64]:
+def finite_vector(kind: str, given: Any, needed: int, copy: bool = True) -> NDArray[np.float64]:
     """The same, refusing what is no finite number."""
-    numbers = vector(kind, given, needed)
+    numbers = vector(kind, given, needed, copy)
     if not np.isfinite(numbers).all():
         place = int(np.flatnonzero(~np.isfinite(numbers))[0])
         raise UsageError(f"{kind}[{place}] is {numbers[place]}: expected finite numbers")

@@ -15,7 +15,7 @@ from unisono.errors import UsageError
 from unisono.quantum.arguments import shown
 from unisono.quantum.holdings import Holdings
 from unisono.quantum.kernels import Runner, runner
-from unisono.quantum.operation import Operation
+from unisono.quantum.operation import Operation, shared
 from unisono.quantum.schedule import Schedule
 from unisono.quantum.step import Event, Exchange, Segment
 
@@ -101,7 +101,7 @@ def _local_steps(schedule: Schedule, rank: int, holdings: Holdings) -> Iterator[
     for step in schedule.steps:
         if isinstance(step, Segment):
             if operations := holdings.restrict(step.operations, rank):
-                yield Run(tuple(operations))
+                yield Run(shared(operations, step.operations))
         elif isinstance(step, Exchange):
             yield trades(step, holdings, rank)
         elif step.operation.gate.unitary:

@@ -21,7 +21,7 @@ from unisono.quantum.arguments import require_circuit, require_dtype
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.commutation import mixed_wires
 from unisono.quantum.cut import cut
-from unisono.quantum.operation import Operation
+from unisono.quantum.operation import Operation, shared
 from unisono.quantum.paging import Pages, Tier
 from unisono.quantum.parameter import is_index
 from unisono.quantum.postpone import postponed
@@ -116,13 +116,13 @@ def tiles(
     return [Tile(tuple(sorted(piece.active)), tuple(piece.operations)) for piece in pieces]
 
 
-Piece = tuple[tuple[int, ...], list[Operation]]  # the number of the segment on each tier, and its operations
+Piece = tuple[tuple[int, ...], Sequence[Operation]]  # the number of the segment on each tier, and its operations
 
 
 def _levels(operations: Sequence[Operation], wires: int, outer: int, held: int) -> tuple[list[Tier], list[Piece]]:
     """The same cut at each level: what fits a node, and within that what fits a rank."""
     if not held:
-        return [], [((), list(operations))]
+        return [], [((), operations)]
     flat = outer in (0, held)
     whole = cut(operations, wires - (held if flat else outer), relabel=True)
     if flat:
@@ -164,7 +164,7 @@ def _cheapest(
 def _paged(tiers: Sequence[Tier], pieces: Sequence[Piece], wires: int, start: Sequence[int] | None) -> Way:
     pages = Pages.fresh(wires, tiers) if start is None else Pages(start, tiers)
     begin = tuple(pages.wires)
-    steps = tuple(_merged(_steps(pieces, pages)))
+    steps = tuple(_merged(_steps(pieces, pages), pieces[0][1] if pieces else ()))
     return begin, steps, tuple(pages.wires)
 
 
@@ -179,19 +179,19 @@ def _steps(pieces: Sequence[Piece], pages: Pages) -> Iterator[Step]:
             yield Segment((placed,)) if operation.is_unitary else Event(placed)
 
 
-def _merged(steps: Iterator[Step]) -> Iterator[Step]:
-    """Neighbouring segments as one."""
+def _merged(steps: Iterator[Step], given: Sequence[Operation]) -> Iterator[Step]:
+    """Neighbouring segments as one; `given` may be the operations of one."""
     run: list[Operation] = []
     for step in steps:
         if isinstance(step, Segment):
             run.extend(step.operations)
             continue
         if run:
-            yield Segment(tuple(run))
+            yield Segment(shared(run, given))
             run = []
         yield step
     if run:
-        yield Segment(tuple(run))
+        yield Segment(shared(run, given))
 
 
 def _finish(ready: Tracks, end: Sequence[int]) -> tuple[int, ...]:

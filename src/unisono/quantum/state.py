@@ -107,8 +107,8 @@ class State:
             circuit = self.schedule(circuit)
         if isinstance(circuit, Schedule):
             circuit = Program.of(circuit, self.rank, None if self.fresh else self.holdings)
-        weights = finite_vector("weights", weights, circuit.schedule.weights)
-        features = finite_vector("features", features, circuit.schedule.features)
+        weights = finite_vector("weights", weights, circuit.schedule.weights, copy=False)
+        features = finite_vector("features", features, circuit.schedule.features, copy=False)
         circuit.prepare(self.wires - self.held, self.dtype, self.device, self.kernel)
         self.begin(circuit.schedule)
         for step in circuit.steps:

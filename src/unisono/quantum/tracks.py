@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from unisono.errors import UsageError
 from unisono.quantum.commutation import mixed_wires
 from unisono.quantum.gates import diagonal
-from unisono.quantum.operation import Operation
+from unisono.quantum.operation import Operation, shared
 
 _SWAPS = {"swap": (), "iswap": (1, 1j, 1j, 1), "iswapdg": (1, -1j, -1j, 1)}  # the phases that come with the renaming
 
@@ -45,7 +45,7 @@ def tracks(operations: Sequence[Operation], wires: int, capacity: int, *, lead: 
     leading: list[list[Operation]] = [[] for _ in range(wires)]
     if lead:
         on_tracks = _without_leading(on_tracks, leading)
-    return Tracks(tuple(on_tracks), tuple(track_of), tuple(map(tuple, leading)))
+    return Tracks(shared(on_tracks, operations), tuple(track_of), tuple(map(tuple, leading)))
 
 
 def narrowest(operations: Iterable[Operation]) -> int:

@@ -97,6 +97,21 @@ def _phase(op, terms, tables, values, width, spare):  # type: ignore[no-untyped-
             values[v + 2 * lanes * row + lanes + lane] = math.sin(spare[row * lanes + lane])
 
 
+@inner()
+def _add(at, indices, factors, given, angles):  # type: ignore[no-untyped-def]
+    for k in range(len(at)):
+        angles[at[k]] += factors[k] * given[indices[k]]
+
+
+@entry()
+def evaluate(constants, at, indices, factors, weights, at_, indices_, factors_, features, angles):  # type: ignore[no-untyped-def]
+    """angles[i] = constants[i] and all factors[k] * weights[indices[k]] with at[k] = i; those of features likewise."""
+    for i in range(len(constants)):
+        angles[i] = constants[i]
+    _add(at, indices, factors, weights, angles)
+    _add(at_, indices_, factors_, features, angles)
+
+
 @entry()
 def bind(sweeps, ops, terms, tables, angles, values, scales, width, spare):  # type: ignore[no-untyped-def]
     """Fill in `values`, the turns' forms and the order of their masks in `ops`, and the factor of each sweep."""

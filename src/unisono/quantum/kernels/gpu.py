@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from unisono.errors import UsageError
 from unisono.quantum.assembly import Code
 from unisono.quantum.commutation import mixed_wires
-from unisono.quantum.compiled import Angles, assemble, narrowed, with_angles
+from unisono.quantum.compiled import assemble, narrowed
 from unisono.quantum.kernels import code as fields
 from unisono.quantum.kernels import require_device
 from unisono.quantum.operation import Operation
@@ -93,7 +93,7 @@ class GpuCompiled:
         self.device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         tile = row_bits or ROW_BITS[dtype]
         self.code = assemble(operations, bits, 0, tile, near=NEAR[dtype], skew=SKEW[dtype], halved=False)
-        self.angles = Angles(self.code.angles)
+        self.angles = self.code.angles
         self._bound: NDArray[np.float64] | None = None
         self._upload(self.code)
 
@@ -134,7 +134,7 @@ class GpuCompiled:
         """The program's arrays on the GPU; phases and matrices get arrays of their own, in whole amplitudes."""
         ops = code.ops.astype(np.int32)
         matrices: list[NDArray] = []
-        constants = dict(code.batches[0].constants) if code.batches else {}
+        constants = {begin: code.constants[at : at + size] for begin, at, size in code.constant_places.tolist()}
         phases = entries = 0
         for op in ops:
             if op[fields.KIND] == fields.PHASE:
@@ -176,7 +176,7 @@ class GpuCompiled:
         halves = np.stack([np.cos(turns), np.sin(turns)], axis=-1).reshape(-1)
         self._halves[: len(halves)].copy_(torch.from_numpy(halves))
         if self._phase_count:
-            tables = self._sent(with_angles(code, angles), torch.float64)
+            tables = self._sent(code.tables(angles), torch.float64)
             ops = self._program[0]
             self._launch("bind", self._phase_count, [ops, self._which, self._terms, tables, self._phases], tiles_held=0)
         self._bound = angles

@@ -134,7 +134,8 @@ def _signs(size: int, mask: int, like: torch.Tensor) -> torch.Tensor:
 
 def _low_signs(masks: NDArray[np.int64], size: int, dtype: np.dtype) -> NDArray:
     """The signs of the first `size` places, a row a mask."""
-    return (1 - 2 * (np.bitwise_count(masks[:, None] & np.arange(size)).astype(np.int8) & 1)).astype(dtype)
+    low = (masks[:, None] & (size - 1)).astype(np.int16) & np.arange(size, dtype=np.int16)  # no size is above 2^10
+    return (1 - 2 * (np.bitwise_count(low).view(np.int8) & 1)).astype(dtype)
 
 
 def _fast(amplitudes: torch.Tensor) -> bool:
