@@ -183,7 +183,7 @@ def judge(name: str, hardware: Hardware, steps: int) -> dict[str, Any]:
     planner = Planner(TASKS[name], hardware)
     search = planner.search(RANKS)
     allowed = [plan for plan in plans() if search.refusal(plan) is None]
-    best = search.run(top=1).best.plan.but(boundaries=())
+    best = search.run(top=1).best.plan
     predicted = {str(plan): search.judged(plan, played=True).seconds for plan in dict.fromkeys([*allowed, best])}
     took = measured(name, list(predicted), steps)
     ranked = sorted(took, key=lambda text: predicted[text])

@@ -216,6 +216,16 @@ def test_marks_that_contradict_or_do_not_fit() -> None:
         uni.mark(model, "other.weight", MESH, [R, R])
     with pytest.raises(UsageError, match="expected a list of 2"):
         uni.mark(model, "weight", MESH, [R])
+    with pytest.raises(UsageError, match="no parameter or buffer 'wait'; expected a name such as weight"):
+        uni.mark(model, "wait", MESH, [R, R])
+    with pytest.raises(UsageError, match="weight is marked without placements"):
+        uni.mark(model, "weight", MESH)
+    with pytest.raises(UsageError, match=r"mesh is None; expected a uni.Mesh"):
+        uni.mark(model, "weight", None, [R, R])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"placements 3 on .*expected a list of 2"):
+        uni.shard_op(torch.matmul, MESH, inputs=[3, None])  # type: ignore[list-item]
+    with pytest.raises(UsageError, match=r"shard\(matmul\) says nothing"):
+        uni.shard(torch.matmul, in_strategy=(None, None))
     uni.mark(model, "weight", Mesh.describe((8,), ("tp",)), [S(0)])
     with pytest.raises(UsageError, match=r"a mark is for Mesh\(tp=8\) .* but the program is for"):
         propagate(trace(model, EXAMPLE, F.mse_loss), MESH)

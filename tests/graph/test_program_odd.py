@@ -3,6 +3,7 @@ no_grad, slices that are written to, dropouts of channels, random ops that no ru
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 import unisono as uni
 from tests.ranks import RankPool
@@ -169,6 +171,85 @@ class Average(nn.Linear):
 
 def assign(model: Average, x: torch.Tensor) -> None:
     model.seen = model.seen + x.mean(0)
+
+
+class OwnGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> Any:  # type: ignore[override]
+        return gradient * 3
+
+
+class Then(nn.Linear):
+    """A layer whose result goes through a function of the model and its result."""
+
+    def __init__(self, then: Callable[[Then, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__(4, 4)
+        self.then, self.runs, self.last = then, 0, torch.ones(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.then(self, super().forward(x))
+
+
+def with_hook(model: Then, y: torch.Tensor) -> torch.Tensor:
+    y.register_hook(lambda gradient: gradient * 2)
+    return y
+
+
+def count(model: Then, y: torch.Tensor) -> torch.Tensor:
+    model.runs += 1
+    return y * 0.5**model.runs
+
+
+def remember(model: Then, y: torch.Tensor) -> torch.Tensor:
+    y = y + model.last
+    model.last = y.detach().mean(0)
+    return y
+
+
+def hooked() -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4))
+    model[0].register_full_backward_hook(lambda module, given, made: None)
+    return model
+
+
+def parameter_hooked() -> nn.Module:
+    model = nn.Linear(4, 4)
+    model.weight.register_hook(lambda gradient: gradient * 2)
+    return model
+
+
+LOST: dict[str, Callable[[], nn.Module]] = {
+    r"at test_program_odd.py:\d+ OwnGradient computes gradients of its own": lambda: Then(
+        lambda model, y: OwnGradient.apply(y)  # type: ignore[no-any-return,no-untyped-call]
+    ),
+    r"at test_program_odd.py:\d+ CheckpointFunction .*use_reentrant=False": lambda: Then(
+        lambda model, y: checkpoint(torch.tanh, y, use_reentrant=True)
+    ),
+    r"at test_program_odd.py:\d+ a hook is put on a gradient": lambda: Then(with_hook),
+    "the model changes self.runs as it runs, and its ops depend on it": lambda: Then(count),
+    "puts another tensor in the place of self.last as it runs, and its ops depend": lambda: Then(remember),
+    "0 has a backward hook": hooked,
+    "weight has a hook for its gradient": parameter_hooked,
+}
+
+
+def lose(comm: Communicator) -> list[str]:
+    told = []
+    for model in LOST.values():
+        with pytest.raises(UsageError) as caught:
+            made(model, "dp", (torch.zeros(4, 4), torch.zeros(4).long()))
+        told.append(str(caught.value))
+    return told
+
+
+def test_what_ops_do_not_tell_is_refused(pools: Pools) -> None:
+    for told, expected in zip(pools("gloo", 2).run(lose)[0], LOST, strict=True):
+        assert re.search(expected, told)
+        assert "which a program would lose; use a plan" in told
 
 
 REFUSED: tuple[Callable[[], nn.Module], ...] = (

@@ -190,11 +190,63 @@ class Aliasing(nn.Module):
         return row + y.view(-1)
 
 
+class Picking(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x[x > 0] * 2
+
+
 def test_what_cannot_be_traced_is_named() -> None:
     x = torch.randn(4, 4)
-    with pytest.raises(UsageError, match=r"test_trace.py:\d+: `if x.sum\(\) > 0:`.*need no trace"):
+    with pytest.raises(
+        UsageError, match=r"test_trace.py:\d+: `if x.sum\(\) > 0:`: a branch depends on the val.*need no trace"
+    ):
         trace(Branching(), (x, None))
     with pytest.raises(UsageError, match=r"add_.*at test_trace.py:\d+ changes a tensor in place of which view is"):
         trace(Aliasing(), (x, None))
     with pytest.raises(UsageError, match=r"expected \(inputs, targets\)"):
         trace(Branching(), x)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"test_trace.py:\d+: how large the result of aten.index.Tensor is depends"):
+        trace(Picking(), (x, None))
+    with pytest.raises(UsageError, match=r"got .*If it fails so on a batch too, mend that"):
+        trace(nn.Linear(3, 4), (x, None))
+
+
+def test_a_trace_that_fails_says_nothing_but_why(capfd: pytest.CaptureFixture[str]) -> None:
+    for model in (Branching(), nn.Linear(3, 4)):
+        with pytest.raises(UsageError):
+            trace(model, (torch.randn(4, 4), None))
+    assert capfd.readouterr().err == ""
+
+
+class Told(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        print("the model's own words", file=sys.stderr)
+        return x * 2
+
+
+def test_what_a_model_says_is_heard(capfd: pytest.CaptureFixture[str]) -> None:
+    trace(Told(), (torch.randn(4, 4), None))
+    assert "the model's own words" in capfd.readouterr().err
+
+
+class Counting(nn.Linear):
+    """Keeps the number of runs, and masks that it has made, in plain attributes."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.runs = 0
+        self.mask: torch.Tensor | None = None
+        self.seen: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        if self.mask is None:
+            self.mask = torch.ones(4, 4).tril()
+        self.seen.append(x)
+        return super().forward(x) * self.mask
+
+
+def test_attributes_that_no_op_depends_on_are_left_alone() -> None:
+    model = Counting()
+    assert trace(model, (torch.randn(4, 4), None)).lost == ()
+    assert (model.runs, model.seen) == (0, [])

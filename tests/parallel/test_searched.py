@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+import torch
 from torch import nn
 
 from tests.equivalence import unnamed
@@ -25,6 +26,8 @@ def test_layers_are_cut_where_little_travels() -> None:
     assert {"alpha", "beta", "gamma", "delta", "odd"} == set(rules)
     assert fitting_rules(model, 5, None, unnamed.tower.batch(0)) is None  # no layer that five ranks divide
     assert fitting_rules(nn.Linear(4, 4), 2, None, None) is None  # nothing to search with
+    with pytest.raises(UsageError, match=r"the model is one Linear.*wrap it: nn.Sequential\(layer\)"):
+        fitting_rules(nn.Linear(4, 4), 2, None, (torch.randn(4, 4), torch.randn(4, 4)))
 
 
 @pytest.mark.parametrize(("task", "plan"), [("tower", "tp=2"), ("looker", "tp=2"), ("looker", "dp=2,tp=2,zero=1")])

@@ -59,6 +59,12 @@ def test_a_whole_file(tmp_path: Path) -> None:
         ("devices_per_node = 4", "devices_per_node = 2.5", "expected a whole number"),
         ("[[1e6, 0.1], [1e8, 0.5]]", "[[1e8, 0.5], [1e6, 0.1]]", "sizes rise"),
         ("[[1e6, 0.1], [1e8, 0.5]]", "1.5", "expected a share between 0 and 1"),
+        ("latency = 1e-6", "latency = 1e-6\nranks = 1\nsend = [[8, 1e-5]]", "ranks = 1; send is measured between 2"),
+        (
+            'memory = "16 GiB"',
+            'memory = "16 GiB"\nmargin = 1',
+            "margin = 1 keeps all memory free; expected a share below",
+        ),
         ('name = "test"', "name = ", "not TOML"),
     ],
 )

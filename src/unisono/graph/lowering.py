@@ -111,6 +111,7 @@ class _Lowering:
 
     def run(self) -> Lowered:
         _refuse_assigned(self.made.trace)
+        _refuse_lost(self.made.trace)
         for node in self.nodes:
             if node.op == "placeholder":
                 self._give(node)
@@ -263,6 +264,11 @@ def _refuse_assigned(trace: Trace) -> None:
             f"at {line} the model puts another tensor in the place of its buffer {name}, which a program would not "
             f"keep; change the buffer itself: self.{name.rpartition('.')[2]}.copy_(...)"
         )
+
+
+def _refuse_lost(trace: Trace) -> None:
+    for what in trace.lost:
+        raise UsageError(f"{what}, which a program would lose; use a plan, which runs the model itself")
 
 
 def _laid(tensor: torch.Tensor, placements: Placements) -> Laid:

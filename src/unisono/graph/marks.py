@@ -101,14 +101,18 @@ def mark(module: nn.Module, name: str, mesh: Mesh, placements: Sequence[Placemen
         return
     held = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
     if name not in held:
-        close = [known for known in held if known.rpartition(".")[2] == name.rpartition(".")[2]][:5]
-        raise UsageError(f"the module has no parameter or buffer {name!r}; expected a name such as {', '.join(close)}")
+        close = [known for known in held if known.rpartition(".")[2] == name.rpartition(".")[2]] or list(held)
+        raise UsageError(
+            f"the module has no parameter or buffer {name!r}; expected a name such as {', '.join(close[:5])}"
+        )
     wish = Wish(mesh, checked(placements, mesh, held[name].dim()), line=_caller())
     _modules.setdefault(module, {})[name] = wish
 
 
 def _mark_stage(module: nn.Module, name: str, mesh: Mesh) -> None:
     names = [known for known, _ in module.named_modules() if known]
+    if name in {known for known, _ in (*module.named_parameters(), *module.named_buffers())}:
+        raise UsageError(f"{name} is marked without placements; give one an axis of the mesh")
     if name not in names:
         raise UsageError(
             f"the module has no module {name!r} to mark as a stage's first; its modules are {', '.join(names[:12])}"
@@ -242,7 +246,13 @@ def shard(
     out_strategy: Sequence[Strategy | None] | None = None,
 ) -> Sharded:
     """The function, marked: into how many pieces each dim of each of its tensors is cut. None leaves a tensor open."""
-    return Sharded(function, _strategies("in_strategy", in_strategy), _strategies("out_strategy", out_strategy or ()))
+    given = _strategies("in_strategy", in_strategy), _strategies("out_strategy", out_strategy or ())
+    if not any(wish is not None for wish in (*given[0], *given[1])):
+        raise UsageError(
+            f"shard({getattr(function, '__name__', function)}) says nothing: give in_strategy a tuple for a tensor, "
+            "such as ((2, 4), (4, 1)); None leaves a tensor open"
+        )
+    return Sharded(function, *given)
 
 
 def _strategies(name: str, given: Sequence[Strategy | None]) -> list[Wish | None]:

@@ -47,3 +47,11 @@ def assigning_line() -> str:
     if setter is None or setter.f_code.co_filename.startswith(_LIBRARIES):
         return ""
     return f"{os.path.basename(setter.f_code.co_filename)}:{setter.f_lineno}"
+
+
+def calling_line() -> str:
+    """The innermost line outside torch and unisono that is running; "" where none is."""
+    frame = inspect.currentframe()
+    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
+        frame = frame.f_back
+    return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""

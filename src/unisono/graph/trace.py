@@ -25,14 +25,16 @@ from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
+from unisono.graph.capture import captured
 from unisono.graph.channel_dropout import spelled_out
 from unisono.graph.clean import clean
 from unisono.graph.heads import part_from_samples
+from unisono.graph.lost import Attributes, gradients_at_hooks, gradients_of_its_own
 from unisono.graph.marks import Mark, Recorder, Wish, recording, wish_of, wishes_for
 from unisono.graph.op import Op, TensorSpec
 from unisono.graph.rules.call import Call, tensors_of
 from unisono.graph.rules.factory import draws
-from unisono.graph.source import assigning_line, failing_line, line_of, path_of
+from unisono.graph.source import assigning_line, line_of, path_of
 from unisono.graph.unpack import Piece, unpack
 from unisono.graph.weigh import weigh
 
@@ -60,6 +62,7 @@ class Trace:
     pieces: dict[str, Piece] = field(default_factory=dict)  # placeholders that stand for a part of their parameter
     marks: tuple[Mark, ...] = ()  # what the user says about how tensors lie
     assigned: dict[str, str] = field(default_factory=dict)  # buffers that the forward replaced, and at which line
+    lost: tuple[str, ...] = ()  # what the model does that its ops do not tell (see lost.py)
 
     @property
     def placeholders(self) -> tuple[str, ...]:
@@ -97,14 +100,19 @@ def trace(model: nn.Module, example: tuple[Any, Any], loss: Loss | None = None, 
     parameters then have a placeholder a part, and `pieces` says which part it is.
     """
     inputs, targets = _checked(example)
-    step = _Step(model, loss)
     wishes = wishes_for(model)
+    lost = gradients_at_hooks(model)
     with recording(model) as recorder, _without_data(model) as fake, spelled_out(), _assignments(model) as assigned:
         given = fake((_arguments(inputs), targets if loss is not None else None))
-        program = _exported(step, given)
+        step = _Step(model, loss)
+        with gradients_of_its_own() as own:
+            program = captured(step, given)
+        lost += [*own, *_lost_state(step, given, program)]
     wished = [wish_of(leaf) for leaf in pytree.tree_leaves((_arguments(inputs), targets)) if _is_tensor(leaf)]
     return replace(
-        _read(program, model, given, recorder, wishes | recorder.wishes, wished, unpacked), assigned=assigned
+        _read(program, model, given, recorder, wishes | recorder.wishes, wished, unpacked),
+        assigned=assigned,
+        lost=tuple(lost),
     )
 
 
@@ -132,10 +140,32 @@ class _Step(nn.Module):
         self.model = model
         self._loss = loss
         self.training = model.training
+        self.attributes = Attributes(model)
 
     def forward(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], targets: Any) -> Any:
         outputs = self.model(*inputs[0], **inputs[1])
-        return outputs if self._loss is None else self._loss(outputs, targets)
+        made = outputs if self._loss is None else self._loss(outputs, targets)
+        self.attributes.look()
+        return made
+
+
+def _lost_state(step: _Step, given: Any, program: torch.export.ExportedProgram) -> list[str]:
+    """Attributes that a run changes and the next one depends on: for plain ones a second run tells whether its ops
+    differ, and a tensor that another takes the place of is one where the ops use it."""
+    attributes = step.attributes
+    lost = []
+    if attributes.changed:
+        with recording(step.model), attributes.after_a_run():
+            again = captured(step, given)
+        if str(again.graph) != str(program.graph):
+            names = ", ".join(f"self.{name}" for name in attributes.changed)
+            lost.append(f"the model changes {names} as it runs, and its ops depend on it")
+    used = {id(tensor) for tensor in program.constants.values()}
+    return lost + [
+        f"the model puts another tensor in the place of self.{name} as it runs, and its ops depend on it"
+        for name, tensor in attributes.replaced.items()
+        if id(tensor) in used
+    ]
 
 
 # ---- without data -----------------------------------------------------------------------------------------------
@@ -209,25 +239,7 @@ def _assignments(model: nn.Module) -> Iterator[dict[str, str]]:
         hook.remove()
 
 
-# ---- export -----------------------------------------------------------------------------------------------------
-
-
-def _exported(step: _Step, given: Any) -> torch.export.ExportedProgram:
-    try:
-        return torch.export.export(step, given, strict=False)
-    except UsageError:
-        raise
-    except Exception as error:
-        where, line = failing_line(error.__traceback__)
-        reason = str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
-        at = f" at {where}: `{line}`" if where else ""
-        if "expert" in line:
-            reason += " (a Hugging Face mixture can be traced with experts_implementation='grouped_mm')"
-        raise UsageError(
-            f"the model cannot be traced{at}: {reason}. A graph holds the same ops for every batch, so a branch, a "
-            "loop or a shape that depends on the values of tensors has no place in it. Plans that are applied to the "
-            "model itself (uni.parallelize with dp, zero, tp with rules, cp, pp) need no trace."
-        ) from error
+# ---- reading -----------------------------------------------------------------------------------------------------
 
 
 def _read(

@@ -40,7 +40,9 @@ def shard_dim(placement: Placement) -> int | None:
 
 def checked(placements: Sequence[Placement], mesh: Mesh, ndim: int) -> Placements:
     """The placements of a tensor of `ndim` dims on `mesh`, with dims counted from 0; UsageError where they are off."""
-    if isinstance(placements, Placement) or len(placements) != mesh.ndim:
+    if not isinstance(mesh, Mesh):
+        raise UsageError(f"mesh is {mesh!r}; expected a uni.Mesh")
+    if not isinstance(placements, tuple | list) or len(placements) != mesh.ndim:
         raise UsageError(f"placements {placements} on {mesh}: expected a list of {mesh.ndim}, one an axis")
     normal = tuple(_normal(placement, ndim) for placement in placements)
     ops = {placement.reduce_op for placement in normal if isinstance(placement, Partial)}

@@ -95,6 +95,11 @@ def fitting_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tu
     example of (inputs, targets) is needed; None where the model shows its own."""
     if rules is not None or ranks == 1 or example is None:
         return rules
+    if isinstance(model, nn.Linear | nn.Embedding):
+        raise UsageError(
+            f"tp: the model is one {type(model).__name__}, and a layer is cut within a module that has it; "
+            "wrap it: nn.Sequential(layer)"
+        )
     try:
         styles_of(model, ranks)
         return None

@@ -256,7 +256,7 @@ class _Reader:
             split_overhead=self._number("device", device, "split_overhead", 0.0),
             recompute_overhead=self._number("device", device, "recompute_overhead", 0.0),
             overlap=self._share("device", device, "overlap", 1.0),
-            margin=self._share("device", device, "margin", 0.05),
+            margin=self._margin(device),
             flash=self._flag("device", device, "flash", True),
             dropout_mask=self._number("device", device, "dropout_mask", 0.0),
             library_memory=self._number("device", device, "library_memory", 0.0),
@@ -312,6 +312,12 @@ class _Reader:
             self._fail(f"[{table}] {key} = {value}; expected a share between 0 and 1")
         return value
 
+    def _margin(self, device: dict[str, Any]) -> float:
+        value = self._share("device", device, "margin", 0.05)
+        if value == 1:
+            self._fail(f"[device] margin = {device['margin']!r} keeps all memory free; expected a share below 1")
+        return value
+
     def _flag(self, table: str, given: dict[str, Any], key: str, default: bool) -> bool:
         value = given.get(key, default)
         if not isinstance(value, bool):
@@ -329,11 +335,14 @@ class _Reader:
         measured = tuple((op, self._points(table, op, values[op])) for op in _COLLECTIVES if op in values)
         if "latency" not in values:
             self._fail(f"[{table}] latency is missing")
+        ranks = self._count(table, values, "ranks") if measured or "ranks" in values else 0
+        if measured and ranks < 2:
+            self._fail(f"[{table}] ranks = {ranks}; {measured[0][0]} is measured between 2 or more")
         return Link(
             self._number(table, values, "bandwidth"),
             self._number(table, values, "latency", default=0.0),
             measured,
-            self._count(table, values, "ranks") if measured or "ranks" in values else 0,
+            ranks,
         )
 
     def _rates(self, given: dict[str, Any]) -> dict[str, tuple[float, float]]:

@@ -12,7 +12,7 @@ from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.static import StagedProgram, to_static
 from unisono.train.double import InDouble
-from unisono.train.record import Record, batch_of, flat_state, trainer_record
+from unisono.train.record import Record, batch_of, flat_state, leave_out, trainer_record
 from unisono.train.task import Task
 
 Tensors = dict[str, torch.Tensor]
@@ -25,6 +25,7 @@ def program_record(
     dtype: torch.dtype,
     seed: int = 0,
     prepare: Callable[[Any], None] | None = None,
+    rounding: float = 0.0,
     **options: Any,
 ) -> Record:
     """The steps of a task as a program on a mesh; every rank calls it and gets the whole record.
@@ -33,7 +34,7 @@ def program_record(
     """
     program = made_program(task, mesh, dtype, seed, **options)
     if isinstance(program, StagedProgram):
-        return trainer_record(program.trainer, task, steps, dtype, prepare)
+        return trainer_record(program.trainer, task, steps, dtype, prepare, rounding)
     pieces = program.pieces
     record = Record(initial=_whole(program, dict(pieces.parameters)))
     if prepare is not None:
@@ -45,6 +46,7 @@ def program_record(
             record.losses.append(program.backward(batch).item())
         found = {name: parameter.grad for name, parameter in pieces.parameters.items() if parameter.grad is not None}
         record.gradients.append(_whole(program, found))
+        leave_out(rounding, pieces.parameters.values())
         program.update()
         record.scales.append(1.0)
     record.parameters = _whole(program, dict(pieces.parameters))

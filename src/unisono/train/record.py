@@ -6,7 +6,7 @@ a plan, from the pieces of all ranks. Tensors are on the CPU, whole, by the para
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -54,9 +54,16 @@ def batch_of(task: Task, step: int, dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def plain_record(
-    task: Task, steps: int, dtype: torch.dtype, seed: int = 0, precision: str | Precision = "fp32"
+    task: Task,
+    steps: int,
+    dtype: torch.dtype,
+    seed: int = 0,
+    precision: str | Precision = "fp32",
+    rounding: float = 0.0,
 ) -> Record:
-    """One device, one process, the plain model on the whole batch; in half precision as torch itself does it."""
+    """One device, one process, the plain model on the whole batch; in half precision as torch itself does it.
+
+    rounding: gradients of elements that are no larger are recorded, but 0 for the optimizer."""
     precision = Precision.of(precision)
     model = build(task.model, seed).to(dtype)
     random = RandomState(seed)
@@ -99,6 +106,7 @@ def plain_record(
         record.losses.append(evaluated(step).item())
         scaler.unscale_(optimizer)
         record.gradients.append(_gradients(model.named_parameters()))
+        leave_out(rounding, model.parameters())
         clip()
         scaler.step(optimizer)
         scaler.update()
@@ -119,6 +127,7 @@ def planned_record(
     seed: int = 0,
     prepare: Callable[[Trainer], None] | None = None,
     precision: str | Precision = "fp32",
+    rounding: float = 0.0,
 ) -> Record:
     """The same steps under the plan; every rank calls it and gets the whole record. Activations are this rank's."""
     example = batch_of(task, 0, dtype)
@@ -135,11 +144,16 @@ def planned_record(
             seed=seed,
             precision=precision,
         )
-    return trainer_record(trainer, task, steps, dtype, prepare)
+    return trainer_record(trainer, task, steps, dtype, prepare, rounding)
 
 
 def trainer_record(
-    trainer: Trainer, task: Task, steps: int, dtype: torch.dtype, prepare: Callable[[Trainer], None] | None = None
+    trainer: Trainer,
+    task: Task,
+    steps: int,
+    dtype: torch.dtype,
+    prepare: Callable[[Trainer], None] | None = None,
+    rounding: float = 0.0,
 ) -> Record:
     """The steps of a trainer that has not taken any."""
     record = Record(initial=_whole(trainer, _parameters(trainer)))
@@ -156,6 +170,7 @@ def trainer_record(
         with InDouble(dtype), _watched(trainer.model, record.activations if step == 0 else None):
             record.losses.append(trainer.backward(batch).item())
         record.gradients.append(_whole(trainer, dict(trainer.optimized()), of_gradients=True))
+        leave_out(rounding, dict(trainer.optimized()).values())
         trainer.update()
         record.scales.append(1.0 if trainer.scaler is None else trainer.scaler.value)
     record.parameters = _whole(trainer, _parameters(trainer))
@@ -163,6 +178,13 @@ def trainer_record(
     state = whole_state(trainer.optimizer, trainer.optimized(), trainer.mesh)["state"]
     record.optimizer = _merged(trainer.mesh, flat_state(state))
     return record
+
+
+def leave_out(rounding: float, parameters: Iterable[torch.Tensor]) -> None:
+    """Sets the elements of gradients to 0 that are no larger than rounding."""
+    for parameter in parameters if rounding else ():
+        if parameter.grad is not None and not parameter.grad.is_sparse:
+            parameter.grad.masked_fill_(parameter.grad.abs() <= rounding, 0)
 
 
 def _parameters(trainer: Trainer) -> Tensors:

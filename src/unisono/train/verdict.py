@@ -16,6 +16,7 @@ HALVES = {"bfloat16": "bf16", "float16": "fp16"}
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4, "bfloat16": 0.2, "float16": 0.05}
 LOSS_TOLERANCE = TOLERANCE | {"bfloat16": 1e-2, "float16": 2e-3}
 KINDS = ("initial parameters", "loss", "gradients", "parameters", "buffers", "optimizer state")
+_AFTER_AN_UPDATE = frozenset({"parameters", "buffers", "optimizer state"})
 # A tensor this much smaller than the largest of its kind is zero but for rounding; its relative deviation says nothing.
 # In float32 that of a bias which BatchNorm cancels is 1e-7 of the largest: times the tolerance, this is 1e-6.
 _NEGLIGIBLE = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.05, "float16": 0.05}
@@ -82,6 +83,25 @@ def compared(plan: object, plain: Record, planned: Record, dtype: str) -> Verdic
         _worst("optimizer state", _state(plain), _state(planned), dtype, noise=noise),
     ]
     return Verdict(str(plan), all(each.deviation <= _allowed(each.kind, dtype) for each in worst), worst)
+
+
+def may_be_rounding(verdict: Verdict, dtype: str) -> bool:
+    """Whether losses and gradients agree, and only what optimizers make of gradients differs: where those of a bias are
+    rounding (BatchNorm takes it away again), Adam moves it all the same, and BatchNorm's running mean with it."""
+    off = {each.kind for each in verdict.worst if each.deviation > _allowed(each.kind, dtype)}
+    return dtype in _NOISE_OF_ELEMENTS and bool(off) and off <= _AFTER_AN_UPDATE
+
+
+def rounding_of(plain: Record, dtype: str) -> float:
+    """The largest gradient of an element that is nothing but rounding."""
+    return _NOISE_OF_ELEMENTS[dtype] * _largest(_gradients(plain))
+
+
+def without_rounding(verdict: Verdict, quiet: Verdict) -> Verdict:
+    """The verdict, with that on two runs in which gradients of rounding moved nothing for what follows an update."""
+    later = [each for each in quiet.worst if each.kind in _AFTER_AN_UPDATE]
+    earlier = [each for each in verdict.worst if each.kind not in _AFTER_AN_UPDATE]
+    return Verdict(verdict.plan, quiet.equivalent, [*earlier, *later])
 
 
 def _allowed(kind: str, dtype: str) -> float:

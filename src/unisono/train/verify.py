@@ -36,7 +36,15 @@ from unisono.train.program_parting import program_parting
 from unisono.train.program_record import made_program, program_record
 from unisono.train.record import Record, batch_of, plain_record, planned_record
 from unisono.train.task import Task, load_task
-from unisono.train.verdict import HALVES, TOLERANCE, Verdict, compared
+from unisono.train.verdict import (
+    HALVES,
+    TOLERANCE,
+    Verdict,
+    compared,
+    may_be_rounding,
+    rounding_of,
+    without_rounding,
+)
 
 Subject = Plan | OnMesh  # what is proved: a plan, or a program on a mesh
 _REFUSED = "unisono.errors.UsageError: "
@@ -153,12 +161,14 @@ def verify_here(
     plain: the record of the plain model on rank 0, where it is known from another plan.
     """
     planned = _planned(task, plan, steps, dtype, prepare)
-    verdict = None
     if comm.rank == 0:
-        verdict = compared(plan, plain or _plain(task, steps, dtype), planned, dtype)
-    verdict = comm.broadcast_object(verdict)
-    assert verdict is not None
-    verdict = with_agreement(comm, planned, verdict, TOLERANCE[dtype])
+        plain = plain or _plain(task, steps, dtype)
+    verdict = _judged(comm, plan, plain, planned, dtype)
+    if may_be_rounding(verdict, dtype):
+        rounding = comm.broadcast_object(rounding_of(plain, dtype) if plain is not None else 0.0)
+        quiet = _planned(task, plan, steps, dtype, prepare, rounding)
+        still = _plain(task, steps, dtype, rounding) if comm.rank == 0 else None
+        verdict = without_rounding(verdict, _judged(comm, plan, still, quiet, dtype))
     if verdict.equivalent:
         return verdict
     if isinstance(plan, OnMesh):
@@ -168,12 +178,20 @@ def verify_here(
     return Verdict(verdict.plan, False, verdict.worst, parting, guess_fault(plan, first, planned))
 
 
-def _planned(task: Task, plan: Subject, steps: int, dtype: str, prepare: Any) -> Record:
+def _judged(comm: Communicator, plan: Subject, plain: Record | None, planned: Record, dtype: str) -> Verdict:
+    """The verdict of rank 0, which has the plain record, on every rank; each adds how far its own copies are off."""
+    verdict = comm.broadcast_object(None if plain is None else compared(plan, plain, planned, dtype))
+    assert verdict is not None
+    return with_agreement(comm, planned, verdict, TOLERANCE[dtype])
+
+
+def _planned(task: Task, plan: Subject, steps: int, dtype: str, prepare: Any, rounding: float = 0.0) -> Record:
     if isinstance(plan, Plan):
-        return planned_record(task, plan, steps, _kept(dtype), prepare=prepare, precision=HALVES.get(dtype, "fp32"))
+        precision = HALVES.get(dtype, "fp32")
+        return planned_record(task, plan, steps, _kept(dtype), prepare=prepare, precision=precision, rounding=rounding)
     if dtype in HALVES:
         raise UsageError(f"a program is proved in float64 or float32, not in {dtype}")
-    return program_record(task, plan.mesh(), steps, _kept(dtype), prepare=prepare, **plan.options)
+    return program_record(task, plan.mesh(), steps, _kept(dtype), prepare=prepare, rounding=rounding, **plan.options)
 
 
 def _program_parting(comm: Communicator, task: Task, plan: OnMesh, dtype: str, prepare: Any) -> str:
@@ -186,8 +204,8 @@ def _program_parting(comm: Communicator, task: Task, plan: OnMesh, dtype: str, p
         return program_parting(comm, program, batch, 10 * TOLERANCE[dtype])
 
 
-def _plain(task: Task, steps: int, dtype: str) -> Record:
-    return plain_record(task, steps, _kept(dtype), precision=HALVES.get(dtype, "fp32"))
+def _plain(task: Task, steps: int, dtype: str, rounding: float = 0.0) -> Record:
+    return plain_record(task, steps, _kept(dtype), precision=HALVES.get(dtype, "fp32"), rounding=rounding)
 
 
 def _kept(dtype: str) -> torch.dtype:
