@@ -23,7 +23,7 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.mesh.fused import fused
 from unisono.mesh.random import RandomState
-from unisono.plan.links import Care, links
+from unisono.plan.links import Care, links, posting
 from unisono.plan.links import together as of_ranks
 
 Figures = dict[str, Any]
@@ -45,6 +45,8 @@ def measured(comm: Communicator, device: torch.device, care: Care | None = None)
         comm.barrier()
         clock = _Clock(comm, device, care)
         figures["links"] = links(comm, care, clock.time, len(busy) == comm.size)
+        if device.type != "cuda":
+            figures["post"] = posting(comm, care)
     return figures
 
 
@@ -253,7 +255,7 @@ def merged(figures: list[Figures]) -> Figures:
     together["links"] = {
         name: of_ranks(name, [each["links"][name] for each in figures]) for name in figures[0]["links"]
     }
-    for key in ("bandwidth", "overhead", "optimizer", "looped", "step", "microbatch"):
+    for key in ("bandwidth", "overhead", "optimizer", "looped", "step", "microbatch", "post"):
         together[key] = statistics.mean([each[key] for each in figures if key in each] or [0.0])
     return together
 
@@ -283,6 +285,7 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         *_of_host(figures),
         f"step_overhead = {figures.get('step', 0.0):.3g}",
         f"microbatch_overhead = {figures.get('microbatch', 0.0):.3g}",
+        *(f"{key}_overhead = {figures[key]:.3g}" for key in ("stage", "post") if key in figures),
         f"split_overhead = {figures.get('split', 0.0):.3g}",
         f"recompute_overhead = {figures.get('recompute', 0.0):.3g}",
         f"optimizer_rate = {figures['optimizer']:.4g}",
