@@ -30,7 +30,7 @@ _SIDE = 256  # rows and columns of the products between messages
 class Care(NamedTuple):
     """How long to measure."""
 
-    rounds: int = 9
+    rounds: int = 7
     turn: float = 0.02  # seconds that one turn lasts at least
     messages: tuple[int, ...] = (2**10, 2**14, 2**17, 2**20, 2**23, 2**25)
     in_a_turn: int = 8  # messages, where computations are between them
