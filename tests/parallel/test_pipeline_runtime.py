@@ -273,3 +273,16 @@ def test_the_second_half_is_left_the_matrices_only() -> None:
     halves = [parameter.grad for parameter in block.parameters()]
     whole = torch.autograd.grad(block(x).sum(), list(block.parameters()))
     torch.testing.assert_close(halves, list(whole))
+
+
+def test_a_first_stage_runs_its_whole_backward_in_the_first_half() -> None:
+    """It has no inputs that anyone waits for; left to the second half, all of it would keep others waiting."""
+    block = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    x = torch.randn(3, 4)
+    one = Pass.of(None, [block(x)])
+    one.backward_inputs([torch.ones(3, 4)])
+    first_half = [parameter.grad.clone() for parameter in block.parameters() if parameter.grad is not None]
+    one.backward_weights()
+    whole = torch.autograd.grad(block(x).sum(), list(block.parameters()))
+    torch.testing.assert_close(first_half, list(whole))
+    torch.testing.assert_close([parameter.grad for parameter in block.parameters()], list(whole))

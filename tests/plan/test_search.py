@@ -216,6 +216,49 @@ def test_halves_of_a_backward_cost_each_layer_a_start() -> None:
         assert other - one == pytest.approx(4 * layers * 10.0, abs=0.1)
 
 
+def test_a_stage_costs_its_way_in_and_its_messages_a_beginning() -> None:
+    """... of the ranks' own time: a stage for each forward, a message at each end; the last stage has the loss too."""
+    job = portrait(layers=4, width=1024, batch=8)
+    quick = replace(H100, asynchronous=False, microbatch_overhead=0.0)
+    for schedule, chunks, ends in (("1f1b", 1, 1), ("interleaved", 2, 3), ("zbv", 2, 2)):
+        plan = Plan(pp=2, microbatches=8, schedule=schedule, chunks=chunks)
+        search = Search(job, 2, quick)
+        staged, posted = (Search(job, 2, replace(quick, **{key: 10.0})) for key in ("stage_overhead", "post_overhead"))
+        stages = search.stages(plan)
+        plain, with_stages, with_posts = (each.time.stage_paces(plan, stages) for each in (search, staged, posted))
+        assert all(b.forward - a.forward == pytest.approx(10) for a, b in zip(plain, with_stages, strict=True))
+        of_first = [
+            b.both - a.both for a, b, rank in zip(plain, with_posts, stages.placement, strict=True) if rank == 0
+        ]
+        assert sum(of_first) == pytest.approx(2 * ends * 10.0)
+        assert search.judged(plan, played=True).seconds < posted.judged(plan, played=True).seconds
+    lossy = Search(job, 2, replace(quick, stage_overhead=1.0, microbatch_overhead=4.0))
+    paces = lossy.time.stage_paces(Plan(pp=2, microbatches=8), lossy.stages(Plan(pp=2, microbatches=8)))
+    assert [round(pace.forward) for pace in paces] == [1 + 2, 1 + 2 + 4]
+
+
+def test_a_first_stage_is_played_with_its_backward_whole() -> None:
+    """Where its weights had theirs later, a V of as many microbatches as ranks would end later."""
+    job = portrait(layers=8, width=1024, batch=8)
+    search = Search(job, 4, replace(H100, asynchronous=False))
+    plan = Plan(pp=4, microbatches=4, schedule="zbv", chunks=2)
+    paces = search.time.stage_paces(plan, search.stages(plan))
+    quick = search.time._played(plan, search.stages(plan), paces)
+    paces[0] = replace(paces[0], inputs=0.0, weights=paces[0].backward)
+    assert search.time._played(plan, search.stages(plan), paces) == pytest.approx(quick)
+
+
+def test_ulysses_costs_two_exchanges_each_way_and_the_copies_around_them() -> None:
+    job = portrait(layers=4, width=1024, batch=8)
+    still = replace(H100, asynchronous=False, op_overhead=0.0)
+    curve = ((1.0, 1e-3), (1e12, 1e-3))
+    timed = replace(still, intra_node=replace(still.intra_node, ranks=2, measured=(("all_to_all", curve),)))
+    plan = Plan(cp=2, context="ulysses")
+    assert Search(job, 2, timed).judged(plan).duration.tensor == pytest.approx(4 * 4 * 1e-3)
+    called = Search(job, 2, replace(timed, op_overhead=1e-6)).judged(plan).duration
+    assert called.compute - Search(job, 2, timed).judged(plan).duration.compute >= 4 * 80e-6
+
+
 def test_neighbours_divide_the_devices_and_keep_microbatches_or_their_size() -> None:
     job = portrait(layers=8, width=1024)
     of_three = dict(neighbours(Plan(dp=3), 3, job))

@@ -66,6 +66,8 @@ class Hardware:
     curves: dict[str, Curve] = field(default_factory=dict)
     step_overhead: float = 0.0  # seconds that a step takes beside its ops
     microbatch_overhead: float = 0.0  # seconds that each further microbatch, or each of a stage, takes beside its ops
+    stage_overhead: float = 0.0  # seconds that a stage's forward of a microbatch takes beside its blocks
+    post_overhead: float = 0.0  # seconds that a rank takes itself to begin a send or a receive between stages
     recompute_overhead: float = 0.0  # seconds that a block, or a core, takes more where it is computed again
     split_overhead: float = 0.0  # seconds that a layer takes more where a pipeline runs its backward in halves
     overlap: float = 1.0  # share of a gradient's travel that can hide behind the backward
@@ -184,6 +186,8 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
         "parameter_overhead",
         "step_overhead",
         "microbatch_overhead",
+        "stage_overhead",
+        "post_overhead",
         "split_overhead",
         "recompute_overhead",
         "overlap",
@@ -253,6 +257,8 @@ class _Reader:
             curves={key: self._curve(efficiency, key) for key in efficiency if key.endswith(_OTHER_CURVES)},
             step_overhead=self._number("device", device, "step_overhead", 0.0),
             microbatch_overhead=self._number("device", device, "microbatch_overhead", 0.0),
+            stage_overhead=self._number("device", device, "stage_overhead", 0.0),
+            post_overhead=self._number("device", device, "post_overhead", 0.0),
             split_overhead=self._number("device", device, "split_overhead", 0.0),
             recompute_overhead=self._number("device", device, "recompute_overhead", 0.0),
             overlap=self._share("device", device, "overlap", 1.0),

@@ -2,8 +2,11 @@
 
 Note: amid work. Messages that follow each other find threads awake and caches warm, and take half of what they take in
 a step or less. There ranks come to them from computing, one after the other. So each is timed after some milliseconds
-of work, but for two kinds: ranks that share cores would count the work of the others too, and sends meet a stage of a
-pipeline that waits for them.
+of work, unless ranks share cores: they would count the work of the others too.
+
+Note: turns. The thread that moves a message has its turn on a core that computes, now and then only at the next tick of
+the clock, some milliseconds later. One message of ten that takes four times as long is no noise to be left out: a step
+has many of them. So means count. A pipeline's sender computes on while its message travels, and so do senders here.
 """
 
 from __future__ import annotations
@@ -11,27 +14,31 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
 from unisono.comm.communicator import Communicator
+from unisono.comm.handle import Handle
 
 Points = list[tuple[float, float]]  # (bytes, seconds)
+_Kind = TypeVar("_Kind")
 _SIDE = 256  # rows and columns of the products between messages
 
 
 class Care(NamedTuple):
     """How long to measure."""
 
+    passes: int = 2  # over all that computes
     rounds: int = 7
     turn: float = 0.02  # seconds that one turn lasts at least
     messages: tuple[int, ...] = (2**10, 2**14, 2**17, 2**20, 2**23, 2**25)
     in_a_turn: int = 8  # messages, where computations are between them
-    work: int = 5  # products between two, some milliseconds: the longer ranks compute, the further apart they come
+    work: int = 3  # products between two, some milliseconds: the longer ranks compute, the further apart they come
 
 
-BRIEF = Care(rounds=3, turn=0.003, messages=(2**10, 2**17, 2**22), in_a_turn=3, work=2)
+BRIEF = Care(passes=1, rounds=3, turn=0.003, messages=(2**10, 2**17, 2**22), in_a_turn=3, work=2)
 
 
 def links(
@@ -39,11 +46,22 @@ def links(
 ) -> dict[str, Points]:
     """Of all collectives. `timed` gives the seconds of a call that is made over and over; `have_cores`: each rank has
     one of its own."""
-    found = {}
-    for name, made in _COLLECTIVES.items():
-        clock = timed if name == "send" or not have_cores else _AmidWork(care).seconds
-        found[name] = _rising([(float(size), clock(_call(made, comm, size))) for size in care.messages])
-    return found
+    seconds = {}
+    sized = [(name, size) for size in care.messages for name in _COLLECTIVES]
+    if have_cores:
+        amid = _AmidWork(comm, care)
+        seconds = _usual(care, {(name, size): partial(amid.one, name, size) for name, size in sized})
+    else:
+        for name, size in sized:
+            seconds[name, size] = timed(_COLLECTIVES[name](comm, *_messages(comm, size)))
+    return {name: _rising([(float(size), seconds[name, size]) for size in care.messages]) for name in _COLLECTIVES}
+
+
+def posting(comm: Communicator, care: Care) -> float:
+    """Seconds of a rank's own time that it takes to begin to send or to receive what passes between stages."""
+    post = _Post(comm, *_messages(comm, care.messages[0]))
+    _usual(care, {"": post.one})
+    return statistics.median(post.calls) if post.calls else 0.0
 
 
 def together(name: str, of_ranks: list[Points]) -> Points:
@@ -53,35 +71,104 @@ def together(name: str, of_ranks: list[Points]) -> Points:
 
 
 def _rising(points: Points) -> Points:
-    """No message takes longer than a larger one."""
-    for place in range(len(points) - 2, -1, -1):
-        points[place] = (points[place][0], min(points[place][1], points[place + 1][1]))
-    return points
+    """No message takes longer than a larger one: those that seem to, and the larger ones, are given their mean."""
+    pools: list[list[tuple[float, float]]] = []
+    for point in points:
+        pools.append([point])
+        while len(pools) > 1 and _mean(pools[-2]) > _mean(pools[-1]):
+            pools[-2:] = [pools[-2] + pools[-1]]
+    return [(size, _mean(pool)) for pool in pools for size, _ in pool]
+
+
+def _mean(points: Points) -> float:
+    return statistics.mean(seconds for _, seconds in points)
+
+
+def _usual(care: Care, kinds: dict[_Kind, Callable[[], float]]) -> dict[_Kind, float]:
+    """Seconds of each kind by its usual turn; within a turn, means: all messages of a step count. Kinds take turns, so
+    that what else goes on here for a while falls on few turns of each."""
+    turns: dict[_Kind, list[float]] = {kind: [] for kind in kinds}
+    for _ in range(1 + care.rounds):
+        for kind, one in kinds.items():
+            turns[kind].append(statistics.mean(one() for _ in range(care.in_a_turn)))
+    return {kind: statistics.median(taken[1:]) for kind, taken in turns.items()}
 
 
 class _AmidWork:
     """Times calls between computations."""
 
-    def __init__(self, care: Care) -> None:
-        self._care = care
+    def __init__(self, comm: Communicator, care: Care) -> None:
         self._weights = [torch.randn(_SIDE, _SIDE) for _ in range(care.work)]
+        self._calls: dict[tuple[str, int], Callable[[], Any]] = {}
+        self._posts = {}
+        for size in care.messages:
+            messages = _messages(comm, size)
+            self._posts[size] = _Post(comm, *messages)
+            for name, made in _COLLECTIVES.items():
+                self._calls[name, size] = made(comm, *messages)
 
-    def seconds(self, call: Callable[[], Any]) -> float:
-        self._turn(call)
-        turns = sorted(self._turn(call) for _ in range(self._care.rounds))
-        return turns[len(turns) // 4]  # what else goes on here only adds
-
-    def _turn(self, call: Callable[[], Any]) -> float:
-        """Some messages of a step take several times as long as others, and all of them count."""
-        return statistics.mean(self._one(call) for _ in range(self._care.in_a_turn))
-
-    def _one(self, call: Callable[[], Any]) -> float:
-        x = self._weights[0]
-        for weight in self._weights:
-            x = torch.tanh(x @ weight)
+    def one(self, name: str, size: int) -> float:
+        if name == "send":
+            return self._posts[size].one()
+        _compute(self._weights)
         start = time.perf_counter()
-        call()
+        self._calls[name, size]()
         return time.perf_counter() - start
+
+
+class _Post:
+    """Times messages between two ranks of which one waits, and the other has sent and computes on.
+
+    A message goes there and another comes back. The ranks' clocks need not agree: the second message brings along how
+    long its sender had the first.
+    """
+
+    def __init__(self, comm: Communicator, x: torch.Tensor, y: torch.Tensor) -> None:
+        self._comm = comm
+        self._x, self._y = x, y
+        self._peer = comm.rank ^ 1
+        # One product more before a send than after it: the other waits by then, but has only just said so.
+        self._after = [torch.randn(_SIDE, _SIDE) for _ in range(2)]
+        self._before = [torch.randn(_SIDE, _SIDE) for _ in range(3)]
+        self.calls: list[float] = []  # seconds that sends and receives took to begin
+
+    def one(self) -> float:
+        """Seconds between a rank's sending and the other's having it; known to one of the two."""
+        if self._peer >= self._comm.size:
+            return 0.0
+        return self._answered() if self._comm.rank % 2 else self._asked()
+
+    def _asked(self) -> float:
+        _compute(self._before)
+        start = time.perf_counter()
+        sent = self._begun(self._comm.isend, self._x)
+        _compute(self._after)
+        self._begun(self._comm.irecv, self._y).wait()
+        taken = time.perf_counter() - start
+        sent.wait()
+        return (taken - self._y[0].item()) / 2
+
+    def _answered(self) -> float:
+        self._begun(self._comm.irecv, self._y).wait()
+        start = time.perf_counter()
+        _compute(self._before)
+        self._x[0] = time.perf_counter() - start
+        sent = self._begun(self._comm.isend, self._x)
+        _compute(self._after)
+        sent.wait()
+        return 0.0
+
+    def _begun(self, call: Callable[[torch.Tensor, int], Handle], tensor: torch.Tensor) -> Handle:
+        start = time.perf_counter()
+        handle = call(tensor, self._peer)
+        self.calls.append(time.perf_counter() - start)
+        return handle
+
+
+def _compute(weights: list[torch.Tensor]) -> None:
+    x = weights[0]
+    for weight in weights:
+        x = torch.tanh(x @ weight)
 
 
 # ---- the calls -------------------------------------------------------------------------------------------------------
@@ -89,9 +176,10 @@ class _AmidWork:
 _Made = Callable[[Communicator, torch.Tensor, torch.Tensor], Callable[[], Any]]
 
 
-def _call(made: _Made, comm: Communicator, size: int) -> Callable[[], Any]:
+def _messages(comm: Communicator, size: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """One to give, and one to get."""
     count = size // 4 // comm.size * comm.size
-    return made(comm, torch.ones(count), torch.empty(count))
+    return torch.ones(count), torch.zeros(count)
 
 
 def _send(comm: Communicator, x: torch.Tensor, y: torch.Tensor) -> Callable[[], Any]:

@@ -19,6 +19,7 @@ from dataclasses import dataclass, replace
 from unisono.plan.collective import Group, group
 from unisono.plan.hardware import Hardware
 from unisono.plan.memory import BUCKET, MemoryModel, State
+from unisono.plan.pace import Pace
 from unisono.plan.plan import REPLICAS, Plan
 from unisono.plan.portrait import Portrait, Segment
 from unisono.plan.roofline import Roofline
@@ -27,7 +28,10 @@ from unisono.plan.setting import Setting, hidden_bytes
 from unisono.plan.stages import Stages
 from unisono.plan.timeline import Costs, timeline
 
-_CALLS_A_VISIT = (33, 46)  # of small ops, forward and backward: parts of queries and keys are taken, outcomes merged
+# Of small ops, forward and backward: of a ring's visit, where parts of queries and keys are taken and outcomes merged;
+# and of Ulysses, where heads are cut, put into messages and out of them. Views count half.
+_CALLS_A_VISIT = (33, 46)
+_CALLS_OF_ULYSSES = (40, 42)
 _LONG = 4  # microbatches a stage after which a pipeline only repeats itself
 
 
@@ -47,57 +51,6 @@ class Duration:
     @property
     def bubble_share(self) -> float:
         return self.bubble / self.total if self.total else 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class Pace:
-    """Of a segment or a stage, for one microbatch: seconds."""
-
-    forward: float = 0.0
-    inputs: float = 0.0  # the half of the backward that others wait for
-    weights: float = 0.0  # the half that nobody waits for
-    talk: float = 0.0  # of all of these together, what is collectives
-    sent: float = 0.0
-    launch_forward: float = 0.0  # of a host that runs ahead of its device
-    launch_backward: float = 0.0
-
-    @property
-    def backward(self) -> float:
-        return self.inputs + self.weights
-
-    @property
-    def both(self) -> float:
-        return self.forward + self.backward
-
-    def times(self, count: int) -> Pace:
-        return Pace(
-            self.forward * count,
-            self.inputs * count,
-            self.weights * count,
-            self.talk * count,
-            self.sent * count,
-            self.launch_forward * count,
-            self.launch_backward * count,
-        )
-
-    def plus(self, other: Pace) -> Pace:
-        return Pace(
-            self.forward + other.forward,
-            self.inputs + other.inputs,
-            self.weights + other.weights,
-            self.talk + other.talk,
-            self.sent + other.sent,
-            self.launch_forward + other.launch_forward,
-            self.launch_backward + other.launch_backward,
-        )
-
-    def launched(self) -> Pace:
-        """Where launching takes longer than what is launched, it sets the pace."""
-        if self.launch_forward <= self.forward and self.launch_backward <= self.backward:
-            return self
-        forward = max(self.forward, self.launch_forward)
-        slower = max(self.launch_backward / self.backward, 1.0) if self.backward else 1.0
-        return replace(self, forward=forward, inputs=self.inputs * slower, weights=self.weights * slower)
 
 
 class TimeModel:
@@ -195,25 +148,32 @@ class TimeModel:
 
     def _context(self, segment: Segment, plan: Plan, setting: Setting) -> Pace:
         """Ring: keys and values go round, and in the backward again, and behind them what other ranks add to their
-        gradients, whose last hop brings it home; each visit is attended to by itself and merged. Ulysses: four
-        all-to-alls each way."""
+        gradients, whose last hop brings it home; each visit is attended to by itself and merged. Ulysses: two
+        all-to-alls each way, one of queries, keys and values and one of outcomes."""
         ranks = group(self.hardware, plan, "cp")
         attentions = sum(work.is_core for work in segment.works)
         hidden = self.portrait.hidden * setting.rows / setting.cp / setting.tp
         if plan.context == "ulysses":
-            forward = attentions * 4 * ranks.all_to_all(hidden)
+            # Of a device that its host runs ahead of, four: what is done around the two is not counted there.
+            sizes = (hidden,) * 4 if self.hardware.asynchronous else (3 * hidden, hidden)
+            forward = attentions * sum(ranks.all_to_all(size) for size in sizes)
             sent = attentions * 8 * hidden
             backward = forward
         else:
             hop = attentions * ranks.exchange(2 * hidden)
             forward, backward = (ranks.ranks - 1) * hop, 2 * (ranks.ranks - 1) * hop
             sent = attentions * 3 * (ranks.ranks - 1) * 2 * hidden
-        return Pace(forward, backward, 0.0, forward + backward, sent).plus(self._visits(plan, attentions))
+        return Pace(forward, backward, 0.0, forward + backward, sent).plus(self._visits(plan, attentions, hidden))
 
-    def _visits(self, plan: Plan, attentions: int) -> Pace:
-        """What a ring calls besides attention itself: the first visit takes the place of the plain attention."""
+    def _visits(self, plan: Plan, attentions: int, hidden: float) -> Pace:
+        """What is called besides attention itself; a ring's first visit takes the place of the plain attention."""
         if plan.context == "ulysses":
-            return Pace() if self.hardware.asynchronous else self._calling(4 * attentions)
+            if self.hardware.asynchronous:
+                return Pace()
+            # Queries, keys, values and outcomes: heads are copied together, and into a message and out of it.
+            copied = 4 * hidden * (2 / self._row_rate + 4 / self._bandwidth)
+            calls = (count * self.hardware.op_overhead for count in _CALLS_OF_ULYSSES)
+            return Pace(*(attentions * (each + copied) for each in calls))
         forward, backward = (attentions * plan.cp * calls * self.hardware.op_overhead for calls in _CALLS_A_VISIT)
         if self.hardware.asynchronous:
             return Pace(launch_forward=forward, launch_backward=backward)
@@ -222,19 +182,38 @@ class TimeModel:
     # ---- a stage and a step --------------------------------------------------------------------------------------
 
     def stage_paces(self, plan: Plan, stages: Stages) -> list[Pace]:
-        """Of all stages; those that are alike share one."""
+        """Of all stages; those that are alike share one, but for the messages that they begin."""
         kinds, numbers = stages.kinds
         made = []
-        around = self.hardware.microbatch_overhead if plan.microbatches > 1 or plan.pp > 1 else 0.0
         for counted in kinds:
-            total = Pace(around / 2, around / 2 + self._sending(plan))
-            if self.hardware.asynchronous:
-                total = Pace(launch_forward=around / 2, launch_backward=around / 2 + self._sending(plan))
+            total = self._around(plan, counted)
             total = total.plus(Pace(weights=self._adding(plan, counted))).plus(self._halving(plan, counted))
             for segment, count in counted:
                 total = total.plus(self.pace(segment, plan).times(count))
             made.append(total.launched())
-        return [made[number] for number in numbers]
+        if plan.pp == 1 or not self.hardware.post_overhead:
+            return [made[number] for number in numbers]
+        return [made[number].plus(self._posting(stages, stage)) for stage, number in enumerate(numbers)]
+
+    def _around(self, plan: Plan, counted: tuple[tuple[Segment, int], ...]) -> Pace:
+        """What a microbatch takes of the host at a stage, beside ops and gradients that are sent off. A stage of a
+        pipeline finds its way through the model's own forward; the last one has the loss besides, which is most of what
+        a microbatch takes without a pipeline."""
+        each = self.hardware.microbatch_overhead if plan.microbatches > 1 or plan.pp > 1 else 0.0
+        sending = each / 2 + self._sending(plan)
+        if self.hardware.asynchronous:
+            return Pace(launch_forward=each / 2, launch_backward=sending)
+        forward = each / 2
+        if plan.pp > 1 and self.hardware.stage_overhead:
+            has_loss = any(segment is self.portrait.after for segment, _ in counted)
+            forward += self.hardware.stage_overhead + each * has_loss
+        return Pace(forward, sending)
+
+    def _posting(self, stages: Stages, stage: int) -> Pace:
+        """What a rank takes to begin the sends and receives of a stage, one each way for each neighbour elsewhere."""
+        beside = [place for place in (stage - 1, stage + 1) if 0 <= place < len(stages.placement)]
+        ends = sum(stages.placement[place] != stages.placement[stage] for place in beside)
+        return Pace(ends * self.hardware.post_overhead, ends * self.hardware.post_overhead)
 
     def _sending(self, plan: Plan) -> float:
         """What a host takes to send a stage's gradients off, for each backward: often, or in the last one only."""
@@ -318,7 +297,9 @@ class TimeModel:
         return Setting.of(plan, self.portrait.batch)
 
     def _transfer(self, plan: Plan) -> float:
-        return group(self.hardware, plan, "pp").send(hidden_bytes(self.portrait, self._setting(plan)))
+        """From a message's having been begun to its being there."""
+        travels = group(self.hardware, plan, "pp").send(hidden_bytes(self.portrait, self._setting(plan)))
+        return max(travels - self.hardware.post_overhead, 0.0)
 
     def _closed(self, plan: Plan, stages: Stages, paces: list[Pace]) -> float:
         m, p = plan.microbatches, plan.pp
@@ -344,11 +325,12 @@ class TimeModel:
     def _played(self, plan: Plan, stages: Stages, paces: list[Pace]) -> float:
         few = min(plan.microbatches, _LONG * plan.pp)
         order = schedule(plan.schedule, plan.pp, few, stages.chunks if stages.chunks > 1 else None)
+        first = paces[0].backward  # nobody waits for what its inputs get: all of it is done at once
         costs = Costs(
             forward=[pace.forward for pace in paces],
             backward=[pace.backward for pace in paces],
-            inputs=[pace.inputs for pace in paces],
-            weights=[pace.weights for pace in paces],
+            inputs=[first, *(pace.inputs for pace in paces[1:])],
+            weights=[0.0, *(pace.weights for pace in paces[1:])],
             transfer=self._transfer(plan),
         )
         played = timeline(order, costs)

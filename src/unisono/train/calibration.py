@@ -4,7 +4,8 @@
 after another, from modules, and find the caches cold and memory new. So models are trained for some steps, and what
 computing takes in them is held against what the planner foresees from the ops: first one with little to
 compute, in plain torch, with few layers and with more, which tells what an op takes beside its work; then two with work
-to do, as a plan says, one with many rows and one with wide layers.
+to do, as a plan says, one with many rows and one with wide layers. What a stage of a pipeline takes beside its blocks
+is seen where the same blocks are cut into more stages.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch import nn
 from unisono.comm import world
 from unisono.launch.spawn import spawn
 from unisono.parallel.apply import parallelize
+from unisono.plan.action import Action
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import Plan
 from unisono.plan.time import Duration
@@ -31,6 +33,7 @@ from unisono.train.task import Task
 
 _STEPS, _WARM_UP = 40, 4
 _CLASSES = 100
+_MICROBATCHES = 4
 
 
 class Size(NamedTuple):
@@ -92,15 +95,18 @@ def task(size: Size, ranks: int) -> Task:
 class Calibration(NamedTuple):
     overhead: float  # `[device] op_overhead`
     together: float  # `[efficiency] together`
+    stage: float  # `[device] stage_overhead`
 
 
 def calibrated(hardware: Hardware, ranks: int, backend: str | None) -> Calibration:
     """`hardware` has been measured with so many ranks, op by op."""
-    taken = spawn(_trained, ranks, backend, (ranks,))
+    found = spawn(_trained, ranks, backend, (ranks,))
+    taken = [steps for steps, _ in found]
     measured = [_usual([each[number] for each in taken]) for number in range(len(LITTLE + SIZES))]
     overhead = _overhead(hardware, measured[: len(LITTLE)])
     known = replace(hardware, op_overhead=overhead)
-    return Calibration(overhead, _together(known, ranks, measured[len(LITTLE) :]))
+    stage = sum(forwards for _, forwards in found) / max(ranks, 1)
+    return Calibration(overhead, _together(known, ranks, measured[len(LITTLE) :]), max(stage, 0.0))
 
 
 def _usual(of_ranks: list[list[float]]) -> float:
@@ -134,12 +140,16 @@ def _together(hardware: Hardware, ranks: int, measured: list[float]) -> float:
     return min(math.prod(shares) ** (1 / len(shares)), 1.0)
 
 
-def _trained(ranks: int) -> list[list[float]]:
-    """On a rank: seconds of the steps of each size."""
+def _trained(ranks: int) -> tuple[list[list[float]], float]:
+    """On a rank: seconds of the steps of each size, and by how many its forwards of a microbatch take longer where it
+    has two stages for one."""
     torch.set_num_threads(1)
     comm = world.init()
     try:
-        return [*(_plain_steps(comm, size) for size in LITTLE), *(_steps(comm, size, ranks) for size in SIZES)]
+        steps = [*(_plain_steps(comm, size) for size in LITTLE), *(_steps(comm, size, ranks) for size in SIZES)]
+        if ranks == 1:
+            return steps, 0.0
+        return steps, _forwards(comm, f"pp={ranks},schedule=interleaved,chunks=2") - _forwards(comm, f"pp={ranks}")
     finally:
         world.shutdown()
 
@@ -162,6 +172,24 @@ def _plain_steps(comm: Any, size: Size) -> list[float]:
         job.loss(model(inputs), targets).backward()
 
     return _timed(comm, step)
+
+
+def _forwards(comm: Any, plan: str) -> float:
+    """Seconds of the forwards of this rank's stages for one microbatch; either plan has the same blocks."""
+    job = task(LITTLE[0]._replace(layers=2 * comm.size, rows=_MICROBATCHES), 1)
+    given = job.batch(0)
+    trainer = parallelize(
+        job.model, f"{plan},microbatches={_MICROBATCHES}", loss=job.loss, optimizer=job.optimizer, example=given
+    )
+    taken: dict[int, list[float]] = {}
+
+    def note(action: Action, began: float, ended: float) -> None:
+        if action.kind == "F":
+            taken.setdefault(action.stage, []).append(ended - began)
+
+    trainer.on_action = note
+    _timed(comm, lambda: trainer.step(given))
+    return sum(map(statistics.median, taken.values()))
 
 
 def _timed(comm: Any, step: Callable[[], object]) -> list[float]:

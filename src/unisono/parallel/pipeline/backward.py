@@ -11,6 +11,9 @@ A weight that belongs to one junction gets its gradient there, once. One that be
 twice) would be counted again on the way from one of its junctions to the next, so it is computed in I already. So are
 weights that are vectors only, a norm's say: their gradients are sums, quicker than a second run of autograd is to
 start. Roots from which no way leads to the Arrival are left to W as a whole. The sum is the whole gradient, exactly.
+
+Where nothing arrives that has a gradient, as at the first stage, I is the whole backward: W, left for last, would keep
+what comes after it waiting for all of it.
 """
 
 from __future__ import annotations
@@ -102,9 +105,9 @@ class Pass:
         """The first half: the Arrival gets its gradients."""
         node = self.arrival.node if self.arrival is not None else None
         if node is None:
-            self._rest = (self.roots, list(grads))
-        else:
-            self._to_arrival(node, list(grads))
+            self.backward(grads)
+            return
+        self._to_arrival(node, list(grads))
         self.roots = []
 
     def backward_weights(self) -> None:
