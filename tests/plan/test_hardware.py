@@ -65,6 +65,7 @@ def test_a_whole_file(tmp_path: Path) -> None:
             'memory = "16 GiB"\nmargin = 1',
             "margin = 1 keeps all memory free; expected a share below",
         ),
+        ("[intra_node]", "attention_dropout = 0.1\n[intra_node]", "attention_dropout_backward go together"),
         ('name = "test"', "name = ", "not TOML"),
     ],
 )

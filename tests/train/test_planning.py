@@ -26,12 +26,14 @@ from unisono.parallel.apply import parallelize
 from unisono.parallel.pipeline.split import split
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import AXES, Plan
+from unisono.plan.roofline import Roofline
 from unisono.plan.schedule import schedule
+from unisono.plan.setting import Setting
 from unisono.train.auto import Choice, Job, foresee
 from unisono.train.dry_run import built, dry_run, run_here, state_of
 from unisono.train.meter import Meter
 from unisono.train.planning import Planner, choose
-from unisono.train.task import Task
+from unisono.train.task import Task, load_task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 TASK = "examples/gpt.py:tiny"
@@ -316,6 +318,20 @@ def test_halves_stay_halves_where_the_loss_has_no_parameters() -> None:
 
     search = Planner(Task(model, F.mse_loss, torch.optim.SGD, batch), Hardware.read("h100")).search(1)
     assert search.judged(Plan()).footprint.parameters == 2 * (16 * 32 + 32 + 32 * 4 + 4)
+
+
+def test_attention_with_dropout_takes_what_is_measured_of_it() -> None:
+    plain = Hardware.read("h100")
+    curves = {"attention_dropout": ((1.0, 0.001),), "attention_dropout_backward": ((1.0, 0.002),)}
+    portrait = Planner(load_task(TASK), plain).portrait
+    attentions = [work for block in portrait.blocks for work in block.works if work.kind == "attention_dropout"]
+    assert len(attentions) == len(portrait.blocks)
+    setting = Setting.of(Plan(), 8)
+    for block, work in zip(portrait.blocks, attentions, strict=True):
+        measured = Roofline(replace(plain, curves=curves, together=1.0), "float32").op(work, block, setting)
+        assert measured.forward == pytest.approx(8 * work.flops / (0.001 * plain.peak("float32")))
+        assert measured.inputs >= 8 * work.flops / (0.002 * plain.peak("float32"))
+        assert Roofline(plain, "float32").op(work, block, setting).forward != measured.forward
 
 
 def test_a_model_without_parameters_is_refused() -> None:

@@ -62,7 +62,8 @@ class Hardware:
     # Seconds that a parameter takes of the host, by the stages of ZeRO: in a backward, and after it.
     gradient_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     parameter_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
-    # As `matmul` and `attention`, for a dtype (matmul_float32) or of a backward's products (matmul_backward).
+    # As `matmul` and `attention`, for a dtype (matmul_float32), of a backward's products (matmul_backward), or of an
+    # attention with dropout as a whole (attention_dropout).
     curves: dict[str, Curve] = field(default_factory=dict)
     step_overhead: float = 0.0  # seconds that a step takes beside its ops
     microbatch_overhead: float = 0.0  # seconds that each further microbatch, or each of a stage, takes beside its ops
@@ -206,11 +207,13 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
         "matmul_float32",
         "attention_float32",
         "matmul_backward",
+        "attention_dropout",
+        "attention_dropout_backward",
     ),
     "intra_node": ("ranks", *_COLLECTIVES),
     "inter_node": ("ranks", *_COLLECTIVES),
 }
-_OTHER_CURVES = ("_float32", "_backward")
+_OTHER_CURVES = ("_float32", "_backward", "_dropout")
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "float8")
 _TABLES = ("machine", "device", "flops", "efficiency", "ops", "intra_node", "inter_node")
 
@@ -232,6 +235,8 @@ class _Reader:
             self._fail("name is missing; expected some text")
         machine, device = given["machine"], given["device"]
         efficiency = given.get("efficiency", {})
+        if ("attention_dropout" in efficiency) != ("attention_dropout_backward" in efficiency):
+            self._fail("[efficiency] attention_dropout and attention_dropout_backward go together; give both or none")
         return Hardware(
             name=given["name"],
             devices_per_node=self._count("machine", machine, "devices_per_node"),

@@ -12,7 +12,7 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -24,11 +24,12 @@ from unisono.comm.communicator import Communicator
 from unisono.mesh.fused import fused
 from unisono.mesh.philox import draw_fast
 from unisono.mesh.random import RandomState
-from unisono.plan.links import Care, links, posting
+from unisono.plan.links import Care, Points, links, posting
 from unisono.plan.links import together as of_ranks
 
 Figures = dict[str, Any]
 _SIDES = (16, 32, 64, 128, 256, 512)
+_WITH_DROPOUT = ("attention_dropout", "attention_dropout_backward")
 _GPU_SIDES = (128, 512, 1024, 2048, 4096, 8192)
 
 
@@ -80,6 +81,9 @@ def _computing(clock: _Clock, with_dropout: bool) -> Figures:
     figures["overhead"] = clock.overhead()
     figures["ops"] = clock.ops(dtype, with_dropout)
     figures["optimizer"] = clock.optimizer()
+    if device.type != "cuda" and with_dropout:
+        dropped = clock.attentions_with_dropout(dtype)
+        figures["attention_dropout"], figures["attention_dropout_backward"] = dropped
     if device.type != "cuda":
         figures["looped"] = clock.optimizer(foreach=False)
     return figures
@@ -91,7 +95,7 @@ def _better(one: Figures, other: Figures) -> Figures:
     for key in ("bandwidth", "optimizer", "looped"):
         chosen[key] = max(one[key], other[key])
     chosen["overhead"] = min(one["overhead"], other["overhead"])
-    for key in ("backward", "attention"):
+    for key in ("backward", "attention", *(key for key in _WITH_DROPOUT if key in one)):
         chosen[key] = list(map(max, one[key], other[key]))
     chosen["flops"] = {dtype: list(map(max, points, other["flops"][dtype])) for dtype, points in one["flops"].items()}
     # A backward is timed together with its forward: of both, the pass in which they took less together.
@@ -153,19 +157,32 @@ class _Clock:
             points.append((operations, operations / taken))
         return points
 
-    def attentions(self, dtype: torch.dtype) -> list[tuple[float, float]]:
+    def attentions(self, dtype: torch.dtype) -> Points:
         points = []
-        is_gpu = self.device.type == "cuda"
-        for length in (512, 1024, 2048, 4096) if is_gpu else (32, 128, 512):
-            heads, width = (16, 64) if is_gpu else (4, 32)
-            packed = self._random(
-                2, length, 3, heads, width, dtype=dtype
-            )  # of one projection, as most models make them
-            q, k, v = packed.permute(2, 0, 3, 1, 4).unbind()
-            operations = 4.0 * 2 * heads * length**2 * width
+        for operations, (q, k, v) in self._attended(dtype):
             taken = self.time(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True))
             points.append((operations, operations / taken))
         return points
+
+    def attentions_with_dropout(self, dtype: torch.dtype) -> tuple[Points, Points]:
+        """Forward and backward. There is a matrix of queries by keys then, which no kernel spares."""
+        forward, backward = [], []
+        draw_fast()
+        with RandomState(0):
+            for operations, (q, k, v) in self._attended(dtype, grad=True):
+                call = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=0.1, is_causal=True)
+                ahead, back = self._rate(call, operations)
+                forward.append((operations, ahead))
+                backward.append((operations, back))
+        return forward, backward
+
+    def _attended(self, dtype: torch.dtype, grad: bool = False) -> Iterator[tuple[float, Any]]:
+        """FLOPs of an attention, and its queries, keys and values: of one projection, as most models make them."""
+        is_gpu = self.device.type == "cuda"
+        heads, width = (16, 64) if is_gpu else (4, 32)
+        for length in (512, 1024, 2048, 4096) if is_gpu else (32, 128, 512):
+            packed = self._random(2, length, 3, heads, width, dtype=dtype, grad=grad)
+            yield 4.0 * 2 * heads * length**2 * width, packed.permute(2, 0, 3, 1, 4).unbind()
 
     def bandwidth(self) -> float:
         elements = 2**28 if self.device.type == "cuda" else 2**23
@@ -355,6 +372,7 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         f"matmul = {_curve(figures['flops'][main], peaks[main])}",
         *([f"matmul_backward = {_curve(figures['backward'], peaks[main])}"] if "backward" in figures else []),
         f"attention = {_curve(figures['attention'], peaks[main])}",
+        *(f"{key} = {_curve(figures[key], peaks[main])}" for key in _WITH_DROPOUT if key in figures),
         *([] if not is_gpu else _of_float32(figures, peaks["float32"])),
         "memory = 1.0",
         *([f"together = {figures['together']:.4f}"] if "together" in figures else []),

@@ -36,6 +36,8 @@ class Roofline:
         self._peak = hardware.peak(dtype)
         self._curves = {kind: hardware.curve(kind, dtype) for kind in ("matmul", "attention")}
         self._of_backward = hardware.curves.get("matmul_backward", self._curves["matmul"])
+        measured = ("attention_dropout", "attention_dropout_backward")
+        self._with_dropout = [hardware.curves[key] for key in measured if key in hardware.curves]
 
     def op(self, work: Work, segment: Segment, setting: Setting) -> OpTime:
         overhead = self.hardware.op_overhead * work.calls
@@ -65,6 +67,9 @@ class Roofline:
         if not flops:
             ahead, back = self.hardware.rates.get(work.family, (self.bandwidth, self.bandwidth))
             return OpTime(moved / ahead + overhead, moved / back + overhead + more)
+        if work.kind == "attention_dropout" and self._with_dropout:
+            ahead, back = (flops / (self._peak * share_at(curve, flops)) for curve in self._with_dropout)
+            return OpTime(ahead, back + more)
         curve = self._curves["attention" if work.kind == "attention" else "matmul"]
         computing = flops / (self._peak * share_at(curve, flops / work.calls))
         forward = max(computing, moved / self.bandwidth) + overhead
