@@ -16,6 +16,7 @@ from unisono.graph.source import calling_line
 _OF_MODULES = frozenset(vars(nn.Module()))  # what every module has
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
 _FOLLOWED = ("unisono.", "torch.nn.modules._functions")  # ours; and those by which modules call hooks
+_OF_CUSTOM_OPS = "GeneratedBackwardFor_"  # torch.library's: the op itself is in the graph, and its backward with it
 
 
 def gradients_at_hooks(model: nn.Module) -> list[str]:
@@ -40,7 +41,7 @@ def gradients_of_its_own() -> Iterator[list[str]]:
     plain_hooks = {name: getattr(torch.Tensor, name) for name in _HOOKS}
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith(_FOLLOWED):
+        if not cls.__module__.startswith(_FOLLOWED) and not cls.__name__.startswith(_OF_CUSTOM_OPS):
             advice = " (give use_reentrant=False)" * (cls.__name__ == "CheckpointFunction")
             found.append(f"at {calling_line()} {cls.__name__} computes gradients of its own{advice}")
         return plain_apply.__get__(None, cls)(*args, **kwargs)
