@@ -210,6 +210,14 @@ def test_a_strategy_that_is_off(strategy: Any, message: str) -> None:
         propagate(trace(Net(strategy), EXAMPLE, F.mse_loss), MESH)
 
 
+def test_a_parameter_is_marked_in_one_way() -> None:
+    model = nn.Linear(8, 4)
+    uni.mark(model, "weight", MESH, [R, S(0)])
+    uni.mark(model, "weight", MESH, [R, S(0)])
+    with pytest.raises(UsageError, match=r"weight is marked twice: .*test_marks.py.* and .*build the model anew"):
+        uni.mark(model, "weight", MESH, [R, S(1)])
+
+
 def test_marks_that_contradict_or_do_not_fit() -> None:
     model = Net()
     with pytest.raises(UsageError, match=r"no parameter or buffer 'other.weight'"):

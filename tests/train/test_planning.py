@@ -26,9 +26,10 @@ from unisono.parallel.apply import parallelize
 from unisono.parallel.pipeline.split import split
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import AXES, Plan
-from unisono.plan.roofline import Roofline
+from unisono.plan.roofline import IN_CACHE, OUTSIDE, Roofline
 from unisono.plan.schedule import schedule
 from unisono.plan.setting import Setting
+from unisono.plan.time import TimeModel
 from unisono.train.auto import Choice, Job, foresee
 from unisono.train.dry_run import built, dry_run, run_here, state_of
 from unisono.train.meter import Meter
@@ -332,6 +333,25 @@ def test_attention_with_dropout_takes_what_is_measured_of_it() -> None:
         assert measured.forward == pytest.approx(8 * work.flops / (0.001 * plain.peak("float32")))
         assert measured.inputs >= 8 * work.flops / (0.002 * plain.peak("float32"))
         assert Roofline(plain, "float32").op(work, block, setting).forward != measured.forward
+
+
+def test_weights_that_caches_hold_come_sooner() -> None:
+    """Products of few rows wait for their weights: of a stage that is small they are there from one to the next."""
+    rates = {"weights": (1e8, 1e8), "weights_in_cache": (1e9, 1e9)}
+    hardware = replace(Hardware.read("h100"), rates=rates, asynchronous=False, op_overhead=0.0)
+    portrait = Planner(load_task(TASK), hardware).portrait
+    block = portrait.blocks[0]
+    work = next(work for work in block.works if work.flops and work.weights)
+    roofline, setting = Roofline(hardware, "float32"), Setting.of(Plan(), 1)
+    near, between, far = (
+        roofline.op(work, block, setting, held).forward for held in (IN_CACHE / 2, (IN_CACHE * OUTSIDE) ** 0.5, OUTSIDE)
+    )
+    assert far == pytest.approx(work.weights / 1e8, rel=0.05)
+    assert near == pytest.approx(far / 10, rel=0.1)
+    assert between == pytest.approx((near * far) ** 0.5, rel=0.1)
+    whole = replace(portrait, blocks=(block,) * 250)  # 50 MiB; in two stages 25
+    model = TimeModel(whole, hardware)
+    assert model.pace(block, Plan(pp=2, microbatches=2)).forward < model.pace(block, Plan(microbatches=2)).forward
 
 
 def test_a_model_without_parameters_is_refused() -> None:

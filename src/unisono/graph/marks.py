@@ -106,7 +106,11 @@ def mark(module: nn.Module, name: str, mesh: Mesh, placements: Sequence[Placemen
             f"the module has no parameter or buffer {name!r}; expected a name such as {', '.join(close[:5])}"
         )
     wish = Wish(mesh, checked(placements, mesh, held[name].dim()), line=_caller())
-    _modules.setdefault(module, {})[name] = wish
+    marked = _modules.setdefault(module, {})
+    earlier = marked.setdefault(name, wish)
+    if earlier.mesh == mesh and earlier.placements != wish.placements:
+        raise UsageError(f"{name} is marked twice: {earlier} and {wish}; remove one, or build the model anew")
+    marked[name] = wish
 
 
 def _mark_stage(module: nn.Module, name: str, mesh: Mesh) -> None:

@@ -26,6 +26,7 @@ from unisono.mesh.philox import draw_fast
 from unisono.mesh.random import RandomState
 from unisono.plan.links import Care, Points, links, posting
 from unisono.plan.links import together as of_ranks
+from unisono.plan.roofline import IN_CACHE, OUTSIDE
 
 Figures = dict[str, Any]
 _SIDES = (16, 32, 64, 128, 256, 512)
@@ -260,13 +261,15 @@ class _Clock:
             for name, (call, moved) in calls.items():
                 rates[name] = self._rate(call, moved)
         if not is_gpu:
-            rates["weights"] = self._rate(*self._few_rows(dtype))
+            rates["weights"] = self._rate(*self._few_rows(dtype, OUTSIDE))
+            rates["weights_in_cache"] = self._rate(*self._few_rows(dtype, IN_CACHE))
         return rates
 
-    def _few_rows(self, dtype: torch.dtype) -> tuple[Callable[[], torch.Tensor], float]:
-        """Products of next to no rows with more weights than caches hold, and the bytes of these."""
+    def _few_rows(self, dtype: torch.dtype, size: int) -> tuple[Callable[[], torch.Tensor], float]:
+        """Products of next to no rows with weights of so many bytes, and the bytes."""
         wide, narrow = 2048, 512
-        shapes = [(wide, narrow), (narrow, wide)] * 4
+        pairs = size // (2 * wide * narrow * dtype.itemsize)
+        shapes = [(wide, narrow), (narrow, wide)] * pairs
         weights = [self._random(*shape, dtype=dtype, grad=True) for shape in shapes]
         few = self._random(2, narrow, dtype=dtype)
 

@@ -7,6 +7,7 @@ Elsewhere the time to launch is part of the op's.
 
 from __future__ import annotations
 
+from math import log
 from typing import NamedTuple
 
 from unisono.plan.hardware import Hardware, share_at
@@ -15,6 +16,10 @@ from unisono.plan.setting import Setting
 
 # Bytes that the loss of a cut vocabulary passes for each logit: it works in float32, in several passes.
 _LOSS_FORWARD, _LOSS_BACKWARD = 34.0, 22.0
+
+# Bytes of weights that ranks hold, each, while products of few rows are measured: so few that caches keep them from one
+# use to the next, and so many that they come from memory.
+IN_CACHE, OUTSIDE = 8 * 2**20, 32 * 2**20
 
 
 class OpTime(NamedTuple):
@@ -39,11 +44,12 @@ class Roofline:
         measured = ("attention_dropout", "attention_dropout_backward")
         self._with_dropout = [hardware.curves[key] for key in measured if key in hardware.curves]
 
-    def op(self, work: Work, segment: Segment, setting: Setting) -> OpTime:
+    def op(self, work: Work, segment: Segment, setting: Setting, held: float = OUTSIDE) -> OpTime:
+        """held: bytes of weights on the rank."""
         overhead = self.hardware.op_overhead * work.calls
         share = self.hardware.together
         beside = 0.0 if self.hardware.asynchronous else overhead * share  # which is in the end what it is
-        timed = OpTime(*(seconds / share for seconds in self._on_device(work, segment, setting, beside)))
+        timed = OpTime(*(seconds / share for seconds in self._on_device(work, segment, setting, held, beside)))
         if not self.hardware.asynchronous:
             return timed
         if work.kind == "view":
@@ -53,7 +59,7 @@ class Roofline:
         backward = overhead * launches + self.hardware.op_overhead * work.parameters
         return timed._replace(launch_forward=overhead, launch_backward=backward)
 
-    def _on_device(self, work: Work, segment: Segment, setting: Setting, overhead: float) -> OpTime:
+    def _on_device(self, work: Work, segment: Segment, setting: Setting, held: float, overhead: float) -> OpTime:
         divided = setting.tp * setting.cp if work.is_cut else setting.outside(segment)
         flops = work.flops * setting.rows / divided
         moved = work.moved * setting.rows / divided + work.weights / (setting.tp if work.is_cut else 1)
@@ -79,14 +85,17 @@ class Roofline:
         half = max(in_backward, moved / self.bandwidth) + overhead
         if not work.weights:
             return OpTime(forward, 2 * half + more)
-        ahead, back = self._of_few_rows(flops, work.weights / (setting.tp if work.is_cut else 1))
+        ahead, back = self._of_few_rows(flops, work.weights / (setting.tp if work.is_cut else 1), held)
         half = max(half, back + overhead)
         return OpTime(max(forward, ahead + overhead), half + more, half)
 
-    def _of_few_rows(self, flops: float, weights: float) -> tuple[float, float]:
+    def _of_few_rows(self, flops: float, weights: float, held: float) -> tuple[float, float]:
         """A product's seconds, forward and for each half of the backward, where there are so few rows that bringing the
         weights into place, which computing then waits for, is what takes the time."""
-        if "weights" not in self.hardware.rates:
+        rates = self.hardware.rates
+        if "weights" not in rates:
             return 0.0, 0.0
-        ahead, back = self.hardware.rates["weights"]
+        share = log(min(max(held, IN_CACHE), OUTSIDE) / IN_CACHE) / log(OUTSIDE / IN_CACHE)
+        near, far = rates.get("weights_in_cache", rates["weights"]), rates["weights"]
+        ahead, back = (one ** (1 - share) * other**share for one, other in zip(near, far, strict=True))
         return flops / self._peak + weights / ahead, flops / self._peak + weights / back / 2

@@ -62,6 +62,7 @@ class TimeModel:
         self.memory = memory or MemoryModel(portrait)
         self._paces: dict[tuple[object, ...], Pace] = {}
         self.roofline = Roofline(hardware, portrait.dtype)
+        self._weights = float(sum(w.numel * w.itemsize for part in portrait.segments for w in part.weights))
         self._bandwidth = self.roofline.bandwidth
         self._row_rate = hardware.rates.get("rows", hardware.rates.get("reshape", (self._bandwidth, 0.0)))[0]
 
@@ -71,16 +72,18 @@ class TimeModel:
         setting = Setting.of(plan, self.portrait.batch)
         key = (id(segment), setting, plan.shape, plan.context if plan.cp > 1 else "")
         if key not in self._paces:
-            self._paces[key] = self._computing(segment, setting).plus(self._talking(segment, plan, setting))
+            held = self._weights / (plan.tp * plan.pp)
+            computing = self._computing(segment, setting, held)
+            self._paces[key] = computing.plus(self._talking(segment, plan, setting))
         return self._paces[key]
 
-    def _computing(self, segment: Segment, setting: Setting) -> Pace:
+    def _computing(self, segment: Segment, setting: Setting, held: float) -> Pace:
         total = Pace()
         is_again = setting.recompute == "full" and segment.in_blocks
         # A repetition ends where the last op that keeps anything would begin: what it keeps is there by then.
         last = max((place for place, work in enumerate(segment.works) if work.saved), default=0)
         for place, work in enumerate(segment.works):
-            forward, inputs, weights, launch_forward, launch_backward = self.roofline.op(work, segment, setting)
+            forward, inputs, weights, launch_forward, launch_backward = self.roofline.op(work, segment, setting, held)
             again = is_again and place < last
             if again or (setting.recompute == "selective" and work.is_core):
                 inputs += forward

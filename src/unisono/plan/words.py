@@ -27,7 +27,9 @@ def shortfall(needs: float, has: float, digits: int = 0) -> str:
 def told_seconds(value: float) -> str:
     if value >= 1:
         return f"{value:.2f} s"
-    return f"{value * 1e3:.1f} ms" if value >= 1e-3 else f"{value * 1e6:.3g} us"
+    if value >= 1e-3:
+        return f"{value * 1e3:.1f} ms"
+    return f"{value * 1e6:.3g} us" if value >= 1e-8 else "0 us"
 
 
 def told_count(number: float) -> str:
