@@ -9,10 +9,10 @@ No rank's heads lie side by side in the joined dim, so it cannot be cut by heads
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import fx
+
+from unisono.graph.unpack import called
 
 aten = torch.ops.aten
 _VIEWS = (aten.view.default, aten.reshape.default)
@@ -27,8 +27,8 @@ def part_from_samples(graph: fx.Graph) -> None:
         x = joined.args[0]
         samples, heads, length, head = node.meta["val"].shape
         with graph.inserting_before(node):
-            apart = _called(joined, aten.reshape.default, (x, [length, samples, heads, head]))
-            made = _called(node, aten.permute.default, (apart, [1, 2, 0, 3]))
+            apart = called(joined, aten.reshape.default, (x, [length, samples, heads, head]))
+            made = called(node, aten.permute.default, (apart, [1, 2, 0, 3]))
         node.replace_all_uses_with(made)
         for gone in (node, node.args[0], joined):
             graph.erase_node(gone)
@@ -50,10 +50,3 @@ def _joined(node: fx.Node) -> fx.Node | None:
     samples, heads, length, head = node.meta["val"].shape
     fits = before == (length, samples, heads * head) and between == (length, samples * heads, head)
     return joined if fits else None
-
-
-def _called(like: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
-    made = like.graph.call_function(target, args)
-    made.meta = dict(like.meta)
-    made.meta["val"] = target(args[0].meta["val"], *args[1:])
-    return made

@@ -262,7 +262,7 @@ def _replace_part(end: fx.Node, chain: list[fx.Node], count: int | None, k: int,
                 parts = _splits_last(tuple(before), tuple(shape)) if parts is None else parts
                 assert parts is not None
                 del shape[parts]
-            made = _called(link, aten.reshape.default, (made, shape))
+            made = called(link, aten.reshape.default, (made, shape))
     for user in list(end.users):
         number = {operator.getitem: user.args[1], aten.select.int: user.args[-1]}[user.target]
         if number == k:
@@ -275,12 +275,13 @@ def _moved(move: fx.Node, parts: int, made: fx.Node) -> fx.Node:
         return made
     if move.target in _ORDERS:
         order = [dim - (dim > parts) for dim in _order(move) if dim != parts]
-        return _called(move, aten.permute.default, (made, order))
+        return called(move, aten.permute.default, (made, order))
     dim = _dim(move)
-    return _called(move, move.target, (made, dim - (dim > parts)))
+    return called(move, move.target, (made, dim - (dim > parts)))
 
 
-def _called(like: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+def called(like: fx.Node, target: Any, args: tuple[Any, ...]) -> fx.Node:
+    """A new call, where `like` stands in the model."""
     made = like.graph.call_function(target, args)
     made.meta = dict(like.meta)
     made.meta["val"] = target(args[0].meta["val"], *args[1:])
