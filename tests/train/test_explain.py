@@ -171,3 +171,30 @@ def test_an_op_without_a_rule_is_noted_in_text_and_page(tmp_path: Path, capsys: 
     page = tmp_path / "odd.html"
     assert main(["explain", f"{source}:task", "--plan", "dp=2", "--html", str(page)]) == 0
     assert "<b>note:</b> no rule for aten.linalg_matrix_exp.default" in page.read_text()
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm = nn.Linear(5, 6), nn.BatchNorm1d(6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.first(x))
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_what_is_said_inside_losses_of_any_kind(soft: bool) -> None:
+    """Weights of classes have no gradient, and targets may be shares of classes."""
+    weight = torch.rand(6)
+
+    def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(logits, targets) if soft else F.cross_entropy(logits, targets, weight)
+
+    def batch(seed: int) -> Any:
+        return torch.zeros(8, 5), torch.zeros(8, 6) if soft else torch.zeros(8, dtype=torch.int64)
+
+    task = uni.Task(Normed, loss, lambda parameters: torch.optim.SGD(parameters, 0.1), batch)
+    told = explained(task, "dp=2")
+    inside = [line for line in told.lines if line.serial and line.forward]
+    assert [len(line.forward) for line in inside if line.backward] == [2]  # the norm's, and in its backward one
+    assert any(line.serial.startswith("cross_entropy") for line in inside) == (not soft)

@@ -63,9 +63,10 @@ def _run(compute: Compute, lowered: Lowered, rank: int, rewrite: Callable[..., o
             return node.meta.get("val")
         laid = lowered.values[next(values)]
         shape = laid.local(lowered.mesh, rank)
-        return torch.empty(shape, dtype=laid.dtype, device="meta", requires_grad=laid.dtype.is_floating_point)
+        return torch.empty(shape, dtype=laid.dtype, device="meta", requires_grad=node.name in lowered.trace.tracked)
 
-    return rewrite(*fx.map_arg(compute.node.args, piece), **fx.map_arg(compute.node.kwargs, piece))
+    with torch.enable_grad():
+        return rewrite(*fx.map_arg(compute.node.args, piece), **fx.map_arg(compute.node.kwargs, piece))
 
 
 def received(said: Said, sizes: tuple[int, ...]) -> int:
