@@ -223,7 +223,7 @@ def test_auto_finds_one_plan_on_all_ranks(pools: Callable[[str, int], RankPool])
 
 
 def _chosen(comm: Communicator) -> Choice:
-    task = tasks.gpt
+    task = tasks.conv
     job = Job(task.model, task.loss, task.optimizer, task.batch(0), task.rules)
     return foresee(job, comm, torch.device("cpu"))
 

@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -27,13 +28,15 @@ from unisono.parallel.apply import parallelize
 from unisono.plan.action import Action
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import Plan
+from unisono.plan.search import Search
 from unisono.plan.time import Duration
 from unisono.train.planning import Planner
 from unisono.train.task import Task
 
-_STEPS, _WARM_UP = 40, 4
+STEPS, _WARM_UP = 40, 4
 _CLASSES = 100
 _MICROBATCHES = 4
+_Timed = Callable[[Callable[[], object]], list[float]]
 
 
 class Size(NamedTuple):
@@ -89,7 +92,10 @@ def task(size: Size, ranks: int) -> Task:
     def loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
-    return Task(lambda: _Model(size), loss, lambda parameters: torch.optim.AdamW(parameters), batch)
+    def optimizer(parameters: Any) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters)
+
+    return Task(lambda: _Model(size), loss, optimizer, batch, rules={})  # none are searched for: nothing is cut
 
 
 class Calibration(NamedTuple):
@@ -98,10 +104,10 @@ class Calibration(NamedTuple):
     stage: float  # `[device] stage_overhead`
 
 
-def calibrated(hardware: Hardware, ranks: int, backend: str | None) -> Calibration:
-    """`hardware` has been measured with so many ranks, op by op."""
-    found = spawn(_trained, ranks, backend, (ranks,))
-    taken = [steps for steps, _ in found]
+def calibrated(hardware: Hardware, ranks: int, backend: str | None, steps: int = STEPS) -> Calibration:
+    """`hardware` has been measured with so many ranks, op by op. steps: of each model."""
+    found = spawn(_trained, ranks, backend, (ranks, steps))
+    taken = [of_sizes for of_sizes, _ in found]
     measured = [_usual([each[number] for each in taken]) for number in range(len(LITTLE + SIZES))]
     overhead = _overhead(hardware, measured[: len(LITTLE)])
     known = replace(hardware, op_overhead=overhead)
@@ -114,16 +120,19 @@ def _usual(of_ranks: list[list[float]]) -> float:
     return statistics.median(max(step) for step in zip(*of_ranks, strict=True))
 
 
-def _foreseen(hardware: Hardware, size: Size, ranks: int = 1) -> Duration:
-    return Planner(task(size, ranks), hardware).search(ranks).judged(Plan(dp=ranks), played=True).duration
+def _foreseen(planner: Planner, hardware: Hardware, ranks: int = 1) -> Duration:
+    search = Search(planner.portrait, ranks, hardware, planner.allows)
+    return search.judged(Plan(dp=ranks), played=True).duration
 
 
 def _overhead(hardware: Hardware, measured: list[float]) -> float:
     """Layers differ in what ops take beside their work, times their number: a straight line, of which two points are
     foreseen."""
 
+    planners = [Planner(task(size, 1), hardware) for size in LITTLE]
+
     def layers(overhead: float) -> float:
-        few, more = (_foreseen(replace(hardware, op_overhead=overhead), size).compute for size in LITTLE)
+        few, more = (_foreseen(each, replace(hardware, op_overhead=overhead)).compute for each in planners)
         return more - few
 
     work, with_ops = layers(0.0), layers(hardware.op_overhead)
@@ -134,34 +143,36 @@ def _overhead(hardware: Hardware, measured: list[float]) -> float:
 def _together(hardware: Hardware, ranks: int, measured: list[float]) -> float:
     shares = []
     for size, step in zip(SIZES, measured, strict=True):
-        foreseen = _foreseen(hardware, size, ranks)
+        foreseen = _foreseen(Planner(task(size, ranks), hardware), hardware, ranks)
         computing = step - (foreseen.total - foreseen.compute)
         shares.append(foreseen.compute / max(computing, foreseen.compute / 4))
     return min(math.prod(shares) ** (1 / len(shares)), 1.0)
 
 
-def _trained(ranks: int) -> tuple[list[list[float]], float]:
+def _trained(ranks: int, steps: int) -> tuple[list[list[float]], float]:
     """On a rank: seconds of the steps of each size, and by how many its forwards of a microbatch take longer where it
     has two stages for one."""
     torch.set_num_threads(1)
     comm = world.init()
     try:
-        steps = [*(_plain_steps(comm, size) for size in LITTLE), *(_steps(comm, size, ranks) for size in SIZES)]
+        timed = partial(_timed, comm, steps)
+        taken = [*(_plain_steps(timed, size) for size in LITTLE), *(_steps(timed, size, ranks) for size in SIZES)]
         if ranks == 1:
-            return steps, 0.0
-        return steps, _forwards(comm, f"pp={ranks},schedule=interleaved,chunks=2") - _forwards(comm, f"pp={ranks}")
+            return taken, 0.0
+        more, fewer = (_forwards(timed, ranks, cut) for cut in (",schedule=interleaved,chunks=2", ""))
+        return taken, more - fewer
     finally:
         world.shutdown()
 
 
-def _steps(comm: Any, size: Size, ranks: int) -> list[float]:
+def _steps(timed: _Timed, size: Size, ranks: int) -> list[float]:
     job = task(size, ranks)
     given = job.batch(0)
     trainer = parallelize(job.model, Plan(dp=ranks), loss=job.loss, optimizer=job.optimizer, example=given)
-    return _timed(comm, lambda: trainer.step(given))
+    return timed(lambda: trainer.step(given))
 
 
-def _plain_steps(comm: Any, size: Size) -> list[float]:
+def _plain_steps(timed: _Timed, size: Size) -> list[float]:
     """Forwards and backwards on each rank by itself."""
     job = task(size, 1)
     inputs, targets = job.batch(0)
@@ -171,16 +182,15 @@ def _plain_steps(comm: Any, size: Size) -> list[float]:
         model.zero_grad()
         job.loss(model(inputs), targets).backward()
 
-    return _timed(comm, step)
+    return timed(step)
 
 
-def _forwards(comm: Any, plan: str) -> float:
+def _forwards(timed: _Timed, ranks: int, cut: str) -> float:
     """Seconds of the forwards of this rank's stages for one microbatch; either plan has the same blocks."""
-    job = task(LITTLE[0]._replace(layers=2 * comm.size, rows=_MICROBATCHES), 1)
+    job = task(LITTLE[0]._replace(layers=2 * ranks, rows=_MICROBATCHES), 1)
     given = job.batch(0)
-    trainer = parallelize(
-        job.model, f"{plan},microbatches={_MICROBATCHES}", loss=job.loss, optimizer=job.optimizer, example=given
-    )
+    plan = f"pp={ranks}{cut},microbatches={_MICROBATCHES}"
+    trainer = parallelize(job.model, plan, loss=job.loss, optimizer=job.optimizer, example=given)
     taken: dict[int, list[float]] = {}
 
     def note(action: Action, began: float, ended: float) -> None:
@@ -188,13 +198,13 @@ def _forwards(comm: Any, plan: str) -> float:
             taken.setdefault(action.stage, []).append(ended - began)
 
     trainer.on_action = note
-    _timed(comm, lambda: trainer.step(given))
+    timed(lambda: trainer.step(given))
     return sum(map(statistics.median, taken.values()))
 
 
-def _timed(comm: Any, step: Callable[[], object]) -> list[float]:
+def _timed(comm: Any, steps: int, step: Callable[[], object]) -> list[float]:
     taken = []
-    for _ in range(_WARM_UP + _STEPS):
+    for _ in range(_WARM_UP + steps):
         comm.barrier()
         start = time.perf_counter()
         step()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import Any, NamedTuple
 
 from unisono.errors import UsageError
 
@@ -13,17 +13,29 @@ def add_kind(kinds: Any) -> None:
     add = parser.add_argument
     add("-n", "-np", dest="n", type=int, default=2, metavar="N", help="ranks that share the machine (default: 2)")
     add("--backend", choices=("gloo", "mpi"), help="default: gloo")
+    add("--brief", action="store_true", help="in some seconds, for a first look: predictions are further off")
     parser.set_defaults(handler=run)
 
 
 def run(chosen: argparse.Namespace) -> int:
     if chosen.n < 1:
         raise UsageError(f"-n {chosen.n}: expected at least 1")
-    print(measure(chosen.n, chosen.backend), end="")
+    print(measure(chosen.n, chosen.backend, chosen.brief), end="")
     return 0
 
 
-def measure(ranks: int = 2, backend: str | None = None) -> str:
+class _Rounds(NamedTuple):
+    """How often what is not timed by a `Care` is done."""
+
+    around_steps: int
+    overheads: int
+    trained: int
+
+
+_MANY, _FEW = _Rounds(30, 15, 40), _Rounds(8, 3, 8)
+
+
+def measure(ranks: int = 2, backend: str | None = None, brief: bool = False) -> str:
     """The text of a hardware file for `ranks` ranks on this machine, or for its GPU."""
     import torch
 
@@ -33,43 +45,46 @@ def measure(ranks: int = 2, backend: str | None = None) -> str:
     from unisono.train.calibration import calibrated
 
     is_gpu = torch.cuda.is_available()
-    figures = merged(spawn(_on_rank, 1 if is_gpu else ranks, backend, (is_gpu,)))
+    rounds = _FEW if brief else _MANY
+    figures = merged(spawn(_on_rank, 1 if is_gpu else ranks, backend, (is_gpu, brief)))
     if not is_gpu:
-        figures |= spawn(_host_overheads, 1, None, ())[0]
+        figures |= spawn(_host_overheads, 1, None, (rounds.overheads,))[0]
         alone = Hardware.parse(written(figures, ranks, is_gpu), "measured here")
-        figures |= calibrated(alone, ranks, backend)._asdict()
+        figures |= calibrated(alone, ranks, backend, rounds.trained)._asdict()
     return written(figures, ranks, is_gpu)
 
 
-def _host_overheads() -> dict[str, Any]:
+def _host_overheads(rounds: int) -> dict[str, Any]:
     """What a process takes for each parameter, beside its ops."""
     import torch
 
     from unisono.train.overheads import overheads
 
     torch.set_num_threads(1)
-    found = overheads(torch.device("cpu"))
+    found = overheads(torch.device("cpu"), rounds)
     return {name: found[name] for name in ("gradient", "parameter", "message", "split", "recompute")}
 
 
-def _on_rank(is_gpu: bool) -> dict[str, Any]:
+def _on_rank(is_gpu: bool, brief: bool) -> dict[str, Any]:
     import torch
 
     from unisono.comm import world
+    from unisono.plan.links import BRIEF, Care
     from unisono.plan.measure import measured
 
+    care, rounds = (BRIEF, _FEW) if brief else (Care(), _MANY)
     if is_gpu:
-        return measured_gpu()
+        return measured_gpu(care, rounds)
     torch.set_num_threads(1)
     comm = world.init()
     try:
         device = torch.device("cpu")
-        return measured(comm, device) | around_steps(device, 30)
+        return measured(comm, device, care) | around_steps(device, rounds.around_steps)
     finally:
         world.shutdown()
 
 
-def measured_gpu() -> dict[str, Any]:
+def measured_gpu(care: Any = None, rounds: _Rounds = _MANY) -> dict[str, Any]:
     """The figures of this process's GPU; it must not have joined a world. Links are not measured."""
     import torch
 
@@ -79,8 +94,8 @@ def measured_gpu() -> dict[str, Any]:
 
     device = torch.device("cuda")
     with world.simulated(0, 1) as comm:
-        figures = measured(comm, device)
-    return figures | overheads(device)
+        figures = measured(comm, device, care)
+    return figures | overheads(device, rounds.overheads)
 
 
 def around_steps(device: Any, steps: int) -> dict[str, float]:
