@@ -10,7 +10,7 @@ from torch import fx
 from torch.distributed.tensor import Partial
 
 from unisono.graph.inside import Said, received, said_inside
-from unisono.graph.lowering import Compute, Laid, Lowered, Move
+from unisono.graph.lowering import Compute, Laid, Lowered, Move, Post, peer
 from unisono.graph.rules import target_name
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placement, Placements, local_shape, shard_dim
@@ -72,10 +72,12 @@ class Given:
 class Account:
     mesh: Mesh
     rank: int
+    whole: Mesh  # with the other stages of a pipeline
     given: list[Given] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
     sums: list[Talk] = field(default_factory=list)  # of parameters' gradients, in messages
     outputs: list[str] = field(default_factory=list)
+    order: str = ""  # of a pipeline's rank: F forward, B backward, I and W its halves, each with stage and microbatch
 
     @property
     def forward(self) -> list[Talk]:
@@ -88,7 +90,7 @@ class Account:
 
 def account(lowered: Lowered, rank: int = 0) -> Account:
     """What `rank` does; it need not be running."""
-    made = Account(lowered.mesh, rank)
+    made = Account(lowered.mesh, rank, lowered.whole or lowered.mesh)
     trace = lowered.trace
     kinds = {"parameter": trace.parameters, "buffer": trace.buffers}
     for name, laid in lowered.given.items():
@@ -107,19 +109,30 @@ def account(lowered: Lowered, rank: int = 0) -> Account:
                 placements_text(laid.placements),
                 strategy_text(laid, lowered.mesh),
                 lowered.summed.get(name, ()),
-                lowered.assignment.notes.get(name, ""),
+                _note(lowered, name, rank),
             )
         )
     operations = {op.name: op for op in trace.ops}
-    for instruction in lowered.instructions:
-        if isinstance(instruction, Move):
+    for instruction in lowered.all:
+        if isinstance(instruction, Post):
+            made.lines.append(_of_post(instruction, lowered.mesh, rank))
+        elif isinstance(instruction, Move):
             made.lines.append(_of_move(instruction, lowered.mesh, rank))
         else:
             op = operations[instruction.name]
             made.lines.append(_of_compute(instruction, lowered, rank, op.path, op.line))
     made.sums = _sums(lowered, rank)
     made.outputs = [name or "None" for name in lowered.outputs]
+    made.order = lowered.order
     return made
+
+
+def _note(lowered: Lowered, name: str, rank: int) -> str:
+    note = lowered.assignment.notes.get(name, "")
+    if name not in lowered.tied or lowered.whole is None:
+        return note
+    others = ", ".join(str(peer(lowered.whole, place, rank)) for place in lowered.tied[name])
+    return "; ".join(filter(None, (note, f"tied: its gradient is summed with that on rank {others}")))
 
 
 def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source: str) -> Line:
@@ -203,6 +216,31 @@ def _of_move(move: Move, mesh: Mesh, rank: int) -> Line:
         "",
         forward=forward,
         backward=backward,
+    )
+
+
+def _of_post(post: Post, mesh: Mesh, rank: int) -> Line:
+    shape, other = post.laid.local(mesh, rank), post.peer(rank)
+    size = math.prod(shape) * post.laid.dtype.itemsize
+    arrives = Talk("recv", ("pp",), (other,), size, shape, shape, "", True)
+    leaves = Talk("send", ("pp",), (other,), 0, shape, shape, "", True)
+    forward, backward = (leaves, arrives) if post.is_sent else (arrives, leaves)
+    words = f"send({post.value}) to rank {other}" if post.is_sent else f"{post.value} = recv() from rank {other}"
+    if other == rank:  # which holds both stages
+        forward = backward = Talk("keep", ("pp",), (other,), 0, shape, shape, "", False)
+        words = f"keep({post.value}) for the next stage" if post.is_sent else f"{post.value} = kept by the stage before"
+    return Line(
+        post.name,
+        "",
+        "",
+        words,
+        _tensor(post.laid, shape),
+        placements_text(post.laid.placements),
+        "",
+        "",
+        "",
+        forward=(forward,),
+        backward=(backward,) if post.has_gradient else (),
     )
 
 

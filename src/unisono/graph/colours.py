@@ -5,6 +5,8 @@ COLOURS = {
     "reduce_scatter": "#2f9e44",
     "all_gather": "#1c7ed6",
     "all_to_all": "#9c36b5",
+    "send": "#c2255c",
+    "recv": "#c2255c",
     "cut": "#868e96",
     "spread": "#868e96",
     "assign": "#868e96",

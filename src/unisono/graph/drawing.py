@@ -11,7 +11,7 @@ from html import escape
 
 from unisono.graph.account import Account, Line, Talk, account
 from unisono.graph.colours import COLOURS, OTHER, colour_of
-from unisono.graph.lowering import Compute, Lowered
+from unisono.graph.lowering import Lowered, used_by
 from unisono.graph.show import place_text
 from unisono.graph.sizes import size_text
 
@@ -54,21 +54,17 @@ def as_svg(lowered: Lowered, rank: int = 0, title: str = "program") -> str:
 def _lanes(lowered: Lowered) -> dict[str, int]:
     """A lane for every value that an instruction makes; free again after its last use."""
     last: dict[str, int] = {}
-    for row, instruction in enumerate(lowered.instructions):
-        for name in _used(instruction):
+    for row, instruction in enumerate(lowered.all):
+        for name in used_by(instruction):
             last[name] = row
     lanes: dict[str, int] = {}
     busy: dict[int, int] = {}  # lane -> the row until which it is taken
-    for row, instruction in enumerate(lowered.instructions):
+    for row, instruction in enumerate(lowered.all):
         lane = next(lane for lane in range(len(busy) + 1) if busy.get(lane, -1) <= row)
         lane = min(lane, _MOST_LANES)
         lanes[instruction.name] = lane
         busy[lane] = max(busy.get(lane, -1), last.get(instruction.name, row))
     return lanes
-
-
-def _used(instruction: object) -> tuple[str, ...]:
-    return instruction.inputs if isinstance(instruction, Compute) else (instruction.source,)  # type: ignore[attr-defined]
 
 
 def _y(row: int) -> int:
@@ -80,9 +76,9 @@ def _x(lane: int) -> int:
 
 
 def _wires(lowered: Lowered, lanes: dict[str, int]) -> Iterator[str]:
-    rows = {instruction.name: row for row, instruction in enumerate(lowered.instructions)}
-    for row, instruction in enumerate(lowered.instructions):
-        for name in dict.fromkeys(_used(instruction)):
+    rows = {instruction.name: row for row, instruction in enumerate(lowered.all)}
+    for row, instruction in enumerate(lowered.all):
+        for name in dict.fromkeys(used_by(instruction)):
             if name in rows:
                 x1, y1, x2, y2 = _x(lanes[name]), _y(rows[name]), _x(lanes[instruction.name]), _y(row)
                 bend = max(y2 - _ROW, y1)

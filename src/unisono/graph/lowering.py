@@ -68,6 +68,40 @@ class Compute:
         return self.node.target is operator.getitem
 
 
+@dataclass(frozen=True)
+class Post:
+    """A value that travels between the ranks of two stages of a pipeline, and its gradient that travels back."""
+
+    value: str
+    laid: Laid
+    is_sent: bool
+    has_gradient: bool
+    place: int  # along the pipeline, of the other end
+    whole: Mesh  # of all stages
+
+    @property
+    def name(self) -> str:
+        """As of an instruction: what it makes."""
+        return f"send_{self.value}" if self.is_sent else self.value
+
+    def peer(self, rank: int) -> int:
+        return peer(self.whole, self.place, rank)
+
+
+def peer(whole: Mesh, place: int, rank: int) -> int:
+    """The rank beside this one at another place of the pipeline."""
+    coordinate = list(whole.coordinate(rank))
+    coordinate[whole.axis("pp")] = place
+    return int(whole.ranks[tuple(coordinate)])
+
+
+def used_by(each: Move | Compute | Post) -> tuple[str, ...]:
+    """The values that an instruction takes."""
+    if isinstance(each, Post):
+        return (each.value,) if each.is_sent else ()
+    return each.inputs if isinstance(each, Compute) else (each.source,)
+
+
 @dataclass
 class Lowered:
     """What one rank does, in order; the same on every rank but for the sizes of pieces and the ranks in groups."""
@@ -81,6 +115,16 @@ class Lowered:
     changed: dict[str, str] = field(default_factory=dict)  # buffers' nodes: the values that they take
     values: dict[str, Laid] = field(default_factory=dict)
     summed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # parameters' nodes: axes that hold parts
+    received: list[Post] = field(default_factory=list)  # of a stage of a pipeline, before its first instruction
+    sent: list[Post] = field(default_factory=list)  # after its last one
+    stage: int | None = None
+    whole: Mesh | None = None  # of all stages
+    order: str = ""  # in which a rank of a pipeline goes through its stages and microbatches
+    tied: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameters' nodes: other places that hold them
+
+    @property
+    def all(self) -> list[Move | Compute | Post]:
+        return [*self.received, *self.instructions, *self.sent]
 
     @property
     def moves(self) -> Iterator[Move]:

@@ -86,7 +86,10 @@ def _page(told: Account, title: str) -> Iterator[str]:
     yield f'<div class="heads"><div>serial</div><div>rank {told.rank}</div></div>'
     for line in told.lines:
         yield from _row(line)
-    yield f'<div class="code">return {escape(", ".join(told.outputs))}</div>'
+    if told.outputs:
+        yield f'<div class="code">return {escape(", ".join(told.outputs))}</div>'
+    if told.order:
+        yield f'<p class="soft">in a step: {escape(told.order)}</p>'
     yield from _sums(told)
     yield '<p class="soft">Placements, one an axis of the mesh: S0 sharded along dim 0, R replicated, P parts of a sum.'
     yield " Bytes are those that this rank receives.</p>"
@@ -137,7 +140,7 @@ def _talks(line: Line) -> Iterator[str]:
 
 def _talk(talk: Talk) -> str:
     shapes = f"({','.join(map(str, talk.before))}) → ({','.join(map(str, talk.after))})"
-    size = size_text(talk.received) if talk.is_collective else "no talk"
+    size = "" if talk.kind == "send" else size_text(talk.received) if talk.is_collective else "no talk"
     ranks = f"ranks ({','.join(map(str, talk.ranks))})" if talk.is_collective else ""
     words = " ".join(filter(None, (f"over {', '.join(talk.axes)}", ranks, shapes, talk.detail, size)))
     return f'<b style="background:{colour_of(talk.kind)}">{talk.kind}</b> {escape(words)}'

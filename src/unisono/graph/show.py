@@ -18,9 +18,9 @@ def as_text(lowered: Lowered, rank: int = 0, title: str = "program") -> str:
 
 
 def place_text(told: Account) -> str:
-    coordinate = told.mesh.coordinate(told.rank)
-    places = ", ".join(f"{name}={place}" for name, place in zip(told.mesh.names, coordinate, strict=True))
-    return f"rank {told.rank} of {told.mesh.ranks.size}, at {places}"
+    coordinate = told.whole.coordinate(told.rank)
+    places = ", ".join(f"{name}={place}" for name, place in zip(told.whole.names, coordinate, strict=True))
+    return f"rank {told.rank} of {told.whole.ranks.size}, at {places}"
 
 
 def total_text(talks: list[Talk]) -> str:
@@ -56,7 +56,8 @@ def _body(told: Account) -> Iterator[str]:
     yield f"{'-' * width}-+-{'-' * 60}"
     for line in told.lines:
         yield from _both(line, width)
-    yield f"{' ' * width} | return {', '.join(told.outputs)}"
+    if told.outputs:
+        yield f"{' ' * width} | return {', '.join(told.outputs)}"
 
 
 def _both(line: Line, width: int) -> Iterator[str]:
@@ -78,7 +79,7 @@ def _both(line: Line, width: int) -> Iterator[str]:
 def talk_text(talk: Talk) -> str:
     ranks = f"({','.join(map(str, talk.ranks))})"
     shapes = f"{_shape(talk.before)} -> {_shape(talk.after)}"
-    size = f", {size_text(talk.received)}" if talk.is_collective else ", no talk"
+    size = "" if talk.kind == "send" else f", {size_text(talk.received)}" if talk.is_collective else ", no talk"
     return f"{talk.kind} over {', '.join(talk.axes)} {ranks}: {shapes}{', ' if talk.detail else ''}{talk.detail}{size}"
 
 
@@ -87,6 +88,8 @@ def _shape(shape: tuple[int, ...]) -> str:
 
 
 def _foot(told: Account) -> Iterator[str]:
+    if told.order:
+        yield f"in a step: {told.order}"
     if told.sums:
         yield "after the backward"
     for talk in told.sums:

@@ -41,10 +41,13 @@ class Mesh:
         self._set(axis_names, _grid(ranks, sizes))
 
     @classmethod
-    def describe(cls, shape: Sequence[int], names: Sequence[str]) -> Mesh:
-        """A mesh of any size, whether or not that many ranks are running: to plan with, not to talk over."""
+    def describe(cls, shape: Sequence[int], names: Sequence[str], ranks: Any = None) -> Mesh:
+        """A mesh of any size, whether or not that many ranks are running: to plan with, not to talk over.
+
+        ranks: in order, if they are not the first ones."""
         sizes, axis_names = _checked(shape, names)
-        return cls._made(axis_names, np.arange(math.prod(sizes)).reshape(sizes))
+        grid = np.arange(math.prod(sizes)) if ranks is None else np.asarray(ranks)
+        return cls._made(axis_names, grid.reshape(sizes))
 
     @classmethod
     def of(cls, device_mesh: DeviceMesh) -> Mesh:

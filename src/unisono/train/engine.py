@@ -134,13 +134,17 @@ class Engine:
         return self.choice
 
     def program_page(self) -> str:
-        """What dp and tp cut, as a program; empty for plans that cut otherwise."""
+        """What dp, tp and pp cut, as a program; empty for plans that cut otherwise."""
         plan = self.plan
-        if self._example is None or plan.world != plan.dp * plan.tp or plan.ep > 1 or plan.sequence:
+        if self._example is None or plan.cp > 1 or plan.ep > 1 or plan.sequence:
             return ""
+        shown = Plan(dp=plan.dp, tp=plan.tp)
+        if plan.pp > 1:
+            stages = {name: getattr(plan, name) for name in ("pp", "microbatches", "schedule", "chunks", "boundaries")}
+            shown = shown.but(**stages)
         job = Job(self._model, self._loss, self._optimizer, self._example, self._rules)
         try:
-            return page_of_plan(job.task(), Plan(dp=plan.dp, tp=plan.tp))
+            return page_of_plan(job.task(), shown)
         except UnisonoError:
             return ""  # what cannot be traced can be trained all the same
 

@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     add("task", metavar="task.py:name", help="a uni.Task, or a function that returns one")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--mesh", metavar="MESH", help="axes such as dp=2,mp=4; also search=exact, full")
-    where.add_argument("--plan", metavar="PLAN", help="a plan of dp and tp, whose cuts are shown")
+    where.add_argument("--plan", metavar="PLAN", help="a plan of dp, tp and pp, whose cuts and stages are shown")
     add("--rank", type=int, default=0, metavar="R", help="whose program (default: 0)")
     add("--html", metavar="FILE", help="write a page with a search box instead of text")
     add("--svg", metavar="FILE", help="write a drawing, collectives in colour")
@@ -32,90 +32,85 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    lowered, world = _lowered(chosen)
-    title = chosen.task.rpartition("/")[2]
+    name = chosen.task.rpartition("/")[2]
     try:
-        _write(lowered, chosen, world, title)
+        parts = _of_plan(chosen, name) if chosen.mesh is None else _of_mesh(chosen, name)
+        for title, lowered in parts:
+            _write(lowered, chosen, title, numbered=len(parts) > 1)
     except OSError as error:
         raise UsageError(f"cannot write {error.filename}: {error.strerror}; name a place that can be written") from None
-    if not chosen.html and not chosen.svg:
-        from unisono.graph.show import as_text
-
-        print(as_text(lowered, chosen.rank, title))
     return 0
 
 
-def _write(lowered: Lowered, chosen: argparse.Namespace, world: int, title: str) -> None:
-    """The files that were asked for."""
-    if chosen.save_graphs:
-        from unisono.graph.saving import save
+def _write(lowered: Lowered, chosen: argparse.Namespace, title: str, *, numbered: bool) -> None:
+    """The text, or the files that were asked for; those of several stages have their numbers in their names."""
+    from unisono.graph.drawing import as_svg
+    from unisono.graph.page import as_page
+    from unisono.graph.show import as_text
 
-        save(lowered, Path(chosen.save_graphs), range(world))
-    if chosen.html:
-        from unisono.graph.page import as_page
-
-        Path(chosen.html).write_text(as_page(lowered, chosen.rank, title))
-    if chosen.svg:
-        from unisono.graph.drawing import as_svg
-
-        Path(chosen.svg).write_text(as_svg(lowered, chosen.rank, title))
+    for file, drawn in ((chosen.html, as_page), (chosen.svg, as_svg)):
+        if file:
+            path = Path(file)
+            path = path.with_stem(f"{path.stem}-stage{lowered.stage}") if numbered else path
+            path.write_text(drawn(lowered, chosen.rank, title))
+    if not chosen.html and not chosen.svg:
+        print(as_text(lowered, chosen.rank, title))
 
 
-def _lowered(chosen: argparse.Namespace) -> tuple[Lowered, int]:
-    """The program, and how many ranks it is for."""
+def _of_mesh(chosen: argparse.Namespace, name: str) -> list[tuple[str, Lowered]]:
+    from unisono.graph.saving import save
     from unisono.train.on_mesh import OnMesh
     from unisono.train.task import load_task
 
-    plan = None if chosen.plan is None else Plan.parse(chosen.plan)
-    on_mesh = OnMesh.parse(chosen.mesh) if plan is None else mesh_of(plan)
+    on_mesh = OnMesh.parse(chosen.mesh)
     if not 0 <= chosen.rank < on_mesh.world:
         raise UsageError(f"--rank {chosen.rank}: {on_mesh} has ranks 0 to {on_mesh.world - 1}")
-    return lowered_task(load_task(chosen.task), on_mesh, by_rules=plan is not None), on_mesh.world
+    lowered = lowered_task(load_task(chosen.task), on_mesh)
+    if chosen.save_graphs:
+        save(lowered, Path(chosen.save_graphs), range(on_mesh.world))
+    return [(name, lowered)]
 
 
-def mesh_of(plan: Plan) -> OnMesh:
-    """The mesh of a plan whose program can be shown."""
-    from unisono.train.on_mesh import OnMesh
+def _of_plan(chosen: argparse.Namespace, name: str) -> list[tuple[str, Lowered]]:
+    from unisono.graph.saving import save
+    from unisono.train.plan_program import PlanProgram, require_shown
+    from unisono.train.task import load_task
 
-    shown = Plan(dp=plan.dp, tp=plan.tp)
-    if plan != shown:
-        raise UsageError(
-            f"--plan {plan}: a program is made of splits of tensors, so only dp and tp are shown; "
-            f"use --plan {shown}, or --mesh, which takes zero too"
-        )
-    axes = tuple((name, getattr(plan, name)) for name in ("dp", "tp") if getattr(plan, name) > 1)
-    return OnMesh(axes or (("dp", 1),))
+    plan = Plan.parse(chosen.plan)
+    require_shown(plan)
+    if not 0 <= chosen.rank < plan.world:
+        raise UsageError(f"--rank {chosen.rank}: plan {plan} has ranks 0 to {plan.world - 1}")
+    program = PlanProgram(load_task(chosen.task), plan)
+    if chosen.save_graphs:
+        for rank in range(plan.world):
+            parts = program.parts(rank)
+            for each in parts:
+                inside = f"stage_{each.stage}" if len(parts) > 1 else ""
+                save(each, Path(chosen.save_graphs), [rank], inside)
+    return [(f"{name}, {program.about(each)}", each) for each in program.parts(chosen.rank)]
 
 
-def lowered_task(task: Task, on_mesh: OnMesh, *, by_rules: bool = False) -> Lowered:
-    """What the ranks of a mesh would do, found without them; a model that can be built on meta takes no memory.
-
-    by_rules: the axis tp cuts the layers that it cuts under a plan, unless the user's marks use it."""
-    from unisono.graph.finding import find, follow
+def lowered_task(task: Task, on_mesh: OnMesh) -> Lowered:
+    """What the ranks of a mesh would do, found without them; a model that can be built on meta takes no memory."""
+    from unisono.graph.finding import find
     from unisono.graph.lowering import lower
     from unisono.graph.trace import trace
     from unisono.graph.zero import in_pieces, require_stage
-    from unisono.train.rule_marks import AXIS, RuleMarks, is_marked
     from unisono.train.sketch import without_memory
 
-    model = without_memory(task)
     mesh = on_mesh.described()
-    example = task.batch(0)
-    traced = trace(model, example, task.loss, unpacked=on_mesh.unpack)
+    traced = trace(without_memory(task), task.batch(0), task.loss, unpacked=on_mesh.unpack)
     require_stage(on_mesh.zero, mesh)
-    if by_rules and AXIS in mesh.names and not is_marked(traced, mesh):
-        traced = trace(model, example, task.loss, unpacked=True)
-        rules = RuleMarks.of(task, model, example, traced, mesh)
-        found = follow(traced, mesh, rules.marks)
-        found.notes |= rules.notes
-    else:
-        found = find(traced, mesh, on_mesh.search, on_mesh.fully_use_devices)
+    found = find(traced, mesh, on_mesh.search, on_mesh.fully_use_devices)
     found = in_pieces(found) if on_mesh.zero > 1 else found
     return lower(found.trace, found, mesh)
 
 
 def page_of_plan(task: Task, plan: Plan) -> str:
-    """The program of rank 0 under a plan, as a page."""
+    """The program of rank 0 under a plan, as a page; of its first stage, where it has several."""
     from unisono.graph.page import as_page
+    from unisono.train.plan_program import PlanProgram
 
-    return as_page(lowered_task(task, mesh_of(plan), by_rules=True), 0, f"program of plan {plan}")
+    program = PlanProgram(task, plan)
+    first = program.parts(0)[0]
+    return as_page(first, 0, f"program of {program.about(first)}")

@@ -1,0 +1,119 @@
+"""The program of a rank under a plan of dp, tp and pp: what `explain --plan` shows, one part for each of its stages."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from unisono.errors import UsageError
+from unisono.graph.assignment import Assignment
+from unisono.graph.finding import find, follow
+from unisono.graph.lowering import Lowered, lower
+from unisono.graph.stage import ANYWHERE, Staging, block_of_ops, blocks_using
+from unisono.graph.trace import trace
+from unisono.mesh.mesh import Mesh
+from unisono.parallel.apply import order_of, refuse_what_cannot_be_right
+from unisono.parallel.pipeline.rehearsal import rehearse
+from unisono.parallel.pipeline.split import require_stages
+from unisono.parallel.share import rows_of, shares
+from unisono.plan.balance import balanced, checked
+from unisono.plan.plan import Plan
+from unisono.train.rule_marks import AXIS, RuleMarks, is_marked
+from unisono.train.sketch import without_memory
+from unisono.train.task import Task
+
+_SHOWN = ("dp", "tp", "pp", "microbatches", "schedule", "chunks", "boundaries")
+
+
+def require_shown(plan: Plan) -> None:
+    """Plans whose programs can be shown."""
+    shown = Plan(**{name: getattr(plan, name) for name in _SHOWN})
+    if plan != shown:
+        raise UsageError(
+            f"--plan {plan}: a program is made of splits of tensors and of stages, so only dp, tp and pp are shown; "
+            f"use --plan {shown}, or --mesh, which takes zero too"
+        )
+
+
+class PlanProgram:
+    """A task under a plan; a model that can be built on meta takes no memory."""
+
+    def __init__(self, task: Task, plan: Plan) -> None:
+        require_shown(plan)
+        self.plan = plan
+        self.task = task
+        self.model = without_memory(task)
+        refuse_what_cannot_be_right(plan, self.model)
+        sizes = [plan.pp, plan.dp, plan.tp]
+        self.whole = Mesh.describe(sizes, ("pp", "dp", "tp"))
+        self.example = self._microbatch(task.batch(0))
+        if plan.pp > 1:
+            rehearse(self.model, order_of(plan), self.example[0])
+
+    def _microbatch(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The rows of all dp ranks in the first microbatch."""
+        parts = self.plan.dp * self.plan.microbatches
+        if rows_of(batch) % parts:
+            raise UsageError(
+                f"plan {self.plan}: the batch has {rows_of(batch)} samples for {self.plan.dp} data ranks x "
+                f"{self.plan.microbatches} microbatches; a program is shown of equal shares, so give a batch of a "
+                f"multiple of {parts}"
+            )
+        first: tuple[Any, Any] = shares(batch, self.plan.microbatches)[0].batch
+        return first
+
+    def about(self, part: Lowered) -> str:
+        stage = f", stage {part.stage} of {order_of(self.plan).stages}" if self.plan.pp > 1 else ""
+        several = f", one of {self.plan.microbatches} microbatches" if self.plan.microbatches > 1 else ""
+        return f"plan {self.plan}{stage}{several}"
+
+    def parts(self, rank: int) -> list[Lowered]:
+        """What the rank does with one microbatch: a program for each stage that it holds, in the forward's order."""
+        place = self.whole.index("pp", rank=rank)
+        mesh = self._mesh_of_stage(place)
+        found = self._found(mesh)
+        lowered = lower(found.trace, found, mesh)
+        if self.plan.pp == 1:
+            return [lowered]
+        order = order_of(self.plan)
+        blocks = require_stages(self.model, order)
+        names = [blocks.name(number) for number in range(len(blocks.modules))]
+        block_of = block_of_ops(lowered.trace, names)
+        starts = self._starts(lowered, block_of, len(names), order.stages, rank)
+        stage_of = {op: ANYWHERE if b == ANYWHERE else _stage(b, starts) for op, b in block_of.items()}
+        staging = Staging(stage_of, order.placement, self.whole, " ".join(map(str, order.actions[place])))
+        return [staging.part(lowered, stage) for stage in order.stages_of(place)]
+
+    def _starts(
+        self, lowered: Lowered, block_of: Mapping[str, int], count: int, stages: int, rank: int
+    ) -> Sequence[int]:
+        """The first block of each stage; as ranks balance them, by the parameters that one of them holds."""
+        if self.plan.boundaries:
+            return checked(self.plan.boundaries, count, stages)
+        costs = [0.0] * count
+        for name, used in blocks_using(lowered.trace, block_of).items():
+            for block in used - {ANYWHERE}:
+                costs[block] += math.prod(lowered.given[name].local(lowered.mesh, rank))
+        return balanced(costs, stages)
+
+    def _mesh_of_stage(self, place: int) -> Mesh:
+        """The axes along which tensors are split; those of one rank are left out, unless all are."""
+        ranks = self.whole.at(pp=place).ranks
+        sizes = {name: self.whole.size(name) for name in ("dp", "tp") if self.whole.size(name) > 1} or {"dp": 1}
+        return Mesh.describe(list(sizes.values()), list(sizes), ranks)
+
+    def _found(self, mesh: Mesh) -> Assignment:
+        """The layers that tp cuts under a plan, unless the user's marks use that axis."""
+        traced = trace(self.model, self.example, self.task.loss)
+        if AXIS not in mesh.names or is_marked(traced, mesh):
+            return find(traced, mesh)
+        traced = trace(self.model, self.example, self.task.loss, unpacked=True)
+        rules = RuleMarks.of(self.task, self.model, self.example, traced, mesh)
+        found = follow(traced, mesh, rules.marks)
+        found.notes |= rules.notes
+        return found
+
+
+def _stage(block: int, starts: Sequence[int]) -> int:
+    return sum(start <= block for start in starts) - 1
