@@ -14,10 +14,10 @@ from torch.distributed.tensor import Shard
 from unisono.errors import UsageError
 from unisono.graph import cost, dynamic, exact
 from unisono.graph.cost import Link
-from unisono.graph.marks import Mark, Wish
 from unisono.graph.problem import Problem, Rates
 from unisono.graph.propagate import propagate
 from unisono.graph.trace import Trace, trace
+from unisono.graph.wish import Mark, Wish
 from unisono.mesh.mesh import Mesh
 
 TP = Mesh.describe((2,), ("tp",))

@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from unisono.errors import UsageError
-from unisono.graph.marks import MARKER, Mark, Note
+from unisono.graph.recorder import MARKER
 from unisono.graph.rules.call import Call
 from unisono.graph.source import line_of
+from unisono.graph.wish import Mark, Note
 
 _ASSERTIONS = {
     torch.ops.aten._assert_tensor_metadata.default,

@@ -8,12 +8,12 @@ from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment
 from unisono.graph.dynamic import dynamic
 from unisono.graph.exact import exact
-from unisono.graph.marks import Mark
 from unisono.graph.option import REPLICATE
 from unisono.graph.propagate import propagate
 from unisono.graph.rules.registry import rule_of, target_name
 from unisono.graph.strategy import batch_marks, placements_of_marks
 from unisono.graph.trace import Trace
+from unisono.graph.wish import Mark
 from unisono.mesh.mesh import Mesh
 
 BATCH_AXIS = "dp"

@@ -25,12 +25,12 @@ from unisono.errors import UsageError
 from unisono.graph import cost
 from unisono.graph.assignment import Assignment, divided, divides, producers
 from unisono.graph.cost import Link
-from unisono.graph.marks import Mark
 from unisono.graph.op import TensorSpec
 from unisono.graph.option import REPLICATE, Option
 from unisono.graph.rules.registry import options
 from unisono.graph.strategy import placements_of_marks
 from unisono.graph.trace import Trace
+from unisono.graph.wish import Mark
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placement, Placements, is_partial, shard_dim
 from unisono.mesh.route import LOCAL_COST, STEP_COST

@@ -15,10 +15,10 @@ from torch.distributed.tensor import Shard
 
 from unisono.errors import UsageError
 from unisono.graph.assignment import producers
-from unisono.graph.marks import Mark, Wish
 from unisono.graph.option import REPLICATE, Option
 from unisono.graph.rules.registry import options, target_name
 from unisono.graph.trace import Trace
+from unisono.graph.wish import Mark, Wish
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placement, Placements, checked
 

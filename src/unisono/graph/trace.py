@@ -30,13 +30,16 @@ from unisono.graph.channel_dropout import spelled_out
 from unisono.graph.clean import clean
 from unisono.graph.heads import part_from_samples
 from unisono.graph.lost import Attributes, gradients_at_hooks, gradients_of_its_own
-from unisono.graph.marks import Mark, Recorder, Wish, recording, wish_of, wishes_for
+from unisono.graph.marks import wish_of, wishes_for
 from unisono.graph.op import Op, TensorSpec
+from unisono.graph.recorder import Recorder
+from unisono.graph.recording import recording
 from unisono.graph.rules.call import Call, tensors_of
 from unisono.graph.rules.factory import draws
 from unisono.graph.source import assigning_line, line_of, path_of
 from unisono.graph.unpack import Piece, unpack
 from unisono.graph.weigh import weigh
+from unisono.graph.wish import Mark, Wish
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
