@@ -3,10 +3,12 @@ no_grad, slices that are written to, dropouts of channels, random ops that no ru
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,6 +19,7 @@ import unisono as uni
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.graph.trace import trace
 from unisono.train.on_mesh import OnMesh
 from unisono.train.task import Task
 from unisono.train.verdict import Verdict
@@ -188,7 +191,8 @@ class Then(nn.Linear):
 
     def __init__(self, then: Callable[[Then, torch.Tensor], torch.Tensor]) -> None:
         super().__init__(4, 4)
-        self.then, self.runs, self.last = then, 0, torch.ones(4)
+        self.then, self.runs, self.last, self.cache = then, 0, torch.ones(4), None
+        self.table: dict[int, torch.Tensor] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.then(self, super().forward(x))
@@ -208,6 +212,26 @@ def remember(model: Then, y: torch.Tensor) -> torch.Tensor:
     y = y + model.last
     model.last = y.detach().mean(0)
     return y
+
+
+def fill(model: Then, y: torch.Tensor) -> torch.Tensor:
+    y = y if model.cache is None else y + model.cache[0]
+    model.cache = (y.detach(),)  # type: ignore[assignment]
+    return y
+
+
+def create(model: Then, y: torch.Tensor) -> torch.Tensor:
+    y = y + getattr(model, "new", 0)
+    model.new = y.detach()
+    return y
+
+
+def tabulate(model: Then, y: torch.Tensor) -> torch.Tensor:
+    """Makes once what is always the same, and notes what nothing depends on."""
+    if len(y) not in model.table:
+        model.table[len(y)] = torch.arange(4.0).cos()
+    model.seen = y.detach()
+    return y * model.table[len(y)]
 
 
 def hooked() -> nn.Module:
@@ -232,9 +256,34 @@ LOST: dict[str, Callable[[], nn.Module]] = {
     r"at test_program_odd.py:\d+ a hook is put on a gradient": lambda: Then(with_hook),
     "the model changes self.runs as it runs, and its ops depend on it": lambda: Then(count),
     "puts another tensor in the place of self.last as it runs, and its ops depend": lambda: Then(remember),
+    "the model changes self.cache as it runs, and its ops depend on it": lambda: Then(fill),
+    "the model changes self.new as it runs, and its ops depend on it": lambda: Then(create),
     "0 has a backward hook": hooked,
     "weight has a hook for its gradient": parameter_hooked,
 }
+
+
+DRAWN: tuple[Callable[[Then, torch.Tensor], torch.Tensor], ...] = (
+    lambda model, y: y * random.random(),
+    lambda model, y: y * random.choice([1, 2]),
+    lambda model, y: y if numpy.random.rand() < 2 else -y,
+    lambda model, y: y * vars(model).setdefault("dice", numpy.random.default_rng(0)).normal(),
+)
+
+
+def test_draws_that_are_not_torch_s_are_refused_with_their_line() -> None:
+    example = torch.zeros(4, 4), None
+    for draw in DRAWN:
+        model = Then(draw)
+        model.dice = numpy.random.default_rng(0)
+        (told,) = trace(model, example).lost
+        assert f"at test_program_odd.py:{draw.__code__.co_firstlineno} the model draws from Python's random" in told
+    before = random.getstate()
+    model = Then(tabulate)
+    assert trace(model, example).lost == ()
+    assert random.getstate() == before
+    assert not hasattr(model, "seen")
+    assert not model.table
 
 
 def lose(comm: Communicator) -> list[str]:

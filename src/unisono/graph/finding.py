@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from unisono.errors import UsageError
-from unisono.graph.assignment import Assignment
+from unisono.graph.assignment import Assignment, producers
 from unisono.graph.dynamic import dynamic
 from unisono.graph.exact import exact
 from unisono.graph.option import REPLICATE
@@ -52,6 +52,8 @@ def follow(trace: Trace, mesh: Mesh, marks: Sequence[Mark]) -> Assignment:
 def _noted(found: Assignment) -> Assignment:
     found.check()
     found.notes |= _fallbacks(found.trace)
+    for name, note in _marks_apart(found).items():
+        found.notes[name] = f"{found.notes[name]}; {note}" if name in found.notes else note
     return found
 
 
@@ -61,6 +63,22 @@ def _fallbacks(trace: Trace) -> dict[str, str]:
         for node in trace.graph.nodes
         if node.op == "call_function" and rule_of(node.target) is None
     }
+
+
+def _marks_apart(found: Assignment) -> dict[str, str]:
+    """Ops that are marked to take a tensor otherwise than it is marked to lie. Both marks hold, at the price of a move
+    in every step that a reader should know of."""
+    wishes = {(mark.node, mark.is_input, mark.number): mark.wish for mark in found.trace.marks}
+    notes: dict[str, str] = {}
+    for (name, is_input, number), wish in wishes.items():
+        if not is_input:
+            continue
+        source, output = producers(found.trace.node(name))[number]
+        lies = wishes.get((source, False, output))
+        if lies is not None and found.layout(source, output) != found.wanted(name, number):
+            told = f"{source} lies as {lies}, and is taken here as {wish}: both marks hold, by a move in every step"
+            notes[name] = f"{notes[name]}; {told}" if name in notes else told
+    return notes
 
 
 def _batch(trace: Trace, mesh: Mesh) -> list[Mark]:

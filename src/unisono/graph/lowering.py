@@ -268,7 +268,7 @@ def _refuse_assigned(trace: Trace) -> None:
 
 def _refuse_lost(trace: Trace) -> None:
     for what in trace.lost:
-        raise UsageError(f"{what}, which a program would lose; use a plan, which runs the model itself")
+        raise UsageError(what)
 
 
 def _laid(tensor: torch.Tensor, placements: Placements) -> Laid:

@@ -25,7 +25,7 @@ from unisono.comm import world as worlds
 from unisono.errors import UsageError
 from unisono.graph.recorder import noted, recorder
 from unisono.graph.source import calling_line
-from unisono.graph.wish import Note, Wish
+from unisono.graph.wish import Note, Wish, add_wish
 from unisono.mesh import reshard as moves
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placement, checked
@@ -74,10 +74,7 @@ def mark(module: nn.Module, name: str, mesh: Mesh, placements: Sequence[Placemen
         )
     wish = Wish(mesh, checked(placements, mesh, held[name].dim()), line=calling_line())
     marked = _modules.setdefault(module, {})
-    earlier = marked.setdefault(name, wish)
-    if earlier.mesh == mesh and earlier.placements != wish.placements:
-        raise UsageError(f"{name} is marked twice: {earlier} and {wish}; remove one, or build the model anew")
-    marked[name] = wish
+    add_wish(marked, name, wish)
 
 
 def _mark_stage(module: nn.Module, name: str, mesh: Mesh) -> None:
@@ -102,15 +99,15 @@ def stages_for(model: nn.Module) -> dict[str, Wish]:
 
 
 def wishes_for(model: nn.Module) -> dict[str, Wish]:
-    """What is marked among a model's parameters and buffers, by name. A name's own mark goes before its tensor's."""
+    """What is marked among a model's parameters and buffers, by name."""
     found: dict[str, Wish] = {}
     for listed in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in listed:
             if (wish := wish_of(tensor)) is not None:
-                found[name] = wish
+                add_wish(found, name, wish)
     for prefix, module in model.named_modules(remove_duplicate=False):
         for name, wish in _modules.get(module, {}).items():
-            found[f"{prefix}.{name}".lstrip(".")] = wish
+            add_wish(found, f"{prefix}.{name}".lstrip("."), wish)
     return found
 
 

@@ -176,7 +176,7 @@ class Program:
             self._model.eval()
         try:
             loss = None if kind == "predict" else self._loss
-            return trace(self._model, batch, loss, unpacked=bool(self._assignment.trace.pieces))
+            return trace(self._model, batch, loss, unpacked=bool(self._assignment.trace.pieces), marked=kind == "train")
         finally:
             for module, mode in modes:
                 module.training = mode

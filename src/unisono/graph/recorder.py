@@ -8,13 +8,15 @@ import torch
 from torch import nn
 
 from unisono.errors import UsageError
-from unisono.graph.wish import Note, Wish
+from unisono.graph.wish import Note, Wish, add_wish
 
 
 class Recorder:
     """The notes of one trace, by their number in the graph's marker ops."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, binding: bool = True) -> None:
+        """binding: whether marks count; where not, they say nothing."""
+        self.binding = binding
         self.notes: list[Note] = []
         self.wishes: dict[str, Wish] = {}  # for parameters, made while the model ran
         self.stages: dict[str, Wish] = {}  # for modules that begin a stage
@@ -33,7 +35,7 @@ class Recorder:
         """A mark on a parameter holds for the parameter, whether or not the model uses what the mark returned."""
         name = next((name for name, parameter in self._model.named_parameters() if parameter is tensor), None)
         if name is not None:
-            self.wishes[name] = wish
+            add_wish(self.wishes, name, wish)
         return name is not None
 
     def note_stage(self, module: Any, wish: Wish) -> None:
@@ -71,5 +73,7 @@ MARKER = torch.ops.unisono.mark.default
 def noted(tensor: torch.Tensor, note: Note) -> torch.Tensor:
     recording = recorder()
     assert recording is not None
+    if not recording.binding:
+        return tensor
     recording.notes.append(note)
     return MARKER(tensor, len(recording.notes) - 1)

@@ -14,11 +14,14 @@ from unisono.graph.sharded import Sharded, require_none_dropped
 
 
 @contextlib.contextmanager
-def recording(model: nn.Module) -> Iterator[Recorder]:
-    """Marks made in the block go into the graph; UsageError where some would not count."""
+def recording(model: nn.Module, binding: bool = True) -> Iterator[Recorder]:
+    """Marks made in the block go into the graph; UsageError where some would not count. Not binding: they say nothing,
+    as where placements are those of another trace."""
     require_none_dropped()
-    with Recorder(model) as recording:
+    with Recorder(model, binding) as recording:
         yield recording
+    if not binding:
+        return
     require_none_dropped()
     for name, module in model.named_modules():
         for attribute, value in vars(module).items():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placements
 
@@ -22,6 +23,10 @@ class Wish:
     def __str__(self) -> str:
         said = f"{self.placements} on {self.mesh}" if self.pieces is None else f"strategy {self.pieces}"
         return f"{said} (marked at {self.line})" if self.line else said
+
+    def contradicts(self, other: Wish | None) -> bool:
+        """Whether both cannot hold for one tensor. Of marks for several meshes, one model may have many."""
+        return other is not None and self.mesh == other.mesh and self.placements != other.placements
 
 
 @dataclass(frozen=True)
@@ -42,3 +47,18 @@ class Note:
     wish: Wish
     lies: bool = False
     op: int = -1
+
+
+def add_wish(wishes: dict[str, Wish], name: str, wish: Wish) -> None:
+    """One more wish for a parameter; UsageError where it contradicts one that is there."""
+    earlier = wishes.get(name)
+    if wish.contradicts(earlier):
+        raise UsageError(f"{name} is marked twice: {earlier} and {wish}; remove one, or build the model anew")
+    wishes[name] = wish
+
+
+def joined(wishes: dict[str, Wish], more: dict[str, Wish]) -> dict[str, Wish]:
+    both = dict(wishes)
+    for name, wish in more.items():
+        add_wish(both, name, wish)
+    return both
