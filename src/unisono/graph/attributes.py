@@ -80,7 +80,7 @@ class Attributes:
         """Takes away the attributes that a traced run has made."""
         for path, module in self._modules.items():
             for name in set(vars(module)) - self._names[path]:
-                del vars(module)[name]
+                del module.__dict__[name]
 
 
 def _set(holder: dict[str, Any], name: str, value: Any) -> None:

@@ -87,6 +87,6 @@ def _ops(graph: fx.Graph) -> list[str | None]:
 
 def _has_effect(node: fx.Node) -> bool:
     if node.target is MARKER:
-        return node.args[1] != -1
+        return bool(node.args[1] != -1)
     schema = getattr(node.target, "_schema", None)
     return node.op == "call_function" and (schema is None or schema.is_mutable)

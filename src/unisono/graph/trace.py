@@ -43,6 +43,7 @@ from unisono.graph.step import Step
 from unisono.graph.unpack import Piece, unpack
 from unisono.graph.weigh import weigh
 from unisono.graph.wish import Mark, Wish, joined
+from unisono.mesh.draws import spelled_out as draws_spelled_out
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -120,6 +121,7 @@ def trace(
         recording(model, marked) as recorder,
         _without_data(model) as fake,
         spelled_out(),
+        draws_spelled_out(),
         _assignments(model) as assigned,
     ):
         given = fake((_arguments(inputs), targets if loss is not None else None))
