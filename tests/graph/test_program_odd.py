@@ -210,6 +210,7 @@ class Then(nn.Linear):
         super().__init__(4, 4)
         self.then, self.runs, self.last, self.cache = then, 0, torch.ones(4), None
         self.table: dict[int, torch.Tensor] = {}
+        self.own = torch.Generator()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.then(self, super().forward(x))
@@ -324,6 +325,7 @@ REFUSED: tuple[Callable[[], nn.Module], ...] = (
     lambda: Average(assign),
     lambda: Average(lambda model, x: model.seen.data.copy_(x.mean(0))),
     lambda: Then(lambda model, y: torch.poisson(y.exp())),
+    lambda: Then(lambda model, y: y * torch.rand(4, generator=model.own)),
 )
 
 
@@ -337,9 +339,10 @@ def refused(comm: Communicator) -> list[str]:
 
 
 def test_what_a_graph_cannot_hold_is_refused(pools: Pools) -> None:
-    clamped, past, assigned, data, drawn = pools("gloo", 2).run(refused)[0]
+    clamped, past, assigned, data, drawn, own = pools("gloo", 2).run(refused)[0]
     assert "changes its parameter weight in its forward" in clamped
     assert "in place and under no_grad, a tensor that has gradients" in past
     assert "puts another tensor in the place of its buffer seen" in assigned
     assert "the .data of one" in data
     assert re.search(r"at test_program_odd.py:\d+ the model draws random numbers by aten.poisson", drawn)
+    assert re.search(r"at test_program_odd.py:\d+ the model gives aten.rand.generator an object that is neither", own)

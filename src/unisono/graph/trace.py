@@ -261,6 +261,7 @@ def _read(
     _number_draws(graph, model)
     for node in list(graph.nodes):
         if node.op == "placeholder" and not tensors_of(node.meta.get("val")):
+            _refuse_use(node)
             graph.erase_node(node)
     held, marks = _renamed(graph, held, marks)
     parameters = _merge_tied(graph, _first_names(names, held[InputKind.PARAMETER]))
@@ -281,6 +282,15 @@ def _read(
     return replace(
         _assembled(program, graph, parameters, buffers, constants, split, trained, tuple(marks)), pieces=pieces
     )
+
+
+def _refuse_use(placeholder: fx.Node) -> None:
+    for user in placeholder.users:
+        raise UsageError(
+            f"at {line_of(user) or user.name} the model gives {user.target} an object that is neither a tensor nor a "
+            "number, such as a torch.Generator of its own, which a graph cannot hold; without one, torch.rand and "
+            "its kin draw the same under every plan"
+        )
 
 
 def _renamed(
