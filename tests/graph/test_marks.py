@@ -284,6 +284,22 @@ def test_marks_that_contradict_or_do_not_fit() -> None:
         uni.shard_op(torch.matmul, MESH, inputs=[3, None])  # type: ignore[list-item]
     with pytest.raises(UsageError, match=r"shard\(matmul\) says nothing"):
         uni.shard(torch.matmul, in_strategy=(None, None))
+    with pytest.raises(UsageError, match=r"mark\(3, 'weight'\): expected an nn.Module"):
+        uni.mark(3, "weight", MESH, [R, R])  # type: ignore[arg-type]
+    for verb in (uni.shard_tensor, uni.reshard):
+        with pytest.raises(UsageError, match="expected a tensor"):
+            verb([1, 2], MESH, [R, R])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"expected Replicate\(\), as a number cannot be cut"):
+        uni.shard_tensor(torch.tensor(1.0), MESH, [S(0), R])
+    for make in (lambda: uni.shard(3, ((2, 4),)), lambda: uni.shard_op(3, MESH, inputs=[[R, R]])):  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="expected a function or a module"):
+            make()
+    three = Mesh.describe((3,), ("tp",))
+    for search in ("propagate", "dynamic", "exact"):
+        uneven = nn.Linear(8, 4)
+        uni.mark(uneven, "weight", three, [S(0)])
+        with pytest.raises(UsageError, match=r"weight \(marked at .*\) cannot lie as \[S0\] .* its sizes are \(4, 8\)"):
+            find(trace(uneven, (torch.zeros(4, 8), None)), three, search)
     uni.mark(model, "weight", Mesh.describe((8,), ("tp",)), [S(0)])
     with pytest.raises(UsageError, match=r"a mark is for Mesh\(tp=8\) .* but the program is for"):
         propagate(trace(model, EXAMPLE, F.mse_loss), MESH)

@@ -18,30 +18,44 @@ from unisono.mesh.mesh import Mesh
 
 BATCH_AXIS = "dp"
 
-Search = Callable[[Trace, Mesh, list[Mark], bool], Assignment]
+Search = Callable[[Trace, Mesh, list[Mark], bool, float | None], Assignment]
 
 
-def _propagated(trace: Trace, mesh: Mesh, marks: list[Mark], fully_use_devices: bool) -> Assignment:
+def _propagated(
+    trace: Trace, mesh: Mesh, marks: list[Mark], fully_use_devices: bool, memory: float | None
+) -> Assignment:
+    if memory is not None:
+        raise UsageError("memory= is a limit to search under, but search='propagate' follows the marks; use 'exact'")
     return propagate(trace, mesh, marks, fully_use_devices=fully_use_devices)
 
 
-def _dynamic(trace: Trace, mesh: Mesh, marks: list[Mark], fully_use_devices: bool) -> Assignment:
-    return dynamic(trace, mesh, marks, fully_use_devices=fully_use_devices)
+def _dynamic(trace: Trace, mesh: Mesh, marks: list[Mark], fully_use_devices: bool, memory: float | None) -> Assignment:
+    return dynamic(trace, mesh, marks, fully_use_devices=fully_use_devices, memory=memory)
 
 
-def _exact(trace: Trace, mesh: Mesh, marks: list[Mark], fully_use_devices: bool) -> Assignment:
-    return exact(trace, mesh, marks, fully_use_devices=fully_use_devices)
+def _exact(trace: Trace, mesh: Mesh, marks: list[Mark], fully_use_devices: bool, memory: float | None) -> Assignment:
+    return exact(trace, mesh, marks, fully_use_devices=fully_use_devices, memory=memory)
 
 
-# A search takes the trace, the mesh, marks besides those of the trace, and whether devices are to be used fully.
+# A search takes the trace, the mesh, marks besides those of the trace, whether devices are to be used fully, and how
+# many bytes a rank may hold.
 SEARCHES: dict[str, Search] = {"propagate": _propagated, "dynamic": _dynamic, "exact": _exact}
 
 
-def find(trace: Trace, mesh: Mesh, search: str = "propagate", fully_use_devices: bool = False) -> Assignment:
+def find(
+    trace: Trace,
+    mesh: Mesh,
+    search: str = "propagate",
+    fully_use_devices: bool = False,
+    memory: float | None = None,
+) -> Assignment:
     """An assignment that keeps all marks. An axis called dp shares the batch, unless the user's marks use it."""
     if search not in SEARCHES:
         raise UsageError(f"search={search!r}; expected one of {', '.join(SEARCHES)}")
-    return _noted(SEARCHES[search](trace, mesh, _batch(trace, mesh), fully_use_devices))
+    is_number = isinstance(memory, int | float) and not isinstance(memory, bool) and memory > 0
+    if memory is not None and not is_number:
+        raise UsageError(f"memory={memory!r}; expected how many bytes a rank may hold, such as 2**30")
+    return _noted(SEARCHES[search](trace, mesh, _batch(trace, mesh), fully_use_devices, memory))
 
 
 def follow(trace: Trace, mesh: Mesh, marks: Sequence[Mark]) -> Assignment:

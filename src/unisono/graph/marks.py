@@ -37,6 +37,7 @@ _stages: weakref.WeakKeyDictionary[nn.Module, dict[str, Wish]] = weakref.WeakKey
 
 def shard_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> torch.Tensor:
     """The tensor, marked. Where the mesh's ranks are running, a DTensor of which each rank keeps its part."""
+    _require_tensor("shard_tensor", tensor)
     wish = Wish(mesh, checked(placements, mesh, tensor.dim()), line=calling_line())
     recording = recorder()
     if recording is not None:
@@ -52,6 +53,7 @@ def shard_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placemen
 def reshard(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> torch.Tensor:
     """The tensor as it lies under `placements`; in a trace, a mark for all that use what is returned. Where no ranks
     are running it is whole and stays so."""
+    _require_tensor("reshard", tensor)
     if recorder() is not None:
         return noted(tensor, Note(Wish(mesh, checked(placements, mesh, tensor.dim()), line=calling_line())))
     if not worlds.is_initialized():
@@ -60,9 +62,16 @@ def reshard(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -
     return moves.reshard(tensor, mesh, placements)
 
 
+def _require_tensor(word: str, given: object) -> None:
+    if not isinstance(given, torch.Tensor):
+        raise UsageError(f"{word}({given!r:.80}): expected a tensor; torch.as_tensor makes one of numbers")
+
+
 def mark(module: nn.Module, name: str, mesh: Mesh, placements: Sequence[Placement] | None = None) -> None:
     """Marks a parameter or buffer of a module by its name, such as "layers.0.mlp.up.weight"; or, without placements,
     one of its modules: it and all that runs after it are on the ranks of `mesh`, such as mesh.at(pp=1)."""
+    if not isinstance(module, nn.Module):
+        raise UsageError(f"mark({module!r}, {name!r}): expected an nn.Module, and a name in it")
     if placements is None:
         _mark_stage(module, name, mesh)
         return

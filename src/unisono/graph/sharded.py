@@ -122,6 +122,7 @@ def shard(
     out_strategy: Sequence[Strategy | None] | None = None,
 ) -> Sharded:
     """The function, marked: into how many pieces each dim of each of its tensors is cut. None leaves a tensor open."""
+    _require_function("shard", function)
     given = _strategies("in_strategy", in_strategy), _strategies("out_strategy", out_strategy or ())
     if not any(wish is not None for wish in (*given[0], *given[1])):
         raise UsageError(
@@ -129,6 +130,11 @@ def shard(
             "such as ((2, 4), (4, 1)); None leaves a tensor open"
         )
     return Sharded(function, *given)
+
+
+def _require_function(word: str, given: object) -> None:
+    if not callable(given):
+        raise UsageError(f"{word}({given!r:.80}): expected a function or a module, such as torch.matmul")
 
 
 def _strategies(name: str, given: Sequence[Strategy | None]) -> list[Wish | None]:
@@ -150,6 +156,7 @@ def shard_op(
 
     Without inputs and outputs, a module: it and all that runs after it are a stage, on the ranks of `mesh`, such as
     mesh.at(pp=1)."""
+    _require_function("shard_op", function)
     if not inputs and not outputs:
         if not isinstance(function, nn.Module):
             raise UsageError(
