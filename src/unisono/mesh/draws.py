@@ -11,6 +11,7 @@ tensor that the scopes do not fit, such as noise for a weight, is the same on ev
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,6 +26,7 @@ from unisono.mesh.random import DTYPES, Draw, RandomState
 Function = Callable[..., Any]
 Place = tuple[Any, str]  # what holds a function, and its name there
 _original: dict[Place, Function] = {}
+_thread = 0  # the one that runs the model; others, that load data meanwhile, draw as they always do
 
 
 def install() -> None:
@@ -47,6 +49,8 @@ def spelled_out() -> Iterator[None]:
 
 
 def _put(functions: dict[Place, Callable[[Function], Function]]) -> None:
+    global _thread
+    _thread = threading.get_ident()
     for (holder, name), make in functions.items():
         _original[holder, name] = getattr(holder, name)
         setattr(holder, name, make(_original[holder, name]))
@@ -61,6 +65,15 @@ def _take_back() -> None:
     _original.clear()
 
 
+def _is_of_the_model() -> bool:
+    """Whether the thread that asks runs the model, or a part of it again in a backward."""
+    return threading.get_ident() == _thread or torch._C._current_graph_task_id() != -1
+
+
+def _state() -> RandomState | None:
+    return dropout.active() if _is_of_the_model() else None
+
+
 # ---- functions that draw -----------------------------------------------------------------------------------------
 
 
@@ -72,8 +85,9 @@ def _drawn(state: RandomState, shape: tuple[int, ...], is_held: bool) -> Draw:
 def _by_shape(number: str) -> Callable[[Function], Function]:
     def make(original: Function) -> Function:
         def replacement(*size: Any, generator: Any = None, out: Any = None, **more: Any) -> torch.Tensor:
-            state, like = dropout.active(), torch.empty(*size, **more)
-            if state is None or generator is not None or out is not None or not _can_draw(like):
+            state = _state()
+            like = torch.empty(*size, **more) if state is not None and generator is None and out is None else None
+            if state is None or like is None or not _can_draw(like):
                 return original(*size, generator=generator, out=out, **more)
             return _numbers(_drawn(state, tuple(like.shape), False), number, like)
 
@@ -85,7 +99,7 @@ def _by_shape(number: str) -> Callable[[Function], Function]:
 def _by_example(number: str) -> Callable[[Function], Function]:
     def make(original: Function) -> Function:
         def replacement(input: torch.Tensor, **more: Any) -> torch.Tensor:
-            state = dropout.active()
+            state = _state()
             if state is None or isinstance(input, DTensor):
                 return original(input, **more)
             like = torch.empty_like(input, **more)
@@ -200,8 +214,8 @@ def _spelled(form: Function) -> Callable[[Function], Function]:
 
     def make(original: Function) -> Function:
         def replacement(*args: Any, generator: Any = None, out: Any = None, **more: Any) -> Any:
-            if generator is not None or out is not None:
-                own = {"generator": generator} | ({} if out is None else {"out": out})
+            if generator is not None or out is not None or not _is_of_the_model():
+                own = {key: value for key, value in (("generator", generator), ("out", out)) if value is not None}
                 return original(*args, **own, **more)
             return form(*args, **more)
 
