@@ -26,7 +26,7 @@ from unisono.mesh.random import DTYPES, Draw, RandomState
 Function = Callable[..., Any]
 Place = tuple[Any, str]  # what holds a function, and its name there
 _original: dict[Place, Function] = {}
-_thread = 0  # the one that runs the model; others, that load data meanwhile, draw as they always do
+_thread: int | None = 0  # the one that runs the model; others, that load data meanwhile, draw as ever. None: all do
 
 
 def install() -> None:
@@ -42,6 +42,18 @@ def uninstall() -> None:
 def spelled_out() -> Iterator[None]:
     """In the block, only torch.rand, torch.randn and their `_like`s draw, and they are torch's own."""
     _put(_SPELLED)
+    try:
+        yield
+    finally:
+        _take_back()
+
+
+@contextlib.contextmanager
+def held_fast() -> Iterator[None]:
+    """In the block, in all threads, each number drawn is the same one: for runs of a model that are compared."""
+    global _thread
+    _put({**_HELD_FAST, **_SPELLED})
+    _thread = None
     try:
         yield
     finally:
@@ -67,7 +79,7 @@ def _take_back() -> None:
 
 def _is_of_the_model() -> bool:
     """Whether the thread that asks runs the model, or a part of it again in a backward."""
-    return threading.get_ident() == _thread or torch._C._current_graph_task_id() != -1
+    return _thread in (None, threading.get_ident()) or torch._C._current_graph_task_id() != -1
 
 
 def _state() -> RandomState | None:
@@ -126,6 +138,13 @@ _DRAWING: dict[Place, Callable[[Function], Function]] = {
     (torch, "randn"): _by_shape("normal"),
     (torch, "rand_like"): _by_example("uniform"),
     (torch, "randn_like"): _by_example("normal"),
+}
+
+_HELD_FAST: dict[Place, Callable[[Function], Function]] = {
+    (torch, "rand"): lambda _: lambda *size, generator=None, **more: torch.empty(*size, **more).fill_(0.5),
+    (torch, "randn"): lambda _: lambda *size, generator=None, **more: torch.empty(*size, **more).fill_(0.5),
+    (torch, "rand_like"): lambda _: lambda like, **more: torch.empty_like(like, **more).fill_(0.5),
+    (torch, "randn_like"): lambda _: lambda like, **more: torch.empty_like(like, **more).fill_(0.5),
 }
 
 
