@@ -149,6 +149,28 @@ def prove_draws(comm: Communicator) -> list[Verdict]:
     return found
 
 
+class MarkedInTraining(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.relu = uni.shard(F.relu, ((2, 1),))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(super().forward(x)) if self.training else super().forward(x)
+
+
+def evaluate_unmarked(comm: Communicator) -> None:
+    batch = torch.ones(4, 4), torch.tensor([0, 1, 2, 3])
+    program = made(MarkedInTraining, "dp", batch)
+    program.eval()
+    model = nn.Linear(4, 4)
+    model.load_state_dict(program.state_dict()["model"])
+    torch.testing.assert_close(program(batch), F.cross_entropy(model(batch[0]), batch[1]).detach())
+
+
+def test_marks_of_training_are_not_asked_for_in_evaluation(pools: Pools) -> None:
+    pools("gloo", 2).run(evaluate_unmarked)
+
+
 def test_gradients_add_up(pools: Pools) -> None:
     pools("gloo", 2).run(add_up)
 
