@@ -116,6 +116,7 @@ class Noisy(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         mean, scale = self.inner(x), self.head(x)
+        torch.rand(4), F.dropout(mean)  # what nothing depends on is drawn all the same
         y = mean + torch.randn_like(mean) * scale.exp() + torch.rand(len(x), 4) + x.new_empty(len(x), 4).normal_(1, 2)
         y = y * x.new_empty(len(x), 1).bernoulli_(0.5).div_(0.5) + torch.bernoulli(x.sigmoid())
         y = y * F.gumbel_softmax(self.slopes(y)) + Normal(mean, scale.exp(), validate_args=False).rsample()

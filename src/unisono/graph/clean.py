@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -24,9 +24,12 @@ _ASSERTIONS = {
 }
 
 
-def clean(module: fx.GraphModule, notes: Sequence[Note] = ()) -> tuple[fx.Graph, list[Mark]]:
+def clean(
+    module: fx.GraphModule, notes: Sequence[Note] = (), number: Callable[[fx.Graph], None] = lambda graph: None
+) -> tuple[fx.Graph, list[Mark]]:
     """The module's graph with regions inlined, assertions gone, and changes in place made new values; and the marks
-    that were in it, of which `notes` says what their numbers mean."""
+    that were in it, of which `notes` says what their numbers mean. number: is given the graph while it still has the
+    ops that nothing depends on."""
     graph = module.graph
     _recount_users(graph)
     _inline_regions(module)
@@ -39,6 +42,7 @@ def clean(module: fx.GraphModule, notes: Sequence[Note] = ()) -> tuple[fx.Graph,
     _write_out_running_statistics(graph)
     _drop_broadcasts(graph)
     _make_gradients_dense(graph)
+    number(graph)
     marks = take_marks(graph, notes)
     afterwards = {node.meta["changed_to"] for node in graph.nodes if "changed_to" in node.meta}
     for node in reversed(list(graph.nodes)):

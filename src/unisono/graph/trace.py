@@ -257,8 +257,7 @@ def _read(
     held: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
     for spec in program.graph_signature.input_specs:
         held[spec.kind][spec.arg.name] = spec.target or ""
-    graph, marks = clean(program.graph_module, recorder.notes)
-    _number_draws(graph, model)
+    graph, marks = clean(program.graph_module, recorder.notes, lambda graph: _number_draws(graph, model))
     for node in list(graph.nodes):
         if node.op == "placeholder" and not tensors_of(node.meta.get("val")):
             _refuse_use(node)
