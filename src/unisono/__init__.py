@@ -20,10 +20,10 @@ if TYPE_CHECKING:
     from unisono.comm.world import world_size as world_size
     from unisono.graph.marks import mark as mark
     from unisono.graph.marks import reshard as reshard
-    from unisono.graph.marks import shard as shard
-    from unisono.graph.marks import shard_op as shard_op
     from unisono.graph.marks import shard_tensor as shard_tensor
     from unisono.graph.program import Program as Program
+    from unisono.graph.sharded import shard as shard
+    from unisono.graph.sharded import shard_op as shard_op
     from unisono.launch.spawn import spawn as spawn
     from unisono.mesh.mesh import Mesh as Mesh
     from unisono.mesh.placement import Partial as Partial
@@ -79,8 +79,8 @@ _HOME = {
     "mark": "unisono.graph.marks",
     "reshard": "unisono.graph.marks",
     "ring_all_reduce": "unisono.comm.ring",
-    "shard": "unisono.graph.marks",
-    "shard_op": "unisono.graph.marks",
+    "shard": "unisono.graph.sharded",
+    "shard_op": "unisono.graph.sharded",
     "shard_tensor": "unisono.graph.marks",
     "shutdown": "unisono.comm.world",
     "spawn": "unisono.launch.spawn",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -176,12 +177,43 @@ class Dropping(nn.Module):
         lambda hidden: uni.shard(torch.relu, ((2, 4),)) and None,
         lambda hidden: uni.reshard(hidden, MESH, [S(0), S(1)]),
         lambda hidden: uni.shard_tensor(hidden, MESH, [S(0), S(1)]),
+        lambda hidden: uni.reshard(F.gelu(hidden), MESH, [S(0), S(1)]),
+        lambda hidden: uni.shard_op(F.gelu, MESH, inputs=[[S(0), S(1)]])(hidden),
+        lambda hidden: uni.shard_op(F.gelu, MESH, outputs=[[S(0), S(1)]])(hidden),
+        lambda hidden: uni.shard(torch.relu, ((2, 4),))(hidden),
     ],
 )
 def test_a_mark_that_a_forward_drops_is_an_error_of_that_trace(drop: Callable[[torch.Tensor], Any]) -> None:
     with pytest.raises(UsageError, match=r"marked at test_marks.py:\d+.* thrown away"):
         trace(Dropping(drop), (torch.zeros(4, 8), None))
-    trace(Dropping(lambda hidden: uni.reshard(F.gelu(hidden), MESH, [S(0), S(1)])), (torch.zeros(4, 8), None))
+
+
+class Twice(nn.Module):
+    """Marked in two ways, one after the other; what leaves it is marked too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(8, 8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = uni.shard_op(torch.matmul, MESH, inputs=[None, [R, S(0)]])(x, self.weight)
+        hidden = uni.reshard(uni.reshard(hidden, MESH, [S(0), R]), MESH, [R, S(1)])
+        return uni.reshard(F.relu(hidden), MESH, [S(1), R])
+
+
+@pytest.mark.parametrize("search", ["propagate", "dynamic", "exact"])
+def test_marks_of_a_tensor_and_of_an_op_that_takes_it_both_hold(search: str) -> None:
+    model = Twice()
+    uni.mark(model, "weight", MESH, [R, S(1)])
+    found = find(trace(model, (torch.zeros(4, 8), None)), MESH, search)
+    assert found.layout("p_weight") == (R, S(1))
+    assert found.wanted("matmul", 1) == (R, S(0))
+    assert re.search(
+        r"p_weight lies as .*test_marks.* taken here as .*test_marks.*both marks hold", found.notes["matmul"]
+    )
+    assert found.wanted("alias_default", 0) == (S(0), R)
+    assert found.wanted("relu", 0) == (R, S(1))
+    assert found.wanted("alias_default_1", 0) == (S(1), R)
 
 
 def test_a_parameter_that_is_made_of_a_marked_tensor_is_marked() -> None:
@@ -216,6 +248,24 @@ def test_a_parameter_is_marked_in_one_way() -> None:
     uni.mark(model, "weight", MESH, [R, S(0)])
     with pytest.raises(UsageError, match=r"weight is marked twice: .*test_marks.py.* and .*build the model anew"):
         uni.mark(model, "weight", MESH, [R, S(1)])
+    uni.shard_tensor(model.bias, MESH, [R, S(0)])
+    uni.mark(model, "bias", MESH, [R, R])
+    with pytest.raises(UsageError, match=r"bias is marked twice: .*test_marks.py.* and .*build the model anew"):
+        trace(model, (torch.zeros(4, 8), None))
+    again = Again()
+    uni.mark(again, "weight", MESH, [R, S(1)])
+    with pytest.raises(UsageError, match="weight is marked twice"):
+        trace(again, (torch.zeros(4, 8), None))
+
+
+class Again(nn.Linear):
+    """Marks its weight as it runs."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.linear(x, uni.shard_tensor(self.weight, MESH, [R, S(0)]))
 
 
 def test_marks_that_contradict_or_do_not_fit() -> None:
@@ -234,6 +284,22 @@ def test_marks_that_contradict_or_do_not_fit() -> None:
         uni.shard_op(torch.matmul, MESH, inputs=[3, None])  # type: ignore[list-item]
     with pytest.raises(UsageError, match=r"shard\(matmul\) says nothing"):
         uni.shard(torch.matmul, in_strategy=(None, None))
+    with pytest.raises(UsageError, match=r"mark\(3, 'weight'\): expected an nn.Module"):
+        uni.mark(3, "weight", MESH, [R, R])  # type: ignore[arg-type]
+    for verb in (uni.shard_tensor, uni.reshard):
+        with pytest.raises(UsageError, match="expected a tensor"):
+            verb([1, 2], MESH, [R, R])  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match=r"expected Replicate\(\), as a number cannot be cut"):
+        uni.shard_tensor(torch.tensor(1.0), MESH, [S(0), R])
+    for make in (lambda: uni.shard(3, ((2, 4),)), lambda: uni.shard_op(3, MESH, inputs=[[R, R]])):  # type: ignore[arg-type]
+        with pytest.raises(UsageError, match="expected a function or a module"):
+            make()
+    three = Mesh.describe((3,), ("tp",))
+    for search in ("propagate", "dynamic", "exact"):
+        uneven = nn.Linear(8, 4)
+        uni.mark(uneven, "weight", three, [S(0)])
+        with pytest.raises(UsageError, match=r"weight \(marked at .*\) cannot lie as \[S0\] .* its sizes are \(4, 8\)"):
+            find(trace(uneven, (torch.zeros(4, 8), None)), three, search)
     uni.mark(model, "weight", Mesh.describe((8,), ("tp",)), [S(0)])
     with pytest.raises(UsageError, match=r"a mark is for Mesh\(tp=8\) .* but the program is for"):
         propagate(trace(model, EXAMPLE, F.mse_loss), MESH)

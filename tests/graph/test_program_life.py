@@ -229,6 +229,7 @@ def test_what_is_refused(pools: Pools) -> None:
         ("full", "has no axes"),
         ("dp=0", "no axis"),
         ("dp=2,zero=4", "'zero=4' is no axis"),
+        ("dp=2,memory=much", "'memory=much' is no axis"),
     ],
 )
 def test_words_of_a_mesh_that_make_no_sense(words: str, said: str) -> None:
@@ -239,5 +240,8 @@ def test_words_of_a_mesh_that_make_no_sense(words: str, said: str) -> None:
 def test_words_of_a_mesh() -> None:
     parsed = OnMesh.parse("dp=2,mp=4,full")
     assert (parsed.world, str(parsed), str(parsed.described())) == (8, "program dp=2,mp=4,full", "Mesh(dp=2, mp=4)")
+    limited = OnMesh.parse("mp=2,search=exact,memory=1.5MiB")
+    assert limited.options["memory"] == 3 * 2**19
+    assert OnMesh.parse(str(limited)) == limited
     with pytest.raises(UsageError, match="needs 8 ranks, but there are 4"):
         parsed.fit(4)

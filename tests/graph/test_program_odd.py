@@ -3,24 +3,28 @@ no_grad, slices that are written to, dropouts of channels, random ops that no ru
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributions import Normal
 from torch.utils.checkpoint import checkpoint
 
 import unisono as uni
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.graph.trace import trace
 from unisono.train.on_mesh import OnMesh
 from unisono.train.task import Task
 from unisono.train.verdict import Verdict
-from unisono.train.verify import verify_here
+from unisono.train.verify import parsed, verify_here
 
 Pools = Callable[[str, int], RankPool]
 
@@ -77,12 +81,6 @@ def prove_sparse(comm: Communicator) -> list[Verdict]:
     return [verify_here(comm, task, OnMesh.parse("dp=2"), 2)]
 
 
-@pytest.mark.parametrize("prove", [prove_odd, prove_sparse])
-def test_the_result_of_one_device(pools: Pools, prove: Callable[[Communicator], list[Verdict]]) -> None:
-    for verdict in pools("gloo", 2).run(prove)[0]:
-        assert verdict.equivalent, verdict
-
-
 def made(model: Callable[[], nn.Module], axis: str, example: Any) -> uni.Program:
     def sgd(parameters: Any) -> torch.optim.Optimizer:
         return torch.optim.SGD(parameters, lr=0.1)
@@ -109,34 +107,79 @@ def add_up(comm: Communicator) -> None:
         torch.testing.assert_close(found, parameter.grad.to_dense())
 
 
-class Random(nn.Module):
+class Noisy(nn.Module):
+    """Draws for each sample, as variational models and stochastic depth do, and by a Gumbel softmax."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.head = nn.Linear(4, 4)
+        self.inner, self.head, self.slopes = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = F.rrelu(x[:, torch.randperm(4)], training=True) * torch.bernoulli(x.sigmoid())
-        return self.head(x * torch.randint(1, 9, (4,)))
+        mean, scale = self.inner(x), self.head(x)
+        torch.rand(4), F.dropout(mean)  # what nothing depends on is drawn all the same
+        y = mean + torch.randn_like(mean) * scale.exp() + torch.rand(len(x), 4) + x.new_empty(len(x), 4).normal_(1, 2)
+        y = y * x.new_empty(len(x), 1).bernoulli_(0.5).div_(0.5) + torch.bernoulli(x.sigmoid())
+        y = y * F.gumbel_softmax(self.slopes(y)) + Normal(mean, scale.exp(), validate_args=False).rsample()
+        return y + torch.randn_like(self.head.bias) + torch.randint(1, 9, (len(x), 1)).to(y.dtype)
 
 
-def draw_alike(comm: Communicator) -> torch.Tensor:
-    torch.manual_seed(comm.rank)
-    example = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)), torch.tensor([0, 1, 2, 3])
-    program = made(Random, "mp", example)
-    before = torch.get_rng_state()
-    losses = [program(example).item() for _ in range(2)]
-    assert losses[0] != losses[1]
-    assert torch.equal(torch.get_rng_state(), before)
-    return program.pieces.parameters["head.weight"].detach()
+class Shuffled(nn.Module):
+    """Draws for the whole batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head, self.slopes = nn.Linear(4, 4), nn.RReLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.slopes(x[:, torch.randperm(4)]) + x[torch.randperm(len(x))]
+        return self.head(x[torch.multinomial(torch.ones(len(x)), len(x), replacement=True)])
+
+
+def prove_draws(comm: Communicator) -> list[Verdict]:
+    torch.manual_seed(comm.rank)  # ranks draw alike, whatever torch would
+
+    def rows(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return torch.randn(4, 4, generator=torch.Generator().manual_seed(seed)), torch.tensor([0, 1, 2, 3])
+
+    def proved(model: Callable[[], nn.Module], words: str) -> Verdict:
+        task = Task(model=model, loss=F.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch=rows)
+        return verify_here(comm, task, parsed(words), 2)
+
+    found = [proved(Noisy, words) for words in ("program dp=2", "program mp=2,full", "dp=2", "dp=2,microbatches=2")]
+    found += [proved(Shuffled, words) for words in ("program dp=2", "program mp=2,full")]
+    return found
+
+
+class MarkedInTraining(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.relu = uni.shard(F.relu, ((2, 1),))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(super().forward(x)) if self.training else super().forward(x)
+
+
+def evaluate_unmarked(comm: Communicator) -> None:
+    batch = torch.ones(4, 4), torch.tensor([0, 1, 2, 3])
+    program = made(MarkedInTraining, "dp", batch)
+    program.eval()
+    model = nn.Linear(4, 4)
+    model.load_state_dict(program.state_dict()["model"])
+    torch.testing.assert_close(program(batch), F.cross_entropy(model(batch[0]), batch[1]).detach())
+
+
+def test_marks_of_training_are_not_asked_for_in_evaluation(pools: Pools) -> None:
+    pools("gloo", 2).run(evaluate_unmarked)
 
 
 def test_gradients_add_up(pools: Pools) -> None:
     pools("gloo", 2).run(add_up)
 
 
-def test_ops_without_a_rule_draw_the_same_on_every_rank(pools: Pools) -> None:
-    first, second = pools("gloo", 2).run(draw_alike)
-    assert torch.equal(first, second)
+@pytest.mark.parametrize("prove", [prove_odd, prove_sparse, prove_draws])
+def test_the_result_of_one_device(pools: Pools, prove: Callable[[Communicator], list[Verdict]]) -> None:
+    for verdict in pools("gloo", 2).run(prove)[0]:
+        assert verdict.equivalent, verdict
 
 
 class Clamped(nn.Linear):
@@ -188,7 +231,9 @@ class Then(nn.Linear):
 
     def __init__(self, then: Callable[[Then, torch.Tensor], torch.Tensor]) -> None:
         super().__init__(4, 4)
-        self.then, self.runs, self.last = then, 0, torch.ones(4)
+        self.then, self.runs, self.last, self.cache = then, 0, torch.ones(4), None
+        self.table: dict[int, torch.Tensor] = {}
+        self.own = torch.Generator()
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.then(self, super().forward(x))
@@ -208,6 +253,26 @@ def remember(model: Then, y: torch.Tensor) -> torch.Tensor:
     y = y + model.last
     model.last = y.detach().mean(0)
     return y
+
+
+def fill(model: Then, y: torch.Tensor) -> torch.Tensor:
+    y = y if model.cache is None else y + model.cache[0]
+    model.cache = (y.detach(),)  # type: ignore[assignment]
+    return y
+
+
+def create(model: Then, y: torch.Tensor) -> torch.Tensor:
+    y = y + getattr(model, "new", 0)
+    model.new = y.detach()
+    return y
+
+
+def tabulate(model: Then, y: torch.Tensor) -> torch.Tensor:
+    """Makes once what is always the same, and notes what nothing depends on."""
+    if len(y) not in model.table:
+        model.table[len(y)] = torch.arange(4.0).cos()
+    model.seen = y.detach()
+    return y * model.table[len(y)]
 
 
 def hooked() -> nn.Module:
@@ -232,9 +297,34 @@ LOST: dict[str, Callable[[], nn.Module]] = {
     r"at test_program_odd.py:\d+ a hook is put on a gradient": lambda: Then(with_hook),
     "the model changes self.runs as it runs, and its ops depend on it": lambda: Then(count),
     "puts another tensor in the place of self.last as it runs, and its ops depend": lambda: Then(remember),
+    "the model changes self.cache as it runs, and its ops depend on it": lambda: Then(fill),
+    "the model changes self.new as it runs, and its ops depend on it": lambda: Then(create),
     "0 has a backward hook": hooked,
     "weight has a hook for its gradient": parameter_hooked,
 }
+
+
+DRAWN: tuple[Callable[[Then, torch.Tensor], torch.Tensor], ...] = (
+    lambda model, y: y * random.random(),
+    lambda model, y: y * random.choice([1, 2]),
+    lambda model, y: y if numpy.random.rand() < 2 else -y,
+    lambda model, y: y * vars(model).setdefault("dice", numpy.random.default_rng(0)).normal(),
+)
+
+
+def test_draws_that_are_not_torch_s_are_refused_with_their_line() -> None:
+    example = torch.zeros(4, 4), None
+    for draw in DRAWN:
+        model = Then(draw)
+        model.dice = numpy.random.default_rng(0)
+        (told,) = trace(model, example).lost
+        assert f"at test_program_odd.py:{draw.__code__.co_firstlineno} the model draws from Python's random" in told
+    before = random.getstate()
+    model = Then(tabulate)
+    assert trace(model, example).lost == ()
+    assert random.getstate() == before
+    assert not hasattr(model, "seen")
+    assert not model.table
 
 
 def lose(comm: Communicator) -> list[str]:
@@ -257,6 +347,8 @@ REFUSED: tuple[Callable[[], nn.Module], ...] = (
     lambda: Past(4, 4),
     lambda: Average(assign),
     lambda: Average(lambda model, x: model.seen.data.copy_(x.mean(0))),
+    lambda: Then(lambda model, y: torch.poisson(y.exp())),
+    lambda: Then(lambda model, y: y * torch.rand(4, generator=model.own)),
 )
 
 
@@ -270,8 +362,10 @@ def refused(comm: Communicator) -> list[str]:
 
 
 def test_what_a_graph_cannot_hold_is_refused(pools: Pools) -> None:
-    clamped, past, assigned, data = pools("gloo", 2).run(refused)[0]
+    clamped, past, assigned, data, drawn, own = pools("gloo", 2).run(refused)[0]
     assert "changes its parameter weight in its forward" in clamped
     assert "in place and under no_grad, a tensor that has gradients" in past
     assert "puts another tensor in the place of its buffer seen" in assigned
     assert "the .data of one" in data
+    assert re.search(r"at test_program_odd.py:\d+ the model draws random numbers by aten.poisson", drawn)
+    assert re.search(r"at test_program_odd.py:\d+ the model gives aten.rand.generator an object that is neither", own)

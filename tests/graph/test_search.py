@@ -13,11 +13,13 @@ from torch.distributed.tensor import Shard
 
 from unisono.errors import UsageError
 from unisono.graph import cost, dynamic, exact
+from unisono.graph.assignment import Assignment
 from unisono.graph.cost import Link
-from unisono.graph.marks import Mark, Wish
+from unisono.graph.finding import find
 from unisono.graph.problem import Problem, Rates
 from unisono.graph.propagate import propagate
 from unisono.graph.trace import Trace, trace
+from unisono.graph.wish import Mark, Wish
 from unisono.mesh.mesh import Mesh
 
 TP = Mesh.describe((2,), ("tp",))
@@ -105,6 +107,28 @@ def test_what_cannot_fit_is_told() -> None:
     for search in (exact.exact, dynamic.dynamic):
         with pytest.raises(UsageError, match=r"fit 100 bytes a rank; parameters and activations need .* at least"):
             search(net(), TP, memory=100)
+    with pytest.raises(UsageError, match="memory=-1; expected how many bytes a rank may hold"):
+        find(net(), TP, "exact", memory=-1)
+    with pytest.raises(UsageError, match="search='propagate' follows the marks"):
+        find(net(), TP, memory=100)
+
+
+@pytest.mark.parametrize("search", ["exact", "dynamic"])
+def test_a_program_is_found_under_a_limit(search: str) -> None:
+    traced = net(64)
+    problem = Problem.of(traced, TP)
+    least = exact.min_bytes(problem)
+    free, tight = find(traced, TP, search), find(traced, TP, search, memory=1.01 * least)
+    assert bytes_held(problem, tight) <= 1.01 * least < bytes_held(problem, free)
+    assert len(free.reshards()) < len(tight.reshards())  # room is paid for with talk
+
+
+def bytes_held(problem: Problem, found: Assignment) -> float:
+    chosen = {
+        name: next(i for i, choice in enumerate(choices) if choice.options == found.options[name])
+        for name, choices in problem.choices.items()
+    }
+    return problem.held(chosen)
 
 
 def test_two_axes() -> None:

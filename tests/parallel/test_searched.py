@@ -13,6 +13,7 @@ from tests.equivalence.proof import prove
 from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.parallel.tensor import fitting_rules, styles_of
+from unisono.train.double import InDouble
 
 
 def test_layers_are_cut_where_little_travels() -> None:
@@ -36,3 +37,18 @@ def test_what_is_found_gives_the_result_of_one_device(
 ) -> None:
     verdict = pools("gloo", 4 if "dp" in plan else 2).run(prove, "unnamed", task, plan)[0]
     assert verdict.equivalent, verdict
+
+
+class Rounding(unnamed.Tower):
+    """Computes in float32 on its way, whatever it is in, and draws, also when it does not train."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward((x.float() * 1.1).to(x.dtype)) + torch.rand(len(x), 1) * x.new_empty(3).normal_()
+
+
+def test_rounding_and_draws_are_no_reason_to_cut_nothing() -> None:
+    inputs = torch.randn(512, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    with InDouble(torch.float64):  # which the simulated ranks, threads of their own, do not know of
+        rules = fitting_rules(Rounding().double(), 2, None, (inputs, None))
+    assert rules is not None
+    assert (rules["alpha"], rules["beta"]) == ("column", "row")

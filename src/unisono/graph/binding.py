@@ -39,14 +39,16 @@ def bind(lowered: Lowered, random: RandomState) -> dict[str, Function]:
 def _function(compute: Compute, place: Place) -> Function:
     rewrite = next((option.local for option in compute.options if option.local is not None), None)
     if rewrite is None and _draws(compute.node):
-        rewrite = _DRAWING.get(str(compute.node.target).rpartition(".")[0], "seeded")
+        rewrite = _DRAWING[str(compute.node.target).rpartition(".")[0]]
     if rewrite is None:
         return native(compute.node.target)
     quick = _QUICK.get(rewrite)
     return quick(place) if quick is not None else partial(REWRITES[rewrite], place)
 
 
-_DRAWING = {"aten.dropout": "dropout", "aten.scaled_dot_product_attention": "attention"}
+_DRAWING = {"aten.dropout": "dropout", "aten.scaled_dot_product_attention": "attention"} | dict.fromkeys(
+    ("aten.rand", "aten.randn", "aten.rand_like", "aten.randn_like"), "random"
+)
 
 
 def _draws(node: fx.Node) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -11,9 +11,10 @@ import torch
 from torch import fx
 
 from unisono.errors import UsageError
-from unisono.graph.marks import MARKER, Mark, Note
+from unisono.graph.markers import kept, take_marks
 from unisono.graph.rules.call import Call
 from unisono.graph.source import line_of
+from unisono.graph.wish import Mark, Note
 
 _ASSERTIONS = {
     torch.ops.aten._assert_tensor_metadata.default,
@@ -23,9 +24,12 @@ _ASSERTIONS = {
 }
 
 
-def clean(module: fx.GraphModule, notes: Sequence[Note] = ()) -> tuple[fx.Graph, list[Mark]]:
+def clean(
+    module: fx.GraphModule, notes: Sequence[Note] = (), number: Callable[[fx.Graph], None] = lambda graph: None
+) -> tuple[fx.Graph, list[Mark]]:
     """The module's graph with regions inlined, assertions gone, and changes in place made new values; and the marks
-    that were in it, of which `notes` says what their numbers mean."""
+    that were in it, of which `notes` says what their numbers mean. number: is given the graph while it still has the
+    ops that nothing depends on."""
     graph = module.graph
     _recount_users(graph)
     _inline_regions(module)
@@ -38,13 +42,14 @@ def clean(module: fx.GraphModule, notes: Sequence[Note] = ()) -> tuple[fx.Graph,
     _write_out_running_statistics(graph)
     _drop_broadcasts(graph)
     _make_gradients_dense(graph)
-    marks = _take_marks(graph, notes)
+    number(graph)
+    marks = take_marks(graph, notes)
     afterwards = {node.meta["changed_to"] for node in graph.nodes if "changed_to" in node.meta}
     for node in reversed(list(graph.nodes)):
         if node.op in ("call_function", "get_attr") and not node.users and node not in afterwards:
             graph.erase_node(node)
     graph.lint()
-    return graph, [mark for mark in marks if _is_used(graph, mark)]
+    return graph, kept(graph, notes, marks)
 
 
 def _recount_users(graph: fx.Graph) -> None:
@@ -121,59 +126,6 @@ def _make_gradients_dense(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if node.target is torch.ops.aten.embedding.default and Call(node)["sparse"]:
             node.args = node.args[:4]
-
-
-# ---- marks ------------------------------------------------------------------------------------------------------
-
-
-def _take_marks(graph: fx.Graph, notes: Sequence[Note]) -> list[Mark]:
-    """Takes marker ops out of the graph: a note on a tensor goes to what made it, any other to all that use it."""
-    marks: list[Mark] = []
-    for node in list(graph.nodes):
-        if node.target is not MARKER:
-            continue
-        note = notes[node.args[1]]
-        _require_use(node, note)
-        if note.lies:
-            marks.append(Mark(_source(node).name, 0, note.wish, op=note.op))
-        for user, number in _uses(node, notes) if not note.lies else ():
-            marks.append(Mark(user.name, number, note.wish, is_input=True, op=note.op))
-    for node in list(graph.nodes):
-        if node.target is MARKER:
-            node.replace_all_uses_with(node.args[0])
-            graph.erase_node(node)
-    return marks
-
-
-def _require_use(marker: fx.Node, note: Note) -> None:
-    """What uni.reshard or uni.shard_tensor returned must be used, if the tensor itself is."""
-    others = [user for user in _source(marker).users if user.target is not MARKER]
-    if not note.lies and note.op < 0 and not marker.users and others:
-        raise UsageError(
-            f"{note.wish}: what uni.reshard or uni.shard_tensor returned was thrown away, while the tensor it was "
-            "given is used, so the mark would not count; use what it returned"
-        )
-
-
-def _source(marker: Any) -> fx.Node:
-    while marker.target is MARKER:
-        marker = marker.args[0]
-    return marker
-
-
-def _uses(marker: fx.Node, notes: Sequence[Note]) -> Iterator[tuple[fx.Node, int]]:
-    """The ops that use a marked tensor, through markers of what they make of it but not through another wish."""
-    for user in marker.users:
-        if user.target is MARKER:
-            yield from _uses(user, notes) if notes[int(user.args[1])].lies else ()  # type: ignore[arg-type]
-            continue
-        for number, given in enumerate(Call(user).tensors):
-            if given is marker:
-                yield user, number
-
-
-def _is_used(graph: fx.Graph, mark: Mark) -> bool:
-    return any(node.name == mark.node for node in graph.nodes)
 
 
 # ---- changes in place -------------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ import numpy as np
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment
 from unisono.graph.exact import min_bytes
-from unisono.graph.marks import Mark
 from unisono.graph.problem import Flow, Problem, Rates
 from unisono.graph.trace import Trace
+from unisono.graph.wish import Mark
 from unisono.mesh.mesh import Mesh
 
 WIDTH = 4096  # ways that are carried along

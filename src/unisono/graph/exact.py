@@ -23,9 +23,9 @@ import numpy as np
 
 from unisono.errors import MissingPackageError, UsageError
 from unisono.graph.assignment import Assignment
-from unisono.graph.marks import Mark
 from unisono.graph.problem import Flow, Problem, Rates
 from unisono.graph.trace import Trace
+from unisono.graph.wish import Mark
 from unisono.mesh.mesh import Mesh
 
 TIME_LIMIT = 120.0  # seconds; what is found by then is taken, if it is proved to be within GAP of the best

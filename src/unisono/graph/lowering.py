@@ -23,6 +23,8 @@ from unisono.graph.assignment import Assignment, divides
 from unisono.graph.edge import Way
 from unisono.graph.option import REPLICATE, SUM, Option, output_gradient
 from unisono.graph.rules import Call, tensors_of
+from unisono.graph.rules.factory import is_followed
+from unisono.graph.rules.registry import target_name
 from unisono.graph.source import line_of
 from unisono.graph.trace import Trace
 from unisono.mesh.mesh import Mesh
@@ -156,6 +158,7 @@ class _Lowering:
     def run(self) -> Lowered:
         _refuse_assigned(self.made.trace)
         _refuse_lost(self.made.trace)
+        _refuse_draws(self.made.trace)
         for node in self.nodes:
             if node.op == "placeholder":
                 self._give(node)
@@ -312,7 +315,17 @@ def _refuse_assigned(trace: Trace) -> None:
 
 def _refuse_lost(trace: Trace) -> None:
     for what in trace.lost:
-        raise UsageError(f"{what}, which a program would lose; use a plan, which runs the model itself")
+        raise UsageError(what)
+
+
+def _refuse_draws(trace: Trace) -> None:
+    for node in trace.graph.nodes:
+        if "draw" in node.meta and not is_followed(node):
+            raise UsageError(
+                f"at {line_of(node) or node.name} the model draws random numbers by {target_name(node.target)}, in a "
+                "way of its own that is not the same under every placement; use torch.rand, torch.randn, their kin "
+                "and dropout (between the layers of a GRU: nn.Dropout), without generators of your own"
+            )
 
 
 def _laid(tensor: torch.Tensor, placements: Placements) -> Laid:

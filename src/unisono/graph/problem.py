@@ -25,16 +25,15 @@ from typing import NamedTuple
 
 from torch import fx
 
-from unisono.errors import UsageError
 from unisono.graph import cost
 from unisono.graph.assignment import Assignment, divided, divides, producers
 from unisono.graph.cost import Link
-from unisono.graph.marks import Mark
 from unisono.graph.op import TensorSpec
 from unisono.graph.option import Option
 from unisono.graph.rules.registry import options
-from unisono.graph.strategy import placements_of_marks
+from unisono.graph.strategy import placements_of_marks, unkept
 from unisono.graph.trace import Trace
+from unisono.graph.wish import Mark
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placements
 
@@ -136,7 +135,7 @@ class Problem:
                 if self._keeps(some, wanted) and self._divides(node, some):
                     made.append(some)
             if not made:
-                raise UsageError(f"{node.name} has no placements on {self.mesh} that keep its marks {wanted}")
+                raise unkept(self.trace, node, self.mesh, list(wanted.values()))
             if self.fully and node.op == "call_function":
                 most = max(sum(option.splits for option in some) for some in made)
                 made = [some for some in made if sum(option.splits for option in some) == most]

@@ -176,7 +176,7 @@ class Program:
             self._model.eval()
         try:
             loss = None if kind == "predict" else self._loss
-            return trace(self._model, batch, loss, unpacked=bool(self._assignment.trace.pieces))
+            return trace(self._model, batch, loss, unpacked=bool(self._assignment.trace.pieces), marked=kind == "train")
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -254,6 +254,7 @@ def to_static(
     fully_use_devices: bool = False,
     unpack: bool = False,
     zero: int = 0,
+    memory: float | None = None,
     clip: float | None = None,
     seed: int = 0,
     dtype: torch.dtype | None = None,
@@ -274,7 +275,7 @@ def to_static(
     found = assignment
     if found is None:
         traced = trace(whole, example, loss, unpacked=unpack)
-        found = _found_by_one(comm, traced, mesh, search, fully_use_devices)
+        found = _found_by_one(comm, traced, mesh, lambda: find(traced, mesh, search, fully_use_devices, memory))
     if zero > 1:
         found = in_pieces(found)
     found.check()
@@ -297,12 +298,12 @@ def _require_reach(optimizer: Optimizer, make: Callable[[Any], Optimizer], piece
         )
 
 
-def _found_by_one(comm: Communicator, traced: Trace, mesh: Mesh, search: str, fully: bool) -> Assignment:
+def _found_by_one(comm: Communicator, traced: Trace, mesh: Mesh, find: Callable[[], Assignment]) -> Assignment:
     """Rank 0 searches for all: ranks that search by themselves would take each other's cores, and might differ."""
     told: tuple[Any, Any] | UsageError | None = None
     if comm.rank == 0:
         try:
-            found = find(traced, mesh, search, fully)
+            found = find()
             told = found.options, found.notes
         except UsageError as error:
             told = error

@@ -21,16 +21,15 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from unisono.errors import UsageError
 from unisono.graph import cost
 from unisono.graph.assignment import Assignment, divided, divides, producers
 from unisono.graph.cost import Link
-from unisono.graph.marks import Mark
 from unisono.graph.op import TensorSpec
 from unisono.graph.option import REPLICATE, Option
 from unisono.graph.rules.registry import options
-from unisono.graph.strategy import placements_of_marks
+from unisono.graph.strategy import placements_of_marks, unkept
 from unisono.graph.trace import Trace
+from unisono.graph.wish import Mark
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placement, Placements, is_partial, shard_dim
 from unisono.mesh.route import LOCAL_COST, STEP_COST
@@ -130,10 +129,8 @@ class _Axis:
         fitting = [option for option in self.graph.options[name] if self._keeps(option, wanted)]
         possible = [option for option in fitting if self._divides(name, option)]
         if not possible:
-            raise UsageError(
-                f"{name} is marked as {sorted(map(str, wanted.values()))} on axis {self.mesh.names[self.axis]} of "
-                f"{self.mesh}, but its tensors do not divide so: {self._shapes(name)}"
-            )
+            node = self.graph.trace.node(name)
+            raise unkept(self.graph.trace, node, self.mesh, [(placement,) for placement in wanted.values()])
         if self.graph.fully and self.size > 1 and name not in self.graph.is_placeholder and name != "output":
             possible = [option for option in possible if option.splits] or possible
         return possible
@@ -155,10 +152,6 @@ class _Axis:
             if not divides(self.graph.spec(name, output).shape, (*earlier, placement), sizes):
                 return False
         return True
-
-    def _shapes(self, name: str) -> str:
-        shapes = [self.graph.spec(*source).shape for source in self.graph.sources[name]]
-        return ", ".join(map(str, [*shapes, *(spec.shape for spec in self.graph.trace.specs[name])]))
 
     # ---- waves ---------------------------------------------------------------------------------------------------
 

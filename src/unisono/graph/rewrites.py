@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch.utils import _pytree as pytree
 
 from unisono.graph.cut_loss import cross_entropy, mean_loss, nll_loss
 from unisono.graph.cut_norm import batch_norm
@@ -149,21 +148,10 @@ def _random(place: Place, *args: Any, **kwargs: Any) -> torch.Tensor:
     result = place.call.results[0]
     shape = place.result_shape()
     draw = place.draw(shape, place.parts(tuple(result.shape), place.outputs[0]))
-    device = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
-    if "bernoulli" in str(place.node.target):
-        p = place.call["p"]
-        return (~draw.keep(p, device) if 0 < p < 1 else torch.full(shape, bool(p), device=device)).to(result.dtype)
+    beside = next((arg.device for arg in args if isinstance(arg, torch.Tensor)), torch.device("cpu"))
+    device = torch.device(kwargs.get("device") or beside)
     make = draw.normal if "randn" in str(place.node.target) else draw.uniform
     return make(result.dtype, device)
-
-
-def _seeded(place: Place, *args: Any, **kwargs: Any) -> Any:
-    """An op that draws in a way of its own, done whole by every rank: from one seed, so that all see the same."""
-    on_gpu = {arg.device for arg in pytree.tree_leaves((args, kwargs)) if isinstance(arg, torch.Tensor) and arg.is_cuda}
-    key = place.draw((), {}).stream().key
-    with torch.random.fork_rng(devices=list(on_gpu)):
-        torch.manual_seed(key[0] << 31 | key[1] >> 1)
-        return place.node.target(*args, **kwargs)  # type: ignore[operator]
 
 
 REWRITES: dict[str, Callable[..., Any]] = {
@@ -179,7 +167,6 @@ REWRITES: dict[str, Callable[..., Any]] = {
     "attention": _attention,
     "dropout": _dropout,
     "random": _random,
-    "seeded": _seeded,
     "cross_entropy": cross_entropy,
     "nll_loss": nll_loss,
 }

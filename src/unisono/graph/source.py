@@ -15,6 +15,11 @@ _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
 _LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 
 
+def is_of_a_library(file: str) -> bool:
+    """Whether a file of Python code is torch's or unisono's own, or none at all."""
+    return file.startswith((*_LIBRARIES, "<"))
+
+
 def line_of(node: fx.Node) -> str:
     """ "file.py:42": the innermost line outside torch; "" where none is known."""
     frames = _FRAME.findall(node.meta.get("stack_trace") or "")
@@ -32,7 +37,7 @@ def path_of(node: fx.Node, drop: str = "") -> str:
 
 def failing_line(trail: TracebackType | None) -> tuple[str, str]:
     """Of a traceback, the innermost line outside torch and unisono: where it is and what it says."""
-    frames = [frame for frame in traceback.extract_tb(trail) if not frame.filename.startswith((*_LIBRARIES, "<"))]
+    frames = [frame for frame in traceback.extract_tb(trail) if not is_of_a_library(frame.filename)]
     if not frames:
         return "", ""
     return f"{os.path.basename(frames[-1].filename)}:{frames[-1].lineno}", (frames[-1].line or "").strip()
@@ -52,6 +57,6 @@ def assigning_line() -> str:
 def calling_line() -> str:
     """The innermost line outside torch and unisono that is running; "" where none is."""
     frame = inspect.currentframe()
-    while frame is not None and frame.f_code.co_filename.startswith((*_LIBRARIES, "<")):
+    while frame is not None and is_of_a_library(frame.f_code.co_filename):
         frame = frame.f_back
     return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}" if frame is not None else ""

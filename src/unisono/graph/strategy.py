@@ -11,14 +11,15 @@ import itertools
 import math
 from collections.abc import Iterator, Sequence
 
+from torch import fx
 from torch.distributed.tensor import Shard
 
 from unisono.errors import UsageError
 from unisono.graph.assignment import producers
-from unisono.graph.marks import Mark, Wish
 from unisono.graph.option import REPLICATE, Option
 from unisono.graph.rules.registry import options, target_name
 from unisono.graph.trace import Trace
+from unisono.graph.wish import Mark, Wish
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placement, Placements, checked
 
@@ -134,13 +135,32 @@ def _lies(option: Option, mark: Mark, placement: Placement) -> bool:
     return (option.inputs if mark.is_input else option.outputs)[mark.number] == placement
 
 
+def unkept(trace: Trace, node: fx.Node, mesh: Mesh, marked: Sequence[Placements]) -> UsageError:
+    """Marks that an op could keep, if its tensors had other sizes."""
+    shapes = [trace.specs[source][output].shape for source, output in producers(node)]
+    shapes += [spec.shape for spec in trace.specs[node.name]] if node.op != "output" else []
+    held = {**trace.parameters, **trace.buffers}.get(node.name, node.name)
+    lines = sorted({mark.wish.line for mark in trace.marks if mark.node == node.name and mark.wish.line})
+    where = f" (marked at {', '.join(lines)})" if lines else ""
+    said = ", ".join(_words(placements) for placements in marked)
+    return UsageError(
+        f"{held}{where} cannot lie as {said} on {mesh}: ranks share dims evenly, and its sizes are "
+        f"{', '.join(map(str, shapes))}; mark another dim, or use a mesh whose axes divide them"
+    )
+
+
+def _words(placements: Placements) -> str:
+    return f"[{', '.join(map(_word, placements))}]"
+
+
+def _word(placement: Placement) -> str:
+    return {"Replicate": "R", "Partial": "P"}.get(type(placement).__name__, f"S{getattr(placement, 'dim', '')}")
+
+
 def _name(mark: Mark) -> str:
     return f"{'input' if mark.is_input else 'output'} {mark.number} of {mark.node}"
 
 
 def _shown(listed: Sequence[Option]) -> str:
-    def word(placement: Placement) -> str:
-        return {"Replicate": "R", "Partial": "P"}.get(type(placement).__name__, f"S{getattr(placement, 'dim', '')}")
-
-    ways = [f"{','.join(map(word, option.inputs))}->{','.join(map(word, option.outputs))}" for option in listed[:12]]
+    ways = [f"{','.join(map(_word, option.inputs))}->{','.join(map(_word, option.outputs))}" for option in listed[:12]]
     return "  ".join(ways)

@@ -28,15 +28,22 @@ from unisono.errors import UsageError
 from unisono.graph.capture import captured
 from unisono.graph.channel_dropout import spelled_out
 from unisono.graph.clean import clean
+from unisono.graph.dice import Dice
 from unisono.graph.heads import part_from_samples
-from unisono.graph.lost import Attributes, gradients_at_hooks, gradients_of_its_own
-from unisono.graph.marks import Mark, Recorder, Wish, recording, wish_of, wishes_for
+from unisono.graph.lost import gradients_at_hooks, gradients_of_its_own
+from unisono.graph.marks import wish_of, wishes_for
 from unisono.graph.op import Op, TensorSpec
+from unisono.graph.recorder import Recorder
+from unisono.graph.recording import recording
 from unisono.graph.rules.call import Call, tensors_of
 from unisono.graph.rules.factory import draws
 from unisono.graph.source import assigning_line, line_of, path_of
+from unisono.graph.state import lost_state
+from unisono.graph.step import Step
 from unisono.graph.unpack import Piece, unpack
 from unisono.graph.weigh import weigh
+from unisono.graph.wish import Mark, Wish, joined
+from unisono.mesh.draws import spelled_out as draws_spelled_out
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -91,26 +98,43 @@ class Trace:
         return sum(op.saved for op in self.ops)
 
 
-def trace(model: nn.Module, example: tuple[Any, Any], loss: Loss | None = None, *, unpacked: bool = False) -> Trace:
+def trace(
+    model: nn.Module,
+    example: tuple[Any, Any],
+    loss: Loss | None = None,
+    *,
+    unpacked: bool = False,
+    marked: bool = True,
+) -> Trace:
     """The graph of model(inputs), or of loss(model(inputs), targets), for an `example` of (inputs, targets).
 
     Inputs are a tensor, a tuple, or a dict of keyword arguments, as in uni.Task. Only shapes and dtypes of the example
     count. Sizes are fixed by it. UsageError where the model cannot be traced, with the line that is in the way.
     unpacked: fused projections are taken apart (see `unpack`), so that each of their parts can be cut by itself; their
-    parameters then have a placeholder a part, and `pieces` says which part it is.
+    parameters then have a placeholder a part, and `pieces` says which part it is. marked: whether marks that the
+    model makes as it runs count, so that one that would not is an error.
     """
     inputs, targets = _checked(example)
     wishes = wishes_for(model)
     lost = gradients_at_hooks(model)
-    with recording(model) as recorder, _without_data(model) as fake, spelled_out(), _assignments(model) as assigned:
+    with (
+        recording(model, marked) as recorder,
+        _without_data(model) as fake,
+        spelled_out(),
+        draws_spelled_out(),
+        _assignments(model) as assigned,
+    ):
         given = fake((_arguments(inputs), targets if loss is not None else None))
-        step = _Step(model, loss)
-        with gradients_of_its_own() as own:
-            program = captured(step, given)
-        lost += [*own, *_lost_state(step, given, program)]
+        step = Step(model, loss)
+        dice = Dice(model)
+        with contextlib.ExitStack() as stack:
+            stack.callback(step.attributes.put_back)
+            with gradients_of_its_own() as own:
+                program = captured(step, given)
+            lost += [*own, *lost_state(step, given, program, fake, marked), *_lost_draws(dice, step, given)]
     wished = [wish_of(leaf) for leaf in pytree.tree_leaves((_arguments(inputs), targets)) if _is_tensor(leaf)]
     return replace(
-        _read(program, model, given, recorder, wishes | recorder.wishes, wished, unpacked),
+        _read(program, model, given, recorder, joined(wishes, recorder.wishes), wished, unpacked),
         assigned=assigned,
         lost=tuple(lost),
     )
@@ -132,39 +156,16 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-class _Step(nn.Module):
-    """The model with its loss, as one module."""
-
-    def __init__(self, model: nn.Module, loss: Loss | None) -> None:
-        super().__init__()
-        self.model = model
-        self._loss = loss
-        self.training = model.training
-        self.attributes = Attributes(model)
-
-    def forward(self, inputs: tuple[tuple[Any, ...], dict[str, Any]], targets: Any) -> Any:
-        outputs = self.model(*inputs[0], **inputs[1])
-        made = outputs if self._loss is None else self._loss(outputs, targets)
-        self.attributes.look()
-        return made
-
-
-def _lost_state(step: _Step, given: Any, program: torch.export.ExportedProgram) -> list[str]:
-    """Attributes that a run changes and the next one depends on: for plain ones a second run tells whether its ops
-    differ, and a tensor that another takes the place of is one where the ops use it."""
-    attributes = step.attributes
-    lost = []
-    if attributes.changed:
-        with recording(step.model), attributes.after_a_run():
-            again = captured(step, given)
-        if str(again.graph) != str(program.graph):
-            names = ", ".join(f"self.{name}" for name in attributes.changed)
-            lost.append(f"the model changes {names} as it runs, and its ops depend on it")
-    used = {id(tensor) for tensor in program.constants.values()}
-    return lost + [
-        f"the model puts another tensor in the place of self.{name} as it runs, and its ops depend on it"
-        for name, tensor in attributes.replaced.items()
-        if id(tensor) in used
+def _lost_draws(dice: Dice, step: Step, given: Any) -> list[str]:
+    """Where the model draws from other generators than torch's; a second run tells the lines."""
+    if not dice.thrown:
+        return []
+    with recording(step.model, binding=False), dice.watched() as lines, contextlib.suppress(UsageError):
+        captured(step, given)
+    where = f"at {lines[0]} " if lines else ""
+    return [
+        f"{where}the model draws from Python's random or from numpy.random, and a program would keep for ever the "
+        "numbers of its trace; use torch.rand, torch.randn and their kin, which draw the same under every plan"
     ]
 
 
@@ -256,10 +257,10 @@ def _read(
     held: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
     for spec in program.graph_signature.input_specs:
         held[spec.kind][spec.arg.name] = spec.target or ""
-    graph, marks = clean(program.graph_module, recorder.notes)
-    _number_draws(graph, model)
+    graph, marks = clean(program.graph_module, recorder.notes, lambda graph: _number_draws(graph, model))
     for node in list(graph.nodes):
         if node.op == "placeholder" and not tensors_of(node.meta.get("val")):
+            _refuse_use(node)
             graph.erase_node(node)
     held, marks = _renamed(graph, held, marks)
     parameters = _merge_tied(graph, _first_names(names, held[InputKind.PARAMETER]))
@@ -280,6 +281,15 @@ def _read(
     return replace(
         _assembled(program, graph, parameters, buffers, constants, split, trained, tuple(marks)), pieces=pieces
     )
+
+
+def _refuse_use(placeholder: fx.Node) -> None:
+    for user in placeholder.users:
+        raise UsageError(
+            f"at {line_of(user) or user.name} the model gives {user.target} an object that is neither a tensor nor a "
+            "number, such as a torch.Generator of its own, which a graph cannot hold; without one, torch.rand and "
+            "its kin draw the same under every plan"
+        )
 
 
 def _renamed(

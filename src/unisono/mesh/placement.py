@@ -56,7 +56,8 @@ def checked(placements: Sequence[Placement], mesh: Mesh, ndim: int) -> Placement
 def _normal(placement: Placement, ndim: int) -> Placement:
     if type(placement) is Shard:
         if not -ndim <= placement.dim < ndim:
-            raise UsageError(f"{placement} of a tensor with {ndim} dims; expected a dim from {-ndim} to {ndim - 1}")
+            expected = f"a dim from {-ndim} to {ndim - 1}" if ndim else "Replicate(), as a number cannot be cut"
+            raise UsageError(f"{placement} of a tensor with {ndim} dims; expected {expected}")
         return Shard(placement.dim % ndim)
     if type(placement) is Partial:
         if placement.reduce_op not in PARTIAL_OPS:

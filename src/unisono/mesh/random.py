@@ -50,6 +50,7 @@ Locate = Callable[[Sequence[int], str, dict[int, Part]], dict[int, Part]]
 _CALL = torch.nn.Module._call_impl.__code__
 # How many random bits a number in [0, 1) of each dtype has.
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+DTYPES = tuple(_BITS)
 
 
 @dataclass(frozen=True, eq=False)
@@ -191,6 +192,13 @@ class RandomState:
             parts = self.locate(shape, kind, parts)
         return {dim: _fitted(part, shape, dim) for dim, part in parts.items()}
 
+    def fitting_parts(self, shape: Sequence[int]) -> dict[int, Part]:
+        """The part of a whole that a tensor of this local shape is; none where what this rank holds does not fit."""
+        try:
+            return self._parts(shape, "dropout")
+        except UsageError:
+            return {}
+
     # ---- drawing -------------------------------------------------------------------------------------------------
 
     def draw(self, shape: Sequence[int], kind: str = "dropout", parts: Mapping[int, Part] | None = None) -> Draw:
@@ -256,15 +264,19 @@ class RandomState:
         return dropout.apply(self, x, p)
 
     def __enter__(self) -> RandomState:
-        from unisono.mesh import dropout
+        from unisono.mesh import draws, dropout
 
+        if dropout.active() is None:
+            draws.install()
         dropout.install(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        from unisono.mesh import dropout
+        from unisono.mesh import draws, dropout
 
         dropout.uninstall(self)
+        if dropout.active() is None:
+            draws.uninstall()
 
 
 @dataclass(frozen=True, eq=False)

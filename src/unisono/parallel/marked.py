@@ -24,12 +24,14 @@ from torch.optim import Optimizer
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment, producers
 from unisono.graph.finding import find
-from unisono.graph.marks import Wish, dry_run, stages_for, wishes_for
+from unisono.graph.marks import stages_for, wishes_for
 from unisono.graph.option import REPLICATE
 from unisono.graph.program import Model
+from unisono.graph.recording import dry_run
 from unisono.graph.rules.call import Call
 from unisono.graph.strategy import placements_of_marks
 from unisono.graph.trace import Trace, trace
+from unisono.graph.wish import Wish
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import shard_dim

@@ -11,6 +11,7 @@ What is found is tried, where the model is small enough: simulated ranks must gi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -26,6 +27,7 @@ from unisono.graph.option import REPLICATE, Option
 from unisono.graph.problem import Problem
 from unisono.graph.rules.registry import target_name
 from unisono.graph.trace import trace
+from unisono.mesh.draws import held_fast
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.derive import together
 from unisono.parallel.hollow import realised_copy
@@ -175,16 +177,23 @@ def _holds(model: nn.Module, rules: dict[str, str], ranks: int, inputs: Any, cut
         return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
     try:
-        with torch.no_grad():
+        with torch.no_grad(), held_fast():
             expected = run(whole)
             outcomes = together(whole, rules, ranks, run, cut)
     except Exception:  # whatever a model says to a size that is not its own
         return False
     return all(
-        len(got) == len(expected)
-        and all(a.shape == b.shape and torch.allclose(a, b, equal_nan=True) for a, b in zip(got, expected, strict=True))
+        len(got) == len(expected) and all(_is_close(a, b) for a, b in zip(got, expected, strict=True))
         for got in outcomes
     )
+
+
+def _is_close(got: torch.Tensor, expected: torch.Tensor) -> bool:
+    """But for rounding: some models compute in float32 on their way, of whatever dtype they are."""
+    if got.shape != expected.shape:
+        return False
+    largest = expected.abs().max().item() if expected.numel() else 0.0
+    return torch.allclose(got, expected, atol=1e-5 * largest if math.isfinite(largest) else 1e-8, equal_nan=True)
 
 
 def _arguments(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:

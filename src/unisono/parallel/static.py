@@ -112,6 +112,7 @@ def to_static(
     save_graphs: str | Path | None = None,
     fully_use_devices: bool = False,
     unpack: bool = False,
+    memory: float | None = None,
     zero: int = 0,
     microbatches: int = 1,
     schedule: str = "1f1b",
@@ -124,9 +125,10 @@ def to_static(
     model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
     torch.manual_seed(seed). example: a global batch (inputs, targets), of which only shapes and dtypes count. search:
     how placements are found that no mark gives: "propagate", "dynamic" or "exact"; `assignment` gives all of them.
-    unpack: cut the parts of fused projections (queries, keys and values in one weight) each by itself. zero: what
-    the ranks of the axis dp share out: 1 optimizer state, 2 gradients too, 3 parameters too. save_graphs: a folder for
-    the program of every rank after each pass. clip: the largest norm of the gradients.
+    memory: bytes that a rank may hold of parameters, gradients, two states of an optimizer and what the backward needs,
+    for "dynamic" and "exact". unpack: cut the parts of fused projections (queries, keys and values in one weight) each
+    by itself. zero: what the ranks of the axis dp share out: 1 optimizer state, 2 gradients too, 3 parameters too.
+    save_graphs: a folder for the program of every rank after each pass. clip: the largest norm of the gradients.
 
     Where modules are marked as the first of a stage (`uni.mark(model, "layers.6", mesh.at(pp=1))`), the program is a
     pipeline (StagedProgram, else Program): microbatches and schedule are its.
@@ -137,7 +139,7 @@ def to_static(
     job: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "example": example}
     job |= {"clip": clip, "seed": seed, "dtype": dtype}
     layout: dict[str, Any] = {"search": search, "assignment": assignment}
-    layout |= {"fully_use_devices": fully_use_devices, "unpack": unpack}
+    layout |= {"fully_use_devices": fully_use_devices, "unpack": unpack, "memory": memory}
     stages = stages_on(whole, mesh, example[0]) if isinstance(whole, nn.Module) else None
     if stages is not None:
         if layout != _NO_LAYOUT:
@@ -154,7 +156,9 @@ def to_static(
     return programs.to_static(made, mesh=mesh, save_graphs=save_graphs, zero=zero, **layout, **job)
 
 
-_NO_LAYOUT = {"search": "propagate", "assignment": None, "fully_use_devices": False, "unpack": False}
+_NO_LAYOUT = {
+    "search": "propagate", "assignment": None, "fully_use_devices": False, "unpack": False, "memory": None
+}  # fmt: skip
 
 
 def _staged(

@@ -22,7 +22,7 @@ def add_parser(subparsers: Any) -> None:
     add = parser.add_argument
     add("task", metavar="task.py:name", help="a uni.Task, or a function that returns one")
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--mesh", metavar="MESH", help="axes such as dp=2,mp=4; also search=exact, full")
+    where.add_argument("--mesh", metavar="MESH", help="axes such as dp=2,mp=4; also search=exact, memory=2GiB, full")
     where.add_argument("--plan", metavar="PLAN", help="a plan of dp, tp and pp, whose cuts and stages are shown")
     add("--rank", type=int, default=0, metavar="R", help="whose program (default: 0)")
     add("--html", metavar="FILE", help="write a page with a search box instead of text")
@@ -101,7 +101,7 @@ def lowered_task(task: Task, on_mesh: OnMesh) -> Lowered:
     mesh = on_mesh.described()
     traced = trace(without_memory(task), task.batch(0), task.loss, unpacked=on_mesh.unpack)
     require_stage(on_mesh.zero, mesh)
-    found = find(traced, mesh, on_mesh.search, on_mesh.fully_use_devices)
+    found = find(traced, mesh, on_mesh.search, on_mesh.fully_use_devices, on_mesh.memory)
     found = in_pieces(found) if on_mesh.zero > 1 else found
     return lower(found.trace, found, mesh)
 

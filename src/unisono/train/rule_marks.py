@@ -9,10 +9,10 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Shard
 
-from unisono.graph.marks import Mark, Wish
 from unisono.graph.option import REPLICATE
 from unisono.graph.strategy import placements_of_marks
 from unisono.graph.trace import Trace
+from unisono.graph.wish import Mark, Wish
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.cut_dims import CutDim, cut_dims
 from unisono.parallel.tensor import fitting_rules, require_shareable

@@ -43,7 +43,7 @@ def random_factory(call: Call) -> Iterator[Option]:
         yield Option((), (Shard(dim),), "random")
 
 
-@rule("aten.rand_like", "aten.randn_like", "aten.bernoulli.p")
+@rule("aten.rand_like", "aten.randn_like")
 def random_like(call: Call) -> Iterator[Option]:
     yield Option((REPLICATE,), (REPLICATE,), "random")
     for dim in range(len(call.result)):
@@ -60,6 +60,15 @@ def draws(node: fx.Node) -> bool:
     given = Call(node).arguments
     is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return is_random and bool(given.get("train", given.get("training", True))) and given.get("dropout", 1.0) > 0
+
+
+def is_followed(node: fx.Node) -> bool:
+    """Whether an op that draws takes the numbers that it takes on one device, under any placements."""
+    return target_name(node.target).rpartition(".")[0] in _FOLLOWED
+
+
+_FOLLOWED = ("aten.rand", "aten.randn", "aten.rand_like", "aten.randn_like", "aten.dropout",
+             "aten.scaled_dot_product_attention")  # fmt: skip
 
 
 @rule("aten.dropout")

@@ -1,0 +1,260 @@
+"""torch's draws on a RandomState's numbers: torch.rand, torch.randn and their kin, in a model that runs.
+
+Four functions draw (torch.rand, torch.randn and their `_like`s); others are spelled out by them, in a running model as
+in a trace of it, so that both draw the same. A draw with a generator of its own is left to torch, and so is what cannot
+be spelled out so (torch.poisson, gamma distributions).
+
+Which part of a whole tensor is drawn, the RandomState's scopes say, as of dropout: the first dim is the batch's. A
+tensor that the scopes do not fit, such as noise for a weight, is the same on every rank.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from unisono.mesh import dropout
+from unisono.mesh.random import DTYPES, Draw, RandomState
+
+Function = Callable[..., Any]
+Place = tuple[Any, str]  # what holds a function, and its name there
+_original: dict[Place, Function] = {}
+_thread: int | None = 0  # the one that runs the model; others, that load data meanwhile, draw as ever. None: all do
+
+
+def install() -> None:
+    """Puts them in the place of torch's own, to draw from the RandomState that is active."""
+    _put({**_DRAWING, **_SPELLED})
+
+
+def uninstall() -> None:
+    _take_back()
+
+
+@contextlib.contextmanager
+def spelled_out() -> Iterator[None]:
+    """In the block, only torch.rand, torch.randn and their `_like`s draw, and they are torch's own."""
+    _put(_SPELLED)
+    try:
+        yield
+    finally:
+        _take_back()
+
+
+@contextlib.contextmanager
+def held_fast() -> Iterator[None]:
+    """In the block, in all threads, each number drawn is the same one: for runs of a model that are compared."""
+    global _thread
+    _put({**_HELD_FAST, **_SPELLED})
+    _thread = None
+    try:
+        yield
+    finally:
+        _take_back()
+
+
+def _put(functions: dict[Place, Callable[[Function], Function]]) -> None:
+    global _thread
+    _thread = threading.get_ident()
+    for (holder, name), make in functions.items():
+        _original[holder, name] = getattr(holder, name)
+        setattr(holder, name, make(_original[holder, name]))
+
+
+def _take_back() -> None:
+    for (holder, name), function in _original.items():
+        if holder is torch.Tensor:
+            delattr(holder, name)  # torch's own is that of the class below
+        else:
+            setattr(holder, name, function)
+    _original.clear()
+
+
+def _is_of_the_model() -> bool:
+    """Whether the thread that asks runs the model, or a part of it again in a backward."""
+    return _thread in (None, threading.get_ident()) or torch._C._current_graph_task_id() != -1
+
+
+def _state() -> RandomState | None:
+    return dropout.active() if _is_of_the_model() else None
+
+
+# ---- functions that draw -----------------------------------------------------------------------------------------
+
+
+def _drawn(state: RandomState, shape: tuple[int, ...], is_held: bool) -> Draw:
+    """is_held: for a parameter, which has no samples."""
+    return state.draw(shape, parts={} if is_held else state.fitting_parts(shape))
+
+
+def _by_shape(number: str) -> Callable[[Function], Function]:
+    def make(original: Function) -> Function:
+        def replacement(*size: Any, generator: Any = None, out: Any = None, **more: Any) -> torch.Tensor:
+            state = _state()
+            like = torch.empty(*size, **more) if state is not None and generator is None and out is None else None
+            if state is None or like is None or not _can_draw(like):
+                return original(*size, generator=generator, out=out, **more)
+            return _numbers(_drawn(state, tuple(like.shape), False), number, like)
+
+        return replacement
+
+    return make
+
+
+def _by_example(number: str) -> Callable[[Function], Function]:
+    def make(original: Function) -> Function:
+        def replacement(input: torch.Tensor, **more: Any) -> torch.Tensor:
+            state = _state()
+            if state is None or isinstance(input, DTensor):
+                return original(input, **more)
+            like = torch.empty_like(input, **more)
+            if not _can_draw(like):
+                return original(input, **more)
+            return _numbers(_drawn(state, tuple(like.shape), isinstance(input, nn.Parameter)), number, like)
+
+        return replacement
+
+    return make
+
+
+def _can_draw(like: torch.Tensor) -> bool:
+    return like.dtype in DTYPES and not like.is_meta
+
+
+def _numbers(draw: Draw, number: str, like: torch.Tensor) -> torch.Tensor:
+    made: torch.Tensor = getattr(draw, number)(like.dtype, like.device)
+    return made.requires_grad_(like.requires_grad)
+
+
+_DRAWING: dict[Place, Callable[[Function], Function]] = {
+    (torch, "rand"): _by_shape("uniform"),
+    (torch, "randn"): _by_shape("normal"),
+    (torch, "rand_like"): _by_example("uniform"),
+    (torch, "randn_like"): _by_example("normal"),
+}
+
+_HELD_FAST: dict[Place, Callable[[Function], Function]] = {
+    (torch, "rand"): lambda _: lambda *size, generator=None, **more: torch.empty(*size, **more).fill_(0.5),
+    (torch, "randn"): lambda _: lambda *size, generator=None, **more: torch.empty(*size, **more).fill_(0.5),
+    (torch, "rand_like"): lambda _: lambda like, **more: torch.empty_like(like, **more).fill_(0.5),
+    (torch, "randn_like"): lambda _: lambda like, **more: torch.empty_like(like, **more).fill_(0.5),
+}
+
+
+# ---- functions that are spelled out ------------------------------------------------------------------------------
+
+
+def _floating(tensor: torch.Tensor) -> torch.Tensor:
+    """Numbers in [0, 1) for each of its elements."""
+    return torch.rand_like(tensor) if tensor.is_floating_point() else torch.rand_like(tensor, dtype=torch.float32)
+
+
+def _bernoulli(input: torch.Tensor, p: float | None = None) -> torch.Tensor:
+    return (_floating(input) < (input if p is None else p)).to(input.dtype)
+
+
+def _bernoulli_(self: torch.Tensor, p: float | torch.Tensor = 0.5) -> torch.Tensor:
+    return self.copy_(_floating(self) < p)
+
+
+def _uniform_(self: torch.Tensor, *limits: float, **named: float) -> torch.Tensor:
+    low, high = [*limits, *[named.get("from", 0.0), named.get("to", 1.0)][len(limits) :]]
+    return self.copy_(torch.rand_like(self) * (high - low) + low)
+
+
+def _normal_(self: torch.Tensor, mean: float = 0, std: float = 1) -> torch.Tensor:
+    return self.copy_(torch.randn_like(self) * std + mean)
+
+
+def _exponential_(self: torch.Tensor, lambd: float = 1) -> torch.Tensor:
+    return self.copy_(_exponential(self) / lambd)
+
+
+def _exponential(like: torch.Tensor) -> torch.Tensor:
+    tiny = torch.finfo(like.dtype).tiny
+    return -torch.log1p(-torch.rand_like(like)).clamp(max=-tiny)  # never 0, as some divide by it
+
+
+def _normal(mean: Any, std: Any = 1.0, size: Any = None, **more: Any) -> torch.Tensor:
+    if size is not None:
+        return torch.randn(size, **more) * std + mean
+    like = mean if isinstance(mean, torch.Tensor) else std
+    whole = like * torch.ones_like(std) if isinstance(std, torch.Tensor) else like
+    return torch.randn_like(whole.detach()) * std + mean
+
+
+def _randint(*given: Any, dtype: torch.dtype = torch.int64, device: Any = None, **named: Any) -> torch.Tensor:
+    numbers = [value for value in given if not isinstance(value, tuple | list)]
+    size: Any = next((value for value in given if isinstance(value, tuple | list)), named.get("size"))
+    low, high = named.get("low", 0), named.get("high")
+    low, high = numbers if len(numbers) == 2 else (low, numbers[0]) if high is None else ((*numbers, low)[0], high)
+    return _whole_numbers(torch.rand(size, dtype=torch.float64, device=device), low, high, dtype)
+
+
+def _randint_like(
+    input: torch.Tensor, low: int = 0, high: int | None = None, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    low, high = (0, low) if high is None else (low, high)
+    return _whole_numbers(torch.rand_like(input, dtype=torch.float64), low, high, dtype or input.dtype)
+
+
+def _whole_numbers(uniform: torch.Tensor, low: int, high: int, dtype: torch.dtype) -> torch.Tensor:
+    return ((uniform * (high - low)).floor() + low).to(dtype)
+
+
+def _randperm(n: int, dtype: torch.dtype = torch.int64, device: Any = None) -> torch.Tensor:
+    return torch.rand(n, dtype=torch.float64, device=device).argsort().to(dtype)
+
+
+def _multinomial(input: torch.Tensor, num_samples: int, replacement: bool = False) -> torch.Tensor:
+    if not replacement or num_samples == 1:
+        return (input / _exponential(input)).topk(num_samples, -1).indices
+    each = input.unsqueeze(-2).expand(*input.shape[:-1], num_samples, input.shape[-1])
+    return (each / _exponential(each)).argmax(-1)
+
+
+def _rrelu(
+    input: torch.Tensor, lower: float = 1 / 8, upper: float = 1 / 3, training: bool = False, inplace: bool = False
+) -> torch.Tensor:
+    slope = torch.rand_like(input) * (upper - lower) + lower if training else (lower + upper) / 2
+    made = torch.where(input < 0, input * slope, input)
+    return input.copy_(made) if inplace else made
+
+
+def _spelled(form: Function) -> Callable[[Function], Function]:
+    """The form, but where a generator or a place for the result is given."""
+
+    def make(original: Function) -> Function:
+        def replacement(*args: Any, generator: Any = None, out: Any = None, **more: Any) -> Any:
+            if generator is not None or out is not None or not _is_of_the_model():
+                own = {key: value for key, value in (("generator", generator), ("out", out)) if value is not None}
+                return original(*args, **own, **more)
+            return form(*args, **more)
+
+        return replacement
+
+    return make
+
+
+_SPELLED: dict[Place, Callable[[Function], Function]] = {
+    (torch, "bernoulli"): _spelled(_bernoulli),
+    (torch, "normal"): _spelled(_normal),
+    (torch, "randint"): _spelled(_randint),
+    (torch, "randint_like"): _spelled(_randint_like),
+    (torch, "randperm"): _spelled(_randperm),
+    (torch, "multinomial"): _spelled(_multinomial),
+    (torch.Tensor, "bernoulli"): _spelled(_bernoulli),
+    (torch.Tensor, "multinomial"): _spelled(_multinomial),
+    (torch.Tensor, "bernoulli_"): _spelled(_bernoulli_),
+    (torch.Tensor, "uniform_"): _spelled(_uniform_),
+    (torch.Tensor, "normal_"): _spelled(_normal_),
+    (torch.Tensor, "exponential_"): _spelled(_exponential_),
+    (F, "rrelu"): _spelled(_rrelu),
+}
