@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable
 from typing import Any
@@ -155,6 +156,29 @@ def test_a_dropped_mark_is_an_error() -> None:
     with pytest.raises(UsageError, match=r"second .* was not called"):
         trace(model, EXAMPLE, F.mse_loss)
     model.second.called = True  # its end is not another test's
+
+
+def _returns_another() -> Any:
+    marked = uni.shard(torch.relu, in_strategy=((2, 4),))  # noqa: F841 (so it is dropped)
+    return torch.relu
+
+
+def test_a_model_that_is_dropped_has_thrown_no_mark_away() -> None:
+    """As where a cell of a notebook is run again."""
+
+    def made() -> nn.Module:
+        model = Net()
+        model.second = uni.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))  # type: ignore[assignment]
+        return model
+
+    model = made()
+    model = made()
+    del model
+    gc.collect()
+    trace(Net(), EXAMPLE, F.mse_loss)
+    _returns_another()
+    with pytest.raises(UsageError, match="thrown away and never called"):
+        trace(Net(), EXAMPLE, F.mse_loss)
 
 
 class Dropping(nn.Module):

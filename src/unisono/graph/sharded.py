@@ -4,7 +4,7 @@
     y = uni.shard_op(torch.matmul, mesh, inputs=[[...], None], outputs=[[...]])(x, weight)
 
 Run without a trace, a marked function is the function. What `shard` and `shard_op` return must be called: if it is
-dropped without, the next trace is an error.
+thrown away without, the next trace is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
 from unisono.graph.recorder import noted, recorder
-from unisono.graph.source import calling_line
+from unisono.graph.source import Maker, calling_line
 from unisono.graph.wish import Note, Strategy, Wish
 from unisono.mesh import reshard as moves
 from unisono.mesh.mesh import Mesh
@@ -54,13 +54,14 @@ class Sharded:
         self.outputs = tuple(outputs)
         self.stage = stage
         self.called = False
+        self._maker = Maker()
         self.line = next((wish.line for wish in (*self.inputs, *self.outputs, stage) if wish is not None), "")
 
     def __repr__(self) -> str:
         return f"{getattr(self.function, '__name__', self.function)} marked at {self.line}"
 
     def __del__(self) -> None:
-        if not getattr(self, "called", True):
+        if not getattr(self, "called", True) and self._maker.is_at_work():
             _dropped.append(repr(self))
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

@@ -54,6 +54,27 @@ def assigning_line() -> str:
     return f"{os.path.basename(setter.f_code.co_filename)}:{setter.f_lineno}"
 
 
+class Maker:
+    """The user's function that is making something, and the call that it is in. What is dropped while the function runs
+    or returns was thrown away; what is dropped later, with a model that had it, was kept."""
+
+    def __init__(self) -> None:
+        frame = inspect.currentframe()
+        while frame is not None and is_of_a_library(frame.f_code.co_filename):
+            frame = frame.f_back
+        caller = frame.f_back if frame is not None else None
+        self._function = None if frame is None else (id(frame), frame.f_code)
+        self._call = None if caller is None else (id(caller), caller.f_lasti)
+
+    def is_at_work(self) -> bool:
+        frame = inspect.currentframe()
+        while frame is not None:
+            if (id(frame), frame.f_code) == self._function or (id(frame), frame.f_lasti) == self._call:
+                return True
+            frame = frame.f_back
+        return False
+
+
 def calling_line() -> str:
     """The innermost line outside torch and unisono that is running; "" where none is."""
     frame = inspect.currentframe()
