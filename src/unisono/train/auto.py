@@ -20,8 +20,9 @@ from unisono.graph.program import Model
 from unisono.parallel.loss import Loss
 from unisono.plan.explain import why_not
 from unisono.plan.hardware import Hardware
+from unisono.plan.hardware_file import written
 from unisono.plan.links import BRIEF
-from unisono.plan.measure import measured, merged, written
+from unisono.plan.measure import measured, merged
 from unisono.plan.plan import Plan
 from unisono.plan.search import Candidate, Search
 from unisono.train.measure_command import around_steps

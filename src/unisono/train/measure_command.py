@@ -29,7 +29,8 @@ def measure(ranks: int = 2, backend: str | None = None) -> str:
 
     from unisono.launch.spawn import spawn
     from unisono.plan.hardware import Hardware
-    from unisono.plan.measure import merged, written
+    from unisono.plan.hardware_file import written
+    from unisono.plan.measure import merged
     from unisono.train.calibration import calibrated
 
     is_gpu = torch.cuda.is_available()

@@ -57,7 +57,7 @@ class _Parts(NamedTuple):
 
 
 def overheads(device: torch.device, rounds: int = 15) -> dict[str, Any]:
-    """Figures for `plan.measure.written`. The process must not have joined a world."""
+    """Figures for `plan.hardware_file.written`. The process must not have joined a world."""
     clock = _Clock(device, rounds)
     layer = (clock.plain(MANY) - clock.plain(FEW)) / (MANY - FEW)
     in_backward, after = [], []
