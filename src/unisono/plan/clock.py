@@ -16,7 +16,7 @@ from unisono.mesh.fused import fused
 from unisono.mesh.philox import draw_fast
 from unisono.mesh.random import RandomState
 from unisono.plan.links import Care, Points
-from unisono.plan.roofline import IN_CACHE, OUTSIDE
+from unisono.plan.roofline import HEAD_WIDTH, IN_CACHE, MATRICES, OUTSIDE
 
 _SIDES = (16, 32, 64, 128, 256, 512)
 _GPU_SIDES = (128, 512, 1024, 2048, 4096, 8192)
@@ -81,25 +81,36 @@ class Clock:
             points.append((operations, operations / taken))
         return points
 
-    def attentions_with_dropout(self, dtype: torch.dtype) -> tuple[Points, Points]:
-        """Forward and backward. There is a matrix of queries by keys then, which no kernel spares."""
-        forward, backward = [], []
+    def attentions_with_dropout(self, dtype: torch.dtype) -> tuple[Points, Points, list[float]]:
+        """Forward and backward, and seconds for each matrix. There is one of queries by keys for each head of each
+        sample then, which no kernel spares, and products go from one to the next."""
+        points: tuple[Points, Points] = ([], [])
         draw_fast()
         with RandomState(0):
-            for operations, (q, k, v) in self._attended(dtype, grad=True):
-                call = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=0.1, is_causal=True)
-                ahead, back = self._rate(call, operations)
-                forward.append((operations, ahead))
-                backward.append((operations, back))
-        return forward, backward
+            for operations, given in self._attended(dtype, grad=True):
+                for of_pass, rate in zip(points, self._dropping_rate(given, operations), strict=True):
+                    of_pass.append((operations, rate))
+            operations, given = next(self._attended(dtype, grad=True, rows=8))
+            several = self._dropping_rate(given, operations)
+        each = []
+        for of_pass, rate in zip(points, several, strict=True):
+            (small, ahead), (large, further) = of_pass[0], of_pass[1]
+            slope = (large / further - small / ahead) / (large - small)
+            more = operations / rate - small / ahead - slope * (operations - small)
+            each.append(max(more, 0.0) / (MATRICES * (8 / 2 - 1)))
+        return *points, each
 
-    def _attended(self, dtype: torch.dtype, grad: bool = False) -> Iterator[tuple[float, Any]]:
+    def _dropping_rate(self, given: Any, operations: float) -> tuple[float, float]:
+        call = partial(F.scaled_dot_product_attention, *given, dropout_p=0.1, is_causal=True)
+        return self._rate(call, operations)
+
+    def _attended(self, dtype: torch.dtype, grad: bool = False, rows: int = 2) -> Iterator[tuple[float, Any]]:
         """FLOPs of an attention, and its queries, keys and values: of one projection, as most models make them."""
         is_gpu = self.device.type == "cuda"
-        heads, width = (16, 64) if is_gpu else (4, 32)
+        heads, width = (16, 64) if is_gpu else (MATRICES // 2, HEAD_WIDTH)
         for length in (512, 1024, 2048, 4096) if is_gpu else (32, 128, 512):
-            packed = self._random(2, length, 3, heads, width, dtype=dtype, grad=grad)
-            yield 4.0 * 2 * heads * length**2 * width, packed.permute(2, 0, 3, 1, 4).unbind()
+            packed = self._random(rows, length, 3, heads, width, dtype=dtype, grad=grad)
+            yield 4.0 * rows * heads * length**2 * width, packed.permute(2, 0, 3, 1, 4).unbind()
 
     def bandwidth(self) -> float:
         elements = 2**28 if self.device.type == "cuda" else 2**23
@@ -151,7 +162,6 @@ class Clock:
         targets = torch.randint(classes, (rows,), device=self.device)
         table = self._random(1024, width, dtype=dtype, grad=True)
         places = torch.randint(1024, (rows,), device=self.device)
-        state = RandomState(0)
         both = 2.0 * x.nbytes
         calls: dict[str, tuple[Callable[[], torch.Tensor], float]] = {
             "gelu": (lambda: F.gelu(x), both),
@@ -167,15 +177,15 @@ class Clock:
             "cross_entropy_loss": (lambda: F.cross_entropy(logits, targets), float(logits.nbytes)),
             "reshape": (lambda: x.t().reshape(-1), both),
         }
-        if with_dropout:
-            draw_fast()
-            calls["dropout"] = (lambda: F.dropout(x, 0.1), both)
         if is_gpu:  # rows that lie elsewhere in a message: large copies, unlike those of a transposed matrix
             calls["rows"] = (lambda: x.view(8, -1, width).transpose(0, 1).contiguous(), both)
         rates = {}
-        with state:
+        with RandomState(0):
             for name, (call, moved) in calls.items():
                 rates[name] = self._rate(call, moved)
+            if with_dropout:
+                draw_fast()
+                rates["dropout"] = self._rate(lambda: F.dropout(x, 0.1), both, beside=self.dropout_overhead())
         if not is_gpu:
             rates["weights"] = self._rate(*self._few_rows(dtype, OUTSIDE))
             rates["weights_in_cache"] = self._rate(*self._few_rows(dtype, IN_CACHE))
@@ -198,12 +208,20 @@ class Clock:
 
         return chain, float(sum(weight.nbytes for weight in weights))
 
-    def _rate(self, call: Callable[[], torch.Tensor], moved: float) -> tuple[float, float]:
+    def dropout_overhead(self) -> float:
+        """Of one with next to nothing to drop."""
+        x = self._random(8, dtype=torch.float32)
+        draw_fast()
+        with RandomState(0):
+            return self.time(lambda: F.dropout(x, 0.1))
+
+    def _rate(self, call: Callable[[], torch.Tensor], moved: float, beside: float = 0.0) -> tuple[float, float]:
+        """Forward, without the seconds that are `beside` its work, and backward."""
         forward = self.time(call)
         result = call()
         gradient = torch.ones_like(result)
         whole = self.time(lambda: call().backward(gradient))
-        return moved / forward, moved / max(whole - forward, forward / 4)
+        return moved / max(forward - beside, forward / 4), moved / max(whole - forward, forward / 4)
 
     def optimizer(self, foreach: bool | None = None) -> float:
         """Bytes a second of AdamW, which reads four and writes three numbers for each parameter: stepped as a trainer

@@ -32,6 +32,12 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         f"op_overhead = {figures['overhead']:.3g}",
         *([] if not is_gpu else ["asynchronous = true", f"library_memory = {figures['library']:.4g}"]),
         *_of_host(figures),
+        *([f"dropout_overhead = {figures['dropout']:.3g}"] if "dropout" in figures else []),
+        *(
+            [f"matrix_overhead = [{', '.join(f'{each:.3g}' for each in figures['matrix'])}]"]
+            if "matrix" in figures
+            else []
+        ),
         f"step_overhead = {figures.get('step', 0.0):.3g}",
         f"microbatch_overhead = {figures.get('microbatch', 0.0):.3g}",
         *(f"{key}_overhead = {figures[key]:.3g}" for key in ("stage", "post") if key in figures),
@@ -39,6 +45,7 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         f"recompute_overhead = {figures.get('recompute', 0.0):.3g}",
         f"optimizer_rate = {figures['optimizer']:.4g}",
         *([] if is_gpu else [f"looped_optimizer_rate = {figures['looped']:.4g}"]),
+        *(f"{key} = {figures[key]:.4g}" for key in ("piece_rate", "unit_rate") if key in figures),
         f"overlap = {0.8 if is_gpu else 0.0}  # on CPUs messages take the time of the cores that compute",
         "margin = 0.05",
         f"dropout_mask = {0 if is_gpu else 4}",

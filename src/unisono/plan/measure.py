@@ -72,8 +72,9 @@ def _computing(clock: Clock, with_dropout: bool) -> Figures:
     figures["ops"] = clock.ops(dtype, with_dropout)
     figures["optimizer"] = clock.optimizer()
     if device.type != "cuda" and with_dropout:
-        dropped = clock.attentions_with_dropout(dtype)
+        *dropped, figures["matrix"] = clock.attentions_with_dropout(dtype)
         figures["attention_dropout"], figures["attention_dropout_backward"] = dropped
+        figures["dropout"] = clock.dropout_overhead()
     if device.type != "cuda":
         figures["looped"] = clock.optimizer(foreach=False)
     return figures
@@ -84,7 +85,10 @@ def _better(one: Figures, other: Figures) -> Figures:
     chosen = dict(one)
     for key in ("bandwidth", "optimizer", "looped"):
         chosen[key] = max(one[key], other[key])
-    chosen["overhead"] = min(one["overhead"], other["overhead"])
+    for key in ("overhead", *(key for key in ("dropout",) if key in one)):
+        chosen[key] = min(one[key], other[key])
+    if "matrix" in one:
+        chosen["matrix"] = list(map(min, one["matrix"], other["matrix"]))
     for key in ("backward", "attention", *(key for key in WITH_DROPOUT if key in one)):
         chosen[key] = list(map(max, one[key], other[key]))
     chosen["flops"] = {dtype: list(map(max, points, other["flops"][dtype])) for dtype, points in one["flops"].items()}

@@ -32,6 +32,7 @@ def measure(ranks: int = 2, backend: str | None = None) -> str:
     from unisono.plan.hardware_file import written
     from unisono.plan.measure import merged
     from unisono.train.calibration import calibrated
+    from unisono.train.copies import copy_rates
 
     is_gpu = torch.cuda.is_available()
     figures = merged(spawn(_on_rank, 1 if is_gpu else ranks, backend, (is_gpu,)))
@@ -39,6 +40,9 @@ def measure(ranks: int = 2, backend: str | None = None) -> str:
         figures |= spawn(_host_overheads, 1, None, ())[0]
         alone = Hardware.parse(written(figures, ranks, is_gpu), "measured here")
         figures |= calibrated(alone, ranks, backend)._asdict()
+        if ranks > 1:
+            known = Hardware.parse(written(figures, ranks, is_gpu), "measured here")
+            figures |= copy_rates(known, spawn(_with_zero, ranks, backend, ()))
     return written(figures, ranks, is_gpu)
 
 
@@ -51,6 +55,21 @@ def _host_overheads() -> dict[str, Any]:
     torch.set_num_threads(1)
     found = overheads(torch.device("cpu"))
     return {name: found[name] for name in ("gradient", "parameter", "message", "split", "recompute")}
+
+
+def _with_zero() -> list[list[float]]:
+    """On a rank: seconds of steps with ZeRO and without."""
+    import torch
+
+    from unisono.comm import world
+    from unisono.train.copies import steps_with_zero
+
+    torch.set_num_threads(1)
+    comm = world.init()
+    try:
+        return steps_with_zero(comm, 15)
+    finally:
+        world.shutdown()
 
 
 def _on_rank(is_gpu: bool) -> dict[str, Any]:
