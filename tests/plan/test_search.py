@@ -205,6 +205,34 @@ def test_products_of_few_rows_take_as_long_as_their_weights_do() -> None:
     assert alike[1] == pytest.approx(alike[0], rel=0.05)
 
 
+def test_zero_copies_rows_and_its_third_stage_sends_block_by_block() -> None:
+    """... twice gathered and once scattered for each microbatch: as many messages as there are blocks, and the root."""
+    job = portrait(layers=4, width=1024, batch=8)
+    curve = tuple((name, ((1.0, 1e-3),)) for name in ("all_gather", "reduce_scatter"))
+    still = replace(H100, asynchronous=False, overlap=0.0, memory_bandwidth=1e30, op_overhead=0.0)
+    timed = replace(still, intra_node=replace(still.intra_node, ranks=2, measured=curve))
+    size = 2.0 * job.parameters
+    for plan, messages, copied in (
+        (Plan(dp=2, zero=1), 2, 2 + 3),
+        (Plan(dp=2, zero=2, microbatches=2), 3, 2 * 2 + 3),
+        (Plan(dp=2, zero=3, microbatches=2), 2 * 3 * (4 + 1), 0),
+    ):
+        travel = Search(job, 2, timed).judged(plan).duration.gradients
+        assert travel == pytest.approx(messages * 1e-3)
+        slow = Search(job, 2, replace(timed, piece_rate=1e9)).judged(plan).duration.gradients
+        assert slow - travel == pytest.approx(copied * size / 1e9)
+    anew = Search(job, 2, replace(timed, unit_rate=1e9)).judged(Plan(dp=2, zero=3, microbatches=2))
+    assert anew.duration.gradients - travel == pytest.approx(2 * (2 * 3 + 2) * size / 1e9)
+
+
+def test_files_from_before_rows_were_measured_count_them_as_those_of_a_matrix() -> None:
+    job = portrait(layers=4, width=1024, batch=8)
+    plan = Plan(dp=2, zero=3)
+    old = replace(H100, asynchronous=False, overlap=0.0, rates={"reshape": (1e9, 1e9)})
+    new = replace(old, unit_rate=1e9, piece_rate=5e9)
+    assert Search(job, 2, old).judged(plan).seconds == pytest.approx(Search(job, 2, new).judged(plan).seconds)
+
+
 def test_halves_of_a_backward_cost_each_layer_a_start() -> None:
     """... on all stages but the first, whose inputs nobody waits for; whole backwards have none of it."""
     job = portrait(layers=4, width=1024, batch=8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import islice
 from typing import Any
 
 import torch
@@ -87,7 +88,7 @@ class Clock:
         points: tuple[Points, Points] = ([], [])
         draw_fast()
         with RandomState(0):
-            for operations, given in self._attended(dtype, grad=True):
+            for operations, given in islice(self._attended(dtype, grad=True), self.care.dropped):
                 for of_pass, rate in zip(points, self._dropping_rate(given, operations), strict=True):
                     of_pass.append((operations, rate))
             operations, given = next(self._attended(dtype, grad=True, rows=8))
@@ -101,7 +102,8 @@ class Clock:
         return *points, each
 
     def _dropping_rate(self, given: Any, operations: float) -> tuple[float, float]:
-        call = partial(F.scaled_dot_product_attention, *given, dropout_p=0.1, is_causal=True)
+        q, k, v = given
+        call = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=0.1, is_causal=True)
         return self._rate(call, operations)
 
     def _attended(self, dtype: torch.dtype, grad: bool = False, rows: int = 2) -> Iterator[tuple[float, Any]]:

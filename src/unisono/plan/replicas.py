@@ -75,7 +75,8 @@ class Replicas:
 
     def _units(self, plan: Plan, stages: Stages, rank: int) -> list[float]:
         """Bytes of each block of a rank, and of what it has outside of them: of a pipeline's, each end by itself."""
-        blocks, ends = [], []
+        blocks: list[float] = []
+        ends: list[float] = []
         for segment, count in stages.segments_of(rank):
             state = self.memory._segment_state(segment, plan)
             (blocks if segment.in_blocks else ends).extend([float(state.elements * state.itemsize)] * count)

@@ -10,7 +10,8 @@ from __future__ import annotations
 from math import log
 from typing import NamedTuple
 
-from unisono.plan.hardware import Hardware, seconds_at, share_at
+from unisono.plan.curve import seconds_at, share_at
+from unisono.plan.hardware import Hardware
 from unisono.plan.portrait import Segment, Work
 from unisono.plan.setting import Setting
 

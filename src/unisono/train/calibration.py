@@ -102,14 +102,14 @@ def calibrated(hardware: Hardware, ranks: int, backend: str | None) -> Calibrati
     """`hardware` has been measured with so many ranks, op by op."""
     found = spawn(_trained, ranks, backend, (ranks,))
     taken = [steps for steps, _ in found]
-    measured = [_usual([each[number] for each in taken]) for number in range(len(LITTLE + SIZES))]
+    measured = [usual([each[number] for each in taken]) for number in range(len(LITTLE + SIZES))]
     overhead = _overhead(hardware, measured[: len(LITTLE)])
     known = replace(hardware, op_overhead=overhead)
     stage = sum(forwards for _, forwards in found) / max(ranks, 1)
-    return Calibration(overhead, _together(known, ranks, measured[len(LITTLE) :]), max(stage, 0.0))
+    return Calibration(overhead, together(known, ranks, measured[len(LITTLE) :]), max(stage, 0.0))
 
 
-def _usual(of_ranks: list[list[float]]) -> float:
+def usual(of_ranks: list[list[float]]) -> float:
     """Seconds of a step, which is as long as its slowest rank."""
     return statistics.median(max(step) for step in zip(*of_ranks, strict=True))
 
@@ -131,9 +131,10 @@ def _overhead(hardware: Hardware, measured: list[float]) -> float:
     return hardware.op_overhead * max(share, 0.1)
 
 
-def _together(hardware: Hardware, ranks: int, measured: list[float]) -> float:
+def together(hardware: Hardware, ranks: int, measured: list[float], sizes: tuple[Size, ...] = SIZES) -> float:
+    """Of models of these sizes, whose steps have been measured under data parallelism."""
     shares = []
-    for size, step in zip(SIZES, measured, strict=True):
+    for size, step in zip(sizes, measured, strict=True):
         foreseen = _foreseen(hardware, size, ranks)
         computing = step - (foreseen.total - foreseen.compute)
         shares.append(foreseen.compute / max(computing, foreseen.compute / 4))
@@ -146,19 +147,20 @@ def _trained(ranks: int) -> tuple[list[list[float]], float]:
     torch.set_num_threads(1)
     comm = world.init()
     try:
-        steps = [*(_plain_steps(comm, size) for size in LITTLE), *(_steps(comm, size, ranks) for size in SIZES)]
+        taken = [*(_plain_steps(comm, size) for size in LITTLE), *(steps(comm, size, ranks) for size in SIZES)]
         if ranks == 1:
-            return steps, 0.0
-        return steps, _forwards(comm, f"pp={ranks},schedule=interleaved,chunks=2") - _forwards(comm, f"pp={ranks}")
+            return taken, 0.0
+        return taken, _forwards(comm, f"pp={ranks},schedule=interleaved,chunks=2") - _forwards(comm, f"pp={ranks}")
     finally:
         world.shutdown()
 
 
-def _steps(comm: Any, size: Size, ranks: int) -> list[float]:
+def steps(comm: Any, size: Size, ranks: int, count: int = _STEPS) -> list[float]:
+    """Seconds of the steps of a model under data parallelism."""
     job = task(size, ranks)
     given = job.batch(0)
     trainer = parallelize(job.model, Plan(dp=ranks), loss=job.loss, optimizer=job.optimizer, example=given)
-    return _timed(comm, lambda: trainer.step(given))
+    return _timed(comm, lambda: trainer.step(given), count)
 
 
 def _plain_steps(comm: Any, size: Size) -> list[float]:
@@ -192,9 +194,9 @@ def _forwards(comm: Any, plan: str) -> float:
     return sum(map(statistics.median, taken.values()))
 
 
-def _timed(comm: Any, step: Callable[[], object]) -> list[float]:
+def _timed(comm: Any, step: Callable[[], object], count: int = _STEPS) -> list[float]:
     taken = []
-    for _ in range(_WARM_UP + _STEPS):
+    for _ in range(_WARM_UP + count):
         comm.barrier()
         start = time.perf_counter()
         step()
