@@ -68,22 +68,27 @@ class Replicas:
         if plan.zero == 0:
             return ranks.all_reduce(size), 2 * size
         if plan.zero == 3:
-            each = (2 * ranks.all_gather(unit) + ranks.reduce_scatter(unit) for unit in self._units(plan, stages, rank))
-            return m * sum(each), 3 * m * size
+            seconds = sum(
+                count * (2 * ranks.all_gather(unit) + ranks.reduce_scatter(unit))
+                for unit, count in self._units(plan, stages, rank)
+            )
+            return m * seconds, 3 * m * size
         scatters = m if plan.zero == 2 else 1
         return scatters * ranks.reduce_scatter(size) + ranks.all_gather(size), (scatters + 1) * size
 
-    def _units(self, plan: Plan, stages: Stages, rank: int) -> list[float]:
-        """Bytes of each block of a rank, and of what it has outside of them: of a pipeline's, each end by itself."""
-        blocks: list[float] = []
-        ends: list[float] = []
+    def _units(self, plan: Plan, stages: Stages, rank: int) -> list[tuple[float, int]]:
+        """Bytes of each block of a rank, with how many are alike, and of what it has outside of them: of a pipeline's,
+        each end by itself."""
+        blocks: list[tuple[float, int]] = []
+        ends: list[tuple[float, int]] = []
         for segment, count in stages.segments_of(rank):
             state = self.memory._segment_state(segment, plan)
-            (blocks if segment.in_blocks else ends).extend([float(state.elements * state.itemsize)] * count)
+            (blocks if segment.in_blocks else ends).append((float(state.elements * state.itemsize), count))
         if plan.pp > 1:
             return [*blocks, *ends]
         state = self.memory._state(plan, stages, rank)
-        return [*blocks, max(state.elements * state.itemsize - sum(blocks), 0.0)]
+        root = state.elements * state.itemsize - sum(unit * count for unit, count in blocks)
+        return [*blocks, (max(root, 0.0), 1)]
 
     def _copying(self, plan: Plan, size: float, ranks: int) -> float:
         """Seconds of copies into messages and out of them, and of adding what the microbatches' messages bring."""
