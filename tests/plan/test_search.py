@@ -225,12 +225,18 @@ def test_zero_copies_rows_and_its_third_stage_sends_block_by_block() -> None:
     assert anew.duration.gradients - travel == pytest.approx(2 * (2 * 3 + 2) * size / 1e9)
 
 
-def test_files_from_before_rows_were_measured_count_them_as_those_of_a_matrix() -> None:
+def test_files_from_before_zeros_copies_were_measured_still_do() -> None:
     job = portrait(layers=4, width=1024, batch=8)
-    plan = Plan(dp=2, zero=3)
     old = replace(H100, asynchronous=False, overlap=0.0, rates={"reshape": (1e9, 1e9)})
-    new = replace(old, unit_rate=1e9, piece_rate=5e9)
-    assert Search(job, 2, old).judged(plan).seconds == pytest.approx(Search(job, 2, new).judged(plan).seconds)
+    new = replace(old, unit_rate=1e9, piece_rate=H100.memory_bandwidth * H100.memory_efficiency)
+    gpu = replace(old, rates={"rows": (3e9, 3e9)})
+    for plan in (Plan(dp=2, zero=1), Plan(dp=2, zero=3)):
+        one, other = (Search(job, 2, each).judged(plan).seconds for each in (old, new))
+        assert one == pytest.approx(other)
+        with_rows, known = (
+            Search(job, 2, e).judged(plan).seconds for e in (gpu, replace(new, unit_rate=3e9, piece_rate=3e9))
+        )
+        assert with_rows == pytest.approx(known)
 
 
 def test_halves_of_a_backward_cost_each_layer_a_start() -> None:

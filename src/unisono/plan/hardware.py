@@ -54,8 +54,8 @@ class Hardware:
     rates: dict[str, tuple[float, float]] = field(default_factory=dict)  # of an op: bytes a second, forward, backward
     optimizer_rate: float = 0.0  # bytes a second that an optimizer passes; 0: as other elementwise work
     looped_optimizer_rate: float = 0.0  # ... one that torch steps parameter by parameter; 0: the same
-    piece_rate: float = 0.0  # bytes a second of copies into ZeRO's messages and out of them; 0: as rows of a matrix
-    unit_rate: float = 0.0  # ... in ZeRO's third stage, whose blocks get new memory for every use
+    piece_rate: float = 0.0  # bytes a second of copies into ZeRO's messages and out of them; 0: as other copies
+    unit_rate: float = 0.0  # ... in ZeRO's third stage, whose blocks get new memory for every use; 0: as a transpose
     op_overhead: float = 0.0  # seconds that an op takes beside its work, forward or backward
     asynchronous: bool = False  # whether that is the time of a host which runs ahead while the device works
     message_overhead: float = 0.0  # seconds that a message takes of that host, with the copies around it

@@ -32,9 +32,11 @@ class Replicas:
         self.hardware = hardware
         self.memory = memory
         self._bandwidth = hardware.memory_bandwidth * hardware.memory_efficiency
-        rows = hardware.rates.get("rows", hardware.rates.get("reshape", (self._bandwidth, 0.0)))[0]
-        self._piece_rate = hardware.piece_rate or rows
-        self._unit_rate = hardware.unit_rate or rows
+        # Where neither is measured: copies of whole rows are as quick as memory, and to new memory as slow as those of
+        # a transposed matrix.
+        rates, plain = hardware.rates, (self._bandwidth, self._bandwidth)
+        self._piece_rate = hardware.piece_rate or rates.get("rows", plain)[0]
+        self._unit_rate = hardware.unit_rate or rates.get("rows", rates.get("reshape", plain))[0]
 
     def buckets(self, plan: Plan) -> float:
         """Messages that the gradients of all stages travel in."""
