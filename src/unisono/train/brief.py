@@ -36,19 +36,23 @@ _WIDTH = 8
 
 def measured_briefly(comm: Communicator, device: torch.device, *, with_dropout: bool) -> Hardware:
     """What this machine is like; every rank calls it and has the same answer."""
+    is_cpu = device.type == "cpu"
+    taken: list[list[float]] = []  # in passes, some seconds apart: what else goes on for a while falls on one of them
+    if is_cpu:
+        taken.append(steps(comm, _SIZE, comm.size, _STEPS))
     mine = measured(comm, device, BRIEF, with_dropout=with_dropout)
-    taken: list[float] = []
-    if device.type == "cpu":
+    if is_cpu:
         mine |= around_steps(device, _STEPS) | _around_parameters(comm) | Clock(device, 5).of_backwards()
-        taken = steps(comm, _SIZE, comm.size, _STEPS)
+        taken.append(steps(comm, _SIZE, comm.size, _STEPS))
     of_ranks = comm.all_gather_object((mine, taken))
     figures = merged([each for each, _ in of_ranks])
     hardware = Hardware.parse(written(figures, comm.size, device.type == "cuda"), "measured here")
-    if device.type != "cpu":
+    if not is_cpu:
         return hardware
     share = 1.0
     if comm.rank == 0:
-        share = together(hardware, comm.size, [usual([steps_of for _, steps_of in of_ranks])], (_SIZE,))
+        passes = zip(*(passes for _, passes in of_ranks), strict=True)
+        share = together(hardware, comm.size, [min(usual(list(one)) for one in passes)], (_SIZE,))
     return replace(hardware, together=comm.broadcast_object(share))
 
 
