@@ -34,6 +34,7 @@ from torch import nn
 
 import unisono as uni
 from unisono.errors import UsageError
+from unisono.mesh.philox import draw_fast
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import Plan
 from unisono.train.measure_command import measure
@@ -114,6 +115,7 @@ TASKS: dict[str, uni.Task] = {
         _gpt(Config(256, 512, 64, 4, 4), 4, "gpt-long"),
         _gpt(Config(4096, 64, 128, 4, 2), 16, "gpt-vocabulary"),
         _gpt(Config(256, 32, 64, 4, 8), 32, "gpt-deep"),
+        _gpt(Config(256, 64, 128, 4, 4, dropout=0.1), 8, "gpt-dropout"),
         _mlp(256, 4, 256, "mlp"),
         _mlp(512, 4, 16, "mlp-heavy"),  # many parameters, few samples: gradients are most of what travels
         _mlp(64, 8, 2048, "mlp-light"),
@@ -141,6 +143,7 @@ def plans() -> list[Plan]:
 def race(name: str, texts: list[str], steps: int) -> dict[str, list[float]]:
     """Seconds of each plan's steps on this rank; plans that are refused are left out."""
     torch.set_num_threads(1)
+    draw_fast()
     comm = uni.init()
     task = TASKS[name]
     batch = task.batch(0)

@@ -27,7 +27,7 @@ from rich.table import Table
 
 import unisono as uni
 from unisono.plan.hardware import Hardware, Link
-from unisono.plan.measure import written
+from unisono.plan.hardware_file import written
 from unisono.plan.plan import Plan
 from unisono.train.dry_run import run_here
 from unisono.train.measure_command import measured_gpu

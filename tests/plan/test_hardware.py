@@ -8,7 +8,8 @@ import pytest
 
 from unisono.errors import UsageError
 from unisono.plan.collective import group
-from unisono.plan.hardware import Hardware, seconds_at, share_at
+from unisono.plan.curve import seconds_at, share_at
+from unisono.plan.hardware import Hardware
 from unisono.plan.plan import REPLICAS, Plan
 
 GOOD = """
@@ -65,6 +66,12 @@ def test_a_whole_file(tmp_path: Path) -> None:
             'memory = "16 GiB"\nmargin = 1',
             "margin = 1 keeps all memory free; expected a share below",
         ),
+        (
+            'memory = "16 GiB"',
+            'memory = "16 GiB"\nmatrix_overhead = [1e-6]',
+            "[device] matrix_overhead = [1e-06]; expected 2 numbers of seconds, forward and backward",
+        ),
+        ('memory = "16 GiB"', 'memory = "16 GiB"\nunit_rate = -1', "[device] unit_rate = -1; expected a positive"),
         ("[intra_node]", "attention_dropout = 0.1\n[intra_node]", "attention_dropout_backward go together"),
         ('name = "test"', "name = ", "not TOML"),
     ],

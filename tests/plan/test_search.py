@@ -205,6 +205,40 @@ def test_products_of_few_rows_take_as_long_as_their_weights_do() -> None:
     assert alike[1] == pytest.approx(alike[0], rel=0.05)
 
 
+def test_zero_copies_rows_and_its_third_stage_sends_block_by_block() -> None:
+    """... twice gathered and once scattered for each microbatch: as many messages as there are blocks, and the root."""
+    job = portrait(layers=4, width=1024, batch=8)
+    curve = tuple((name, ((1.0, 1e-3),)) for name in ("all_gather", "reduce_scatter"))
+    still = replace(H100, asynchronous=False, overlap=0.0, memory_bandwidth=1e30, op_overhead=0.0)
+    timed = replace(still, intra_node=replace(still.intra_node, ranks=2, measured=curve))
+    size = 2.0 * job.parameters
+    for plan, messages, copied in (
+        (Plan(dp=2, zero=1), 2, 2 + 3),
+        (Plan(dp=2, zero=2, microbatches=2), 3, 2 * 2 + 3),
+        (Plan(dp=2, zero=3, microbatches=2), 2 * 3 * (4 + 1), 0),
+    ):
+        travel = Search(job, 2, timed).judged(plan).duration.gradients
+        assert travel == pytest.approx(messages * 1e-3)
+        slow = Search(job, 2, replace(timed, piece_rate=1e9)).judged(plan).duration.gradients
+        assert slow - travel == pytest.approx(copied * size / 1e9)
+    anew = Search(job, 2, replace(timed, unit_rate=1e9)).judged(Plan(dp=2, zero=3, microbatches=2))
+    assert anew.duration.gradients - travel == pytest.approx(2 * (2 * 3 + 2) * size / 1e9)
+
+
+def test_files_from_before_zeros_copies_were_measured_still_do() -> None:
+    job = portrait(layers=4, width=1024, batch=8)
+    old = replace(H100, asynchronous=False, overlap=0.0, rates={"reshape": (1e9, 1e9)})
+    new = replace(old, unit_rate=1e9, piece_rate=H100.memory_bandwidth * H100.memory_efficiency)
+    gpu = replace(old, rates={"rows": (3e9, 3e9)})
+    for plan in (Plan(dp=2, zero=1), Plan(dp=2, zero=3)):
+        one, other = (Search(job, 2, each).judged(plan).seconds for each in (old, new))
+        assert one == pytest.approx(other)
+        with_rows, known = (
+            Search(job, 2, e).judged(plan).seconds for e in (gpu, replace(new, unit_rate=3e9, piece_rate=3e9))
+        )
+        assert with_rows == pytest.approx(known)
+
+
 def test_halves_of_a_backward_cost_each_layer_a_start() -> None:
     """... on all stages but the first, whose inputs nobody waits for; whole backwards have none of it."""
     job = portrait(layers=4, width=1024, batch=8)

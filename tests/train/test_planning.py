@@ -30,6 +30,7 @@ from unisono.plan.roofline import IN_CACHE, OUTSIDE, Roofline
 from unisono.plan.schedule import schedule
 from unisono.plan.setting import Setting
 from unisono.plan.time import TimeModel
+from unisono.train import copies
 from unisono.train.auto import Choice, Job, foresee
 from unisono.train.dry_run import built, dry_run, run_here, state_of
 from unisono.train.meter import Meter
@@ -333,6 +334,38 @@ def test_attention_with_dropout_takes_what_is_measured_of_it() -> None:
         assert measured.forward == pytest.approx(8 * work.flops / (0.001 * plain.peak("float32")))
         assert measured.inputs >= 8 * work.flops / (0.002 * plain.peak("float32"))
         assert Roofline(plain, "float32").op(work, block, setting).forward != measured.forward
+
+
+def test_attention_with_dropout_goes_by_its_matrices() -> None:
+    """Each head of each sample has one: as many elements in more of them take longer, and a ring makes them again."""
+    plain = replace(Hardware.read("h100"), asynchronous=False, together=1.0, op_overhead=0.0)
+    curve = tuple((128.0 * elements, 128.0 * elements / plain.peak("float32") / 1e-3) for elements in (8e3, 8e6))
+    curves = {"attention_dropout": curve, "attention_dropout_backward": curve}  # a millisecond, whatever there is
+    hardware = replace(plain, curves=curves, matrix_overhead=(1e-5, 1e-4))
+    portrait = Planner(load_task(TASK), hardware).portrait
+    block = portrait.blocks[0]
+    work = next(work for work in block.works if work.matrix)
+    assert (work.heads, work.matrix) == (4, 4 * 32 * 32)
+    roofline = Roofline(hardware, "float32")
+    for rows in (2, 16):
+        timed = roofline.op(work, block, Setting.of(Plan(), rows))
+        assert timed.forward == pytest.approx(1e-3 + (4 * rows - 8) * 1e-5, rel=0.1)
+        assert timed.inputs == pytest.approx(1e-3 + (4 * rows - 8) * 1e-4, rel=0.1)
+    ring, ulysses = (
+        TimeModel(portrait, hardware).pace(block, Plan(cp=2, context=context)) for context in ("ring", "ulysses")
+    )
+    assert ring.forward - ulysses.forward == pytest.approx(1e-3 + (2 * 24 - 8) * 1e-5, rel=0.1)
+    assert ring.inputs - ulysses.inputs == pytest.approx(3e-3 + 2 * 24 * 1e-5 + (2 * 24 - 8) * 1e-4, rel=0.1)
+
+
+def test_what_steps_with_zero_take_more_are_its_copies() -> None:
+    hardware = replace(Hardware.read("h100"), asynchronous=False, overlap=0.0, memory_bandwidth=1e12)
+    known, most = {"piece_rate": 2e10, "unit_rate": 7e9}, 1e12 * hardware.memory_efficiency
+    search = Planner(copies._task(2), replace(hardware, **known)).search(2)
+    foreseen = [search.judged(Plan(dp=2, zero=stage), played=True).seconds for stage in (0, 1, 3)]
+    steps = [[[seconds + 0.5] for seconds in foreseen] for _ in range(2)]  # however long computing takes
+    assert copies.copy_rates(hardware, steps) == pytest.approx(known)
+    assert copies.copy_rates(hardware, [[[1.0]] * 3] * 2) == dict.fromkeys(known, most)  # none is negative
 
 
 def test_weights_that_caches_hold_come_sooner() -> None:

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from math import log2
 
-from unisono.plan.hardware import Curve, Hardware, Link, seconds_at
+from unisono.plan.curve import Curve, seconds_at
+from unisono.plan.hardware import Hardware, Link
 from unisono.plan.plan import AXES, Plan
 
 

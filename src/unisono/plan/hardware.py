@@ -13,14 +13,12 @@ from __future__ import annotations
 import math
 import re
 import tomllib
-from bisect import bisect_right
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from unisono.errors import UsageError
-
-Curve = tuple[tuple[float, float], ...]  # (size, share), sizes rising
+from unisono.plan.curve import Curve
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _UNITS |= {f"{unit}i": 1 << (10 * power) for power, unit in enumerate("KMGTP", start=1)}
@@ -56,12 +54,17 @@ class Hardware:
     rates: dict[str, tuple[float, float]] = field(default_factory=dict)  # of an op: bytes a second, forward, backward
     optimizer_rate: float = 0.0  # bytes a second that an optimizer passes; 0: as other elementwise work
     looped_optimizer_rate: float = 0.0  # ... one that torch steps parameter by parameter; 0: the same
+    piece_rate: float = 0.0  # bytes a second of copies into ZeRO's messages and out of them; 0: as other copies
+    unit_rate: float = 0.0  # ... in ZeRO's third stage, whose blocks get new memory for every use; 0: as a transpose
     op_overhead: float = 0.0  # seconds that an op takes beside its work, forward or backward
     asynchronous: bool = False  # whether that is the time of a host which runs ahead while the device works
     message_overhead: float = 0.0  # seconds that a message takes of that host, with the copies around it
     # Seconds that a parameter takes of the host, by the stages of ZeRO: in a backward, and after it.
     gradient_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     parameter_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    dropout_overhead: float = 0.0  # seconds that a dropout takes beside its work: it finds out what to draw
+    # Seconds that an attention with dropout takes for each head of each sample, forward and backward.
+    matrix_overhead: tuple[float, ...] = (0.0, 0.0)
     # As `matmul` and `attention`, for a dtype (matmul_float32), of a backward's products (matmul_backward), or of an
     # attention with dropout as a whole (attention_dropout).
     curves: dict[str, Curve] = field(default_factory=dict)
@@ -145,28 +148,6 @@ class Hardware:
         return self.memory * (1 - self.margin)
 
 
-def share_at(curve: Curve, size: float) -> float:
-    """The curve's value at a size: straight between points over the logarithm, flat beyond them."""
-    place = bisect_right(curve, (size, math.inf))
-    if place == 0:
-        # Below the first point a call takes as long as the smallest that was measured.
-        return curve[0][1] * max(size, 1.0) / curve[0][0] if len(curve) > 1 else curve[0][1]
-    if place == len(curve):
-        return curve[-1][1]
-    (low, below), (high, above) = curve[place - 1], curve[place]
-    part = math.log(size / low) / math.log(high / low)
-    return below + (above - below) * part
-
-
-def seconds_at(curve: Curve, size: float) -> float:
-    """The time that a measured curve (bytes, seconds) gives: flat below its sizes, beyond them at its last slope."""
-    place = bisect_right(curve, (size, math.inf))
-    if place == 0 or len(curve) == 1:
-        return curve[0][1]
-    (low, below), (high, above) = curve[min(place, len(curve) - 1) - 1], curve[min(place, len(curve) - 1)]
-    return max(below + (above - below) * (size - low) / (high - low), curve[0][1])
-
-
 # ---- the file --------------------------------------------------------------------------------------------------------
 
 _REQUIRED: dict[str, tuple[str, ...]] = {
@@ -185,6 +166,8 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
         "message_overhead",
         "gradient_overhead",
         "parameter_overhead",
+        "dropout_overhead",
+        "matrix_overhead",
         "step_overhead",
         "microbatch_overhead",
         "stage_overhead",
@@ -198,6 +181,8 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
         "library_memory",
         "optimizer_rate",
         "looped_optimizer_rate",
+        "piece_rate",
+        "unit_rate",
     ),
     "efficiency": (
         "matmul",
@@ -254,11 +239,15 @@ class _Reader:
             rates=self._rates(given.get("ops", {})),
             optimizer_rate=self._number("device", device, "optimizer_rate", 0.0),
             looped_optimizer_rate=self._number("device", device, "looped_optimizer_rate", 0.0),
+            piece_rate=self._number("device", device, "piece_rate", 0.0),
+            unit_rate=self._number("device", device, "unit_rate", 0.0),
             op_overhead=self._number("device", device, "op_overhead", 0.0),
             asynchronous=self._flag("device", device, "asynchronous", False),
             message_overhead=self._number("device", device, "message_overhead", 0.0),
             gradient_overhead=self._each_stage(device, "gradient_overhead"),
             parameter_overhead=self._each_stage(device, "parameter_overhead"),
+            dropout_overhead=self._number("device", device, "dropout_overhead", 0.0),
+            matrix_overhead=self._each(device, "matrix_overhead", 2, "forward and backward"),
             curves={key: self._curve(efficiency, key) for key in efficiency if key.endswith(_OTHER_CURVES)},
             step_overhead=self._number("device", device, "step_overhead", 0.0),
             microbatch_overhead=self._number("device", device, "microbatch_overhead", 0.0),
@@ -367,9 +356,12 @@ class _Reader:
         return rates
 
     def _each_stage(self, device: dict[str, Any], key: str) -> tuple[float, ...]:
-        values = device.get(key, [0.0] * 4)
-        if not isinstance(values, list) or len(values) != 4:
-            self._fail(f"[device] {key} = {values!r}; expected four numbers of seconds, for the stages 0 to 3 of ZeRO")
+        return self._each(device, key, 4, "for the stages 0 to 3 of ZeRO")
+
+    def _each(self, device: dict[str, Any], key: str, count: int, of: str) -> tuple[float, ...]:
+        values = device.get(key, [0.0] * count)
+        if not isinstance(values, list) or len(values) != count:
+            self._fail(f"[device] {key} = {values!r}; expected {count} numbers of seconds, {of}")
         return tuple(self._number("device", {key: value}, key, 0.0) for value in values)
 
     def _curve(self, given: dict[str, Any], key: str) -> Curve:

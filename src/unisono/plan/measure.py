@@ -9,29 +9,18 @@ are those of the other ranks on this host, where there are several GPUs.
 from __future__ import annotations
 
 import os
-import platform
 import statistics
-import time
-from collections.abc import Callable, Iterator
-from functools import partial
 from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import nn
 
 from unisono.comm.communicator import Communicator
-from unisono.mesh.fused import fused
-from unisono.mesh.philox import draw_fast
-from unisono.mesh.random import RandomState
-from unisono.plan.links import Care, Points, links, posting
+from unisono.plan.clock import Clock
+from unisono.plan.links import Care, links, posting
 from unisono.plan.links import together as of_ranks
-from unisono.plan.roofline import IN_CACHE, OUTSIDE
 
 Figures = dict[str, Any]
-_SIDES = (16, 32, 64, 128, 256, 512)
-_WITH_DROPOUT = ("attention_dropout", "attention_dropout_backward")
-_GPU_SIDES = (128, 512, 1024, 2048, 4096, 8192)
+WITH_DROPOUT = ("attention_dropout", "attention_dropout_backward")
 
 
 def measured(
@@ -47,14 +36,14 @@ def measured(
     figures: Figures = {"links": {}, "cores": cores * places.count(0), "hosts": places.count(0)}
     if comm.rank in busy:
         together = comm if len(busy) == comm.size else comm.subgroup(busy)
-        clock = _Clock(together, device, care)
+        clock = Clock(together, device, care)
         computing = _computing(clock, with_dropout)
         for _ in range(0 if device.type == "cuda" else care.passes - 1):
             computing = _better(computing, _computing(clock, with_dropout))
         figures |= computing
     if comm.size > 1:
         comm.barrier()
-        clock = _Clock(comm, device, care)
+        clock = Clock(comm, device, care)
         figures["links"] = links(comm, care, clock.time, len(busy) == comm.size)
         if device.type != "cuda":
             figures["post"] = posting(comm, care)
@@ -66,7 +55,7 @@ def usable_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def _computing(clock: _Clock, with_dropout: bool) -> Figures:
+def _computing(clock: Clock, with_dropout: bool) -> Figures:
     device = clock.device
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     figures: Figures = {"flops": {}}
@@ -83,8 +72,9 @@ def _computing(clock: _Clock, with_dropout: bool) -> Figures:
     figures["ops"] = clock.ops(dtype, with_dropout)
     figures["optimizer"] = clock.optimizer()
     if device.type != "cuda" and with_dropout:
-        dropped = clock.attentions_with_dropout(dtype)
+        *dropped, figures["matrix"] = clock.attentions_with_dropout(dtype)
         figures["attention_dropout"], figures["attention_dropout_backward"] = dropped
+        figures["dropout"] = clock.dropout_overhead()
     if device.type != "cuda":
         figures["looped"] = clock.optimizer(foreach=False)
     return figures
@@ -95,8 +85,11 @@ def _better(one: Figures, other: Figures) -> Figures:
     chosen = dict(one)
     for key in ("bandwidth", "optimizer", "looped"):
         chosen[key] = max(one[key], other[key])
-    chosen["overhead"] = min(one["overhead"], other["overhead"])
-    for key in ("backward", "attention", *(key for key in _WITH_DROPOUT if key in one)):
+    for key in ("overhead", *(key for key in ("dropout",) if key in one)):
+        chosen[key] = min(one[key], other[key])
+    if "matrix" in one:
+        chosen["matrix"] = list(map(min, one["matrix"], other["matrix"]))
+    for key in ("backward", "attention", *(key for key in WITH_DROPOUT if key in one)):
         chosen[key] = list(map(max, one[key], other[key]))
     chosen["flops"] = {dtype: list(map(max, points, other["flops"][dtype])) for dtype, points in one["flops"].items()}
     # A backward is timed together with its forward: of both, the pass in which they took less together.
@@ -104,221 +97,6 @@ def _better(one: Figures, other: Figures) -> Figures:
         op: min(rates, other["ops"][op], key=lambda pair: 1 / pair[0] + 1 / pair[1]) for op, rates in one["ops"].items()
     }
     return chosen
-
-
-class _Clock:
-    """Times things, all ranks together."""
-
-    def __init__(self, comm: Communicator, device: torch.device, care: Care) -> None:
-        self.comm = comm
-        self.device = device
-        self.care = care
-
-    def time(self, call: Callable[[], Any]) -> float:
-        """Seconds of a call: the best of some turns, for what else the machine does only adds to them."""
-        once = min(self._turn(call, 1) for _ in range(4))  # the first of them also finds out how to
-        loops = max(1, min(1000, int(self.care.turn / max(once, 1e-7))))
-        if self.comm.size > 1:  # as often on all ranks
-            loops = int(self.comm.all_reduce(torch.tensor([float(loops)]), "min").item())
-        return min(self._turn(call, loops) for _ in range(self.care.rounds))
-
-    def _turn(self, call: Callable[[], Any], loops: int) -> float:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        if self.comm.size > 1:
-            self.comm.barrier()
-        start = time.perf_counter()
-        for _ in range(loops):
-            call()
-        if self.device.type == "cuda":
-            torch.cuda.synchronize()
-        return (time.perf_counter() - start) / loops
-
-    def _random(self, *shape: int, dtype: torch.dtype, grad: bool = False) -> torch.Tensor:
-        return torch.randn(*shape, dtype=dtype, device=self.device, requires_grad=grad)
-
-    def products(self, dtype: torch.dtype) -> list[tuple[float, float]]:
-        """(operations of a call, operations a second) of layers' products."""
-        points = []
-        for side in _GPU_SIDES if self.device.type == "cuda" else _SIDES:
-            x, w = self._random(4 * side, side, dtype=dtype), self._random(side, side, dtype=dtype)
-            operations = 2.0 * 4 * side**3
-            points.append(
-                (operations, operations / self.time(partial(F.linear, x, w, self._random(side, dtype=dtype))))
-            )
-        return points
-
-    def products_of_backward(self, dtype: torch.dtype) -> list[tuple[float, float]]:
-        """The same, the mean of the two products of a backward: they lie otherwise in memory, and have no bias."""
-        points = []
-        for side in _SIDES:
-            x, w = self._random(4 * side, side, dtype=dtype), self._random(side, side, dtype=dtype)
-            operations = 2.0 * 4 * side**3
-            taken = (self.time(partial(torch.mm, x, w)) + self.time(partial(torch.mm, x.t(), x))) / 2
-            points.append((operations, operations / taken))
-        return points
-
-    def attentions(self, dtype: torch.dtype) -> Points:
-        points = []
-        for operations, (q, k, v) in self._attended(dtype):
-            taken = self.time(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True))
-            points.append((operations, operations / taken))
-        return points
-
-    def attentions_with_dropout(self, dtype: torch.dtype) -> tuple[Points, Points]:
-        """Forward and backward. There is a matrix of queries by keys then, which no kernel spares."""
-        forward, backward = [], []
-        draw_fast()
-        with RandomState(0):
-            for operations, (q, k, v) in self._attended(dtype, grad=True):
-                call = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=0.1, is_causal=True)
-                ahead, back = self._rate(call, operations)
-                forward.append((operations, ahead))
-                backward.append((operations, back))
-        return forward, backward
-
-    def _attended(self, dtype: torch.dtype, grad: bool = False) -> Iterator[tuple[float, Any]]:
-        """FLOPs of an attention, and its queries, keys and values: of one projection, as most models make them."""
-        is_gpu = self.device.type == "cuda"
-        heads, width = (16, 64) if is_gpu else (4, 32)
-        for length in (512, 1024, 2048, 4096) if is_gpu else (32, 128, 512):
-            packed = self._random(2, length, 3, heads, width, dtype=dtype, grad=grad)
-            yield 4.0 * 2 * heads * length**2 * width, packed.permute(2, 0, 3, 1, 4).unbind()
-
-    def bandwidth(self) -> float:
-        elements = 2**28 if self.device.type == "cuda" else 2**23
-        x = torch.ones(elements, device=self.device)
-        y = torch.empty_like(x)
-        return 2 * x.nbytes / self.time(lambda: y.copy_(x))
-
-    def library(self) -> float:
-        """Bytes that libraries keep once they have computed."""
-        torch.cuda.synchronize()
-        return float(torch.cuda.memory_allocated())
-
-    def overhead(self) -> float:
-        """Of one op with next to nothing to do, half of what it takes forward and backward."""
-        return self._kernel_overhead() if self.device.type == "cuda" else self._call_overhead()
-
-    def _kernel_overhead(self) -> float:
-        x = self._random(1, dtype=torch.float32, grad=True)
-
-        def chain() -> None:
-            y = x
-            for _ in range(20):
-                y = F.gelu(y)
-            y.backward()
-
-        return self.time(chain) / 40
-
-    def _call_overhead(self) -> float:
-        """Of the ops that layers are made of, called by modules, with parameters that get gradients."""
-        layers = nn.Sequential(*(_LittleLayer(8) for _ in range(6)))
-        x = self._random(1, 4, 8, dtype=torch.float32)
-
-        def step() -> None:
-            layers.zero_grad()
-            layers(x).sum().backward()
-
-        return self.time(step) / (2 * _LittleLayer.OPS * len(layers))
-
-    def ops(self, dtype: torch.dtype, with_dropout: bool) -> dict[str, tuple[float, float]]:
-        """Bytes a second, forward and backward, as a trace counts them: inputs and outputs of the forward."""
-        is_gpu = self.device.type == "cuda"
-        rows, width = (8192, 4096) if is_gpu else (512, 256)
-        # Some take longer for larger numbers: those of layers with torch's first weights have a variance of 1/3.
-        x = (self._random(rows, width, dtype=dtype) * 3**-0.5).requires_grad_()
-        other = self._random(rows, width, dtype=dtype)
-        weight, bias = (self._random(width, dtype=dtype, grad=True) for _ in range(2))
-        classes = 8 * width if is_gpu else width
-        logits = self._random(rows, classes, dtype=dtype, grad=True) if is_gpu else x
-        targets = torch.randint(classes, (rows,), device=self.device)
-        table = self._random(1024, width, dtype=dtype, grad=True)
-        places = torch.randint(1024, (rows,), device=self.device)
-        state = RandomState(0)
-        both = 2.0 * x.nbytes
-        calls: dict[str, tuple[Callable[[], torch.Tensor], float]] = {
-            "gelu": (lambda: F.gelu(x), both),
-            "relu": (lambda: F.relu(x), both),
-            "silu": (lambda: F.silu(x), both),
-            "tanh": (lambda: torch.tanh(x), both),
-            "add": (lambda: x + other, 1.5 * both),
-            "mul": (lambda: x * other, 1.5 * both),
-            "softmax": (lambda: F.softmax(x, -1), both),
-            "layer_norm": (lambda: F.layer_norm(x, (width,), weight, bias), both),
-            "rms_norm": (lambda: F.rms_norm(x, (width,), weight), both),
-            "embedding": (lambda: F.embedding(places, table), both / 2),
-            "cross_entropy_loss": (lambda: F.cross_entropy(logits, targets), float(logits.nbytes)),
-            "reshape": (lambda: x.t().reshape(-1), both),
-        }
-        if with_dropout:
-            draw_fast()
-            calls["dropout"] = (lambda: F.dropout(x, 0.1), both)
-        if is_gpu:  # rows that lie elsewhere in a message: large copies, unlike those of a transposed matrix
-            calls["rows"] = (lambda: x.view(8, -1, width).transpose(0, 1).contiguous(), both)
-        rates = {}
-        with state:
-            for name, (call, moved) in calls.items():
-                rates[name] = self._rate(call, moved)
-        if not is_gpu:
-            rates["weights"] = self._rate(*self._few_rows(dtype, OUTSIDE))
-            rates["weights_in_cache"] = self._rate(*self._few_rows(dtype, IN_CACHE))
-        return rates
-
-    def _few_rows(self, dtype: torch.dtype, size: int) -> tuple[Callable[[], torch.Tensor], float]:
-        """Products of next to no rows with weights of so many bytes, and the bytes."""
-        wide, narrow = 2048, 512
-        pairs = size // (2 * wide * narrow * dtype.itemsize)
-        shapes = [(wide, narrow), (narrow, wide)] * pairs
-        weights = [self._random(*shape, dtype=dtype, grad=True) for shape in shapes]
-        few = self._random(2, narrow, dtype=dtype)
-
-        def chain() -> torch.Tensor:
-            x = few
-            for weight in weights:
-                weight.grad = None  # else the backward adds to it, which is another's to count
-                x = F.linear(x, weight) / narrow
-            return x
-
-        return chain, float(sum(weight.nbytes for weight in weights))
-
-    def _rate(self, call: Callable[[], torch.Tensor], moved: float) -> tuple[float, float]:
-        forward = self.time(call)
-        result = call()
-        gradient = torch.ones_like(result)
-        whole = self.time(lambda: call().backward(gradient))
-        return moved / forward, moved / max(whole - forward, forward / 4)
-
-    def optimizer(self, foreach: bool | None = None) -> float:
-        """Bytes a second of AdamW, which reads four and writes three numbers for each parameter: stepped as a trainer
-        does it, or (foreach=False) as torch does op by op. There are more of them than caches hold."""
-        size = 2**22 if self.device.type == "cuda" else 2**18
-        parameters = [nn.Parameter(torch.randn(size, device=self.device)) for _ in range(16)]
-        for parameter in parameters:
-            parameter.grad = torch.ones_like(parameter)
-        optimizer = torch.optim.AdamW(parameters, lr=1e-3, foreach=foreach)
-
-        def step() -> None:
-            with fused(optimizer):
-                optimizer.step()
-
-        return 28.0 * size * 16 / self.time(step)
-
-
-class _LittleLayer(nn.Module):
-    OPS = 6
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.linear = nn.Linear(width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.gelu(self.linear(self.norm(x)))
-        return x + y.unflatten(-1, (2, -1)).flatten(-2)
-
-
-# ---- the file --------------------------------------------------------------------------------------------------------
 
 
 def merged(figures: list[Figures]) -> Figures:
@@ -332,100 +110,3 @@ def merged(figures: list[Figures]) -> Figures:
     for key in ("bandwidth", "overhead", "optimizer", "looped", "step", "microbatch", "post"):
         together[key] = statistics.mean([each[key] for each in figures if key in each] or [0.0])
     return together
-
-
-def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
-    """A hardware file."""
-    device = torch.cuda.get_device_properties(0) if is_gpu else None
-    name = device.name if device else f"{ranks} ranks on {platform.machine()} cores"
-    memory = device.total_memory if device else _host_memory() * figures["hosts"] / ranks
-    main = "bfloat16" if is_gpu else "float32"
-    backward = figures.get("backward", ())
-    peaks = {dtype: max(rate for _, rate in (*points, *backward)) for dtype, points in figures["flops"].items()}
-    link = _link(figures, ranks)
-    lines = [
-        f"# Measured by `unisono bench hardware` with torch {torch.__version__}.",
-        f'name = "{name}"',
-        "",
-        "[machine]",
-        f"devices_per_node = {max(torch.cuda.device_count(), 1) if is_gpu else ranks}",
-        *([] if is_gpu else [f"cores = {figures['cores']}"]),
-        "",
-        "[device]",
-        f"memory = {memory:.4g}",
-        f"memory_bandwidth = {figures['bandwidth']:.4g}",
-        f"op_overhead = {figures['overhead']:.3g}",
-        *([] if not is_gpu else ["asynchronous = true", f"library_memory = {figures['library']:.4g}"]),
-        *_of_host(figures),
-        f"step_overhead = {figures.get('step', 0.0):.3g}",
-        f"microbatch_overhead = {figures.get('microbatch', 0.0):.3g}",
-        *(f"{key}_overhead = {figures[key]:.3g}" for key in ("stage", "post") if key in figures),
-        f"split_overhead = {figures.get('split', 0.0):.3g}",
-        f"recompute_overhead = {figures.get('recompute', 0.0):.3g}",
-        f"optimizer_rate = {figures['optimizer']:.4g}",
-        *([] if is_gpu else [f"looped_optimizer_rate = {figures['looped']:.4g}"]),
-        f"overlap = {0.8 if is_gpu else 0.0}  # on CPUs messages take the time of the cores that compute",
-        "margin = 0.05",
-        f"dropout_mask = {0 if is_gpu else 4}",
-        "",
-        "[flops]",
-        *(f"{dtype} = {peak:.4g}" for dtype, peak in peaks.items()),
-        "",
-        "[efficiency]",
-        f"matmul = {_curve(figures['flops'][main], peaks[main])}",
-        *([f"matmul_backward = {_curve(figures['backward'], peaks[main])}"] if "backward" in figures else []),
-        f"attention = {_curve(figures['attention'], peaks[main])}",
-        *(f"{key} = {_curve(figures[key], peaks[main])}" for key in _WITH_DROPOUT if key in figures),
-        *([] if not is_gpu else _of_float32(figures, peaks["float32"])),
-        "memory = 1.0",
-        *([f"together = {figures['together']:.4f}"] if "together" in figures else []),
-        "",
-        "[ops]  # bytes a second, forward and backward",
-        *(f"{op} = [{ahead:.4g}, {back:.4g}]" for op, (ahead, back) in figures["ops"].items()),
-        "",
-        "[intra_node]",
-        *link,
-        "",
-        "[inter_node]  # not measured: as within the node",
-        *link[:2],
-    ]
-    return "\n".join(lines) + "\n"
-
-
-def _of_host(figures: Figures) -> list[str]:
-    lines = []
-    if "message" in figures:
-        lines.append(f"message_overhead = {figures['message']:.3g}")
-    for key in ("gradient", "parameter"):
-        if key in figures:
-            lines.append(f"{key}_overhead = [{', '.join(f'{value:.3g}' for value in figures[key])}]  # by ZeRO's stage")
-    return lines
-
-
-def _of_float32(figures: Figures, peak: float) -> list[str]:
-    return [
-        f"matmul_float32 = {_curve(figures['flops']['float32'], peak)}",
-        f"attention_float32 = {_curve(figures['attention_float32'], peak)}",
-    ]
-
-
-def _link(figures: Figures, ranks: int) -> list[str]:
-    links = figures["links"]
-    if not links:
-        return ["bandwidth = 1e11  # not measured: one rank", "latency = 1e-5"]
-    small, large = links["all_gather"][0], links["all_gather"][-1]
-    bandwidth = (ranks - 1) / ranks * large[0] / max(large[1] - small[1], 1e-9)
-    lines = [f"bandwidth = {bandwidth:.4g}", f"latency = {small[1] / (ranks - 1):.3g}", f"ranks = {ranks}"]
-    for name, points in links.items():
-        told = ", ".join(f"[{size:.0f}, {seconds:.3g}]" for size, seconds in points)
-        lines.append(f"{name} = [{told}]")
-    return lines
-
-
-def _curve(points: list[tuple[float, float]], peak: float) -> str:
-    return "[" + ", ".join(f"[{size:.4g}, {min(rate / peak, 1.0):.4f}]" for size, rate in points) + "]"
-
-
-def _host_memory() -> float:
-    with open("/proc/meminfo") as file:
-        return float(file.readline().split()[1]) * 1024

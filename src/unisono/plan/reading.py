@@ -178,7 +178,8 @@ class _Reader:
         moved = work.moved + matrix * itemsize * (8 if dropout else 6)
         calls = 6 if dropout else 4
         kind = "attention_dropout" if dropout else "matmul"
-        return replace(work, saved=saved, core_saved=kept, is_core=True, moved=moved, calls=calls, kind=kind)
+        work = replace(work, saved=saved, core_saved=kept, is_core=True, moved=moved, calls=calls, kind=kind)
+        return replace(work, matrix=matrix, heads=prod(query.shape[:-2]) / rows) if dropout else work
 
     def _cross_entropy(self, op: Op, work: Work, is_from_cut: bool) -> Work:
         """A log-softmax, which is kept, and a choice, whose gradient is as large. Where the vocabulary is cut,

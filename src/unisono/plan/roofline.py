@@ -10,7 +10,8 @@ from __future__ import annotations
 from math import log
 from typing import NamedTuple
 
-from unisono.plan.hardware import Hardware, share_at
+from unisono.plan.curve import seconds_at, share_at
+from unisono.plan.hardware import Hardware
 from unisono.plan.portrait import Segment, Work
 from unisono.plan.setting import Setting
 
@@ -20,6 +21,9 @@ _LOSS_FORWARD, _LOSS_BACKWARD = 34.0, 22.0
 # Bytes of weights that ranks hold, each, while products of few rows are measured: so few that caches keep them from one
 # use to the next, and so many that they come from memory.
 IN_CACHE, OUTSIDE = 8 * 2**20, 32 * 2**20
+
+# Of the attentions that are measured on CPUs: width of the heads, and how many matrices of queries by keys there are.
+HEAD_WIDTH, MATRICES = 32, 8
 
 
 class OpTime(NamedTuple):
@@ -72,9 +76,11 @@ class Roofline:
             return OpTime(passes[0] + overhead, passes[1] + overhead)
         if not flops:
             ahead, back = self.hardware.rates.get(work.family, (self.bandwidth, self.bandwidth))
-            return OpTime(moved / ahead + overhead, moved / back + overhead + more)
+            drawing = self.hardware.dropout_overhead if work.family == "dropout" else 0.0
+            return OpTime(moved / ahead + max(overhead, drawing), moved / back + overhead + more)
         if work.kind == "attention_dropout" and self._with_dropout:
-            ahead, back = (flops / (self._peak * share_at(curve, flops)) for curve in self._with_dropout)
+            matrices = work.heads * setting.rows / divided
+            ahead, back = self._dropping(work.matrix * setting.rows / divided, matrices, flops)
             return OpTime(ahead, back + more)
         curve = self._curves["attention" if work.kind == "attention" else "matmul"]
         computing = flops / (self._peak * share_at(curve, flops / work.calls))
@@ -88,6 +94,34 @@ class Roofline:
         ahead, back = self._of_few_rows(flops, work.weights / (setting.tp if work.is_cut else 1), held)
         half = max(half, back + overhead)
         return OpTime(max(forward, ahead + overhead), half + more, half)
+
+    def _dropping(self, elements: float, matrices: float, flops: float) -> tuple[float, float]:
+        """An attention with dropout, forward and backward, by its matrices of queries by keys: each takes some time,
+        and so do the passes over their elements. Heads of another width than those measured have other products."""
+        as_measured = 4.0 * HEAD_WIDTH * elements
+        more = (flops - as_measured) / (self._peak * share_at(self._curves["matmul"], flops / 2))
+        seconds = []
+        for curve, each, products in zip(self._with_dropout, self.hardware.matrix_overhead, (1, 2), strict=True):
+            if len(curve) == 1:  # not measured: a share that someone has written down
+                seconds.append(flops / (self._peak * curve[0][1]))
+                continue
+            taken = seconds_at(tuple((size, size / (self._peak * share)) for size, share in curve), as_measured)
+            seconds.append(max(taken + (matrices - MATRICES) * each + products * more, taken / 4))
+        return seconds[0], seconds[1]
+
+    def ring_dropping(self, work: Work, setting: Setting) -> OpTime:
+        """What such an attention takes more in a ring, whose visits have smaller matrices, as many of them as the
+        whole; the backward makes them again, and draws again."""
+        if not self._with_dropout:
+            return OpTime(0.0, 0.0)
+        elements, matrices, flops = (
+            amount * setting.rows / setting.tp for amount in (work.matrix, work.heads, work.flops)
+        )
+        cp = setting.cp
+        whole = self._dropping(elements / cp, matrices / cp, flops / cp)
+        ahead, back = self._dropping(elements / cp**2, matrices, flops / cp**2)
+        share = self.hardware.together
+        return OpTime((cp * ahead - whole[0]) / share, (cp * (ahead + back) - whole[1]) / share)
 
     def _of_few_rows(self, flops: float, weights: float, held: float) -> tuple[float, float]:
         """A product's seconds, forward and for each half of the backward, where there are so few rows that bringing the

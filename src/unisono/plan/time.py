@@ -14,14 +14,15 @@ Where more ranks than cores share a node, all of their computing together takes 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
-from unisono.plan.collective import Group, group
+from unisono.plan.collective import group
 from unisono.plan.hardware import Hardware
-from unisono.plan.memory import BUCKET, MemoryModel, State
+from unisono.plan.memory import MemoryModel, State
 from unisono.plan.pace import Pace
-from unisono.plan.plan import REPLICAS, Plan
+from unisono.plan.plan import Plan
 from unisono.plan.portrait import Portrait, Segment
+from unisono.plan.replicas import Replicas
 from unisono.plan.roofline import Roofline
 from unisono.plan.schedule import SPLIT, schedule
 from unisono.plan.setting import Setting, hidden_bytes
@@ -64,6 +65,7 @@ class TimeModel:
         self.roofline = Roofline(hardware, portrait.dtype)
         self._weights = float(sum(w.numel * w.itemsize for part in portrait.segments for w in part.weights))
         self._bandwidth = self.roofline.bandwidth
+        self._replicas = Replicas(portrait, hardware, self.memory)
         self._row_rate = hardware.rates.get("rows", hardware.rates.get("reshape", (self._bandwidth, 0.0)))[0]
 
     # ---- a segment -----------------------------------------------------------------------------------------------
@@ -161,12 +163,18 @@ class TimeModel:
             sizes = (hidden,) * 4 if self.hardware.asynchronous else (3 * hidden, hidden)
             forward = attentions * sum(ranks.all_to_all(size) for size in sizes)
             sent = attentions * 8 * hidden
-            backward = forward
+            backward, more = forward, Pace()
         else:
             hop = attentions * ranks.exchange(2 * hidden)
             forward, backward = (ranks.ranks - 1) * hop, 2 * (ranks.ranks - 1) * hop
             sent = attentions * 3 * (ranks.ranks - 1) * 2 * hidden
-        return Pace(forward, backward, 0.0, forward + backward, sent).plus(self._visits(plan, attentions, hidden))
+            dropping = [self.roofline.ring_dropping(work, setting) for work in segment.works if work.matrix]
+            more = Pace(sum(one.forward for one in dropping), sum(one.inputs for one in dropping))
+        return (
+            Pace(forward, backward, 0.0, forward + backward, sent)
+            .plus(more)
+            .plus(self._visits(plan, attentions, hidden))
+        )
 
     def _visits(self, plan: Plan, attentions: int, hidden: float) -> Pace:
         """What is called besides attention itself; a ring's first visit takes the place of the plain attention."""
@@ -224,7 +232,7 @@ class TimeModel:
             return 0.0
         often = 1.0 if plan.zero >= 2 else 1 / plan.microbatches
         each = self.hardware.gradient_overhead[plan.zero] * self.portrait.tensors
-        return (each + self._buckets(plan) * self.hardware.message_overhead) / plan.pp * often
+        return (each + self._replicas.buckets(plan) * self.hardware.message_overhead) / plan.pp * often
 
     def _adding(self, plan: Plan, counted: tuple[tuple[Segment, int], ...]) -> float:
         """What each microbatch takes, on average, to add its gradients to those of the ones before: an op a parameter,
@@ -244,12 +252,6 @@ class TimeModel:
         layers = sum(count * sum(len(w.shape) > 1 for w in segment.weights) for segment, count in counted)
         taken = self.hardware.split_overhead * layers
         return Pace(launch_backward=taken) if self.hardware.asynchronous else Pace(weights=taken)
-
-    def _buckets(self, plan: Plan) -> float:
-        """Messages that the gradients of all stages travel in."""
-        if plan.dp * plan.cp == 1 or plan.zero == 3:
-            return 0.0
-        return self.portrait.parameters * self.portrait.gradient_itemsize / plan.tp / BUCKET
 
     def estimate(self, plan: Plan, stages: Stages) -> Duration:
         """By closed forms."""
@@ -271,7 +273,7 @@ class TimeModel:
         mine, m = per_rank[slowest], plan.microbatches
         computing, passing = self._in_turns(plan, per_rank, mine, passing)
         state = self.memory._state(plan, stages, slowest)
-        travel, hidden, sent = self._gradients(plan, state, mine)
+        travel, hidden, sent = self._replicas.travel(plan, stages, slowest, mine)
         optimizer = self._optimizer(plan, state)
         crossing = 0.0 if plan.pp == 1 else 2 * stages.chunks * m * hidden_bytes(self.portrait, self._setting(plan))
         other = self.hardware.step_overhead
@@ -340,37 +342,6 @@ class TimeModel:
         slowest = max(played.busy(rank) for rank in range(plan.pp)) / few
         return played.makespan + (plan.microbatches - few) * slowest
 
-    def _gradients(self, plan: Plan, state: State, mine: Pace) -> tuple[float, float, float]:
-        """Seconds that gradients and parameters travel, what of it the backward hides, and bytes sent."""
-        ranks = group(self.hardware, plan, *REPLICAS)
-        tied = self._tied(plan)
-        if ranks.ranks == 1:
-            return tied, 0.0, 0.0
-        size = state.elements * state.itemsize
-        m, share = plan.microbatches, (ranks.ranks - 1) / ranks.ranks
-        travel, sent = _zero_travel(plan, ranks, size, m)
-        room = self.hardware.overlap * (
-            mine.both * m if plan.zero == 3 else mine.backward * (m if plan.zero == 2 else 1)
-        )
-        after = ranks.all_gather(size) if plan.zero in (1, 2) else 0.0  # the optimizer's results, when all is over
-        hides = plan.pp == 1 or plan.zero >= 2
-        hidden = min(travel - after, room) * (self.hardware.overlap > 0) if hides else 0.0
-        return travel + tied + self._packing(plan, size), hidden, sent * share
-
-    def _packing(self, plan: Plan, size: float) -> float:
-        """Gradients and parameters are copied into messages and out of them, read and written: ZeRO's row by row."""
-        turns = self.hardware.turns(plan.world)
-        if plan.zero == 0:
-            return turns * 2 * size / self._bandwidth
-        m = plan.microbatches
-        return turns * 2 * size / self._row_rate * {1: 2, 2: m + 1, 3: 3 * m}[plan.zero]
-
-    def _tied(self, plan: Plan) -> float:
-        if plan.pp == 1 or not self.portrait.tied:
-            return 0.0
-        size = sum(w.numel * w.itemsize for w in self.portrait.before.weights if w.name in self.portrait.tied)
-        return replace(group(self.hardware, plan, "pp"), ranks=2).all_reduce(size / plan.tp)
-
     def _optimizer(self, plan: Plan, state: State) -> float:
         """Clipping too: it reads gradients for their norm, and again to scale them."""
         elements = state.sharded if plan.zero else state.elements
@@ -381,18 +352,7 @@ class TimeModel:
         clipping = 3 * elements * state.itemsize / self._bandwidth if self.portrait.clips else 0.0
         launching = self.hardware.parameter_overhead[plan.zero] * self.portrait.tensors
         if plan.zero in (1, 2):  # results are gathered
-            launching += self._buckets(plan) * self.hardware.message_overhead
+            launching += self._replicas.buckets(plan) * self.hardware.message_overhead
         launching /= plan.pp
         updating = self.hardware.turns(plan.world) * (elements * traffic / rate + clipping)
         return max(updating, launching) if self.hardware.asynchronous else updating + launching
-
-
-def _zero_travel(plan: Plan, ranks: Group, size: float, m: int) -> tuple[float, float]:
-    if plan.zero == 0:
-        return ranks.all_reduce(size), 2 * size
-    gather, scatter = ranks.all_gather(size), ranks.reduce_scatter(size)
-    if plan.zero == 1:
-        return scatter + gather, 2 * size
-    if plan.zero == 2:
-        return m * scatter + gather, (m + 1) * size
-    return m * (2 * gather + scatter), 3 * m * size

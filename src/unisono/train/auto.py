@@ -20,11 +20,9 @@ from unisono.graph.program import Model
 from unisono.parallel.loss import Loss
 from unisono.plan.explain import why_not
 from unisono.plan.hardware import Hardware
-from unisono.plan.links import BRIEF
-from unisono.plan.measure import measured, merged, written
 from unisono.plan.plan import Plan
 from unisono.plan.search import Candidate, Search
-from unisono.train.measure_command import around_steps
+from unisono.train.brief import measured_briefly
 from unisono.train.planning import Planner
 from unisono.train.sketch import without_memory
 from unisono.train.task import Task
@@ -121,11 +119,7 @@ def _hardware(job: Job, comm: Communicator, device: torch.device) -> Hardware:
     if path:
         return Hardware.read(path)
     with torch.random.fork_rng([]):  # what the user draws afterwards is as if nothing had been measured
-        mine = measured(comm, device, BRIEF, with_dropout=comm.broadcast_object(comm.rank == 0 and _has_dropout(job)))
-        if device.type == "cpu":
-            mine |= around_steps(device, 8)
-    figures = merged(comm.all_gather_object(mine))
-    return Hardware.parse(written(figures, comm.size, device.type == "cuda"), "measured here")
+        return measured_briefly(comm, device, with_dropout=comm.broadcast_object(comm.rank == 0 and _has_dropout(job)))
 
 
 def _has_dropout(job: Job) -> bool:

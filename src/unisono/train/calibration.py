@@ -108,14 +108,14 @@ def calibrated(hardware: Hardware, ranks: int, backend: str | None, steps: int =
     """`hardware` has been measured with so many ranks, op by op. steps: of each model."""
     found = spawn(_trained, ranks, backend, (ranks, steps))
     taken = [of_sizes for of_sizes, _ in found]
-    measured = [_usual([each[number] for each in taken]) for number in range(len(LITTLE + SIZES))]
+    measured = [usual([each[number] for each in taken]) for number in range(len(LITTLE + SIZES))]
     overhead = _overhead(hardware, measured[: len(LITTLE)])
     known = replace(hardware, op_overhead=overhead)
     stage = sum(forwards for _, forwards in found) / max(ranks, 1)
-    return Calibration(overhead, _together(known, ranks, measured[len(LITTLE) :]), max(stage, 0.0))
+    return Calibration(overhead, together(known, ranks, measured[len(LITTLE) :]), max(stage, 0.0))
 
 
-def _usual(of_ranks: list[list[float]]) -> float:
+def usual(of_ranks: list[list[float]]) -> float:
     """Seconds of a step, which is as long as its slowest rank."""
     return statistics.median(max(step) for step in zip(*of_ranks, strict=True))
 
@@ -140,23 +140,24 @@ def _overhead(hardware: Hardware, measured: list[float]) -> float:
     return hardware.op_overhead * max(share, 0.1)
 
 
-def _together(hardware: Hardware, ranks: int, measured: list[float]) -> float:
+def together(hardware: Hardware, ranks: int, measured: list[float], sizes: tuple[Size, ...] = SIZES) -> float:
+    """Of models of these sizes, whose steps have been measured under data parallelism."""
     shares = []
-    for size, step in zip(SIZES, measured, strict=True):
+    for size, step in zip(sizes, measured, strict=True):
         foreseen = _foreseen(Planner(task(size, ranks), hardware), hardware, ranks)
         computing = step - (foreseen.total - foreseen.compute)
         shares.append(foreseen.compute / max(computing, foreseen.compute / 4))
     return min(math.prod(shares) ** (1 / len(shares)), 1.0)
 
 
-def _trained(ranks: int, steps: int) -> tuple[list[list[float]], float]:
+def _trained(ranks: int, count: int) -> tuple[list[list[float]], float]:
     """On a rank: seconds of the steps of each size, and by how many its forwards of a microbatch take longer where it
     has two stages for one."""
     torch.set_num_threads(1)
     comm = world.init()
     try:
-        timed = partial(_timed, comm, steps)
-        taken = [*(_plain_steps(timed, size) for size in LITTLE), *(_steps(timed, size, ranks) for size in SIZES)]
+        timed = partial(_timed, comm, count)
+        taken = [*(_plain_steps(timed, size) for size in LITTLE), *(steps(comm, size, ranks, count) for size in SIZES)]
         if ranks == 1:
             return taken, 0.0
         more, fewer = (_forwards(timed, ranks, cut) for cut in (",schedule=interleaved,chunks=2", ""))
@@ -165,11 +166,12 @@ def _trained(ranks: int, steps: int) -> tuple[list[list[float]], float]:
         world.shutdown()
 
 
-def _steps(timed: _Timed, size: Size, ranks: int) -> list[float]:
+def steps(comm: Any, size: Size, ranks: int, count: int = STEPS) -> list[float]:
+    """Seconds of the steps of a model under data parallelism."""
     job = task(size, ranks)
     given = job.batch(0)
     trainer = parallelize(job.model, Plan(dp=ranks), loss=job.loss, optimizer=job.optimizer, example=given)
-    return timed(lambda: trainer.step(given))
+    return _timed(comm, count, lambda: trainer.step(given))
 
 
 def _plain_steps(timed: _Timed, size: Size) -> list[float]:
@@ -202,9 +204,9 @@ def _forwards(timed: _Timed, ranks: int, cut: str) -> float:
     return sum(map(statistics.median, taken.values()))
 
 
-def _timed(comm: Any, steps: int, step: Callable[[], object]) -> list[float]:
+def _timed(comm: Any, count: int, step: Callable[[], object]) -> list[float]:
     taken = []
-    for _ in range(_WARM_UP + steps):
+    for _ in range(_WARM_UP + count):
         comm.barrier()
         start = time.perf_counter()
         step()

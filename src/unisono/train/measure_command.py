@@ -30,9 +30,10 @@ class _Rounds(NamedTuple):
     around_steps: int
     overheads: int
     trained: int
+    with_zero: int
 
 
-_MANY, _FEW = _Rounds(30, 15, 40), _Rounds(8, 3, 8)
+_MANY, _FEW = _Rounds(30, 15, 40, 15), _Rounds(8, 3, 8, 4)
 
 
 def measure(ranks: int = 2, backend: str | None = None, brief: bool = False) -> str:
@@ -41,8 +42,10 @@ def measure(ranks: int = 2, backend: str | None = None, brief: bool = False) -> 
 
     from unisono.launch.spawn import spawn
     from unisono.plan.hardware import Hardware
-    from unisono.plan.measure import merged, written
+    from unisono.plan.hardware_file import written
+    from unisono.plan.measure import merged
     from unisono.train.calibration import calibrated
+    from unisono.train.copies import copy_rates
 
     is_gpu = torch.cuda.is_available()
     rounds = _FEW if brief else _MANY
@@ -51,6 +54,9 @@ def measure(ranks: int = 2, backend: str | None = None, brief: bool = False) -> 
         figures |= spawn(_host_overheads, 1, None, (rounds.overheads,))[0]
         alone = Hardware.parse(written(figures, ranks, is_gpu), "measured here")
         figures |= calibrated(alone, ranks, backend, rounds.trained)._asdict()
+        if ranks > 1:
+            known = Hardware.parse(written(figures, ranks, is_gpu), "measured here")
+            figures |= copy_rates(known, spawn(_with_zero, ranks, backend, (rounds.with_zero,)))
     return written(figures, ranks, is_gpu)
 
 
@@ -63,6 +69,21 @@ def _host_overheads(rounds: int) -> dict[str, Any]:
     torch.set_num_threads(1)
     found = overheads(torch.device("cpu"), rounds)
     return {name: found[name] for name in ("gradient", "parameter", "message", "split", "recompute")}
+
+
+def _with_zero(count: int) -> list[list[float]]:
+    """On a rank: seconds of steps with ZeRO and without."""
+    import torch
+
+    from unisono.comm import world
+    from unisono.train.copies import steps_with_zero
+
+    torch.set_num_threads(1)
+    comm = world.init()
+    try:
+        return steps_with_zero(comm, count)
+    finally:
+        world.shutdown()
 
 
 def _on_rank(is_gpu: bool, brief: bool) -> dict[str, Any]:

@@ -57,8 +57,8 @@ class _Parts(NamedTuple):
 
 
 def overheads(device: torch.device, rounds: int = 15) -> dict[str, Any]:
-    """Figures for `plan.measure.written`. The process must not have joined a world."""
-    clock = _Clock(device, rounds)
+    """Figures for `plan.hardware_file.written`. The process must not have joined a world."""
+    clock = Clock(device, rounds)
     layer = (clock.plain(MANY) - clock.plain(FEW)) / (MANY - FEW)
     in_backward, after = [], []
     for zero in range(4):
@@ -80,12 +80,11 @@ def overheads(device: torch.device, rounds: int = 15) -> dict[str, Any]:
         "message": clock.message(),
         "step": max(whole + ends, 0.0),
         "microbatch": max(microbatch, 0.0),
-        "recompute": max(clock.plain(FEW, again=True) - clock.plain(FEW) - clock.forward(FEW), 0.0) / FEW,
-        "split": max(clock.halved() - clock.halved(whole=True), 0.0) / (FEW * _MATRICES),
+        **clock.of_backwards(),
     }
 
 
-class _Clock:
+class Clock:
     def __init__(self, device: torch.device, rounds: int) -> None:
         self.device = device
         self.rounds = rounds
@@ -100,6 +99,12 @@ class _Clock:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
+
+    def of_backwards(self) -> dict[str, float]:
+        """What a block takes more where it is computed again, and a layer whose backward runs in halves."""
+        again = self.plain(FEW, again=True) - self.plain(FEW) - self.forward(FEW)
+        halves = self.halved() - self.halved(whole=True)
+        return {"recompute": max(again, 0.0) / FEW, "split": max(halves, 0.0) / (FEW * _MATRICES)}
 
     def forward(self, layers: int) -> float:
         model = _model(layers, self.device)
