@@ -469,13 +469,14 @@ def shown(row: str, found: dict[str, Any]) -> str:
 
 
 def took(result: dict[str, Any]) -> str:
-    """The memory of the row, least and most of the looks at it, with what the first one left; that of the process."""
+    """The memory of the row, median, least and most of the looks, with what the first one left; that of the process."""
     if not result["memory"]:
         return ""
     told = []
     for beyond in ([each["rest_mib"] for each in result["memory"]], [result["before_mib"]] * len(result["memory"])):
         sizes = sorted(each["Anonymous"] - base for each, base in zip(result["memory"], beyond, strict=True))
-        told.append(f"{sizes[0]:.3f}" + (f" to {sizes[-1]:.3f}" if len(sizes) > 1 else ""))
+        spread = f" ({sizes[0]:.3f} to {sizes[-1]:.3f})" if len(sizes) > 1 else ""
+        told.append(f"{statistics.median(sizes):.3f}{spread}")
     whole, anonymous = (max(each[name] for each in result["memory"]) for name in ("Rss", "Anonymous"))
     return f"  memory {told[0]} MiB, from small {told[1]} (process {whole:.0f}, anonymous {anonymous:.0f})"
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import pickle
+import sys
 from collections.abc import Callable
 
 import numpy as np
@@ -238,3 +240,22 @@ def test_gates_have_the_names_of_their_methods() -> None:
     by_name = Circuit(2).apply("u1", 0, 0.1).apply("phase", 1, 0.2).apply("cphase", (0, 1), 0.3)
     by_name.apply("global_phase", (), 0.4)
     assert by_name == Circuit(2).u1(0, 0.1).phase(1, 0.2).cphase(0, 1, 0.3).global_phase(0.4)
+
+
+def test_operations_are_a_sequence_in_small_pieces() -> None:
+    circuit = random_circuit(4, 150, seed=3, arrays=False)
+    operations, plain = circuit.operations, tuple(circuit.operations)
+    assert len(operations) == len(plain) == len(circuit) == 150
+    assert operations == plain
+    assert operations == circuit.copy().operations != Circuit(4).operations
+    assert hash(operations) == hash(plain)
+    assert [operations[place] for place in (0, 55, 56, 149, -1, -150)] == [plain[i] for i in (0, 55, 56, 149, -1, 0)]
+    assert operations[40:120:3] == plain[40:120:3]
+    assert [*reversed(operations)] == [*plain[::-1]]
+    assert pickle.loads(pickle.dumps(operations)) == operations
+    for place in (150, -151):
+        with pytest.raises(IndexError):
+            operations[place]
+    kept = [operations, *gc.get_referents(operations)]
+    kept += [piece for each in kept[1:] if isinstance(each, tuple) for piece in each]
+    assert all(sys.getsizeof(each) <= 512 for each in kept if isinstance(each, tuple))

@@ -21,6 +21,7 @@ from unisono.quantum.arguments import shown
 from unisono.quantum.gate_methods import GateMethods
 from unisono.quantum.gates import ALIASES, BARRIER, CONTROLLED, MEASURE, Gate, gate
 from unisono.quantum.operation import Controls, Operation
+from unisono.quantum.operations import Operations
 from unisono.quantum.parameter import Angle, affine, finite_vector, in_order, is_index
 
 if TYPE_CHECKING:
@@ -40,12 +41,12 @@ class Circuit(GateMethods):
             raise UsageError(f"Circuit({wires}, bits={bits!r}): expected a number of classical bits of 0 to {MOST}")
         self.wires = int(wires)
         self.bits = int(bits)
-        self._operations: list[Operation] | tuple[Operation, ...] = ()  # a list while the circuit grows
+        self._operations: list[Operation] | Operations = Operations()  # a list while the circuit grows
 
     @property
-    def operations(self) -> tuple[Operation, ...]:
+    def operations(self) -> Operations:
         if isinstance(self._operations, list):
-            self._operations = tuple(self._operations)
+            self._operations = Operations(self._operations)
         return self._operations
 
     @property
@@ -69,7 +70,7 @@ class Circuit(GateMethods):
         return self
 
     def _add(self, operations: list[Operation]) -> None:
-        if isinstance(self._operations, tuple):
+        if isinstance(self._operations, Operations):
             self._operations = list(self._operations)
         self._operations += operations
 

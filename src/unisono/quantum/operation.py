@@ -5,7 +5,6 @@ Wire 0 is the most significant bit of the state's index; of a gate's matrix, the
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -148,13 +147,6 @@ class Operation:
         start = block * int("".join(str(value) for _, value in self.controls), 2)
         full[start : start + block, start : start + block] = matrix
         return full
-
-
-def shared(made: Sequence[Operation], given: Sequence[Operation]) -> tuple[Operation, ...]:
-    """The operations made of those given, as a tuple; it is the given one where nothing was changed, for a circuit, its
-    schedule and its program may have thousands of operations, and be kept together."""
-    same = isinstance(given, tuple) and len(made) == len(given) and all(map(operator.is_, made, given))
-    return given if same else tuple(made)  # type: ignore[return-value]
 
 
 def _refuse_control(operation: Operation) -> Operation:

@@ -6,7 +6,7 @@ inverse.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,8 @@ from unisono.errors import UsageError
 from unisono.quantum.arguments import shown
 from unisono.quantum.holdings import Holdings
 from unisono.quantum.kernels import Runner, runner
-from unisono.quantum.operation import Operation, shared
+from unisono.quantum.operation import Operation
+from unisono.quantum.operations import shared
 from unisono.quantum.schedule import Schedule
 from unisono.quantum.step import Event, Exchange, Segment
 
@@ -24,7 +25,7 @@ from unisono.quantum.step import Event, Exchange, Segment
 class Run:
     """Unitary operations on local axes, in order; a gphase without controls scales the whole local array."""
 
-    operations: tuple[Operation, ...]
+    operations: Sequence[Operation]
     runners: dict[tuple[object, ...], Runner] = field(default_factory=dict, compare=False, repr=False)
 
     def runner(self, axes: int, dtype: torch.dtype, device: torch.device, kernel: str) -> Runner:

@@ -21,7 +21,8 @@ from unisono.quantum.arguments import require_circuit, require_dtype
 from unisono.quantum.circuit import Circuit
 from unisono.quantum.commutation import mixed_wires
 from unisono.quantum.cut import cut
-from unisono.quantum.operation import Operation, shared
+from unisono.quantum.operation import Operation
+from unisono.quantum.operations import shared
 from unisono.quantum.paging import Pages, Tier
 from unisono.quantum.parameter import is_index
 from unisono.quantum.postpone import postponed

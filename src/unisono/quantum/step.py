@@ -8,6 +8,7 @@ permuting gates on held positions only change that table, and cost nothing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from unisono.quantum.operation import Operation
@@ -28,7 +29,7 @@ class Segment:
     """Unitary operations, on positions, that need no exchange: each is diagonal, or a control, on the held positions it
     touches, or permutes held positions only."""
 
-    operations: tuple[Operation, ...]
+    operations: Sequence[Operation]
 
 
 @dataclass(frozen=True)

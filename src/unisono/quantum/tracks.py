@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 from unisono.errors import UsageError
 from unisono.quantum.commutation import mixed_wires
 from unisono.quantum.gates import diagonal
-from unisono.quantum.operation import Operation, shared
+from unisono.quantum.operation import Operation
+from unisono.quantum.operations import Operations, shared
 
 _SWAPS = {"swap": (), "iswap": (1, 1j, 1j, 1), "iswapdg": (1, -1j, -1j, 1)}  # the phases that come with the renaming
 
@@ -23,7 +24,7 @@ class Tracks:
     """`operations` on tracks; wire w begins on track w and ends on track `ends[w]`; `leading[t]` are the constant gates
     on track t alone that come before all others, where they were asked for."""
 
-    operations: tuple[Operation, ...]
+    operations: Operations
     ends: tuple[int, ...]
     leading: tuple[tuple[Operation, ...], ...]
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from unisono.quantum.blocks import flipped
 from unisono.quantum.kernels.threads import count, together
+from unisono.quantum.kernels.workspace import workspace
 
 _SUM_BLOCK, _ADD_BLOCK = 256, 1024  # amplitudes that a block of the fast kernels holds
 _SMALL = 8  # bits of a sum that is done as one product with a matrix of signs
@@ -37,12 +38,14 @@ def word_sums(mine: torch.Tensor, theirs: torch.Tensor, groups: Sequence[Group])
     flips, starts, signs = _flat(groups)
     out = np.zeros((threads, len(signs), 2))
     low, counters = _low_signs(signs, block, _parts(mine).dtype), np.zeros(1, np.int64)
+    with workspace() as space:
+        rooms = [space.tile(number, 2 * block, low.dtype).reshape(2, block) for number in range(threads)]
 
-    def call(number: int) -> None:
-        program = (flips, starts, signs, low, out[number], *np.empty((2, block), low.dtype))
-        words_cpu.sums(_parts(mine), _parts(theirs), alike, *program, counters)
+        def call(number: int) -> None:
+            program = (flips, starts, signs, low, out[number], *rooms[number])
+            words_cpu.sums(_parts(mine), _parts(theirs), alike, *program, counters)
 
-    together(call, threads)
+        together(call, threads)
     total = out.sum(axis=0)
     return np.split(total[:, 0] + 1j * total[:, 1], starts[1:-1])
 
@@ -64,12 +67,15 @@ def add_words(into: torch.Tensor, theirs: torch.Tensor, groups: Sequence[Weighte
     factors = np.concatenate(arriving) if arriving else np.zeros(0, np.complex128)
     fixed, tables, places = _tables(starts, signs, factors, block, part)
     parts, counters = np.stack([factors.real, factors.imag], axis=1).astype(part), np.zeros(1, np.int64)
+    threads = min(count(), len(into) // block)
+    with workspace() as space:
+        rooms = [space.tile(number, 2 * block, part).reshape(2, block) for number in range(threads)]
 
-    def call(_: int) -> None:
-        program = (flips, starts, signs, parts, fixed, tables, places, *np.empty((2, block), part))
-        words_cpu.add(_parts(into), _parts(theirs), *program, counters)
+        def call(number: int) -> None:
+            program = (flips, starts, signs, parts, fixed, tables, places, *rooms[number])
+            words_cpu.add(_parts(into), _parts(theirs), *program, counters)
 
-    together(call, min(count(), len(into) // block))
+        together(call, threads)
 
 
 def _flat(groups: Sequence[Group] | Sequence[Weighted]) -> tuple[NDArray[np.int64], ...]:
