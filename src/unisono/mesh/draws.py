@@ -11,6 +11,7 @@ tensor that the scopes do not fit, such as noise for a weight, is the same on ev
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -25,61 +26,63 @@ from unisono.mesh.random import DTYPES, Draw, RandomState
 
 Function = Callable[..., Any]
 Place = tuple[Any, str]  # what holds a function, and its name there
-_original: dict[Place, Function] = {}
-_thread: int | None = 0  # the one that runs the model; others, that load data meanwhile, draw as ever. None: all do
+_NOBODY = 0
+_thread: int | None = (
+    _NOBODY  # the one that runs the model; others, that load data meanwhile, draw as ever. None: all do
+)
+_installed: list[contextlib.ExitStack] = []
 
 
 def install() -> None:
     """Puts them in the place of torch's own, to draw from the RandomState that is active."""
-    _put({**_DRAWING, **_SPELLED})
+    stack = contextlib.ExitStack()
+    stack.enter_context(_in_place({**_DRAWING, **_SPELLED}, threading.get_ident()))
+    _installed.append(stack)
 
 
 def uninstall() -> None:
-    _take_back()
+    _installed.pop().close()
 
 
-@contextlib.contextmanager
-def spelled_out() -> Iterator[None]:
+def spelled_out() -> contextlib.AbstractContextManager[None]:
     """In the block, only torch.rand, torch.randn and their `_like`s draw, and they are torch's own."""
-    _put(_SPELLED)
-    try:
-        yield
-    finally:
-        _take_back()
+    return _in_place({**_PLAIN, **_SPELLED}, threading.get_ident())
+
+
+def held_fast() -> contextlib.AbstractContextManager[None]:
+    """In the block, in all threads, each number drawn is the same one: for runs of a model that are compared."""
+    return _in_place({**_HELD_FAST, **_SPELLED}, None)
 
 
 @contextlib.contextmanager
-def held_fast() -> Iterator[None]:
-    """In the block, in all threads, each number drawn is the same one: for runs of a model that are compared."""
+def _in_place(functions: dict[Place, Callable[[Function], Function]], thread: int | None) -> Iterator[None]:
     global _thread
-    _put({**_HELD_FAST, **_SPELLED})
-    _thread = None
+    _wrap_methods()
+    before = {place: getattr(*place) for place in functions}
+    earlier, _thread = _thread, thread
+    for place, make in functions.items():
+        setattr(*place, make(_OWN[place]))
     try:
         yield
     finally:
-        _take_back()
+        _thread = earlier
+        for place, function in before.items():
+            setattr(*place, function)
 
 
-def _put(functions: dict[Place, Callable[[Function], Function]]) -> None:
-    global _thread
-    _thread = threading.get_ident()
-    for (holder, name), make in functions.items():
-        _original[holder, name] = getattr(holder, name)
-        setattr(holder, name, make(_original[holder, name]))
-
-
-def _take_back() -> None:
-    for (holder, name), function in _original.items():
-        if holder is torch.Tensor:
-            delattr(holder, name)  # torch's own is that of the class below
-        else:
-            setattr(holder, name, function)
-    _original.clear()
+@functools.cache
+def _wrap_methods() -> None:
+    """Once and for ever: Python looks up the attributes of a class slowly that changes often. They are torch's own but
+    in the thread of a model."""
+    for name, form in _METHODS.items():
+        setattr(torch.Tensor, name, _spelled(form)(getattr(torch.Tensor, name)))
 
 
 def _is_of_the_model() -> bool:
     """Whether the thread that asks runs the model, or a part of it again in a backward."""
-    return _thread in (None, threading.get_ident()) or torch._C._current_graph_task_id() != -1
+    if _thread in (None, _NOBODY):
+        return _thread is None
+    return threading.get_ident() == _thread or torch._C._current_graph_task_id() != -1
 
 
 def _state() -> RandomState | None:
@@ -146,6 +149,7 @@ _HELD_FAST: dict[Place, Callable[[Function], Function]] = {
     (torch, "rand_like"): lambda _: lambda like, **more: torch.empty_like(like, **more).fill_(0.5),
     (torch, "randn_like"): lambda _: lambda like, **more: torch.empty_like(like, **more).fill_(0.5),
 }
+_PLAIN: dict[Place, Callable[[Function], Function]] = dict.fromkeys(_DRAWING, lambda own: own)
 
 
 # ---- functions that are spelled out ------------------------------------------------------------------------------
@@ -250,11 +254,16 @@ _SPELLED: dict[Place, Callable[[Function], Function]] = {
     (torch, "randint_like"): _spelled(_randint_like),
     (torch, "randperm"): _spelled(_randperm),
     (torch, "multinomial"): _spelled(_multinomial),
-    (torch.Tensor, "bernoulli"): _spelled(_bernoulli),
-    (torch.Tensor, "multinomial"): _spelled(_multinomial),
-    (torch.Tensor, "bernoulli_"): _spelled(_bernoulli_),
-    (torch.Tensor, "uniform_"): _spelled(_uniform_),
-    (torch.Tensor, "normal_"): _spelled(_normal_),
-    (torch.Tensor, "exponential_"): _spelled(_exponential_),
     (F, "rrelu"): _spelled(_rrelu),
 }
+
+_METHODS: dict[str, Function] = {
+    "bernoulli": _bernoulli,
+    "multinomial": _multinomial,
+    "bernoulli_": _bernoulli_,
+    "uniform_": _uniform_,
+    "normal_": _normal_,
+    "exponential_": _exponential_,
+}
+
+_OWN: dict[Place, Function] = {(holder, name): getattr(holder, name) for holder, name in (*_DRAWING, *_SPELLED)}
