@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,7 @@ from unisono.plan.roofline import IN_CACHE, OUTSIDE, Roofline
 from unisono.plan.schedule import schedule
 from unisono.plan.setting import Setting
 from unisono.plan.time import TimeModel
-from unisono.train import copies
+from unisono.train import auto, copies
 from unisono.train.auto import Choice, Job, foresee
 from unisono.train.dry_run import built, dry_run, run_here, state_of
 from unisono.train.meter import Meter
@@ -217,16 +218,28 @@ def _allocated() -> list[tuple[str, float, float]]:
 
 
 def test_auto_finds_one_plan_on_all_ranks(pools: Callable[[str, int], RankPool]) -> None:
-    first, second = pools("gloo", 2).run(_chosen)
+    (first, machine), (second, same) = pools("gloo", 2).run(_chosen)
     assert first == second
     assert first.plan.world == 2
     assert first.seconds > 0
+    assert machine == same
+    assert sum(machine.gradient_overhead) > 0  # what is around parameters is measured too
+    assert 0 < machine.together <= 1
 
 
-def _chosen(comm: Communicator) -> Choice:
+def _chosen(comm: Communicator) -> tuple[Choice, Hardware]:
     task = tasks.conv
     job = Job(task.model, task.loss, task.optimizer, task.batch(0), task.rules)
-    return foresee(job, comm, torch.device("cpu"))
+    seen: list[Hardware] = []
+    measure = auto.measured_briefly
+
+    def noted(*given: Any, **more: Any) -> Hardware:
+        seen.append(measure(*given, **more))
+        return seen[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(auto, "measured_briefly", noted)
+        return foresee(job, comm, torch.device("cpu")), seen[0]
 
 
 class _Uneven(nn.Module):
