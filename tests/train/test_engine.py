@@ -23,12 +23,14 @@ import unisono as uni
 from tests.ranks import RankPool
 from tests.train import stores
 from unisono.errors import CheckpointError, UnisonoError, UsageError
+from unisono.launch import environment
 from unisono.train.auto import HARDWARE
 from unisono.train.fit import NonFiniteLoss
 from unisono.train.pace import slowest
 
 PLANS = ["dp=2,pp=2,microbatches=2", "dp=2,cp=2", "dp=2,tp=2,zero=2"]
 TOLERANCE = 1e-9
+TWO_CORES = Path(__file__).resolve().parents[2] / "tools" / "two_cores.toml"
 
 
 class Block(nn.Module):
@@ -173,6 +175,35 @@ def test_a_run_goes_on_in_mid_epoch_under_another_plan(
     starts = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
     assert [start["plan"] for start in starts] == ["dp=2,pp=2,microbatches=2", "dp=2,tp=2,zero=2"]
     assert [start["first_step"] for start in starts] == [0, 4]
+
+
+def expected_again(comm: Any, place: str) -> None:
+    """Ranks that a launcher has started again go by what was measured before; a user's own resume measures anew."""
+    given: dict[str, Any] = {"batch_size": 10, "save": f"{place}/run", "progress": False}
+    first = engine("auto")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(HARDWARE, str(TWO_CORES))
+        first.fit(data(), steps=1, **given)
+    expected = first.choice
+    assert expected is not None
+    assert (expected.seconds or 0) > 0
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv(environment.ATTEMPT, "1")
+        again = engine("auto")
+        again.fit(data(), steps=2, **given)
+        assert again.choice is not None
+        assert (again.choice.plan, again.choice.seconds, again.choice.memory) == (
+            expected.plan,
+            expected.seconds,
+            expected.memory,
+        )
+    resumed = engine("auto")
+    resumed.fit(data(), steps=3, resume=True, **given)
+    assert resumed.choice is None
+
+
+def test_what_was_expected_is_known_after_a_restart(tmp_path: Path, pools: Callable[[str, int], RankPool]) -> None:
+    pools("gloo", 1).run(expected_again, str(tmp_path))
 
 
 def refused_folders(comm: Any, place: str) -> None:

@@ -156,11 +156,19 @@ class Engine:
         """The plan, what is expected of it, and what its neighbours lack; every rank calls it."""
         return str(self.foreseen())
 
-    def _recall(self, folder: str | Path) -> None:
-        """A run that goes on with as many ranks as before keeps the plan that was found for it."""
+    def _recall(self, folder: str | Path, batch_size: int) -> None:
+        """A run that goes on with as many ranks as before keeps the plan that was found for it; one that a launcher
+        has started again also what was expected, for which ranks had measured their machine."""
         starts = RunFolder.starts(Path(folder))
-        if self._plan == "auto" and starts and starts[-1]["world"] == self.comm.size:
-            self._plan = Plan.parse(starts[-1]["plan"])
+        if not starts or starts[-1]["world"] != self.comm.size:
+            return
+        last = starts[-1]
+        if self._plan == "auto":
+            self._plan = Plan.parse(last["plan"])
+        is_again = int(os.environ.get(environment.ATTEMPT, "0")) > 0
+        if is_again and last["plan"] == str(self._plan) and last.get("predicted") and last["batch_size"] == batch_size:
+            assert isinstance(self._plan, Plan)
+            self.choice = Choice(self._plan, **last["predicted"])
 
     @property
     def device(self) -> torch.device:
@@ -286,7 +294,7 @@ class Engine:
                 raise UsageError(f"fit(callbacks=...): {each!r}; expected a list of uni.Callback")
         options = Options(epochs, steps, look_every, nonfinite, save_every, keep, resume, progress)
         if save is not None and self.trainer is None:
-            self._recall(save)
+            self._recall(save, dataset.batch_size if isinstance(dataset, Loader) else batch_size)
         loader = dataset
         if isinstance(dataset, Loader):
             self._prepare_with(dataset)
