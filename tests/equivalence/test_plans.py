@@ -14,16 +14,13 @@ from unisono.plan.plan import Plan
 
 PLANS = {
     "mlp": [
-        "dp=2",
         "dp=4",
         "dp=2,zero=1,microbatches=3,offload",
         "dp=2,zero=2",
         "dp=4,zero=3,microbatches=2,offload",
         "dp=2,microbatches=3",
-        "tp=2",
         "tp=4",
         "dp=2,tp=2",
-        "dp=2,tp=2,zero=1",
         "dp=2,tp=2,zero=3",
         "pp=2,microbatches=4",
         "pp=4,microbatches=4,schedule=f-then-b",
@@ -31,7 +28,7 @@ PLANS = {
         "pp=2,tp=2,microbatches=4,schedule=zb1p",
         "dp=2,pp=2,microbatches=3,zero=2,offload",
     ],
-    "conv": ["dp=2", "dp=4", "dp=2,zero=1", "dp=2,zero=2", "dp=4,zero=3", "pp=2"],
+    "conv": ["dp=4", "dp=2,zero=1", "dp=2,zero=2", "dp=4,zero=3", "pp=2"],
     "gpt": [
         "pp=4,microbatches=4",
         "pp=2,microbatches=4,schedule=interleaved,chunks=2",
@@ -40,11 +37,9 @@ PLANS = {
         "dp=2,pp=2,microbatches=4,zero=2,schedule=zbv,chunks=2",
     ],
     "short": [
-        "dp=2",
         "dp=4,zero=1",
         "dp=2,zero=2,microbatches=2",
         "dp=2,zero=3,recompute=full",
-        "tp=2",
         "tp=2,sp",
         "cp=2",
         "cp=4,zero=1",
@@ -67,7 +62,6 @@ PLANS = {
     ],
 }
 PLANS["moe"] = [
-    "dp=2",
     "dp=2,ep=2",
     "dp=4,ep=2,zero=3,microbatches=2,recompute=full",
     "dp=4,ep=4,zero=1",
@@ -82,7 +76,7 @@ PLANS["vocabulary"] = ["tp=2", "dp=2,tp=2,sp,microbatches=2", "tp=2,pp=2,microba
 PLANS["vocabulary_reshaped"] = ["tp=4", "dp=2,tp=2,microbatches=2"]
 PLANS["vocabulary_whole"] = ["dp=2,tp=2"]
 if importlib.util.find_spec("transformers"):
-    PLANS["llama"] = ["dp=2", "dp=2,zero=3", "tp=2", "tp=2,sp", "cp=2", "pp=2,microbatches=4", "dp=2,tp=2,zero=1"]
+    PLANS["llama"] = ["dp=2,zero=3", "tp=2", "cp=2", "pp=2,microbatches=4", "dp=2,tp=2,zero=1"]
 
 
 def world_of(plan: str) -> int:

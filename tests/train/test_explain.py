@@ -131,10 +131,8 @@ def messages(comm: Communicator, name: str, plan: str) -> Counter[tuple[str, int
     ("name", "plan"),
     [
         ("gpt", "pp=2,tp=2,microbatches=2"),
-        ("vit", "pp=2,tp=2"),
         ("llama", "pp=2"),
         ("four", "pp=2,microbatches=3,schedule=zbv,chunks=2"),
-        ("encoder", "dp=2,pp=2,microbatches=2"),
     ],
 )
 def test_stages_are_shown_as_ranks_run_them(pools: Callable[[str, int], RankPool], name: str, plan: str) -> None:

@@ -31,7 +31,7 @@ from unisono.plan.roofline import IN_CACHE, OUTSIDE, Roofline
 from unisono.plan.schedule import schedule
 from unisono.plan.setting import Setting
 from unisono.plan.time import TimeModel
-from unisono.train import auto, copies
+from unisono.train import auto, brief, copies
 from unisono.train.auto import Choice, Job, foresee
 from unisono.train.dry_run import built, dry_run, run_here, state_of
 from unisono.train.meter import Meter
@@ -149,11 +149,11 @@ def test_a_dry_run_has_the_predicted_state() -> None:
 
 # Plans, with ranks that are tried alone. Of STATE_ALONE, real ranks hold messages too, which are not simulated.
 ALONE = {"pp=4,microbatches=4": (1, 3), "pp=2,cp=2,schedule=zbv,microbatches=4": (3,)}
-STATE_ALONE = {"tp=2,pp=2,sp,microbatches=4,zero=1": (1,), "dp=2,ep=2,pp=2,microbatches=2": (3,)}
+STATE_ALONE = {"dp=2,ep=2,pp=2,microbatches=2": (3,)}
 
 
 def test_any_rank_alone_takes_what_it_takes_among_others(pools: Callable[[str, int], RankPool]) -> None:
-    """Middle and last stages, both ends of a V, tp, cp and ep: the state to the byte, the peak to 3%."""
+    """Middle and last stages, both ends of a V, cp and ep: the state to the byte, the peak to 3%."""
     together = pools("gloo", 4).run(_measured_together)
     for plan, rank, state, peak in spawn(_measured_alone, 1, None, ())[0]:
         state_together, peak_together = together[rank][plan]
@@ -239,6 +239,7 @@ def _chosen(comm: Communicator) -> tuple[Choice, Hardware]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(auto, "measured_briefly", noted)
+        patch.setattr(brief, "_STEPS", 3)
         return foresee(job, comm, torch.device("cpu")), seen[0]
 
 

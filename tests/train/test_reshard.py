@@ -1,4 +1,5 @@
-"""Any plan to any plan: what was saved under each is loaded under each, bit for bit, and training goes on from it."""
+"""Any plan to any plan: what was saved under each is loaded under itself and the four after it, bit for bit, and
+training goes on from it."""
 
 from __future__ import annotations
 
@@ -20,7 +21,6 @@ PLANS = {
         "tp=2,pp=2,microbatches=4",
         "dp=2,cp=2,zero=1",
         "pp=2,microbatches=4,schedule=zbv,chunks=2",
-        "dp=2,tp=2,pp=2,microbatches=2,zero=1",
     ],
     "moe": ["dp=1", "dp=2,ep=2,zero=1", "dp=4,ep=4"],
     "conv": ["dp=1", "dp=4,zero=3"],
@@ -28,7 +28,7 @@ PLANS = {
 
 
 @pytest.mark.parametrize("task", PLANS)
-def test_every_pair_of_plans(pools: Callable[[str, int], RankPool], tmp_path: Path, task: str) -> None:
+def test_from_plan_to_plan(pools: Callable[[str, int], RankPool], tmp_path: Path, task: str) -> None:
     plans = PLANS[task]
     for number, plan in enumerate(plans):
         sizes = pools("gloo", Plan.parse(plan).world).run(stores.save, str(tmp_path), task, plan, number % 2 == 0)
@@ -36,6 +36,6 @@ def test_every_pair_of_plans(pools: Callable[[str, int], RankPool], tmp_path: Pa
             assert max(sizes) < 1.2 * sum(sizes) / 4 + 8192
     for number, plan in enumerate(plans):
         pool = pools("gloo", Plan.parse(plan).world)
-        saved = plans if pool.size < 8 else [*plans[::3], plan]  # eight ranks take turns on two cores
-        faults = pool.run(stores.load, str(tmp_path), task, saved, plan, [plan, saved[(number - 1) % len(saved)]])
+        others = [plans[(number + turn) % len(plans)] for turn in range(-min(4, len(plans) - 1), 0)]
+        faults = pool.run(stores.load, str(tmp_path), task, [*others, plan], plan, [plan, others[-1]])
         assert not any(faults), faults

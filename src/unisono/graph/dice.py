@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import random
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -31,8 +33,8 @@ class Dice:
         """Whether any has been drawn from since."""
         return self._now() != self._before
 
-    def _now(self) -> list[str]:
-        return [repr(read()) for read in self._readers]
+    def _now(self) -> list[Any]:
+        return [read() for read in self._readers]
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[list[str]]:
@@ -43,13 +45,13 @@ class Dice:
 
         def follow(frame: FrameType, event: str, _: Any) -> Any:
             nonlocal at
-            if _is_library(frame):
+            if _is_library(frame.f_code.co_filename):
                 return None
             if self.thrown:
                 self._before = self._now()
                 found.append(at)
             goes_on = frame.f_back if event == "return" else frame
-            if goes_on is not None and not _is_library(goes_on):
+            if goes_on is not None and not _is_library(goes_on.f_code.co_filename):
                 at = f"{os.path.basename(goes_on.f_code.co_filename)}:{goes_on.f_lineno}"
             return follow
 
@@ -61,9 +63,16 @@ class Dice:
             sys.settrace(earlier)
 
 
-def _is_library(frame: FrameType) -> bool:
-    file = frame.f_code.co_filename
-    return is_of_a_library(file) or file == random.__file__ or file.startswith(os.path.dirname(numpy.__file__))
+_STANDARD = sysconfig.get_paths()["stdlib"]
+_PACKAGES = f"{os.sep}site-packages{os.sep}"
+_BESIDE = tuple(f"{_PACKAGES}{name}{os.sep}" for name in ("numpy", "sympy", "mpmath"))  # torch traces with these
+
+
+@functools.cache
+def _is_library(file: str) -> bool:
+    """Whether no line of a file is the user's or a model's."""
+    is_standard = file.startswith(_STANDARD) and _PACKAGES not in file
+    return is_standard or is_of_a_library(file) or any(name in file for name in _BESIDE)
 
 
 def _of_numpy() -> Any:
