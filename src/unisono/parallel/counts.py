@@ -58,19 +58,54 @@ class Foretold:
     """The counts of the whole batch, from all of its targets."""
 
     def __init__(self, counts: Sequence[Count]) -> None:
-        self._counts = [float(count) for count in counts]
+        """Those on a GPU stay there: to read one would be to wait for all that the GPU has been given to do."""
+        self._counts = [count if _is_on_gpu(count) else float(count) for count in counts]
         is_rounded = any(isinstance(count, torch.Tensor) and count.is_floating_point() for count in counts)
         self._tolerance = 1e-6 if is_rounded else 0.0  # weights of classes, added up in another order
 
-    def __call__(self) -> list[float]:
+    def __call__(self) -> list[Count]:
         return self._counts
 
-    def agrees(self, counts: Sequence[float]) -> bool:
+    def agrees(self, counts: Sequence[Count]) -> bool:
         """Whether these, with zeros for means that are not taken, are the same."""
-        mine = [*self._counts, *[0.0] * (len(counts) - len(self._counts))]
+        return self.agree([float(count) for count in self._counts], [float(count) for count in counts])
+
+    def agree(self, mine: Sequence[float], counts: Sequence[float]) -> bool:
+        """The same, where this one's counts have been read."""
+        mine = [*mine, *[0.0] * (len(counts) - len(mine))]
         return len(mine) == len(counts) and all(
             abs(one - other) <= self._tolerance * abs(one) for one, other in zip(mine, counts, strict=True)
         )
+
+
+class Told:
+    """What ranks have counted in fact, and what was foretold, on its way from a GPU: whoever reads it waits for what
+    the GPU had been given to do until then, and for nothing that it was given since."""
+
+    def __init__(self, message: torch.Tensor, foretold: Foretold) -> None:
+        self.foretold = foretold
+        counts = foretold()
+        self._length = len(counts)
+        sent = torch.cat([joined(counts, message.device), message])
+        self._here = torch.empty_like(sent, device="cpu", pin_memory=sent.is_cuda).copy_(sent, non_blocking=True)
+        self._arrival = torch.cuda.Event() if sent.is_cuda else None
+        if self._arrival is not None:
+            self._arrival.record()
+
+    @property
+    def is_here(self) -> bool:
+        return self._arrival is None
+
+    def read(self) -> tuple[list[float], list[float]]:
+        """What was foretold, and what was told."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        numbers: list[float] = self._here.tolist()
+        return numbers[: self._length], numbers[self._length :]
+
+
+def _is_on_gpu(count: Count) -> bool:
+    return isinstance(count, torch.Tensor) and count.is_cuda
 
 
 def summed(parts: Sequence[Sequence[Count]]) -> list[Any]:

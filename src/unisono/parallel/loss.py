@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
-from unisono.parallel.counts import MOST_MEANS, Exchanged, Foretold, joined, summed
+from unisono.parallel.counts import MOST_MEANS, Exchanged, Foretold, Told, joined, summed
 from unisono.parallel.means import Count, Means
 
 Loss = Callable[[Any, Any], torch.Tensor]
@@ -38,6 +38,7 @@ class GlobalLoss:
         self._predicted: list[list[Count]] = []
         self._totals: Exchanged | Foretold | None = None
         self._whole: Foretold | None = None
+        self._told: Told | None = None  # of the last step, on its way
         self._foretells = False  # whether all ranks have seen that each can count the whole by itself
         self._made = 0  # elements of the tensors that the last counting made
         self._microbatches = 0
@@ -70,6 +71,7 @@ class GlobalLoss:
 
         `whole`: outputs and targets of the global batch, where this rank has them all; again for their shapes only.
         """
+        self.settle()
         self._require_no_surprise()
         self._next = 0
         self._microbatches = len(microbatches)
@@ -124,7 +126,9 @@ class GlobalLoss:
         if handle is not None:
             handle.wait()
             if self._whole is not None:
-                self._learn(message[1:].tolist())
+                self._told = Told(message[1:], self._whole)
+                if self._told.is_here:
+                    self.settle()
         return message[0].to(partials[0].dtype) if partials else message[0]
 
     def start_total(self, partials: Sequence[torch.Tensor]) -> None:
@@ -135,16 +139,22 @@ class GlobalLoss:
         if self._comm is None or self.ranks == 1:
             self._sum = (value.reshape(1), None)
             return
-        agrees = self._whole is not None and self._totals is not None and self._whole.agrees(self._totals())
+        agrees = self._whole is not None and (self._whole is self._totals or self._agrees(self._whole))
         message = joined([value, agrees, *summed(self._counts)], device)
         self._sum = (message, self._comm.all_reduce(message, async_op=True))
 
-    def _learn(self, told: list[float]) -> None:
-        """All ranks are told the same here: how many of them could count the whole, and what was counted in fact."""
-        agreeing, *counts = told
+    def _agrees(self, whole: Foretold) -> bool:
+        return self._totals is not None and whole.agrees(self._totals())
+
+    def settle(self) -> None:
+        """Hear what was counted in the last step, before anything is made of it. All ranks are told the same: how many
+        of them could count the whole, and what was counted in fact."""
+        told, self._told = self._told, None
+        if told is None:
+            return
+        mine, (agreeing, *counts) = told.read()
         foretold, self._foretells = self._foretells, agreeing == self.ranks
-        assert self._whole is not None
-        if foretold and not self._whole.agrees(counts):
+        if foretold and not told.foretold.agree(mine, counts):
             self._foretells = False
             raise UsageError(_ASTRAY)
 

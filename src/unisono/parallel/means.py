@@ -29,7 +29,7 @@ from torch.overrides import TorchFunctionMode
 from unisono.errors import UsageError
 
 Count = float | torch.Tensor
-Totals = Sequence[float] | Callable[[], Sequence[float]]
+Totals = Sequence[float] | Callable[[], Sequence[Count]]
 
 _MEANS = {torch.mean, torch.Tensor.mean}
 _SUMS = {torch.sum, torch.Tensor.sum}

@@ -355,6 +355,7 @@ class Trainer:
 
     def state_dict(self) -> dict[str, Any]:
         """All that training goes on from, whole and by name, on every rank; every rank calls it."""
+        self.loss.settle()
         optimized = dict(self.optimized())
         return {
             "model": whole_tensors(self.model, optimized, self.mesh),

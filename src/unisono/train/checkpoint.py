@@ -73,6 +73,7 @@ class Checkpoints:
         `wait` raises it, on every rank.
         """
         require_whole_number("step", step, 0)
+        trainer.loss.settle()
         self.wait()
         if not self._token:
             self.require_same_model(trainer)

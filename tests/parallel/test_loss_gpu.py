@@ -1,0 +1,74 @@
+"""A step on a GPU waits for nothing that the GPU has been given to do; what was counted is heard of all the same."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from unisono.comm import world
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.parallel.counts import Foretold, Told
+from unisono.parallel.trainer import Trainer
+from unisono.plan.plan import AXES, Plan
+from unisono.train.dry_run import built
+from unisono.train.task import Task
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device is visible"),
+]
+
+
+def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(logits, targets, ignore_index=-1)
+
+
+def _batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Both ranks have the same, for the one that is there brings its own in the place of the other's."""
+    drawn = torch.Generator().manual_seed(seed)
+    return torch.randn(32, 16, generator=drawn).repeat(2, 1), torch.randint(-1, 8, (32,), generator=drawn).repeat(2)
+
+
+@pytest.fixture
+def trainer() -> Iterator[Trainer]:
+    """One rank of two, whose other is not there."""
+    device, plan = torch.device("cuda"), Plan(dp=2)
+    task = Task(lambda: nn.Linear(16, 8), _loss, lambda parameters: torch.optim.AdamW(parameters), _batch)
+    with world.simulated(0, 2):
+        mesh = Mesh(plan.shape, AXES)
+        mesh.connect()
+        given = tuple(leaf.to(device) for leaf in _batch(0))
+        made = built(task, plan, mesh, (given[0], given[1]), device)
+        made.given = given  # type: ignore[attr-defined]
+        yield made
+
+
+def test_a_step_waits_for_nothing(trainer: Trainer) -> None:
+    given = trainer.given  # type: ignore[attr-defined]
+    for _ in range(3):
+        trainer.step(given)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        trainer.step(given)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert trainer.loss._foretells, "ranks asked each other: what they do without is not what was tried"
+
+
+def test_what_was_foretold_wrongly_is_told_before_anything_is_saved(trainer: Trainer) -> None:
+    loss = trainer.loss
+    wrong = Foretold([torch.tensor(60, device="cuda")])
+    for told, is_right in ((60.0, True), (58.0, False)):
+        loss._foretells = True
+        loss._told = Told(torch.tensor([2.0, told, 0.0], device="cuda", dtype=torch.float64), wrong)
+        assert not loss._told.is_here
+        if is_right:
+            trainer.state_dict()
+        else:
+            with pytest.raises(UsageError, match="count depends on the outputs"):
+                trainer.state_dict()
