@@ -34,10 +34,10 @@ def _batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.randn(32, 16, generator=drawn).repeat(2, 1), torch.randint(-1, 8, (32,), generator=drawn).repeat(2)
 
 
-@pytest.fixture
-def trainer() -> Iterator[Trainer]:
+@pytest.fixture(params=["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3"])
+def trainer(request: pytest.FixtureRequest) -> Iterator[Trainer]:
     """One rank of two, whose other is not there."""
-    device, plan = torch.device("cuda"), Plan(dp=2)
+    device, plan = torch.device("cuda"), Plan.parse(request.param)
     task = Task(lambda: nn.Linear(16, 8), _loss, lambda parameters: torch.optim.AdamW(parameters), _batch)
     with world.simulated(0, 2):
         mesh = Mesh(plan.shape, AXES)

@@ -165,7 +165,8 @@ class Reducer(Generic[AnyBucket]):
         asked = []
         for key, members in groups.items():
             seen = torch.tensor([id(parameter) in self._seen for _, parameter in members], dtype=torch.uint8)
-            asked.append((comms[key].all_reduce(seen.to(comms[key].device), "max", async_op=True), members))
+            sent = seen.to(comms[key].device, non_blocking=True)
+            asked.append((comms[key].all_reduce(sent, "max", async_op=True), members))
         return asked
 
     def _drop_missing(self, asked: Missing) -> None:
