@@ -35,6 +35,7 @@ class NoLog(Log):
 def unwatched(comm: Communicator) -> Communicator:
     """A communicator over the same group that keeps no log."""
     if comm.backend == "mpi":
+        from unisono.comm import mpi_buffer
         from unisono.comm.mpi_communicator import IN_PLACE, LOOKS, MPICommunicator, address_of
 
         class Unwatched(MPICommunicator):
@@ -43,14 +44,19 @@ def unwatched(comm: Communicator) -> Communicator:
                     traffic.note("all_reduce", self.size, tensor, self.ranks)
                 count = tensor.numel()
                 try:
-                    itemsize, datatype, mpi_op = plain
-                    buffer = address_of(tensor.data_ptr(), count * itemsize), datatype
-                    request = self._start_all_reduce(IN_PLACE, buffer, mpi_op)
-                    test = request.Test
-                    for _ in LOOKS:
-                        if test():
-                            return tensor
-                    request.Wait()
+                    if count <= mpi_buffer.AT_ONCE:
+                        itemsize, datatype, mpi_op = plain
+                        buffer = address_of(tensor.data_ptr(), count * itemsize), datatype
+                        request = self._start_all_reduce(IN_PLACE, buffer, mpi_op)
+                        test = request.Test
+                        for _ in LOOKS:
+                            if test():
+                                return tensor
+                        requests = [request]
+                    else:
+                        requests = self._mpi.start_in_place(tensor.data_ptr(), count, plain)
+                    for request in requests:
+                        request.Wait()
                 except RuntimeError as error:
                     raise self._watch.explained(error) from error
                 return tensor
