@@ -81,6 +81,7 @@ class Checkpoints:
 
     def save_weights(self, trainer: Trainer, step: int) -> Path:
         """Save the model without optimizer and generators: enough to export. Every rank calls it."""
+        trainer.loss.settle()
         self.wait()
         self._begin(trainer, step, None, collect(trainer, weights_only=True), wait=True)
         return self._path(step)

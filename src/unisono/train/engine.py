@@ -166,7 +166,8 @@ class Engine:
         if self._plan == "auto":
             self._plan = Plan.parse(last["plan"])
         is_again = int(os.environ.get(environment.ATTEMPT, "0")) > 0
-        if is_again and last["plan"] == str(self._plan) and last.get("predicted") and last["batch_size"] == batch_size:
+        is_alike = last["plan"] == str(self._plan) and last.get("batch_size") == batch_size
+        if is_again and is_alike and last.get("predicted"):
             assert isinstance(self._plan, Plan)
             self.choice = Choice(self._plan, **last["predicted"])
 
