@@ -67,12 +67,16 @@ def test_a_whole_file(tmp_path: Path) -> None:
             "margin = 1 keeps all memory free; expected a share below",
         ),
         (
-            'memory = "16 GiB"',
-            'memory = "16 GiB"\nmatrix_overhead = [1e-6]',
-            "[device] matrix_overhead = [1e-06]; expected 2 numbers of seconds, forward and backward",
+            "[intra_node]",
+            "[attention_dropout]\ncall = [1e-6]\nforward = [[8, 1]]\nbackward = [[8, 1]]\n[intra_node]",
+            "[attention_dropout] call = [1e-06]; expected 2 numbers of seconds, forward and backward",
         ),
         ('memory = "16 GiB"', 'memory = "16 GiB"\nunit_rate = -1', "[device] unit_rate = -1; expected a positive"),
-        ("[intra_node]", "attention_dropout = 0.1\n[intra_node]", "attention_dropout_backward go together"),
+        (
+            "[intra_node]",
+            "[attention_dropout]\nforward = [[8, 1]]\n[intra_node]",
+            "[attention_dropout] backward is missing",
+        ),
         ('name = "test"', "name = ", "not TOML"),
     ],
 )

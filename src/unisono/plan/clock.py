@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
-from itertools import islice
 from typing import Any
 
 import torch
@@ -17,10 +16,11 @@ from unisono.mesh.fused import fused
 from unisono.mesh.philox import draw_fast
 from unisono.mesh.random import RandomState
 from unisono.plan.links import Care, Points
-from unisono.plan.roofline import HEAD_WIDTH, IN_CACHE, MATRICES, OUTSIDE
+from unisono.plan.roofline import IN_CACHE, OUTSIDE
 
 _SIDES = (16, 32, 64, 128, 256, 512)
 _GPU_SIDES = (128, 512, 1024, 2048, 4096, 8192)
+_FEW_ROWS = 8
 
 
 class Clock:
@@ -76,43 +76,21 @@ class Clock:
         return points
 
     def attentions(self, dtype: torch.dtype) -> Points:
+        """(operations of a call, operations a second) on a GPU."""
         points = []
-        for operations, (q, k, v) in self._attended(dtype):
+        for length in (512, 1024, 2048, 4096):
+            q, k, v = self.queries_keys_values(2, length, 16, 64, dtype)
+            operations = 4.0 * 2 * 16 * length**2 * 64
             taken = self.time(partial(F.scaled_dot_product_attention, q, k, v, is_causal=True))
             points.append((operations, operations / taken))
         return points
 
-    def attentions_with_dropout(self, dtype: torch.dtype) -> tuple[Points, Points, list[float]]:
-        """Forward and backward, and seconds for each matrix. There is one of queries by keys for each head of each
-        sample then, which no kernel spares, and products go from one to the next."""
-        points: tuple[Points, Points] = ([], [])
-        draw_fast()
-        with RandomState(0):
-            for operations, given in islice(self._attended(dtype, grad=True), self.care.dropped):
-                for of_pass, rate in zip(points, self._dropping_rate(given, operations), strict=True):
-                    of_pass.append((operations, rate))
-            operations, given = next(self._attended(dtype, grad=True, rows=8))
-            several = self._dropping_rate(given, operations)
-        each = []
-        for of_pass, rate in zip(points, several, strict=True):
-            (small, ahead), (large, further) = of_pass[0], of_pass[1]
-            slope = (large / further - small / ahead) / (large - small)
-            more = operations / rate - small / ahead - slope * (operations - small)
-            each.append(max(more, 0.0) / (MATRICES * (8 / 2 - 1)))
-        return *points, each
-
-    def _dropping_rate(self, given: Any, operations: float) -> tuple[float, float]:
-        q, k, v = given
-        call = partial(F.scaled_dot_product_attention, q, k, v, dropout_p=0.1, is_causal=True)
-        return self._rate(call, operations)
-
-    def _attended(self, dtype: torch.dtype, grad: bool = False, rows: int = 2) -> Iterator[tuple[float, Any]]:
-        """FLOPs of an attention, and its queries, keys and values: of one projection, as most models make them."""
-        is_gpu = self.device.type == "cuda"
-        heads, width = (16, 64) if is_gpu else (MATRICES // 2, HEAD_WIDTH)
-        for length in (512, 1024, 2048, 4096) if is_gpu else (32, 128, 512):
-            packed = self._random(rows, length, 3, heads, width, dtype=dtype, grad=grad)
-            yield 4.0 * rows * heads * length**2 * width, packed.permute(2, 0, 3, 1, 4).unbind()
+    def queries_keys_values(
+        self, rows: int, length: int, heads: int, width: int, dtype: torch.dtype, grad: bool = False
+    ) -> tuple[torch.Tensor, ...]:
+        """Of one projection, as most models make them."""
+        packed = self._random(rows, length, 3, heads, width, dtype=dtype, grad=grad)
+        return packed.permute(2, 0, 3, 1, 4).unbind()
 
     def bandwidth(self) -> float:
         elements = 2**28 if self.device.type == "cuda" else 2**23
@@ -151,8 +129,10 @@ class Clock:
 
         return self.time(step) / (2 * _LittleLayer.OPS * len(layers))
 
-    def ops(self, dtype: torch.dtype, with_dropout: bool) -> dict[str, tuple[float, float]]:
-        """Bytes a second, forward and backward, as a trace counts them: inputs and outputs of the forward."""
+    def ops(self, dtype: torch.dtype, with_dropout: bool, peak: float) -> dict[str, tuple[float, float]]:
+        """Bytes a second, forward and backward, as a trace counts them: inputs and outputs of the forward.
+
+        peak: operations a second of large products."""
         is_gpu = self.device.type == "cuda"
         rows, width = (8192, 4096) if is_gpu else (512, 256)
         # Some take longer for larger numbers: those of layers with torch's first weights have a variance of 1/3.
@@ -189,26 +169,31 @@ class Clock:
                 draw_fast()
                 rates["dropout"] = self._rate(lambda: F.dropout(x, 0.1), both, beside=self.dropout_overhead())
         if not is_gpu:
-            rates["weights"] = self._rate(*self._few_rows(dtype, OUTSIDE))
-            rates["weights_in_cache"] = self._rate(*self._few_rows(dtype, IN_CACHE))
+            rates["weights"] = self._weights(dtype, OUTSIDE, peak)
+            rates["weights_in_cache"] = self._weights(dtype, IN_CACHE, peak)
         return rates
 
-    def _few_rows(self, dtype: torch.dtype, size: int) -> tuple[Callable[[], torch.Tensor], float]:
-        """Products of next to no rows with weights of so many bytes, and the bytes."""
+    def _weights(self, dtype: torch.dtype, size: int, peak: float) -> tuple[float, float]:
+        """Bytes a second of weights of so many bytes, in products of few rows: of what these take, computing is not
+        the weights'. A backward has two of them, the first layer's too."""
         wide, narrow = 2048, 512
         pairs = size // (2 * wide * narrow * dtype.itemsize)
         shapes = [(wide, narrow), (narrow, wide)] * pairs
         weights = [self._random(*shape, dtype=dtype, grad=True) for shape in shapes]
-        few = self._random(2, narrow, dtype=dtype)
+        few = self._random(_FEW_ROWS, narrow, dtype=dtype, grad=True)
 
         def chain() -> torch.Tensor:
+            few.grad = None
             x = few
             for weight in weights:
                 weight.grad = None  # else the backward adds to it, which is another's to count
-                x = F.linear(x, weight) / narrow
+                x = F.linear(x, weight)
             return x
 
-        return chain, float(sum(weight.nbytes for weight in weights))
+        computing = sum(2.0 * _FEW_ROWS * weight.numel() for weight in weights) / peak
+        moved = float(sum(weight.nbytes for weight in weights))
+        forward, backward = self.passes(chain)
+        return moved / max(forward - computing, forward / 4), moved / max(backward - 2 * computing, forward / 4)
 
     def dropout_overhead(self) -> float:
         """Of one with next to nothing to drop."""
@@ -219,11 +204,15 @@ class Clock:
 
     def _rate(self, call: Callable[[], torch.Tensor], moved: float, beside: float = 0.0) -> tuple[float, float]:
         """Forward, without the seconds that are `beside` its work, and backward."""
+        forward, backward = self.passes(call)
+        return moved / max(forward - beside, forward / 4), moved / max(backward, forward / 4)
+
+    def passes(self, call: Callable[[], torch.Tensor]) -> tuple[float, float]:
+        """Seconds forward and backward."""
         forward = self.time(call)
-        result = call()
-        gradient = torch.ones_like(result)
+        gradient = torch.ones_like(call())
         whole = self.time(lambda: call().backward(gradient))
-        return moved / max(forward - beside, forward / 4), moved / max(whole - forward, forward / 4)
+        return forward, whole - forward
 
     def optimizer(self, foreach: bool | None = None) -> float:
         """Bytes a second of AdamW, which reads four and writes three numbers for each parameter: stepped as a trainer

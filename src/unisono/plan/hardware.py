@@ -19,6 +19,7 @@ from typing import Any
 
 from unisono.errors import UsageError
 from unisono.plan.curve import Curve
+from unisono.plan.matrices import Matrices
 
 _UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15}
 _UNITS |= {f"{unit}i": 1 << (10 * power) for power, unit in enumerate("KMGTP", start=1)}
@@ -63,10 +64,8 @@ class Hardware:
     gradient_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     parameter_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
     dropout_overhead: float = 0.0  # seconds that a dropout takes beside its work: it finds out what to draw
-    # Seconds that an attention with dropout takes for each head of each sample, forward and backward.
-    matrix_overhead: tuple[float, ...] = (0.0, 0.0)
-    # As `matmul` and `attention`, for a dtype (matmul_float32), of a backward's products (matmul_backward), or of an
-    # attention with dropout as a whole (attention_dropout).
+    matrices: dict[str, Matrices] = field(default_factory=dict)  # of attention, and of attention_dropout; else by FLOPs
+    # As `matmul` and `attention`, for a dtype (matmul_float32), or of a backward's products (matmul_backward).
     curves: dict[str, Curve] = field(default_factory=dict)
     step_overhead: float = 0.0  # seconds that a step takes beside its ops
     microbatch_overhead: float = 0.0  # seconds that each further microbatch, or each of a stage, takes beside its ops
@@ -167,7 +166,6 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
         "gradient_overhead",
         "parameter_overhead",
         "dropout_overhead",
-        "matrix_overhead",
         "step_overhead",
         "microbatch_overhead",
         "stage_overhead",
@@ -192,15 +190,14 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
         "matmul_float32",
         "attention_float32",
         "matmul_backward",
-        "attention_dropout",
-        "attention_dropout_backward",
     ),
     "intra_node": ("ranks", *_COLLECTIVES),
     "inter_node": ("ranks", *_COLLECTIVES),
 }
-_OTHER_CURVES = ("_float32", "_backward", "_dropout")
+_OTHER_CURVES = ("_float32", "_backward")
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "float8")
-_TABLES = ("machine", "device", "flops", "efficiency", "ops", "intra_node", "inter_node")
+_MATRICES = ("attention", "attention_dropout")
+_TABLES = ("machine", "device", "flops", "efficiency", "ops", *_MATRICES, "intra_node", "inter_node")
 
 
 class _Reader:
@@ -220,8 +217,6 @@ class _Reader:
             self._fail("name is missing; expected some text")
         machine, device = given["machine"], given["device"]
         efficiency = given.get("efficiency", {})
-        if ("attention_dropout" in efficiency) != ("attention_dropout_backward" in efficiency):
-            self._fail("[efficiency] attention_dropout and attention_dropout_backward go together; give both or none")
         return Hardware(
             name=given["name"],
             devices_per_node=self._count("machine", machine, "devices_per_node"),
@@ -247,7 +242,7 @@ class _Reader:
             gradient_overhead=self._each_stage(device, "gradient_overhead"),
             parameter_overhead=self._each_stage(device, "parameter_overhead"),
             dropout_overhead=self._number("device", device, "dropout_overhead", 0.0),
-            matrix_overhead=self._each(device, "matrix_overhead", 2, "forward and backward"),
+            matrices={table: self._matrices(table, given[table]) for table in _MATRICES if table in given},
             curves={key: self._curve(efficiency, key) for key in efficiency if key.endswith(_OTHER_CURVES)},
             step_overhead=self._number("device", device, "step_overhead", 0.0),
             microbatch_overhead=self._number("device", device, "microbatch_overhead", 0.0),
@@ -355,14 +350,23 @@ class _Reader:
             rates[op] = (self._number("ops", {op: pair[0]}, op), self._number("ops", {op: pair[1]}, op))
         return rates
 
-    def _each_stage(self, device: dict[str, Any], key: str) -> tuple[float, ...]:
-        return self._each(device, key, 4, "for the stages 0 to 3 of ZeRO")
+    def _matrices(self, table: str, given: dict[str, Any]) -> Matrices:
+        self._known(table, given, ("call", "forward", "backward", "softmax_width"))
+        for key in ("forward", "backward"):
+            if key not in given:
+                self._fail(f"[{table}] {key} is missing; expected points [elements of a matrix, seconds]")
+        forward, backward = (self._points(table, key, given[key]) for key in ("forward", "backward"))
+        call, width = (self._each(table, given, key, 2, "forward and backward") for key in ("call", "softmax_width"))
+        return Matrices(call, forward, backward, width)
 
-    def _each(self, device: dict[str, Any], key: str, count: int, of: str) -> tuple[float, ...]:
-        values = device.get(key, [0.0] * count)
+    def _each_stage(self, device: dict[str, Any], key: str) -> tuple[float, ...]:
+        return self._each("device", device, key, 4, "seconds for the stages 0 to 3 of ZeRO")
+
+    def _each(self, table: str, given: dict[str, Any], key: str, count: int, of: str) -> tuple[float, ...]:
+        values = given.get(key, [0.0] * count)
         if not isinstance(values, list) or len(values) != count:
-            self._fail(f"[device] {key} = {values!r}; expected {count} numbers of seconds, {of}")
-        return tuple(self._number("device", {key: value}, key, 0.0) for value in values)
+            self._fail(f"[{table}] {key} = {values!r}; expected {count} numbers, {of}")
+        return tuple(self._number(table, {key: value}, key, 0.0) for value in values)
 
     def _curve(self, given: dict[str, Any], key: str) -> Curve:
         value = given.get(key, 1.0)

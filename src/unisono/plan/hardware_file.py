@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import platform
+from typing import Any
 
 import torch
 
-from unisono.plan.measure import WITH_DROPOUT, Figures
+from unisono.plan.measure import Figures
 
 
 def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
@@ -33,11 +34,6 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         *([] if not is_gpu else ["asynchronous = true", f"library_memory = {figures['library']:.4g}"]),
         *_of_host(figures),
         *([f"dropout_overhead = {figures['dropout']:.3g}"] if "dropout" in figures else []),
-        *(
-            [f"matrix_overhead = [{', '.join(f'{each:.3g}' for each in figures['matrix'])}]"]
-            if "matrix" in figures
-            else []
-        ),
         f"step_overhead = {figures.get('step', 0.0):.3g}",
         f"microbatch_overhead = {figures.get('microbatch', 0.0):.3g}",
         *(f"{key}_overhead = {figures[key]:.3g}" for key in ("stage", "post") if key in figures),
@@ -56,8 +52,7 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         "[efficiency]",
         f"matmul = {_curve(figures['flops'][main], peaks[main])}",
         *([f"matmul_backward = {_curve(figures['backward'], peaks[main])}"] if "backward" in figures else []),
-        f"attention = {_curve(figures['attention'], peaks[main])}",
-        *(f"{key} = {_curve(figures[key], peaks[main])}" for key in WITH_DROPOUT if key in figures),
+        *([f"attention = {_curve(figures['attention'], peaks[main])}"] if "attention" in figures else []),
         *([] if not is_gpu else _of_float32(figures, peaks["float32"])),
         "memory = 1.0",
         *([f"together = {figures['together']:.4f}"] if "together" in figures else []),
@@ -65,6 +60,7 @@ def written(figures: Figures, ranks: int, is_gpu: bool) -> str:
         "[ops]  # bytes a second, forward and backward",
         *(f"{op} = [{ahead:.4g}, {back:.4g}]" for op, (ahead, back) in figures["ops"].items()),
         "",
+        *(line for kind, measured in figures.get("matrices", {}).items() for line in _matrices(kind, measured)),
         "[intra_node]",
         *link,
         "",
@@ -84,6 +80,15 @@ def _of_host(figures: Figures) -> list[str]:
     return lines
 
 
+def _matrices(kind: str, measured: dict[str, list[Any]]) -> list[str]:
+    return [
+        f"[{kind}]  # seconds of a call, and of each matrix of queries by keys by its elements",
+        *(f"{key} = [{', '.join(f'{each:.3g}' for each in measured[key])}]" for key in ("call", "softmax_width")),
+        *(f"{key} = {_points(measured[key])}" for key in ("forward", "backward")),
+        "",
+    ]
+
+
 def _of_float32(figures: Figures, peak: float) -> list[str]:
     return [
         f"matmul_float32 = {_curve(figures['flops']['float32'], peak)}",
@@ -99,13 +104,16 @@ def _link(figures: Figures, ranks: int) -> list[str]:
     bandwidth = (ranks - 1) / ranks * large[0] / max(large[1] - small[1], 1e-9)
     lines = [f"bandwidth = {bandwidth:.4g}", f"latency = {small[1] / (ranks - 1):.3g}", f"ranks = {ranks}"]
     for name, points in links.items():
-        told = ", ".join(f"[{size:.0f}, {seconds:.3g}]" for size, seconds in points)
-        lines.append(f"{name} = [{told}]")
+        lines.append(f"{name} = {_points(points)}")
     return lines
 
 
 def _curve(points: list[tuple[float, float]], peak: float) -> str:
     return "[" + ", ".join(f"[{size:.4g}, {min(rate / peak, 1.0):.4f}]" for size, rate in points) + "]"
+
+
+def _points(points: list[tuple[float, float]]) -> str:
+    return "[" + ", ".join(f"[{size:.0f}, {seconds:.3g}]" for size, seconds in points) + "]"
 
 
 def _host_memory() -> float:

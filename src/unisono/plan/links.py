@@ -35,11 +35,11 @@ class Care(NamedTuple):
     turn: float = 0.02  # seconds that one turn lasts at least
     messages: tuple[int, ...] = (2**10, 2**14, 2**17, 2**20, 2**23, 2**25)
     in_a_turn: int = 8  # messages, where computations are between them
-    dropped: int = 3  # lengths of sequences at which attention with dropout is measured, the shortest first
+    lengths: int = 5  # of sequences at which attention is measured on CPUs, the shortest first
     work: int = 3  # products between two, some milliseconds: the longer ranks compute, the further apart they come
 
 
-BRIEF = Care(passes=1, rounds=3, turn=0.003, messages=(2**10, 2**17, 2**22), in_a_turn=3, dropped=2, work=2)
+BRIEF = Care(passes=1, rounds=3, turn=0.003, messages=(2**10, 2**17, 2**22), in_a_turn=3, lengths=3, work=2)
 
 
 def links(

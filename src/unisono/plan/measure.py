@@ -18,9 +18,9 @@ from unisono.comm.communicator import Communicator
 from unisono.plan.clock import Clock
 from unisono.plan.links import Care, links, posting
 from unisono.plan.links import together as of_ranks
+from unisono.plan.matrix_clock import MatrixClock
 
 Figures = dict[str, Any]
-WITH_DROPOUT = ("attention_dropout", "attention_dropout_backward")
 
 
 def measured(
@@ -63,18 +63,21 @@ def _computing(clock: Clock, with_dropout: bool) -> Figures:
         figures["flops"][str(each).removeprefix("torch.")] = clock.products(each)
     if device.type != "cuda":
         figures["backward"] = clock.products_of_backward(dtype)
-    figures["attention"] = clock.attentions(dtype)
     if device.type == "cuda":
+        figures["attention"] = clock.attentions(dtype)
         figures["attention_float32"] = clock.attentions(torch.float32)
         figures["library"] = clock.library()
     figures["bandwidth"] = clock.bandwidth()
     figures["overhead"] = clock.overhead()
-    figures["ops"] = clock.ops(dtype, with_dropout)
+    products = (*figures["flops"][str(dtype).removeprefix("torch.")], *figures.get("backward", ()))
+    figures["ops"] = clock.ops(dtype, with_dropout, max(rate for _, rate in products))
     figures["optimizer"] = clock.optimizer()
-    if device.type != "cuda" and with_dropout:
-        *dropped, figures["matrix"] = clock.attentions_with_dropout(dtype)
-        figures["attention_dropout"], figures["attention_dropout_backward"] = dropped
-        figures["dropout"] = clock.dropout_overhead()
+    if device.type != "cuda":
+        matrices = MatrixClock(clock, dtype)
+        figures["matrices"] = {"attention": matrices.figures(dropout=0.0)}
+        if with_dropout:
+            figures["matrices"]["attention_dropout"] = matrices.figures(dropout=0.1)
+            figures["dropout"] = clock.dropout_overhead()
     if device.type != "cuda":
         figures["looped"] = clock.optimizer(foreach=False)
     return figures
@@ -87,10 +90,11 @@ def _better(one: Figures, other: Figures) -> Figures:
         chosen[key] = max(one[key], other[key])
     for key in ("overhead", *(key for key in ("dropout",) if key in one)):
         chosen[key] = min(one[key], other[key])
-    if "matrix" in one:
-        chosen["matrix"] = list(map(min, one["matrix"], other["matrix"]))
-    for key in ("backward", "attention", *(key for key in WITH_DROPOUT if key in one)):
-        chosen[key] = list(map(max, one[key], other[key]))
+    chosen["matrices"] = {
+        kind: {key: list(map(min, points, other["matrices"][kind][key])) for key, points in of_kind.items()}
+        for kind, of_kind in one["matrices"].items()
+    }
+    chosen["backward"] = list(map(max, one["backward"], other["backward"]))
     chosen["flops"] = {dtype: list(map(max, points, other["flops"][dtype])) for dtype, points in one["flops"].items()}
     # A backward is timed together with its forward: of both, the pass in which they took less together.
     chosen["ops"] = {

@@ -35,8 +35,8 @@ class Work:
     saved_is: str = "whole"  # cut, whole or gathered
     is_core: bool = False  # of attention's core, which recompute=selective runs again
     core_saved: float = 0.0  # of `saved`, what recompute=selective forgets
-    matrix: float = 0.0  # elements of queries by keys, of all heads, where attention has these and drops out of them
-    heads: float = 0.0  # ... and how many heads
+    heads: float = 0.0  # of attention
+    matrix: float = 0.0  # elements of queries by keys, of a head
     is_expert: bool = False
     calls: int = 1  # kernels that it stands for
     held_cut: float = 0.0  # bytes of activations' gradients that are alive in its backward, of what tp cuts

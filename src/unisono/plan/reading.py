@@ -167,10 +167,12 @@ class _Reader:
         rows = self.subject.rows
         queries = prod(query.shape[:-1])
         normalisers = 4.0 * queries / rows
+        heads = prod(query.shape[:-2]) / rows
+        work = replace(work, heads=heads, matrix=query.shape[-2] * key.shape[-2])
         dropout = self._argument(op, 4, "dropout_p", 0.0)
         if self.subject.flash and not dropout:
             return replace(work, is_core=True, core_saved=min(normalisers, work.saved))
-        matrix = queries * key.shape[-2] / rows
+        matrix = heads * work.matrix
         itemsize = query.dtype.itemsize
         kept = matrix * (2 * itemsize + self._mask_bytes(query) if dropout else itemsize)
         # The result is kept either way: here where attention is fused, else by the layer that it goes into.
@@ -178,8 +180,7 @@ class _Reader:
         moved = work.moved + matrix * itemsize * (8 if dropout else 6)
         calls = 6 if dropout else 4
         kind = "attention_dropout" if dropout else "matmul"
-        work = replace(work, saved=saved, core_saved=kept, is_core=True, moved=moved, calls=calls, kind=kind)
-        return replace(work, matrix=matrix, heads=prod(query.shape[:-2]) / rows) if dropout else work
+        return replace(work, saved=saved, core_saved=kept, is_core=True, moved=moved, calls=calls, kind=kind)
 
     def _cross_entropy(self, op: Op, work: Work, is_from_cut: bool) -> Work:
         """A log-softmax, which is kept, and a choice, whose gradient is as large. Where the vocabulary is cut,

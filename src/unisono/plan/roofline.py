@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import log
 from typing import NamedTuple
 
-from unisono.plan.curve import seconds_at, share_at
+from unisono.plan.curve import share_at
 from unisono.plan.hardware import Hardware
 from unisono.plan.portrait import Segment, Work
 from unisono.plan.setting import Setting
@@ -21,9 +21,6 @@ _LOSS_FORWARD, _LOSS_BACKWARD = 34.0, 22.0
 # Bytes of weights that ranks hold, each, while products of few rows are measured: so few that caches keep them from one
 # use to the next, and so many that they come from memory.
 IN_CACHE, OUTSIDE = 8 * 2**20, 32 * 2**20
-
-# Of the attentions that are measured on CPUs: width of the heads, and how many matrices of queries by keys there are.
-HEAD_WIDTH, MATRICES = 32, 8
 
 
 class OpTime(NamedTuple):
@@ -45,8 +42,6 @@ class Roofline:
         self._peak = hardware.peak(dtype)
         self._curves = {kind: hardware.curve(kind, dtype) for kind in ("matmul", "attention")}
         self._of_backward = hardware.curves.get("matmul_backward", self._curves["matmul"])
-        measured = ("attention_dropout", "attention_dropout_backward")
-        self._with_dropout = [hardware.curves[key] for key in measured if key in hardware.curves]
 
     def op(self, work: Work, segment: Segment, setting: Setting, held: float = OUTSIDE) -> OpTime:
         """held: bytes of weights on the rank."""
@@ -78,10 +73,9 @@ class Roofline:
             ahead, back = self.hardware.rates.get(work.family, (self.bandwidth, self.bandwidth))
             drawing = self.hardware.dropout_overhead if work.family == "dropout" else 0.0
             return OpTime(moved / ahead + max(overhead, drawing), moved / back + overhead + more)
-        if work.kind == "attention_dropout" and self._with_dropout:
-            matrices = work.heads * setting.rows / divided
-            ahead, back = self._dropping(work.matrix * setting.rows / divided, matrices, flops)
-            return OpTime(ahead, back + more)
+        if work.kind in self.hardware.matrices:
+            ahead, back = self._attending(work, work.heads * setting.rows / divided)
+            return OpTime(ahead + overhead / work.calls, back + overhead / work.calls + more)
         curve = self._curves["attention" if work.kind == "attention" else "matmul"]
         computing = flops / (self._peak * share_at(curve, flops / work.calls))
         forward = max(computing, moved / self.bandwidth) + overhead
@@ -95,32 +89,19 @@ class Roofline:
         half = max(half, back + overhead)
         return OpTime(max(forward, ahead + overhead), half + more, half)
 
-    def _dropping(self, elements: float, matrices: float, flops: float) -> tuple[float, float]:
-        """An attention with dropout, forward and backward, by its matrices of queries by keys: each takes some time,
-        and so do the passes over their elements. Heads of another width than those measured have other products."""
-        as_measured = 4.0 * HEAD_WIDTH * elements
-        more = (flops - as_measured) / (self._peak * share_at(self._curves["matmul"], flops / 2))
-        seconds = []
-        for curve, each, products in zip(self._with_dropout, self.hardware.matrix_overhead, (1, 2), strict=True):
-            if len(curve) == 1:  # not measured: a share that someone has written down
-                seconds.append(flops / (self._peak * curve[0][1]))
-                continue
-            taken = seconds_at(tuple((size, size / (self._peak * share)) for size, share in curve), as_measured)
-            seconds.append(max(taken + (matrices - MATRICES) * each + products * more, taken / 4))
-        return seconds[0], seconds[1]
+    def _attending(self, work: Work, matrices: float, parts: int = 1) -> tuple[float, float]:
+        """Forward and backward with so many of queries by keys, or of such parts of them."""
+        width = work.flops / (4.0 * work.heads * work.matrix)
+        return self.hardware.matrices[work.kind].seconds(matrices, work.matrix / parts, width)
 
     def ring_dropping(self, work: Work, setting: Setting) -> OpTime:
-        """What such an attention takes more in a ring, whose visits have smaller matrices, as many of them as the
-        whole; the backward makes them again, and draws again."""
-        if not self._with_dropout:
+        """What an attention with dropout takes more in a ring, whose visits have smaller matrices, as many of them as
+        the whole; the backward makes them again, and draws again."""
+        if work.kind != "attention_dropout" or work.kind not in self.hardware.matrices:
             return OpTime(0.0, 0.0)
-        elements, matrices, flops = (
-            amount * setting.rows / setting.tp for amount in (work.matrix, work.heads, work.flops)
-        )
-        cp = setting.cp
-        whole = self._dropping(elements / cp, matrices / cp, flops / cp)
-        ahead, back = self._dropping(elements / cp**2, matrices, flops / cp**2)
-        share = self.hardware.together
+        cp, share, matrices = setting.cp, self.hardware.together, work.heads * setting.rows / setting.tp
+        whole = self._attending(work, matrices / cp)
+        ahead, back = self._attending(work, matrices, cp**2)
         return OpTime((cp * ahead - whole[0]) / share, (cp * (ahead + back) - whole[1]) / share)
 
     def _of_few_rows(self, flops: float, weights: float, held: float) -> tuple[float, float]:
