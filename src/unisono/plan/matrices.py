@@ -25,7 +25,13 @@ class Matrices:
     def seconds(self, matrices: float, elements: float, width: float) -> tuple[float, float]:
         """Of a call with so many matrices of so many elements."""
         forward, backward = (
-            call + matrices * seconds_at(curve, elements) * (width + softmax) / (HEAD_WIDTH + softmax)
+            call + matrices * _each(curve, elements) * (width + softmax) / (HEAD_WIDTH + softmax)
             for call, curve, softmax in zip(self.call, (self.forward, self.backward), self.softmax_width, strict=True)
         )
         return forward, backward
+
+
+def _each(curve: Curve, elements: float) -> float:
+    """Seconds of a matrix; of those smaller than any that was measured, on the way to nothing."""
+    smallest, seconds = curve[0]
+    return seconds_at(curve, elements) if elements >= smallest else seconds * elements / smallest

@@ -37,6 +37,7 @@ class Work:
     core_saved: float = 0.0  # of `saved`, what recompute=selective forgets
     heads: float = 0.0  # of attention
     matrix: float = 0.0  # elements of queries by keys, of a head
+    is_causal: bool = False  # whether no query looks ahead
     is_expert: bool = False
     calls: int = 1  # kernels that it stands for
     held_cut: float = 0.0  # bytes of activations' gradients that are alive in its backward, of what tp cuts

@@ -168,7 +168,8 @@ class _Reader:
         queries = prod(query.shape[:-1])
         normalisers = 4.0 * queries / rows
         heads = prod(query.shape[:-2]) / rows
-        work = replace(work, heads=heads, matrix=query.shape[-2] * key.shape[-2])
+        causal = bool(self._argument(op, 5, "is_causal", False))
+        work = replace(work, heads=heads, matrix=query.shape[-2] * key.shape[-2], is_causal=causal)
         dropout = self._argument(op, 4, "dropout_p", 0.0)
         if self.subject.flash and not dropout:
             return replace(work, is_core=True, core_saved=min(normalisers, work.saved))

@@ -94,15 +94,24 @@ class Roofline:
         width = work.flops / (4.0 * work.heads * work.matrix)
         return self.hardware.matrices[work.kind].seconds(matrices, work.matrix / parts, width)
 
-    def ring_dropping(self, work: Work, setting: Setting) -> OpTime:
-        """What an attention with dropout takes more in a ring, whose visits have smaller matrices, as many of them as
-        the whole; the backward makes them again, and draws again."""
-        if work.kind != "attention_dropout" or work.kind not in self.hardware.matrices:
+    def ring(self, work: Work, setting: Setting) -> OpTime:
+        """What an attention takes more in a ring, whose visits have smaller matrices, as many of them as the whole.
+
+        Where no query looks ahead, visits after the first attend half as much: kernels skip nothing, but nothing that
+        is all ahead is given to them. With dropout the backward makes matrices again, and draws again."""
+        if work.kind not in self.hardware.matrices:
             return OpTime(0.0, 0.0)
         cp, share, matrices = setting.cp, self.hardware.together, work.heads * setting.rows / setting.tp
         whole = self._attending(work, matrices / cp)
         ahead, back = self._attending(work, matrices, cp**2)
-        return OpTime((cp * ahead - whole[0]) / share, (cp * (ahead + back) - whole[1]) / share)
+        if work.kind == "attention_dropout":
+            return OpTime((cp * ahead - whole[0]) / share, (cp * (ahead + back) - whole[1]) / share)
+        further = self._attending(work, matrices, (2 if work.is_causal else 1) * cp**2)
+        beside = self.hardware.matrices[work.kind].call  # of visits, what is called is counted elsewhere
+        visits = (
+            one + (cp - 1) * (other - call) for one, other, call in zip((ahead, back), further, beside, strict=True)
+        )
+        return OpTime(*((taken - once) / share for taken, once in zip(visits, whole, strict=True)))
 
     def _of_few_rows(self, flops: float, weights: float, held: float) -> tuple[float, float]:
         """A product's seconds, forward and for each half of the backward, where there are so few rows that bringing the

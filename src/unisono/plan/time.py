@@ -168,8 +168,8 @@ class TimeModel:
             hop = attentions * ranks.exchange(2 * hidden)
             forward, backward = (ranks.ranks - 1) * hop, 2 * (ranks.ranks - 1) * hop
             sent = attentions * 3 * (ranks.ranks - 1) * 2 * hidden
-            dropping = [self.roofline.ring_dropping(work, setting) for work in segment.works]
-            more = Pace(sum(one.forward for one in dropping), sum(one.inputs for one in dropping))
+            attending = [self.roofline.ring(work, setting) for work in segment.works]
+            more = Pace(sum(one.forward for one in attending), sum(one.inputs for one in attending))
         return (
             Pace(forward, backward, 0.0, forward + backward, sent)
             .plus(more)
