@@ -69,7 +69,7 @@ def test_a_whole_file(tmp_path: Path) -> None:
         (
             "[intra_node]",
             "[attention_dropout]\ncall = [1e-6]\nforward = [[8, 1]]\nbackward = [[8, 1]]\n[intra_node]",
-            "[attention_dropout] call = [1e-06]; expected 2 numbers of seconds, forward and backward",
+            "[attention_dropout] call = [1e-06]; expected 2 numbers, forward and backward",
         ),
         ('memory = "16 GiB"', 'memory = "16 GiB"\nunit_rate = -1', "[device] unit_rate = -1; expected a positive"),
         (

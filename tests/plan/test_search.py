@@ -12,10 +12,13 @@ from unisono.errors import UsageError
 from unisono.plan.balance import balanced, quickly_balanced
 from unisono.plan.explain import why_not
 from unisono.plan.hardware import Hardware
+from unisono.plan.matrices import Matrices
 from unisono.plan.neighbours import neighbours
 from unisono.plan.plan import Plan
 from unisono.plan.portrait import Portrait, Segment, Weight, Work
+from unisono.plan.roofline import Roofline
 from unisono.plan.search import Search, choose
+from unisono.plan.setting import Setting
 from unisono.plan.words import shortfall
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
@@ -187,7 +190,23 @@ def test_a_ring_costs_its_hops_and_its_visits() -> None:
         search = Search(job, ranks, timed)
         assert search.judged(plan).duration.tensor == pytest.approx(4 * 3 * (ranks - 1) * 1e-3)
         called = Search(job, ranks, replace(timed, op_overhead=1e-6)).judged(plan).duration
-        assert called.compute - search.judged(plan).duration.compute >= 4 * ranks * 60e-6
+        assert called.compute - search.judged(plan).duration.compute >= 4 * ranks * 50e-6
+
+
+def test_a_ring_attends_to_halves_where_no_query_looks_ahead() -> None:
+    """Of two ranks each has the half of the queries: their own keys, and of the other's keys half as many pairs."""
+    curve = ((256.0, 256e-8), (65536.0, 65536e-8))
+    hardware = replace(H100, asynchronous=False, op_overhead=0.0, together=1.0, matrices={})
+    known = replace(hardware, matrices={"attention": Matrices((1e-3, 2e-3), curve, curve)})
+    for causal, pairs in ((True, 0.25 + 0.125), (False, 0.5)):
+        work = Work("core", "attention", flops=4.0 * 32 * 4 * 128**2, heads=4, matrix=128.0**2, is_causal=causal)
+        segment = Segment((work,), (), (), ())
+        setting = Setting.of(Plan(cp=2), 8)
+        roofline = Roofline(known, "float32")
+        plain, more = roofline.op(replace(work, is_cut=True), segment, setting), roofline.ring(work, setting)
+        assert plain.forward + more.forward == pytest.approx(1e-3 + 8 * 4 * pairs * 128**2 * 1e-8)
+        assert plain.inputs + more.inputs == pytest.approx(2e-3 + 8 * 4 * pairs * 128**2 * 1e-8)
+        assert Roofline(hardware, "float32").ring(work, setting) == (0, 0, 0, 0, 0)
 
 
 def test_products_of_few_rows_take_as_long_as_their_weights_do() -> None:

@@ -25,7 +25,8 @@ from unisono.launch.spawn import spawn
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.apply import parallelize
 from unisono.parallel.pipeline.split import split
-from unisono.plan.hardware import Hardware, Matrices
+from unisono.plan.hardware import Hardware
+from unisono.plan.matrices import Matrices
 from unisono.plan.plan import AXES, Plan
 from unisono.plan.roofline import IN_CACHE, OUTSIDE, Roofline
 from unisono.plan.schedule import schedule
@@ -341,7 +342,7 @@ def test_attention_with_dropout_goes_by_its_matrices() -> None:
     again."""
     plain = replace(Hardware.read("h100"), asynchronous=False, together=1.0, op_overhead=0.0)
     curve, slower = (((16.0**2, each), (32.0**2, 4 * each)) for each in (1e-5, 1e-4))
-    hardware = replace(plain, matrices=Matrices((1e-3, 2e-3), curve, slower))
+    hardware = replace(plain, matrices={"attention_dropout": Matrices((1e-3, 2e-3), curve, slower, (1e9, 1e9))})
     portrait = Planner(load_task(TASK), hardware).portrait
     block = portrait.blocks[0]
     (work,) = (work for work in block.works if work.kind == "attention_dropout")

@@ -33,6 +33,7 @@ from unisono.plan.timeline import Costs, timeline
 # and of Ulysses, where heads are cut, put into messages and out of them. Views count half.
 _CALLS_A_VISIT = (33, 46)
 _CALLS_OF_ULYSSES = (40, 42)
+_PLAIN_CALL = 0.65  # of an op's overhead on CPUs, which is that of modules and autograd: a ring has neither inside
 _LONG = 4  # microbatches a stage after which a pipeline only repeats itself
 
 
@@ -171,13 +172,12 @@ class TimeModel:
             attending = [self.roofline.ring(work, setting) for work in segment.works]
             more = Pace(sum(one.forward for one in attending), sum(one.inputs for one in attending))
         return (
-            Pace(forward, backward, 0.0, forward + backward, sent)
-            .plus(more)
-            .plus(self._visits(plan, attentions, hidden))
+            Pace(forward, backward, 0.0, forward + backward, sent).plus(more).plus(self._visits(plan, segment, hidden))
         )
 
-    def _visits(self, plan: Plan, attentions: int, hidden: float) -> Pace:
+    def _visits(self, plan: Plan, segment: Segment, hidden: float) -> Pace:
         """What is called besides attention itself; a ring's first visit takes the place of the plain attention."""
+        attentions = sum(work.is_core for work in segment.works)
         if plan.context == "ulysses":
             if self.hardware.asynchronous:
                 return Pace()
@@ -188,7 +188,9 @@ class TimeModel:
         forward, backward = (attentions * plan.cp * calls * self.hardware.op_overhead for calls in _CALLS_A_VISIT)
         if self.hardware.asynchronous:
             return Pace(launch_forward=forward, launch_backward=backward)
-        return Pace(forward, backward)
+        # With dropout there are more of them: no kernel knows which weights to drop, so they are made op by op.
+        drops = any(work.kind == "attention_dropout" for work in segment.works)
+        return Pace(forward, backward) if drops else Pace(forward * _PLAIN_CALL, backward * _PLAIN_CALL)
 
     # ---- a stage and a step --------------------------------------------------------------------------------------
 
