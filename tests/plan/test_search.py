@@ -229,7 +229,7 @@ def test_zero_copies_rows_and_its_third_stage_sends_block_by_block() -> None:
     job = portrait(layers=4, width=1024, batch=8)
     curve = tuple((name, ((1.0, 1e-3),)) for name in ("all_gather", "reduce_scatter"))
     still = replace(H100, asynchronous=False, overlap=0.0, memory_bandwidth=1e30, op_overhead=0.0)
-    timed = replace(still, intra_node=replace(still.intra_node, ranks=2, measured=curve))
+    timed = replace(still, intra_node=replace(still.intra_node, ranks=2, measured=curve), flops={"bfloat16": 1e30})
     size = 2.0 * job.parameters
     for plan, messages, copied in (
         (Plan(dp=2, zero=1), 2, 2 + 3),
@@ -242,6 +242,10 @@ def test_zero_copies_rows_and_its_third_stage_sends_block_by_block() -> None:
         assert slow - travel == pytest.approx(copied * size / 1e9)
     anew = Search(job, 2, replace(timed, unit_rate=1e9)).judged(Plan(dp=2, zero=3, microbatches=2))
     assert anew.duration.gradients - travel == pytest.approx(2 * (2 * 3 + 2) * size / 1e9)
+    behind_work = Search(job, 2, replace(timed, flops={"bfloat16": 1e9})).judged(Plan(dp=2, zero=3, microbatches=2))
+    assert behind_work.duration.gradients == pytest.approx(
+        travel - 0.5 * 2 * 3 * 4 * 1e-3
+    )  # all but the first wait less
 
 
 def test_files_from_before_zeros_copies_were_measured_still_do() -> None:

@@ -22,6 +22,7 @@ from unisono.plan.portrait import Portrait
 from unisono.plan.stages import Stages
 
 _READ_AND_WRITTEN = 2.0  # bytes for one that is copied
+_WAIT_BEHIND_WORK = 0.5  # share of the waiting for messages that hides behind work: as steps of ten models on CPUs show
 
 
 class Replicas:
@@ -55,6 +56,8 @@ class Replicas:
         size = state.elements * state.itemsize
         m, share = plan.microbatches, (ranks.ranks - 1) / ranks.ranks
         travel, sent = self._messages(plan, stages, rank, ranks)
+        if plan.zero == 3 and plan.pp == 1 and not self.hardware.overlap:
+            travel -= self._waiting(plan, stages, rank, ranks, mine)
         room = self.hardware.overlap * (
             mine.both * m if plan.zero == 3 else mine.backward * (m if plan.zero == 2 else 1)
         )
@@ -77,6 +80,16 @@ class Replicas:
             return m * seconds, 3 * m * size
         scatters = m if plan.zero == 2 else 1
         return scatters * ranks.reduce_scatter(size) + ranks.all_gather(size), (scatters + 1) * size
+
+    def _waiting(self, plan: Plan, stages: Stages, rank: int, ranks: Group, mine: Pace) -> float:
+        """Of the third stage's messages, what they take however few bytes they have: ranks wait for each other then.
+        Gathers run ahead by one block, and gradients leave while the next block's are made, so that ranks compute
+        meanwhile, even where moving bytes takes time of the cores that compute."""
+        blocks = sum(count for _, count in self._units(plan, stages, rank))
+        forward, backward = mine.forward / blocks, mine.backward / blocks
+        gather, scatter = ranks.all_gather(1.0), ranks.reduce_scatter(1.0)
+        each = min(gather, forward) + min(gather + scatter, backward)
+        return _WAIT_BEHIND_WORK * plan.microbatches * (blocks - 1) * each
 
     def _units(self, plan: Plan, stages: Stages, rank: int) -> list[tuple[float, int]]:
         """Bytes of each block of a rank, with how many are alike, and of what it has outside of them: of a pipeline's,
