@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment
+from unisono.graph.beside import Beside
 from unisono.graph.finding import find, follow
 from unisono.graph.lowering import Lowered, lower
 from unisono.graph.stage import ANYWHERE, Staging, block_of_ops, blocks_using
@@ -19,11 +21,13 @@ from unisono.parallel.pipeline.split import require_stages
 from unisono.parallel.share import rows_of, shares
 from unisono.plan.balance import balanced, checked
 from unisono.plan.plan import Plan
+from unisono.train.closing import closing
 from unisono.train.rule_marks import AXIS, RuleMarks, is_marked
 from unisono.train.sketch import without_memory
 from unisono.train.task import Task
+from unisono.train.zero_shown import with_zero
 
-_SHOWN = ("dp", "tp", "pp", "microbatches", "schedule", "chunks", "boundaries")
+_SHOWN = ("dp", "tp", "pp", "zero", "microbatches", "schedule", "chunks", "boundaries")
 
 
 def require_shown(plan: Plan) -> None:
@@ -70,17 +74,26 @@ class PlanProgram:
 
     def parts(self, rank: int) -> list[Lowered]:
         """What the rank does with one microbatch: a program for each stage that it holds, in the forward's order."""
-        place = self.whole.index("pp", rank=rank)
-        mesh = self._mesh_of_stage(place)
+        mesh = self._mesh_of_stage(self.whole.index("pp", rank=rank))
         found = self._found(mesh)
         lowered = lower(found.trace, found, mesh)
-        if self.plan.pp == 1:
-            return [lowered]
-        order = order_of(self.plan)
-        blocks = require_stages(self.model, order)
-        names = [blocks.name(number) for number in range(len(blocks.modules))]
-        block_of = block_of_ops(lowered.trace, names)
-        starts = self._starts(lowered, block_of, len(names), order.stages, rank)
+        names: list[str] = []
+        parts = [lowered]
+        if self.plan.pp > 1:
+            blocks = require_stages(self.model, order_of(self.plan))
+            names = [blocks.name(number) for number in range(len(blocks.modules))]
+            parts = self._stages(lowered, names, rank)
+        if self.plan.zero:
+            parts = with_zero(self.task, self.plan, parts, names, rank)
+        else:
+            parts = [replace(part, beside=Beside()) for part in parts]
+        parts[-1].beside.closing = closing(parts, self.whole, self.task.clip, rank)
+        return parts
+
+    def _stages(self, lowered: Lowered, blocks: Sequence[str], rank: int) -> list[Lowered]:
+        order, place = order_of(self.plan), self.whole.index("pp", rank=rank)
+        block_of = block_of_ops(lowered.trace, blocks)
+        starts = self._starts(lowered, block_of, len(blocks), order.stages, rank)
         stage_of = {op: ANYWHERE if b == ANYWHERE else _stage(b, starts) for op, b in block_of.items()}
         staging = Staging(stage_of, order.placement, self.whole, " ".join(map(str, order.actions[place])))
         return [staging.part(lowered, stage) for stage in order.stages_of(place)]
