@@ -107,7 +107,7 @@ def said(comm: Communicator, name: str, plan: str) -> Heard:
     def hear(each: traffic.Said) -> None:
         tensor, op = each.tensor, each.op.removeprefix("i").removesuffix("_into")
         assert tensor is not None
-        is_norm = tensor.dtype == torch.float64 and not tensor.dim() and len(each.ranks) == comm.size
+        is_norm = op == "all_reduce" and tensor.dtype == torch.float64 and each.ranks == comm.ranks and not tensor.dim()
         is_of_loss = tensor.dtype == torch.float64 or tensor.numel() == 1
         if is_norm or (not is_of_loss and each.ranks != (comm.rank,)):
             heard[op, tensor.numel(), each.ranks] += 1
@@ -123,6 +123,7 @@ def shown(program: PlanProgram, rank: int) -> Heard:
     for part in program.parts(rank):
         told = account(part, rank)
         once = [id(talk) for talk in (*told.updates, *part.beside.closing)]
+        once += [id(talk) for talk in told.sums if not program.plan.zero]
         for talk in (*told.forward, *told.backward, *told.updates):
             is_once = id(talk) in once or "once a step" in talk.detail
             if talk.before or "clip" in talk.detail:
@@ -149,6 +150,10 @@ def test_a_plan_s_tp_is_shown_as_ranks_run_it(pools: Callable[[str, int], RankPo
         ("uneven", "dp=2,zero=2,microbatches=2"),
         ("uneven", "dp=2,zero=3,microbatches=2"),
         ("gpt", "dp=2,tp=2,zero=3"),
+        ("gpt", "dp=2,tp=2,sp"),
+        ("llama", "tp=2,sp"),
+        ("encoder", "tp=2,sp,zero=2"),
+        ("four", "tp=2,pp=2,sp,microbatches=2"),
         ("gpt", "dp=2,pp=2,zero=1,microbatches=2"),
         ("four", "dp=2,pp=2,zero=2,microbatches=2,schedule=interleaved,chunks=2"),
         ("four", "dp=2,pp=2,zero=3,microbatches=2,schedule=interleaved,chunks=2"),

@@ -36,7 +36,7 @@ class Beside:
     updates: list[Talk] = field(default_factory=list)  # after the optimizer
     kept: dict[str, Shape] = field(default_factory=dict)  # parameters' nodes: the rows that a rank has, of all of them
     keeping: str = ""  # what it has them for
-    notes: dict[str, str] = field(default_factory=dict)  # of values
+    notes: dict[str, str] = field(default_factory=dict)  # on placeholders
     about: list[str] = field(default_factory=list)  # what is true of all of the program
 
     def woven(self, instructions: Iterable[Each]) -> list[Each | Aside]:

@@ -153,7 +153,7 @@ class _Lowering:
         self.assignment = assignment
         self.nodes = list(trace.graph.nodes)
         self.differentiable = trace.tracked
-        self.of_parameters = _of_parameters(trace)
+        self.of_parameters = made_of_parameters(trace)
         self.in_parts = self._gradients_in_parts()
         for parts in self._unpacked():
             common = set.intersection(*(self.in_parts.get(name, set()) for name in parts))
@@ -341,7 +341,7 @@ def _inputs(node: fx.Node) -> list[fx.Node]:
     return Call(node).tensors
 
 
-def _of_parameters(trace: Trace) -> set[str]:
+def made_of_parameters(trace: Trace) -> set[str]:
     """Parameters, and what single-output ops make of them without anything of the batch."""
     found, of_batch = set(trace.parameters), {*trace.inputs, *trace.targets}
     for node in trace.graph.nodes:

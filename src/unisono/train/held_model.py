@@ -7,33 +7,44 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from unisono.errors import UsageError
 from unisono.graph.lowering import Lowered
 from unisono.mesh.placement import shard_dim
 from unisono.parallel.layout import WHOLE, Layout, Split, lay
 from unisono.parallel.tensor_pieces import TP
-from unisono.plan.plan import REPLICAS, Plan
+from unisono.plan.plan import REPLICAS
 from unisono.train.sketch import without_memory
 from unisono.train.task import Task
 
 
-def held_model(task: Task, plan: Plan, parts: Sequence[Lowered], rank: int) -> nn.Module:
-    """The model with the pieces of parameters that the programs of this rank's stages use, their layouts on them."""
+def held_model(task: Task, parts: Sequence[Lowered], rank: int) -> nn.Module:
+    """The model with the parameters that the programs of this rank's stages use, cut as they are."""
     model = without_memory(task)
-    pieces = {id(model.get_parameter(name)): piece for name, piece in _pieces(parts, rank).items()}
-    used = {id(model.get_parameter(name)) for name in parts[0].trace.parameters.values()}
-    unused = [(name, parameter) for name, parameter in model.named_parameters() if id(parameter) not in used]
-    if plan.tp > 1 or plan.pp > 1:
-        _require_none([name for name, parameter in unused if parameter.requires_grad], plan)
-    pieces |= {id(p): _piece(tuple(p.shape), p.dtype, WHOLE) for _, p in unused}
+    held = held_parameters(model, parts, rank)
+    pieces = {id(model.get_parameter(name)): piece for name, piece in held.items()}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None:
-                piece = pieces.get(id(parameter))
-                module._parameters[name] = piece
-                if piece is not None:
-                    piece.requires_grad_(parameter.requires_grad)
+            module._parameters[name] = None if parameter is None else pieces.get(id(parameter))
     return model
+
+
+def held_parameters(model: nn.Module, parts: Sequence[Lowered], rank: int) -> dict[str, nn.Parameter]:
+    """By name, in the model's order: the pieces that this rank's stages use, without memory, their layouts on them.
+    What no op uses is whole; in a pipeline nobody has it."""
+    pieces = {id(model.get_parameter(name)): piece for name, piece in _pieces(parts, rank).items()}
+    unused = unused_parameters(model, parts) if parts[0].stage is None else {}
+    pieces |= {id(p): _piece(tuple(p.shape), p.dtype, WHOLE) for p in unused.values()}
+    held = {}
+    for name, parameter in model.named_parameters():
+        if id(parameter) in pieces:
+            held[name] = pieces[id(parameter)]
+            held[name].requires_grad_(parameter.requires_grad)
+    return held
+
+
+def unused_parameters(model: nn.Module, parts: Sequence[Lowered]) -> dict[str, nn.Parameter]:
+    """Those that no op of the forward uses, in any stage."""
+    used = {id(model.get_parameter(name)) for name in parts[0].trace.parameters.values()}
+    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in used}
 
 
 def _pieces(parts: Sequence[Lowered], rank: int) -> dict[str, nn.Parameter]:
@@ -69,11 +80,3 @@ def _piece(shape: tuple[int, ...], dtype: torch.dtype, layout: Layout) -> nn.Par
     made = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
     lay(made, layout)
     return made
-
-
-def _require_none(unused: Sequence[str], plan: Plan) -> None:
-    if unused:
-        raise UsageError(
-            f"plan {plan}: {unused[0]} is used by no op of the forward, so a program does not show who holds it under "
-            "tp or pp, nor what ZeRO says of it; set requires_grad=False on it, or use --plan without zero"
-        )

@@ -8,7 +8,6 @@ from dataclasses import replace
 from typing import Any
 
 from unisono.errors import UsageError
-from unisono.graph.assignment import Assignment
 from unisono.graph.beside import Beside
 from unisono.graph.finding import find, follow
 from unisono.graph.lowering import Lowered, lower
@@ -21,13 +20,14 @@ from unisono.parallel.pipeline.split import require_stages
 from unisono.parallel.share import rows_of, shares
 from unisono.plan.balance import balanced, checked
 from unisono.plan.plan import Plan
-from unisono.train.closing import closing
+from unisono.train.closing import closing, replica_sums
 from unisono.train.rule_marks import AXIS, RuleMarks, is_marked
+from unisono.train.sequence_marks import SequenceMarks, summed_by_blocks
 from unisono.train.sketch import without_memory
 from unisono.train.task import Task
 from unisono.train.zero_shown import with_zero
 
-_SHOWN = ("dp", "tp", "pp", "zero", "microbatches", "schedule", "chunks", "boundaries")
+_SHOWN = ("dp", "tp", "pp", "zero", "sequence", "microbatches", "schedule", "chunks", "boundaries")
 
 
 def require_shown(plan: Plan) -> None:
@@ -51,6 +51,7 @@ class PlanProgram:
         refuse_what_cannot_be_right(plan, self.model)
         sizes = [plan.pp, plan.dp, plan.tp]
         self.whole = Mesh.describe(sizes, ("pp", "dp", "tp"))
+        self._notes: Mapping[str, str] = {}  # on placeholders
         self.example = self._microbatch(task.batch(0))
         if plan.pp > 1:
             rehearse(self.model, order_of(plan), self.example[0])
@@ -75,8 +76,7 @@ class PlanProgram:
     def parts(self, rank: int) -> list[Lowered]:
         """What the rank does with one microbatch: a program for each stage that it holds, in the forward's order."""
         mesh = self._mesh_of_stage(self.whole.index("pp", rank=rank))
-        found = self._found(mesh)
-        lowered = lower(found.trace, found, mesh)
+        lowered = self._lowered(mesh)
         names: list[str] = []
         parts = [lowered]
         if self.plan.pp > 1:
@@ -86,7 +86,10 @@ class PlanProgram:
         if self.plan.zero:
             parts = with_zero(self.task, self.plan, parts, names, rank)
         else:
-            parts = [replace(part, beside=Beside()) for part in parts]
+            parts = [replace(part, beside=Beside(sums=[])) for part in parts]
+            parts[-1].beside.sums = replica_sums(self.model, parts, rank)
+        for part in parts:
+            part.beside.notes |= self._notes
         parts[-1].beside.closing = closing(parts, self.whole, self.task.clip, rank)
         return parts
 
@@ -116,16 +119,26 @@ class PlanProgram:
         sizes = {name: self.whole.size(name) for name in ("dp", "tp") if self.whole.size(name) > 1} or {"dp": 1}
         return Mesh.describe(list(sizes.values()), list(sizes), ranks)
 
-    def _found(self, mesh: Mesh) -> Assignment:
+    def _lowered(self, mesh: Mesh) -> Lowered:
         """The layers that tp cuts under a plan, unless the user's marks use that axis."""
         traced = trace(self.model, self.example, self.task.loss)
         if AXIS not in mesh.names or is_marked(traced, mesh):
-            return find(traced, mesh)
+            if self.plan.sequence:
+                raise UsageError(f"plan {self.plan}: sp goes with layers that tp cuts by rules, and marks use {AXIS}")
+            return lower(traced, find(traced, mesh), mesh)
         traced = trace(self.model, self.example, self.task.loss, unpacked=True)
-        rules = RuleMarks.of(self.task, self.model, self.example, traced, mesh)
-        found = follow(traced, mesh, rules.marks)
+        rules = RuleMarks.of(self.task, self.model, self.example, traced, mesh, self.plan.sequence)
+        sequence = SequenceMarks(traced, mesh, rules.blocks)
+        marks = list(rules.marks)
+        found = follow(traced, mesh, marks)
+        if self.plan.sequence:
+            marks += sequence.in_the_blocks(found)
+            found = follow(traced, mesh, marks)
+        found = follow(traced, mesh, [*marks, *sequence.after_layers(found)])
         found.notes |= rules.notes
-        return found
+        lowered = sequence.checked(lower(traced, found, mesh))
+        self._notes = summed_by_blocks(lowered, rules.blocks)
+        return lowered
 
 
 def _stage(block: int, starts: Sequence[int]) -> int:

@@ -28,8 +28,9 @@ from unisono.parallel.pieces import PieceBucket
 from unisono.parallel.units import Unit
 from unisono.parallel.zero import Zero
 from unisono.plan.plan import Plan
-from unisono.train.held_model import held_model
+from unisono.train.held_model import held_model, unused_parameters
 from unisono.train.seats import SeatedMesh
+from unisono.train.sketch import without_memory
 from unisono.train.task import Task
 
 _FLAG = torch.uint8  # a parameter's, in the question which have gradients
@@ -39,6 +40,7 @@ _ONCE = "once a step"
 def with_zero(task: Task, plan: Plan, parts: Sequence[Lowered], blocks: Sequence[str], rank: int) -> list[Lowered]:
     """The programs of this rank's stages with what ZeRO does in them; `blocks`: the names of the pipeline's, if any."""
     _require_even(plan, parts)
+    _require_used(task, plan, parts)
     return _ZeroShown(task, plan, parts, blocks, rank).parts()
 
 
@@ -52,13 +54,24 @@ def _require_even(plan: Plan, parts: Sequence[Lowered]) -> None:
             )
 
 
+def _require_used(task: Task, plan: Plan, parts: Sequence[Lowered]) -> None:
+    if plan.tp == plan.pp == 1:
+        return
+    unused = unused_parameters(without_memory(task), parts)
+    for name in (name for name, parameter in unused.items() if parameter.requires_grad):
+        raise UsageError(
+            f"plan {plan}: {name} is used by no op of the forward, so a program does not show who holds it under tp or "
+            "pp, nor what ZeRO says of it; set requires_grad=False on it, or use --plan without zero"
+        )
+
+
 class _ZeroShown:
     def __init__(self, task: Task, plan: Plan, parts: Sequence[Lowered], blocks: Sequence[str], rank: int) -> None:
         self._plan = plan
         self._parts = parts
         self._rank = rank
         self._mesh = parts[0].mesh
-        model = held_model(task, plan, parts, rank)
+        model = held_model(task, parts, rank)
         self._names = {id(module): name for name, module in model.named_modules()}
         first = {id(parameter): name for name, parameter in model.named_parameters()}
         self._first = {name: first[id(p)] for name, p in model.named_parameters(remove_duplicate=False)}
