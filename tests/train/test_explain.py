@@ -149,11 +149,12 @@ def test_a_plan_s_tp_is_shown_as_ranks_run_it(pools: Callable[[str, int], RankPo
         ("t5", "dp=2,zero=1"),
         ("uneven", "dp=2,zero=2,microbatches=2"),
         ("uneven", "dp=2,zero=3,microbatches=2"),
-        ("gpt", "dp=2,tp=2,zero=3"),
-        ("gpt", "dp=2,tp=2,sp"),
-        ("llama", "tp=2,sp"),
-        ("encoder", "tp=2,sp,zero=2"),
-        ("four", "tp=2,pp=2,sp,microbatches=2"),
+        ("gpt", "dp=2,tp=2,sp,zero=3,recompute=full"),
+        ("llama", "tp=2,sp,recompute=*.mlp"),
+        ("gpt", "tp=2,recompute=*.attention+*.fc2"),
+        ("llama", "tp=2,recompute=full"),
+        ("encoder", "tp=2,sp,zero=2,recompute=selective"),
+        ("four", "tp=2,pp=2,sp,microbatches=2,recompute=full"),
         ("gpt", "dp=2,pp=2,zero=1,microbatches=2"),
         ("four", "dp=2,pp=2,zero=2,microbatches=2,schedule=interleaved,chunks=2"),
         ("four", "dp=2,pp=2,zero=3,microbatches=2,schedule=interleaved,chunks=2"),
@@ -188,8 +189,10 @@ def test_what_cannot_be_shown_is_noted() -> None:
     told = explained(foreign.llama, "tp=2")
     assert [each.name for each in told.given if each.note] == ["model.embed_tokens.weight"]
     assert "cuts its 37 unevenly" in next(each.note for each in told.given if each.note)
-    with pytest.raises(UsageError, match=r"only dp, tp and pp are shown; use --plan tp=2, or --mesh"):
-        require_shown(uni.Plan.parse("tp=2,cp=2"))
+    with pytest.raises(UsageError, match=r"cp passes keys and values .* not shown; use --plan tp=2, or unisono report"):
+        require_shown(uni.Plan.parse("tp=2,cp=2,context=ulysses"))
+    with pytest.raises(UsageError, match=r"cuts its 37 unevenly.*what ZeRO sends of it cannot be shown"):
+        explained(_with_twelve_rows(foreign.llama), "dp=2,tp=2,zero=1")
 
 
 def test_marks_go_before_rules() -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from html import escape
 
 from unisono.graph.account import Account, Given, Line, Talk, account
-from unisono.graph.colours import COLOURS, colour_of
+from unisono.graph.colours import COLOURS, OTHER, colour_of
 from unisono.graph.lowering import Lowered
 from unisono.graph.show import after_texts, place_text, total_text
 from unisono.graph.sizes import size_text
@@ -128,7 +128,7 @@ def _row(line: Line) -> Iterator[str]:
         yield from _talks(line)
         yield "</div></div>"
         return
-    hue = colour_of((collectives or [*line.forward, *line.backward])[0].kind)
+    hue = next((colour_of(talk.kind) for talk in (*collectives, *line.forward, *line.backward)), OTHER)
     yield f'<div class="row move" style="--hue:{hue}" {data}><div></div><div><code>{escape(line.distributed)}</code>'
     yield f" <code>{escape(line.local_shapes)}</code> <code>{escape(line.placements)}</code>"
     yield from _talks(line)

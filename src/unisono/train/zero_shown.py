@@ -21,6 +21,7 @@ from torch import nn
 from unisono.errors import UsageError
 from unisono.graph.beside import Aside, Beside
 from unisono.graph.lowering import Lowered, Move
+from unisono.graph.source import calls_of
 from unisono.graph.talk import Talk
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.bucket import summed_axes
@@ -164,7 +165,7 @@ class _ZeroShown:
         if unit.stages is not None:
             return (names[0], names[-1]) if part.stage in unit.stages else None
         path = f"model.{name}" if name else "model"
-        inside = [op.name for op in part.trace.ops if op.name in _computed(part) and path in _modules(op.node)]
+        inside = [op.name for op in part.trace.ops if op.name in _computed(part) and calls_of(op.node, path)]
         if not inside:
             if part.stage is None:
                 raise UsageError(f"plan {self._plan}: {name} has parameters, but is not called as a module: use zero=2")
@@ -176,8 +177,8 @@ class _ZeroShown:
         return names[start], inside[-1]
 
     def _require_one_run(self, part: Lowered, name: str, path: str, inside: list[str]) -> None:
-        again = [op for op in inside if re.search(r"@\d+$", _modules(part.trace.node(op))[path])]
-        if again and name:
+        calls = [call for op in inside for call in calls_of(part.trace.node(op), path)]
+        if name and any(re.search(r"@\d+$", call) for call in calls):
             raise UsageError(
                 f"plan {self._plan}: {name} runs several times in a forward, and how often it is gathered is not "
                 f"shown; use --plan {self._plan.but(zero=2)}"
@@ -214,12 +215,6 @@ class _ZeroShown:
 
 def _computed(part: Lowered) -> set[str]:
     return {each.name for each in part.computes}
-
-
-def _modules(node: torch.fx.Node) -> dict[str, str]:
-    """The modules that an op runs in, by path; with the number of the call, where it is not the first."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return {entry[0]: key for key, entry in stack.items()}
 
 
 def _count(bucket: PieceBucket) -> str:
