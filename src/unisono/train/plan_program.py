@@ -105,6 +105,8 @@ class PlanProgram:
             part.beside.notes |= self._notes
             if self.plan.offload:
                 part.beside.about.append("offload: the optimizer and its rows are in host memory")
+            if self.plan.sequence and part.stage:
+                part.beside.about.append("sp: not shown is how ranks tell each other the lengths of their pieces")
         show_recompute(parts, self.plan, self.model, rank)
         parts[-1].beside.closing = closing(parts, self.whole, self.task.clip, rank)
         return parts
