@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 import unisono as uni
 from tests.equivalence import foreign, tasks
@@ -63,14 +65,24 @@ def _evenly(name: str) -> uni.Task:
     return uni.Task(model, original.loss, original.optimizer, original.batch, name=name)
 
 
+def _with_twelve_rows(task: uni.Task) -> uni.Task:
+    """A batch that ranks and microbatches can share evenly."""
+
+    def batch(seed: int) -> Any:
+        return tree_map_only(torch.Tensor, lambda leaf: leaf[torch.arange(12) % len(leaf)], task.batch(seed))
+
+    return dataclasses.replace(task, batch=batch)
+
+
 TASKS: dict[str, Callable[[], uni.Task]] = {
     "gpt": lambda: load_task(GPT),
     "encoder": lambda: uni.Task(Encoder, _loss, lambda parameters: torch.optim.SGD(parameters, 0.1), _sentences),
     "llama": lambda: _evenly("llama"),
     "gpt2": lambda: _evenly("gpt2"),
     "vit": lambda: foreign.vit,
-    "four": lambda: tasks.gpt,
-    "t5": lambda: foreign.t5,
+    "four": lambda: _with_twelve_rows(tasks.gpt),
+    "t5": lambda: _with_twelve_rows(foreign.t5),
+    "uneven": lambda: _with_twelve_rows(foreign.llama),
 }
 
 
@@ -79,17 +91,26 @@ def explained(task: uni.Task, plan: str, rank: int = 0) -> Account:
     return account(part, rank)
 
 
-def said(comm: Communicator, name: str, plan: str) -> Counter[tuple[str, int]]:
-    """The collectives of a step, with the elements of this rank's tensor."""
+Heard = Counter[tuple[str, int, tuple[int, ...]]]
+
+
+def said(comm: Communicator, name: str, plan: str) -> Heard:
+    """Of a step: each kind of talk, with the elements of this rank's tensor, and the group or the other rank. Without
+    what a loss counts and comes to."""
     task = TASKS[name]()
     batch = task.batch(0)
     trainer = uni.parallelize(
-        task.model, plan, loss=task.loss, optimizer=task.optimizer, rules=task.rules, example=batch
+        task.model, plan, loss=task.loss, optimizer=task.optimizer, rules=task.rules, example=batch, clip=task.clip
     )
-    heard: Counter[tuple[str, int]] = Counter()
+    heard: Heard = Counter()
 
     def hear(each: traffic.Said) -> None:
-        heard[each.op, 0 if each.tensor is None else each.tensor.numel()] += 1
+        tensor, op = each.tensor, each.op.removeprefix("i").removesuffix("_into")
+        assert tensor is not None
+        is_norm = op == "all_reduce" and tensor.dtype == torch.float64 and each.ranks == comm.ranks and not tensor.dim()
+        is_of_loss = tensor.dtype == torch.float64 or tensor.numel() == 1
+        if is_norm or (not is_of_loss and each.ranks != (comm.rank,)):
+            heard[op, tensor.numel(), each.ranks] += 1
 
     trainer.step(batch)  # in the first, ranks also compare what they were given
     with traffic.counted(hear):
@@ -97,34 +118,26 @@ def said(comm: Communicator, name: str, plan: str) -> Counter[tuple[str, int]]:
     return heard
 
 
-@pytest.mark.parametrize("name", sorted(TASKS.keys() - {"four"}))
+def shown(program: PlanProgram, rank: int) -> Heard:
+    found: Heard = Counter()
+    for part in program.parts(rank):
+        told = account(part, rank)
+        once = [id(talk) for talk in (*told.updates, *part.beside.closing)]
+        once += [id(talk) for talk in told.sums if not program.plan.zero]
+        for talk in (*told.forward, *told.backward, *told.updates):
+            is_once = id(talk) in once or "once a step" in talk.detail
+            if talk.before or "clip" in talk.detail:
+                times = 1 if is_once else program.plan.microbatches
+                found[talk.kind, torch.Size(talk.before).numel(), talk.ranks] += times
+    return found
+
+
+@pytest.mark.parametrize("name", sorted(TASKS.keys() - {"four", "uneven"}))
 def test_a_plan_s_tp_is_shown_as_ranks_run_it(pools: Callable[[str, int], RankPool], name: str) -> None:
-    told = explained(TASKS[name](), "tp=2")
-    shown = Counter((talk.kind, torch.Size(talk.before).numel()) for talk in (*told.forward, *told.backward))
-    assert shown
+    told = shown(PlanProgram(TASKS[name](), uni.Plan.parse("tp=2")), 0)
+    assert told
     for heard in pools("gloo", 2).run(said, name, "tp=2"):
-        assert heard == shown
-
-
-def messages(comm: Communicator, name: str, plan: str) -> Counter[tuple[str, int, int]]:
-    """Of a step, between stages: with the elements and the other rank. And what tp ranks say."""
-    task = TASKS[name]()
-    batch = task.batch(0)
-    trainer = uni.parallelize(
-        task.model, plan, loss=task.loss, optimizer=task.optimizer, rules=task.rules, example=batch
-    )
-    beside = trainer.mesh.along("tp")
-    heard: Counter[tuple[str, int, int]] = Counter()
-
-    def hear(each: traffic.Said) -> None:
-        op = each.op.removeprefix("i")
-        if each.tensor is not None and (op in ("send", "recv") or each.ranks == beside != (comm.rank,)):
-            heard[op, each.tensor.numel(), each.ranks[0]] += 1
-
-    trainer.step(batch)
-    with traffic.counted(hear):
-        trainer.step(batch)
-    return heard
+        assert heard == told
 
 
 @pytest.mark.parametrize(
@@ -133,18 +146,26 @@ def messages(comm: Communicator, name: str, plan: str) -> Counter[tuple[str, int
         ("gpt", "pp=2,tp=2,microbatches=2"),
         ("llama", "pp=2"),
         ("four", "pp=2,microbatches=3,schedule=zbv,chunks=2"),
+        ("t5", "dp=2,zero=1"),
+        ("uneven", "dp=2,zero=2,microbatches=2"),
+        ("uneven", "dp=2,zero=3,microbatches=2"),
+        ("gpt", "dp=2,tp=2,sp,zero=3,recompute=full"),
+        ("llama", "tp=2,sp,recompute=*.mlp"),
+        ("gpt", "tp=2,recompute=*.attention+*.fc2"),
+        ("llama", "tp=2,recompute=full"),
+        ("encoder", "tp=2,sp,zero=2,recompute=selective"),
+        ("four", "tp=2,pp=2,sp,microbatches=2,recompute=full"),
+        ("gpt", "dp=2,pp=2,zero=1,microbatches=2"),
+        ("four", "dp=2,pp=2,zero=2,microbatches=2,schedule=interleaved,chunks=2"),
+        ("four", "dp=2,pp=2,zero=3,microbatches=2,schedule=interleaved,chunks=2"),
     ],
 )
-def test_stages_are_shown_as_ranks_run_them(pools: Callable[[str, int], RankPool], name: str, plan: str) -> None:
+def test_what_ranks_say_is_shown(pools: Callable[[str, int], RankPool], name: str, plan: str) -> None:
     program = PlanProgram(TASKS[name](), uni.Plan.parse(plan))
-    for rank, heard in enumerate(pools("gloo", program.plan.world).run(messages, name, plan)):
-        shown: Counter[tuple[str, int, int]] = Counter()
-        for told in (account(part, rank) for part in program.parts(rank)):
-            for talk in (*told.forward, *told.backward):
-                if talk.axes in (("pp",), ("tp",)):
-                    shown[talk.kind, torch.Size(talk.before).numel(), talk.ranks[0]] += program.plan.microbatches
-        assert shown
-        assert heard == shown, f"rank {rank}"
+    for rank, heard in enumerate(pools("gloo", program.plan.world).run(said, name, plan)):
+        told = shown(program, rank)
+        assert told
+        assert heard == told, f"rank {rank}: heard {heard - told}, shown {told - heard}"
 
 
 def test_dp_and_tp_together_cut_both_ways() -> None:
@@ -168,8 +189,10 @@ def test_what_cannot_be_shown_is_noted() -> None:
     told = explained(foreign.llama, "tp=2")
     assert [each.name for each in told.given if each.note] == ["model.embed_tokens.weight"]
     assert "cuts its 37 unevenly" in next(each.note for each in told.given if each.note)
-    with pytest.raises(UsageError, match=r"only dp, tp and pp are shown; use --plan tp=2, or --mesh"):
-        require_shown(uni.Plan.parse("tp=2,cp=2"))
+    with pytest.raises(UsageError, match=r"cp passes keys and values .* not shown; use --plan tp=2, or unisono report"):
+        require_shown(uni.Plan.parse("tp=2,cp=2,context=ulysses"))
+    with pytest.raises(UsageError, match=r"cuts its 37 unevenly.*what ZeRO sends of it cannot be shown"):
+        explained(_with_twelve_rows(foreign.llama), "dp=2,tp=2,zero=1")
 
 
 def test_marks_go_before_rules() -> None:

@@ -6,33 +6,21 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+import torch
 from torch import fx
 from torch.distributed.tensor import Partial
 
+from unisono.graph.beside import Aside
 from unisono.graph.inside import Said, received, said_inside
 from unisono.graph.lowering import Compute, Laid, Lowered, Move, Post, peer
 from unisono.graph.rules import target_name
+from unisono.graph.talk import Shape, Talk
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placement, Placements, local_shape, shard_dim
 from unisono.mesh.route import Step
 
-Shape = tuple[int, ...]
 _UNSHOWN = {"device", "pin_memory", "layout"}
 SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32"}
-
-
-@dataclass(frozen=True)
-class Talk:
-    """A step of a move, as one rank sees it: a collective, or a cut or the like that needs no other rank."""
-
-    kind: str
-    axes: tuple[str, ...]
-    ranks: tuple[int, ...]
-    received: int  # bytes
-    before: Shape  # the local piece
-    after: Shape
-    detail: str  # what is reduced, joined or cut
-    is_collective: bool
 
 
 @dataclass(frozen=True)
@@ -66,6 +54,7 @@ class Given:
     strategy: str
     summed: tuple[str, ...] = ()  # axes over which its gradient is summed after the backward
     note: str = ""
+    kept: str = ""  # how much of it the optimizer has, or the rank between uses, where ranks share it out
 
 
 @dataclass
@@ -76,6 +65,8 @@ class Account:
     given: list[Given] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
     sums: list[Talk] = field(default_factory=list)  # of parameters' gradients, in messages
+    updates: list[Talk] = field(default_factory=list)  # of parameters, after the optimizer
+    about: list[str] = field(default_factory=list)  # what is true of all lines
     outputs: list[str] = field(default_factory=list)
     order: str = ""  # of a pipeline's rank: F forward, B backward, I and W its halves, each with stage and microbatch
 
@@ -110,29 +101,44 @@ def account(lowered: Lowered, rank: int = 0) -> Account:
                 strategy_text(laid, lowered.mesh),
                 lowered.summed.get(name, ()),
                 _note(lowered, name, rank),
+                _kept(lowered, name),
             )
         )
     operations = {op.name: op for op in trace.ops}
     for instruction in lowered.all:
-        if isinstance(instruction, Post):
+        if isinstance(instruction, Aside):
+            made.lines.append(_of_aside(instruction))
+        elif isinstance(instruction, Post):
             made.lines.append(_of_post(instruction, lowered.mesh, rank))
         elif isinstance(instruction, Move):
             made.lines.append(_of_move(instruction, lowered.mesh, rank))
         else:
             op = operations[instruction.name]
             made.lines.append(_of_compute(instruction, lowered, rank, op.path, op.line))
-    made.sums = _sums(lowered, rank)
+    made.sums = _sums(lowered, rank) if lowered.beside.sums is None else list(lowered.beside.sums)
+    made.sums += lowered.beside.closing
+    made.updates = lowered.beside.updates
+    made.about = lowered.beside.about
     made.outputs = [name or "None" for name in lowered.outputs]
     made.order = lowered.order
     return made
 
 
 def _note(lowered: Lowered, name: str, rank: int) -> str:
-    note = lowered.assignment.notes.get(name, "")
+    notes = (each.get(name, "") for each in (lowered.assignment.notes, lowered.beside.notes))
+    note = "; ".join(filter(None, notes))
     if name not in lowered.tied or lowered.whole is None:
         return note
     others = ", ".join(str(peer(lowered.whole, place, rank)) for place in lowered.tied[name])
     return "; ".join(filter(None, (note, f"tied: its gradient is summed with that on rank {others}")))
+
+
+def _kept(lowered: Lowered, name: str) -> str:
+    beside = lowered.beside
+    if name not in beside.kept:
+        return ""
+    of_all = " of all its parts" if name in lowered.trace.pieces else ""
+    return f"{beside.keeping}: {tensor_text(lowered.given[name].dtype, beside.kept[name])}{of_all}"
 
 
 def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source: str) -> Line:
@@ -244,6 +250,10 @@ def _of_post(post: Post, mesh: Mesh, rank: int) -> Line:
     )
 
 
+def _of_aside(aside: Aside) -> Line:
+    return Line(aside.name, "", "", aside.words, "", "", "", "", "", forward=aside.forward, backward=aside.backward)
+
+
 def talks(steps: Sequence[Step], shape: Shape, start: Placements, mesh: Mesh, rank: int) -> tuple[Talk, ...]:
     """The steps of a route from `start`, seen from a rank."""
     state = list(start)
@@ -322,7 +332,12 @@ def _short(placement: Placement) -> str:
 
 
 def _tensor(laid: Laid, shape: Shape) -> str:
-    name = str(laid.dtype).removeprefix("torch.")
+    return tensor_text(laid.dtype, shape)
+
+
+def tensor_text(dtype: torch.dtype, shape: Shape) -> str:
+    """f32[8,16]"""
+    name = str(dtype).removeprefix("torch.")
     return f"{SHORT.get(name, name)}[{','.join(map(str, shape))}]"
 
 

@@ -12,7 +12,7 @@ from html import escape
 from unisono.graph.account import Account, Line, Talk, account
 from unisono.graph.colours import COLOURS, OTHER, colour_of
 from unisono.graph.lowering import Lowered, used_by
-from unisono.graph.show import place_text
+from unisono.graph.show import after_texts, place_text
 from unisono.graph.sizes import size_text
 
 _ROW, _LANE, _TOP, _LEFT = 26, 16, 84, 20
@@ -36,7 +36,7 @@ def as_svg(lowered: Lowered, rank: int = 0, title: str = "program") -> str:
     lanes = _lanes(lowered)
     width = max(len(_label(line)) for line in told.lines) * 7.4 + 260 if told.lines else 400
     text_at = _LEFT + _LANE * (max(lanes.values(), default=0) + 1) + 12
-    height = _TOP + _ROW * (len(told.lines) + len(told.sums) + 2)
+    height = _TOP + _ROW * (len(told.lines) + len(told.sums) + len(told.updates) + 2)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{text_at + width:.0f}" height="{height}">',
         f'<style>{_STYLE}</style><rect class="paper" width="100%" height="100%"/>',
@@ -115,7 +115,7 @@ def _label(line: Line) -> str:
     talks = [talk for talk in (*line.forward, *line.backward) if talk.is_collective]
     groups = " ".join(dict.fromkeys(f"({','.join(map(str, talk.ranks))})" for talk in talks))
     size = size_text(sum(talk.received for talk in talks)) if talks else "no talk"
-    return f"{line.local_shapes} {line.placements} {groups} {size}"
+    return " ".join(filter(None, (line.local_shapes or line.distributed, line.placements, groups, size)))
 
 
 def _legend() -> Iterator[str]:
@@ -129,10 +129,11 @@ def _legend() -> Iterator[str]:
 
 
 def _sums(told: Account, text_at: int) -> Iterator[str]:
-    for number, talk in enumerate(told.sums):
+    listed = [(f"{title}: ", talk) for title, talks in after_texts(told) for talk in talks]
+    for number, (when, talk) in enumerate(listed):
         y = _y(len(told.lines) + number + 1)
-        yield from _badge(talk, "after the backward: ", _LEFT, y)
-        at = _LEFT + 7.4 * len("after the backward: " + talk.kind) + 16
+        yield from _badge(talk, when, _LEFT, y)
+        at = _LEFT + 7.4 * len(when + talk.kind) + 16
         ranks = f"({','.join(map(str, talk.ranks))})"
         words = f"over {', '.join(talk.axes)} {ranks} {talk.detail} {size_text(talk.received)}"
         yield f'<text x="{at:.0f}" y="{y + 4}">{escape(words)}</text>'

@@ -5,8 +5,9 @@ gradient otherwise than the producer needs it, a `Move` comes before it. Ops tha
 so that three projections of one input gather it once, and sum its gradient once.
 
 Note: gradients of what is made of parameters alone. A parameter's gradient may stay in parts until the backward is over
-(sums.py takes it from there), and so may that of anything computed from parameters by ops that are not split: backward
-is linear, so a part of the gradient gives a part. Along an axis this holds where every user gives back parts.
+(sums.py takes it from there), and so may that of anything computed from parameters, and from nothing of the batch, by
+ops that are not split: backward is linear, so a part of the gradient gives a part. Along an axis this holds where every
+user gives back parts.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import fx
 
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment, divides
+from unisono.graph.beside import Aside, Beside
 from unisono.graph.edge import Way
 from unisono.graph.option import REPLICATE, SUM, Option, output_gradient
 from unisono.graph.rules import Call, tensors_of
@@ -97,8 +99,10 @@ def peer(whole: Mesh, place: int, rank: int) -> int:
     return int(whole.ranks[tuple(coordinate)])
 
 
-def used_by(each: Move | Compute | Post) -> tuple[str, ...]:
+def used_by(each: Move | Compute | Post | Aside) -> tuple[str, ...]:
     """The values that an instruction takes."""
+    if isinstance(each, Aside):
+        return ()
     if isinstance(each, Post):
         return (each.value,) if each.is_sent else ()
     return each.inputs if isinstance(each, Compute) else (each.source,)
@@ -123,10 +127,11 @@ class Lowered:
     whole: Mesh | None = None  # of all stages
     order: str = ""  # in which a rank of a pipeline goes through its stages and microbatches
     tied: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameters' nodes: other places that hold them
+    beside: Beside = field(default_factory=Beside)
 
     @property
-    def all(self) -> list[Move | Compute | Post]:
-        return [*self.received, *self.instructions, *self.sent]
+    def all(self) -> list[Move | Compute | Post | Aside]:
+        return self.beside.woven([*self.received, *self.instructions, *self.sent])
 
     @property
     def moves(self) -> Iterator[Move]:
@@ -148,7 +153,7 @@ class _Lowering:
         self.assignment = assignment
         self.nodes = list(trace.graph.nodes)
         self.differentiable = trace.tracked
-        self.of_parameters = _of_parameters(self.nodes, set(trace.parameters))
+        self.of_parameters = made_of_parameters(trace)
         self.in_parts = self._gradients_in_parts()
         for parts in self._unpacked():
             common = set.intersection(*(self.in_parts.get(name, set()) for name in parts))
@@ -336,15 +341,16 @@ def _inputs(node: fx.Node) -> list[fx.Node]:
     return Call(node).tensors
 
 
-def _of_parameters(nodes: list[fx.Node], parameters: set[str]) -> set[str]:
-    """Parameters, and what single-output ops make of nothing else."""
-    found = set()
-    for node in nodes:
-        if node.op == "placeholder":
-            if node.name in parameters:
-                found.add(node.name)
-        elif node.op == "call_function" and len(tensors_of(node.meta.get("val"))) == 1:
-            inputs = _inputs(node)
-            if inputs and all(each.name in found for each in inputs) and node.target is not operator.getitem:
-                found.add(node.name)
+def made_of_parameters(trace: Trace) -> set[str]:
+    """Parameters, and what single-output ops make of them without anything of the batch."""
+    found, of_batch = set(trace.parameters), {*trace.inputs, *trace.targets}
+    for node in trace.graph.nodes:
+        if node.op != "call_function":
+            continue
+        inputs = {each.name for each in _inputs(node)}
+        is_single = len(tensors_of(node.meta.get("val"))) == 1 and node.target is not operator.getitem
+        if inputs & of_batch:
+            of_batch.add(node.name)
+        elif is_single and inputs & found and inputs & trace.tracked <= found:
+            found.add(node.name)
     return found

@@ -39,3 +39,4 @@ class Op:
     saved: int  # bytes that autograd keeps from here to the backward, and that no earlier op keeps
     path: str  # of the module that it runs in: "model.layers.0.mlp"
     line: str  # "model.py:42"
+    keeps: bool = False  # whether autograd keeps anything of it, new or not

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from html import escape
 
 from unisono.graph.account import Account, Given, Line, Talk, account
-from unisono.graph.colours import COLOURS, colour_of
+from unisono.graph.colours import COLOURS, OTHER, colour_of
 from unisono.graph.lowering import Lowered
-from unisono.graph.show import place_text, total_text
+from unisono.graph.show import after_texts, place_text, total_text
 from unisono.graph.sizes import size_text
 
 _STYLE = """
@@ -76,7 +76,9 @@ def _page(told: Account, title: str) -> Iterator[str]:
     yield f"<title>{escape(title)}, rank {told.rank}</title><style>{_STYLE}</style></head><body>"
     yield f"<h1>{escape(title)} on {escape(str(told.mesh))}</h1>"
     yield f'<div class="soft">{escape(place_text(told))}</div>'
-    yield f"<div>forward: {escape(total_text(told.forward))}<br>backward: {escape(total_text(told.backward))}</div>"
+    yield f"<div>forward: {escape(total_text(told.forward))}<br>backward: {escape(total_text(told.backward))}"
+    yield f"<br>update: {escape(total_text(told.updates))}</div>" if told.updates else "</div>"
+    yield from (f'<div class="soft">{escape(words)}</div>' for words in told.about)
     yield '<div class="bar"><input type="search" placeholder="search: op, module, file, collective, rank" autofocus>'
     yield '<label><input type="checkbox" id="only"> collectives only</label> <span id="count" class="soft"></span>'
     yield '<span class="legend">'
@@ -102,6 +104,7 @@ def _given(given: list[Given]) -> Iterator[str]:
     yield f'<div class="scroll"><table><tr>{"".join(f"<th>{title}" for title in titles)}</tr>'
     for each in given:
         summed = f"summed over {', '.join(each.summed)}" if each.summed else ""
+        summed = ", ".join(filter(None, (summed, each.kept)))
         cells = (each.kind, each.name, each.whole, each.local, each.placements, each.strategy, summed, each.note)
         yield f"<tr>{''.join(f'<td>{escape(cell)}' for cell in cells)}</tr>"
     yield "</table></div></details>"
@@ -125,7 +128,7 @@ def _row(line: Line) -> Iterator[str]:
         yield from _talks(line)
         yield "</div></div>"
         return
-    hue = colour_of((collectives or [*line.forward, *line.backward])[0].kind)
+    hue = next((colour_of(talk.kind) for talk in (*collectives, *line.forward, *line.backward)), OTHER)
     yield f'<div class="row move" style="--hue:{hue}" {data}><div></div><div><code>{escape(line.distributed)}</code>'
     yield f" <code>{escape(line.local_shapes)}</code> <code>{escape(line.placements)}</code>"
     yield from _talks(line)
@@ -147,9 +150,9 @@ def _talk(talk: Talk) -> str:
 
 
 def _sums(told: Account) -> Iterator[str]:
-    if told.sums:
-        yield "<h1>after the backward</h1>"
-    for talk in told.sums:
-        ranks = f"ranks ({','.join(map(str, talk.ranks))})"
-        words = f"over {', '.join(talk.axes)} {ranks} {talk.detail} {size_text(talk.received)}"
-        yield f'<div class="talk"><b style="background:{colour_of(talk.kind)}">{talk.kind}</b> {escape(words)}</div>'
+    for title, listed in after_texts(told):
+        yield f"<h1>{title}</h1>"
+        for talk in listed:
+            ranks = f"ranks ({','.join(map(str, talk.ranks))})"
+            words = escape(f"over {', '.join(talk.axes)} {ranks} {talk.detail} {size_text(talk.received)}")
+            yield f'<div class="talk"><b style="background:{colour_of(talk.kind)}">{talk.kind}</b> {words}</div>'

@@ -37,6 +37,8 @@ def _head(told: Account, title: str) -> Iterator[str]:
     yield f"{title} on {told.mesh}: {place_text(told)}"
     yield f"  forward:  {total_text(told.forward)}"
     yield f"  backward: {total_text(told.backward)}"
+    yield from [f"  update:   {total_text(told.updates)}"] if told.updates else []
+    yield from (f"  {words}" for words in told.about)
     yield "  placements, one an axis: S0 sharded along dim 0, R replicated, P parts of a sum"
 
 
@@ -46,6 +48,7 @@ def _given(told: Account) -> Iterator[str]:
     for row, each in zip(rows, told.given, strict=True):
         cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         summed = f"  gradient summed over {', '.join(each.summed)}" if each.summed else ""
+        summed += f"  {each.kept}" if each.kept else ""
         yield (cells + summed + (f"  note: {each.note}" if each.note else "")).rstrip()
 
 
@@ -70,7 +73,7 @@ def _both(line: Line, width: int) -> Iterator[str]:
         yield from [f"{margin}   # {where}"] if where else []
         yield from [f"{margin}   note: {line.note}"] if line.note else []
     else:
-        yield f"{margin} {line.distributed}   {line.local_shapes}   {line.placements}"
+        yield f"{margin} {line.distributed}   {line.local_shapes}   {line.placements}".rstrip()
     for direction, talks in (("forward", line.forward), ("backward", line.backward)):
         for talk in talks:
             yield f"{margin}     {direction}: {talk_text(talk)}"
@@ -90,8 +93,14 @@ def _shape(shape: tuple[int, ...]) -> str:
 def _foot(told: Account) -> Iterator[str]:
     if told.order:
         yield f"in a step: {told.order}"
-    if told.sums:
-        yield "after the backward"
-    for talk in told.sums:
-        ranks = f"({','.join(map(str, talk.ranks))})"
-        yield f"  {talk.kind} over {', '.join(talk.axes)} {ranks}: {talk.detail}, {size_text(talk.received)}"
+    for title, listed in after_texts(told):
+        yield title
+        for talk in listed:
+            ranks = f"({','.join(map(str, talk.ranks))})"
+            yield f"  {talk.kind} over {', '.join(talk.axes)} {ranks}: {talk.detail}, {size_text(talk.received)}"
+
+
+def after_texts(told: Account) -> list[tuple[str, list[Talk]]]:
+    """What is said when the ops are done, by when."""
+    when = (("after the backward", told.sums), ("after the optimizer", told.updates))
+    return [(title, listed) for title, listed in when if listed]

@@ -22,17 +22,27 @@ ANYWHERE = -1  # the place of an op that depends on inputs only
 def block_of_ops(trace: Trace, blocks: Sequence[str]) -> dict[str, int]:
     """By op: the number of the block after whose beginning it runs, or ANYWHERE."""
     of_parameters = _depends_on(trace, set(trace.parameters))
+    home = inside(trace, blocks)
     found, current = {}, 0
     for op in trace.ops:
-        inside = next((number for number, name in enumerate(blocks) if f"{op.path}.".startswith(f"{name}.")), None)
-        if inside is not None and inside < current:
+        own = home[op.name]
+        if own is not None and own < current:
             raise UsageError(
-                f"{op.name} ({op.path} {op.line}) runs in block {blocks[inside]} after block {blocks[current]} has "
+                f"{op.name} ({op.path} {op.line}) runs in block {blocks[own]} after block {blocks[current]} has "
                 "begun; a pipeline runs blocks one after the other, each once"
             )
-        current = current if inside is None else inside
-        found[op.name] = current if inside is not None or op.name in of_parameters else ANYWHERE
+        current = current if own is None else own
+        found[op.name] = current if own is not None or op.name in of_parameters else ANYWHERE
     return found
+
+
+def inside(trace: Trace, blocks: Sequence[str]) -> dict[str, int | None]:
+    """By op: the number of the block that it runs in."""
+
+    def block(path: str) -> int | None:
+        return next((number for number, name in enumerate(blocks) if f"{path}.".startswith(f"{name}.")), None)
+
+    return {op.name: block(op.path) for op in trace.ops}
 
 
 def _depends_on(trace: Trace, sources: set[str]) -> set[str]:

@@ -372,7 +372,7 @@ def _assembled(
             weight, given = weights[node.name], tuple(used.name for used in Call(node).tensors)
             ops.append(
                 Op(node.name, node.target, node, given, specs[node.name], weight.flops, weight.bytes_moved,
-                   weight.saved, path_of(node, "model"), line_of(node))
+                   weight.saved, path_of(node, "model"), line_of(node), weight.keeps)
             )  # fmt: skip
     output = nodes["output"].args[0]
     return Trace(

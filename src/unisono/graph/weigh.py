@@ -21,6 +21,7 @@ class Weight:
     flops: int = 0
     bytes_moved: int = 0
     saved: int = 0
+    keeps: bool = False  # anything for the backward, whoever else keeps it
     tracked: bool = False  # whether its result has a gradient
 
 
@@ -45,6 +46,7 @@ class _Scale:
     now: Weight = field(default_factory=Weight)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.now.keeps = True
         storage = tensor.untyped_storage()
         if storage._cdata not in self.kept:
             self.kept[storage._cdata] = storage

@@ -45,15 +45,20 @@ def recompute(model: nn.Module, what: str | Sequence[str] = "full") -> nn.Module
         return model
     if what == "selective":
         return _wrap(model, partial(_with_core_recomputed, model.forward))
-    if what == "full":
-        chosen = list(find_blocks(model, "name the modules to recompute: recompute=[patterns]").modules)
-    elif isinstance(what, str):
-        raise UsageError(f"recompute={what!r}; expected one of {', '.join(RECOMPUTE)}, or a list of module patterns")
-    else:
-        chosen = _matching(model, what)
-    for module in chosen:
+    for name in recomputed_modules(model, what):
+        module = model.get_submodule(name)
         _wrap(module, partial(_recomputed, module, module.forward))
     return model
+
+
+def recomputed_modules(model: nn.Module, what: str | Sequence[str]) -> list[str]:
+    """The names of the modules that are recomputed as a whole: under "full", or by patterns."""
+    if what == "full":
+        blocks = find_blocks(model, "name the modules to recompute: recompute=[patterns]")
+        return [blocks.name(number) for number in range(len(blocks.modules))]
+    if isinstance(what, str):
+        raise UsageError(f"recompute={what!r}; expected one of {', '.join(RECOMPUTE)}, or a list of module patterns")
+    return _matching(model, what)
 
 
 def is_recomputed(model: nn.Module) -> bool:
@@ -61,9 +66,9 @@ def is_recomputed(model: nn.Module) -> bool:
     return any(_MARK in vars(module) for module in model.modules())
 
 
-def _matching(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
+def _matching(model: nn.Module, patterns: Sequence[str]) -> list[str]:
     """The outermost modules that match: one inside another would only be run a third time."""
-    chosen: dict[str, nn.Module] = {}
+    chosen: dict[str, None] = {}
     for pattern in patterns:
         names = [name for name, _ in model.named_modules() if name and fnmatchcase(name, pattern)]
         if not names:
@@ -71,8 +76,8 @@ def _matching(model: nn.Module, patterns: Sequence[str]) -> list[nn.Module]:
             raise UsageError(
                 f"recompute: no module of {type(model).__name__} matches {pattern!r}; its modules are {known}, ..."
             )
-        chosen |= {name: model.get_submodule(name) for name in names}
-    return [module for name, module in chosen.items() if not any(name.startswith(f"{other}.") for other in chosen)]
+        chosen |= dict.fromkeys(names)
+    return [name for name in chosen if not any(name.startswith(f"{other}.") for other in chosen)]
 
 
 def _wrap(module: nn.Module, forward: Callable[..., Any]) -> nn.Module:

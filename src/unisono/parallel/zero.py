@@ -182,6 +182,16 @@ class Zero(Reducer[PieceBucket]):
                 state = self.optimizer.state.pop(parameter)
                 self.optimizer.state[piece.optimized] = {key: _cut(value, piece) for key, value in state.items()}
 
+    @property
+    def units(self) -> Units | None:
+        """What is gathered and freed together, in stage 3."""
+        return self._units if self.stage == 3 else None
+
+    @property
+    def of_stage(self) -> Mapping[int, list[PieceBucket]]:
+        """Of a pipeline, in stage 2: what leaves in every backward of a stage."""
+        return self._of_stage
+
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     def hold(self) -> contextlib.AbstractContextManager[None]:

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from unisono.comm import world
 from unisono.comm.communicator import Communicator
-from unisono.errors import CheckpointError, UnisonoError, UsageError
+from unisono.errors import CheckpointError, UsageError
 from unisono.launch import environment
 from unisono.parallel.apply import Model, parallelize
 from unisono.parallel.loss import Loss
@@ -134,19 +134,16 @@ class Engine:
         return self.choice
 
     def program_page(self) -> str:
-        """What dp, tp and pp cut, as a program; empty for plans that cut otherwise."""
+        """What the plan cuts, as a program; empty for plans whose programs cannot be shown."""
         plan = self.plan
-        if self._example is None or plan.cp > 1 or plan.ep > 1 or plan.sequence:
+        if self._example is None or plan.cp > 1 or plan.ep > 1:
             return ""
-        shown = Plan(dp=plan.dp, tp=plan.tp)
-        if plan.pp > 1:
-            stages = {name: getattr(plan, name) for name in ("pp", "microbatches", "schedule", "chunks", "boundaries")}
-            shown = shown.but(**stages)
+        shown = plan if plan.pp > 1 else plan.but(microbatches=1)
         job = Job(self._model, self._loss, self._optimizer, self._example, self._rules)
         try:
             return page_of_plan(job.task(), shown)
-        except UnisonoError:
-            return ""  # what cannot be traced can be trained all the same
+        except Exception:
+            return ""  # what cannot be shown can be trained all the same
 
     def cost(self) -> Choice:
         """The time of a step and the memory of a rank that are expected; every rank calls it."""

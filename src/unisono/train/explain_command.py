@@ -23,7 +23,7 @@ def add_parser(subparsers: Any) -> None:
     add("task", metavar="task.py:name", help="a uni.Task, or a function that returns one")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--mesh", metavar="MESH", help="axes such as dp=2,mp=4; also search=exact, memory=2GiB, full")
-    where.add_argument("--plan", metavar="PLAN", help="a plan of dp, tp and pp, whose cuts and stages are shown")
+    where.add_argument("--plan", metavar="PLAN", help="a plan, such as dp=2,tp=2,zero=3: its cuts and stages")
     add("--rank", type=int, default=0, metavar="R", help="whose program (default: 0)")
     add("--html", metavar="FILE", help="write a page with a search box instead of text")
     add("--svg", metavar="FILE", help="write a drawing, collectives in colour")

@@ -1,17 +1,22 @@
-"""The program of a rank under a plan of dp, tp and pp: what `explain --plan` shows, one part for each of its stages."""
+"""The program of a rank under a plan of dp, tp and pp, with ZeRO, sp and recomputation: what `explain --plan` shows.
+
+One part for each of the rank's stages: the ops of the traced model as tp cuts them (rule_marks, sequence_marks), and
+beside them what no op cuts (zero_shown, recompute_shown, closing).
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from unisono.errors import UsageError
-from unisono.graph.assignment import Assignment
+from unisono.graph.beside import Beside
 from unisono.graph.finding import find, follow
 from unisono.graph.lowering import Lowered, lower
 from unisono.graph.stage import ANYWHERE, Staging, block_of_ops, blocks_using
-from unisono.graph.trace import trace
+from unisono.graph.trace import Trace, trace
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.apply import order_of, refuse_what_cannot_be_right
 from unisono.parallel.pipeline.rehearsal import rehearse
@@ -19,21 +24,29 @@ from unisono.parallel.pipeline.split import require_stages
 from unisono.parallel.share import rows_of, shares
 from unisono.plan.balance import balanced, checked
 from unisono.plan.plan import Plan
+from unisono.train.closing import closing, replica_sums
+from unisono.train.recompute_shown import show_recompute
 from unisono.train.rule_marks import AXIS, RuleMarks, is_marked
+from unisono.train.sequence_marks import SequenceMarks, summed_by_blocks
 from unisono.train.sketch import without_memory
 from unisono.train.task import Task
+from unisono.train.zero_shown import with_zero
 
-_SHOWN = ("dp", "tp", "pp", "microbatches", "schedule", "chunks", "boundaries")
+_UNSHOWN = {
+    "cp": "cp passes keys and values between ranks inside of attention",
+    "ep": "ep sends each token to the rank of its expert, which numbers decide",
+}
 
 
 def require_shown(plan: Plan) -> None:
     """Plans whose programs can be shown."""
-    shown = Plan(**{name: getattr(plan, name) for name in _SHOWN})
-    if plan != shown:
-        raise UsageError(
-            f"--plan {plan}: a program is made of splits of tensors and of stages, so only dp, tp and pp are shown; "
-            f"use --plan {shown}, or --mesh, which takes zero too"
-        )
+    for field, why in _UNSHOWN.items():
+        if getattr(plan, field) > 1:
+            shown = plan.but(cp=1, ep=1, context="ring")
+            raise UsageError(
+                f"--plan {plan}: a program is made of splits of tensors and of stages, and {why}, so it is not shown; "
+                f"use --plan {shown}, or unisono report, which writes down what ranks of a run said"
+            )
 
 
 class PlanProgram:
@@ -47,6 +60,9 @@ class PlanProgram:
         refuse_what_cannot_be_right(plan, self.model)
         sizes = [plan.pp, plan.dp, plan.tp]
         self.whole = Mesh.describe(sizes, ("pp", "dp", "tp"))
+        self._traces: dict[bool, Trace] = {}
+        self._lowered: dict[Mesh, Lowered] = {}
+        self._notes: Mapping[str, str] = {}  # on placeholders
         self.example = self._microbatch(task.batch(0))
         if plan.pp > 1:
             rehearse(self.model, order_of(plan), self.example[0])
@@ -70,17 +86,35 @@ class PlanProgram:
 
     def parts(self, rank: int) -> list[Lowered]:
         """What the rank does with one microbatch: a program for each stage that it holds, in the forward's order."""
-        place = self.whole.index("pp", rank=rank)
-        mesh = self._mesh_of_stage(place)
-        found = self._found(mesh)
-        lowered = lower(found.trace, found, mesh)
-        if self.plan.pp == 1:
-            return [lowered]
-        order = order_of(self.plan)
-        blocks = require_stages(self.model, order)
-        names = [blocks.name(number) for number in range(len(blocks.modules))]
-        block_of = block_of_ops(lowered.trace, names)
-        starts = self._starts(lowered, block_of, len(names), order.stages, rank)
+        mesh = self._mesh_of_stage(self.whole.index("pp", rank=rank))
+        if mesh not in self._lowered:
+            self._lowered[mesh] = self._lower(mesh)
+        lowered = self._lowered[mesh]
+        names: list[str] = []
+        parts = [lowered]
+        if self.plan.pp > 1:
+            blocks = require_stages(self.model, order_of(self.plan))
+            names = [blocks.name(number) for number in range(len(blocks.modules))]
+            parts = self._stages(lowered, names, rank)
+        if self.plan.zero:
+            parts = with_zero(self.task, self.plan, parts, names, rank)
+        else:
+            parts = [replace(part, beside=Beside(sums=[])) for part in parts]
+            parts[-1].beside.sums = replica_sums(self.model, parts, rank)
+        for part in parts:
+            part.beside.notes |= self._notes
+            if self.plan.offload:
+                part.beside.about.append("offload: the optimizer and its rows are in host memory")
+            if self.plan.sequence and part.stage:
+                part.beside.about.append("sp: not shown is how ranks tell each other the lengths of their pieces")
+        show_recompute(parts, self.plan, self.model, rank)
+        parts[-1].beside.closing = closing(parts, self.whole, self.task.clip, rank)
+        return parts
+
+    def _stages(self, lowered: Lowered, blocks: Sequence[str], rank: int) -> list[Lowered]:
+        order, place = order_of(self.plan), self.whole.index("pp", rank=rank)
+        block_of = block_of_ops(lowered.trace, blocks)
+        starts = self._starts(lowered, block_of, len(blocks), order.stages, rank)
         stage_of = {op: ANYWHERE if b == ANYWHERE else _stage(b, starts) for op, b in block_of.items()}
         staging = Staging(stage_of, order.placement, self.whole, " ".join(map(str, order.actions[place])))
         return [staging.part(lowered, stage) for stage in order.stages_of(place)]
@@ -103,16 +137,31 @@ class PlanProgram:
         sizes = {name: self.whole.size(name) for name in ("dp", "tp") if self.whole.size(name) > 1} or {"dp": 1}
         return Mesh.describe(list(sizes.values()), list(sizes), ranks)
 
-    def _found(self, mesh: Mesh) -> Assignment:
+    def _traced(self, *, unpacked: bool) -> Trace:
+        if unpacked not in self._traces:
+            self._traces[unpacked] = trace(self.model, self.example, self.task.loss, unpacked=unpacked)
+        return self._traces[unpacked]
+
+    def _lower(self, mesh: Mesh) -> Lowered:
         """The layers that tp cuts under a plan, unless the user's marks use that axis."""
-        traced = trace(self.model, self.example, self.task.loss)
+        traced = self._traced(unpacked=False)
         if AXIS not in mesh.names or is_marked(traced, mesh):
-            return find(traced, mesh)
-        traced = trace(self.model, self.example, self.task.loss, unpacked=True)
-        rules = RuleMarks.of(self.task, self.model, self.example, traced, mesh)
-        found = follow(traced, mesh, rules.marks)
+            if self.plan.sequence:
+                raise UsageError(f"plan {self.plan}: sp goes with layers that tp cuts by rules, and marks use {AXIS}")
+            return lower(traced, find(traced, mesh), mesh)
+        traced = self._traced(unpacked=True)
+        rules = RuleMarks.of(self.task, self.model, self.example, traced, mesh, self.plan.sequence)
+        sequence = SequenceMarks(traced, mesh, rules.blocks)
+        marks = list(rules.marks)
+        found = follow(traced, mesh, marks)
+        if self.plan.sequence:
+            marks += sequence.in_the_blocks(found)
+            found = follow(traced, mesh, marks)
+        found = follow(traced, mesh, [*marks, *sequence.after_layers(found)])
         found.notes |= rules.notes
-        return found
+        lowered = sequence.checked(lower(traced, found, mesh))
+        self._notes = summed_by_blocks(lowered, rules.blocks)
+        return lowered
 
 
 def _stage(block: int, starts: Sequence[int]) -> int:

@@ -15,7 +15,9 @@ from unisono.graph.trace import Trace
 from unisono.graph.wish import Mark, Wish
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.cut_dims import CutDim, cut_dims
+from unisono.parallel.sequence import require_sound_blocks
 from unisono.parallel.tensor import fitting_rules, require_shareable
+from unisono.parallel.tokenwise import require_tokenwise
 from unisono.train.sketch import to_try_out
 from unisono.train.task import Task
 
@@ -28,13 +30,22 @@ class RuleMarks:
 
     marks: Sequence[Mark]
     notes: dict[str, str]
+    blocks: Sequence[str] = ()  # between whose layers sp cuts the sequence
 
     @classmethod
-    def of(cls, task: Task, model: nn.Module, example: tuple[Any, Any], traced: Trace, mesh: Mesh) -> RuleMarks:
+    def of(
+        cls, task: Task, model: nn.Module, example: tuple[Any, Any], traced: Trace, mesh: Mesh, sequence: bool
+    ) -> RuleMarks:
         """UsageError where so many ranks cannot share the model. The trace must be unpacked."""
         tp = mesh.size(AXIS)
         tried = to_try_out(task, model)
-        cuts = cut_dims(tried, require_shareable(tried, tp, fitting_rules(tried, tp, task.rules, example)))
+        styles = require_shareable(tried, tp, fitting_rules(tried, tp, task.rules, example))
+        blocks: list[str] = []
+        if sequence:
+            found = require_sound_blocks(tried, styles)
+            require_tokenwise(tried, example, "sp", styles)
+            blocks = [found.name(number) for number in range(len(found.modules))]
+        cuts = cut_dims(tried, styles)
         marks, notes = [], {}
         for node, name in traced.parameters.items():
             cut = cuts.get(name)
@@ -42,7 +53,7 @@ class RuleMarks:
                 notes[node], cut = note, None
             placements = [Shard(cut.dim) if cut and axis == AXIS else REPLICATE for axis in mesh.names]
             marks.append(Mark(node, 0, Wish(mesh, tuple(placements), line=f"cut by {AXIS}")))
-        return cls(marks, notes)
+        return cls(marks, notes, blocks)
 
 
 def is_marked(traced: Trace, mesh: Mesh) -> bool:

@@ -1,0 +1,21 @@
+"""What a rank says and hears at one point of a program."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Talk:
+    """A step of a move, as one rank sees it: a collective, or a cut or the like that needs no other rank."""
+
+    kind: str
+    axes: tuple[str, ...]
+    ranks: tuple[int, ...]
+    received: int  # bytes
+    before: Shape  # the local piece
+    after: Shape
+    detail: str  # what is reduced, joined or cut
+    is_collective: bool
