@@ -33,5 +33,5 @@ class Numbers:
 
     @property
     def array(self) -> NDArray:
-        """What was collected, without the room."""
-        return self._room[: self._count].copy()
+        """What was collected; no copy, so that the room stays as long as this does."""
+        return self._room[: self._count]
