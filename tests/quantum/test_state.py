@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import subprocess
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -186,6 +188,24 @@ def test_large_arrays_are_zero_and_whole_pages() -> None:
         made += 1
         assert made.sum() == count
         assert count < 9 or made.data_ptr() % (2 << 20) == 0
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
+def test_a_large_array_takes_the_place_of_heap_that_was_freed() -> None:
+    blocks = [bytes([1]) * (1 << 15) for _ in range(256)]  # 8 MiB
+    pin = blocks.pop()  # the heap's end, without which the C library gives back all that is free
+    blocks.clear()
+    before = anonymous_memory()
+    made = zeros(1 << 19, torch.complex64, torch.device("cpu"))
+    assert anonymous_memory() < before - (6 << 20)
+    made += 1
+    assert anonymous_memory() < before
+    del pin
+
+
+def anonymous_memory() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("Anonymous:"))
 
 
 def test_a_state_that_does_not_fit_is_refused_with_what_would_do() -> None:

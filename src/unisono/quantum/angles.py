@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from unisono.quantum.parameter import Affine
+from unisono.quantum.pieces import Pieces
 
 
 class Linear(NamedTuple):
@@ -19,6 +20,13 @@ class Linear(NamedTuple):
     indices: NDArray[np.int64]
     factors: NDArray[np.float64]
 
+    @classmethod
+    def of(cls, terms: Pieces[tuple[int, int, float]]) -> Linear:
+        count = len(terms)
+        at = np.fromiter((number for number, _, _ in terms), np.int64, count)
+        indices = np.fromiter((index for _, index, _ in terms), np.int64, count)
+        return cls(at, indices, np.fromiter((factor for _, _, factor in terms), np.float64, count))
+
 
 @dataclass(frozen=True)
 class Angles:
@@ -27,14 +35,17 @@ class Angles:
     features: Linear
 
     @classmethod
-    def of(cls, angles: Sequence[Affine]) -> Angles:
-        constants = np.array([angle.constant for angle in angles], dtype=np.float64)
-        kinds = []
-        for kind in ("weights", "features"):
-            found = [(i, index, factor) for i, angle in enumerate(angles) for index, factor in getattr(angle, kind)]
-            at, indices, factors = zip(*found, strict=True) if found else ((), (), ())
-            kinds.append(Linear(np.array(at, np.int64), np.array(indices, np.int64), np.array(factors, np.float64)))
-        return cls(constants, *kinds)
+    def of(cls, angles: Iterable[Affine]) -> Angles:
+        constants: Pieces[float] = Pieces()
+        weights: Pieces[tuple[int, int, float]] = Pieces()
+        features: Pieces[tuple[int, int, float]] = Pieces()
+        for number, angle in enumerate(angles):
+            constants.append(angle.constant)
+            for kept, terms in ((weights, angle.weights), (features, angle.features)):
+                for index, factor in terms:
+                    kept.append((number, index, factor))
+        values = np.fromiter(constants, np.float64, len(constants))
+        return cls(values, Linear.of(weights), Linear.of(features))
 
     def __len__(self) -> int:
         return len(self.constants)

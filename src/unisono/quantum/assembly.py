@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +13,9 @@ from unisono.quantum.angles import Angles
 from unisono.quantum.frame import SKEW, Basis, Frame, Layout, skew
 from unisono.quantum.kernels import code
 from unisono.quantum.lowering import Primitive
+from unisono.quantum.numbers import Numbers
 from unisono.quantum.parameter import Affine
+from unisono.quantum.pieces import Pieces
 from unisono.quantum.stages import Mix, Stage, Term, stages
 
 TOGETHER = 3  # bits turned in one pass: 8 rows fill the registers
@@ -80,16 +82,17 @@ class Assembler:
         self.bits, self.lane_bits = bits, lane_bits
         self._room, self._halved = room, halved
         self.width = 1 << lane_bits
-        self._ops, self._sweeps, self._pairs = array("q"), array("q"), array("q")
+        self._ops, self._sweeps, self._pairs = (Numbers(np.int64) for _ in range(3))
         self._sweep_ops: list[list[int]] = []  # of the sweep that is being made
-        self._rows, self._places = array("i"), array("q")
-        self._constants, self._constant_places = array("d"), array("q")
+        self._rows, self._places = Numbers(np.int32), Numbers(np.int64)
+        self._constants, self._constant_places = Numbers(np.float64), Numbers(np.int64)
         self._batches: list[Batch] = []
         self._known: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._turn_angles: list[Affine] = []
-        self._term_angles: list[Affine] = []
-        self._records = array("q")
-        self._term_constants, self._term_slopes, self._term_numbers = array("d"), array("d"), array("q")
+        self._turn_angles: Pieces[Affine] = Pieces()
+        self._term_angles: Pieces[Affine] = Pieces()
+        self._records = Numbers(np.int64)
+        self._term_constants, self._term_slopes = Numbers(np.float64), Numbers(np.float64)
+        self._term_numbers = Numbers(np.int64)
         self._sizes = {"values": 0, "sums": 0}
         self.row_bits = row_bits
         self._spare = 1
@@ -126,20 +129,20 @@ class Assembler:
             self.bits,
             self.lane_bits,
             self.row_bits,
-            _numbers(self._sweeps).reshape(-1, code.SWEEP_FIELDS),
-            _numbers(self._ops).reshape(-1, code.FIELDS),
-            np.frombuffer(self._rows, dtype=np.int32),
-            _numbers(self._pairs).reshape(-1, 2),
-            _numbers(self._places),
-            Angles.of((*self._turn_angles, *self._term_angles)),
+            self._sweeps.array.reshape(-1, code.SWEEP_FIELDS),
+            self._ops.array.reshape(-1, code.FIELDS),
+            self._rows.array,
+            self._pairs.array.reshape(-1, 2),
+            self._places.array,
+            Angles.of(chain(self._turn_angles, self._term_angles)),
             len(self._turn_angles),
             tuple(self._batches),
-            np.frombuffer(self._constants, dtype=np.float64),
-            _numbers(self._constant_places).reshape(-1, 3),
-            _numbers(self._records),
-            np.frombuffer(self._term_constants, dtype=np.float64),
-            np.frombuffer(self._term_slopes, dtype=np.float64),
-            _numbers(self._term_numbers),
+            self._constants.array,
+            self._constant_places.array.reshape(-1, 3),
+            self._records.array,
+            self._term_constants.array,
+            self._term_slopes.array,
+            self._term_numbers.array,
             self._spare,
         )
 
@@ -220,7 +223,7 @@ class Assembler:
 
     def _turn_slot(self, mixes: Sequence[Mix]) -> int:
         slot = len(self._turn_angles)
-        self._turn_angles += [mix.angle for mix in mixes if mix.angle is not None]
+        self._turn_angles.extend(mix.angle for mix in mixes if mix.angle is not None)
         return slot
 
     # ---- phases -------------------------------------------------------------------------------------------------
@@ -339,14 +342,14 @@ class Assembler:
 
     def _add(self, pool: str, numbers: NDArray) -> int:
         """Where in its pool it begins."""
-        kept, dtype = (self._rows, np.int32) if pool == "rows" else (self._places, np.int64)
+        kept = self._rows if pool == "rows" else self._places
         begin = len(kept)
-        kept.frombytes(numbers.astype(dtype, copy=False).tobytes())
+        kept.extend(numbers)
         return begin
 
     def _constant(self, numbers: NDArray[np.float64]) -> int:
         self._constant_places.extend((self._sizes["values"], len(self._constants), len(numbers)))
-        self._constants.frombytes(numbers.astype(np.float64, copy=False).tobytes())
+        self._constants.extend(numbers)
         return self._skip("values", len(numbers))
 
     def _skip(self, kind: str, count: int) -> int:
@@ -375,7 +378,3 @@ def _chosen(wanted: Sequence[tuple[int, int]], row_bits: int) -> NDArray[np.int3
     for mask, value in wanted:
         rows = rows[(np.bitwise_count(rows & np.int32(mask)) & 1) == value]
     return rows
-
-
-def _numbers(kept: array[int]) -> NDArray[np.int64]:
-    return np.frombuffer(kept, dtype=np.int64)

@@ -23,6 +23,7 @@ from unisono.quantum.gates import ALIASES, BARRIER, CONTROLLED, MEASURE, Gate, g
 from unisono.quantum.operation import Controls, Operation
 from unisono.quantum.operations import Operations
 from unisono.quantum.parameter import Angle, affine, finite_vector, in_order, is_index
+from unisono.quantum.pieces import Pieces
 
 if TYPE_CHECKING:
     from typing import Self
@@ -41,11 +42,11 @@ class Circuit(GateMethods):
             raise UsageError(f"Circuit({wires}, bits={bits!r}): expected a number of classical bits of 0 to {MOST}")
         self.wires = int(wires)
         self.bits = int(bits)
-        self._operations: list[Operation] | Operations = Operations()  # a list while the circuit grows
+        self._operations: Pieces[Operation] | Operations = Operations()  # pieces while the circuit grows
 
     @property
     def operations(self) -> Operations:
-        if isinstance(self._operations, list):
+        if isinstance(self._operations, Pieces):
             self._operations = Operations(self._operations)
         return self._operations
 
@@ -71,8 +72,8 @@ class Circuit(GateMethods):
 
     def _add(self, operations: list[Operation]) -> None:
         if isinstance(self._operations, Operations):
-            self._operations = list(self._operations)
-        self._operations += operations
+            self._operations = Pieces(self._operations)
+        self._operations.extend(operations)
 
     def _checked(self, operation: Operation, bits: int) -> Operation:
         """The operation, if it is one for a circuit with these wires and so many bits."""
@@ -157,7 +158,7 @@ class Circuit(GateMethods):
     def inverse(self) -> Circuit:
         """A new circuit that undoes this one."""
         undone = type(self)(self.wires, self.bits)
-        for operation in reversed(self._operations):
+        for operation in reversed(self.operations):
             undone.append(operation.inverse())
         return undone
 

@@ -18,6 +18,7 @@ from unisono.quantum.frame import SKEW, Layout
 from unisono.quantum.kernels.workspace import Workspace, workspace
 from unisono.quantum.lowering import lower
 from unisono.quantum.operation import Operation
+from unisono.quantum.operations import Operations
 from unisono.quantum.packed import Packed
 from unisono.quantum.schedule import tiles
 from unisono.quantum.step import Tile
@@ -67,10 +68,10 @@ def sweep_count(operations: Sequence[Operation], bits: int, dtype: torch.dtype) 
     return len(sweeps(narrow, bits + padding, LANE_BITS[dtype])[0])
 
 
-def _ready(operations: Sequence[Operation], bits: int, dtype: torch.dtype) -> tuple[list[Operation], int]:
+def _ready(operations: Sequence[Operation], bits: int, dtype: torch.dtype) -> tuple[Operations, int]:
     """What is too wide taken apart, and how many idle bits a state too small for lanes gets."""
     lane_bits = LANE_BITS[dtype]
-    narrow = [part for each in operations for part in narrowed(each)]
+    narrow = Operations(part for each in operations for part in narrowed(each))
     widest = max((len(mixed_wires(each)) for each in narrow), default=0)
     return narrow, lane_bits if bits - lane_bits < max(4, min(bits, widest + lane_bits)) else 0
 

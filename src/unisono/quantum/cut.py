@@ -8,11 +8,15 @@ delayed as long as any operation can go first.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Hashable, Sequence
+import operator
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.quantum.commutation import letters, moves
 from unisono.quantum.operation import Operation
+from unisono.quantum.pieces import Pieces
+
+_IS_OPEN = operator.attrgetter("open")
 
 
 @dataclass
@@ -28,41 +32,41 @@ class Order:
     """What must follow what: on each wire, operations with equal letters form a group that waits for the one before."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
-        self._groups: list[tuple[int, ...]] = []  # of each operation
-        self._left: list[int] = []  # how many operations each group still has
-        self._after: list[int] = []  # the group that waits for it
-        self._open = bytearray()  # whether its operations may run now
-        last: dict[Hashable, tuple[str, int]] = {}
-        for operation in operations:
+        self._groups: list[tuple[_Group, ...]] = [()] * len(operations)
+        last: dict[Hashable, tuple[str, _Group]] = {}
+        for number, operation in enumerate(operations):
             mine = []
             for wire, letter in _touched(operation):
-                known, group = last.get(wire, ("", -1))
-                if letter == "*" or letter != known:
-                    group = self._new_group(group)
+                known, group = last.get(wire, ("", None))
+                if group is None or letter == "*" or letter != known:
+                    group = _Group(group)
                     last[wire] = (letter, group)
-                self._left[group] += 1
+                group.left += 1
                 mine.append(group)
-            self._groups.append(tuple(mine))
-
-    def _new_group(self, before: int) -> int:
-        number = len(self._left)
-        if before >= 0:
-            self._after[before] = number
-        self._left.append(0)
-        self._after.append(-1)
-        self._open.append(before < 0)
-        return number
+            self._groups[number] = tuple(mine)
 
     def ready(self, number: int) -> bool:
-        return all(map(self._open.__getitem__, self._groups[number]))
+        return all(map(_IS_OPEN, self._groups[number]))
 
     def finish(self, number: int) -> None:
         for group in self._groups[number]:
-            self._left[group] -= 1
-            if not self._left[group]:
-                self._open[group] = False
-                if self._after[group] >= 0:
-                    self._open[self._after[group]] = True
+            group.left -= 1
+            if not group.left:
+                group.open = False
+                if group.after is not None:
+                    group.after.open = True
+
+
+class _Group:
+    """`left` operations on a wire that may run while it is `open`; the group `after` it waits for all of them."""
+
+    __slots__ = ("after", "left", "open")
+
+    def __init__(self, before: _Group | None) -> None:
+        self.left, self.open = 0, before is None
+        self.after: _Group | None = None
+        if before is not None:
+            before.after = self
 
 
 def cut(
@@ -104,9 +108,9 @@ def cut_until(
     else fits those segments; and what does not. No wanted operation may have to follow one that is not."""
     order = Order(operations)
     needs = _all_needs(operations, False, bundle, free)
-    left = sorted(range(len(operations)), key=lambda number: number not in wanted)
+    left: Sequence[int] | Pieces[int] = sorted(range(len(operations)), key=lambda number: number not in wanted)
     first: list[Operation] = []
-    while left and left[0] in wanted:
+    while next(iter(left), None) in wanted:
         piece, left = _grow(operations, left, needs, order, capacity)
         first += piece.operations
     return first, [operations[number] for number in left]
@@ -117,7 +121,7 @@ def _cut(
 ) -> list[Cut]:
     order = Order(operations)
     needs = _all_needs(operations, relabel, bundle, free)
-    left: list[int] = list(range(len(operations)))
+    left: Sequence[int] | Pieces[int] = range(len(operations))
     cuts = []
     while left:
         piece, left = _grow(operations, left, needs, order, capacity)
@@ -129,29 +133,30 @@ Needs = tuple[frozenset[int], bool]  # the wires an operation mixes, and whether
 
 
 def _grow(
-    operations: Sequence[Operation], left: list[int], needs: list[Needs], order: Order, capacity: int
-) -> tuple[Cut, list[int]]:
-    piece = Cut()
-    later = []
+    operations: Sequence[Operation], left: Iterable[int], needs: Sequence[Needs], order: Order, capacity: int
+) -> tuple[Cut, Pieces[int]]:
+    """A segment of what is left, and what is left then."""
+    active: set[int] = set()
+    taken: Pieces[int] = Pieces()
+    later: Pieces[int] = Pieces()
     for number in left:
         if not order.ready(number):
             later.append(number)
             continue
         mixed, permutes = needs[number]
-        outside = mixed - piece.active
-        fits = len(piece.active) + len(outside) <= capacity
-        if not fits and permutes and len(piece.active) == capacity:
-            fits, outside = piece.active.isdisjoint(operations[number].wires), frozenset()
+        outside = mixed - active
+        fits = len(active) + len(outside) <= capacity
+        if not fits and permutes and len(active) == capacity:
+            fits, outside = active.isdisjoint(operations[number].wires), frozenset()
         if fits:
             order.finish(number)
-            piece.active |= outside
-            piece.operations.append(operations[number])
-            piece.numbers.append(number)
+            active |= outside
+            taken.append(number)
         else:
             later.append(number)
-    if not piece.operations:
+    if not taken:
         raise AssertionError(f"no operation fits {capacity} wires; the caller checks the widest first")
-    return piece, later
+    return Cut(active, list(Pieces(operations[number] for number in taken)), list(taken)), later
 
 
 def _all_needs(
@@ -160,7 +165,7 @@ def _all_needs(
     """Equal ones are one object: there are far fewer than operations."""
     known: dict[Needs, Needs] = {}
     found = (_bundled(_needs(operation, relabel), bundle, free) for operation in operations)
-    return [known.setdefault(each, each) for each in found]
+    return list(Pieces(known.setdefault(each, each) for each in found))
 
 
 def _needs(operation: Operation, relabel: bool) -> Needs:

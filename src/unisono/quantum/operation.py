@@ -51,7 +51,7 @@ class Operation:
     @property
     def wires(self) -> tuple[int, ...]:
         """Controls first, then targets."""
-        return (*(wire for wire, _ in self.controls), *self.targets)
+        return (*[wire for wire, _ in self.controls], *self.targets) if self.controls else tuple(self.targets)
 
     @property
     def is_unitary(self) -> bool:

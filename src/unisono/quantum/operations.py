@@ -8,8 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
 from unisono.quantum.operation import Operation
-
-_PIECE = 56  # so that a piece is a small object to Python: larger ones have pages of the heap, next to large states
+from unisono.quantum.pieces import PIECE, Pieces
 
 
 class Operations(Sequence[Operation]):
@@ -19,7 +18,8 @@ class Operations(Sequence[Operation]):
 
     def __init__(self, operations: Iterable[Operation] = ()) -> None:
         left = iter(operations)
-        self._pieces = tuple(iter(lambda: tuple(itertools.islice(left, _PIECE)), ()))
+        lists = iter(lambda: list(itertools.islice(left, PIECE)), [])  # a tuple would outgrow a piece on its way
+        self._pieces = tuple(map(tuple, lists))
 
     @overload
     def __getitem__(self, which: int) -> Operation: ...
@@ -29,10 +29,10 @@ class Operations(Sequence[Operation]):
         if isinstance(which, slice):
             return tuple(self)[which]
         place = range(len(self))[which]
-        return self._pieces[place // _PIECE][place % _PIECE]
+        return self._pieces[place // PIECE][place % PIECE]
 
     def __len__(self) -> int:
-        return _PIECE * (len(self._pieces) - 1) + len(self._pieces[-1]) if self._pieces else 0
+        return PIECE * (len(self._pieces) - 1) + len(self._pieces[-1]) if self._pieces else 0
 
     def __iter__(self) -> Iterator[Operation]:
         return itertools.chain.from_iterable(self._pieces)
@@ -49,7 +49,7 @@ class Operations(Sequence[Operation]):
         return f"Operations({list(self)})"
 
 
-def shared(made: Sequence[Operation], given: Sequence[Operation]) -> Operations:
+def shared(made: Sequence[Operation] | Pieces[Operation], given: Sequence[Operation]) -> Operations:
     """The operations made of those given; they are the given ones where nothing was changed, for a circuit, its
     schedule and its program may have thousands of operations, and be kept together."""
     same = isinstance(given, Operations) and len(made) == len(given) and all(map(operator.is_, made, given))

@@ -43,7 +43,7 @@ class Parcel:
     @classmethod
     def of(cls, array: NDArray, deflate: bool) -> Parcel:
         if not deflate:
-            return cls(array.shape, array.dtype, array, array.dtype)
+            return cls(array.shape, array.dtype, array.copy(), array.dtype)  # it may be part of a larger one
         if array.dtype.kind != "i":
             return cls(array.shape, array.dtype, _deflated(array), array.dtype)
         tried = []

@@ -25,6 +25,7 @@ from unisono.quantum.operation import Operation
 from unisono.quantum.operations import shared
 from unisono.quantum.paging import Pages, Tier
 from unisono.quantum.parameter import is_index
+from unisono.quantum.pieces import Pieces
 from unisono.quantum.postpone import postponed
 from unisono.quantum.step import Event, Exchange, Segment, Step, Tile
 from unisono.quantum.sweeps import SWEEP, Sweep, cost
@@ -182,14 +183,14 @@ def _steps(pieces: Sequence[Piece], pages: Pages) -> Iterator[Step]:
 
 def _merged(steps: Iterator[Step], given: Sequence[Operation]) -> Iterator[Step]:
     """Neighbouring segments as one; `given` may be the operations of one."""
-    run: list[Operation] = []
+    run: Pieces[Operation] = Pieces()
     for step in steps:
         if isinstance(step, Segment):
             run.extend(step.operations)
             continue
         if run:
             yield Segment(shared(run, given))
-            run = []
+            run = Pieces()
         yield step
     if run:
         yield Segment(shared(run, given))

@@ -15,6 +15,7 @@ from unisono.quantum.commutation import mixed_wires
 from unisono.quantum.gates import diagonal
 from unisono.quantum.operation import Operation
 from unisono.quantum.operations import Operations, shared
+from unisono.quantum.pieces import Pieces
 
 _SWAPS = {"swap": (), "iswap": (1, 1j, 1j, 1), "iswapdg": (1, -1j, -1j, 1)}  # the phases that come with the renaming
 
@@ -31,7 +32,7 @@ class Tracks:
 
 def tracks(operations: Sequence[Operation], wires: int, capacity: int, *, lead: bool) -> Tracks:
     track_of = list(range(wires))
-    on_tracks: list[Operation] = []
+    on_tracks: Pieces[Operation] = Pieces()
     for operation in operations:
         if operation.name in ("barrier", "id"):
             continue
@@ -51,7 +52,7 @@ def tracks(operations: Sequence[Operation], wires: int, capacity: int, *, lead: 
 
 def narrowest(operations: Iterable[Operation]) -> int:
     """How many wires a rank must keep: as many as the widest operation mixes, once taken apart."""
-    mixing = [each for each in operations if each.gate.unitary and not _renames(each)]
+    mixing = (each for each in operations if each.gate.unitary and not _renames(each))
     return max((len(mixed_wires(part)) for each in mixing for part in each.lowered()), default=1) or 1
 
 
@@ -73,8 +74,8 @@ def _fitting(operation: Operation, wires: int, capacity: int) -> tuple[Operation
     return parts
 
 
-def _without_leading(operations: list[Operation], leading: list[list[Operation]]) -> list[Operation]:
-    rest = []
+def _without_leading(operations: Iterable[Operation], leading: list[list[Operation]]) -> Pieces[Operation]:
+    rest: Pieces[Operation] = Pieces()
     touched: set[int] = set()
     for operation in operations:
         alone = len(operation.targets) == len(operation.wires) == 1 and operation.is_unitary and operation.is_constant
