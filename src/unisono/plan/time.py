@@ -34,6 +34,7 @@ from unisono.plan.timeline import Costs, timeline
 _CALLS_A_VISIT = (33, 46)
 _CALLS_OF_ULYSSES = (40, 42)
 _PLAIN_CALL = 0.65  # of an op's overhead on CPUs, which is that of modules and autograd: a ring has neither inside
+_ENGINE_CALL = 0.15  # ... and what autograd's engine does by itself, without Python, such as adding to a gradient
 _LONG = 4  # microbatches a stage after which a pipeline only repeats itself
 
 
@@ -243,7 +244,7 @@ class TimeModel:
             return 0.0
         size = sum(segment.numel * count for segment, count in counted) * self.portrait.gradient_itemsize / plan.tp
         ops = 0 if self.hardware.asynchronous else sum(len(segment.weights) * count for segment, count in counted)
-        added = 3 * size / self._bandwidth + ops * self.hardware.op_overhead
+        added = 3 * size / self._bandwidth + _ENGINE_CALL * ops * self.hardware.op_overhead
         return added * (1 - 1 / plan.microbatches)
 
     def _halving(self, plan: Plan, counted: tuple[tuple[Segment, int], ...]) -> Pace:
