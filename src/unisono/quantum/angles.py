@@ -9,8 +9,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from unisono.quantum.numbers import Numbers
 from unisono.quantum.parameter import Affine
-from unisono.quantum.pieces import Pieces
 
 
 class Linear(NamedTuple):
@@ -19,13 +19,6 @@ class Linear(NamedTuple):
     at: NDArray[np.int64]
     indices: NDArray[np.int64]
     factors: NDArray[np.float64]
-
-    @classmethod
-    def of(cls, terms: Pieces[tuple[int, int, float]]) -> Linear:
-        count = len(terms)
-        at = np.fromiter((number for number, _, _ in terms), np.int64, count)
-        indices = np.fromiter((index for _, index, _ in terms), np.int64, count)
-        return cls(at, indices, np.fromiter((factor for _, _, factor in terms), np.float64, count))
 
 
 @dataclass(frozen=True)
@@ -36,16 +29,16 @@ class Angles:
 
     @classmethod
     def of(cls, angles: Iterable[Affine]) -> Angles:
-        constants: Pieces[float] = Pieces()
-        weights: Pieces[tuple[int, int, float]] = Pieces()
-        features: Pieces[tuple[int, int, float]] = Pieces()
+        constants = Numbers(np.float64)
+        kinds = [(Numbers(np.int64), Numbers(np.int64), Numbers(np.float64)) for _ in range(2)]
         for number, angle in enumerate(angles):
             constants.append(angle.constant)
-            for kept, terms in ((weights, angle.weights), (features, angle.features)):
+            for (at, indices, factors), terms in zip(kinds, (angle.weights, angle.features), strict=True):
                 for index, factor in terms:
-                    kept.append((number, index, factor))
-        values = np.fromiter(constants, np.float64, len(constants))
-        return cls(values, Linear.of(weights), Linear.of(features))
+                    at.append(number)
+                    indices.append(index)
+                    factors.append(factor)
+        return cls(constants.array, *(Linear(*(each.array for each in kind)) for kind in kinds))
 
     def __len__(self) -> int:
         return len(self.constants)
