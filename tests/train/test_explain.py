@@ -132,7 +132,7 @@ def shown(program: PlanProgram, rank: int) -> Heard:
     return found
 
 
-@pytest.mark.parametrize("name", sorted(TASKS.keys() - {"four", "uneven"}))
+@pytest.mark.parametrize("name", sorted(TASKS.keys() - {"four", "gpt", "uneven"}))
 def test_a_plan_s_tp_is_shown_as_ranks_run_it(pools: Callable[[str, int], RankPool], name: str) -> None:
     told = shown(PlanProgram(TASKS[name](), uni.Plan.parse("tp=2")), 0)
     assert told
@@ -152,7 +152,6 @@ def test_a_plan_s_tp_is_shown_as_ranks_run_it(pools: Callable[[str, int], RankPo
         ("gpt", "dp=2,tp=2,sp,zero=3,recompute=full"),
         ("llama", "tp=2,sp,recompute=*.mlp"),
         ("gpt", "tp=2,recompute=*.attention+*.fc2"),
-        ("llama", "tp=2,recompute=full"),
         ("encoder", "tp=2,sp,zero=2,recompute=selective"),
         ("four", "tp=2,pp=2,sp,microbatches=2,recompute=full"),
         ("gpt", "dp=2,pp=2,zero=1,microbatches=2"),

@@ -36,6 +36,6 @@ def test_from_plan_to_plan(pools: Callable[[str, int], RankPool], tmp_path: Path
             assert max(sizes) < 1.2 * sum(sizes) / 4 + 8192
     for number, plan in enumerate(plans):
         pool = pools("gloo", Plan.parse(plan).world)
-        others = [plans[(number + turn) % len(plans)] for turn in range(-min(4, len(plans) - 1), 0)]
+        others = [plans[(number + turn) % len(plans)] for turn in range(-min(3, len(plans) - 1), 0)]
         faults = pool.run(stores.load, str(tmp_path), task, [*others, plan], plan, [plan, others[-1]])
         assert not any(faults), faults
