@@ -23,7 +23,7 @@ from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.split import require_stages
 from unisono.parallel.share import rows_of, shares
 from unisono.plan.balance import balanced, checked
-from unisono.plan.plan import Plan
+from unisono.plan.plan import AXES, Plan
 from unisono.train.closing import closing, replica_sums
 from unisono.train.recompute_shown import show_recompute
 from unisono.train.rule_marks import AXIS, RuleMarks, is_marked
@@ -32,6 +32,7 @@ from unisono.train.sketch import without_memory
 from unisono.train.task import Task
 from unisono.train.zero_shown import with_zero
 
+_ALWAYS = ("pp", "dp", "tp")  # axes of which a rank's place is told, though nothing lies along them
 _UNSHOWN = {
     "cp": "cp passes keys and values between ranks inside of attention",
     "ep": "ep sends each token to the rank of its expert, which numbers decide",
@@ -58,8 +59,8 @@ class PlanProgram:
         self.task = task
         self.model = without_memory(task)
         refuse_what_cannot_be_right(plan, self.model)
-        sizes = [plan.pp, plan.dp, plan.tp]
-        self.whole = Mesh.describe(sizes, ("pp", "dp", "tp"))
+        sizes = {name: size for name, size in zip(AXES, plan.shape, strict=True) if size > 1 or name in _ALWAYS}
+        self.whole = Mesh.describe(list(sizes.values()), list(sizes))
         self._traces: dict[bool, Trace] = {}
         self._lowered: dict[Mesh, Lowered] = {}
         self._notes: Mapping[str, str] = {}  # on placeholders
@@ -134,7 +135,8 @@ class PlanProgram:
     def _mesh_of_stage(self, place: int) -> Mesh:
         """The axes along which tensors are split; those of one rank are left out, unless all are."""
         ranks = self.whole.at(pp=place).ranks
-        sizes = {name: self.whole.size(name) for name in ("dp", "tp") if self.whole.size(name) > 1} or {"dp": 1}
+        names = [name for name in self.whole.names if name != "pp" and self.whole.size(name) > 1] or ["dp"]
+        sizes = {name: self.whole.size(name) for name in names}
         return Mesh.describe(list(sizes.values()), list(sizes), ranks)
 
     def _traced(self, *, unpacked: bool) -> Trace:
