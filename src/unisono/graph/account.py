@@ -10,7 +10,7 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial
 
-from unisono.graph.beside import Aside
+from unisono.graph.beside import Aside, Inside
 from unisono.graph.inside import Said, received, said_inside
 from unisono.graph.lowering import Compute, Laid, Lowered, Move, Post, peer
 from unisono.graph.rules import target_name
@@ -151,6 +151,8 @@ def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source
         if option.local is not None
     ]
     forward, backward = (_inside(said, mesh, rank) for said in said_inside(compute, lowered, rank))
+    together = lowered.beside.inside.get(compute.name, Inside(""))
+    rewritten += [together.words] if together.words else []
     return Line(
         compute.name,
         f"{compute.name} = {word}({_arguments(compute.node)})",
@@ -171,8 +173,8 @@ def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source
         source,
         ", ".join(rewritten),
         lowered.assignment.notes.get(compute.name, ""),
-        forward,
-        backward,
+        forward + together.forward,
+        backward + together.backward,
     )
 
 

@@ -1,7 +1,7 @@
-"""The program of a rank under a plan of dp, tp and pp, with ZeRO, sp and recomputation: what `explain --plan` shows.
+"""The program of a rank under a plan of dp, tp, cp and pp, with ZeRO, sp and recomputation: what `explain --plan` shows.
 
-One part for each of the rank's stages: the ops of the traced model as tp cuts them (rule_marks, sequence_marks), and
-beside them what no op cuts (zero_shown, recompute_shown, closing).
+One part for each of the rank's stages: the ops of the traced model as tp cuts them (rule_marks, sequence_marks) and cp
+(context_cuts), and beside them what no op cuts (context_said, zero_shown, recompute_shown, closing).
 """
 
 from __future__ import annotations
@@ -9,9 +9,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from unisono.errors import UsageError
+from unisono.graph.assignment import Assignment
 from unisono.graph.beside import Beside
 from unisono.graph.finding import find, follow
 from unisono.graph.lowering import Lowered, lower
@@ -19,22 +21,27 @@ from unisono.graph.stage import ANYWHERE, Staging, block_of_ops, blocks_using
 from unisono.graph.trace import Trace, trace
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.apply import order_of, refuse_what_cannot_be_right
+from unisono.parallel.context import are_of_sequences
 from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.split import require_stages
 from unisono.parallel.share import rows_of, shares
+from unisono.parallel.tokenwise import require_tokenwise
 from unisono.plan.balance import balanced, checked
 from unisono.plan.plan import AXES, Plan
 from unisono.train.closing import closing, replica_sums
+from unisono.train.context_cuts import AXIS as CP
+from unisono.train.context_cuts import ContextCuts, blocks_of
+from unisono.train.context_said import show_context
+from unisono.train.key_heads import key_heads
 from unisono.train.recompute_shown import show_recompute
 from unisono.train.rule_marks import AXIS, RuleMarks, is_marked
 from unisono.train.sequence_marks import SequenceMarks, summed_by_blocks
-from unisono.train.sketch import without_memory
+from unisono.train.sketch import to_try_out, without_memory
 from unisono.train.task import Task
 from unisono.train.zero_shown import with_zero
 
 _ALWAYS = ("pp", "dp", "tp")  # axes of which a rank's place is told, though nothing lies along them
 _UNSHOWN = {
-    "cp": "cp passes keys and values between ranks inside of attention",
     "ep": "ep sends each token to the rank of its expert, which numbers decide",
 }
 
@@ -43,7 +50,7 @@ def require_shown(plan: Plan) -> None:
     """Plans whose programs can be shown."""
     for field, why in _UNSHOWN.items():
         if getattr(plan, field) > 1:
-            shown = plan.but(cp=1, ep=1, context="ring")
+            shown = plan.but(ep=1)
             raise UsageError(
                 f"--plan {plan}: a program is made of splits of tensors and of stages, and {why}, so it is not shown; "
                 f"use --plan {shown}, or unisono report, which writes down what ranks of a run said"
@@ -80,6 +87,10 @@ class PlanProgram:
         first: tuple[Any, Any] = shares(batch, self.plan.microbatches)[0].batch
         return first
 
+    @cached_property
+    def _key_heads(self) -> list[int]:
+        return key_heads(self.model, self.example[0])
+
     def about(self, part: Lowered) -> str:
         stage = f", stage {part.stage} of {order_of(self.plan).stages}" if self.plan.pp > 1 else ""
         several = f", one of {self.plan.microbatches} microbatches" if self.plan.microbatches > 1 else ""
@@ -108,6 +119,8 @@ class PlanProgram:
                 part.beside.about.append("offload: the optimizer and its rows are in host memory")
             if self.plan.sequence and part.stage:
                 part.beside.about.append("sp: not shown is how ranks tell each other the lengths of their pieces")
+        if self.plan.cp > 1:
+            show_context(parts, self.plan, self._key_heads, rank)
         show_recompute(parts, self.plan, self.model, rank)
         parts[-1].beside.closing = closing(parts, self.whole, self.task.clip, rank)
         return parts
@@ -147,23 +160,43 @@ class PlanProgram:
     def _lower(self, mesh: Mesh) -> Lowered:
         """The layers that tp cuts under a plan, unless the user's marks use that axis."""
         traced = self._traced(unpacked=False)
-        if AXIS not in mesh.names or is_marked(traced, mesh):
+        others = _without(mesh, CP)  # cp cuts what it does whatever lies along other axes
+        if AXIS not in mesh.names or is_marked(traced, others):
             if self.plan.sequence:
                 raise UsageError(f"plan {self.plan}: sp goes with layers that tp cuts by rules, and marks use {AXIS}")
-            return lower(traced, find(traced, mesh), mesh)
+            return self._lowered_on(mesh, find(traced, others))
         traced = self._traced(unpacked=True)
-        rules = RuleMarks.of(self.task, self.model, self.example, traced, mesh, self.plan.sequence)
-        sequence = SequenceMarks(traced, mesh, rules.blocks)
+        rules = RuleMarks.of(self.task, self.model, self.example, traced, others, self.plan.sequence)
+        sequence = SequenceMarks(traced, others, rules.blocks)
         marks = list(rules.marks)
-        found = follow(traced, mesh, marks)
+        found = follow(traced, others, marks)
         if self.plan.sequence:
             marks += sequence.in_the_blocks(found)
-            found = follow(traced, mesh, marks)
-        found = follow(traced, mesh, [*marks, *sequence.after_layers(found)])
+            found = follow(traced, others, marks)
+        found = follow(traced, others, [*marks, *sequence.after_layers(found)])
         found.notes |= rules.notes
-        lowered = sequence.checked(lower(traced, found, mesh))
+        lowered = self._lowered_on(mesh, found, SequenceMarks(traced, mesh, rules.blocks))
         self._notes = summed_by_blocks(lowered, rules.blocks)
         return lowered
+
+    def _lowered_on(self, mesh: Mesh, found: Assignment, sequence: SequenceMarks | None = None) -> Lowered:
+        """On the whole mesh, of which the assignment knows all axes but cp."""
+        if CP not in mesh.names:
+            lowered = lower(found.trace, found, mesh)
+            return lowered if sequence is None else sequence.checked(lowered)
+        tried = to_try_out(self.task, self.model)
+        require_tokenwise(tried, self.example, CP)
+        cuts = ContextCuts(found.trace, blocks_of(self.model), are_of_sequences(*self.example))
+        lowered = lower(found.trace, cuts.added(found, mesh), mesh, parted=[CP])
+        return cuts.checked(lowered if sequence is None else sequence.checked(lowered))
+
+
+def _without(mesh: Mesh, axis: str) -> Mesh:
+    """The mesh without an axis; one of a single rank, where that was the only one."""
+    if axis not in mesh.names:
+        return mesh
+    sizes = {name: mesh.size(name) for name in mesh.names if name != axis} or {"dp": 1}
+    return Mesh.describe(list(sizes.values()), list(sizes))
 
 
 def _stage(block: int, starts: Sequence[int]) -> int:
