@@ -160,7 +160,7 @@ def test_a_plan_s_tp_is_shown_as_ranks_run_it(pools: Callable[[str, int], RankPo
         ("four", "dp=2,pp=2,zero=3,microbatches=2,schedule=interleaved,chunks=2"),
         ("gpt", "cp=2,recompute=*.attention"),
         ("llama", "cp=4,context=ulysses,recompute=selective,zero=2"),
-        ("gpt2", "cp=2,tp=2,context=ulysses,recompute=full"),
+        ("gpt2", "cp=2,tp=2,sp,context=ulysses,recompute=full"),
         ("images", "dp=2,cp=2,zero=1"),
         ("four", "cp=2,pp=2,microbatches=2,zero=3,recompute=full"),
     ],

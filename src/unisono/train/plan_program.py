@@ -1,4 +1,4 @@
-"""The program of a rank under a plan of dp, tp, cp and pp, with ZeRO, sp and recomputation: what `explain --plan` shows.
+"""The program of a rank under a plan: what `explain --plan` shows.
 
 One part for each of the rank's stages: the ops of the traced model as tp cuts them (rule_marks, sequence_marks) and cp
 (context_cuts), and beside them what no op cuts (context_said, zero_shown, recompute_shown, closing).
@@ -154,7 +154,7 @@ class PlanProgram:
 
     def _traced(self, *, unpacked: bool) -> Trace:
         if unpacked not in self._traces:
-            self._traces[unpacked] = trace(self.model, self.example, self.task.loss, unpacked=unpacked)
+            self._traces[unpacked] = trace(self.model, self.example, self.task.loss, unpacked=unpacked, apart=unpacked)
         return self._traces[unpacked]
 
     def _lower(self, mesh: Mesh) -> Lowered:
