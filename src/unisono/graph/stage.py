@@ -15,6 +15,7 @@ from unisono.errors import UsageError
 from unisono.graph.lowering import Lowered, Move, Post, used_by
 from unisono.graph.trace import Trace
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.placement import is_partial
 
 ANYWHERE = -1  # the place of an op that depends on inputs only
 
@@ -101,17 +102,20 @@ class Staging:
         return tuple(sorted({self.placement[each] for each in stages} - {self.placement[stage]}))
 
     def _homes(self, lowered: Lowered) -> dict[str, int]:
-        """The stage of every instruction. A move that talks in the forward is made where its tensor was; one that only
-        sums the gradient, where it is used."""
+        """The stage of every instruction. A move that sums in the forward is made where its tensor was; another, where
+        it is used; and one of what all stages have, wherever it is used."""
         homes = {each.name: self.stage_of[each.name] for each in lowered.computes}
+        everywhere = {name for name in lowered.given if name not in lowered.trace.parameters}
         for each in reversed(lowered.instructions):
             if isinstance(each, Move):
                 users = [homes[other.name] for other in lowered.instructions if each.name in used_by(other)]
                 homes[each.name] = min((user for user in users if user != ANYWHERE), default=ANYWHERE)
         for each in lowered.instructions:
-            talks = isinstance(each, Move) and any(step.talks for step in each.way.forward_steps(lowered.mesh))
-            if isinstance(each, Move) and talks and homes.get(each.source, ANYWHERE) != ANYWHERE:
+            sums = isinstance(each, Move) and any(is_partial(placement) for placement in each.way.before)
+            if isinstance(each, Move) and sums and homes.get(each.source, ANYWHERE) != ANYWHERE:
                 homes[each.name] = homes[each.source]
+            elif isinstance(each, Move) and (each.source in everywhere or homes.get(each.source) == ANYWHERE):
+                homes[each.name] = ANYWHERE
         return homes
 
     def _posts(

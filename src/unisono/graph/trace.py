@@ -113,9 +113,9 @@ def trace(
     Inputs are a tensor, a tuple, or a dict of keyword arguments, as in uni.Task. Only shapes and dtypes of the example
     count. Sizes are fixed by it. UsageError where the model cannot be traced, with the line that is in the way.
     unpacked: fused projections are taken apart (see `unpack`), so that each of their parts can be cut by itself; their
-    parameters then have a placeholder a part, and `pieces` says which part it is. apart: products whose rows are the
-    tokens of all samples are of samples and tokens (see `rows`), which takes an op more. marked: whether marks that the
-    model makes as it runs count, so that one that would not is an error.
+    parameters then have a placeholder a part, and `pieces` says which part it is. apart: samples have a dim of their
+    own where they had it, before products and in attention (see `rows`, `heads`). marked: whether marks that the model
+    makes as it runs count, so that one that would not is an error.
     """
     inputs, targets = _checked(example)
     wishes = wishes_for(model)
@@ -274,8 +274,9 @@ def _read(
     count = sum(map(_is_tensor, pytree.tree_leaves(given[0])))
     trained = {node: model.get_parameter(name).requires_grad for node, name in parameters.items()}
     pieces: dict[str, Piece] = {}
-    if unpacked:
+    if unpacked or apart:
         part_from_samples(graph)
+    if unpacked:
         parameters, pieces = unpack(graph, parameters)
         trained = {node: model.get_parameter(name).requires_grad for node, name in parameters.items()}
     if apart:

@@ -20,6 +20,7 @@ from unisono.errors import UsageError
 from unisono.parallel import conjugates
 from unisono.parallel.layout import Split
 from unisono.parallel.linear import Initialiser
+from unisono.parallel.pipeline.foreign import is_foreign
 from unisono.parallel.tensor_pieces import TP, Pieces, lengths_of
 
 
@@ -74,13 +75,16 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         if not len(self.weight):
             mine = self.weight.sum() + self.weight.new_zeros(*tokens.shape, self.embedding_dim)
-            return conjugates.reduce(mine, self.comm)
+            return self._summed(mine)
         self._require_known(tokens)
         elsewhere = (tokens < self.first) | (tokens > self.last)
         padding = self.padding_idx
         padding = padding - self.first if padding is not None and self.first <= padding <= self.last else None
         mine = F.embedding((tokens - self.first).masked_fill(elsewhere, 0), self.weight, padding)
-        return conjugates.reduce(mine.masked_fill(elsewhere.unsqueeze(-1), 0.0), self.comm)
+        return self._summed(mine.masked_fill(elsewhere.unsqueeze(-1), 0.0))
+
+    def _summed(self, mine: torch.Tensor) -> torch.Tensor:
+        return mine if is_foreign(self) else conjugates.reduce(mine, self.comm)
 
     def _require_known(self, tokens: torch.Tensor) -> None:
         # On a GPU this would wait for the device; there an unknown token gives zeros.

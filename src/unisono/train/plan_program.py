@@ -27,17 +27,20 @@ from unisono.parallel.pipeline.split import require_stages
 from unisono.parallel.share import rows_of, shares
 from unisono.parallel.tokenwise import require_tokenwise
 from unisono.plan.balance import balanced, checked
-from unisono.plan.plan import AXES, Plan
+from unisono.plan.plan import AXES, DATA, REPLICAS, Plan
 from unisono.train.closing import closing, replica_sums
 from unisono.train.context_cuts import AXIS as CP
 from unisono.train.context_cuts import ContextCuts, blocks_of
 from unisono.train.context_said import show_context
+from unisono.train.data_cuts import DataCuts
 from unisono.train.key_heads import key_heads
+from unisono.train.lookups_shown import show_lookups
 from unisono.train.recompute_shown import show_recompute
 from unisono.train.rule_marks import AXIS, RuleMarks, is_marked
 from unisono.train.sequence_marks import SequenceMarks, summed_by_blocks
 from unisono.train.sketch import to_try_out, without_memory
 from unisono.train.task import Task
+from unisono.train.walk import Walk, walked
 from unisono.train.zero_shown import with_zero
 
 _ALWAYS = ("pp", "dp", "tp")  # axes of which a rank's place is told, though nothing lies along them
@@ -119,6 +122,8 @@ class PlanProgram:
                 part.beside.about.append("offload: the optimizer and its rows are in host memory")
             if self.plan.sequence and part.stage:
                 part.beside.about.append("sp: not shown is how ranks tell each other the lengths of their pieces")
+        if self.plan.pp > 1 and self.plan.tp > 1:
+            show_lookups(parts, lowered, names, rank)
         if self.plan.cp > 1:
             show_context(parts, self.plan, self._key_heads, rank)
         show_recompute(parts, self.plan, self.model, rank)
@@ -154,13 +159,13 @@ class PlanProgram:
 
     def _traced(self, *, unpacked: bool) -> Trace:
         if unpacked not in self._traces:
-            self._traces[unpacked] = trace(self.model, self.example, self.task.loss, unpacked=unpacked, apart=unpacked)
+            self._traces[unpacked] = trace(self.model, self.example, self.task.loss, unpacked=unpacked, apart=True)
         return self._traces[unpacked]
 
     def _lower(self, mesh: Mesh) -> Lowered:
         """The layers that tp cuts under a plan, unless the user's marks use that axis."""
         traced = self._traced(unpacked=False)
-        others = _without(mesh, CP)  # cp cuts what it does whatever lies along other axes
+        others = _without(mesh, self._walked(traced, mesh))
         if AXIS not in mesh.names or is_marked(traced, others):
             if self.plan.sequence:
                 raise UsageError(f"plan {self.plan}: sp goes with layers that tp cuts by rules, and marks use {AXIS}")
@@ -179,23 +184,30 @@ class PlanProgram:
         self._notes = summed_by_blocks(lowered, rules.blocks)
         return lowered
 
+    def _walked(self, traced: Trace, mesh: Mesh) -> list[str]:
+        """The axes along which ranks share the batch, unless the user's marks use them."""
+        return [axis for axis in mesh.names if axis in REPLICAS and not is_marked(traced, mesh, axis)]
+
     def _lowered_on(self, mesh: Mesh, found: Assignment, sequence: SequenceMarks | None = None) -> Lowered:
-        """On the whole mesh, of which the assignment knows all axes but cp."""
-        if CP not in mesh.names:
-            lowered = lower(found.trace, found, mesh)
-            return lowered if sequence is None else sequence.checked(lowered)
-        tried = to_try_out(self.task, self.model)
-        require_tokenwise(tried, self.example, CP)
-        cuts = ContextCuts(found.trace, blocks_of(self.model), are_of_sequences(*self.example))
-        lowered = lower(found.trace, cuts.added(found, mesh), mesh, parted=[CP])
-        return cuts.checked(lowered if sequence is None else sequence.checked(lowered))
+        """On the whole mesh, of which the assignment knows the axes that do not share the batch."""
+        context = self._context(found.trace, mesh) if CP in mesh.names else None
+        walks: dict[str, Walk] = {} if context is None else {CP: context}
+        walks |= {axis: DataCuts(found.trace) for axis in DATA if axis in mesh.names and axis not in found.mesh.names}
+        lowered = lower(found.trace, walked(found, walks, mesh), mesh, parted=list(walks))
+        lowered = lowered if sequence is None else sequence.checked(lowered)
+        return lowered if context is None else context.checked(lowered)
+
+    def _context(self, traced: Trace, mesh: Mesh) -> ContextCuts:
+        require_tokenwise(to_try_out(self.task, self.model), self.example, CP)
+        of_sequences = are_of_sequences(*self.example)
+        return ContextCuts(traced, mesh, blocks_of(self.model), of_sequences, self.plan.sequence)
 
 
-def _without(mesh: Mesh, axis: str) -> Mesh:
-    """The mesh without an axis; one of a single rank, where that was the only one."""
-    if axis not in mesh.names:
+def _without(mesh: Mesh, axes: Sequence[str]) -> Mesh:
+    """The mesh without some axes; one of a single rank, where there are no others."""
+    if not axes:
         return mesh
-    sizes = {name: mesh.size(name) for name in mesh.names if name != axis} or {"dp": 1}
+    sizes = {name: mesh.size(name) for name in mesh.names if name not in axes} or {"one": 1}
     return Mesh.describe(list(sizes.values()), list(sizes))
 
 

@@ -35,10 +35,11 @@ def show_recompute(parts: Sequence[Lowered], plan: Plan, model: nn.Module, rank:
             _show_selective(part, plan)
         return
     names = recomputed_modules(model, plan.recompute)
+    blocks = recomputed_modules(model, "full") if plan.sequence else []
     for part in parts:
         part.beside.about.append(f"recompute: {_listed(names)} run{'s' * (len(names) == 1)} again in the backward")
         for name in names:
-            _show(part, plan, name, rank)
+            _show(part, plan, name, name in blocks, rank)
 
 
 def _show_selective(part: Lowered, plan: Plan) -> None:
@@ -55,7 +56,7 @@ def _listed(names: Sequence[str]) -> str:
     return ", ".join(names) if len(names) <= 4 else f"{names[0]}, {names[1]}, ..., {names[-1]}"
 
 
-def _show(part: Lowered, plan: Plan, name: str, rank: int) -> None:
+def _show(part: Lowered, plan: Plan, name: str, is_block: bool, rank: int) -> None:
     order = [each.name for each in part.instructions]
     paths = {op.name: op for op in part.trace.ops}
     own = [each.name for each in part.computes if f"{paths[each.name].path}.".startswith(f"{name}.")]
@@ -68,13 +69,14 @@ def _show(part: Lowered, plan: Plan, name: str, rank: int) -> None:
         )
     keeping = [each for each in own if paths[each].keeps]
     last = order.index(keeping[-1]) if keeping else -1
-    talks = tuple(_again(part, own, last, rank))
+    talks = tuple(_again(part, own, last, is_block, rank))
     words = f"recompute({name}): {sum(order.index(each) <= last for each in own)} ops run again"
     part.beside.after.setdefault(own[-1], []).insert(0, Aside(f"again_{name}", words, backward=talks))
 
 
-def _again(part: Lowered, own: Sequence[str], last: int, rank: int) -> Iterator[Talk]:
-    """What was said in the module's forward up to the last op that is needed."""
+def _again(part: Lowered, own: Sequence[str], last: int, is_block: bool, rank: int) -> Iterator[Talk]:
+    """What was said in the module's forward up to the last op that is needed. A block also cuts what it is given."""
+    cuts = {move.name for move in part.moves}
     order = {each.name: place for place, each in enumerate(part.instructions)}
     lines = {line.name: line for line in account(part, rank).lines}
     inside = set(own)
@@ -84,7 +86,7 @@ def _again(part: Lowered, own: Sequence[str], last: int, rank: int) -> Iterator[
         elif isinstance(each, Move):
             users = [user for user in part.instructions if each.name in used_by(user)]
             is_needed = any(user.name in inside and order[user.name] <= last for user in users)
-            is_again = is_needed and each.source in inside
+            is_again = is_needed and (each.source in inside or (is_block and each.source in cuts))
         else:
             is_again = isinstance(each, Compute) and each.name in inside and order[each.name] <= last
         if is_again:

@@ -56,9 +56,9 @@ class RuleMarks:
         return cls(marks, notes, blocks)
 
 
-def is_marked(traced: Trace, mesh: Mesh) -> bool:
-    """Whether the user's own marks say what lies along tp."""
-    axis = mesh.axis(AXIS)
+def is_marked(traced: Trace, mesh: Mesh, name: str = AXIS) -> bool:
+    """Whether the user's own marks say what lies along an axis."""
+    axis = mesh.axis(name)
     return any(placements[axis] != REPLICATE for placements in placements_of_marks(traced, mesh, traced.marks).values())
 
 

@@ -104,19 +104,45 @@ class SequenceMarks:
                     yield self._mark_of_input(op.name, number, found, Shard(DIM))
 
     def checked(self, lowered: Lowered) -> Lowered:
-        """Summed before it is cut, where it enters. In the blocks, ranks gather and scatter: a program that does
-        otherwise is not theirs."""
+        """Summed before it is cut, where it enters, and cut before it is gathered. In the blocks, ranks gather and
+        scatter: a program that does otherwise is not theirs."""
         home = inside(self.trace, self.blocks)
         axis = self.mesh.axis(AXIS)
-        made: list[Move | Compute] = []
+        made: dict[str, Move | Compute] = {}
         for each in lowered.instructions:
+            steps = [each]
             if isinstance(each, Move) and self.blocks:
                 if home.get(each.source) is None and is_partial(each.way.before[axis]):
-                    made += self._summed_first(each, lowered)
-                    continue
-                self._require_halves(each, home)
-            made.append(each)
-        return replace(lowered, instructions=made)
+                    steps = [*self._summed_first(each, lowered)]
+                elif self._is_taken_whole(each, lowered, home):
+                    steps = [*self._cut_first(each, lowered)]
+                else:
+                    self._require_halves(each, home)
+            made |= {step.name: step for step in steps if step.name not in made}
+        return replace(lowered, instructions=list(made.values()))
+
+    def _is_taken_whole(self, move: Move, lowered: Lowered, home: Mapping[str, int | None]) -> bool:
+        """Whether hidden states go from outside to layers that tp cuts by columns."""
+        way, axis = move.way, self.mesh.axis(AXIS)
+        users = [each.name for each in lowered.computes if move.name in each.inputs]
+        is_hidden = self._is_hidden(move.source, 0) and home.get(move.source) is None
+        is_whole = way.before[axis] == way.after[axis] == REPLICATE and way.gradient_after is not None
+        is_summed = is_whole and is_partial(way.gradient_after[axis])  # type: ignore[index]
+        return is_hidden and is_summed and any(home.get(user) is not None for user in users)
+
+    def _cut_first(self, move: Move, lowered: Lowered) -> list[Move]:
+        """Each rank has its tokens, which the layer gathers; others take them by the same cut."""
+        way, axis = move.way, self.mesh.axis(AXIS)
+        assert way.gradient_after is not None
+        pieces, back = (
+            tuple(Shard(DIM) if number == axis else each for number, each in enumerate(placements))
+            for placements in (way.after, way.gradient_after)
+        )
+        cut = replace(way, after=pieces, gradient_after=back)
+        known = [each for each in lowered.moves if each.source == move.source and each.way == cut]
+        first = known[0] if known else Move(f"{move.source}_cut", move.source, cut)
+        lowered.values[first.name] = replace(lowered.values[move.source], placements=pieces)
+        return [first, Move(move.name, first.name, replace(way, before=pieces, gradient_before=back))]
 
     def _summed_first(self, move: Move, lowered: Lowered) -> list[Move]:
         way, axis = move.way, self.mesh.axis(AXIS)

@@ -15,6 +15,13 @@ from torch import nn
 
 from unisono.parallel.pipeline.message import TensorForm
 
+FOREIGN = "unisono_foreign"  # on modules whose parameters are of another stage
+
+
+def is_foreign(module: nn.Module) -> bool:
+    """Whether nobody needs what the module makes on this rank."""
+    return getattr(module, FOREIGN, False)
+
 
 class Foreign:
     """Takes what is not owned out of the model, in place."""
@@ -28,6 +35,7 @@ class Foreign:
                 if parameter is not None and id(parameter) not in owned:
                     del module._parameters[name]
                     setattr(module, name, TensorForm.of(parameter).hollow(parameter.device))
+                    setattr(module, FOREIGN, True)
                     self._hollow.append((module, name))
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None and id(buffer) not in owned:
