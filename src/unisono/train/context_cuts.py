@@ -140,10 +140,10 @@ class ContextCuts(Walk):
         mesh, ranks = self._mesh, self._mesh.size(AXIS)
         sharing = ranks * mesh.size("tp") if self._sequence else ranks
         if self._length % sharing:
+            others = " with the ranks of tp" if self._sequence else ""
             raise UsageError(
-                f"cp={ranks}: sequences of {self._length} tokens cannot be shared evenly"
-                f"{' with the ranks of tp' if self._sequence else ''}, as a program shows it; give a batch of sequences of a "
-                f"multiple of {sharing}"
+                f"cp={ranks}: sequences of {self._length} tokens cannot be shared evenly{others}, as a program shows "
+                f"it; give a batch of sequences of a multiple of {sharing}"
             )
         samples = self._samples // (mesh.size("dp") if "dp" in mesh.names else 1)
         if self._of_sequences and samples % ranks:
