@@ -16,7 +16,7 @@ from unisono.graph.trace import Trace
 from unisono.graph.wish import Mark
 from unisono.mesh.mesh import Mesh
 
-BATCH_AXIS = "dp"
+BATCH_AXES = ("dp",)  # that share the batch, on a mesh of the user's
 
 Search = Callable[[Trace, Mesh, list[Mark], bool, float | None], Assignment]
 
@@ -55,12 +55,13 @@ def find(
     is_number = isinstance(memory, int | float) and not isinstance(memory, bool) and memory > 0
     if memory is not None and not is_number:
         raise UsageError(f"memory={memory!r}; expected how many bytes a rank may hold, such as 2**30")
-    return _noted(SEARCHES[search](trace, mesh, _batch(trace, mesh), fully_use_devices, memory))
+    return _noted(SEARCHES[search](trace, mesh, _batch(trace, mesh, BATCH_AXES), fully_use_devices, memory))
 
 
-def follow(trace: Trace, mesh: Mesh, marks: Sequence[Mark]) -> Assignment:
-    """An assignment that cuts what these marks cut and the batch, and nothing else to save work."""
-    return _noted(propagate(trace, mesh, [*_batch(trace, mesh), *marks], spare_work=False))
+def follow(trace: Trace, mesh: Mesh, marks: Sequence[Mark], batch: Sequence[str] = BATCH_AXES) -> Assignment:
+    """An assignment that cuts what these marks cut and the batch, and nothing else to save work. `batch`: the axes that
+    share the batch."""
+    return _noted(propagate(trace, mesh, [*_batch(trace, mesh, batch), *marks], spare_work=False))
 
 
 def _noted(found: Assignment) -> Assignment:
@@ -95,28 +96,29 @@ def _marks_apart(found: Assignment) -> dict[str, str]:
     return notes
 
 
-def _batch(trace: Trace, mesh: Mesh) -> list[Mark]:
-    if BATCH_AXIS not in mesh.names or mesh.size(BATCH_AXIS) == 1:
+def _batch(trace: Trace, mesh: Mesh, names: Sequence[str]) -> list[Mark]:
+    axes = [name for name in mesh.names if name in names and mesh.size(name) > 1]
+    if not axes:
         return []
-    axis = mesh.axis(BATCH_AXIS)
     marked = placements_of_marks(trace, mesh, trace.marks)
-    if any(placements[axis] != REPLICATE for placements in marked.values()):
+    axes = [name for name in axes if all(lies[mesh.axis(name)] == REPLICATE for lies in marked.values())]
+    if not axes:
         return []
     taken = {(mark.node, mark.number) for mark in trace.marks if not mark.is_input}
-    marks = [mark for mark in batch_marks(trace, mesh, BATCH_AXIS) if (mark.node, mark.number) not in taken]
-    return [mark for mark in marks if _is_cut(trace, mesh, mark)]
+    marks = [mark for mark in batch_marks(trace, mesh, *axes) if (mark.node, mark.number) not in taken]
+    return [mark for mark in marks if _is_cut(trace, mesh, mark, axes)]
 
 
-def _is_cut(trace: Trace, mesh: Mesh, mark: Mark) -> bool:
+def _is_cut(trace: Trace, mesh: Mesh, mark: Mark, axes: Sequence[str]) -> bool:
     """Whether a given tensor has a row a sample; a batch of samples that ranks cannot share evenly is refused."""
     samples = trace.specs[trace.inputs[0]][0].shape[0] if trace.inputs and trace.specs[trace.inputs[0]][0].shape else 0
     rows = trace.specs[mark.node][0].shape[0]
     if rows != samples:
         return False
-    ranks = mesh.size(BATCH_AXIS)
+    ranks = mesh.size(*axes)
     if rows % ranks:
         raise UsageError(
-            f"the example has {rows} samples, which {BATCH_AXIS}={ranks} cannot share evenly; "
+            f"the example has {rows} samples, which {'x'.join(axes)}={ranks} cannot share evenly; "
             f"expected a multiple of {ranks} (give the axis another name to keep the batch whole)"
         )
     return True

@@ -37,11 +37,11 @@ def placements_of_marks(trace: Trace, mesh: Mesh, marks: Sequence[Mark]) -> dict
     return fixed
 
 
-def batch_marks(trace: Trace, mesh: Mesh, axis: str) -> list[Mark]:
-    """Marks that cut the batch: the first dim of inputs and targets, along one axis of the mesh."""
-    placements = tuple(Shard(0) if name == axis else REPLICATE for name in mesh.names)
+def batch_marks(trace: Trace, mesh: Mesh, *axes: str) -> list[Mark]:
+    """Marks that cut the batch: the first dim of inputs and targets, along these axes of the mesh."""
+    placements = tuple(Shard(0) if name in axes else REPLICATE for name in mesh.names)
     rows = [name for name in (*trace.inputs, *trace.targets) if trace.specs[name][0].shape]
-    return [Mark(name, 0, Wish(mesh, placements, line=f"batch along {axis}")) for name in rows]
+    return [Mark(name, 0, Wish(mesh, placements, line=f"batch along {', '.join(axes)}")) for name in rows]
 
 
 def _join(fixed: dict[Slot, Placements], marks: Sequence[Mark], placements: Sequence[Placements]) -> None:
