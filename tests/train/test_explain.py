@@ -74,6 +74,52 @@ def _with_twelve_rows(task: uni.Task) -> uni.Task:
     return dataclasses.replace(task, batch=batch)
 
 
+def _visiting_all_experts(**options: Any) -> uni.Task:
+    """How many rows travel does not depend on numbers."""
+
+    def model() -> nn.Module:
+        made = tasks.moe.model()
+        for block in made.blocks:
+            block[1].moe = uni.nn.MoE(16, 32, experts=4, top_k=4, **options)
+        return made
+
+    return _with_twelve_rows(dataclasses.replace(tasks.moe, model=model, clip=0.5))
+
+
+class Choosing(nn.Module):
+    """Its experts are given the batch itself, whose tokens choose one each: the one that their largest number says."""
+
+    def __init__(self, experts: int = 4, **options: Any) -> None:
+        super().__init__()
+        self.moe = uni.nn.MoE(4, 8, experts, top_k=1, **options)
+        self.last = nn.Linear(4, 4)
+        with torch.no_grad():
+            self.moe.router.weight.copy_(10 * torch.eye(experts, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.moe(x))
+
+
+class Idle(Choosing):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x)
+
+
+class Prompted(Choosing):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x) + self.moe(self.last.weight).mean(0)
+
+
+def _choosing(model: Callable[[], nn.Module], in_turn: bool = True) -> uni.Task:
+    def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = (
+            torch.eye(4).repeat(12, 1) if in_turn else torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
+        )
+        return tokens.view(8, 6, 4), torch.zeros(8, 6, 4)
+
+    return uni.Task(model, F.mse_loss, lambda parameters: torch.optim.SGD(parameters, 1e-3), batch)
+
+
 TASKS: dict[str, Callable[[], uni.Task]] = {
     "gpt": lambda: load_task(GPT),
     "encoder": lambda: uni.Task(Encoder, _loss, lambda parameters: torch.optim.SGD(parameters, 0.1), _sentences),
@@ -83,6 +129,10 @@ TASKS: dict[str, Callable[[], uni.Task]] = {
     "four": lambda: _with_twelve_rows(tasks.gpt),
     "t5": lambda: _with_twelve_rows(foreign.t5),
     "uneven": lambda: _with_twelve_rows(foreign.llama),
+    "experts": _visiting_all_experts,
+    "in turn": lambda: _choosing(lambda: Choosing(capacity_factor=0.75)),
+    "unevenly": lambda: _choosing(Choosing, in_turn=False),
+    "crowded": lambda: _visiting_all_experts(capacity_factor=1.0, aux_weight=0.1, gated=True, bias=False),
 }
 
 
@@ -132,7 +182,7 @@ def shown(program: PlanProgram, rank: int) -> Heard:
     return found
 
 
-@pytest.mark.parametrize("name", sorted(TASKS.keys() - {"four", "gpt", "uneven"}))
+@pytest.mark.parametrize("name", ["encoder", "gpt2", "llama", "t5", "vit"])
 def test_a_plan_s_tp_is_shown_as_ranks_run_it(pools: Callable[[str, int], RankPool], name: str) -> None:
     told = shown(PlanProgram(TASKS[name](), uni.Plan.parse("tp=2")), 0)
     assert told
@@ -157,6 +207,11 @@ def test_a_plan_s_tp_is_shown_as_ranks_run_it(pools: Callable[[str, int], RankPo
         ("gpt", "dp=2,pp=2,zero=1,microbatches=2"),
         ("four", "dp=2,pp=2,zero=2,microbatches=2,schedule=interleaved,chunks=2"),
         ("four", "dp=2,pp=2,zero=3,microbatches=2,schedule=interleaved,chunks=2"),
+        ("in turn", "dp=2,ep=2"),
+        ("crowded", "dp=2,ep=2,recompute=full"),
+        ("experts", "dp=4,ep=2,zero=3,microbatches=3,recompute=full"),
+        ("experts", "dp=2,ep=2,tp=2,sp,zero=2"),
+        ("experts", "dp=2,ep=2,pp=2,microbatches=2"),
     ],
 )
 def test_what_ranks_say_is_shown(pools: Callable[[str, int], RankPool], name: str, plan: str) -> None:
@@ -165,6 +220,36 @@ def test_what_ranks_say_is_shown(pools: Callable[[str, int], RankPool], name: st
         told = shown(program, rank)
         assert told
         assert heard == told, f"rank {rank}: heard {heard - told}, shown {told - heard}"
+
+
+def test_messages_of_experts_are_shown_however_tokens_choose(pools: Callable[[str, int], RankPool]) -> None:
+    """What depends on numbers is how many rows are in them."""
+    program = PlanProgram(TASKS["unevenly"](), uni.Plan.parse("dp=2,ep=2"))
+
+    def without_rows(told: Heard) -> Counter[tuple[str, tuple[int, ...]]]:
+        return Counter((kind, ranks) for kind, _, ranks in told.elements())
+
+    for rank, heard in enumerate(pools("gloo", 2).run(said, "unevenly", "dp=2,ep=2")):
+        told = shown(program, rank)
+        assert heard != told
+        assert without_rows(heard) == without_rows(told)
+        assert account(program.parts(rank)[0], rank).about == [
+            "experts: sizes of what is said for them are those of tokens that visit all experts alike"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (lambda: Choosing(experts=5), "moe has 5 experts, which ep=2 ranks share unevenly"),
+        (Idle, "moe is called in no forward"),
+        (Prompted, "what moe is given at test_explain.py:.* does not come of the samples of each rank alone"),
+        (lambda: nn.Linear(4, 4), "ep=2 spreads experts, but Linear has no uni.nn.MoE"),
+    ],
+)
+def test_experts_that_cannot_be_shown_are_refused(model: Callable[[], nn.Module], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        explained(_choosing(model), "dp=2,ep=2")
 
 
 def test_dp_and_tp_together_cut_both_ways() -> None:

@@ -10,10 +10,11 @@ from torch import nn
 from unisono.graph.lowering import Lowered
 from unisono.mesh.placement import shard_dim
 from unisono.parallel.layout import WHOLE, Layout, Split, lay
-from unisono.parallel.tensor_pieces import TP
 from unisono.plan.plan import REPLICAS
 from unisono.train.sketch import without_memory
 from unisono.train.task import Task
+
+_CUTTING = ("ep", "tp")  # axes whose ranks have pieces of parameters
 
 
 def held_model(task: Task, parts: Sequence[Lowered], rank: int) -> nn.Module:
@@ -59,9 +60,10 @@ def _pieces(parts: Sequence[Lowered], rank: int) -> dict[str, nn.Parameter]:
             summed = part.summed.get(nodes[0], ())
             layout = Layout(summed=(*REPLICAS, *(axis for axis in summed if axis not in REPLICAS)))
             for axis, placement in zip(part.mesh.names, first.placements, strict=True):
-                if (axis,) == TP and (dim := shard_dim(placement)) is not None:
+                if axis in _CUTTING and (dim := shard_dim(placement)) is not None:
                     length = sum(part.given[node].shape[dim] for node in nodes) if len(nodes) > 1 else first.shape[dim]
-                    layout = layout.cut(Split.even(TP, dim, length, part.mesh.size(axis)))
+                    layout = Layout(layout.splits, tuple(each for each in layout.summed if each != axis))
+                    layout = layout.cut(Split.even((axis,), dim, length, part.mesh.size(axis)))
             shape = local_shape_of(part, nodes, rank)
             made[name] = _piece(shape, first.dtype, layout)
     return made

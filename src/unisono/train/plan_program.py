@@ -1,7 +1,7 @@
-"""The program of a rank under a plan of dp, tp and pp, with ZeRO, sp and recomputation: what `explain --plan` shows.
+"""The program of a rank under a plan of dp, ep, tp and pp, with ZeRO, sp and recompute: what `explain --plan` shows.
 
-One part for each of the rank's stages: the ops of the traced model as tp cuts them (rule_marks, sequence_marks), and
-beside them what no op cuts (zero_shown, recompute_shown, closing).
+One part for each of the rank's stages: the ops of the traced model as tp and ep cut them (rule_marks, sequence_marks,
+experts_shown), and beside them what no op cuts (zero_shown, recompute_shown, closing).
 """
 
 from __future__ import annotations
@@ -12,19 +12,30 @@ from dataclasses import replace
 from typing import Any
 
 from unisono.errors import UsageError
+from unisono.graph.assignment import Assignment
 from unisono.graph.beside import Beside
 from unisono.graph.finding import find, follow
 from unisono.graph.lowering import Lowered, lower
 from unisono.graph.stage import ANYWHERE, Staging, block_of_ops, blocks_using
 from unisono.graph.trace import Trace, trace
+from unisono.graph.wish import Mark
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.apply import order_of, refuse_what_cannot_be_right
+from unisono.parallel.expert import require_experts
 from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.split import require_stages
 from unisono.parallel.share import rows_of, shares
 from unisono.plan.balance import balanced, checked
-from unisono.plan.plan import AXES, Plan
+from unisono.plan.plan import AXES, DATA, Plan
 from unisono.train.closing import closing, replica_sums
+from unisono.train.experts_shown import (
+    about_experts,
+    mixtures_as_ops,
+    require_shared_tokens,
+    require_spreadable,
+    spread,
+    whole_experts,
+)
 from unisono.train.recompute_shown import show_recompute
 from unisono.train.rule_marks import AXIS, RuleMarks, is_marked
 from unisono.train.sequence_marks import SequenceMarks, summed_by_blocks
@@ -35,7 +46,6 @@ from unisono.train.zero_shown import with_zero
 _ALWAYS = ("pp", "dp", "tp")  # axes of which a rank's place is told, though nothing lies along them
 _UNSHOWN = {
     "cp": "cp passes keys and values between ranks inside of attention",
-    "ep": "ep sends each token to the rank of its expert, which numbers decide",
 }
 
 
@@ -43,7 +53,7 @@ def require_shown(plan: Plan) -> None:
     """Plans whose programs can be shown."""
     for field, why in _UNSHOWN.items():
         if getattr(plan, field) > 1:
-            shown = plan.but(cp=1, ep=1, context="ring")
+            shown = plan.but(cp=1, context="ring")
             raise UsageError(
                 f"--plan {plan}: a program is made of splits of tensors and of stages, and {why}, so it is not shown; "
                 f"use --plan {shown}, or unisono report, which writes down what ranks of a run said"
@@ -61,6 +71,7 @@ class PlanProgram:
         refuse_what_cannot_be_right(plan, self.model)
         sizes = {name: size for name, size in zip(AXES, plan.shape, strict=True) if size > 1 or name in _ALWAYS}
         self.whole = Mesh.describe(list(sizes.values()), list(sizes))
+        require_experts(self.model, self.whole)
         self._traces: dict[bool, Trace] = {}
         self._lowered: dict[Mesh, Lowered] = {}
         self._notes: Mapping[str, str] = {}  # on placeholders
@@ -108,6 +119,7 @@ class PlanProgram:
                 part.beside.about.append("offload: the optimizer and its rows are in host memory")
             if self.plan.sequence and part.stage:
                 part.beside.about.append("sp: not shown is how ranks tell each other the lengths of their pieces")
+            part.beside.about += about_experts(part)
         show_recompute(parts, self.plan, self.model, rank)
         parts[-1].beside.closing = closing(parts, self.whole, self.task.clip, rank)
         return parts
@@ -141,29 +153,37 @@ class PlanProgram:
 
     def _traced(self, *, unpacked: bool) -> Trace:
         if unpacked not in self._traces:
-            self._traces[unpacked] = trace(self.model, self.example, self.task.loss, unpacked=unpacked)
+            with mixtures_as_ops():
+                self._traces[unpacked] = trace(self.model, self.example, self.task.loss, unpacked=unpacked)
         return self._traces[unpacked]
 
     def _lower(self, mesh: Mesh) -> Lowered:
-        """The layers that tp cuts under a plan, unless the user's marks use that axis."""
+        """The layers that tp cuts under a plan, unless the user's marks use that axis, and the experts that ep does."""
         traced = self._traced(unpacked=False)
+        require_spreadable(self.model, traced, mesh)
         if AXIS not in mesh.names or is_marked(traced, mesh):
             if self.plan.sequence:
                 raise UsageError(f"plan {self.plan}: sp goes with layers that tp cuts by rules, and marks use {AXIS}")
-            return lower(traced, find(traced, mesh), mesh)
+            experts = whole_experts(traced, mesh)
+            found = _followed(traced, mesh, experts) if experts else find(traced, mesh)
+            return lower(traced, require_shared_tokens(found), mesh)
         traced = self._traced(unpacked=True)
         rules = RuleMarks.of(self.task, self.model, self.example, traced, mesh, self.plan.sequence)
         sequence = SequenceMarks(traced, mesh, rules.blocks)
         marks = list(rules.marks)
-        found = follow(traced, mesh, marks)
+        found = _followed(traced, mesh, marks)
         if self.plan.sequence:
             marks += sequence.in_the_blocks(found)
-            found = follow(traced, mesh, marks)
-        found = follow(traced, mesh, [*marks, *sequence.after_layers(found)])
+            found = _followed(traced, mesh, marks)
+        found = require_shared_tokens(_followed(traced, mesh, [*marks, *sequence.after_layers(found)]))
         found.notes |= rules.notes
         lowered = sequence.checked(lower(traced, found, mesh))
         self._notes = summed_by_blocks(lowered, rules.blocks)
         return lowered
+
+
+def _followed(traced: Trace, mesh: Mesh, marks: Sequence[Mark]) -> Assignment:
+    return spread(follow(traced, mesh, marks, DATA))
 
 
 def _stage(block: int, starts: Sequence[int]) -> int:
