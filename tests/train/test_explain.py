@@ -22,6 +22,7 @@ from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.graph.account import Account, account
+from unisono.graph.drawing import as_svg
 from unisono.train.plan_program import PlanProgram, require_shown
 from unisono.train.task import load_task
 
@@ -299,11 +300,13 @@ def test_marks_go_before_rules() -> None:
 
 def test_what_ranks_say_inside_an_op_is_shown() -> None:
     """The samples that count are counted by all ranks, in the midst of the loss."""
-    told = explained(load_task(GPT), "dp=2")
+    (part,) = PlanProgram(load_task(GPT), uni.Plan.parse("dp=2")).parts(0)
+    told = account(part)
     loss = next(line for line in told.lines if line.serial.startswith("cross_entropy"))
     assert [(talk.kind, talk.axes, talk.detail) for talk in loss.forward] == [
         ("all_reduce", ("dp",), "sum, inside the op")
     ]
+    assert as_svg(part).count(">all_reduce<") == 3  # the legend, this one, and the sum of what ranks have of the loss
 
 
 def test_an_op_without_a_rule_is_noted_in_text_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
