@@ -130,6 +130,7 @@ TASKS: dict[str, Callable[[], uni.Task]] = {
     "four": lambda: _with_twelve_rows(tasks.gpt),
     "t5": lambda: _with_twelve_rows(foreign.t5),
     "uneven": lambda: _with_twelve_rows(foreign.llama),
+    "tuned": lambda: _with_twelve_rows(tasks.tuned),
     "experts": _visiting_all_experts,
     "in turn": lambda: _choosing(lambda: Choosing(capacity_factor=0.75)),
     "unevenly": lambda: _choosing(Choosing, in_turn=False),
@@ -198,6 +199,7 @@ def test_a_plan_s_tp_is_shown_as_ranks_run_it(pools: Callable[[str, int], RankPo
         ("llama", "pp=2"),
         ("four", "pp=2,microbatches=3,schedule=zbv,chunks=2"),
         ("t5", "dp=2,zero=1"),
+        ("tuned", "dp=2,tp=2,zero=1"),
         ("uneven", "dp=2,zero=2,microbatches=2"),
         ("uneven", "dp=2,zero=3,microbatches=2"),
         ("gpt", "dp=2,tp=2,sp,zero=3,recompute=full"),
@@ -278,6 +280,8 @@ def test_what_cannot_be_shown_is_noted() -> None:
         require_shown(uni.Plan.parse("tp=2,cp=2,context=ulysses"))
     with pytest.raises(UsageError, match=r"cuts its 37 unevenly.*what ZeRO sends of it cannot be shown"):
         explained(_with_twelve_rows(foreign.llama), "dp=2,tp=2,zero=1")
+    with pytest.raises(UsageError, match=r"unused.weight is used by no op .* not show which stage holds it"):
+        PlanProgram(_with_twelve_rows(tasks.tuned), uni.Plan.parse("dp=2,pp=2,zero=1,microbatches=2")).parts(1)
 
 
 def test_marks_go_before_rules() -> None:

@@ -36,6 +36,7 @@ from unisono.train.experts_shown import (
     spread,
     whole_experts,
 )
+from unisono.train.held_model import require_used
 from unisono.train.recompute_shown import show_recompute
 from unisono.train.rule_marks import AXIS, RuleMarks, is_marked
 from unisono.train.sequence_marks import SequenceMarks, summed_by_blocks
@@ -105,6 +106,7 @@ class PlanProgram:
         names: list[str] = []
         parts = [lowered]
         if self.plan.pp > 1:
+            require_used(lowered.trace, self.plan)
             blocks = require_stages(self.model, order_of(self.plan))
             names = [blocks.name(number) for number in range(len(blocks.modules))]
             parts = self._stages(lowered, names, rank)
