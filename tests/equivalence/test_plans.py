@@ -53,7 +53,7 @@ PLANS = {
         "dp=2,cp=2,zero=3,microbatches=2",
         "dp=2,pp=2,microbatches=2,zero=1",
         "tp=2,cp=2,sp,context=ulysses,recompute=selective",
-        "cp=2,pp=2,microbatches=2,context=ulysses,zero=3,offload",
+        "cp=2,pp=2,microbatches=2,context=ulysses,zero=3,offload,recompute=*.attention",
         "cp=2,pp=2,microbatches=2,zero=3,recompute=full",
         "tp=2,cp=2,sp,zero=2,offload,recompute=selective",
         # On eight ranks; dp=2,tp=2,pp=2,zero=1,sp is examples/seeds/004_overview/hybrid.py, which proves it itself.

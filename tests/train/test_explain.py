@@ -23,7 +23,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.graph.account import Account, account
 from unisono.graph.drawing import as_svg
-from unisono.train.plan_program import PlanProgram, require_shown
+from unisono.train.plan_program import PlanProgram
 from unisono.train.task import load_task
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
@@ -129,9 +129,11 @@ TASKS: dict[str, Callable[[], uni.Task]] = {
     "vit": lambda: foreign.vit,
     "four": lambda: _with_twelve_rows(tasks.gpt),
     "t5": lambda: _with_twelve_rows(foreign.t5),
+    "images": lambda: _with_twelve_rows(foreign.vit),
     "uneven": lambda: _with_twelve_rows(foreign.llama),
     "tuned": lambda: _with_twelve_rows(tasks.tuned),
     "experts": _visiting_all_experts,
+    "balanced": lambda: _visiting_all_experts(aux_weight=0.1),
     "in turn": lambda: _choosing(lambda: Choosing(capacity_factor=0.75)),
     "unevenly": lambda: _choosing(Choosing, in_turn=False),
     "crowded": lambda: _visiting_all_experts(capacity_factor=1.0, aux_weight=0.1, gated=True, bias=False),
@@ -210,11 +212,17 @@ def test_a_plan_s_tp_is_shown_as_ranks_run_it(pools: Callable[[str, int], RankPo
         ("gpt", "dp=2,pp=2,zero=1,microbatches=2"),
         ("four", "dp=2,pp=2,zero=2,microbatches=2,schedule=interleaved,chunks=2"),
         ("four", "dp=2,pp=2,zero=3,microbatches=2,schedule=interleaved,chunks=2"),
+        ("gpt", "cp=2,recompute=*.attention"),
+        ("llama", "cp=4,context=ulysses,recompute=selective,zero=2"),
+        ("gpt2", "cp=2,tp=2,sp,context=ulysses,recompute=full"),
+        ("images", "dp=2,cp=2,zero=1"),
+        ("four", "cp=2,pp=2,microbatches=2,zero=3,recompute=full"),
         ("in turn", "dp=2,ep=2"),
         ("crowded", "dp=2,ep=2,recompute=full"),
         ("experts", "dp=4,ep=2,zero=3,microbatches=3,recompute=full"),
         ("experts", "dp=2,ep=2,tp=2,sp,zero=2"),
         ("experts", "dp=2,ep=2,pp=2,microbatches=2"),
+        ("balanced", "dp=2,ep=2,cp=2,context=ulysses"),
     ],
 )
 def test_what_ranks_say_is_shown(pools: Callable[[str, int], RankPool], name: str, plan: str) -> None:
@@ -265,6 +273,16 @@ def test_dp_and_tp_together_cut_both_ways() -> None:
     assert groups[("dp",)] == (1, 3)
 
 
+def test_keys_go_round_a_ring() -> None:
+    """Each rank sends to the next and hears the one before; keys and values of 8 samples, 8 tokens and 64 features."""
+    told = explained(load_task(GPT), "cp=4", rank=1)
+    ring = next(line for line in told.lines if line.local.startswith("ring over cp"))
+    assert [(talk.kind, talk.ranks) for talk in ring.forward] == [("send", (2,)), ("recv", (0,))] * 3
+    assert {talk.before for talk in (*ring.forward, *ring.backward)} == {(2 * 8 * 8 * 64,)}
+    assert len(ring.backward) == 2 * len(ring.forward)
+    assert next(each for each in told.given if each.kind == "target").local == "i64[8,8]"
+
+
 def test_packed_weights_are_cut_part_by_part() -> None:
     told = explained(TASKS["encoder"](), "tp=2")
     parts = [each for each in told.given if each.name.startswith("layers.layers.0.self_attn.in_proj_weight")]
@@ -276,8 +294,10 @@ def test_what_cannot_be_shown_is_noted() -> None:
     told = explained(foreign.llama, "tp=2")
     assert [each.name for each in told.given if each.note] == ["model.embed_tokens.weight"]
     assert "cuts its 37 unevenly" in next(each.note for each in told.given if each.note)
-    with pytest.raises(UsageError, match=r"cp passes keys and values .* not shown; use --plan tp=2, or unisono report"):
-        require_shown(uni.Plan.parse("tp=2,cp=2,context=ulysses"))
+    with pytest.raises(UsageError, match=r"EncDecAttention .* looks at several tokens at once.* cannot be shown"):
+        explained(TASKS["t5"](), "cp=2")
+    with pytest.raises(UsageError, match=r"sequences of 32 tokens cannot be shared evenly.* a multiple of 3"):
+        explained(load_task(GPT), "cp=3")
     with pytest.raises(UsageError, match=r"cuts its 37 unevenly.*what ZeRO sends of it cannot be shown"):
         explained(_with_twelve_rows(foreign.llama), "dp=2,tp=2,zero=1")
     with pytest.raises(UsageError, match=r"unused.weight is used by no op .* not show which stage holds it"):

@@ -10,13 +10,11 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial
 
-from unisono.graph.beside import Aside
+from unisono.graph.beside import Aside, Inside
 from unisono.graph.inside import Said, received, said_inside
 from unisono.graph.lowering import Compute, Laid, Lowered, Move, Post, peer
-from unisono.graph.mixture import is_mixture
 from unisono.graph.rules import target_name
 from unisono.graph.talk import Shape, Talk
-from unisono.graph.visits import Visits
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placement, Placements, local_shape, shard_dim
 from unisono.mesh.route import Step
@@ -152,7 +150,9 @@ def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source
         for option, name in zip(compute.options, mesh.names, strict=True)
         if option.local is not None
     ]
-    forward, backward = _inside(compute, lowered, rank)
+    forward, backward = (_inside(said, mesh, rank) for said in said_inside(compute, lowered, rank))
+    together = lowered.beside.inside.get(compute.name, Inside(""))
+    rewritten += [together.words] if together.words else []
     return Line(
         compute.name,
         f"{compute.name} = {word}({_arguments(compute.node)})",
@@ -173,8 +173,8 @@ def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source
         source,
         ", ".join(rewritten),
         lowered.assignment.notes.get(compute.name, ""),
-        forward,
-        backward,
+        forward + together.forward,
+        backward + together.backward,
     )
 
 
@@ -184,16 +184,8 @@ def _word(node: fx.Node) -> str:
     return words[1] if len(words) > 2 else words[0]
 
 
-def _inside(compute: Compute, lowered: Lowered, rank: int) -> tuple[tuple[Talk, ...], tuple[Talk, ...]]:
-    """What ranks say in the midst of an op, in the forward and in the backward."""
-    if is_mixture(compute.node):
-        visits = Visits(compute, lowered, rank)
-        return tuple(visits.forward()), tuple(visits.backward())
-    forward, backward = said_inside(compute, lowered, rank)
-    return _reductions(forward, lowered.mesh, rank), _reductions(backward, lowered.mesh, rank)
-
-
-def _reductions(said: Sequence[Said], mesh: Mesh, rank: int) -> tuple[Talk, ...]:
+def _inside(said: Sequence[Said], mesh: Mesh, rank: int) -> tuple[Talk, ...]:
+    """What ranks say in the midst of an op."""
     made = []
     for each in said:
         names = tuple(mesh.names[axis] for axis in each.axes)

@@ -27,10 +27,20 @@ class Aside:
     backward: tuple[Talk, ...] = ()
 
 
+@dataclass(frozen=True)
+class Inside:
+    """What is said in the midst of an op that ranks do together, and what they call it."""
+
+    words: str
+    forward: tuple[Talk, ...] = ()
+    backward: tuple[Talk, ...] = ()
+
+
 @dataclass
 class Beside:
     before: dict[str, list[Aside]] = field(default_factory=dict)  # by the instruction that comes after them
     after: dict[str, list[Aside]] = field(default_factory=dict)  # by the instruction that comes before them
+    inside: dict[str, Inside] = field(default_factory=dict)  # by op
     sums: list[Talk] | None = None  # of gradients, after the backward, where they are not those of the graph
     closing: list[Talk] = field(default_factory=list)  # after these sums, before the optimizer
     updates: list[Talk] = field(default_factory=list)  # after the optimizer

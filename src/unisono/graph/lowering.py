@@ -13,7 +13,7 @@ user gives back parts.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -30,7 +30,7 @@ from unisono.graph.rules.registry import target_name
 from unisono.graph.source import line_of
 from unisono.graph.trace import Trace
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.placement import Placement, Placements, local_shape
+from unisono.mesh.placement import Placement, Placements, local_shape, shard_dim
 
 Options = tuple[Option, ...]
 
@@ -142,13 +142,17 @@ class Lowered:
         return (each for each in self.instructions if isinstance(each, Compute))
 
 
-def lower(trace: Trace, assignment: Assignment, mesh: Mesh) -> Lowered:
-    """The program of a trace under an assignment, for the ranks of a mesh, which need not be running."""
-    return _Lowering(trace, assignment, mesh).run()
+def lower(trace: Trace, assignment: Assignment, mesh: Mesh, parted: Sequence[str] = ()) -> Lowered:
+    """The program of a trace under an assignment, for the ranks of a mesh, which need not be running.
+
+    parted: axes along which all that is whole keeps its gradient in parts, where it can, and not only what is made of
+    parameters."""
+    return _Lowering(trace, assignment, mesh, {mesh.axis(name) for name in parted}).run()
 
 
 class _Lowering:
-    def __init__(self, trace: Trace, assignment: Assignment, mesh: Mesh) -> None:
+    def __init__(self, trace: Trace, assignment: Assignment, mesh: Mesh, parted: set[int]) -> None:
+        self.parted = parted
         self.made = Lowered(trace, assignment, mesh)
         self.assignment = assignment
         self.nodes = list(trace.graph.nodes)
@@ -272,10 +276,12 @@ class _Lowering:
         """For parameters and what is made of them alone: the axes along which the gradient stays in parts."""
         found: dict[str, set[int]] = {}
         for node in reversed(self.nodes):
-            if node.name not in self.of_parameters or node.name not in self.differentiable:
+            if node.name not in self.differentiable:
                 continue
             axes = set()
             for axis, placement in enumerate(self.assignment.layout(node.name)):
+                if node.name not in self.of_parameters and axis not in self.parted:
+                    continue
                 unsplit = node.op == "placeholder" or not self.assignment.options[node.name][axis].splits
                 if placement == REPLICATE and unsplit and self._all_give_parts(node, axis, found):
                     axes.add(axis)
@@ -292,6 +298,8 @@ class _Lowering:
         if user.name not in self.differentiable:
             return True  # gives nothing back at all
         option = self.assignment.options[user.name][axis]
+        if axis in self.parted and shard_dim(option.gradient(i)) is not None:
+            return True  # its piece among zeros is a part
         return option.gradient(i) == SUM or (not option.splits and axis in found.get(user.name, ()))
 
 

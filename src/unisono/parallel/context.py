@@ -55,7 +55,7 @@ def attention(comm: Communicator, kind: str, tokens: Tokens) -> SpreadAttention:
     return SpreadAttention(comm, kind, tokens)
 
 
-_NEEDS = (
+NEEDS = (
     "context parallelism (cp) spreads the sequences that run through such blocks: the model must take (batch, "
     "sequence, ...) and attend through F.scaled_dot_product_attention; for other models use dp, tp or pp"
 )
@@ -71,7 +71,7 @@ def context_parallelize(model: nn.Module, mesh: Mesh, kind: str = "ring") -> Con
         raise UsageError(f"context parallelism of kind {kind!r}; expected one of {', '.join(CONTEXT)}")
     context = Context(mesh.comm("cp"), kind)
     if context.comm.size > 1:
-        blocks = find_blocks(model, _NEEDS)
+        blocks = find_blocks(model, NEEDS)
         for number, block in enumerate(blocks.modules):
             name = blocks.name(number)
             # Before the hooks of other strategies: what they see is this rank's sequence.

@@ -33,7 +33,9 @@ from torch.utils.checkpoint import checkpoint
 from unisono.errors import UsageError
 from unisono.mesh import dropout
 from unisono.mesh.random import RandomState
+from unisono.parallel import spread_attention
 from unisono.parallel.blocks import find_blocks
+from unisono.parallel.spread_attention import SpreadAttention
 from unisono.plan.plan import RECOMPUTE
 
 _MARK = "unisono_recomputed"
@@ -111,24 +113,31 @@ def _with_core_recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def _checkpointed(module: nn.Module | None, function: Callable[..., Any], *args: Any) -> Any:
-    state, modes = dropout.active(), _get_current_function_mode_stack()
+    again = _SecondRun(module, dropout.active(), spread_attention.active(), _get_current_function_mode_stack())
     return checkpoint(
         function,
         *args,
         use_reentrant=False,
-        context_fn=lambda: (contextlib.nullcontext(), _SecondRun(module, state, modes)),
+        context_fn=lambda: (contextlib.nullcontext(), again),
     )
 
 
 class _SecondRun:
-    """With the first run's random numbers and modes, also where the backward is outside them, and on copied buffers.
+    """With the first run's random numbers, modes and attention over spread tokens, also where the backward is outside
+    them, and on copied buffers.
 
     May be entered again: a backward in halves runs the piece once for each half.
     """
 
-    def __init__(self, module: nn.Module | None, state: RandomState | None, modes: Sequence[TorchFunctionMode]) -> None:
+    def __init__(
+        self,
+        module: nn.Module | None,
+        state: RandomState | None,
+        spread: SpreadAttention | None,
+        modes: Sequence[TorchFunctionMode],
+    ) -> None:
         self._module = module
-        self._state = state
+        self._around = [each for each in (state, spread) if each is not None]
         self._modes = modes
 
     def __enter__(self) -> None:
@@ -144,12 +153,12 @@ class _SecondRun:
         ]
         for child, name, buffer in self._originals:
             child._buffers[name] = buffer.clone()
-        if self._state is not None:
-            self._state.__enter__()
+        self._entered = contextlib.ExitStack()
+        for each in self._around:
+            self._entered.enter_context(each)
 
     def __exit__(self, *reason: object) -> None:
-        if self._state is not None:
-            self._state.__exit__(*reason)
+        self._entered.close()
         # The originals are put back untouched, not written back: autograd may have saved them.
         for child, name, buffer in self._originals:
             child._buffers[name] = buffer

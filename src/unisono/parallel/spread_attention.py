@@ -30,6 +30,13 @@ from unisono.parallel.tokens import Tokens
 from unisono.parallel.ulysses import heads_of, ulysses_attention
 from unisono.plan.plan import CONTEXT
 
+_entered: list[SpreadAttention] = []
+
+
+def active() -> SpreadAttention | None:
+    """The one that attention goes through at the moment."""
+    return _entered[-1] if _entered else None
+
 
 class SpreadAttention:
     """While it is entered, once or again within itself, attention is over the tokens of all ranks of `comm`."""
@@ -44,12 +51,14 @@ class SpreadAttention:
     def __enter__(self) -> SpreadAttention:
         self._before.append((F.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()))
         F.scaled_dot_product_attention = self._attend
+        _entered.append(self)
         torch.backends.mha.set_fastpath_enabled(False)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        _entered.pop()
         F.scaled_dot_product_attention, fast = self._before.pop()
         torch.backends.mha.set_fastpath_enabled(fast)
 

@@ -44,7 +44,7 @@ def ulysses_attention(
     require_fit("ulysses", q, k, v, tokens, comm.rank, comm.size)
     if mask is not None and causal:
         raise UsageError("ulysses attention was given a mask and causal; put both into the mask")
-    deal = _Deal(q.shape[1], k.shape[1], comm.size)
+    deal = Deal(q.shape[1], k.shape[1], comm.size)
     mine = deal.queries[comm.rank]
     whole_q, whole_k, whole_v = _heads_for_tokens([q, k, v], [deal.queries, deal.keys, deal.keys], comm, tokens)
     whole_k, whole_v = (deal.matched(x, comm.rank) for x in (whole_k, whole_v))
@@ -61,10 +61,10 @@ def ulysses_attention(
 
 def heads_of(heads: int, comm: Communicator) -> range:
     """The heads that this rank has during the attention."""
-    return _Deal(heads, heads, comm.size).queries[comm.rank]
+    return Deal(heads, heads, comm.size).queries[comm.rank]
 
 
-class _Deal:
+class Deal:
     """Which heads each rank gets: consecutive ones of the queries, and the ones of the keys that these use."""
 
     def __init__(self, heads: int, key_heads: int, ranks: int) -> None:

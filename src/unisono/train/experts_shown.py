@@ -12,7 +12,6 @@ from torch.distributed.tensor import Shard
 
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment, producers
-from unisono.graph.lowering import Lowered
 from unisono.graph.mixture import EXPERTS, MIXTURE, is_mixture
 from unisono.graph.op import Op
 from unisono.graph.option import REPLICATE, Option
@@ -24,8 +23,6 @@ from unisono.parallel.expert import MoE
 from unisono.plan.plan import DATA
 
 AXIS = "ep"
-_ALIKE = "experts: sizes of what is said for them are those of tokens that visit all experts alike"
-_AUXILIARY = "experts: not shown is their auxiliary loss, which each rank adds to its part of the loss"
 
 
 @contextlib.contextmanager
@@ -124,7 +121,7 @@ def spread(found: Assignment) -> Assignment:
     return made
 
 
-def require_shared_tokens(found: Assignment) -> Assignment:
+def require_shared_tokens(found: Assignment) -> None:
     """Ranks of the data axis give their experts the tokens of their samples, and tp leaves mixtures whole: a program in
     which they would not is not theirs."""
     mesh = found.mesh
@@ -144,13 +141,3 @@ def require_shared_tokens(found: Assignment) -> Assignment:
                     f"{call.names[number]} of {op.path} is cut in a way in which what ranks say there is not shown; "
                     "leave it out of the rules for tp"
                 )
-    return found
-
-
-def about_experts(part: Lowered) -> Iterator[str]:
-    """What a reader of a part's program should know."""
-    calls = [Call(each.node) for each in part.computes if is_mixture(each.node)]
-    if calls and AXIS in part.mesh.names:
-        yield _ALIKE
-    if any(call["aux_weight"] for call in calls):
-        yield _AUXILIARY

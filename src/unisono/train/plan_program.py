@@ -1,7 +1,8 @@
-"""The program of a rank under a plan of dp, ep, tp and pp, with ZeRO, sp and recompute: what `explain --plan` shows.
+"""The program of a rank under a plan: what `explain --plan` shows.
 
-One part for each of the rank's stages: the ops of the traced model as tp and ep cut them (rule_marks, sequence_marks,
-experts_shown), and beside them what no op cuts (zero_shown, recompute_shown, closing).
+One part for each of the rank's stages: the ops of the traced model as tp cuts them (rule_marks, sequence_marks), ep
+(experts_shown) and cp (context_cuts), and beside them what no op cuts (experts_said, context_said, zero_shown,
+recompute_shown, closing).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 from unisono.errors import UsageError
@@ -21,15 +23,20 @@ from unisono.graph.trace import Trace, trace
 from unisono.graph.wish import Mark
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.apply import order_of, refuse_what_cannot_be_right
+from unisono.parallel.context import are_of_sequences
 from unisono.parallel.expert import require_experts
 from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.split import require_stages
 from unisono.parallel.share import rows_of, shares
+from unisono.parallel.tokenwise import require_tokenwise
 from unisono.plan.balance import balanced, checked
 from unisono.plan.plan import AXES, DATA, Plan
 from unisono.train.closing import closing, replica_sums
+from unisono.train.context_cuts import AXIS as CP
+from unisono.train.context_cuts import ContextCuts, blocks_of
+from unisono.train.context_said import show_context
+from unisono.train.experts_said import show_experts
 from unisono.train.experts_shown import (
-    about_experts,
     mixtures_as_ops,
     require_shared_tokens,
     require_spreadable,
@@ -37,35 +44,21 @@ from unisono.train.experts_shown import (
     whole_experts,
 )
 from unisono.train.held_model import require_used
+from unisono.train.key_heads import key_heads
 from unisono.train.recompute_shown import show_recompute
 from unisono.train.rule_marks import AXIS, RuleMarks, is_marked
 from unisono.train.sequence_marks import SequenceMarks, summed_by_blocks
-from unisono.train.sketch import without_memory
+from unisono.train.sketch import to_try_out, without_memory
 from unisono.train.task import Task
 from unisono.train.zero_shown import with_zero
 
 _ALWAYS = ("pp", "dp", "tp")  # axes of which a rank's place is told, though nothing lies along them
-_UNSHOWN = {
-    "cp": "cp passes keys and values between ranks inside of attention",
-}
-
-
-def require_shown(plan: Plan) -> None:
-    """Plans whose programs can be shown."""
-    for field, why in _UNSHOWN.items():
-        if getattr(plan, field) > 1:
-            shown = plan.but(cp=1, context="ring")
-            raise UsageError(
-                f"--plan {plan}: a program is made of splits of tensors and of stages, and {why}, so it is not shown; "
-                f"use --plan {shown}, or unisono report, which writes down what ranks of a run said"
-            )
 
 
 class PlanProgram:
     """A task under a plan; a model that can be built on meta takes no memory."""
 
     def __init__(self, task: Task, plan: Plan) -> None:
-        require_shown(plan)
         self.plan = plan
         self.task = task
         self.model = without_memory(task)
@@ -91,6 +84,10 @@ class PlanProgram:
             )
         first: tuple[Any, Any] = shares(batch, self.plan.microbatches)[0].batch
         return first
+
+    @cached_property
+    def _key_heads(self) -> list[int]:
+        return key_heads(self.model, self.example[0])
 
     def about(self, part: Lowered) -> str:
         stage = f", stage {part.stage} of {order_of(self.plan).stages}" if self.plan.pp > 1 else ""
@@ -121,7 +118,9 @@ class PlanProgram:
                 part.beside.about.append("offload: the optimizer and its rows are in host memory")
             if self.plan.sequence and part.stage:
                 part.beside.about.append("sp: not shown is how ranks tell each other the lengths of their pieces")
-            part.beside.about += about_experts(part)
+        show_experts(parts, rank)
+        if self.plan.cp > 1:
+            show_context(parts, self.plan, self._key_heads, rank)
         show_recompute(parts, self.plan, self.model, rank)
         parts[-1].beside.closing = closing(parts, self.whole, self.task.clip, rank)
         return parts
@@ -156,36 +155,58 @@ class PlanProgram:
     def _traced(self, *, unpacked: bool) -> Trace:
         if unpacked not in self._traces:
             with mixtures_as_ops():
-                self._traces[unpacked] = trace(self.model, self.example, self.task.loss, unpacked=unpacked)
+                traced = trace(self.model, self.example, self.task.loss, unpacked=unpacked, apart=unpacked)
+            self._traces[unpacked] = traced
         return self._traces[unpacked]
 
     def _lower(self, mesh: Mesh) -> Lowered:
         """The layers that tp cuts under a plan, unless the user's marks use that axis, and the experts that ep does."""
         traced = self._traced(unpacked=False)
         require_spreadable(self.model, traced, mesh)
-        if AXIS not in mesh.names or is_marked(traced, mesh):
+        others = _without(mesh, CP)  # cp cuts what it does whatever lies along other axes
+        if AXIS not in mesh.names or is_marked(traced, others):
             if self.plan.sequence:
                 raise UsageError(f"plan {self.plan}: sp goes with layers that tp cuts by rules, and marks use {AXIS}")
-            experts = whole_experts(traced, mesh)
-            found = _followed(traced, mesh, experts) if experts else find(traced, mesh)
-            return lower(traced, require_shared_tokens(found), mesh)
+            experts = whole_experts(traced, others)
+            found = _followed(traced, others, experts) if experts else find(traced, others)
+            return self._lowered_on(mesh, found)
         traced = self._traced(unpacked=True)
-        rules = RuleMarks.of(self.task, self.model, self.example, traced, mesh, self.plan.sequence)
-        sequence = SequenceMarks(traced, mesh, rules.blocks)
+        rules = RuleMarks.of(self.task, self.model, self.example, traced, others, self.plan.sequence)
+        sequence = SequenceMarks(traced, others, rules.blocks)
         marks = list(rules.marks)
-        found = _followed(traced, mesh, marks)
+        found = _followed(traced, others, marks)
         if self.plan.sequence:
             marks += sequence.in_the_blocks(found)
-            found = _followed(traced, mesh, marks)
-        found = require_shared_tokens(_followed(traced, mesh, [*marks, *sequence.after_layers(found)]))
+            found = _followed(traced, others, marks)
+        found = _followed(traced, others, [*marks, *sequence.after_layers(found)])
         found.notes |= rules.notes
-        lowered = sequence.checked(lower(traced, found, mesh))
+        lowered = self._lowered_on(mesh, found, SequenceMarks(traced, mesh, rules.blocks))
         self._notes = summed_by_blocks(lowered, rules.blocks)
         return lowered
+
+    def _lowered_on(self, mesh: Mesh, found: Assignment, sequence: SequenceMarks | None = None) -> Lowered:
+        """On the whole mesh, of which the assignment knows all axes but cp."""
+        require_shared_tokens(found)
+        if CP not in mesh.names:
+            lowered = lower(found.trace, found, mesh)
+            return lowered if sequence is None else sequence.checked(lowered)
+        tried = to_try_out(self.task, self.model)
+        require_tokenwise(tried, self.example, CP)
+        cuts = ContextCuts(found.trace, blocks_of(self.model), are_of_sequences(*self.example))
+        lowered = lower(found.trace, cuts.added(found, mesh), mesh, parted=[CP])
+        return cuts.checked(lowered if sequence is None else sequence.checked(lowered))
 
 
 def _followed(traced: Trace, mesh: Mesh, marks: Sequence[Mark]) -> Assignment:
     return spread(follow(traced, mesh, marks, DATA))
+
+
+def _without(mesh: Mesh, axis: str) -> Mesh:
+    """The mesh without an axis; one of a single rank, where that was the only one."""
+    if axis not in mesh.names:
+        return mesh
+    sizes = {name: mesh.size(name) for name in mesh.names if name != axis} or {"dp": 1}
+    return Mesh.describe(list(sizes.values()), list(sizes))
 
 
 def _stage(block: int, starts: Sequence[int]) -> int:

@@ -32,16 +32,23 @@ def show_recompute(parts: Sequence[Lowered], plan: Plan, model: nn.Module, rank:
         return
     if plan.recompute == "selective":
         for part in parts:
-            part.beside.about.append("recompute=selective: what attention computes is computed again in the backward")
-            cores = [each.name for each in part.computes if _CORE in target_name(each.node.target)]
-            for name in cores:
-                part.beside.after.setdefault(name, []).insert(0, Aside(f"again_{name}", f"{name} runs again"))
+            _show_selective(part, plan)
         return
     names = recomputed_modules(model, plan.recompute)
     for part in parts:
         part.beside.about.append(f"recompute: {_listed(names)} run{'s' * (len(names) == 1)} again in the backward")
         for name in names:
             _show(part, plan, name, rank)
+
+
+def _show_selective(part: Lowered, plan: Plan) -> None:
+    """Within attention, between what ranks say there; a ring has nothing to compute again."""
+    if plan.cp > 1 and plan.context == "ring":
+        part.beside.about.append("recompute=selective: nothing, as ring attention keeps no weights")
+        return
+    part.beside.about.append("recompute=selective: what attention computes is computed again in the backward")
+    for name in [each.name for each in part.computes if _CORE in target_name(each.node.target)]:
+        part.beside.after.setdefault(name, []).insert(0, Aside(f"again_{name}", f"{name} runs again"))
 
 
 def _listed(names: Sequence[str]) -> str:

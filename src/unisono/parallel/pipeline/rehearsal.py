@@ -72,7 +72,7 @@ def foreseen(model: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen | No
     if shown is not None:
         return shown
     copy = hollow_copy(model)
-    with contextlib.suppress(_NeedsNumbers), Lending(model, copy, _device_of(inputs)):
+    with contextlib.suppress(_NeedsNumbers), Lending(model, copy, device_of(inputs)):
         return _foreseen(copy, schedule, inputs)
     return None
 
@@ -80,12 +80,12 @@ def foreseen(model: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen | No
 def foreseen_without_numbers(model: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen | None:
     """The same of any hollow model; None where it needs numbers that come of its parameters."""
     copy = hollow_copy(model)
-    with contextlib.suppress(_NeedsNumbers), KnownShapes(), Shadow(_device_of(inputs)), evenly_visited(copy):
+    with contextlib.suppress(_NeedsNumbers), KnownShapes(), Shadow(device_of(inputs)), evenly_visited(copy):
         return _foreseen(copy, schedule, inputs)
     return None
 
 
-def _device_of(inputs: Any) -> torch.device:
+def device_of(inputs: Any) -> torch.device:
     devices = [leaf.device for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     return devices[0] if devices else torch.device("cpu")
 

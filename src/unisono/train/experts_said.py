@@ -12,22 +12,38 @@ of ranks, so some ranks may send less than others.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from fractions import Fraction
 
 import torch
 
+from unisono.graph.beside import Inside
 from unisono.graph.lowering import Compute, Lowered
-from unisono.graph.mixture import EXPERTS
+from unisono.graph.mixture import EXPERTS, is_mixture
 from unisono.graph.rules.call import Call
 from unisono.graph.talk import Shape, Talk
 from unisono.mesh.placement import shard_dim
+from unisono.train.experts_shown import AXIS
 
 _COUNT = torch.int64.itemsize
+_ALIKE = "experts: sizes of what is said for them are those of tokens that visit all experts alike"
+_AUXILIARY = "experts: not shown is their auxiliary loss, which each rank adds to its part of the loss"
 
 
-class Visits:
-    """Of one mixture, as a rank sees it."""
+def show_experts(parts: Sequence[Lowered], rank: int) -> None:
+    """Write into the programs of a rank's stages what is said in their mixtures of experts."""
+    for part in parts:
+        mixtures = [each for each in part.computes if is_mixture(each.node)]
+        for each in mixtures:
+            part.beside.inside[each.name] = _Visits(each, part, rank).said()
+        if mixtures and AXIS in part.mesh.names:
+            part.beside.about.append(_ALIKE)
+        if any(Call(each.node)["aux_weight"] for each in mixtures):
+            part.beside.about.append(_AUXILIARY)
+
+
+class _Visits:
+    """Those of one mixture, as a rank sees them."""
 
     def __init__(self, compute: Compute, lowered: Lowered, rank: int) -> None:
         self._mesh, self._rank = lowered.mesh, rank
@@ -51,7 +67,11 @@ class Visits:
         self._are_rows_tracked = "x" in tracked
         self._are_outcomes_tracked = bool(tracked.intersection(("x", *EXPERTS)))
 
-    def forward(self) -> Iterator[Talk]:
+    def said(self) -> Inside:
+        words = f"experts over {', '.join(self._owners)}" if self._owners else ""
+        return Inside(words, tuple(self._forward()), tuple(self._backward()))
+
+    def _forward(self) -> Iterator[Talk]:
         choices = self._call["top_k"] * self._experts
         if self._call["aux_weight"] and self._sharing:
             yield self._counts("all_reduce", self._sharing, self._experts + 1, "sum, counts of visits and tokens")
@@ -62,7 +82,7 @@ class Visits:
             yield self._rows("rows to their experts", is_back=False)
             yield self._rows("what experts made of them", is_back=True)
 
-    def backward(self) -> Iterator[Talk]:
+    def _backward(self) -> Iterator[Talk]:
         if self._owners and self._are_outcomes_tracked:
             yield self._rows("gradients of what experts made", is_back=False)
         if self._owners and self._are_rows_tracked:
