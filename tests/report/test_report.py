@@ -109,6 +109,8 @@ def reported(comm: Communicator, folder: str) -> None:
     with known_machine():
         trained.foreseen()
     trained.fit(data(), steps=4, epochs=2, batch_size=8, save=folder, progress=False)
+    if comm.rank == 0:
+        (Path(folder) / "program.html").write_text(trained.program_page())
 
 
 @pytest.fixture(scope="module")
@@ -146,6 +148,12 @@ def test_memory_and_bytes_in_the_ledger_are_those_of_the_plan(run_folder: Path) 
         assert rows[f"rank {rank} predicted"]["parameters"] == stages[stage]["parameters"]
         assert rows[f"rank {rank}"]["parameters"] == pytest.approx(stages[stage]["parameters"], rel=0.02)
     assert stages[0]["parameters"] != stages[1]["parameters"]
+
+
+def test_the_program_of_a_mixture_has_a_page(run_folder: Path) -> None:
+    page = (run_folder / "program.html").read_text()
+    assert "moe = moe(" in page
+    assert page.count("all_to_all</b> over ep ranks (0,1)") == 5
 
 
 def test_each_stage_has_its_program_as_it_ran(run_folder: Path) -> None:

@@ -22,6 +22,7 @@ from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.graph.account import Account, account
+from unisono.graph.drawing import as_svg
 from unisono.train.plan_program import PlanProgram
 from unisono.train.task import load_task
 
@@ -74,6 +75,52 @@ def _with_twelve_rows(task: uni.Task) -> uni.Task:
     return dataclasses.replace(task, batch=batch)
 
 
+def _visiting_all_experts(**options: Any) -> uni.Task:
+    """How many rows travel does not depend on numbers."""
+
+    def model() -> nn.Module:
+        made = tasks.moe.model()
+        for block in made.blocks:
+            block[1].moe = uni.nn.MoE(16, 32, experts=4, top_k=4, **options)
+        return made
+
+    return _with_twelve_rows(dataclasses.replace(tasks.moe, model=model, clip=0.5))
+
+
+class Choosing(nn.Module):
+    """Its experts are given the batch itself, whose tokens choose one each: the one that their largest number says."""
+
+    def __init__(self, experts: int = 4, **options: Any) -> None:
+        super().__init__()
+        self.moe = uni.nn.MoE(4, 8, experts, top_k=1, **options)
+        self.last = nn.Linear(4, 4)
+        with torch.no_grad():
+            self.moe.router.weight.copy_(10 * torch.eye(experts, 4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.moe(x))
+
+
+class Idle(Choosing):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x)
+
+
+class Prompted(Choosing):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(x) + self.moe(self.last.weight).mean(0)
+
+
+def _choosing(model: Callable[[], nn.Module], in_turn: bool = True) -> uni.Task:
+    def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        tokens = (
+            torch.eye(4).repeat(12, 1) if in_turn else torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
+        )
+        return tokens.view(8, 6, 4), torch.zeros(8, 6, 4)
+
+    return uni.Task(model, F.mse_loss, lambda parameters: torch.optim.SGD(parameters, 1e-3), batch)
+
+
 TASKS: dict[str, Callable[[], uni.Task]] = {
     "gpt": lambda: load_task(GPT),
     "encoder": lambda: uni.Task(Encoder, _loss, lambda parameters: torch.optim.SGD(parameters, 0.1), _sentences),
@@ -86,6 +133,12 @@ TASKS: dict[str, Callable[[], uni.Task]] = {
     "t5": lambda: _with_twelve_rows(foreign.t5),
     "images": lambda: _with_twelve_rows(foreign.vit),
     "uneven": lambda: _with_twelve_rows(foreign.llama),
+    "tuned": lambda: _with_twelve_rows(tasks.tuned),
+    "experts": _visiting_all_experts,
+    "balanced": lambda: _visiting_all_experts(aux_weight=0.1),
+    "in turn": lambda: _choosing(lambda: Choosing(capacity_factor=0.75)),
+    "unevenly": lambda: _choosing(Choosing, in_turn=False),
+    "crowded": lambda: _visiting_all_experts(capacity_factor=1.0, aux_weight=0.1, gated=True, bias=False),
 }
 
 
@@ -152,6 +205,7 @@ def test_a_plan_s_tp_is_shown_as_ranks_run_it(pools: Callable[[str, int], RankPo
         ("bert", "tp=2,pp=2,sp,recompute=full"),
         ("four", "pp=2,microbatches=3,schedule=zbv,chunks=2"),
         ("t5", "dp=2,zero=1"),
+        ("tuned", "dp=2,tp=2,zero=1"),
         ("uneven", "dp=2,zero=2,microbatches=2"),
         ("uneven", "dp=2,zero=3,microbatches=2"),
         ("gpt", "dp=2,tp=2,sp,zero=3,recompute=full"),
@@ -167,6 +221,12 @@ def test_a_plan_s_tp_is_shown_as_ranks_run_it(pools: Callable[[str, int], RankPo
         ("gpt2", "cp=2,tp=2,sp,context=ulysses,recompute=full"),
         ("images", "dp=2,cp=2,zero=1"),
         ("four", "cp=2,pp=2,microbatches=2,zero=3,recompute=full"),
+        ("in turn", "dp=2,ep=2"),
+        ("crowded", "dp=2,ep=2,recompute=full"),
+        ("experts", "dp=4,ep=2,zero=3,microbatches=3,recompute=full"),
+        ("experts", "dp=2,ep=2,tp=2,sp,zero=2"),
+        ("experts", "dp=2,ep=2,pp=2,microbatches=2"),
+        ("balanced", "dp=2,ep=2,cp=2,context=ulysses"),
     ],
 )
 def test_what_ranks_say_is_shown(pools: Callable[[str, int], RankPool], name: str, plan: str) -> None:
@@ -175,6 +235,36 @@ def test_what_ranks_say_is_shown(pools: Callable[[str, int], RankPool], name: st
         told = shown(program, rank)
         assert told
         assert heard == told, f"rank {rank}: heard {heard - told}, shown {told - heard}"
+
+
+def test_messages_of_experts_are_shown_however_tokens_choose(pools: Callable[[str, int], RankPool]) -> None:
+    """What depends on numbers is how many rows are in them."""
+    program = PlanProgram(TASKS["unevenly"](), uni.Plan.parse("dp=2,ep=2"))
+
+    def without_rows(told: Heard) -> Counter[tuple[str, tuple[int, ...]]]:
+        return Counter((kind, ranks) for kind, _, ranks in told.elements())
+
+    for rank, heard in enumerate(pools("gloo", 2).run(said, "unevenly", "dp=2,ep=2")):
+        told = shown(program, rank)
+        assert heard != told
+        assert without_rows(heard) == without_rows(told)
+        assert account(program.parts(rank)[0], rank).about == [
+            "experts: sizes of what is said for them are those of tokens that visit all experts alike"
+        ]
+
+
+@pytest.mark.parametrize(
+    ("model", "why"),
+    [
+        (lambda: Choosing(experts=5), "moe has 5 experts, which ep=2 ranks share unevenly"),
+        (Idle, "moe is called in no forward"),
+        (Prompted, "what moe is given at test_explain.py:.* does not come of the samples of each rank alone"),
+        (lambda: nn.Linear(4, 4), "ep=2 spreads experts, but Linear has no uni.nn.MoE"),
+    ],
+)
+def test_experts_that_cannot_be_shown_are_refused(model: Callable[[], nn.Module], why: str) -> None:
+    with pytest.raises(UsageError, match=why):
+        explained(_choosing(model), "dp=2,ep=2")
 
 
 def test_dp_and_tp_together_cut_both_ways() -> None:
@@ -214,6 +304,8 @@ def test_what_cannot_be_shown_is_noted() -> None:
         explained(load_task(GPT), "cp=3")
     with pytest.raises(UsageError, match=r"cuts its 37 unevenly.*what ZeRO sends of it cannot be shown"):
         explained(_with_twelve_rows(foreign.llama), "dp=2,tp=2,zero=1")
+    with pytest.raises(UsageError, match=r"unused.weight is used by no op .* not show which stage holds it"):
+        PlanProgram(_with_twelve_rows(tasks.tuned), uni.Plan.parse("dp=2,pp=2,zero=1,microbatches=2")).parts(1)
 
 
 def test_marks_go_before_rules() -> None:
@@ -236,11 +328,13 @@ def test_marks_go_before_rules() -> None:
 
 def test_what_ranks_say_inside_an_op_is_shown() -> None:
     """The samples that count are counted by all ranks, in the midst of the loss."""
-    told = explained(load_task(GPT), "dp=2")
+    (part,) = PlanProgram(load_task(GPT), uni.Plan.parse("dp=2")).parts(0)
+    told = account(part)
     loss = next(line for line in told.lines if line.serial.startswith("cross_entropy"))
     assert [(talk.kind, talk.axes, talk.detail) for talk in loss.forward] == [
         ("all_reduce", ("dp",), "sum, inside the op")
     ]
+    assert as_svg(part).count(">all_reduce<") == 3  # the legend, this one, and the sum of what ranks have of the loss
 
 
 def test_an_op_without_a_rule_is_noted_in_text_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

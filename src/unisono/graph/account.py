@@ -144,7 +144,7 @@ def _kept(lowered: Lowered, name: str) -> str:
 def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source: str) -> Line:
     mesh = lowered.mesh
     inputs = [lowered.values[name] for name in compute.inputs if name in lowered.values]
-    word = target_name(compute.node.target).removeprefix("aten.").partition(".")[0]
+    word = _word(compute.node)
     rewritten = [
         f"{option.local} over {name}"
         for option, name in zip(compute.options, mesh.names, strict=True)
@@ -176,6 +176,12 @@ def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source
         forward + together.forward,
         backward + together.backward,
     )
+
+
+def _word(node: fx.Node) -> str:
+    """The linear of aten.linear.default."""
+    words = target_name(node.target).split(".")
+    return words[1] if len(words) > 2 else words[0]
 
 
 def _inside(said: Sequence[Said], mesh: Mesh, rank: int) -> tuple[Talk, ...]:

@@ -1,7 +1,7 @@
 """A program as a picture: values run down lanes from the op that makes them to the last that uses them.
 
 An op is a dot on the lane of its result, with its name and local shapes beside it; a move is a box in the colour of its
-collective, forward and backward.
+collective, forward and backward. What ranks say inside an op stands before its name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def as_svg(lowered: Lowered, rank: int = 0, title: str = "program") -> str:
     """The whole drawing as text; it follows the viewer's light or dark colours."""
     told = account(lowered, rank)
     lanes = _lanes(lowered)
-    width = max(len(_label(line)) for line in told.lines) * 7.4 + 260 if told.lines else 400
+    width = max((len(_label(line)) * 7.4 + _wide(line) for line in told.lines), default=140) + 260
     text_at = _LEFT + _LANE * (max(lanes.values(), default=0) + 1) + 12
     height = _TOP + _ROW * (len(told.lines) + len(told.sums) + len(told.updates) + 2)
     parts = [
@@ -94,12 +94,21 @@ def _mark(line: Line, row: int, lane: int, text_at: int) -> Iterator[str]:
         hue = colour_of(talks[0].kind) if talks else OTHER
         yield f'<rect x="{x - 6}" y="{y - 6}" width="12" height="12" rx="3" fill="{hue}"/>'
     at = float(text_at)
-    if not line.serial:
-        for direction, listed in (("", line.forward), ("back: ", line.backward)):
-            for talk in listed:
-                yield from _badge(talk, direction, at, y)
-                at += 7.4 * len(direction + talk.kind) + 16
+    for direction, talk in _badges(line):
+        yield from _badge(talk, direction, at, y)
+        at += 7.4 * len(direction + talk.kind) + 16
     yield f'<text x="{at:.0f}" y="{y + 4}">{escape(_label(line))}</text>'
+
+
+def _badges(line: Line) -> list[tuple[str, Talk]]:
+    """Forward and backward; of an op only what is said to others."""
+    both = [*(("", talk) for talk in line.forward), *(("back: ", talk) for talk in line.backward)]
+    return [(direction, talk) for direction, talk in both if talk.is_collective or not line.serial]
+
+
+def _wide(line: Line) -> float:
+    """Of an op's badges; those of a move have their place beside its short label."""
+    return sum(7.4 * len(direction + talk.kind) + 16 for direction, talk in _badges(line)) if line.serial else 0.0
 
 
 def _badge(talk: Talk, direction: str, at: float, y: int) -> Iterator[str]:

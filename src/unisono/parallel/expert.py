@@ -276,8 +276,14 @@ def expert_parallelize(model: nn.Module, mesh: Mesh) -> None:
 
     Needed without an "ep" axis too, wherever ranks share a batch: capacity and auxiliary loss are of the global one.
     """
-    layers = dict(_layers(model))
-    ranks = mesh.size("ep") if "ep" in mesh.names else 1
+    require_experts(model, mesh)
+    for _, moe in _layers(model):
+        _spread(moe, mesh, _owners(mesh))
+
+
+def require_experts(model: nn.Module, mesh: Mesh) -> None:
+    """UsageError where ranks along the mesh's "ep" axis cannot have the model's experts, or its capacity."""
+    layers, ranks = dict(_layers(model)), _owners(mesh)
     if ranks > 1 and not layers:
         raise UsageError(f"ep={ranks} spreads experts, but {type(model).__name__} has no uni.nn.MoE; use ep=1")
     for name, moe in layers.items():
@@ -288,8 +294,11 @@ def expert_parallelize(model: nn.Module, mesh: Mesh) -> None:
                 f"{name} has a capacity, which tokens take in the order of the whole sequence; under cp a rank does "
                 "not know it: use capacity_factor=None (dropless) or a plan with cp=1"
             )
-    for moe in layers.values():
-        _spread(moe, mesh, ranks)
+
+
+def _owners(mesh: Mesh) -> int:
+    """How many ranks share the experts."""
+    return mesh.size("ep") if "ep" in mesh.names else 1
 
 
 def _spread(moe: MoE, mesh: Mesh, ranks: int) -> None:

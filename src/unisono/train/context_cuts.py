@@ -11,6 +11,7 @@ Attention is what ranks do together (see context_said).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import is_partial, shard_dim
 from unisono.parallel.blocks import find_blocks
 from unisono.parallel.context import NEEDS, sequence_dim
+from unisono.plan.plan import DATA
 from unisono.train.walk import WHOLE, Lies, Walk
 
 AXIS = "cp"
@@ -145,7 +147,7 @@ class ContextCuts(Walk):
                 f"cp={ranks}: sequences of {self._length} tokens cannot be shared evenly{others}, as a program shows "
                 f"it; give a batch of sequences of a multiple of {sharing}"
             )
-        samples = self._samples // (mesh.size("dp") if "dp" in mesh.names else 1)
+        samples = self._samples // math.prod(mesh.size(name) for name in DATA if name in mesh.names)
         if self._of_sequences and samples % ranks:
             raise UsageError(
                 f"cp={ranks}: ranks share {samples} samples in the loss, which they cannot evenly, as a program shows "

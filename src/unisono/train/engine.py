@@ -136,7 +136,7 @@ class Engine:
     def program_page(self) -> str:
         """What the plan cuts, as a program; empty for plans whose programs cannot be shown."""
         plan = self.plan
-        if self._example is None or plan.cp > 1 or plan.ep > 1:
+        if self._example is None:
             return ""
         shown = plan if plan.pp > 1 else plan.but(microbatches=1)
         job = Job(self._model, self._loss, self._optimizer, self._example, self._rules)

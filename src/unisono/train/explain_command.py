@@ -73,11 +73,10 @@ def _of_mesh(chosen: argparse.Namespace, name: str) -> list[tuple[str, Lowered]]
 
 def _of_plan(chosen: argparse.Namespace, name: str) -> list[tuple[str, Lowered]]:
     from unisono.graph.saving import save
-    from unisono.train.plan_program import PlanProgram, require_shown
+    from unisono.train.plan_program import PlanProgram
     from unisono.train.task import load_task
 
     plan = Plan.parse(chosen.plan)
-    require_shown(plan)
     if not 0 <= chosen.rank < plan.world:
         raise UsageError(f"--rank {chosen.rank}: plan {plan} has ranks 0 to {plan.world - 1}")
     program = PlanProgram(load_task(chosen.task), plan)

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from unisono.errors import UsageError
 from unisono.graph.lowering import Lowered
+from unisono.graph.trace import Trace
 from unisono.mesh.placement import shard_dim
-from unisono.parallel.layout import WHOLE, Layout, Split, lay
-from unisono.parallel.tensor_pieces import TP
-from unisono.plan.plan import REPLICAS
+from unisono.parallel.layout import Layout, Split, lay
+from unisono.plan.plan import REPLICAS, Plan
 from unisono.train.sketch import without_memory
 from unisono.train.task import Task
+
+_CUTTING = ("ep", "tp")  # axes whose ranks have pieces of parameters
 
 
 def held_model(task: Task, parts: Sequence[Lowered], rank: int) -> nn.Module:
@@ -28,11 +31,8 @@ def held_model(task: Task, parts: Sequence[Lowered], rank: int) -> nn.Module:
 
 
 def held_parameters(model: nn.Module, parts: Sequence[Lowered], rank: int) -> dict[str, nn.Parameter]:
-    """By name, in the model's order: the pieces that this rank's stages use, without memory, their layouts on them.
-    What no op uses is whole; in a pipeline nobody has it."""
+    """By name, in the model's order: the pieces that this rank's stages have, without memory, their layouts on them."""
     pieces = {id(model.get_parameter(name)): piece for name, piece in _pieces(parts, rank).items()}
-    unused = unused_parameters(model, parts) if parts[0].stage is None else {}
-    pieces |= {id(p): _piece(tuple(p.shape), p.dtype, WHOLE) for p in unused.values()}
     held = {}
     for name, parameter in model.named_parameters():
         if id(parameter) in pieces:
@@ -41,10 +41,14 @@ def held_parameters(model: nn.Module, parts: Sequence[Lowered], rank: int) -> di
     return held
 
 
-def unused_parameters(model: nn.Module, parts: Sequence[Lowered]) -> dict[str, nn.Parameter]:
-    """Those that no op of the forward uses, in any stage."""
-    used = {id(model.get_parameter(name)) for name in parts[0].trace.parameters.values()}
-    return {name: parameter for name, parameter in model.named_parameters() if id(parameter) not in used}
+def require_used(trace: Trace, plan: Plan) -> None:
+    """A stage of a pipeline holds what its ops use. What no op uses is on some stage too, whose size it counts for."""
+    for node, name in trace.parameters.items():
+        if not trace.node(node).users:
+            raise UsageError(
+                f"plan {plan}: {name} is used by no op of the forward, so a program does not show which stage holds "
+                "it; remove it, or use --plan without pp"
+            )
 
 
 def _pieces(parts: Sequence[Lowered], rank: int) -> dict[str, nn.Parameter]:
@@ -59,9 +63,10 @@ def _pieces(parts: Sequence[Lowered], rank: int) -> dict[str, nn.Parameter]:
             summed = part.summed.get(nodes[0], ())
             layout = Layout(summed=(*REPLICAS, *(axis for axis in summed if axis not in REPLICAS)))
             for axis, placement in zip(part.mesh.names, first.placements, strict=True):
-                if (axis,) == TP and (dim := shard_dim(placement)) is not None:
+                if axis in _CUTTING and (dim := shard_dim(placement)) is not None:
                     length = sum(part.given[node].shape[dim] for node in nodes) if len(nodes) > 1 else first.shape[dim]
-                    layout = layout.cut(Split.even(TP, dim, length, part.mesh.size(axis)))
+                    layout = Layout(layout.splits, tuple(each for each in layout.summed if each != axis))
+                    layout = layout.cut(Split.even((axis,), dim, length, part.mesh.size(axis)))
             shape = local_shape_of(part, nodes, rank)
             made[name] = _piece(shape, first.dtype, layout)
     return made

@@ -1,7 +1,8 @@
 """The program of a rank under a plan: what `explain --plan` shows.
 
-One part for each of the rank's stages: the ops of the traced model as tp cuts them (rule_marks, sequence_marks) and cp
-(context_cuts), and beside them what no op cuts (context_said, zero_shown, recompute_shown, closing).
+One part for each of the rank's stages: the ops of the traced model as tp cuts them (rule_marks, sequence_marks), dp
+(data_cuts), ep (experts_shown) and cp (context_cuts), and beside them what no op cuts (experts_said, context_said,
+lookups_shown, zero_shown, recompute_shown, closing).
 """
 
 from __future__ import annotations
@@ -22,17 +23,22 @@ from unisono.graph.trace import Trace, trace
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.apply import order_of, refuse_what_cannot_be_right
 from unisono.parallel.context import are_of_sequences
+from unisono.parallel.expert import require_experts
 from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.split import require_stages
 from unisono.parallel.share import rows_of, shares
 from unisono.parallel.tokenwise import require_tokenwise
 from unisono.plan.balance import balanced, checked
-from unisono.plan.plan import AXES, DATA, REPLICAS, Plan
+from unisono.plan.plan import AXES, REPLICAS, Plan
 from unisono.train.closing import closing, replica_sums
 from unisono.train.context_cuts import AXIS as CP
 from unisono.train.context_cuts import ContextCuts, blocks_of
 from unisono.train.context_said import show_context
 from unisono.train.data_cuts import DataCuts
+from unisono.train.experts_said import show_experts
+from unisono.train.experts_shown import AXIS as EP
+from unisono.train.experts_shown import ExpertCuts, mixtures_as_ops, require_shared_tokens, require_spreadable
+from unisono.train.held_model import require_used
 from unisono.train.key_heads import key_heads
 from unisono.train.lookups_shown import show_lookups
 from unisono.train.recompute_shown import show_recompute
@@ -44,33 +50,19 @@ from unisono.train.walk import Walk, walked
 from unisono.train.zero_shown import with_zero
 
 _ALWAYS = ("pp", "dp", "tp")  # axes of which a rank's place is told, though nothing lies along them
-_UNSHOWN = {
-    "ep": "ep sends each token to the rank of its expert, which numbers decide",
-}
-
-
-def require_shown(plan: Plan) -> None:
-    """Plans whose programs can be shown."""
-    for field, why in _UNSHOWN.items():
-        if getattr(plan, field) > 1:
-            shown = plan.but(ep=1)
-            raise UsageError(
-                f"--plan {plan}: a program is made of splits of tensors and of stages, and {why}, so it is not shown; "
-                f"use --plan {shown}, or unisono report, which writes down what ranks of a run said"
-            )
 
 
 class PlanProgram:
     """A task under a plan; a model that can be built on meta takes no memory."""
 
     def __init__(self, task: Task, plan: Plan) -> None:
-        require_shown(plan)
         self.plan = plan
         self.task = task
         self.model = without_memory(task)
         refuse_what_cannot_be_right(plan, self.model)
         sizes = {name: size for name, size in zip(AXES, plan.shape, strict=True) if size > 1 or name in _ALWAYS}
         self.whole = Mesh.describe(list(sizes.values()), list(sizes))
+        require_experts(self.model, self.whole)
         self._traces: dict[bool, Trace] = {}
         self._lowered: dict[Mesh, Lowered] = {}
         self._notes: Mapping[str, str] = {}  # on placeholders
@@ -108,6 +100,7 @@ class PlanProgram:
         names: list[str] = []
         parts = [lowered]
         if self.plan.pp > 1:
+            require_used(lowered.trace, self.plan)
             blocks = require_stages(self.model, order_of(self.plan))
             names = [blocks.name(number) for number in range(len(blocks.modules))]
             parts = self._stages(lowered, names, rank)
@@ -124,6 +117,7 @@ class PlanProgram:
                 part.beside.about.append("sp: not shown is how ranks tell each other the lengths of their pieces")
         if self.plan.pp > 1 and self.plan.tp > 1:
             show_lookups(parts, lowered, names, rank)
+        show_experts(parts, rank)
         if self.plan.cp > 1:
             show_context(parts, self.plan, self._key_heads, rank)
         show_recompute(parts, self.plan, self.model, rank)
@@ -159,12 +153,15 @@ class PlanProgram:
 
     def _traced(self, *, unpacked: bool) -> Trace:
         if unpacked not in self._traces:
-            self._traces[unpacked] = trace(self.model, self.example, self.task.loss, unpacked=unpacked, apart=True)
+            with mixtures_as_ops():
+                traced = trace(self.model, self.example, self.task.loss, unpacked=unpacked, apart=True)
+            self._traces[unpacked] = traced
         return self._traces[unpacked]
 
     def _lower(self, mesh: Mesh) -> Lowered:
-        """The layers that tp cuts under a plan, unless the user's marks use that axis."""
+        """The layers that tp cuts under a plan, unless the user's marks use that axis, and the experts that ep does."""
         traced = self._traced(unpacked=False)
+        require_spreadable(self.model, traced, mesh)
         others = _without(mesh, self._walked(traced, mesh))
         if AXIS not in mesh.names or is_marked(traced, others):
             if self.plan.sequence:
@@ -190,12 +187,18 @@ class PlanProgram:
 
     def _lowered_on(self, mesh: Mesh, found: Assignment, sequence: SequenceMarks | None = None) -> Lowered:
         """On the whole mesh, of which the assignment knows the axes that do not share the batch."""
-        context = self._context(found.trace, mesh) if CP in mesh.names else None
-        walks: dict[str, Walk] = {} if context is None else {CP: context}
-        walks |= {axis: DataCuts(found.trace) for axis in DATA if axis in mesh.names and axis not in found.mesh.names}
-        lowered = lower(found.trace, walked(found, walks, mesh), mesh, parted=list(walks))
+        walks: dict[str, Walk] = {}
+        for axis in (name for name in mesh.names if name not in found.mesh.names):
+            if axis == CP:
+                walks[axis] = self._context(found.trace, mesh)
+            else:
+                walks[axis] = ExpertCuts(found.trace) if axis == EP else DataCuts(found.trace)
+        assignment = walked(found, walks, mesh)
+        require_shared_tokens(assignment)
+        lowered = lower(found.trace, assignment, mesh, parted=list(walks))
         lowered = lowered if sequence is None else sequence.checked(lowered)
-        return lowered if context is None else context.checked(lowered)
+        context = walks.get(CP)
+        return context.checked(lowered) if isinstance(context, ContextCuts) else lowered
 
     def _context(self, traced: Trace, mesh: Mesh) -> ContextCuts:
         require_tokenwise(to_try_out(self.task, self.model), self.example, CP)

@@ -29,9 +29,8 @@ from unisono.parallel.pieces import PieceBucket
 from unisono.parallel.units import Unit
 from unisono.parallel.zero import Zero
 from unisono.plan.plan import Plan
-from unisono.train.held_model import held_model, unused_parameters
+from unisono.train.held_model import held_model
 from unisono.train.seats import SeatedMesh
-from unisono.train.sketch import without_memory
 from unisono.train.task import Task
 
 _FLAG = torch.uint8  # a parameter's, in the question which have gradients
@@ -41,7 +40,6 @@ _ONCE = "once a step"
 def with_zero(task: Task, plan: Plan, parts: Sequence[Lowered], blocks: Sequence[str], rank: int) -> list[Lowered]:
     """The programs of this rank's stages with what ZeRO does in them; `blocks`: the names of the pipeline's, if any."""
     _require_even(plan, parts)
-    _require_used(task, plan, parts)
     return _ZeroShown(task, plan, parts, blocks, rank).parts()
 
 
@@ -53,17 +51,6 @@ def _require_even(plan: Plan, parts: Sequence[Lowered]) -> None:
                 f"plan {plan}: {name}: {notes[node]}; so what ZeRO sends of it cannot be shown either: "
                 f"use --plan {plan.but(zero=0, offload=False)}"
             )
-
-
-def _require_used(task: Task, plan: Plan, parts: Sequence[Lowered]) -> None:
-    if plan.tp == plan.pp == 1:
-        return
-    unused = unused_parameters(without_memory(task), parts)
-    for name in (name for name, parameter in unused.items() if parameter.requires_grad):
-        raise UsageError(
-            f"plan {plan}: {name} is used by no op of the forward, so a program does not show who holds it under tp or "
-            "pp, nor what ZeRO says of it; set requires_grad=False on it, or use --plan without zero"
-        )
 
 
 class _ZeroShown:
