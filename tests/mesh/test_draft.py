@@ -15,8 +15,9 @@ import torch
 from torch import nn
 
 from tests.parallel.models import gpt, llama, mlp
-from unisono.mesh.draft import drafted, tensors_in
+from unisono.mesh.draft import drafted, sketched, tensors_in
 from unisono.mesh.initial import build
+from unisono.mesh.recording import CannotRecord
 from unisono.parallel.expert import MoE
 
 
@@ -265,3 +266,26 @@ def test_what_is_built_again_draws_what_was_drawn() -> None:
     numpy.random.rand(3)
     assert torch.equal(draft.rebuilt("asked").model.bias, expected)
     assert numpy.random.rand() == after
+
+
+def test_a_sketch_has_values_of_the_same_kind() -> None:
+    """Without drawing those that are not asked for: here more than any memory holds."""
+
+    def make() -> nn.Module:
+        made = nn.ModuleList([nn.Embedding(10**10, 1000), nn.Linear(1000, 100), nn.LayerNorm(3)])
+        nn.init.normal_(made[1].weight, mean=5.0, std=0.1)
+        return made
+
+    sketch = sketched(make, 0)
+    weight = sketch.value("1.weight")
+    assert (weight.mean().item(), weight.std().item()) == (pytest.approx(5, rel=0.01), pytest.approx(0.1, rel=0.05))
+    assert sketch.value("1.bias").unique().numel() > 90
+    assert sketch.value("2.weight").tolist() == [1, 1, 1]
+
+
+def test_a_sketch_of_what_looks_at_random_numbers_is_refused() -> None:
+    def make() -> nn.Module:
+        return nn.Linear(2, 2 if torch.rand(()).item() < 0.5 else 3)
+
+    with pytest.raises(CannotRecord, match="it looks at random numbers"):
+        sketched(make, 0)

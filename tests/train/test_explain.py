@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 import unisono as uni
+from examples import gpt as plain
 from tests.equivalence import foreign, tasks
 from tests.ranks import RankPool
 from unisono.cli import main
@@ -29,6 +30,7 @@ from unisono.train.task import load_task
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPT = f"{EXAMPLES / 'gpt.py'}:tiny"
 VOCABULARY = 40
+GATHERING = {"0.0": "column_gather", "1.0": "column", "2.0": "row", "3.0": "row_split", "4": "column_gather"}
 
 
 class Encoder(nn.Module):
@@ -121,6 +123,19 @@ def _choosing(model: Callable[[], nn.Module], in_turn: bool = True) -> uni.Task:
     return uni.Task(model, F.mse_loss, lambda parameters: torch.optim.SGD(parameters, 1e-3), batch)
 
 
+def _stack(rules: dict[str, str] | None, *between: nn.Module) -> uni.Task:
+    """Linear layers, with something between each two."""
+
+    def model() -> nn.Module:
+        pairs = [nn.Sequential(nn.Linear(8, 8), each) for each in between]
+        return nn.Sequential(*pairs, nn.Linear(8, 8))
+
+    def batch(seed: int) -> Any:
+        return torch.zeros(4, 8), torch.zeros(4, 8)
+
+    return uni.Task(model, F.mse_loss, lambda parameters: torch.optim.SGD(parameters, 0.1), batch, rules=rules)
+
+
 TASKS: dict[str, Callable[[], uni.Task]] = {
     "gpt": lambda: load_task(GPT),
     "encoder": lambda: uni.Task(Encoder, _loss, lambda parameters: torch.optim.SGD(parameters, 0.1), _sentences),
@@ -139,6 +154,7 @@ TASKS: dict[str, Callable[[], uni.Task]] = {
     "in turn": lambda: _choosing(lambda: Choosing(capacity_factor=0.75)),
     "unevenly": lambda: _choosing(Choosing, in_turn=False),
     "crowded": lambda: _visiting_all_experts(capacity_factor=1.0, aux_weight=0.1, gated=True, bias=False),
+    "gathering": lambda: _stack(GATHERING, nn.Identity(), nn.ReLU(), nn.ReLU(), nn.ReLU()),
 }
 
 
@@ -188,7 +204,7 @@ def shown(program: PlanProgram, rank: int) -> Heard:
     return found
 
 
-@pytest.mark.parametrize("name", ["encoder", "gpt2", "llama", "t5", "vit"])
+@pytest.mark.parametrize("name", ["encoder", "gathering", "gpt2", "llama", "t5", "vit"])
 def test_a_plan_s_tp_is_shown_as_ranks_run_it(pools: Callable[[str, int], RankPool], name: str) -> None:
     told = shown(PlanProgram(TASKS[name](), uni.Plan.parse("tp=2")), 0)
     assert told
@@ -265,6 +281,39 @@ def test_messages_of_experts_are_shown_however_tokens_choose(pools: Callable[[st
 def test_experts_that_cannot_be_shown_are_refused(model: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(UsageError, match=why):
         explained(_choosing(model), "dp=2,ep=2")
+
+
+def test_a_large_model_is_shown_as_a_small_one_is() -> None:
+    """Which layers are cut is found by running some of them; nobody has the memory, or the time, for all of it."""
+
+    def said_by(vocabulary: int) -> Heard:
+        task = dataclasses.replace(load_task(GPT), model=lambda: plain.GPT(plain.Config(vocabulary)))
+        return shown(PlanProgram(task, uni.Plan.parse("tp=2,sp")), 0)
+
+    assert said_by(10**10) == said_by(256)
+
+
+class Unfollowed(nn.Linear):
+    """Its constructor cannot be written down, though it can be run on meta."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        torch.empty(1, device="meta")
+        self.unused = nn.Embedding(10**9, 5)
+
+
+def test_what_ranks_would_not_do_is_refused() -> None:
+    """A layer that gets pieces where it should not, and one that nobody can try out."""
+    with pytest.raises(UsageError, match=r"would have to talk about linear \(0.0\) on its way .* cannot be shown"):
+        explained(_stack({"0.0": "column", "1": "row"}, nn.Softmax(-1)), "tp=2")
+    with pytest.raises(UsageError, match="are layers that tp cuts, one straight after the other"):
+        explained(_stack({"0.0": "column_gather", "1": "row_split"}, nn.Identity()), "tp=2")
+    large = dataclasses.replace(_stack(None, nn.ReLU()), model=Unfollowed)
+    with pytest.raises(UsageError, match=r"5,000,000,\d+ parameters, .* cannot be written down; give the task rules"):
+        explained(large, "tp=2")
+    wide = dataclasses.replace(load_task(GPT), model=lambda: plain.GPT(plain.Config(width=8192)))
+    with pytest.raises(UsageError, match=r"a block of it has 805,\d+,\d+ parameters; give the task rules"):
+        explained(wide, "tp=2")
 
 
 def test_dp_and_tp_together_cut_both_ways() -> None:

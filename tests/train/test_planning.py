@@ -18,7 +18,7 @@ from torch import nn
 from tests.equivalence import tasks
 from tests.ranks import RankPool
 from unisono.cli import main
-from unisono.comm import world
+from unisono.comm import traffic, world
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.launch.spawn import spawn
@@ -146,6 +146,15 @@ def test_a_dry_run_has_the_predicted_state() -> None:
     assert parameters < found.state <= parameters + optimizer + 4 * 64
     with pytest.raises(UsageError, match=r"rank 256 of plan dp=64,.*: expected one of 0 to 255"):
         run_here(tasks.gpt, plan, rank=256)
+
+
+def test_a_dry_run_cuts_the_layers_that_ranks_cut() -> None:
+    """Those that show by being run, though it has no values: attention by its heads."""
+    said: set[str] = set()
+    with traffic.counted(lambda each: said.add(each.op)):
+        run_here(load_task(TASK), Plan.parse("tp=2"), 0, steps=1)
+    assert "all_reduce" in said
+    assert not {each for each in said if "gather" in each}
 
 
 # Plans, with ranks that are tried alone. Of STATE_ALONE, real ranks hold messages too, which are not simulated.

@@ -10,6 +10,9 @@ numbers of its own part once more.
 
 A constructor that cannot be written down (see recording.py) is run, and the model is whole from the beginning; `note`
 says why. So is one that would take much longer by replaying, as where each tensor depends on all before it.
+
+A sketch is a draft whose values are such as they would be, but not these numbers. It takes no time to reach them, so
+that some modules of a model of any size can be run, to see what they do.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import gc
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -119,11 +122,32 @@ def drafted(make: Make, seed: int) -> Draft:
     """The draft of what `make()` builds after torch.manual_seed(seed)."""
     with _generators_put_back() as put_back:
         try:
-            return _recorded(make, seed, put_back)
+            return _recorded(make, seed, put_back, Recording(realise))
         except Exception as error:  # the constructor's own mistake comes up again when it is run
             told = str(error) if isinstance(error, CannotRecord) else f"{type(error).__name__}: {error}"
         put_back()
         return whole_draft(make, seed, told.splitlines()[0])
+
+
+def sketched(make: Make, seed: int) -> Draft:
+    """A draft of the same modules, with values of the same kind. CannotRecord where a function cannot be written down,
+    or what it builds depends on random numbers."""
+    with _generators_put_back() as put_back:
+        try:
+            return _recorded(make, seed, put_back, Recording(_unless_random, is_rough=True))
+        except CannotRecord:
+            raise
+        except Exception as error:
+            raise CannotRecord(f"{type(error).__name__}: {error}") from error
+        finally:
+            put_back()
+
+
+def _unless_random(recording: Recording, places: Sequence[Place]) -> list[torch.Tensor]:
+    steps = steps_for(recording, {place.memory for place in places})
+    if any(recording.steps[number].generator is not None for number in steps):
+        raise CannotRecord("it looks at random numbers while it is built")
+    return realise(recording, places)
 
 
 def whole_draft(make: Make, seed: int, note: str = "") -> Draft:
@@ -131,8 +155,7 @@ def whole_draft(make: Make, seed: int, note: str = "") -> Draft:
     return Draft(build(make, seed), make, seed, None, note)
 
 
-def _recorded(make: Make, seed: int, rewind: Callable[[], None]) -> Draft:
-    recording = Recording(realise)
+def _recorded(make: Make, seed: int, rewind: Callable[[], None], recording: Recording) -> Draft:
     with seeded(seed), recording:
         model = make()
     if not isinstance(model, nn.Module):

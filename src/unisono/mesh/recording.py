@@ -3,7 +3,8 @@
 While a Recording is open, tensors that are made are hollow (torch's "meta" device: no memory), and every operation on
 them becomes a step, with the memories that it reads and writes. Random numbers are drawn all the same, into memory that
 is dropped at once: the generator is at every step where it would be, and its state is kept with the step. So a replay
-(replay.py) gives any of these tensors, bit for bit, without the others.
+(replay.py) gives any of these tensors, bit for bit, without the others. A rough recording draws nothing: each step gets
+a state of its own, from which a replay gives other numbers of the same kind.
 
 What cannot be written down (a look at memory past torch, tensors of unknown origin) raises CannotRecord. Code that is
 recorded sees devices as if the tensors were real.
@@ -109,9 +110,12 @@ class Step:
 class Recording(Interception):
     """`with recording: model = make()`; afterwards `place(tensor)` tells where a hollow tensor of the model lies."""
 
-    def __init__(self, realise: Callable[[Recording, Sequence[Place]], list[torch.Tensor]]) -> None:
+    def __init__(
+        self, realise: Callable[[Recording, Sequence[Place]], list[torch.Tensor]], *, is_rough: bool = False
+    ) -> None:
         """realise: gives the values of tensors at this point of the recording."""
         super().__init__()
+        self.is_rough = is_rough
         self.steps: list[Step] = []
         self.memories: list[Memory] = []
         self.writers: dict[int, list[int]] = {}  # of each memory, the steps that write it; of the first `indexed`
@@ -302,7 +306,10 @@ class Recording(Interception):
 
         with _disable_current_modes():
             state = generator.get_state()
-            func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
+            if self.is_rough:
+                torch.empty(1).uniform_(generator=generator)
+            else:
+                func(*tree_map(stand_in, args), **tree_map(stand_in, kwargs))
         return state
 
     def device_of(self, tensor: torch.Tensor) -> torch.device | None:

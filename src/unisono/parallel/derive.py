@@ -126,7 +126,8 @@ def together(whole: nn.Module, rules: Rules, ranks: int, compute: Callable[[nn.M
     meeting = _Meeting(ranks)
     holder = nn.ModuleDict({"probed": whole})
     named = {f"probed.{relative}".strip("."): text for relative, text in rules.items()}
-    shared = [copy.deepcopy(holder) for _ in range(ranks)]
+    lent = {id(parameter): parameter for parameter in holder.parameters()}  # a cut leaves it as it is
+    shared = [copy.deepcopy(holder, dict(lent)) for _ in range(ranks)]
     for rank, module in enumerate(shared):
         cut(module, named, _SimulatedRank(rank, meeting))
     outcomes: list[Any] = [None] * ranks

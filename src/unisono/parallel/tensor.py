@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -40,6 +41,7 @@ _LINEAR_KINDS = ("column", "column_gather", "vocab_head", "row", "row_split")
 _HEAD_SIZES = ("head_dim", "attention_head_size")
 
 Regions = Callable[[str], Region]
+_shown: WeakKeyDictionary[nn.Module, dict[int, Rules]] = WeakKeyDictionary()  # by ranks; until the model is cut
 
 
 def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None, sequence: bool = False) -> nn.Module:
@@ -53,6 +55,7 @@ def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None,
     if ranks == 1:
         return model
     parallel = SequenceParallel.of(model, styles, mesh) if sequence else None
+    _shown.pop(model, None)
     comm = mesh.comm("tp")
     plain = Region(comm)
     _cut(model, styles, comm, parallel.region_of if parallel else lambda name: plain)
@@ -75,10 +78,9 @@ def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Style
         styles = matched(model, rules)
         _follow_ties(model, styles, explicit=True)
         return styles
-    theirs = published(model)
-    styles = matched(model, theirs if theirs is not None else known(model), every=False)
+    styles = _brought(model)
     if not styles and ranks > 1:
-        styles = matched(model, derived(model, ranks, _cut_alone))
+        styles = matched(model, _derived(model, ranks))
     if all(style.kind == "whole" for style in styles.values()):
         raise UsageError(
             f"{type(model).__name__} brings no tensor-parallel plan, and its blocks show none; pass an example for a "
@@ -88,6 +90,24 @@ def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Style
     _find_attentions(model, styles)
     _follow_ties(model, styles, explicit=False)
     return styles
+
+
+def _brought(model: nn.Module) -> Styles:
+    theirs = published(model)
+    return matched(model, theirs if theirs is not None else known(model), every=False)
+
+
+def _derived(model: nn.Module, ranks: int) -> Rules:
+    """Found once for a model, as it is asked for by each that checks it and by what cuts it."""
+    found = _shown.setdefault(model, {})
+    if ranks not in found:
+        found[ranks] = derived(model, ranks, _cut_alone)
+    return found[ranks]
+
+
+def shows_by_running(model: nn.Module) -> bool:
+    """Whether only what its modules do with numbers tells how they can be cut."""
+    return not _brought(model)
 
 
 def fitting_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tuple[Any, Any] | None) -> Rules | None:

@@ -26,10 +26,11 @@ from unisono.mesh.random import RandomState
 from unisono.parallel.apply import applied, order_of, refuse_what_cannot_be_right
 from unisono.parallel.pipeline.message import is_hollow
 from unisono.parallel.share import rows_of, share, shares
-from unisono.parallel.tensor import fitting_rules, require_shareable
+from unisono.parallel.tensor import fitting_rules, require_shareable, shows_by_running
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import AXES, DATA, Plan
 from unisono.train.meter import Meter
+from unisono.train.sketch import to_try_out
 from unisono.train.task import Task, load_task
 from unisono.train.upstream import Upstream, foreseen_in
 
@@ -100,6 +101,8 @@ def built(task: Task, plan: Plan, mesh: Mesh, given: Any, device: torch.device) 
     refuse_what_cannot_be_right(plan, model)
     rules = task.rules
     if plan.tp > 1:
+        if rules is None and shows_by_running(model):
+            model = to_try_out(task, model)
         rules = fitting_rules(model, plan.tp, rules, _of_size(task.batch(0), 2))
         require_shareable(model, plan.tp, rules)
     random = RandomState(0)

@@ -40,6 +40,7 @@ from unisono.train.experts_shown import AXIS as EP
 from unisono.train.experts_shown import ExpertCuts, mixtures_as_ops, require_shared_tokens, require_spreadable
 from unisono.train.held_model import require_used
 from unisono.train.key_heads import key_heads
+from unisono.train.layer_marks import LayerMarks
 from unisono.train.lookups_shown import show_lookups
 from unisono.train.recompute_shown import show_recompute
 from unisono.train.rule_marks import AXIS, RuleMarks, is_marked
@@ -175,9 +176,10 @@ class PlanProgram:
         if self.plan.sequence:
             marks += sequence.in_the_blocks(found)
             found = follow(traced, others, marks)
-        found = follow(traced, others, [*marks, *sequence.after_layers(found)])
+        found = follow(traced, others, [*marks, *rules.layers.marks(found), *sequence.after_layers(found)])
         found.notes |= rules.notes
-        lowered = self._lowered_on(mesh, found, SequenceMarks(traced, mesh, rules.blocks))
+        checks = (SequenceMarks(traced, mesh, rules.blocks), replace(rules.layers, mesh=mesh))
+        lowered = self._lowered_on(mesh, found, checks)
         self._notes = summed_by_blocks(lowered, rules.blocks)
         return lowered
 
@@ -185,7 +187,7 @@ class PlanProgram:
         """The axes along which ranks share the batch, unless the user's marks use them."""
         return [axis for axis in mesh.names if axis in REPLICAS and not is_marked(traced, mesh, axis)]
 
-    def _lowered_on(self, mesh: Mesh, found: Assignment, sequence: SequenceMarks | None = None) -> Lowered:
+    def _lowered_on(self, mesh: Mesh, found: Assignment, checks: Sequence[SequenceMarks | LayerMarks] = ()) -> Lowered:
         """On the whole mesh, of which the assignment knows the axes that do not share the batch."""
         walks: dict[str, Walk] = {}
         for axis in (name for name in mesh.names if name not in found.mesh.names):
@@ -196,7 +198,8 @@ class PlanProgram:
         assignment = walked(found, walks, mesh)
         require_shared_tokens(assignment)
         lowered = lower(found.trace, assignment, mesh, parted=list(walks))
-        lowered = lowered if sequence is None else sequence.checked(lowered)
+        for each in checks:
+            lowered = each.checked(lowered)
         context = walks.get(CP)
         return context.checked(lowered) if isinstance(context, ContextCuts) else lowered
 

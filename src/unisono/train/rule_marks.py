@@ -18,7 +18,8 @@ from unisono.parallel.cut_dims import CutDim, cut_dims
 from unisono.parallel.sequence import require_sound_blocks
 from unisono.parallel.tensor import fitting_rules, require_shareable
 from unisono.parallel.tokenwise import require_tokenwise
-from unisono.train.sketch import to_try_out
+from unisono.train.layer_marks import LayerMarks, kinds_of_weights
+from unisono.train.sketch import require_tried, to_try_out
 from unisono.train.task import Task
 
 AXIS = "tp"
@@ -30,6 +31,7 @@ class RuleMarks:
 
     marks: Sequence[Mark]
     notes: dict[str, str]
+    layers: LayerMarks
     blocks: Sequence[str] = ()  # between whose layers sp cuts the sequence
 
     @classmethod
@@ -39,21 +41,25 @@ class RuleMarks:
         """UsageError where so many ranks cannot share the model. The trace must be unpacked."""
         tp = mesh.size(AXIS)
         tried = to_try_out(task, model)
+        if task.rules is None:
+            require_tried(tried, AXIS)
         styles = require_shareable(tried, tp, fitting_rules(tried, tp, task.rules, example))
         blocks: list[str] = []
         if sequence:
             found = require_sound_blocks(tried, styles)
             require_tokenwise(tried, example, "sp", styles)
             blocks = [found.name(number) for number in range(len(found.modules))]
-        cuts = cut_dims(tried, styles)
-        marks, notes = [], {}
+        cuts, kinds = cut_dims(tried, styles), kinds_of_weights(tried, styles)
+        marks, notes, shown = [], {}, {}
         for node, name in traced.parameters.items():
             cut = cuts.get(name)
             if cut is not None and (note := _unshown(traced, node, cut, tp)):
                 notes[node], cut = note, None
+            if cut is not None and name in kinds:
+                shown[node] = kinds[name]
             placements = [Shard(cut.dim) if cut and axis == AXIS else REPLICATE for axis in mesh.names]
             marks.append(Mark(node, 0, Wish(mesh, tuple(placements), line=f"cut by {AXIS}")))
-        return cls(marks, notes, blocks)
+        return cls(marks, notes, LayerMarks(traced, mesh, shown, blocks), blocks)
 
 
 def is_marked(traced: Trace, mesh: Mesh, name: str = AXIS) -> bool:

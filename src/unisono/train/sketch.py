@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import nn
 
-from unisono.mesh.draft import drafted
+from unisono.errors import UsageError
+from unisono.mesh.draft import drafted, sketched, source_of
 from unisono.mesh.initial import build
+from unisono.mesh.recording import CannotRecord
+from unisono.parallel.blocks import find_blocks
+from unisono.parallel.tensor import shows_by_running
 from unisono.train.task import Task
 
 _SMALL = 2 * 10**8  # parameters that a model may have to be built for a look at it
+_SMALL_BLOCK = 5 * 10**8  # and a block of one that is not built
 
 
 def without_memory(task: Task) -> nn.Module:
@@ -22,8 +29,36 @@ def without_memory(task: Task) -> nn.Module:
 
 
 def to_try_out(task: Task, model: nn.Module) -> nn.Module:
-    """One whose modules can be run, to see what they share out, where that takes little memory and nobody gave rules;
-    else the model itself."""
-    if task.rules is None and sum(p.numel() for p in model.parameters()) <= _SMALL:
-        return drafted(task.model, 0).model
-    return model
+    """One whose modules can be run, to see what they share out, unless somebody gave rules; the model itself where
+    that would take much memory."""
+    if task.rules is not None or why_not_tried(model):
+        return model
+    try:
+        return sketched(task.model, 0).model
+    except CannotRecord:
+        return model if _size(model) > _SMALL else drafted(task.model, 0).model
+
+
+def why_not_tried(model: nn.Module) -> str:
+    """What is too large of it to have its layers run for a look."""
+    with contextlib.suppress(UsageError):
+        size = max(_size(block) for block in find_blocks(model).modules)
+        if size > _SMALL_BLOCK:
+            return f"a block of it has {size:,} parameters"
+    return ""
+
+
+def require_tried(tried: nn.Module, axis: str) -> None:
+    """UsageError where only running its layers would tell how they are cut, and nobody knows their values."""
+    if not any(parameter.is_meta and source_of(parameter) is None for parameter in tried.parameters()):
+        return
+    if shows_by_running(tried):
+        unwritten = f"it has {_size(tried):,} parameters, and its constructor cannot be written down"
+        raise UsageError(
+            f"which layers of {type(tried).__name__} {axis} cuts is found out by running some of them, which would "
+            f"take much memory: {why_not_tried(tried) or unwritten}; give the task rules=..."
+        )
+
+
+def _size(model: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in model.parameters())
