@@ -11,6 +11,7 @@ import os
 import re
 import resource
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -204,6 +205,41 @@ def expected_again(comm: Any, place: str) -> None:
 
 def test_what_was_expected_is_known_after_a_restart(tmp_path: Path, pools: Callable[[str, int], RankPool]) -> None:
     pools("gloo", 1).run(expected_again, str(tmp_path))
+
+
+class Branching(Words):
+    """Has no graph, as its forward looks at values."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(tokens) * (2 if tokens.sum() > 0 else 1)
+
+
+def shown(comm: Any) -> None:
+    batch = torch.utils.data.default_collate(data(8))
+    built: list[nn.Module] = []
+
+    def once() -> nn.Module:
+        if built:
+            raise KeyError("built before")
+        built.append(Words().double())
+        return built[0]
+
+    of_function = engine("dp=2").prepare(batch).program_page()
+    of_module = engine("dp=2", model=Words().double()).prepare(batch).program_page()  # which the plan cut in place
+    assert of_module == of_function
+    assert ("all_reduce" in of_function) == (comm.rank == 0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert not engine("dp=2", model=lambda: Branching().double()).prepare(batch).program_page()
+    if comm.rank == 0:
+        with pytest.warns(RuntimeWarning, match="no page of its program under plan dp=2: KeyError: 'built before'"):
+            assert not engine("dp=2", model=once).prepare(batch).program_page()
+    else:
+        engine("dp=2", model=once).prepare(batch)
+
+
+def test_a_program_is_shown_or_it_is_told_why_not(pools: Callable[[str, int], RankPool]) -> None:
+    pools("gloo", 2).run(shown)
 
 
 def refused_folders(comm: Any, place: str) -> None:

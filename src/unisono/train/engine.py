@@ -12,36 +12,34 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from unisono.comm import world
 from unisono.comm.communicator import Communicator
-from unisono.errors import CheckpointError, UsageError
+from unisono.errors import UsageError
 from unisono.launch import environment
 from unisono.parallel.apply import Model, parallelize
 from unisono.parallel.loss import Loss
 from unisono.parallel.pipeline.layers import build_whole
 from unisono.parallel.precision import Precision
-from unisono.parallel.share import Share, rows_between, rows_of
+from unisono.parallel.share import Share, rows_of
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
-from unisono.train import evaluation
+from unisono.train import evaluation, prediction, scheduling
 from unisono.train.auto import Choice, Job, foresee
 from unisono.train.callbacks import Callback
 from unisono.train.checkpoint import Checkpoints
 from unisono.train.data import Loader
-from unisono.train.explain_command import page_of_plan
 from unisono.train.fit import Fit, History, Options
 from unisono.train.inventory import shapes_here
 from unisono.train.metrics import Function, Metric, named, number_of
 from unisono.train.order import require_whole_number
+from unisono.train.program_page import ProgramPage
 from unisono.train.run_folder import RunFolder
 from unisono.train.same_data import require_same_batch
 
@@ -93,6 +91,7 @@ class Engine:
         self.schedule: Any = None  # torch's scheduler, once there is an optimizer
         self.choice: Choice | None = None
         self._example: tuple[Any, Any] | None = None
+        self._page: ProgramPage | None = None
 
     # ---- before training -----------------------------------------------------------------------------------------
 
@@ -107,6 +106,8 @@ class Engine:
         else:
             assert isinstance(self._plan, Plan)
             plan = _fitting(self._plan, self.comm.size)
+        if self.comm.rank == 0:  # now, as the plan cuts a module in place
+            self._page = ProgramPage(Job(self._model, self._loss, self._optimizer, example, self._rules))
         self.trainer = parallelize(
             self._placed(),
             plan,
@@ -119,7 +120,7 @@ class Engine:
             precision=self._precision,
         )
         if self._scheduler is not None:
-            self.schedule = _stepped(self._scheduler(self.trainer.optimizer))
+            self.schedule = scheduling.require_stepped(self._scheduler(self.trainer.optimizer))
         return self
 
     def foreseen(self, example: tuple[Any, Any] | None = None) -> Choice:
@@ -134,16 +135,8 @@ class Engine:
         return self.choice
 
     def program_page(self) -> str:
-        """What the plan cuts, as a program; empty for plans whose programs cannot be shown."""
-        plan = self.plan
-        if self._example is None:
-            return ""
-        shown = plan if plan.pp > 1 else plan.but(microbatches=1)
-        job = Job(self._model, self._loss, self._optimizer, self._example, self._rules)
-        try:
-            return page_of_plan(job.task(), shown)
-        except Exception:
-            return ""  # what cannot be shown can be trained all the same
+        """What the plan cuts, as a program; empty on ranks but 0, and for plans whose programs cannot be shown."""
+        return "" if self._page is None else self._page.under(self.plan)
 
     def cost(self) -> Choice:
         """The time of a step and the memory of a rank that are expected; every rank calls it."""
@@ -310,23 +303,7 @@ class Engine:
 
     def predict(self, inputs: Any, batch_size: int = 32) -> Any:
         """The model's outputs for all inputs, in their order, on every rank. `inputs`: as the model takes them."""
-        if isinstance(inputs, list) and inputs and isinstance(inputs[0], tuple):
-            raise UsageError(
-                "predict was given a list of tuples, as datasets are; expected the inputs of all samples as the model "
-                "takes them, as torch.stack([sample[0] for sample in dataset])"
-            )
-        trainer, rows = self.ready, rows_of(inputs)
-        require_whole_number("batch_size", batch_size, 1)
-        if not rows:
-            raise UsageError("predict was given no sample; expected at least one")
-        inputs = tree_map(lambda leaf: leaf.to(self.device) if isinstance(leaf, torch.Tensor) else leaf, inputs)
-        least = trainer.part[1] * trainer.plan.microbatches if trainer.plan.pp > 1 else 1
-        batch_size = max(batch_size, least)
-        parts = []
-        for start in range(0, rows, batch_size):
-            part = rows_between(inputs, start, min(start + batch_size, rows))
-            parts.append(rows_between(trainer.predict(_with_rows(part, least)), 0, rows_of(part)))
-        return _joined(parts)
+        return prediction.predict(self.ready, inputs, batch_size, self.device)
 
     def save(self, path: str | Path) -> None:
         """A checkpoint that any plan can load, in the place of one saved there before; every rank calls it."""
@@ -354,22 +331,11 @@ class Engine:
 
     def own_state(self) -> dict[str, Any]:
         """What the trainer does not know of."""
-        if self.schedule is None:
-            return {}
-        return {"schedule": self.schedule.state_dict(), "scheduler": type(self.schedule).__qualname__}
+        return scheduling.state_of(self.schedule)
 
     def load_own_state(self, state: dict[str, Any]) -> None:
         """Go on with the scheduler as it was; one that is new begins now."""
-        if self.schedule is None or "schedule" not in state:
-            return
-        kind = type(self.schedule).__qualname__
-        was = state.get("scheduler", kind)
-        if was != kind:
-            raise CheckpointError(
-                f"the scheduler was {was}, and is {kind}, which cannot go on from the other's state; build it "
-                "as it was when the checkpoint was saved"
-            )
-        self.schedule.load_state_dict(state["schedule"])
+        scheduling.go_on(self.schedule, state)
 
     def _in_order(self, dataset: Any, batch_size: int) -> Loader:
         if isinstance(dataset, Loader):
@@ -409,40 +375,6 @@ def _fitting(plan: Plan, ranks: int) -> Plan:
         ) from None
 
 
-def _stepped(schedule: Any) -> Any:
-    """The scheduler, if it can be stepped after each training step."""
-    if not all(callable(getattr(schedule, name, None)) for name in ("step", "state_dict", "load_state_dict")):
-        raise UsageError(f"scheduler(optimizer) gave a {type(schedule).__name__}; expected a torch scheduler")
-    needed = [each.name for each in signature(schedule.step).parameters.values() if each.default is each.empty]
-    if needed:
-        raise UsageError(
-            f"{type(schedule).__name__}.step needs {needed[0]}, but the engine steps its scheduler after every step, "
-            "with nothing to give; step this one yourself, in the on_epoch of a callback"
-        )
-    return schedule
-
-
 def _require_pair(example: Any) -> None:
     if not isinstance(example, tuple | list) or len(example) != 2:
         raise UsageError(f"a batch is a {type(example).__name__}; expected (inputs, targets)")
-
-
-def _with_rows(inputs: Any, least: int) -> Any:
-    """The inputs, with the last sample repeated where a pipeline needs more of them."""
-    missing = least - rows_of(inputs)
-
-    def longer(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
-            return leaf
-        return torch.cat([leaf, leaf[-1:].expand(missing, *leaf.shape[1:])])
-
-    return inputs if missing <= 0 else tree_map(longer, inputs)
-
-
-def _joined(parts: Sequence[Any]) -> Any:
-    flat = [tree_flatten(part) for part in parts]
-    leaves = [
-        torch.cat([each[place] for each, _ in flat]) if isinstance(leaf, torch.Tensor) else leaf
-        for place, leaf in enumerate(flat[0][0])
-    ]
-    return tree_unflatten(leaves, flat[0][1])
