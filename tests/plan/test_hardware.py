@@ -56,6 +56,12 @@ def test_a_whole_file(tmp_path: Path) -> None:
         ("latency = 1e-6", "latency = 1e-6\nspeed = 3", "[intra_node] speed is not known; known are bandwidth"),
         ("latency = 1e-6", "", "[intra_node] latency is missing"),
         ("[flops]", "[flop]", "flop is not known"),
+        (
+            'memory = "16 GiB"',
+            'memory = "16 GiB"\nmatrix_overhead = 1e-6',
+            "[device] matrix_overhead is no longer known: an older version of unisono wrote the file; measure the "
+            "machine again, with unisono bench hardware > FILE",
+        ),
         ('float32 = "10 TFLOP/s"', "float31 = 1e12", "[flops] float31 is not known"),
         ("devices_per_node = 4", "devices_per_node = 2.5", "expected a whole number"),
         ("[[1e6, 0.1], [1e8, 0.5]]", "[[1e8, 0.5], [1e6, 0.1]]", "sizes rise"),

@@ -194,6 +194,10 @@ _OPTIONAL: dict[str, tuple[str, ...]] = {
     "intra_node": ("ranks", *_COLLECTIVES),
     "inter_node": ("ranks", *_COLLECTIVES),
 }
+_FORMER = {  # that files of older versions have: what is measured in its place has other units
+    "device": ("matrix_overhead",),
+    "efficiency": ("attention_dropout", "attention_dropout_backward"),
+}
 _OTHER_CURVES = ("_float32", "_backward")
 _DTYPES = ("float64", "float32", "bfloat16", "float16", "float8")
 _MATRICES = ("attention", "attention_dropout")
@@ -267,6 +271,11 @@ class _Reader:
         for key in given:
             if key not in known:
                 where = f"[{table}] {key}" if table else key
+                if key in _FORMER.get(table, ()):
+                    self._fail(
+                        f"{where} is no longer known: an older version of unisono wrote the file; measure the machine "
+                        "again, with unisono bench hardware > FILE"
+                    )
                 self._fail(f"{where} is not known; known are {', '.join(known)}")
 
     def _number(self, table: str, given: dict[str, Any], key: str, default: float | None = None) -> float:
