@@ -86,8 +86,20 @@ def _again(part: Lowered, own: Sequence[str], last: int, is_block: bool, rank: i
         elif isinstance(each, Move):
             users = [user for user in part.instructions if each.name in used_by(user)]
             is_needed = any(user.name in inside and order[user.name] <= last for user in users)
-            is_again = is_needed and (each.source in inside or (is_block and each.source in cuts))
+            given = _given_to_layer(part, each.source, users)
+            is_again = is_needed and (given in inside or (is_block and given in cuts))
         else:
             is_again = isinstance(each, Compute) and each.name in inside and order[each.name] <= last
         if is_again:
             yield from (talk for talk in lines[each.name].forward if talk.is_collective)
+
+
+def _given_to_layer(part: Lowered, source: str, users: Sequence[Move | Compute]) -> str:
+    """What the layer that uses a tensor was given, where it has turned it first: that is what carries along what ranks
+    gathered."""
+    paths = {op.name: op.path for op in part.trace.ops}
+    layers = {paths[user.name] for user in users if isinstance(user, Compute)}
+    made = {each.name: each for each in part.computes}
+    while source in made and {paths[source]} == layers and len(made[source].inputs) == 1:
+        source = made[source].inputs[0]
+    return source
