@@ -161,14 +161,13 @@ class PlanProgram:
 
     def _lower(self, mesh: Mesh) -> Lowered:
         """The layers that tp cuts under a plan, unless the user's marks use that axis, and the experts that ep does."""
-        traced = self._traced(unpacked=False)
+        traced = self._traced(unpacked=AXIS in mesh.names)
         require_spreadable(self.model, traced, mesh)
         others = _without(mesh, self._walked(traced, mesh))
         if AXIS not in mesh.names or is_marked(traced, others):
             if self.plan.sequence:
                 raise UsageError(f"plan {self.plan}: sp goes with layers that tp cuts by rules, and marks use {AXIS}")
-            return self._lowered_on(mesh, find(traced, others))
-        traced = self._traced(unpacked=True)
+            return self._lowered_on(mesh, find(self._traced(unpacked=False), others))
         rules = RuleMarks.of(self.task, self.model, self.example, traced, others, self.plan.sequence)
         sequence = SequenceMarks(traced, others, rules.blocks)
         marks = list(rules.marks)
