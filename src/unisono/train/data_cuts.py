@@ -12,10 +12,11 @@ from torch import fx
 from torch.distributed.tensor import Shard
 
 from unisono.graph.assignment import producers
-from unisono.graph.option import REPLICATE, Option
+from unisono.graph.option import REPLICATE, SUM, Option
 from unisono.graph.rules.registry import options, target_name
 from unisono.graph.trace import Trace
 from unisono.mesh.placement import shard_dim
+from unisono.train.norms_said import is_known_to_norm, is_of_batch
 from unisono.train.walk import Lies, Walk
 
 
@@ -31,7 +32,18 @@ class DataCuts(Walk):
         shape = self.trace.specs[node.name][0].shape if is_given else ()
         return Option((), (Shard(0),)) if shape and shape[0] == self._samples > 1 else options(node)[0]
 
+    def together(self, node: fx.Node, given: Sequence[Lies]) -> Option | None:
+        """A BatchNorm, which takes the statistics of all ranks' samples (see norms_said)."""
+        if is_of_batch(node):
+            return Option((Shard(0), *(REPLICATE,) * (len(given) - 1)), (Shard(0),))
+        if is_known_to_norm(self.trace, node):
+            self.notes[node.name] = "as the norm has found it, of all ranks' samples"
+            return Option((given[0].placement,), (REPLICATE,))
+        return None
+
     def without_rule(self, node: fx.Node, given: Sequence[Lies]) -> Option:
+        if target_name(node.target).startswith("aten.sum") and not self.trace.specs[node.name][0].shape:
+            return Option(tuple(each.placement for each in given), (SUM,))  # a count, of whole numbers
         cut = {shard_dim(each.placement) for each in given} - {None}
         specs = self.trace.specs[node.name]
         dim = next(iter(cut)) if len(cut) == 1 else None

@@ -2,7 +2,7 @@
 
 One part for each of the rank's stages: the ops of the traced model as tp cuts them (rule_marks, sequence_marks), dp
 (data_cuts), ep (experts_shown) and cp (context_cuts), and beside them what no op cuts (experts_said, context_said,
-lookups_shown, zero_shown, recompute_shown, closing).
+norms_said, lookups_shown, zero_shown, recompute_shown, closing).
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from unisono.train.held_model import require_used
 from unisono.train.key_heads import key_heads
 from unisono.train.layer_marks import LayerMarks
 from unisono.train.lookups_shown import show_lookups
+from unisono.train.norms_said import show_norms
 from unisono.train.recompute_shown import show_recompute
 from unisono.train.rule_marks import AXIS, RuleMarks, is_marked
 from unisono.train.sequence_marks import SequenceMarks, summed_by_blocks
@@ -119,6 +120,7 @@ class PlanProgram:
         if self.plan.pp > 1 and self.plan.tp > 1:
             show_lookups(parts, lowered, names, rank)
         show_experts(parts, rank)
+        show_norms(parts, rank)
         if self.plan.cp > 1:
             show_context(parts, self.plan, self._key_heads, rank)
         show_recompute(parts, self.plan, self.model, rank)
