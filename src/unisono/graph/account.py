@@ -16,7 +16,7 @@ from unisono.graph.lowering import Compute, Laid, Lowered, Move, Post, peer
 from unisono.graph.rules import target_name
 from unisono.graph.talk import Shape, Talk
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.placement import Placement, Placements, local_shape, shard_dim
+from unisono.mesh.placement import Placement, Placements, fair_shape, shard_dim
 from unisono.mesh.route import Step
 
 _UNSHOWN = {"device", "pin_memory", "layout"}
@@ -268,10 +268,10 @@ def talks(steps: Sequence[Step], shape: Shape, start: Placements, mesh: Mesh, ra
     coordinate = mesh.coordinate(rank)
     seen = []
     for step in steps:
-        before = local_shape(shape, mesh, state, coordinate)
+        before = fair_shape(shape, mesh, state, coordinate)
         for axis in step.axes:
             state[axis] = step.after
-        after = local_shape(shape, mesh, state, coordinate)
+        after = fair_shape(shape, mesh, state, coordinate)
         names = tuple(mesh.names[axis] for axis in step.axes)
         ranks = mesh.along(*names, rank=rank)
         seen.append(Talk(step.kind, names, ranks, round(step.received), before, after, _detail(step), step.talks))

@@ -58,9 +58,10 @@ def find(
     return _noted(SEARCHES[search](trace, mesh, _batch(trace, mesh), fully_use_devices, memory))
 
 
-def follow(trace: Trace, mesh: Mesh, marks: Sequence[Mark]) -> Assignment:
-    """An assignment that cuts what these marks cut and the batch, and nothing else to save work."""
-    return _noted(propagate(trace, mesh, [*_batch(trace, mesh), *marks], spare_work=False))
+def follow(trace: Trace, mesh: Mesh, marks: Sequence[Mark], uneven: frozenset[int] = frozenset()) -> Assignment:
+    """An assignment that cuts what these marks cut and the batch, and nothing else to save work. `uneven`: lengths of
+    dims that they may cut into uneven pieces."""
+    return _noted(propagate(trace, mesh, [*_batch(trace, mesh), *marks], spare_work=False, uneven=uneven))
 
 
 def _noted(found: Assignment) -> Assignment:

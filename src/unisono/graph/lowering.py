@@ -30,7 +30,7 @@ from unisono.graph.rules.registry import target_name
 from unisono.graph.source import line_of
 from unisono.graph.trace import Trace
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.placement import Placement, Placements, local_shape, shard_dim
+from unisono.mesh.placement import Placement, Placements, fair_shape, shard_dim
 
 Options = tuple[Option, ...]
 
@@ -44,7 +44,7 @@ class Laid:
     placements: Placements
 
     def local(self, mesh: Mesh, rank: int) -> tuple[int, ...]:
-        return local_shape(self.shape, mesh, self.placements, mesh.coordinate(rank))
+        return fair_shape(self.shape, mesh, self.placements, mesh.coordinate(rank))
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,9 @@ class _Lowering:
         if tensors:
             first = next((parts[0] for parts in self._unpacked() if node.name in parts), node.name)
             laid = _laid(tensors[0], self.assignment.layout(first))
-            if first != node.name and not divides(laid.shape, laid.placements, self.made.mesh.shape):
+            if first != node.name and not divides(
+                laid.shape, laid.placements, self.made.mesh.shape, self.assignment.uneven
+            ):
                 raise UsageError(f"{node.name} cannot be cut as {first} is ({laid.placements}); trace without unpack")
             self.made.given[node.name] = self.made.values[node.name] = laid
 

@@ -49,11 +49,13 @@ def propagate(
     fully_use_devices: bool = False,
     links: Sequence[Link] | None = None,
     spare_work: bool = True,
+    uneven: frozenset[int] = frozenset(),
 ) -> Assignment:
     """Placements for every node, from the trace's own marks and further ones. `links`, one an axis of the mesh, weigh
-    seconds in place of bytes. Without `spare_work`, ranks do the same product rather than talk about it."""
+    seconds in place of bytes. Without `spare_work`, ranks do the same product rather than talk about it. `uneven`: as
+    in Assignment."""
     fixed = placements_of_marks(trace, mesh, (*trace.marks, *marks))
-    graph = _Graph(trace, fully_use_devices, spare_work)
+    graph = _Graph(trace, fully_use_devices, spare_work, uneven)
     chosen: dict[str, list[Option]] = {node.name: [] for node in graph.nodes}
     for axis, size in enumerate(mesh.shape):
         link = None if links is None else links[axis]
@@ -61,7 +63,7 @@ def propagate(
         waves = _Axis(graph, mesh, axis, size, link, chosen, on_axis)
         for name, option in waves.run().items():
             chosen[name].append(option)
-    assignment = Assignment(trace, mesh, {name: tuple(given) for name, given in chosen.items()})
+    assignment = Assignment(trace, mesh, {name: tuple(given) for name, given in chosen.items()}, uneven=uneven)
     assignment.check()
     return assignment
 
@@ -69,8 +71,9 @@ def propagate(
 class _Graph:
     """The trace as nodes and edges, with each node's options: the same for all axes."""
 
-    def __init__(self, trace: Trace, fully: bool, spare_work: bool) -> None:
+    def __init__(self, trace: Trace, fully: bool, spare_work: bool, uneven: frozenset[int]) -> None:
         self.trace = trace
+        self.uneven = uneven
         self.fully = fully
         self.nodes: list[fx.Node] = list(trace.graph.nodes)
         self.options = {node.name: options(node) for node in self.nodes}
@@ -142,14 +145,14 @@ class _Axis:
         )
 
     def _divides(self, name: str, option: Option) -> bool:
-        sizes = self.mesh.shape[: self.axis + 1]
+        sizes, uneven = self.mesh.shape[: self.axis + 1], self.graph.uneven
         for i, (source, output) in enumerate(self.graph.sources[name]):
             earlier = tuple(past.inputs[i] for past in self.before[name])
-            if not divides(self.graph.spec(source, output).shape, (*earlier, option.inputs[i]), sizes):
+            if not divides(self.graph.spec(source, output).shape, (*earlier, option.inputs[i]), sizes, uneven):
                 return False
         for output, placement in enumerate(option.outputs):
             earlier = tuple(past.outputs[output] for past in self.before[name])
-            if not divides(self.graph.spec(name, output).shape, (*earlier, placement), sizes):
+            if not divides(self.graph.spec(name, output).shape, (*earlier, placement), sizes, uneven):
                 return False
         return True
 

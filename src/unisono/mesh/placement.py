@@ -105,6 +105,19 @@ def local_shape(
     return local_box(shape, mesh, placements, coordinate)[0]
 
 
+def fair_shape(
+    shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement], coordinate: Sequence[int]
+) -> tuple[int, ...]:
+    """The same for pieces whose sizes differ by one at most, which are the same wherever ranks share evenly."""
+    sizes = list(shape)
+    for axis, placement in enumerate(placements):
+        dim = shard_dim(placement)
+        if dim is not None:
+            each, more = divmod(sizes[dim], mesh.shape[axis])
+            sizes[dim] = each + (coordinate[axis] < more)
+    return tuple(sizes)
+
+
 def local_slice(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> torch.Tensor:
     """This rank's part of a whole tensor, as a view. Axes that are Partial count as Replicate."""
     sizes, offsets = local_box(tensor.shape, mesh, placements)

@@ -27,6 +27,7 @@ from unisono.parallel.tensor_pieces import TP, lengths_of
 from unisono.parallel.vocabulary import vocab_parallel_cross_entropy
 
 _is_wanted = False
+_GATHERED = "unisono_gathered"
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 _ATTRIBUTES = ("dtype", "device", "ndim", "requires_grad", "grad_fn", "is_cuda", "layout")
@@ -94,11 +95,16 @@ class LogitsPiece(torch.Tensor):
 
 
 def whole_of_piece(leaf: Any) -> Any:
-    """The whole of a LogitsPiece, from all ranks; anything else as it is."""
+    """The whole of a LogitsPiece, from all ranks; anything else as it is. Gathered once for all who look."""
     if not isinstance(leaf, LogitsPiece):
         return leaf
     with torch._C.DisableTorchFunctionSubclass():
-        return conjugates.gather(leaf.as_subclass(torch.Tensor), -1, leaf.lengths, leaf.comm)
+        now = (leaf._version, torch.is_grad_enabled())
+        before, whole = getattr(leaf, _GATHERED, (None, None))
+        if whole is None or before != now:
+            whole = conjugates.gather(leaf.as_subclass(torch.Tensor), -1, leaf.lengths, leaf.comm)
+            setattr(leaf, _GATHERED, (now, whole))
+        return whole
 
 
 def _piece(raw: torch.Tensor, comm: Communicator, lengths: list[int]) -> LogitsPiece:

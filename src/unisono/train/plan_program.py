@@ -173,11 +173,13 @@ class PlanProgram:
         rules = RuleMarks.of(self.task, self.model, self.example, traced, others, self.plan.sequence)
         sequence = SequenceMarks(traced, others, rules.blocks)
         marks = list(rules.marks)
-        found = follow(traced, others, marks)
+        found = follow(traced, others, marks, rules.uneven)
         if self.plan.sequence:
             marks += sequence.in_the_blocks(found)
-            found = follow(traced, others, marks)
-        found = follow(traced, others, [*marks, *rules.layers.marks(found), *sequence.after_layers(found)])
+            found = follow(traced, others, marks, rules.uneven)
+        found = follow(
+            traced, others, [*marks, *rules.layers.marks(found), *sequence.after_layers(found)], rules.uneven
+        )
         found.notes |= rules.notes
         checks = (SequenceMarks(traced, mesh, rules.blocks), replace(rules.layers, mesh=mesh))
         lowered = self._lowered_on(mesh, found, checks)

@@ -33,6 +33,7 @@ class RuleMarks:
     notes: dict[str, str]
     layers: LayerMarks
     blocks: Sequence[str] = ()  # between whose layers sp cuts the sequence
+    uneven: frozenset[int] = frozenset()  # lengths of dims that ranks cannot share evenly
 
     @classmethod
     def of(
@@ -50,16 +51,18 @@ class RuleMarks:
             require_tokenwise(tried, example, "sp", styles)
             blocks = [found.name(number) for number in range(len(found.modules))]
         cuts, kinds = cut_dims(tried, styles), kinds_of_weights(tried, styles)
-        marks, notes, shown = [], {}, {}
+        marks, notes, shown, uneven = [], {}, {}, set()
         for node, name in traced.parameters.items():
             cut = cuts.get(name)
             if cut is not None and (note := _unshown(traced, node, cut, tp)):
                 notes[node], cut = note, None
+            if cut is not None and traced.specs[node][0].shape[cut.dim] % tp:
+                uneven.add(traced.specs[node][0].shape[cut.dim])
             if cut is not None and name in kinds:
                 shown[node] = kinds[name]
             placements = [Shard(cut.dim) if cut and axis == AXIS else REPLICATE for axis in mesh.names]
             marks.append(Mark(node, 0, Wish(mesh, tuple(placements), line=f"cut by {AXIS}")))
-        return cls(marks, notes, LayerMarks(traced, mesh, shown, blocks), blocks)
+        return cls(marks, notes, LayerMarks(traced, mesh, shown, blocks), blocks, frozenset(uneven))
 
 
 def is_marked(traced: Trace, mesh: Mesh, name: str = AXIS) -> bool:
@@ -72,6 +75,6 @@ def _unshown(traced: Trace, node: str, cut: CutDim, tp: int) -> str:
     length = traced.specs[node][0].shape[cut.dim]
     if cut.is_packed and node not in traced.pieces:
         return f"{AXIS} cuts each of its parts, but the graph does not show where they come apart: shown whole"
-    if length % tp:
-        return f"{AXIS}={tp} cuts its {length} unevenly, which a program does not: shown whole"
+    if cut.is_packed and length % tp:
+        return f"{AXIS}={tp} cuts the {length} of its parts unevenly, which a program does not: shown whole"
     return ""

@@ -140,7 +140,7 @@ def walked(found: Assignment, walks: Mapping[str, Walk], mesh: Mesh) -> Assignme
         known |= {axis: options_of[node.name] for axis, options_of in by_axis.items()}
         made[node.name] = tuple(known[axis] for axis in mesh.names)
     notes = found.notes | {name: note for walk in walks.values() for name, note in walk.notes.items()}
-    joined = Assignment(found.trace, mesh, made, notes)
+    joined = Assignment(found.trace, mesh, made, notes, found.uneven)
     joined.check()
     return joined
 
