@@ -268,7 +268,9 @@ def talks(steps: Sequence[Step], shape: Shape, start: Placements, mesh: Mesh, ra
     coordinate = mesh.coordinate(rank)
     seen = []
     for step in steps:
-        before = fair_shape(shape, mesh, state, coordinate)
+        longest = tuple(0 if axis in step.axes else place for axis, place in enumerate(coordinate))
+        # Pieces that are gathered are padded to the longest, which is that of the first.
+        before = fair_shape(shape, mesh, state, longest if step.kind == "all_gather" else coordinate)
         for axis in step.axes:
             state[axis] = step.after
         after = fair_shape(shape, mesh, state, coordinate)
