@@ -160,8 +160,10 @@ class ContextCuts(Walk):
         made: list[Move | Compute] = []
         for each in lowered.instructions:
             if isinstance(each, Move):
-                made += _sums_first(each, lowered, axis)
-                self._require_known(each, lowered, axis)
+                steps = _sums_first(each, lowered, axis)
+                for step in steps:
+                    self._require_known(step, lowered, axis)
+                made += steps
             else:
                 made.append(each)
         return replace(lowered, instructions=made)

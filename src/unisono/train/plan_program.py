@@ -17,7 +17,7 @@ from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment
 from unisono.graph.beside import Beside
 from unisono.graph.finding import find, follow
-from unisono.graph.lowering import Lowered, lower
+from unisono.graph.lowering import Lowered, Move, lower
 from unisono.graph.stage import ANYWHERE, Staging, block_of_ops, blocks_using
 from unisono.graph.trace import Trace, trace
 from unisono.mesh.mesh import Mesh
@@ -200,7 +200,7 @@ class PlanProgram:
                 walks[axis] = ExpertCuts(found.trace) if axis == EP else DataCuts(found.trace)
         assignment = walked(found, walks, mesh)
         require_shared_tokens(assignment)
-        lowered = lower(found.trace, assignment, mesh, parted=list(walks))
+        lowered = _plain(lower(found.trace, assignment, mesh, parted=list(walks)))
         for each in checks:
             lowered = each.checked(lowered)
         context = walks.get(CP)
@@ -218,6 +218,15 @@ def _without(mesh: Mesh, axes: Sequence[str]) -> Mesh:
         return mesh
     sizes = {name: mesh.size(name) for name in mesh.names if name not in axes} or {"one": 1}
     return Mesh.describe(list(sizes.values()), list(sizes))
+
+
+def _plain(lowered: Lowered) -> Lowered:
+    """A layer's ranks talk among themselves, though others might share the work."""
+    made = [
+        replace(each, way=replace(each.way, is_plain=True)) if isinstance(each, Move) else each
+        for each in lowered.instructions
+    ]
+    return replace(lowered, instructions=made)
 
 
 def _stage(block: int, starts: Sequence[int]) -> int:
