@@ -148,10 +148,12 @@ def _meet_anew(comm: Any, store_port: int) -> None:
 def import_what_ranks_need() -> None:
     """Once, before ranks are forked: torch imports these at first use, for seconds on each rank."""
     import torch._dynamo
+    import torch._export.non_strict_utils
+    import torch._functorch.aot_autograd
     import torch.distributed.checkpoint
     import torch.distributed.fsdp
     import torch.distributed.tensor
-    import torch.export  # noqa: F401
+    import torch.export._trace  # noqa: F401
 
     if importlib.util.find_spec("transformers"):
         importlib.import_module("transformers.models.llama.modeling_llama")

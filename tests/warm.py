@@ -260,6 +260,10 @@ def _command(words: Sequence[str], name: str) -> None:
 
 def main(path: str, parent: str) -> None:
     proctree.die_with_parent(int(parent))
+    import torch._dynamo
+    import torch._functorch.aot_autograd
+    import torch.export._trace  # noqa: F401  what an engine that plans needs, 2 s in each job
+
     import unisono.cli
     import unisono.launch.agent
     import unisono.launch.elastic  # noqa: F401

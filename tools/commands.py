@@ -40,6 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # What commands use, imported once for all that is forked from here. torch's optimizers load torch._dynamo anyway.
 COMMON = (
     "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.export", "torch.nn.parallel",
+    "torch.export._trace", "torch._functorch.aot_autograd", "torch._export.non_strict_utils",
     "numba", "sklearn.datasets", "unisono.cli", "unisono.nn", "unisono.parallel.apply", "unisono.train.engine",
     "unisono.quantum.layer", "unisono.launch.elastic",
 )  # fmt: skip

@@ -1,4 +1,5 @@
-"""A training job to be disturbed. Arguments: the run's folder, the plan, and what shall happen at which start.
+"""A training job to be disturbed. Arguments: the run's folder, the plan ("dp={ranks}" for however many there are), and
+what shall happen at which start.
 
 At start number i (0 is the first) the i-th of the comma-separated faults happens on the last rank: `forward:S` kills it
 inside a forward of step S, `collective:S` between the gradients' computation and their reduction, `saving:S` while the
@@ -86,7 +87,7 @@ def trained(comm: uni.Communicator, folder: str, plan: str, planned: str, steps:
         model,
         nn.functional.cross_entropy,
         lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
-        plan=plan,
+        plan=plan.format(ranks=comm.size),
         scheduler=lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 7, 0.5),
     )
     history = engine.fit(

@@ -69,7 +69,7 @@ def test_a_host_that_falls_silent_is_noticed(two_hosts: Hosts, tmp_path: Path) -
     """The first of the list, where the ranks' store was."""
     folder = tmp_path / "run"
     options = ("--elastic", "--max-restarts", "3", "-H", "node1:1,node0:1")
-    run = on_two_hosts(two_hosts, tmp_path, *options, PROGRAM, str(folder), "auto", "none", str(STEPS))
+    run = on_two_hosts(two_hosts, tmp_path, *options, PROGRAM, str(folder), "dp={ranks}", "none", str(STEPS))
     with run.started() as process:
         wait_for_step(folder, 7, 2)
         two_hosts.cut_cable()
