@@ -12,185 +12,31 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
 import unisono as uni
 from examples import gpt as plain
 from tests.equivalence import foreign, tasks
 from tests.ranks import RankPool
+from tests.train.shown import (
+    GPT,
+    TASKS,
+    Choosing,
+    Heard,
+    Idle,
+    Prompted,
+    choosing,
+    explained,
+    said,
+    shown,
+    stack,
+    with_twelve_rows,
+)
 from unisono.cli import main
-from unisono.comm import traffic
-from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.graph.account import Account, account
+from unisono.graph.account import account
 from unisono.graph.drawing import as_svg
 from unisono.train.plan_program import PlanProgram
 from unisono.train.task import load_task
-
-EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
-GPT = f"{EXAMPLES / 'gpt.py'}:tiny"
-VOCABULARY = 40
-GATHERING = {"0.0": "column_gather", "1.0": "column", "2.0": "row", "3.0": "row_split", "4": "column_gather"}
-
-
-class Encoder(nn.Module):
-    """Of torch's own layers, which pack queries, keys and values and join samples and heads."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tokens = nn.Embedding(VOCABULARY, 16)
-        layer = nn.TransformerEncoderLayer(16, 4, 32, batch_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(16, VOCABULARY)
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return self.head(self.layers(self.tokens(tokens)))
-
-
-def _sentences(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-    generator = torch.Generator().manual_seed(seed)
-    return tuple(torch.randint(VOCABULARY, (4, 6), generator=generator) for _ in range(2))  # type: ignore[return-value]
-
-
-def _loss(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(logits.flatten(0, 1), targets.flatten())
-
-
-def _with_twelve_rows(task: uni.Task) -> uni.Task:
-    """A batch that ranks and microbatches can share evenly."""
-
-    def batch(seed: int) -> Any:
-        return tree_map_only(torch.Tensor, lambda leaf: leaf[torch.arange(12) % len(leaf)], task.batch(seed))
-
-    return dataclasses.replace(task, batch=batch)
-
-
-def _visiting_all_experts(**options: Any) -> uni.Task:
-    """How many rows travel does not depend on numbers."""
-
-    def model() -> nn.Module:
-        made = tasks.moe.model()
-        for block in made.blocks:
-            block[1].moe = uni.nn.MoE(16, 32, experts=4, top_k=4, **options)
-        return made
-
-    return _with_twelve_rows(dataclasses.replace(tasks.moe, model=model, clip=0.5))
-
-
-class Choosing(nn.Module):
-    """Its experts are given the batch itself, whose tokens choose one each: the one that their largest number says."""
-
-    def __init__(self, experts: int = 4, **options: Any) -> None:
-        super().__init__()
-        self.moe = uni.nn.MoE(4, 8, experts, top_k=1, **options)
-        self.last = nn.Linear(4, 4)
-        with torch.no_grad():
-            self.moe.router.weight.copy_(10 * torch.eye(experts, 4))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(self.moe(x))
-
-
-class Idle(Choosing):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(x)
-
-
-class Prompted(Choosing):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.last(x) + self.moe(self.last.weight).mean(0)
-
-
-def _choosing(model: Callable[[], nn.Module], in_turn: bool = True) -> uni.Task:
-    def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
-        tokens = (
-            torch.eye(4).repeat(12, 1) if in_turn else torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
-        )
-        return tokens.view(8, 6, 4), torch.zeros(8, 6, 4)
-
-    return uni.Task(model, F.mse_loss, lambda parameters: torch.optim.SGD(parameters, 1e-3), batch)
-
-
-def _stack(rules: dict[str, str] | None, *between: nn.Module) -> uni.Task:
-    """Linear layers, with something between each two."""
-
-    def model() -> nn.Module:
-        pairs = [nn.Sequential(nn.Linear(8, 8), each) for each in between]
-        return nn.Sequential(*pairs, nn.Linear(8, 8))
-
-    def batch(seed: int) -> Any:
-        return torch.zeros(4, 8), torch.zeros(4, 8)
-
-    return uni.Task(model, F.mse_loss, lambda parameters: torch.optim.SGD(parameters, 0.1), batch, rules=rules)
-
-
-TASKS: dict[str, Callable[[], uni.Task]] = {
-    "gpt": lambda: load_task(GPT),
-    "encoder": lambda: uni.Task(Encoder, _loss, lambda parameters: torch.optim.SGD(parameters, 0.1), _sentences),
-    "llama": lambda: foreign.llama,
-    "gpt2": lambda: foreign.gpt2,
-    "vit": lambda: foreign.vit,
-    "bert": lambda: _with_twelve_rows(foreign.bert),
-    "qwen2": lambda: foreign.qwen2,
-    "four": lambda: _with_twelve_rows(tasks.gpt),
-    "conv": lambda: _with_twelve_rows(tasks.conv),
-    "t5": lambda: _with_twelve_rows(foreign.t5),
-    "images": lambda: _with_twelve_rows(foreign.vit),
-    "rows": lambda: _with_twelve_rows(foreign.llama),
-    "tuned": lambda: _with_twelve_rows(tasks.tuned),
-    "experts": _visiting_all_experts,
-    "balanced": lambda: _visiting_all_experts(aux_weight=0.1),
-    "in turn": lambda: _choosing(lambda: Choosing(capacity_factor=0.75)),
-    "unevenly": lambda: _choosing(Choosing, in_turn=False),
-    "crowded": lambda: _visiting_all_experts(capacity_factor=1.0, aux_weight=0.1, gated=True, bias=False),
-    "gathering": lambda: _stack(GATHERING, nn.Identity(), nn.ReLU(), nn.ReLU(), nn.ReLU()),
-}
-
-
-def explained(task: uni.Task, plan: str, rank: int = 0) -> Account:
-    (part,) = PlanProgram(task, uni.Plan.parse(plan)).parts(rank)
-    return account(part, rank)
-
-
-Heard = Counter[tuple[str, int, tuple[int, ...]]]
-
-
-def said(comm: Communicator, name: str, plan: str) -> Heard:
-    """Of a step: each kind of talk, with the elements of this rank's tensor, and the group or the other rank. Without
-    what a loss counts and comes to."""
-    task = TASKS[name]()
-    batch = task.batch(0)
-    trainer = uni.parallelize(
-        task.model, plan, loss=task.loss, optimizer=task.optimizer, rules=task.rules, example=batch, clip=task.clip
-    )
-    heard: Heard = Counter()
-
-    def hear(each: traffic.Said) -> None:
-        tensor, op = each.tensor, each.op.removeprefix("i").removesuffix("_into")
-        assert tensor is not None
-        is_norm = op == "all_reduce" and tensor.dtype == torch.float64 and each.ranks == comm.ranks and not tensor.dim()
-        is_of_loss = tensor.dtype == torch.float64 or tensor.numel() == 1
-        if is_norm or (not is_of_loss and each.ranks != (comm.rank,)):
-            heard[op, tensor.numel(), each.ranks] += 1
-
-    trainer.step(batch)  # in the first, ranks also compare what they were given
-    with traffic.counted(hear):
-        trainer.step(batch)
-    return heard
-
-
-def shown(program: PlanProgram, rank: int) -> Heard:
-    found: Heard = Counter()
-    for part in program.parts(rank):
-        told = account(part, rank)
-        once = [id(talk) for talk in (*told.updates, *part.beside.closing)]
-        once += [id(talk) for talk in told.sums if not program.plan.zero]
-        for talk in (*told.forward, *told.backward, *told.updates):
-            is_once = id(talk) in once or "once a step" in talk.detail
-            if talk.before or "clip" in talk.detail:
-                times = 1 if is_once else program.plan.microbatches
-                found[talk.kind, torch.Size(talk.before).numel(), talk.ranks] += times
-    return found
 
 
 @pytest.mark.parametrize("name", ["encoder", "gathering", "gpt2", "llama", "t5", "vit"])
@@ -265,13 +111,13 @@ def test_messages_of_experts_are_shown_however_tokens_choose(pools: Callable[[st
     [
         (lambda: Choosing(experts=5), "moe has 5 experts, which ep=2 ranks share unevenly"),
         (Idle, "moe is called in no forward"),
-        (Prompted, "what moe is given at test_explain.py:.* does not come of the samples of each rank alone"),
+        (Prompted, "what moe is given at shown.py:.* does not come of the samples of each rank alone"),
         (lambda: nn.Linear(4, 4), "ep=2 spreads experts, but Linear has no uni.nn.MoE"),
     ],
 )
 def test_experts_that_cannot_be_shown_are_refused(model: Callable[[], nn.Module], why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        explained(_choosing(model), "dp=2,ep=2")
+        explained(choosing(model), "dp=2,ep=2")
 
 
 def test_a_large_model_is_shown_as_a_small_one_is() -> None:
@@ -296,10 +142,10 @@ class Unfollowed(nn.Linear):
 def test_what_ranks_would_not_do_is_refused() -> None:
     """A layer that gets pieces where it should not, and one that nobody can try out."""
     with pytest.raises(UsageError, match=r"would have to talk about linear \(0.0\) on its way .* cannot be shown"):
-        explained(_stack({"0.0": "column", "1": "row"}, nn.Softmax(-1)), "tp=2")
+        explained(stack({"0.0": "column", "1": "row"}, nn.Softmax(-1)), "tp=2")
     with pytest.raises(UsageError, match="are layers that tp cuts, one straight after the other"):
-        explained(_stack({"0.0": "column_gather", "1": "row_split"}, nn.Identity()), "tp=2")
-    large = dataclasses.replace(_stack(None, nn.ReLU()), model=Unfollowed)
+        explained(stack({"0.0": "column_gather", "1": "row_split"}, nn.Identity()), "tp=2")
+    large = dataclasses.replace(stack(None, nn.ReLU()), model=Unfollowed)
     with pytest.raises(UsageError, match=r"5,000,000,\d+ parameters, .* cannot be written down; give the task rules"):
         explained(large, "tp=2")
     wide = dataclasses.replace(load_task(GPT), model=lambda: plain.GPT(plain.Config(width=8192)))
@@ -343,7 +189,7 @@ def test_what_cannot_be_shown_is_noted() -> None:
     with pytest.raises(UsageError, match=r"sequences of 32 tokens cannot be shared evenly.* a multiple of 3"):
         explained(load_task(GPT), "cp=3")
     with pytest.raises(UsageError, match=r"unused.weight is used by no op .* not show which stage holds it"):
-        PlanProgram(_with_twelve_rows(tasks.tuned), uni.Plan.parse("dp=2,pp=2,zero=1,microbatches=2")).parts(1)
+        PlanProgram(with_twelve_rows(tasks.tuned), uni.Plan.parse("dp=2,pp=2,zero=1,microbatches=2")).parts(1)
 
 
 def test_marks_go_before_rules() -> None:
