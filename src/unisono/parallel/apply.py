@@ -48,7 +48,7 @@ from unisono.parallel.recompute import is_recomputed, recompute
 from unisono.parallel.separable import require_separable
 from unisono.parallel.sequence import require_sound_blocks
 from unisono.parallel.share import rows_of, share, shares
-from unisono.parallel.tensor import fitting_rules, require_shareable, tensor_parallelize
+from unisono.parallel.tensor import deriving_once, fitting_rules, require_shareable, tensor_parallelize
 from unisono.parallel.tokenwise import require_tokenwise
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.parallel.zero import Zero
@@ -59,6 +59,7 @@ from unisono.plan.schedule import Schedule, schedule
 Model = nn.Module | Callable[[], nn.Module] | Sequence[LayerSpec]
 
 
+@deriving_once()
 def parallelize(
     model: Model | Draft,
     plan: Plan | str,

@@ -15,9 +15,9 @@ Which layers are cut, and how, say `rules`. What is cut is cut in place, and par
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
@@ -41,7 +41,7 @@ _LINEAR_KINDS = ("column", "column_gather", "vocab_head", "row", "row_split")
 _HEAD_SIZES = ("head_dim", "attention_head_size")
 
 Regions = Callable[[str], Region]
-_shown: WeakKeyDictionary[nn.Module, dict[int, Rules]] = WeakKeyDictionary()  # by ranks; until the model is cut
+_known: dict[int, tuple[nn.Module, dict[int, Rules]]] | None = None  # rules that a model shows, by ranks
 
 
 def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None, sequence: bool = False) -> nn.Module:
@@ -55,7 +55,6 @@ def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None,
     if ranks == 1:
         return model
     parallel = SequenceParallel.of(model, styles, mesh) if sequence else None
-    _shown.pop(model, None)
     comm = mesh.comm("tp")
     plain = Region(comm)
     _cut(model, styles, comm, parallel.region_of if parallel else lambda name: plain)
@@ -97,9 +96,22 @@ def _brought(model: nn.Module) -> Styles:
     return matched(model, theirs if theirs is not None else known(model), every=False)
 
 
+@contextlib.contextmanager
+def deriving_once() -> Iterator[None]:
+    """In the block, in which nobody changes a model but to cut it, what its modules show is found once: each that
+    checks the model asks for it, and so does what cuts it."""
+    global _known
+    before, _known = _known, {} if _known is None else _known
+    try:
+        yield
+    finally:
+        _known = before
+
+
 def _derived(model: nn.Module, ranks: int) -> Rules:
-    """Found once for a model, as it is asked for by each that checks it and by what cuts it."""
-    found = _shown.setdefault(model, {})
+    if _known is None:
+        return derived(model, ranks, _cut_alone)
+    _, found = _known.setdefault(id(model), (model, {}))
     if ranks not in found:
         found[ranks] = derived(model, ranks, _cut_alone)
     return found[ranks]

@@ -30,7 +30,7 @@ from unisono.parallel.precision import HALVES
 from unisono.parallel.reach import Reach, reach_of
 from unisono.parallel.rules import Styles
 from unisono.parallel.share import rows_of
-from unisono.parallel.tensor import fitting_rules, heads_of, require_shareable
+from unisono.parallel.tensor import deriving_once, fitting_rules, heads_of, require_shareable
 from unisono.plan import search
 from unisono.plan.cutting import chunks_of
 from unisono.plan.hardware import Hardware
@@ -156,7 +156,8 @@ class Planner:
     def _tp_refusal(self, tp: int) -> str | None:
         if tp not in self._tp_refusals:
             try:
-                require_shareable(self._shareable, tp, self._rules(tp))
+                with deriving_once():
+                    require_shareable(self._shareable, tp, self._rules(tp))
                 self._tp_refusals[tp] = self._more_than_share(tp)
             except UsageError as error:
                 self._tp_refusals[tp] = str(error)

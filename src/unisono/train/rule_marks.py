@@ -16,7 +16,7 @@ from unisono.graph.wish import Mark, Wish
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.cut_dims import CutDim, cut_dims
 from unisono.parallel.sequence import require_sound_blocks
-from unisono.parallel.tensor import fitting_rules, require_shareable
+from unisono.parallel.tensor import deriving_once, fitting_rules, require_shareable
 from unisono.parallel.tokenwise import require_tokenwise
 from unisono.train.layer_marks import LayerMarks, kinds_of_weights
 from unisono.train.sketch import require_tried, to_try_out
@@ -36,6 +36,7 @@ class RuleMarks:
     uneven: frozenset[int] = frozenset()  # lengths of dims that ranks cannot share evenly
 
     @classmethod
+    @deriving_once()
     def of(
         cls, task: Task, model: nn.Module, example: tuple[Any, Any], traced: Trace, mesh: Mesh, sequence: bool
     ) -> RuleMarks:
