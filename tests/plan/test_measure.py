@@ -62,6 +62,20 @@ def test_of_products_with_few_rows_computing_is_not_the_weights() -> None:
     assert clock._weights(torch.float32, IN_CACHE, peak=3e10) == pytest.approx((4e9, 2e9))
 
 
+class _Disturbed(Clock):
+    """A machine that another job keeps busy whenever a forward is timed."""
+
+    def time(self, call: Callable[[], Any]) -> float:
+        return 1e-3 if call() is None else 5e-3  # a backward gives nothing
+
+
+def test_a_disturbed_measurement_gives_no_times_below_zero() -> None:
+    clock = _Disturbed(NO_ONE, torch.device("cpu"), Care())
+    figures = MatrixClock(clock, torch.float32).figures(0.0)
+    assert all(seconds > 0 for key in ("forward", "backward") for _, seconds in figures[key])
+    assert min(figures["call"] + figures["softmax_width"]) >= 0
+
+
 class _Attentions(Clock):
     """A machine whose softmax is as wide as 30 forward, and as 10 backward, where calls take 0.1 and 0.2 ms beside."""
 

@@ -59,7 +59,8 @@ class _Parts(NamedTuple):
 def overheads(device: torch.device, rounds: int = 15) -> dict[str, Any]:
     """Figures for `plan.hardware_file.written`. The process must not have joined a world."""
     clock = Clock(device, rounds)
-    layer = (clock.plain(MANY) - clock.plain(FEW)) / (MANY - FEW)
+    plain = clock.plain(FEW)
+    layer = max(clock.plain(MANY) - plain, plain / 4) / (MANY - FEW)
     in_backward, after = [], []
     for zero in range(4):
         plan = f"dp={_RANKS}" + (f",zero={zero}" if zero else "")
