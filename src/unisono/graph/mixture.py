@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from unisono.errors import UsageError
 from unisono.graph.rules.call import Call
 
 EXPERTS = ("up", "down", "up_bias", "down_bias", "gate")  # the arguments that have a row for each expert
@@ -31,7 +32,7 @@ def _moe(
 ) -> torch.Tensor:
     """tokens (..., width), router (experts, width), up and gate (experts, hidden, width), down (experts, width, hidden)
     -> (..., width)"""
-    raise NotImplementedError("unisono::moe stands for a uni.nn.MoE in a graph that is shown; run the module itself")
+    raise UsageError("unisono::moe stands for a uni.nn.MoE in a graph that is shown; run the module itself")
 
 
 @_moe.register_fake
