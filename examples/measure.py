@@ -17,7 +17,7 @@ import torch
 import unisono as uni
 from unisono.comm import traffic
 from unisono.plan.plan import Plan
-from unisono.train.task import load_task
+from unisono.verify.task import load_task
 
 HERE = Path(__file__).resolve().parent
 

@@ -47,7 +47,7 @@ if TYPE_CHECKING:
     from unisono.train.partition import DataPartitioner as DataPartitioner
     from unisono.train.partition import split_data as split_data
     from unisono.train.sampler import DistributedBatchSampler as DistributedBatchSampler
-    from unisono.train.task import Task as Task
+    from unisono.verify.task import Task as Task
 
 __version__ = "0.1.0"
 
@@ -64,7 +64,7 @@ _HOME = {
     "Loader": "unisono.train.data",
     "Plan": "unisono.plan.plan",
     "Program": "unisono.graph.program",
-    "Task": "unisono.train.task",
+    "Task": "unisono.verify.task",
     "Trainer": "unisono.parallel.trainer",
     "parallelize": "unisono.parallel.apply",
     "Mesh": "unisono.mesh.mesh",

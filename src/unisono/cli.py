@@ -15,7 +15,8 @@ from unisono.errors import UnisonoError, UsageError
 from unisono.launch import command as run_command
 from unisono.quantum import command as qsim_command
 from unisono.report import command as report_command
-from unisono.train import explain_command, measure_command, plan_command, verify_command
+from unisono.train import explain_command, measure_command, plan_command
+from unisono.verify import command as verify_command
 
 
 def add_bench(subparsers: Any) -> None:

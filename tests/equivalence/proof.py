@@ -14,9 +14,9 @@ from unisono.errors import UsageError
 from unisono.parallel import apply
 from unisono.parallel.head_width import HeadWidth
 from unisono.plan.plan import Plan
-from unisono.train.record import Record, plain_record
-from unisono.train.verdict import HALVES, Verdict
-from unisono.train.verify import verify_here
+from unisono.verify.record import Record, plain_record
+from unisono.verify.verdict import HALVES, Verdict
+from unisono.verify.verify import verify_here
 
 _plain: dict[tuple[Any, ...], Record] = {}
 _seen: set[tuple[Any, ...]] = set()

@@ -10,7 +10,7 @@ import torch
 from tests.equivalence.proof import prove, refused
 from tests.ranks import RankPool
 from unisono.plan.plan import Plan
-from unisono.train.double import InDouble
+from unisono.verify.float64 import InDouble
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 # Imported here, so that ranks that are forked later need not.

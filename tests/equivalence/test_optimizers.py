@@ -14,7 +14,7 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.plan.plan import Plan
-from unisono.train.verify import Verdict, verify_here
+from unisono.verify.verify import Verdict, verify_here
 
 Pools = Callable[[str, int], RankPool]
 

@@ -19,9 +19,9 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.plan.plan import Plan
-from unisono.train.shapes import plans_for
-from unisono.train.verdict import Verdict
-from unisono.train.verify import verify_here
+from unisono.verify.plan_shapes import plans_for
+from unisono.verify.verdict import Verdict
+from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]
 Spec = dict[str, Any]

@@ -11,12 +11,12 @@ from tests.graph.tasks import TASKS
 from unisono.comm.communicator import Communicator
 from unisono.graph.trace import Trace, trace
 from unisono.mesh.initial import build
-from unisono.train.double import InDouble
-from unisono.train.on_mesh import OnMesh
-from unisono.train.program_record import program_record
-from unisono.train.record import Record, batch_of, plain_record
-from unisono.train.verdict import Verdict, compared
-from unisono.train.verify import verify_here
+from unisono.verify.float64 import InDouble
+from unisono.verify.on_mesh import OnMesh
+from unisono.verify.program_record import program_record
+from unisono.verify.record import Record, batch_of, plain_record
+from unisono.verify.verdict import Verdict, compared
+from unisono.verify.verify import verify_here
 
 STEPS = 2
 _traces: dict[str, Trace] = {}

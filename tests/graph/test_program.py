@@ -9,7 +9,7 @@ import pytest
 
 from tests.graph.proof import prove, prove_by_chance
 from tests.ranks import RankPool
-from unisono.train.on_mesh import OnMesh
+from unisono.verify.on_mesh import OnMesh
 
 Pools = Callable[[str, int], RankPool]
 

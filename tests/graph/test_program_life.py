@@ -21,12 +21,12 @@ from unisono.graph.lowering import Compute
 from unisono.graph.program import Program
 from unisono.mesh.initial import build
 from unisono.mesh.random import RandomState
-from unisono.train.on_mesh import OnMesh
-from unisono.train.program_record import program_record
-from unisono.train.record import plain_record
-from unisono.train.task import Task
-from unisono.train.verdict import compared
-from unisono.train.verify import verify_here
+from unisono.verify.on_mesh import OnMesh
+from unisono.verify.program_record import program_record
+from unisono.verify.record import plain_record
+from unisono.verify.task import Task
+from unisono.verify.verdict import compared
+from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]
 

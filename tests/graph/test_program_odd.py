@@ -21,10 +21,10 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.graph.trace import trace
-from unisono.train.on_mesh import OnMesh
-from unisono.train.task import Task
-from unisono.train.verdict import Verdict
-from unisono.train.verify import parsed, verify_here
+from unisono.verify.on_mesh import OnMesh
+from unisono.verify.task import Task
+from unisono.verify.verdict import Verdict
+from unisono.verify.verify import parsed, verify_here
 
 Pools = Callable[[str, int], RankPool]
 

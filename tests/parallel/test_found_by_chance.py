@@ -20,10 +20,10 @@ from unisono.parallel.share import run_on, shares
 from unisono.parallel.tensor import require_shareable
 from unisono.parallel.tokenwise import require_tokenwise
 from unisono.plan.plan import Plan
-from unisono.train.double import InDouble
-from unisono.train.on_mesh import OnMesh
-from unisono.train.task import Task
-from unisono.train.verify import verify_here
+from unisono.verify.float64 import InDouble
+from unisono.verify.on_mesh import OnMesh
+from unisono.verify.task import Task
+from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]
 Mix = Callable[[torch.Tensor], torch.Tensor]

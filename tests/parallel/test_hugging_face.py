@@ -15,7 +15,7 @@ from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.parallel.rules import published
 from unisono.parallel.tensor import _require_sound, styles_of
-from unisono.train.double import InDouble
+from unisono.verify.float64 import InDouble
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 

@@ -16,7 +16,7 @@ from unisono.parallel.counts import Foretold, Told
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import AXES, Plan
 from unisono.train.dry_run import built
-from unisono.train.task import Task
+from unisono.verify.task import Task
 
 pytestmark = [
     pytest.mark.gpu,

@@ -19,8 +19,8 @@ from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.marked import plan_of_marks
 from unisono.parallel.pipeline.traced import TracedStages
-from unisono.train.on_mesh import OnMesh
-from unisono.train.verify import verify_here
+from unisono.verify.on_mesh import OnMesh
+from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]
 

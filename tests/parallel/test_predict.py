@@ -19,7 +19,7 @@ from unisono.parallel.apply import parallelize
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
-from unisono.train.record import batch_of
+from unisono.verify.record import batch_of
 
 Pools = Callable[[str, int], RankPool]
 CASES = [

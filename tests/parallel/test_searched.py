@@ -13,7 +13,7 @@ from tests.equivalence.proof import prove
 from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.parallel.tensor import fitting_rules, styles_of
-from unisono.train.double import InDouble
+from unisono.verify.float64 import InDouble
 
 
 def test_layers_are_cut_where_little_travels() -> None:

@@ -19,7 +19,7 @@ from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.graph.account import Account, account
 from unisono.train.plan_program import PlanProgram
-from unisono.train.task import load_task
+from unisono.verify.task import load_task
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPT = f"{EXAMPLES / 'gpt.py'}:tiny"

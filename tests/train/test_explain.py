@@ -36,7 +36,7 @@ from unisono.errors import UsageError
 from unisono.graph.account import account
 from unisono.graph.drawing import as_svg
 from unisono.train.plan_program import PlanProgram
-from unisono.train.task import load_task
+from unisono.verify.task import load_task
 
 
 @pytest.mark.parametrize("name", ["gathering", "t5", "vit"])

@@ -38,7 +38,7 @@ from unisono.train.auto import Choice, Job, foresee
 from unisono.train.dry_run import built, dry_run, run_here, state_of
 from unisono.train.meter import Meter
 from unisono.train.planning import Planner, choose
-from unisono.train.task import Task, load_task
+from unisono.verify.task import Task, load_task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 TASK = "examples/gpt.py:tiny"

@@ -25,7 +25,7 @@ from unisono.plan.search import Candidate, Search
 from unisono.train.brief import measured_briefly
 from unisono.train.planning import Planner
 from unisono.train.sketch import without_memory
-from unisono.train.task import Task
+from unisono.verify.task import Task
 
 HARDWARE = "UNISONO_HARDWARE"  # a hardware file, as `unisono bench hardware` writes it
 

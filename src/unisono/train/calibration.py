@@ -31,7 +31,7 @@ from unisono.plan.plan import Plan
 from unisono.plan.search import Search
 from unisono.plan.time import Duration
 from unisono.train.planning import Planner
-from unisono.train.task import Task
+from unisono.verify.task import Task
 
 STEPS, _WARM_UP = 40, 4
 _CLASSES = 100

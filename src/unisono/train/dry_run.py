@@ -31,8 +31,8 @@ from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import AXES, DATA, Plan
 from unisono.train.meter import Meter
 from unisono.train.sketch import to_try_out
-from unisono.train.task import Task, load_task
 from unisono.train.upstream import Upstream, foreseen_in
+from unisono.verify.task import Task, load_task
 
 
 @dataclass(frozen=True)

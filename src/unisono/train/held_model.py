@@ -14,7 +14,7 @@ from unisono.mesh.placement import shard_dim
 from unisono.parallel.layout import Layout, Split, lay
 from unisono.plan.plan import REPLICAS, Plan
 from unisono.train.sketch import without_memory
-from unisono.train.task import Task
+from unisono.verify.task import Task
 
 _CUTTING = ("ep", "tp")  # axes whose ranks have pieces of parameters
 

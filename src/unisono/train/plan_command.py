@@ -45,7 +45,7 @@ def run(chosen: argparse.Namespace) -> int:
     from unisono.plan.hardware import Hardware
     from unisono.plan.search import Result
     from unisono.train.planning import Planner
-    from unisono.train.task import load_task
+    from unisono.verify.task import load_task
 
     hardware = Hardware.read(chosen.hardware).with_devices(chosen.devices)
     task = load_task(chosen.task)

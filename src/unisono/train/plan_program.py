@@ -47,9 +47,9 @@ from unisono.train.recompute_shown import show_recompute
 from unisono.train.rule_marks import AXIS, RuleMarks, is_marked
 from unisono.train.sequence_marks import SequenceMarks, summed_by_blocks
 from unisono.train.sketch import to_try_out, without_memory
-from unisono.train.task import Task
 from unisono.train.walk import Walk, walked
 from unisono.train.zero_shown import with_zero
+from unisono.verify.task import Task
 
 _ALWAYS = ("pp", "dp", "tp")  # axes of which a rank's place is told, though nothing lies along them
 

@@ -40,7 +40,7 @@ from unisono.plan.reading import Subject, read
 from unisono.plan.schedule import schedule
 from unisono.plan.search import Search
 from unisono.train.sketch import to_try_out, without_memory
-from unisono.train.task import Task
+from unisono.verify.task import Task
 
 _TRACED_ROWS = 2  # of the batch: some models treat a single sample in another way
 

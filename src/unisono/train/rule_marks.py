@@ -20,7 +20,7 @@ from unisono.parallel.tensor import deriving_once, fitting_rules, require_sharea
 from unisono.parallel.tokenwise import require_tokenwise
 from unisono.train.layer_marks import LayerMarks, kinds_of_weights
 from unisono.train.sketch import require_tried, to_try_out
-from unisono.train.task import Task
+from unisono.verify.task import Task
 
 AXIS = "tp"
 

@@ -31,7 +31,7 @@ from unisono.parallel.zero import Zero
 from unisono.plan.plan import Plan
 from unisono.train.held_model import held_model
 from unisono.train.seats import SeatedMesh
-from unisono.train.task import Task
+from unisono.verify.task import Task
 
 _FLAG = torch.uint8  # a parameter's, in the question which have gradients
 _ONCE = "once a step"

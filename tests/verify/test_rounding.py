@@ -13,10 +13,10 @@ from torch import nn
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.plan.plan import Plan
-from unisono.train.on_mesh import OnMesh
-from unisono.train.task import Task
-from unisono.train.verdict import Verdict
-from unisono.train.verify import verify_here
+from unisono.verify.on_mesh import OnMesh
+from unisono.verify.task import Task
+from unisono.verify.verdict import Verdict
+from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]
 

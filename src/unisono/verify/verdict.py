@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from unisono.train.record import Record, Tensors
+from unisono.verify.record import Record, Tensors
 
 # Halves: the dtype of what is computed; parameters, gradients and optimizer state are then float32. Rounding alone
 # sends a ReLU, or a sign in Adam, to the other side now and then: so norms are compared, and less is proved.

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from unisono.plan.plan import Plan
-from unisono.train.parting import guess_fault
-from unisono.train.record import Record
-from unisono.train.verdict import KINDS, Verdict, compared
+from unisono.verify.first_divergence import guess_fault
+from unisono.verify.record import Record
+from unisono.verify.verdict import KINDS, Verdict, compared
 
 
 def record(factor: float = 1.0, scale: float = 2.0**16) -> Record:

@@ -26,8 +26,8 @@ from unisono.parallel.precision import Precision, autocast
 from unisono.parallel.state import whole_state
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.plan.plan import Plan
-from unisono.train.double import InDouble
-from unisono.train.task import Task
+from unisono.verify.float64 import InDouble
+from unisono.verify.task import Task
 
 Tensors = dict[str, torch.Tensor]
 

@@ -15,9 +15,9 @@ from torch import nn
 from unisono.cli import main
 from unisono.errors import UsageError
 from unisono.plan.plan import Plan
-from unisono.train.shapes import plans_for
-from unisono.train.task import load_task
-from unisono.train.verify import verify_all
+from unisono.verify.plan_shapes import plans_for
+from unisono.verify.task import load_task
+from unisono.verify.verify import verify_all
 
 TASKS = Path(__file__).parents[1] / "equivalence" / "tasks.py"
 
@@ -109,7 +109,7 @@ def _on_one_rank_only() -> nn.Module:
 
 def test_a_refusal_by_one_rank_ends_that_plan_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank waits meanwhile: both are ended, and new ones try what is left."""
-    monkeypatch.setattr("unisono.train.verify._PATIENCE", 0.5)
+    monkeypatch.setattr("unisono.verify.verify._PATIENCE", 0.5)
     task = replace(load_task(f"{TASKS}:mlp"), model=_on_one_rank_only, rules=None)
     told: list[str] = []
     verdicts = verify_all(task, [Plan(dp=2), Plan(dp=2, zero=1)], steps=1, told=lambda each: told.append(each.plan))

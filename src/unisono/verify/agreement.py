@@ -10,8 +10,8 @@ from dataclasses import replace
 import torch
 
 from unisono.comm.communicator import Communicator
-from unisono.train.record import Record, Tensors
-from unisono.train.verdict import Verdict
+from unisono.verify.record import Record, Tensors
+from unisono.verify.verdict import Verdict
 
 
 def with_agreement(comm: Communicator, planned: Record, verdict: Verdict, tolerance: float) -> Verdict:

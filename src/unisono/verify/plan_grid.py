@@ -10,7 +10,7 @@ from unisono.plan.plan import Plan
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from unisono.train.verdict import Verdict, Worst
+    from unisono.verify.verdict import Verdict, Worst
 
 # What stands over the columns, in two lines; and in one line where the screen is narrow.
 _WIDE = (

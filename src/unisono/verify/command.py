@@ -10,9 +10,9 @@ from unisono.errors import UsageError
 from unisono.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from unisono.train.on_mesh import OnMesh
-    from unisono.train.task import Task
-    from unisono.train.verdict import Verdict
+    from unisono.verify.on_mesh import OnMesh
+    from unisono.verify.task import Task
+    from unisono.verify.verdict import Verdict
 
 
 def add_parser(subparsers: Any) -> None:
@@ -56,14 +56,14 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _on_mesh(text: str) -> OnMesh:
-    from unisono.train.on_mesh import OnMesh  # imports torch
+    from unisono.verify.on_mesh import OnMesh  # imports torch
 
     return OnMesh.parse(text)
 
 
 def _run_one(chosen: argparse.Namespace, plan: Plan | OnMesh) -> int:
-    from unisono.train.task import load_task
-    from unisono.train.verify import verify
+    from unisono.verify.task import load_task
+    from unisono.verify.verify import verify
 
     load_task(chosen.task)  # a bad address is an error before ranks start
     verdict = verify(chosen.task, plan, None, chosen.backend, chosen.steps, chosen.dtype)
@@ -77,10 +77,10 @@ def _run_one(chosen: argparse.Namespace, plan: Plan | OnMesh) -> int:
 def _run_all(chosen: argparse.Namespace) -> int:
     from rich.console import Console
 
-    from unisono.train.matrix import Matrix
-    from unisono.train.shapes import plans_for
-    from unisono.train.task import load_task
-    from unisono.train.verify import verify_all
+    from unisono.verify.plan_grid import Matrix
+    from unisono.verify.plan_shapes import plans_for
+    from unisono.verify.task import load_task
+    from unisono.verify.verify import verify_all
 
     plans = plans_for(chosen.n, _has_experts(load_task(chosen.task)))
     matrix = Matrix(Console(highlight=False), plans)

@@ -14,7 +14,7 @@ import torch
 from unisono.comm.communicator import Communicator
 from unisono.parallel.layout import Split
 from unisono.plan.plan import AXES, Plan
-from unisono.train.record import Record
+from unisono.verify.record import Record
 
 Tensors = dict[str, torch.Tensor]
 

@@ -27,16 +27,16 @@ from unisono.errors import LaunchError, UsageError
 from unisono.launch.spawn import spawn
 from unisono.parallel.static import StagedProgram
 from unisono.plan.plan import Plan
-from unisono.train.agreement import with_agreement
-from unisono.train.double import InDouble
-from unisono.train.follow import Follower
-from unisono.train.on_mesh import PREFIX, OnMesh
-from unisono.train.parting import first_parting, guess_fault
-from unisono.train.program_parting import program_parting
-from unisono.train.program_record import made_program, program_record
-from unisono.train.record import Record, batch_of, plain_record, planned_record
-from unisono.train.task import Task, load_task
-from unisono.train.verdict import (
+from unisono.verify.agreement import with_agreement
+from unisono.verify.first_divergence import first_parting, guess_fault
+from unisono.verify.float64 import InDouble
+from unisono.verify.follow import Follower
+from unisono.verify.on_mesh import PREFIX, OnMesh
+from unisono.verify.program_divergence import program_parting
+from unisono.verify.program_record import made_program, program_record
+from unisono.verify.record import Record, batch_of, plain_record, planned_record
+from unisono.verify.task import Task, load_task
+from unisono.verify.verdict import (
     HALVES,
     TOLERANCE,
     Verdict,
