@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
+from unisono.comm.solo import alone
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
@@ -53,6 +54,7 @@ def batch_of(task: Task, step: int, dtype: torch.dtype) -> tuple[Any, Any]:
     return tree_map(cast, task.batch(step))
 
 
+@alone()
 def plain_record(
     task: Task,
     steps: int,
@@ -61,7 +63,8 @@ def plain_record(
     precision: str | Precision = "fp32",
     rounding: float = 0.0,
 ) -> Record:
-    """One device, one process, the plain model on the whole batch; in half precision as torch itself does it.
+    """One device, one process, the plain model on the whole batch; in half precision as torch itself does it. A rank of
+    a job may call it: the task then sees a world of one.
 
     rounding: gradients of elements that are no larger are recorded, but 0 for the optimizer."""
     precision = Precision.of(precision)
