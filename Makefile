@@ -7,7 +7,7 @@ STAMP := $(VENV)/.installed
 # Tests run side by side, in a worker for each core, up to four.
 WORKERS ?= $(shell cores=$$(nproc 2>/dev/null || echo 1); echo $$((cores < 4 ? cores : 4)))
 
-.PHONY: setup demo test lint types imports unit docs clean
+.PHONY: setup demo test test-all lint types imports unit docs clean
 
 setup: $(STAMP)
 
@@ -39,6 +39,10 @@ imports: setup
 
 unit: setup
 	$(BIN)/python -m pytest -n $(WORKERS)
+
+# What takes longer: Hugging Face architectures under every plan.
+test-all: test
+	$(BIN)/python -m pytest tests/matrix
 
 # The site, in site/: opens from the folder, needs no network.
 docs: setup

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +26,12 @@ gc.disable()  # half a million objects are imported, which the collector would g
 def pytest_collection_finish() -> None:
     gc.freeze()
     gc.enable()
+
+
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """The matrix takes minutes: it is run where it is asked for (`make test-all`)."""
+    is_asked_for = any("tests/matrix" in str(argument) for argument in config.invocation_params.args)
+    return True if collection_path == Path(__file__).parent / "matrix" and not is_asked_for else None
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -39,10 +39,12 @@ class RemoteError(AssertionError):
 
 
 class RankPool:
-    def __init__(self, size: int, backend: str) -> None:
-        """Ranks are forked from this process; those of the backend mpi belong to an mpiexec."""
+    def __init__(self, size: int, backend: str, timeout: float = TIMEOUT) -> None:
+        """Ranks are forked from this process; those of the backend mpi belong to an mpiexec. timeout: seconds for one
+        call, after which the pool is closed."""
         self.size = size
         self.backend = backend
+        self.timeout = timeout
         import_what_ranks_need()
         _compile_random_words()
         gc.collect()
@@ -101,7 +103,7 @@ class RankPool:
         answers: list[tuple[bool, Any]] = []
         for rank in range(self.size):
             try:
-                answers.append(self._answer(rank, TIMEOUT if all(ok for ok, _ in answers) else GRACE))
+                answers.append(self._answer(rank, self.timeout if all(ok for ok, _ in answers) else GRACE))
             except RemoteError as silence:
                 raise RemoteError("\n".join([str(silence), *_complaints(answers)])) from None
         if failed := _complaints(answers):

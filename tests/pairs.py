@@ -1,0 +1,140 @@
+"""Pairs of a task and a plan, tried on ranks that stay up: is the plan equivalent, refused, wrong, or did it crash?
+
+    pairs = Pairs()
+    record = pairs.reference(load, name)                    # load(name) gives the task, on any rank
+    outcome = pairs.outcome(load, name, "dp=2,tp=2", record)
+
+The reference is trained in a process of its own, so that nothing a plan leaves behind (in a cache, in a patched module)
+can reach it. A crash or a hang ends the ranks; the next pair gets new ones.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tests.ranks import RankPool, RemoteError
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.plan.plan import Plan
+from unisono.verify.record import Record, plain_record
+from unisono.verify.task import Task
+from unisono.verify.verdict import Verdict
+from unisono.verify.verify import verify_here
+
+EQUIVALENT, REFUSED, WRONG, RAW = "equivalent", "refused", "wrong", "raw"
+KINDS = (EQUIVALENT, REFUSED, WRONG, RAW)
+STEPS = 2
+SHORTEST_REASON = 25  # characters
+PAIRS_BETWEEN_MEETINGS = 8  # every pair makes process groups anew, each of which is three threads of gloo
+
+Load = Callable[[Any], Task]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    kind: str  # one of KINDS
+    text: str = ""  # why it was refused; what is wrong; the error
+
+    @property
+    def is_fault(self) -> bool:
+        return self.kind in (WRONG, RAW)
+
+
+class Pairs:
+    def __init__(self, timeout: float = 60) -> None:
+        """timeout: seconds for one pair."""
+        self._timeout = timeout
+        self._pools: dict[int, RankPool] = {}
+        self._tried = 0
+
+    def __enter__(self) -> Pairs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        for pool in self._pools.values():
+            if not pool.closed:
+                pool.close()
+
+    def reference(self, load: Load, name: Any) -> Record:
+        """The record of one device. RemoteError: the task itself cannot be trained."""
+        return self._ranks(1).run(_reference, load, name)[0]  # type: ignore[no-any-return]
+
+    def outcome(self, load: Load, name: Any, plan: str, reference: Record | None) -> Outcome:
+        """Tries one pair. Without a reference the task is trained for one beside rank 0."""
+        ranks = self._ranks(Plan.parse(plan).world)
+        try:
+            answers = ranks.run(_try, load, name, plan, reference)
+        except RemoteError as error:  # a rank died, or did not answer
+            return Outcome(RAW, str(error))
+        outcome = agreed(answers)
+        if outcome.kind == RAW:
+            ranks.close()
+        return outcome
+
+    def _ranks(self, size: int) -> RankPool:
+        self._tried += 1
+        pool = self._pools.get(size)
+        if pool is None or pool.closed:
+            pool = self._pools[size] = RankPool(size, "gloo", self._timeout)
+        elif self._tried % PAIRS_BETWEEN_MEETINGS == 0:
+            with contextlib.suppress(RemoteError):
+                pool.shed_groups()
+        return pool
+
+
+def agreed(answers: list[Outcome]) -> Outcome:
+    """What all ranks say; ranks that do not say the same are a fault of their own."""
+    kinds = {answer.kind for answer in answers}
+    if len(kinds) > 1:
+        told = "\n".join(f"rank {rank}: {answer.kind}: {answer.text}" for rank, answer in enumerate(answers))
+        return Outcome(RAW, f"ranks disagree\n{told}")
+    first = answers[0]
+    if first.kind == REFUSED and (len(first.text) < SHORTEST_REASON or "\n" in first.text.strip()):
+        return Outcome(RAW, f"a refusal that is not one sentence: {first.text}")
+    return first
+
+
+# ---- on the ranks ----------------------------------------------------------------------------------------------------
+
+
+def _reference(_: Communicator, load: Load, name: Any) -> Record:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return plain_record(load(name), STEPS, torch.float64)
+
+
+def _try(comm: Communicator, load: Load, name: Any, plan: str, reference: Record | None) -> Outcome:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            plain = reference if comm.rank == 0 else None
+            return _judged(verify_here(comm, load(name), Plan.parse(plan), STEPS, plain=plain))
+    except UsageError as error:
+        comm.barrier()  # none is left waiting for another
+        return Outcome(REFUSED, str(error))
+    except Exception:
+        return Outcome(RAW, traceback.format_exc())
+    finally:
+        gc.collect()  # trainers hold models in cycles
+
+
+def _judged(verdict: Verdict) -> Outcome:
+    if verdict.equivalent:
+        return Outcome(EQUIVALENT)
+    if verdict.refusal:
+        return Outcome(REFUSED, verdict.refusal)
+    if verdict.failure:
+        return Outcome(RAW, verdict.failure)
+    far = ", ".join(f"{each.kind} {each.deviation:.1e} ({each.name})" for each in verdict.worst if each.deviation)
+    return Outcome(WRONG, f"{far}; first divergence: {verdict.parting}; looks like: {verdict.guess}")
