@@ -45,6 +45,7 @@ from unisono.graph.unpack import Piece, unpack
 from unisono.graph.weigh import weigh
 from unisono.graph.wish import Mark, Wish, joined
 from unisono.mesh.draws import spelled_out as draws_spelled_out
+from unisono.mesh.side_effects import no_side_effects
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -121,6 +122,7 @@ def trace(
     wishes = wishes_for(model)
     lost = gradients_at_hooks(model)
     with (
+        no_side_effects(model, loss),
         recording(model, marked) as recorder,
         _without_data(model) as fake,
         spelled_out(),

@@ -19,8 +19,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import random
-import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -33,6 +31,7 @@ from torch import nn
 from unisono.mesh.initial import build, seeded
 from unisono.mesh.recording import CannotRecord, Place, Recording
 from unisono.mesh.replay import realise, steps_for, work_of
+from unisono.mesh.side_effects import no_side_effects, recorded
 
 Make = Callable[[], nn.Module]
 _MOST_WORK = 4  # times that of building the whole, to build all of it tensor by tensor
@@ -50,7 +49,7 @@ class Draft:
         note: str = "",
         rewind: Callable[[], None] = lambda: None,
     ) -> None:
-        """rewind: puts Python's and numpy's generators to where they were when the function was first called."""
+        """rewind: restores the state of Python that the function was first called in."""
         self.model = model
         self.note = note  # why it was built whole
         self._rewind = rewind
@@ -101,12 +100,9 @@ class Draft:
 
     def _build(self) -> nn.Module:
         """The whole model, as it would have been built where it was drafted."""
-        with _without_function_modes(self._default), _generators_put_back() as go_on:
+        with _without_function_modes(self._default), no_side_effects(self._make):
             self._rewind()
-            try:
-                return build(self._make, self._seed)
-            finally:
-                go_on()
+            return build(self._make, self._seed)
 
 
 def source_of(tensor: torch.Tensor) -> tuple[Draft, str] | None:
@@ -120,27 +116,27 @@ def forget_source(tensor: torch.Tensor) -> None:
 
 def drafted(make: Make, seed: int) -> Draft:
     """The draft of what `make()` builds after torch.manual_seed(seed)."""
-    with _generators_put_back() as put_back:
-        try:
-            return _recorded(make, seed, put_back, Recording(realise))
-        except Exception as error:  # the constructor's own mistake comes up again when it is run
-            told = str(error) if isinstance(error, CannotRecord) else f"{type(error).__name__}: {error}"
-        put_back()
-        return whole_draft(make, seed, told.splitlines()[0])
+    rewind = recorded(make)
+    try:
+        return _recorded(make, seed, rewind, Recording(realise))
+    except Exception as error:  # the constructor's own mistake comes up again when it is run
+        told = str(error) if isinstance(error, CannotRecord) else f"{type(error).__name__}: {error}"
+    rewind()
+    return whole_draft(make, seed, told.splitlines()[0])
 
 
 def sketched(make: Make, seed: int) -> Draft:
     """A draft of the same modules, with values of the same kind. CannotRecord where a function cannot be written down,
     or what it builds depends on random numbers."""
-    with _generators_put_back() as put_back:
-        try:
-            return _recorded(make, seed, put_back, Recording(_unless_random, is_rough=True))
-        except CannotRecord:
-            raise
-        except Exception as error:
-            raise CannotRecord(f"{type(error).__name__}: {error}") from error
-        finally:
-            put_back()
+    rewind = recorded(make)
+    try:
+        return _recorded(make, seed, rewind, Recording(_unless_random, is_rough=True))
+    except CannotRecord:
+        raise
+    except Exception as error:
+        raise CannotRecord(f"{type(error).__name__}: {error}") from error
+    finally:
+        rewind()
 
 
 def _unless_random(recording: Recording, places: Sequence[Place]) -> list[torch.Tensor]:
@@ -270,18 +266,3 @@ def _without_function_modes(default: torch.dtype) -> Iterator[None]:
         torch.set_default_dtype(before)
         for mode in reversed(modes):
             torch._C._push_on_torch_function_stack(mode)
-
-
-@contextlib.contextmanager
-def _generators_put_back() -> Iterator[Callable[[], None]]:
-    """What puts Python's and numpy's generators back to where they are now."""
-    numpy = sys.modules.get("numpy")
-    python_state = random.getstate()
-    numpy_state = None if numpy is None else numpy.random.get_state()
-
-    def put_back() -> None:
-        random.setstate(python_state)
-        if numpy is not None:
-            numpy.random.set_state(numpy_state)
-
-    yield put_back

@@ -26,6 +26,7 @@ from unisono.errors import UsageError
 from unisono.mesh.draft import Draft, drafted, whole_draft
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
+from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel import batchnorm
 from unisono.parallel.bucket import is_summed
 from unisono.parallel.context import context_parallelize
@@ -92,24 +93,25 @@ def parallelize(
     are_rules_given = rules is not None
     refuse_what_cannot_be_right(plan, whole)
     precision.require_float32(whole)
-    if plan.tp > 1:
-        rules = fitting_rules(whole, plan.tp, rules, example)
-        styles = require_shareable(whole, plan.tp, rules)
-        if plan.sequence and example is not None:
-            require_sound_blocks(whole, styles)
-            require_tokenwise(whole, example, "sp", styles)
-    if example is not None:
-        require_fitting_loss(whole, loss, example)
-        if plan.cp > 1:
-            require_tokenwise(whole, example, "cp")
     shown = None
-    if plan.pp > 1:
-        inputs = _example_inputs(plan, example)
-        rehearse(whole, order_of(plan), inputs)
-        shown = foreseen(whole, order_of(plan), inputs) if draft.is_hollow else None
-        if draft.is_hollow and shown is None:
-            draft = draft.rebuilt("its forward cannot be run tensor by tensor, to see what each stage of it uses")
-            whole = draft.model
+    with no_side_effects(whole, loss):
+        if plan.tp > 1:
+            rules = fitting_rules(whole, plan.tp, rules, example)
+            styles = require_shareable(whole, plan.tp, rules)
+            if plan.sequence and example is not None:
+                require_sound_blocks(whole, styles)
+                require_tokenwise(whole, example, "sp", styles)
+        if example is not None:
+            require_fitting_loss(whole, loss, example)
+            if plan.cp > 1:
+                require_tokenwise(whole, example, "cp")
+        if plan.pp > 1:
+            inputs = _example_inputs(plan, example)
+            rehearse(whole, order_of(plan), inputs)
+            shown = foreseen(whole, order_of(plan), inputs) if draft.is_hollow else None
+    if plan.pp > 1 and draft.is_hollow and shown is None:
+        draft = draft.rebuilt("its forward cannot be run tensor by tensor, to see what each stage of it uses")
+        whole = draft.model
     mesh = Mesh(plan.shape, AXES).connect()  # the first time that ranks communicate
     if not all(comm.all_gather_object(draft.is_hollow)) and draft.is_hollow:
         draft, shown = draft.rebuilt("another rank could not build its part alone"), None

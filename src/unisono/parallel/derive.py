@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from unisono.errors import UsageError
+from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import Blocks, find_blocks
 from unisono.parallel.hollow import realised_copy
 from unisono.parallel.linear import features, is_linear
@@ -107,7 +108,7 @@ def _holds(module: nn.Module, rules: Rules, ranks: int, cut: Any) -> bool:
     whole = real.double().cpu().eval()
     x = torch.randn(2, 5, features(layer)[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     try:
-        with torch.no_grad():
+        with no_side_effects(module), torch.no_grad():
             expected = _first(whole(x))
             if not isinstance(expected, torch.Tensor):
                 return False

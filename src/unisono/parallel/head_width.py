@@ -17,6 +17,7 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from unisono.errors import UsageError
+from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.hollow import hollow, hollow_copy
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.shapes import KnownShapes
@@ -58,7 +59,13 @@ class HeadWidth:
             return set(), set()
         in_attention: set[int] = set()
         in_products: set[int] = set()
-        with contextlib.suppress(Exception), torch.no_grad(), torch.device("meta"), KnownShapes():
+        with (
+            contextlib.suppress(Exception),
+            no_side_effects(self._whole),
+            torch.no_grad(),
+            torch.device("meta"),
+            KnownShapes(),
+        ):
             with _Widths(in_attention.add, in_products.add):
                 call(self._whole, hollow(inputs))
             return in_attention, in_products

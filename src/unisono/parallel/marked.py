@@ -35,6 +35,7 @@ from unisono.graph.wish import Wish
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import shard_dim
+from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.apply import parallelize
 from unisono.parallel.blocks import Blocks
 from unisono.parallel.hollow import hollow, hollow_copy
@@ -167,7 +168,7 @@ def _stages_in_forward(model: nn.Module, inputs: Any) -> dict[str, Wish]:
         copy = hollow_copy(model)
     except Exception:
         return {}
-    with dry_run(copy) as recorder, torch.no_grad(), torch.device("meta"):
+    with no_side_effects(model), dry_run(copy) as recorder, torch.no_grad(), torch.device("meta"):
         call(copy, hollow(inputs))
     return recorder.stages
 

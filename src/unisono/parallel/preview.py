@@ -15,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.errors import UsageError
+from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.expert import collect_aux
 from unisono.parallel.hollow import hollow, hollow_copy
 from unisono.parallel.loss import GlobalLoss, Loss
@@ -33,19 +34,20 @@ def require_fitting_loss(model: nn.Module, loss: Loss, example: tuple[Any, Any])
     asked = GlobalLoss(loss)
     with torch.no_grad():
         try:
-            with torch.device("meta"), KnownShapes():
+            with no_side_effects(model), torch.device("meta"), KnownShapes():
                 inputs, targets = hollow(tuple(example))
                 outputs = call(hollow_copy(model), inputs)
         except Exception:
             return  # a model that needs values: its first step will tell
-        with contextlib.suppress(Exception), torch.device("meta"), KnownShapes():
+        with contextlib.suppress(Exception), no_side_effects(loss), torch.device("meta"), KnownShapes():
             asked(outputs, targets)
             return
         samples = rows_between(tuple(example), 0, min(_SAMPLES, rows_of(example)))
         if any(parameter.is_meta for parameter in model.parameters()):
             made_up = _made_up(model, samples[0])
             if made_up is not None:
-                asked(made_up, samples[1])
+                with no_side_effects(loss):
+                    asked(made_up, samples[1])
             return
         try:
             with left_as_it_was(model):
@@ -54,7 +56,8 @@ def require_fitting_loss(model: nn.Module, loss: Loss, example: tuple[Any, Any])
             return
         finally:
             collect_aux(model)  # nobody else will
-        asked(outputs, samples[1])
+        with no_side_effects(loss):
+            asked(outputs, samples[1])
 
 
 def _made_up(model: nn.Module, inputs: Any) -> Any:
@@ -67,7 +70,7 @@ def _made_up(model: nn.Module, inputs: Any) -> Any:
         numbers = torch.rand(leaf.shape, generator=generator, device="cpu", dtype=torch.float32)
         return numbers.to(leaf.dtype)
 
-    with torch.device("meta"), KnownShapes():
+    with no_side_effects(model), torch.device("meta"), KnownShapes():
         outputs = call(hollow_copy(model), hollow(inputs))
     if not all(isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in tree_leaves(outputs)):
         return None

@@ -29,6 +29,7 @@ from unisono.graph.rules.registry import target_name
 from unisono.graph.trace import trace
 from unisono.mesh.draws import held_fast
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.derive import together
 from unisono.parallel.hollow import realised_copy
 
@@ -177,7 +178,7 @@ def _holds(model: nn.Module, rules: dict[str, str], ranks: int, inputs: Any, cut
         return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
     try:
-        with torch.no_grad(), held_fast():
+        with no_side_effects(model), torch.no_grad(), held_fast():
             expected = run(whole)
             outcomes = together(whole, rules, ranks, run, cut)
     except Exception:  # whatever a model says to a size that is not its own

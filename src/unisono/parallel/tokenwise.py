@@ -22,6 +22,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.errors import UsageError
+from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import Blocks, find_blocks
 from unisono.parallel.context import are_of_sequences, hidden_states, mapped, sequence_dim, without_attention
 from unisono.parallel.hollow import realised_copy
@@ -60,14 +61,14 @@ def require_tokenwise(model: nn.Module, example: tuple[Any, Any], word: str, sty
     gathers = word == "sp" or are_of_sequences(inputs, targets)
     trial = _Trial(find_blocks(real), word, gathers, styles or {})
     try:
-        with torch.no_grad(), trial.recording():
+        with no_side_effects(model), torch.no_grad(), trial.recording():
             outputs = call(real, samples)
     except Exception:  # whatever a model says here, its first step will say too
         return
     if trial.without_attention and word == "cp":
         raise without_attention(trial.without_attention)
     if trial.is_conclusive:
-        with torch.no_grad(), trial.repeating():
+        with no_side_effects(model), torch.no_grad(), trial.repeating():
             trial.compare_outputs(call(real, samples), outputs)
 
 

@@ -23,6 +23,7 @@ from unisono.launch.spawn import spawn
 from unisono.mesh.draft import tensors_in
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
+from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.apply import applied, order_of, refuse_what_cannot_be_right
 from unisono.parallel.pipeline.message import is_hollow
 from unisono.parallel.share import rows_of, share, shares
@@ -96,7 +97,7 @@ def _timed(trainer: Trainer, given: Any, device: torch.device) -> float:
 
 def built(task: Task, plan: Plan, mesh: Mesh, given: Any, device: torch.device) -> Trainer:
     """The trainer of this rank for batches like the one given, without the values that its parameters should have."""
-    with torch.device("meta"):
+    with no_side_effects(task.model), torch.device("meta"):
         model = task.model()
     refuse_what_cannot_be_right(plan, model)
     rules = task.rules

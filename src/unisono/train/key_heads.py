@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
+from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.even_experts import evenly_visited
 from unisono.parallel.hollow import hollow_copy
 from unisono.parallel.pipeline.inputs import call
@@ -26,9 +27,9 @@ from unisono.parallel.shapes import KnownShapes
 def key_heads(model: nn.Module, inputs: Any) -> list[int]:
     """In the order of their calls; none where the model cannot run hollow."""
     seen: list[int] = []
-    with contextlib.suppress(Exception), torch.no_grad(), KnownShapes(), Shadow(device_of(inputs)):
+    with contextlib.suppress(Exception), no_side_effects(model), torch.no_grad(), KnownShapes():
         whole = hollow_copy(model)
-        with evenly_visited(whole), _Watch(seen):
+        with Shadow(device_of(inputs)), evenly_visited(whole), _Watch(seen):
             call(whole, inputs)
         return seen
     return []

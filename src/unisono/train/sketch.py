@@ -11,6 +11,7 @@ from unisono.errors import UsageError
 from unisono.mesh.draft import drafted, sketched, source_of
 from unisono.mesh.initial import build
 from unisono.mesh.recording import CannotRecord
+from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import find_blocks
 from unisono.parallel.tensor import shows_by_running
 from unisono.verify.task import Task
@@ -22,7 +23,7 @@ _SMALL_BLOCK = 5 * 10**8  # and a block of one that is not built
 def without_memory(task: Task) -> nn.Module:
     """Its shapes and ops; on the meta device, unless its constructor looks at values."""
     try:
-        with torch.device("meta"):
+        with no_side_effects(task.model), torch.device("meta"):
             return task.model()
     except Exception:
         return build(task.model, 0)

@@ -16,6 +16,7 @@ from torch import nn
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
+from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.context import Context, context_parallelize
 from unisono.parallel.even_experts import evenly_visited
 from unisono.parallel.hollow import hollow_copy
@@ -68,7 +69,7 @@ class Upstream:
                 continue
             if self.context is not None:
                 self.context.expect(inputs, targets)
-            with evenly_visited(self._model), self._random, Shadow(device):
+            with no_side_effects(self._model), evenly_visited(self._model), self._random, Shadow(device):
                 outcome = before.forward(inputs)
             assert outcome.form is not None
             found[kind] = outcome.form

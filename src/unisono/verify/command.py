@@ -99,10 +99,11 @@ def _has_experts(task: Task) -> bool:
     """Whether the model has experts to share out; seen without the memory of its parameters, where it can be."""
     import torch
 
+    from unisono.mesh.side_effects import no_side_effects
     from unisono.parallel.expert import MoE
 
     try:
-        with torch.device("meta"):
+        with no_side_effects(task.model), torch.device("meta"):
             model = task.model()
     except Exception:
         return False  # it cannot be built without values: its plans are tried without ep

@@ -18,6 +18,7 @@ from torch import nn
 
 from unisono.errors import UsageError
 from unisono.mesh.initial import build_layers
+from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import Blocks
 from unisono.parallel.pipeline.foreign import Foreign
 from unisono.parallel.pipeline.split import COSTS, Cost, Cut
@@ -172,7 +173,7 @@ def _costs(specs: Sequence[LayerSpec], cost: Cost) -> list[float]:
     costs = []
     for spec in specs:
         try:
-            with torch.device("meta"):
+            with no_side_effects(spec.cls), torch.device("meta"):
                 costs.append(float(sum(parameter.numel() for parameter in spec.build().parameters())))
         except UsageError:
             raise

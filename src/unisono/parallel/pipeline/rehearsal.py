@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves
 
 from unisono.errors import UsageError
+from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import find_blocks
 from unisono.parallel.context import hidden_states
 from unisono.parallel.even_experts import evenly_visited
@@ -32,7 +33,11 @@ from unisono.plan.schedule import Schedule
 
 def rehearse(model: nn.Module, schedule: Schedule, inputs: Any) -> None:
     """UsageError where one of the stages could not run on a microbatch of such inputs."""
-    with contextlib.suppress(_NeedsNumbers), torch.device("meta"), KnownShapes(), contextlib.ExitStack() as experts:
+    with contextlib.ExitStack() as experts:
+        experts.enter_context(contextlib.suppress(_NeedsNumbers))
+        experts.enter_context(no_side_effects(model))
+        experts.enter_context(torch.device("meta"))
+        experts.enter_context(KnownShapes())
         inputs = hollow(inputs)
         watched = hollow_copy(model)
         with evenly_visited(watched):
@@ -72,7 +77,7 @@ def foreseen(model: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen | No
     if shown is not None:
         return shown
     copy = hollow_copy(model)
-    with contextlib.suppress(_NeedsNumbers), Lending(model, copy, device_of(inputs)):
+    with contextlib.suppress(_NeedsNumbers), no_side_effects(model), Lending(model, copy, device_of(inputs)):
         return _foreseen(copy, schedule, inputs)
     return None
 
@@ -80,7 +85,13 @@ def foreseen(model: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen | No
 def foreseen_without_numbers(model: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen | None:
     """The same of any hollow model; None where it needs numbers that come of its parameters."""
     copy = hollow_copy(model)
-    with contextlib.suppress(_NeedsNumbers), KnownShapes(), Shadow(device_of(inputs)), evenly_visited(copy):
+    with (
+        contextlib.suppress(_NeedsNumbers),
+        no_side_effects(model),
+        KnownShapes(),
+        Shadow(device_of(inputs)),
+        evenly_visited(copy),
+    ):
         return _foreseen(copy, schedule, inputs)
     return None
 

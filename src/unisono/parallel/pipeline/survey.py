@@ -22,6 +22,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.flop_counter import FlopCounterMode
 
 from unisono.errors import UsageError
+from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import Blocks
 from unisono.parallel.pipeline.dependence import Touch, storages_of
 from unisono.parallel.pipeline.inputs import call
@@ -146,7 +147,7 @@ def left_as_it_was(model: nn.Module) -> Iterator[None]:
     ]
     values = [buffer.clone() for _, _, buffer in buffers]
     try:
-        with torch.random.fork_rng(devices=sorted(on_gpu, key=str)):
+        with torch.random.fork_rng(devices=sorted(on_gpu, key=str)), no_side_effects(model):
             yield
     finally:
         with torch.no_grad():
