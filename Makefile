@@ -40,9 +40,10 @@ imports: setup
 unit: setup
 	$(BIN)/python -m pytest -n $(WORKERS)
 
-# What takes longer: Hugging Face architectures under every plan.
+# What takes longer: Hugging Face architectures under every plan, and random models under random plans.
 test-all: test
 	$(BIN)/python -m pytest tests/matrix
+	$(BIN)/python tools/fuzz.py --pairs 2000
 
 # The site, in site/: opens from the folder, needs no network.
 docs: setup

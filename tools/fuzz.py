@@ -1,0 +1,193 @@
+"""Tries random models under random plans: each pair must give the result of one device, or be refused in one sentence.
+
+    python tools/fuzz.py --minutes 5                 # a quick look
+    python tools/fuzz.py --pairs 2000 --seed 7       # models 7000000, 7000001, ...
+    python tools/fuzz.py --only tp --save faults/    # plans with tp; the models of faults as files
+    python tools/fuzz.py --replay 7000023            # one model again, with its source; 7000023/2: its plan number 2
+
+Exits 1 if a pair was wrong (it ran, and its result is not that of one device) or raw (any other error, a hang or a
+crash).
+"""
+
+from __future__ import annotations
+
+import argparse
+import collections
+import json
+import os
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+from random_models import FAMILIES, job  # noqa: E402
+from random_plans import plans  # noqa: E402
+
+from tests.pairs import EQUIVALENT, KINDS, Outcome, Pairs  # noqa: E402
+from tests.ranks import RemoteError  # noqa: E402
+from unisono.verify.record import Record  # noqa: E402
+from unisono.verify.task import Task  # noqa: E402
+
+MODELS_OF_A_SEED = 1_000_000
+PLANS_OF_A_MODEL = 4
+
+
+class Pair(NamedTuple):
+    model: int
+    number: int  # of the plan among the model's
+    plan: str
+
+    @property
+    def name(self) -> str:
+        return f"{self.model}/{self.number}"
+
+
+def main() -> int:
+    options = _options()
+    if options.replay:
+        return _replay(options)
+    counts: collections.Counter[str] = collections.Counter()
+    by_axis: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
+    deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
+    with Pairs(options.timeout) as ranks:
+        for pair, outcome, seconds in _tried(ranks, options):
+            if pair is None:
+                counts["unfit models"] += 1
+                continue
+            counts[outcome.kind] += 1
+            by_axis[_axes(pair.plan)][outcome.kind] += 1
+            _note(options, pair, outcome, seconds)
+            total = sum(counts[kind] for kind in KINDS)
+            if time.monotonic() > deadline or total >= options.pairs:
+                break
+    _summary(counts, by_axis)
+    return 1 if counts["wrong"] or counts["raw"] else 0
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--minutes", type=float, default=0, help="stop after so many minutes")
+    add("--pairs", type=int, default=0, help="stop after so many pairs (default: 2000, or what --minutes allows)")
+    add("--seed", type=int, default=0)
+    add("--only", default="", metavar="WORD", help="plans that contain this word, such as tp or zero=3")
+    add("--family", choices=FAMILIES, help="models of this family")
+    add("--replay", default="", metavar="MODEL[/PLAN]", help="try the pairs of one model again and print its source")
+    add("--plan", default="", help="with --replay: this plan instead of the model's")
+    add("--log", type=Path, metavar="FILE", help="append a line of JSON for each pair")
+    add("--save", type=Path, metavar="FOLDER", help="write the models of faults as files")
+    add("--timeout", type=float, default=60, metavar="S", help="seconds after which a pair hangs")
+    options = parser.parse_args()
+    options.pairs = options.pairs or (10**9 if options.minutes else 2000)
+    return options
+
+
+# ---- pairs -----------------------------------------------------------------------------------------------------------
+
+
+def load(source: str) -> Task:
+    """The task of a model's source. Run anew for each pair: nothing that it caches is another's."""
+    module = ModuleType("random_job")
+    sys.modules["random_job"] = module
+    exec(compile(source, "random_job.py", "exec"), module.__dict__)
+    return module.task  # type: ignore[no-any-return]
+
+
+def _tried(ranks: Pairs, options: argparse.Namespace) -> Iterator[tuple[Any, Outcome, float]]:
+    for model in range(options.seed * MODELS_OF_A_SEED, (options.seed + 1) * MODELS_OF_A_SEED):
+        source = job(model, options.family)
+        reference = _reference(ranks, source)
+        if reference is None:
+            yield None, Outcome(EQUIVALENT), 0.0
+            continue
+        for pair in _pairs(model, source, options.only):
+            began = time.monotonic()
+            outcome = ranks.outcome(load, source, pair.plan, reference)
+            yield pair, outcome, time.monotonic() - began
+
+
+def _pairs(model: int, source: str, only: str = "") -> list[Pair]:
+    drawn = plans(model, PLANS_OF_A_MODEL, only, "uni.nn.MoE" in source)
+    return [Pair(model, number, plan) for number, plan in enumerate(drawn)]
+
+
+def _reference(ranks: Pairs, source: str) -> Record | None:
+    """None: torch itself cannot train this model, or not to finite numbers."""
+    try:
+        record = ranks.reference(load, source)
+    except RemoteError:
+        return None
+    return record if all(abs(loss) < 1e6 for loss in record.losses) else None
+
+
+def _replay(options: argparse.Namespace) -> int:
+    model, _, number = options.replay.partition("/")
+    source = job(int(model), options.family)
+    print(source)
+    pairs = _pairs(int(model), source, options.only)
+    if options.plan:
+        pairs = [Pair(int(model), 0, options.plan)]
+    elif number:
+        pairs = [pairs[int(number)]]
+    with Pairs(options.timeout) as ranks:
+        reference = _reference(ranks, source)
+        if reference is None:
+            print("torch itself cannot train this model")
+            return 1
+        outcomes = [ranks.outcome(load, source, pair.plan, reference) for pair in pairs]
+    for pair, outcome in zip(pairs, outcomes, strict=True):
+        print(f"{pair.name} {pair.plan}: {outcome.kind} {outcome.text}")
+    return 1 if any(outcome.is_fault for outcome in outcomes) else 0
+
+
+# ---- what is shown ---------------------------------------------------------------------------------------------------
+
+
+def _note(options: argparse.Namespace, pair: Pair, outcome: Outcome, seconds: float) -> None:
+    if options.log:
+        line = {
+            "pair": pair.name,
+            "plan": pair.plan,
+            "kind": outcome.kind,
+            "text": outcome.text,
+            "s": round(seconds, 2),
+        }
+        with options.log.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+    if not outcome.is_fault:
+        return
+    last = outcome.text.strip().splitlines()[-1:] or [""]
+    print(f"{outcome.kind.upper():5} {pair.name} --plan {pair.plan}: {last[0][:200]}", flush=True)
+    if options.save:
+        options.save.mkdir(parents=True, exist_ok=True)
+        file = options.save / f"model_{pair.model}_{pair.number}.py"
+        told = "\n".join(f"# {line}" for line in outcome.text.strip().splitlines()[-12:])
+        file.write_text(f"{job(pair.model, options.family)}\n# {outcome.kind} under {pair.plan}\n{told}\n")
+
+
+def _axes(plan: str) -> str:
+    return "+".join(
+        word.split("=")[0]
+        for word in plan.split(",")
+        if word.split("=")[0] in ("dp", "tp", "pp", "cp", "ep", "sp") or word.startswith("zero")
+    )
+
+
+def _summary(counts: collections.Counter[str], by_axis: dict[str, collections.Counter[str]]) -> None:
+    print(f"{'plan':20}" + "".join(f"{kind:>12}" for kind in KINDS))
+    for axes in sorted(by_axis):
+        print(f"{axes:20}" + "".join(f"{by_axis[axes][kind]:12}" for kind in KINDS))
+    print(f"{'all':20}" + "".join(f"{counts[kind]:12}" for kind in KINDS))
+    print(
+        f"{sum(counts[kind] for kind in KINDS)} pairs; {counts['unfit models']} models that torch itself cannot train"
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
