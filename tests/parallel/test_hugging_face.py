@@ -34,6 +34,7 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 1,
 }
 GROUPED = SIZES | {"num_key_value_heads": 4}
+EAGER = {"attn_implementation": "eager"}
 
 
 def llama() -> nn.Module:
@@ -61,6 +62,19 @@ def mixtral() -> nn.Module:
     return transformers.MixtralForCausalLM(config)
 
 
+def gemma() -> nn.Module:
+    """Its embedding is a class of its own, which scales what it looks up; the head is tied to it."""
+    return transformers.GemmaForCausalLM(transformers.GemmaConfig(**GROUPED, head_dim=4))
+
+
+def gemma2() -> nn.Module:
+    return transformers.Gemma2ForCausalLM(transformers.Gemma2Config(**GROUPED | EAGER, head_dim=4))
+
+
+def gemma3() -> nn.Module:
+    return transformers.Gemma3ForCausalLM(transformers.Gemma3TextConfig(**GROUPED, head_dim=4))
+
+
 def gpt2() -> nn.Module:
     """Has Conv1D layers, queries, keys and values in one, and a tied head."""
     options = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
@@ -83,13 +97,16 @@ def next_tokens(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 
 
-MODELS = [llama, tied_llama, qwen2, qwen3, mixtral, gpt2, bert]
+MODELS = [llama, tied_llama, qwen2, qwen3, mixtral, gemma, gemma2, gemma3, gpt2, bert]
 CUT = {
     llama: ["model.layers.1.self_attn.k_proj.weight", "lm_head.weight"],
     tied_llama: ["model.embed_tokens.weight", "model.layers.1.mlp.down_proj.weight"],
     qwen2: ["model.layers.0.self_attn.q_proj.bias"],
     qwen3: ["model.layers.0.self_attn.q_proj.weight"],
     mixtral: ["model.layers.0.mlp.experts.gate_up_proj", "model.layers.0.mlp.experts.down_proj"],
+    gemma: ["model.embed_tokens.weight"],
+    gemma2: ["model.embed_tokens.weight"],
+    gemma3: ["model.embed_tokens.weight"],
     gpt2: ["transformer.wte.weight", "transformer.h.0.attn.c_attn.weight", "transformer.h.1.mlp.c_proj.weight"],
     bert: ["bert.encoder.layer.0.attention.self.query.bias", "bert.encoder.layer.1.output.dense.weight"],
 }

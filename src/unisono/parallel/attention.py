@@ -7,7 +7,8 @@ such a module see its own heads only. nn.MultiheadAttention computes all in one 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch import nn
 
 from unisono.errors import UsageError
 from unisono.parallel import conjugates
+from unisono.parallel.custom_layers import is_plain
 from unisono.parallel.linear import RowParallelLinear
 from unisono.parallel.region import Region
 from unisono.parallel.tensor_pieces import Pieces, packed
@@ -30,16 +32,17 @@ def by_heads(module: nn.Module, attributes: Sequence[str], region: Region) -> No
     for attribute in attributes:
         setattr(module, attribute, getattr(module, attribute) // region.comm.size)
 
-    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
-        for place, value in enumerate(args):
-            if isinstance(value, torch.Tensor):
-                return (*args[:place], region.stand_in(value), *args[place + 1 :]), kwargs
-        for key, value in kwargs.items():
-            if isinstance(value, torch.Tensor):
-                return args, kwargs | {key: region.stand_in(value)}
-        return args, kwargs
+    module.forward = partial(_with_stand_in, region, module.forward)
 
-    module.register_forward_pre_hook(enter, with_kwargs=True)
+
+def _with_stand_in(region: Region, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    for place, value in enumerate(args):
+        if isinstance(value, torch.Tensor):
+            return forward(*args[:place], region.stand_in(value), *args[place + 1 :], **kwargs)
+    for key, value in kwargs.items():
+        if isinstance(value, torch.Tensor):
+            return forward(*args, **kwargs | {key: region.stand_in(value)})
+    return forward(*args, **kwargs)
 
 
 def require_shares(name: str, module: nn.Module, attributes: Sequence[str], ranks: int) -> None:
@@ -60,6 +63,11 @@ def require_shares(name: str, module: nn.Module, attributes: Sequence[str], rank
 
 def require_plain(name: str, attention: nn.MultiheadAttention, ranks: int) -> None:
     """That this nn.MultiheadAttention has a parallel form."""
+    if not is_plain(attention):
+        raise UsageError(
+            f"tp={ranks}: {name} is a {type(attention).__name__}, whose forward or parameters are not those of "
+            f'nn.MultiheadAttention, which tp would put in its place; keep it full with the rule {{"{name}": "whole"}}'
+        )
     if attention.bias_k is not None or attention.add_zero_attn:
         raise UsageError(f"{name} has add_bias_kv or add_zero_attn, which cannot be shared by ranks; leave it whole")
     require_shares(name, attention, ["num_heads"], ranks)

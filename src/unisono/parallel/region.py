@@ -30,6 +30,7 @@ class Region:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
+        self.is_inside = False  # whether the forward pass is between a column and a row layer
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """What a layer cut by columns works on.
@@ -56,12 +57,14 @@ class Region:
 
     def locate_inside(self, totals: Sequence[int]) -> None:
         """Dropouts from here on are inside; `totals` are how many features a tensor there has on all ranks together."""
+        self.is_inside = True
         state = dropout.active()
         if state is not None:
             state.locate = partial(self._inside, totals)
 
     def locate_outside(self) -> None:
         """Dropouts from here on are outside."""
+        self.is_inside = False
         state = dropout.active()
         if state is not None:
             state.locate = None

@@ -17,7 +17,7 @@ counts. Values:
                      (how many heads there are) are divided by tp. Also for nn.MultiheadAttention, as "heads".
     experts          a module around expert weights that are cut themselves: its output is summed
     summed           parameters that are whole, but whose gradients are computed in parts (norms of single heads)
-    whole            leave it alone
+    whole            leave it alone. Rules that say nothing else are exceptions from what the model brings or shows.
 """
 
 from __future__ import annotations
@@ -113,6 +113,11 @@ def _parts(pattern: str, text: str, detail: str) -> tuple[int, ...]:
     return tuple(int(word) for word in words)
 
 
+def only_exceptions(rules: Rules) -> bool:
+    """Whether the rules do no more than to keep modules whole: the others go by what the model brings."""
+    return bool(rules) and all(text == "whole" for text in rules.values())
+
+
 Styles = dict[str, Style]  # by the name of a module, or of a parameter
 
 
@@ -167,7 +172,7 @@ def known(model: nn.Module) -> dict[str, str]:
     """Rules for the layers that unisono knows by their class."""
     rules = {}
     for name, module in model.named_modules():
-        if isinstance(module, nn.MultiheadAttention) and name:
+        if type(module) is nn.MultiheadAttention and "forward" not in vars(module) and name:
             rules[name] = "heads"
         for relative, text in _KNOWN.get(type(module).__name__, {}).items():
             rules[f"{name}.{relative}".lstrip(".")] = text

@@ -88,6 +88,7 @@ class SequenceRegion(Region):
         return pieces
 
     def locate_outside(self) -> None:
+        self.is_inside = False
         state = dropout.active()
         if state is not None:
             state.locate = self._outside

@@ -25,13 +25,14 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel import attention, vocabulary
+from unisono.parallel import attention, custom_layers, user_hooks, vocabulary
 from unisono.parallel.attention import ParallelMultiheadAttention
 from unisono.parallel.derive import derived
+from unisono.parallel.layout import Split
 from unisono.parallel.linear import ColumnParallelLinear, RowParallelLinear, features, is_linear, part_lengths
 from unisono.parallel.logits import keep_in_pieces
 from unisono.parallel.region import Region
-from unisono.parallel.rules import Rules, Style, Styles, known, matched, published
+from unisono.parallel.rules import Rules, Style, Styles, known, matched, only_exceptions, published
 from unisono.parallel.searched import searched_rules
 from unisono.parallel.sequence import SequenceParallel
 from unisono.parallel.tensor_pieces import Pieces, add_up, packed
@@ -57,7 +58,11 @@ def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None,
     parallel = SequenceParallel.of(model, styles, mesh) if sequence else None
     comm = mesh.comm("tp")
     plain = Region(comm)
-    _cut(model, styles, comm, parallel.region_of if parallel else lambda name: plain)
+    if parallel is not None:
+        user_hooks.require_no_hooks_in_blocks(parallel.blocks.path, model)
+    region_of = parallel.region_of if parallel else lambda name: plain
+    user_hooks.guard_hooks(model, styles, region_of)
+    _cut(model, styles, comm, region_of)
     if parallel is not None:
         parallel.install()
     return model
@@ -73,7 +78,7 @@ def require_shareable(model: nn.Module, ranks: int, rules: Rules | None = None) 
 
 def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Styles:
     """How each module of the model is to be cut, by its name."""
-    if rules is not None:
+    if rules is not None and not only_exceptions(rules):
         styles = matched(model, rules)
         _follow_ties(model, styles, explicit=True)
         return styles
@@ -87,6 +92,7 @@ def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Style
             '{"*.fc1": "column", "*.fc2": "row", "*.qkv": "column:qkv", "*.out": "row", "*.attention": "heads:heads"}'
         )
     _find_attentions(model, styles)
+    styles |= matched(model, rules or {})
     _follow_ties(model, styles, explicit=False)
     return styles
 
@@ -125,6 +131,9 @@ def shows_by_running(model: nn.Module) -> bool:
 def fitting_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tuple[Any, Any] | None) -> Rules | None:
     """The rules to use. Where none are given and the model shows none, they are searched for in its graph, for which an
     example of (inputs, targets) is needed; None where the model shows its own."""
+    if rules is not None and only_exceptions(rules):
+        found = fitting_rules(model, ranks, None, example)
+        return rules if found is None else {**rules, **found}
     if rules is not None or ranks == 1 or example is None:
         return rules
     if isinstance(model, nn.Linear | nn.Embedding):
@@ -167,14 +176,20 @@ def _follow_ties(model: nn.Module, styles: Styles, *, explicit: bool) -> None:
     layers = {name: module for name, module in model.named_modules() if is_linear(module) or _is_embedding(module)}
     for name in [name for name in styles if name in layers and not _rowwise(styles[name])]:
         for other, module in layers.items():
-            if other in styles or module is layers[name] or module.weight is not layers[name].weight:
+            if module is layers[name] or module.weight is not layers[name].weight or styles[name].kind == "whole":
+                continue
+            is_full = other in styles and styles[other].kind == "whole"
+            if other in styles and not is_full:
                 continue
             if explicit:
                 raise UsageError(
                     f"{name} and {other} share one weight, but the rules cut {name} only; "
                     f"add {other!r}: {'vocab' if _is_embedding(module) else 'column_gather'!r}"
                 )
-            styles[other] = Style("vocab" if _is_embedding(module) else "column_gather")
+            if is_full:
+                styles[name] = styles[other]
+            else:
+                styles[other] = Style("vocab" if _is_embedding(module) else "column_gather")
 
 
 def _is_embedding(module: nn.Module) -> bool:
@@ -198,11 +213,14 @@ def _require_sound(model: nn.Module, styles: Styles, ranks: int) -> None:
             _require(is_linear(module), name, style, module, "an nn.Linear")
             part_lengths(features(module)[1], style.parts)
             _require_whole_heads(name, modules[name.rpartition(".")[0]], module, style, ranks)
+            _require_kept(name, module, style, ranks)
         elif style.kind == "vocab":
             _require(_is_embedding(module), name, style, module, "an nn.Embedding")
             vocabulary.require_plain(module)
+            _require_kept(name, module, style, ranks)
         elif style.kind == "heads" and isinstance(module, nn.MultiheadAttention):
             attention.require_plain(name, module, ranks)
+            user_hooks.require_hooks_kept(name, module, style)
         elif style.kind == "heads":
             attention.require_shares(name, module, style.attributes, ranks)
 
@@ -210,6 +228,15 @@ def _require_sound(model: nn.Module, styles: Styles, ranks: int) -> None:
 def _require(right: bool, name: str, style: Style, module: nn.Module, expected: str) -> None:
     if not right:
         raise UsageError(f"the rule for {name} says {style}, but it is a {type(module).__name__}; expected {expected}")
+
+
+def _require_kept(name: str, module: nn.Module, style: Style, ranks: int) -> None:
+    """What a user has made of a layer must be right on its shards: a forward of its own, and hooks."""
+    if ranks == 1:
+        return
+    user_hooks.require_hooks_kept(name, module, style)
+    if not custom_layers.is_plain(module):
+        custom_layers.require_sharding(name, module, style, ranks)
 
 
 def _require_expert_weight(name: str, weight: torch.Tensor, style: Style) -> None:
@@ -248,12 +275,15 @@ def _cut(model: nn.Module, styles: Styles, comm: Communicator, region_of: Region
             _cut_parameter(name, modules, style, pieces)
         elif module in heads:
             layer = ColumnParallelLinear.from_linear(module, region_of(name), gather_output=False, pieces=pieces)
+            layer.register_forward_hook(_leaving(region_of(name)))
             keep_in_pieces(layer, features(module)[1], comm)
-            made[module] = layer
+            made[module] = _in_place_of(module, layer)
+        elif module not in made and style.kind in (*_LINEAR_KINDS, "vocab"):
+            made[module] = _sharded(name, module, style, region_of(name), pieces)
         elif module not in made:
             replacement = _replacement(module, style, region_of(name), pieces)
             if replacement is not None:
-                made[module] = replacement
+                made[module] = _in_place_of(module, replacement)
     for parent in list(model.modules()):
         for child_name, child in parent._modules.items():
             if child in made:
@@ -266,11 +296,47 @@ def heads_of(model: nn.Module, styles: Styles, modules: dict[str, nn.Module]) ->
     said = getattr(model, "get_output_embeddings", lambda: None)()
     tied = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
     gathered = [modules[name] for name, style in styles.items() if style == Style("column_gather")]
-    return {head for head in gathered if head is said or id(head.weight) in tied}
+    return {
+        head
+        for head in gathered
+        if (head is said or id(head.weight) in tied) and custom_layers.is_plain(head) and not user_hooks.has_hooks(head)
+    }
 
 
-def _replacement(module: nn.Module, style: Style, region: Region, pieces: Pieces) -> nn.Module | None:
-    """The layer that takes the module's place; None where the module itself is changed."""
+def _sharded(name: str, module: nn.Module, style: Style, region: Region, pieces: Pieces) -> nn.Module:
+    """A linear layer or embedding on this rank: a parallel layer, or the module itself where it is of another class."""
+    hooked = user_hooks.has_hooks(module)
+    split = None if style.kind == "vocab" else _feature_split(module, style, pieces.ranks)
+    if custom_layers.is_plain(module):
+        layer = _in_place_of(module, _parallel_layer(module, style, region, pieces))
+    else:
+        sharding = custom_layers.require_sharding(name, module, style, pieces.ranks)
+        custom_layers.shard_in_place(name, module, style, region, pieces, sharding)
+        layer = module
+    if hooked and split is not None:
+        user_hooks.show_full_tensors(layer, style, split, region)
+    return layer
+
+
+def _feature_split(module: nn.Module, style: Style, ranks: int) -> Split:
+    inputs, outputs = features(module)
+    return packed(0, [inputs] if _rowwise(style) else part_lengths(outputs, style.parts), ranks)
+
+
+def _in_place_of(module: nn.Module, layer: nn.Module) -> nn.Module:
+    """The layer, with the hooks of the module that it replaces, and what a user has written on it."""
+    user_hooks.carry_hooks(module, layer)
+    for key, value in vars(module).items():
+        if key not in vars(layer) and not key.startswith("_"):
+            setattr(layer, key, value)
+    return layer
+
+
+def _leaving(region: Region) -> Callable[..., None]:
+    return lambda *_: region.locate_outside()
+
+
+def _parallel_layer(module: nn.Module, style: Style, region: Region, pieces: Pieces) -> nn.Module:
     match style.kind:
         case "column" | "column_gather" | "vocab_head":
             gathers = style.kind == "column_gather"
@@ -280,9 +346,13 @@ def _replacement(module: nn.Module, style: Style, region: Region, pieces: Pieces
         case "row" | "row_split":
             parallel = style.kind == "row"
             return RowParallelLinear.from_linear(module, region, input_is_parallel=parallel, pieces=pieces)
-        case "vocab":
-            assert isinstance(module, nn.Embedding)
-            return VocabParallelEmbedding.from_embedding(module, region.comm, pieces=pieces)
+    assert isinstance(module, nn.Embedding)
+    return VocabParallelEmbedding.from_embedding(module, region.comm, pieces=pieces)
+
+
+def _replacement(module: nn.Module, style: Style, region: Region, pieces: Pieces) -> nn.Module | None:
+    """The module that takes another's place; None where the module itself is changed."""
+    match style.kind:
         case "heads" if isinstance(module, nn.MultiheadAttention):
             return ParallelMultiheadAttention.from_attention(module, region, pieces)
         case "heads":
@@ -318,7 +388,7 @@ def _sum_experts(module: nn.Module, region: Region) -> None:
         return region.leave_tokens(output)
 
     module.register_forward_pre_hook(enter, with_kwargs=True)
-    module.register_forward_hook(leave)
+    module.register_forward_hook(leave, prepend=True)
 
 
 def _share_pieces(model: nn.Module, pieces: Pieces) -> None:
