@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pickle
 import traceback
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -68,16 +70,13 @@ class Pairs:
 
     def reference(self, load: Load, name: Any) -> Record:
         """The record of one device. RemoteError: the task itself cannot be trained."""
-        return self._ranks(1).run(_reference, load, name)[0]  # type: ignore[no-any-return]
+        return pickle.loads(self._ranks(1).run(_reference, load, name)[0])  # type: ignore[no-any-return]
 
     def outcome(self, load: Load, name: Any, plan: str, reference: Record | None) -> Outcome:
         """Tries one pair. Without a reference the task is trained for one beside rank 0."""
         ranks = self._ranks(Plan.parse(plan).world)
-        try:
-            answers = ranks.run(_try, load, name, plan, reference)
-        except RemoteError as error:  # a rank died, or did not answer
-            return Outcome(RAW, str(error))
-        outcome = agreed(answers)
+        answers = ranks.run_each(_try, load, name, plan, reference and pickle.dumps(reference))
+        outcome = agreed([_answered(answer) for answer in answers])
         if outcome.kind == RAW:
             ranks.close()
         return outcome
@@ -93,12 +92,19 @@ class Pairs:
         return pool
 
 
+def _answered(answer: tuple[bool, Any] | None) -> Outcome:
+    if answer is None:
+        return Outcome(RAW, "no answer: it hangs or has died")
+    came_to_a_result, value = answer
+    return value if came_to_a_result else Outcome(RAW, value)
+
+
 def agreed(answers: list[Outcome]) -> Outcome:
     """What all ranks say; ranks that do not say the same are a fault of their own."""
     kinds = {answer.kind for answer in answers}
-    if len(kinds) > 1:
-        told = "\n".join(f"rank {rank}: {answer.kind}: {answer.text}" for rank, answer in enumerate(answers))
-        return Outcome(RAW, f"ranks disagree\n{told}")
+    if len(kinds) > 1 or RAW in kinds:
+        told = {f"{answer.kind}: {answer.text}": rank for rank, answer in reversed(list(enumerate(answers)))}
+        return Outcome(RAW, "\n".join(f"rank {rank} {text}" for text, rank in sorted(told.items(), key=itemgetter(1))))
     first = answers[0]
     if first.kind == REFUSED and (len(first.text) < SHORTEST_REASON or "\n" in first.text.strip()):
         return Outcome(RAW, f"a refusal that is not one sentence: {first.text}")
@@ -108,20 +114,20 @@ def agreed(answers: list[Outcome]) -> Outcome:
 # ---- on the ranks ----------------------------------------------------------------------------------------------------
 
 
-def _reference(_: Communicator, load: Load, name: Any) -> Record:
+def _reference(_: Communicator, load: Load, name: Any) -> bytes:
+    """The record as bytes: tensors that a connection is given travel through shared memory, and need their sender."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return plain_record(load(name), STEPS, torch.float64)
+        return pickle.dumps(plain_record(load(name), STEPS, torch.float64))
 
 
-def _try(comm: Communicator, load: Load, name: Any, plan: str, reference: Record | None) -> Outcome:
+def _try(comm: Communicator, load: Load, name: Any, plan: str, reference: bytes | None) -> Outcome:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            plain = reference if comm.rank == 0 else None
+            plain = pickle.loads(reference) if reference and comm.rank == 0 else None
             return _judged(verify_here(comm, load(name), Plan.parse(plan), STEPS, plain=plain))
     except UsageError as error:
-        comm.barrier()  # none is left waiting for another
         return Outcome(REFUSED, str(error))
     except Exception:
         return Outcome(RAW, traceback.format_exc())

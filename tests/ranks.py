@@ -22,7 +22,7 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable
-from multiprocessing.connection import Client, Connection, Listener
+from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
 from tests import mpi_ranks
@@ -81,12 +81,33 @@ class RankPool:
         return self._listener.accept()
 
     def run(self, function: Callable[..., Any], *args: Any) -> list[Any]:
+        self._settle()
+        self._order(function, *args)
+        return self._answers()
+
+    def _settle(self) -> None:
         if self._is_shedding:
             self._is_shedding = False
             self._answers()
         self._was_used = True
+
+    def run_each(self, function: Callable[..., Any], *args: Any) -> list[tuple[bool, Any] | None]:
+        """As `run`, where ranks may end differently: for each whether it came to a result, and that or its traceback.
+        None: it died, or had no answer within the pool's timeout, or within GRACE of the first that had."""
+        self._settle()
         self._order(function, *args)
-        return self._answers()
+        answers: list[tuple[bool, Any] | None] = [None] * self.size
+        waiting = {connection: rank for rank, connection in self._ranks.items()}
+        deadline = time.monotonic() + self.timeout
+        while waiting and (ready := wait(list(waiting), max(deadline - time.monotonic(), 0))):
+            for connection in ready:
+                with contextlib.suppress(EOFError, OSError):
+                    answers[waiting[connection]] = connection.recv()  # type: ignore[attr-defined, index]
+                del waiting[connection]  # type: ignore[arg-type]
+            deadline = min(deadline, time.monotonic() + GRACE)
+        if None in answers:
+            self.close()
+        return answers
 
     def shed_groups(self) -> None:
         """Let the ranks meet anew if they have made many groups since: gloo's threads wake 100 times a second, all of

@@ -10,7 +10,10 @@
 from __future__ import annotations
 
 import functools
+import json
+import os
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -43,5 +46,8 @@ def _reference(pairs: Pairs, name: str) -> Record | None:
 @pytest.mark.parametrize(("name", "plan"), [(name, plan) for name in ARCHITECTURES for plan in plans_of(name)])
 def test_the_result_of_one_device_or_a_refusal(pairs: Pairs, name: str, plan: str) -> None:
     outcome = CELLS[name, plan] = pairs.outcome(task, name, plan, _reference(pairs, name))
+    if log := os.environ.get("MATRIX_LOG"):
+        with Path(log).open("a") as file:
+            file.write(json.dumps([name, plan, outcome.kind, outcome.text]) + "\n")
     if outcome.is_fault:
         pytest.fail(f"{name} under {plan}: {outcome.kind}\n{outcome.text}", pytrace=False)
