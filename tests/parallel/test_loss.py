@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -213,6 +214,19 @@ def test_a_loss_that_cannot_be_cut_is_refused(loss: Any) -> None:
     normaliser.prepare(pieces)
     with pytest.raises(UsageError, match="not made of sums and means"):
         normaliser(*pieces[0])
+
+
+def test_a_single_sample_a_part_hides_no_loss_that_compares_samples() -> None:
+    def similar(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs.flatten(1) @ outputs.flatten(1).T * 0.1).logsumexp(1).mean()
+
+    outputs, targets = batch()
+    pieces = list(zip(outputs.split(1), targets.split(1), strict=True))
+    for loss, is_fine in [(similar, False), (flat(F.cross_entropy), True)]:
+        normaliser = GlobalLoss(loss)
+        normaliser.prepare(pieces)
+        with contextlib.nullcontext() if is_fine else pytest.raises(UsageError, match="not made of sums and means"):
+            normaliser(*pieces[0])
 
 
 def test_a_loss_that_cannot_be_cut_along_the_sequence_is_refused() -> None:

@@ -36,6 +36,7 @@ from unisono.parallel.filling import Filling
 from unisono.parallel.groups import require_same_groups
 from unisono.parallel.head_width import HeadWidth
 from unisono.parallel.loss import GlobalLoss, Loss
+from unisono.parallel.model_loss import ModelLoss, NeedsValues, with_model_loss
 from unisono.parallel.pipeline.layers import LayerSpec, build_whole
 from unisono.parallel.pipeline.rehearsal import Foreseen, foreseen, rehearse
 from unisono.parallel.pipeline.runtime import PipelineRuntime
@@ -93,6 +94,10 @@ def parallelize(
     are_rules_given = rules is not None
     refuse_what_cannot_be_right(plan, whole)
     precision.require_float32(whole)
+    model_loss = None
+    if example is not None and plan.dp * plan.cp * plan.microbatches > 1:
+        draft, model_loss = _own_loss(draft, loss, example)
+        whole = draft.model
     shown = None
     with no_side_effects(whole, loss):
         if plan.tp > 1:
@@ -128,6 +133,7 @@ def parallelize(
         trainer = applied(
             whole, plan, mesh, random, loss, optimizer, example, rules, clip, filling=filling, shown=shown
         )
+        trainer.model_loss = model_loss
         trainer.note = draft.note
         trainer.precision = precision
         trainer.scaler = precision.scaler(mesh)
@@ -139,6 +145,17 @@ def parallelize(
         return trainer
 
     return _agreed(comm, under_plan)
+
+
+def _own_loss(draft: Draft, loss: Loss, example: tuple[Any, Any]) -> tuple[Draft, ModelLoss | None]:
+    """How the model computes the loss itself, if it does; and the draft, built where that takes values."""
+    try:
+        with no_side_effects(draft.model, loss):
+            return draft, ModelLoss.of(draft.model, loss, example)
+    except NeedsValues:
+        draft = draft.rebuilt("its forward cannot be run without values, to see how it computes its own loss")
+    with no_side_effects(draft.model, loss):
+        return draft, ModelLoss.of(draft.model, loss, example)
 
 
 def _agreed(comm: Communicator, act: Callable[[], Trainer]) -> Trainer:
@@ -281,7 +298,9 @@ def applied(
         filling.fill(model, later=lambda parameter: plan.zero == 3 and is_summed(parameter, mesh))
         by_piece = {"fill": filling.fill_one, "lent": filling.lent("the optimizer")}
     comm = mesh.comm(*REPLICAS)
-    normalised = GlobalLoss(loss, comm if comm.size > 1 else None, dims=(0, 1) if plan.cp > 1 else (0,))
+    normalised = GlobalLoss(
+        with_model_loss(loss), comm if comm.size > 1 else None, dims=(0, 1) if plan.cp > 1 else (0,)
+    )
     if plan.zero:
         in_pipeline: dict[str, Any] = {}
         if cut is not None:
@@ -306,6 +325,9 @@ def applied(
             split_backward=not is_recomputed(model) and plan.zero < 3,
         )
         trainer.tied = TiedGradients(cut.tied, mesh.comm("pp"))
+        for stage in cut.stages:
+            if stage.is_last:
+                stage.run_model = trainer.run_model
     return trainer
 
 

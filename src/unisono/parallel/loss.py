@@ -83,7 +83,7 @@ class GlobalLoss:
             self._whole = self._totals = Foretold(self._counted(_blank(whole[0]), whole[1]))
             return
         self._predicted = [self._counted(_blank(outputs), targets) for outputs, targets in microbatches]
-        self._totals = Exchanged(_name(self._loss), self._predicted, self._comm)
+        self._totals = Exchanged(name_of(self._loss), self._predicted, self._comm)
         if whole is not None and self._is_quickly_counted(microbatches[-1][1]):
             self._whole = self._foretold(*whole)
 
@@ -165,11 +165,13 @@ class GlobalLoss:
             raise
         except Exception as error:
             raise UsageError(
-                f"the loss {_name(self._loss)} cannot take what the model returns, {_shown(outputs)}, "
+                f"the loss {name_of(self._loss)} cannot take what the model returns, {_shown(outputs)}, "
                 f"with the targets {_shown(targets)}: {type(error).__name__}: {error}"
             ) from error
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
-            raise UsageError(f"the loss {_name(self._loss)} returned {_shown(value)}; expected one number in a tensor")
+            raise UsageError(
+                f"the loss {name_of(self._loss)} returned {_shown(value)}; expected one number in a tensor"
+            )
         return value
 
     def _counted(self, outputs: Any, targets: Any, *, dry: bool = True) -> list[Count]:
@@ -178,7 +180,7 @@ class GlobalLoss:
             self._evaluated(outputs, targets)
         if len(means.counts) > MOST_MEANS:
             raise UsageError(
-                f"the loss {_name(self._loss)} takes {len(means.counts)} means; expected at most {MOST_MEANS}: "
+                f"the loss {name_of(self._loss)} takes {len(means.counts)} means; expected at most {MOST_MEANS}: "
                 "take one mean over the batch, not one a sample"
             )
         self._made = means.made
@@ -198,6 +200,15 @@ class GlobalLoss:
         """That the loss of the whole is the sum of partial losses of two halves, on this very batch."""
         outputs = tree_map(_cut_off, outputs)
         for dim in self.dims:
+            samples = _samples(outputs)
+            if samples is None:
+                raise UsageError(
+                    f"the loss {name_of(self._loss)} is computed from {_shown(outputs)}, without an output for each "
+                    "sample: the model has made one number of its part of the batch already; return outputs a sample "
+                    "and compute the loss from them, or give the labels to the model as an input of their own"
+                )
+            if dim == 0 and samples == 1:
+                outputs, targets = _with_another_sample(outputs), tree_map(_twice, targets)
             halves = _halves(outputs, targets, dim)
             if halves is None:
                 continue
@@ -216,7 +227,7 @@ class GlobalLoss:
             gap = (whole - parts[0] - parts[1]).abs()
             if not bool(gap <= _TOLERANCE.get(whole.dtype, 1e-5) * scale):
                 raise UsageError(
-                    f"the loss {_name(self._loss)} on a batch is {whole.item():.6g}, but from two halves along dim "
+                    f"the loss {name_of(self._loss)} on a batch is {whole.item():.6g}, but from two halves along dim "
                     f"{dim} it comes to {(parts[0] + parts[1]).item():.6g}: it is not made of sums and means over "
                     "samples. Take means with .mean(), reduction='mean' or sum / sum, rather than dividing by a size; "
                     "a loss that compares samples with each other, or has a term without samples, cannot be cut: "
@@ -246,6 +257,29 @@ def _cut_off(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
+def _samples(outputs: Any) -> int | None:
+    """How many samples the outputs are of; None where no tensor in them has such a dim."""
+    tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
+    return max((tensor.shape[0] for tensor in tensors if tensor.ndim), default=None)
+
+
+def _with_another_sample(outputs: Any) -> Any:
+    """Outputs of one sample and of another one, made up: a single sample cannot show whether it can be separated."""
+
+    def doubled(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == 1:
+            other = leaf * 0.75 + 0.125 if leaf.is_floating_point() else leaf
+            return torch.cat([leaf, other])
+        return leaf
+
+    return tree_map(doubled, outputs)
+
+
+def _twice(leaf: Any) -> Any:
+    has_one = isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == 1
+    return torch.cat([leaf, leaf]) if has_one else leaf
+
+
 def _halves(outputs: Any, targets: Any, dim: int) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:
     """The batch in two along a dim; None where it has one row or none."""
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.ndim > dim]
@@ -265,7 +299,7 @@ def _halves(outputs: Any, targets: Any, dim: int) -> tuple[tuple[Any, Any], tupl
     return cut(0, middle), cut(middle, rows)
 
 
-def _name(loss: Any) -> str:
+def name_of(loss: Any) -> str:
     return getattr(loss, "__name__", type(loss).__name__)
 
 

@@ -30,6 +30,7 @@ from unisono.parallel.head_width import HeadWidth
 from unisono.parallel.layout import Split
 from unisono.parallel.logits import Proof, in_pieces
 from unisono.parallel.loss import GlobalLoss
+from unisono.parallel.model_loss import Labelled, ModelLoss, Recorded
 from unisono.parallel.outputs import joined, with_whole_sequences
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.runtime import PipelineRuntime
@@ -66,10 +67,12 @@ class Trainer:
     note: str = ""  # why a model that a function builds was built whole on every rank, before it was cut
     skipped: int = 0  # steps whose gradients overflowed (fp16)
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
+    model_loss: ModelLoss | None = None  # where the model computes the loss of labels among its inputs
     head_width: HeadWidth | None = None  # of the whole model, until a step has shown that tp has not cut through heads
     _whole: tuple[Any, Any] | None = None  # the global batch, where this rank was given all of it
     _microbatches: list[Share] = field(default_factory=list)
     logits: Proof = field(init=False)
+    _records: bool = False  # whether forwards are recorded for the model's own loss
     _partials: list[torch.Tensor] = field(default_factory=list)
     _observe: Callable[[Any, Any], None] | None = None
     on_action: Callable[[Action, float, float], None] | None = None  # told what a pipeline did, from when to when
@@ -160,14 +163,14 @@ class Trainer:
                 return self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
             for number, part in enumerate(self._microbatches):
                 with self._microbatch(number), self._computing(), run_on(part):
-                    self._partials.append(self._partial_loss(call(self.model, self._inputs(part)), number))
+                    self._partials.append(self._partial_loss(self.run_model(self._inputs(part)), number))
             return self.loss.total(self._partials)
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
         """The model's outputs for a global batch of inputs, in its order, on every rank; in evaluation mode."""
         batch = Share((inputs.batch, None), *inputs[1:]) if isinstance(inputs, Share) else (inputs, None)
-        with self._evaluating(), self._cut(batch):
+        with self._evaluating(), self._cut(batch, wants_loss=False):
             if self.pipeline is not None:
                 outputs = self.pipeline.predict([self._inputs(part) for part in self._microbatches])
             else:
@@ -201,7 +204,7 @@ class Trainer:
     # ---- one step ------------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def _cut(self, batch: Batch) -> Iterator[None]:
+    def _cut(self, batch: Batch, wants_loss: bool = True) -> Iterator[None]:
         """Take this rank's share of the batch, in microbatches, with the random numbers that belong to it."""
         mine = self._mine(batch)
         self._require_rows(mine)
@@ -213,8 +216,10 @@ class Trainer:
             self.context.expect(inputs, targets)
             self.loss.dims = self.context.dims
         self.random.step = self.steps
+        self._records = wants_loss and self.model_loss is not None
         # Who has targets is after a loss: it needs no whole logits.
-        with self.random, self.random.sharded(0, mine.positions, mine.of), in_pieces(targets is not None):
+        is_for_loss = targets is not None or self._records
+        with self.random, self.random.sharded(0, mine.positions, mine.of), in_pieces(is_for_loss):
             yield
 
     @contextlib.contextmanager
@@ -264,7 +269,7 @@ class Trainer:
                 if number < last:
                     stack.enter_context(self.replicas.hold())
                 with self._computing(), run_on(part):
-                    partial = self._partial_loss(call(self.model, self._inputs(part)), number)
+                    partial = self._partial_loss(self.run_model(self._inputs(part)), number)
                 self._partials.append(partial.detach())
                 if number == last:
                     self.loss.start_total(self._partials)
@@ -309,12 +314,23 @@ class Trainer:
         _require_gradient(partial)
         return self._scaled(partial)
 
+    def run_model(self, inputs: Any) -> Any:
+        """What the loss takes of the model's forward on a microbatch."""
+        if not self._records or self.model_loss is None:
+            return call(self.model, inputs)
+        return self.model_loss.record(self.model, inputs)
+
     def _inputs(self, part: Share) -> Any:
         return part.batch[0]
 
     def _targets(self, part: Share) -> Any:
-        targets = part.batch[1]
+        targets = self._labelled(part.batch)
         return targets if self.context is None else self.context.cut_targets(targets)
+
+    def _labelled(self, batch: tuple[Any, Any]) -> Any:
+        """The targets, with the labels among the inputs where the model takes such."""
+        inputs, targets = batch
+        return targets if self.model_loss is None else Labelled(targets, self.model_loss.labels_in(inputs))
 
     def _rows(self, part: Share) -> int:
         """How many samples of the outputs for this part the rank has."""
@@ -329,12 +345,15 @@ class Trainer:
             likes = [_with_rows(outputs, rows[0], count) for count in rows]
             whole = None
             if self.pipeline is None and self.context is None and self._whole is not None:
-                whole = (_with_rows(outputs, rows[0], rows_of(self._whole)), self._whole[1])
+                whole = (_with_rows(outputs, rows[0], rows_of(self._whole)), self._labelled(self._whole))
             pairs = [(like, self._targets(p)) for like, p in zip(likes, self._microbatches, strict=True)]
             self.loss.prepare(pairs, whole)
         partial = self.loss(outputs, self._targets(self._microbatches[number]))
         if self._observe is not None:
-            self._observe(outputs, self._targets(self._microbatches[number]))
+            targets = self._targets(self._microbatches[number])
+            if isinstance(outputs, Recorded):
+                outputs, targets = outputs.evaluated(targets.labels), targets.targets
+            self._observe(outputs, targets)
         aux = collect_aux(self.model)
         return partial if aux is None else partial + aux
 

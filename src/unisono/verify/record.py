@@ -261,7 +261,7 @@ class _watched:
     def _noting(self, name: str) -> Callable[..., None]:
         def note(_: nn.Module, __: Any, output: Any) -> None:
             into = self._into
-            tensor = next(_tensors(output), None)
+            tensor = next((each for each in _tensors(output) if each.ndim), None)
             if into is not None and tensor is not None and name not in into:
                 into[name] = tensor.detach().cpu().clone()
 
