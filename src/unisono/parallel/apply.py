@@ -53,6 +53,7 @@ from unisono.parallel.share import rows_of, share, shares
 from unisono.parallel.tensor import deriving_once, fitting_rules, require_shareable, tensor_parallelize
 from unisono.parallel.tokenwise import require_tokenwise
 from unisono.parallel.trainer import Trainer, takes_closure
+from unisono.parallel.updated_buffers import require_steady_buffers
 from unisono.parallel.zero import Zero
 from unisono.plan.balance import checked
 from unisono.plan.plan import AXES, DATA, REPLICAS, Plan
@@ -108,6 +109,7 @@ def parallelize(
                 require_tokenwise(whole, example, "sp", styles)
         if example is not None:
             require_fitting_loss(whole, loss, example)
+            require_steady_buffers(whole, plan, example)
             if plan.cp > 1:
                 require_tokenwise(whole, example, "cp")
         if plan.pp > 1:

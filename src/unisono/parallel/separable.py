@@ -19,6 +19,8 @@ _RANDOM = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 def require_separable(model: nn.Module, plan: Plan) -> None:
     """UsageError where a layer of the model cannot give under the plan what it gives on one device."""
     is_cut = plan.dp * plan.microbatches > 1
+    if plan.world * plan.microbatches > 1:
+        _require_no_gradient_hooks(model)
     is_recomputed = plan.recompute not in ("none", "selective")
     for name, module in model.named_modules():
         called = f"{name or 'the model'} ({type(module).__name__})"
@@ -38,6 +40,15 @@ def require_separable(model: nn.Module, plan: Plan) -> None:
             raise UsageError(
                 f"{called} goes on in every forward pass, and microbatches or recomputation make more of them than one "
                 "device does; use microbatches=1 and recompute=none or selective"
+            )
+
+
+def _require_no_gradient_hooks(model: nn.Module) -> None:
+    for name, parameter in model.named_parameters():
+        if parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise UsageError(
+                f"{name} has a hook on its gradient (register_hook), which would be given a rank's or a microbatch's "
+                "part of the gradient; remove the hook, and change gradients in the loss, with clip= or in an optimizer"
             )
 
 
