@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from unisono.mesh.placement import Replicate as Replicate
     from unisono.mesh.placement import Shard as Shard
     from unisono.parallel.apply import parallelize as parallelize
+    from unisono.parallel.batch_loss import BatchLoss as BatchLoss
     from unisono.parallel.marked import apply_marks as apply_marks
     from unisono.parallel.static import StagedProgram as StagedProgram
     from unisono.parallel.static import to_static as to_static
@@ -53,6 +54,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Accuracy": "unisono.train.metrics",
+    "BatchLoss": "unisono.parallel.batch_loss",
     "Callback": "unisono.train.callbacks",
     "Engine": "unisono.train.engine",
     "Metric": "unisono.train.metrics",

@@ -14,7 +14,7 @@ A combination that cannot give the result of one device is refused before any ra
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel import batchnorm
+from unisono.parallel.batch_loss import BatchLoss, GatheredLoss, OutputKinds, require_whole_batches
 from unisono.parallel.bucket import is_summed
 from unisono.parallel.context import context_parallelize
 from unisono.parallel.data import DataParallel
@@ -59,6 +60,7 @@ from unisono.plan.balance import checked
 from unisono.plan.plan import AXES, DATA, REPLICAS, Plan
 from unisono.plan.schedule import Schedule, schedule
 
+Found = TypeVar("Found")
 Model = nn.Module | Callable[[], nn.Module] | Sequence[LayerSpec]
 
 
@@ -95,9 +97,14 @@ def parallelize(
     are_rules_given = rules is not None
     refuse_what_cannot_be_right(plan, whole)
     precision.require_float32(whole)
-    model_loss = None
+    if isinstance(loss, BatchLoss):
+        require_whole_batches(plan, example)
+    kinds, model_loss = None, None
     if example is not None and plan.dp * plan.cp * plan.microbatches > 1:
-        draft, model_loss = _own_loss(draft, loss, example)
+        if isinstance(loss, BatchLoss):
+            draft, kinds = _tried(draft, loss, lambda model: OutputKinds.of(model, loss, example))
+        else:
+            draft, model_loss = _tried(draft, loss, lambda model: ModelLoss.of(model, loss, example))
         whole = draft.model
     shown = None
     with no_side_effects(whole, loss):
@@ -136,6 +143,8 @@ def parallelize(
             whole, plan, mesh, random, loss, optimizer, example, rules, clip, filling=filling, shown=shown
         )
         trainer.model_loss = model_loss
+        if isinstance(trainer.loss, GatheredLoss):
+            trainer.loss.outputs = kinds
         trainer.note = draft.note
         trainer.precision = precision
         trainer.scaler = precision.scaler(mesh)
@@ -149,15 +158,15 @@ def parallelize(
     return _agreed(comm, under_plan)
 
 
-def _own_loss(draft: Draft, loss: Loss, example: tuple[Any, Any]) -> tuple[Draft, ModelLoss | None]:
-    """How the model computes the loss itself, if it does; and the draft, built where that takes values."""
+def _tried(draft: Draft, loss: Loss, trial: Callable[[nn.Module], Found]) -> tuple[Draft, Found]:
+    """What trial(model) finds; and the draft, built where that takes values."""
     try:
         with no_side_effects(draft.model, loss):
-            return draft, ModelLoss.of(draft.model, loss, example)
+            return draft, trial(draft.model)
     except NeedsValues:
-        draft = draft.rebuilt("its forward cannot be run without values, to see how it computes its own loss")
+        draft = draft.rebuilt("its forward cannot be run without values, to see what the loss takes of it")
     with no_side_effects(draft.model, loss):
-        return draft, ModelLoss.of(draft.model, loss, example)
+        return draft, trial(draft.model)
 
 
 def _agreed(comm: Communicator, act: Callable[[], Trainer]) -> Trainer:
@@ -300,9 +309,12 @@ def applied(
         filling.fill(model, later=lambda parameter: plan.zero == 3 and is_summed(parameter, mesh))
         by_piece = {"fill": filling.fill_one, "lent": filling.lent("the optimizer")}
     comm = mesh.comm(*REPLICAS)
-    normalised = GlobalLoss(
-        with_model_loss(loss), comm if comm.size > 1 else None, dims=(0, 1) if plan.cp > 1 else (0,)
-    )
+    sharing = comm if comm.size > 1 else None
+    normalised: GlobalLoss
+    if isinstance(loss, BatchLoss):
+        normalised = GatheredLoss(loss, sharing)
+    else:
+        normalised = GlobalLoss(with_model_loss(loss), sharing, dims=(0, 1) if plan.cp > 1 else (0,))
     if plan.zero:
         in_pipeline: dict[str, Any] = {}
         if cut is not None:

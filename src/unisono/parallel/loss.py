@@ -230,8 +230,8 @@ class GlobalLoss:
                     f"the loss {name_of(self._loss)} on a batch is {whole.item():.6g}, but from two halves along dim "
                     f"{dim} it comes to {(parts[0] + parts[1]).item():.6g}: it is not made of sums and means over "
                     "samples. Take means with .mean(), reduction='mean' or sum / sum, rather than dividing by a size; "
-                    "a loss that compares samples with each other, or has a term without samples, cannot be cut: "
-                    "use dp=1, cp=1, microbatches=1"
+                    "a loss that compares samples with each other is given all of them by loss=uni.BatchLoss(loss); "
+                    "one that has a term without samples cannot be split: use dp=1, cp=1, microbatches=1"
                 )
         self._is_proved = True
 

@@ -23,7 +23,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -49,6 +49,8 @@ from unisono.parallel.pipeline.dependence import Dependence, storages_of
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.survey import left_as_it_was
 from unisono.parallel.share import rows_between, rows_of
+
+Trial = TypeVar("Trial")
 
 _NODE = "_unisono_step"
 _NAMES = ("label", "start_positions", "end_positions")  # in the names of inputs that are labels in Hugging Face models
@@ -371,6 +373,30 @@ class NeedsValues(Exception):
     """The model cannot be run without values, and has none."""
 
 
+def on_two_sizes(
+    model: nn.Module, example: tuple[Any, Any], trial: Callable[[nn.Module, Any], Trial]
+) -> tuple[Trial, Trial, int]:
+    """What trial(model, batch) gives for some samples of the example and for one less, and how many those are.
+
+    The model is a copy without values; where that fails, it is the model itself, or NeedsValues is raised."""
+    rows = min(rows_of(example), 3)
+    sizes = [rows_between(tuple(example), 0, count) for count in (rows, rows - 1)]
+    try:
+        with torch.device("meta"):
+            large, small = (trial(hollow_copy(model), hollow(batch)) for batch in sizes)
+    except UsageError:
+        raise
+    except Exception as error:
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise NeedsValues from error
+        try:
+            with left_as_it_was(model):
+                large, small = (trial(model, batch) for batch in sizes)
+        finally:
+            collect_aux(model)  # nobody else will
+    return large, small, rows
+
+
 @dataclass(eq=False)
 class ModelLoss:
     """How a model computes a loss from labels among its inputs."""
@@ -381,34 +407,19 @@ class ModelLoss:
 
     @classmethod
     def of(cls, model: nn.Module, loss: Loss, example: tuple[Any, Any]) -> ModelLoss | None:
-        """That of a model whose own loss the user's `loss` reads; None where there is none.
-
-        The model is run on the example without values; where that fails, with values, or NeedsValues is raised."""
+        """That of a model whose own loss the user's `loss` reads; None where there is none. May raise NeedsValues."""
         leaves = tree_leaves(example[0])
         if sum(isinstance(leaf, torch.Tensor) for leaf in leaves) < 2 or rows_of(example) < 2:
             return None
         labels = _named_labels(example[0]) or _inferred_labels(model, example[0])
         if not labels:
             return None
-        rows = min(rows_of(example), 3)
-        sizes = [rows_between(tuple(example), 0, count) for count in (rows, rows - 1)]
         try:
-            with torch.device("meta"):
-                large, small = (_Trial(hollow_copy(model), labels, hollow(batch), loss) for batch in sizes)
-        except UsageError:
+            large, small, rows = on_two_sizes(model, example, lambda model, batch: _Trial(model, labels, batch, loss))
+        except (UsageError, NeedsValues):
             raise
-        except Exception as error:
-            if any(parameter.is_meta for parameter in model.parameters()):
-                raise NeedsValues from error
-            try:
-                with left_as_it_was(model):
-                    large, small = (_Trial(model, labels, batch, loss) for batch in sizes)
-            except UsageError:
-                raise
-            except Exception:
-                return None  # it cannot be run on the example: the first step will tell
-            finally:
-                collect_aux(model)  # nobody else will
+        except Exception:
+            return None  # it cannot be run on the example: the first step will tell
         if not large.is_read:
             return None
         return cls(labels, large.forms, _multiples(large, small, rows))
@@ -443,7 +454,9 @@ def _answered(func: Any, args: tuple[Any, ...]) -> bool:
     return func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool
 
 
-class _Watched(Dependence):
+class BatchDependence(Dependence):
+    """What depends on the batch, in a run with or without values."""
+
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _answered(func, args) or super().operate(func, args, kwargs)
 
@@ -455,7 +468,7 @@ class _Trial:
         inputs, targets = example
         leaves, spec = tree_flatten(inputs)
         recorder = Recorder([leaves[place] for place in labels])
-        batch = _Watched()
+        batch = BatchDependence()
         batch.mark(leaves)
         for place, stand_in in zip(labels, recorder.stand_ins, strict=True):
             leaves[place] = stand_in

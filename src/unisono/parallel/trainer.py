@@ -22,6 +22,7 @@ from unisono.errors import UsageError
 from unisono.mesh.fused import fused
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
+from unisono.parallel.batch_loss import GatheredLoss
 from unisono.parallel.clip import clip_by_norm
 from unisono.parallel.context import Context
 from unisono.parallel.data import DataParallel
@@ -216,6 +217,8 @@ class Trainer:
             self.context.expect(inputs, targets)
             self.loss.dims = self.context.dims
         self.random.step = self.steps
+        if isinstance(self.loss, GatheredLoss):
+            self.loss.lengths = [len(held) for held in Split.even((), 0, mine.of, self.part[1]).held]
         self._records = wants_loss and self.model_loss is not None
         # Who has targets is after a loss: it needs no whole logits.
         is_for_loss = targets is not None or self._records
@@ -316,6 +319,9 @@ class Trainer:
 
     def run_model(self, inputs: Any) -> Any:
         """What the loss takes of the model's forward on a microbatch."""
+        if isinstance(self.loss, GatheredLoss):
+            with self.loss.products(self.model):
+                return call(self.model, inputs)
         if not self._records or self.model_loss is None:
             return call(self.model, inputs)
         return self.model_loss.record(self.model, inputs)
