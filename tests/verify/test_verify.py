@@ -109,7 +109,7 @@ def _on_one_rank_only() -> nn.Module:
 
 def test_a_refusal_by_one_rank_ends_that_plan_and_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     """The other rank waits meanwhile: both are ended, and new ones try what is left."""
-    monkeypatch.setattr("unisono.verify.verify._PATIENCE", 0.5)
+    monkeypatch.setattr("unisono.verify.verify._TOGETHER", 0.5)
     task = replace(load_task(f"{TASKS}:mlp"), model=_on_one_rank_only, rules=None)
     told: list[str] = []
     verdicts = verify_all(task, [Plan(dp=2), Plan(dp=2, zero=1)], steps=1, told=lambda each: told.append(each.plan))

@@ -23,8 +23,11 @@ from torch.distributed import distributed_c10d
 
 from unisono.comm import world
 
-_RANK = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT")
-_PREFIXES = ("GROUP_", "ROLE_", "TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")
+_TORCHRUN = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
+    *("ROLE_RANK", "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT"),
+)
+_PREFIXES = ("TORCHELASTIC_", "OMPI_", "PMI_", "PMIX_", "MPI_LOCAL", "SLURM_")
 
 
 @contextlib.contextmanager
@@ -36,7 +39,7 @@ def alone() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_launcher_variables() -> Iterator[None]:
-    names = [name for name in os.environ if name in _RANK or name.startswith(_PREFIXES)]
+    names = [name for name in os.environ if name in _TORCHRUN or name.startswith(_PREFIXES)]
     hidden = {name: os.environ.pop(name) for name in names}
     try:
         yield

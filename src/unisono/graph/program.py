@@ -41,7 +41,7 @@ from unisono.graph.show import as_text
 from unisono.graph.trace import Loss, Trace, trace
 from unisono.graph.zero import Again, Shares, in_pieces, require_stage
 from unisono.mesh.fused import fused
-from unisono.mesh.initial import build
+from unisono.mesh.initial import build, in_dtype
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.mesh.reach import Reach, reach_of
@@ -268,7 +268,7 @@ def to_static(
     whole = model if isinstance(model, nn.Module) else build(model, seed)
     if not isinstance(whole, nn.Module):
         raise UsageError(f"to_static takes an nn.Module or a function that builds one; it gave {type(whole).__name__}")
-    whole = whole if dtype is None else whole.to(dtype)
+    whole = whole if dtype is None else in_dtype(whole, dtype)
     mesh.connect()
     if isinstance(model, nn.Module):
         comm.broadcast_parameters(whole)

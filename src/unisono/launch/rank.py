@@ -246,12 +246,19 @@ def _own_rank() -> int:
 def _kind_of(error: BaseException) -> str:
     if isinstance(error, HangError):
         return failure.HANG
+    if is_of_a_lost_peer(error):
+        return failure.PEER
+    return failure.USAGE if isinstance(error, UsageError) else failure.EXCEPTION
+
+
+def is_of_a_lost_peer(error: BaseException) -> bool:
+    """Whether it, or what it came of, is what c10d raises when another rank is gone."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, RuntimeError) and _PEER_IS_GONE.search(str(seen)):
-            return failure.PEER
+            return True
         seen = seen.__cause__ or seen.__context__
-    return failure.USAGE if isinstance(error, UsageError) else failure.EXCEPTION
+    return False
 
 
 def _traceback_of(error: BaseException) -> str:

@@ -37,6 +37,20 @@ def build(model: Callable[[], torch.nn.Module], seed: int) -> torch.nn.Module:
         return model()
 
 
+def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """The model with floating-point parameters and buffers in `dtype`, and complex ones in the complex dtype of that
+    precision: `model.to(dtype)` would drop their imaginary parts."""
+
+    def converted(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.is_complex():
+            return tensor.to(dtype if dtype.is_complex else dtype.to_complex())
+        return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+    if any(tensor.is_complex() for tensor in (*model.parameters(), *model.buffers())):
+        return model._apply(converted)
+    return model.to(dtype)
+
+
 def build_layers(
     layers: Sequence[Callable[[], torch.nn.Module]], wanted: Collection[int], seed: int
 ) -> dict[int, torch.nn.Module]:

@@ -24,6 +24,7 @@ from unisono.comm import world
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.draft import Draft, drafted, whole_draft
+from unisono.mesh.initial import in_dtype
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.mesh.side_effects import no_side_effects
@@ -206,14 +207,14 @@ def draft_for(plan: Plan, model: Model | Draft, seed: int, dtype: torch.dtype | 
             raise UsageError(f"dtype={dtype} of a Draft, which has its dtypes already; make the draft in {dtype}")
         return model
     if isinstance(model, nn.Module):
-        return whole_draft(lambda: model if dtype is None else model.to(dtype), seed)
+        return whole_draft(lambda: model if dtype is None else in_dtype(model, dtype), seed)
     function = _function(model, seed)
 
     def make() -> nn.Module:
         made = function()
         if not isinstance(made, nn.Module):
             raise UsageError(f"{_TAKES}; the function gave {type(made).__name__}")
-        return made if dtype is None else made.to(dtype)
+        return made if dtype is None else in_dtype(made, dtype)
 
     is_cut = plan.tp > 1 or plan.pp > 1 or plan.ep > 1 or plan.zero == 3
     return drafted(make, seed) if is_cut else whole_draft(make, seed)

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
-from unisono.errors import UsageError
+from unisono.errors import UnisonoError, UsageError
 from unisono.parallel.counts import MOST_MEANS, Exchanged, Foretold, Told, joined, summed
 from unisono.parallel.means import Count, Means
 
@@ -161,7 +161,7 @@ class GlobalLoss:
     def _evaluated(self, outputs: Any, targets: Any) -> torch.Tensor:
         try:
             value = self._loss(outputs, targets)
-        except UsageError:
+        except UnisonoError:  # of the plan or the communication, not of the loss
             raise
         except Exception as error:
             raise UsageError(

@@ -18,7 +18,7 @@ from unisono.graph.assignment import Assignment
 from unisono.graph.marks import wishes_for
 from unisono.graph.program import Model
 from unisono.graph.trace import Loss
-from unisono.mesh.initial import build
+from unisono.mesh.initial import build, in_dtype
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.apply import parallelize
 from unisono.parallel.marked import Stages, require_example, require_order, stages_on
@@ -171,7 +171,7 @@ def _staged(
     save_graphs: str | Path | None,
 ) -> StagedProgram:
     dtype = job["dtype"]
-    staged = TracedStages(whole if dtype is None else whole.to(dtype), stages.places, stages.count)
+    staged = TracedStages(whole if dtype is None else in_dtype(whole, dtype), stages.places, stages.count)
     trainer = parallelize(staged if isinstance(made, nn.Module) else (lambda: staged), plan, **job)
     microbatch = tree_map(lambda leaf: _rows(leaf, plan), job["example"][0])
     program = StagedProgram(trainer, staged, mesh, stages, microbatch)

@@ -10,6 +10,7 @@ from dataclasses import replace
 import torch
 
 from unisono.comm.communicator import Communicator
+from unisono.verify.float64 import wide
 from unisono.verify.record import Record, Tensors
 from unisono.verify.verdict import Verdict
 
@@ -33,12 +34,12 @@ def _farthest(comm: Communicator, tensors: Tensors) -> tuple[float, str]:
     mine = torch.stack([_sums(tensor) for tensor in tensors.values()]).to(comm.device)
     everyone = torch.stack(comm.all_gather(mine)).cpu()
     gaps = (everyone - everyone[0]).abs().amax(-1).nan_to_num(nan=torch.inf)  # rank, tensor
-    sizes = torch.tensor([max(float(tensor.double().norm()), 1e-300) for tensor in tensors.values()])
+    sizes = torch.tensor([max(float(wide(tensor).norm()), 1e-300) for tensor in tensors.values()])
     apart = gaps / sizes
     rank, place = divmod(int(apart.argmax()), len(tensors))
     return float(apart.max()), f"{list(tensors)[place]} (rank {rank} beside rank 0)"
 
 
 def _sums(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.double().flatten()
+    flat = torch.view_as_real(wide(tensor)).flatten() if tensor.is_complex() else wide(tensor).flatten()
     return torch.stack([flat.sum(), (flat * torch.arange(len(flat), dtype=torch.float64).cos()).sum()])

@@ -30,6 +30,7 @@ def add_parser(subparsers: Any) -> None:
     add("--backend", choices=("gloo", "nccl", "mpi"), help="default: gloo")
     add("--steps", type=int, default=3, metavar="K", help="training steps (default: 3)")
     add("--dtype", choices=("float64", "float32", "bfloat16", "float16"), default="float64")
+    add("--timeout", type=float, metavar="S", help="seconds that a collective may block (default: 600)")
     add("--json", action="store_true", help="print the verdict as JSON")
     parser.set_defaults(handler=run)
 
@@ -66,7 +67,7 @@ def _run_one(chosen: argparse.Namespace, plan: Plan | OnMesh) -> int:
     from unisono.verify.verify import verify
 
     load_task(chosen.task)  # a bad address is an error before ranks start
-    verdict = verify(chosen.task, plan, None, chosen.backend, chosen.steps, chosen.dtype)
+    verdict = verify(chosen.task, plan, None, chosen.backend, chosen.steps, chosen.dtype, chosen.timeout)
     if chosen.json:
         print(json.dumps(verdict.as_json(), indent=1))
     else:
@@ -83,13 +84,14 @@ def _run_all(chosen: argparse.Namespace) -> int:
     from unisono.verify.verify import verify_all
 
     plans = plans_for(chosen.n, _has_experts(load_task(chosen.task)))
+    how = chosen.backend, chosen.steps, chosen.dtype
     matrix = Matrix(Console(highlight=False), plans)
     if chosen.json:
-        verdicts = verify_all(chosen.task, plans, chosen.backend, chosen.steps, chosen.dtype)
+        verdicts = verify_all(chosen.task, plans, *how, timeout=chosen.timeout)
         print(json.dumps(_as_json(chosen, verdicts), indent=1))
     else:
         matrix.begin()
-        verdicts = verify_all(chosen.task, plans, chosen.backend, chosen.steps, chosen.dtype, matrix.tell)
+        verdicts = verify_all(chosen.task, plans, *how, told=matrix.tell, timeout=chosen.timeout)
         matrix.end()
     judged = [verdict for verdict in verdicts if not verdict.refusal]
     return 0 if judged and all(verdict.equivalent for verdict in judged) else 1
@@ -129,9 +131,9 @@ def _show(verdict: Verdict) -> None:
     from rich.table import Table
 
     console = Console(highlight=False)
-    if verdict.refusal:
-        console.print(f"plan {verdict.plan} [yellow]refused[/]: ", end="")
-        console.print(verdict.refusal, markup=False)
+    if not verdict.ran:
+        console.print(f"plan {verdict.plan} {'[yellow]refused[/]' if verdict.refusal else '[red]failed[/]'}: ", end="")
+        console.print(verdict.refusal or verdict.failure, markup=False)
         return
     table = Table(title=f"plan {verdict.plan}", title_justify="left")
     for column in ("kind", "tensors", "worst deviation", "of"):
@@ -142,6 +144,6 @@ def _show(verdict: Verdict) -> None:
     console.print(table)
     console.print("[green]equivalent[/]" if verdict.equivalent else "[red]NOT equivalent[/]")
     if verdict.parting:
-        console.print(f"  first parting: {verdict.parting}", markup=False)
+        console.print(f"  first divergence: {verdict.parting}", markup=False)
     if verdict.guess:
         console.print(f"  looks like: {verdict.guess}", markup=False)

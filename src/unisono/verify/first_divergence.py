@@ -1,40 +1,140 @@
-"""Where two runs part, and what that looks like: for a verdict that says no.
+"""Where two runs diverge first, and what that looks like: for a verdict that says no.
 
-Activations under a plan are pieces of those on one device. Without knowing any strategy, a piece is held against the
-part of the whole that it can be: rows for the data ranks, consecutive or zigzag tokens, a slice of the features.
+Activations under a plan are shards of those on one device. Without knowing any strategy, a shard is compared with the
+parts of the full tensor that it can be: samples of the data ranks, consecutive or zigzag tokens, a slice of the
+features. Where all activations agree, the first of loss, gradients, update and buffers that does not is named.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.parallel.layout import Split
 from unisono.plan.plan import AXES, Plan
+from unisono.verify.float64 import wide
 from unisono.verify.record import Record
 
 Tensors = dict[str, torch.Tensor]
+_EXACT = 1e-6  # relative: a factor this close to a count is that count
 
 
-def first_parting(comm: Communicator, plan: Plan, plain: Tensors, mine: Tensors, tolerance: float) -> str:
-    """The first module in forward order, over all ranks, whose output is no part of the plain model's."""
-    found: tuple[int, str, str, float] | None = None
-    coordinate = _coordinate(plan, comm.rank)
-    for order, (name, whole) in enumerate(plain.items()):
-        if name not in mine:
+@dataclass(frozen=True)
+class _Divergence:
+    """The first on one rank."""
+
+    order: int  # of the module, in forward order
+    name: str
+    shape: str
+    deviation: float
+    factor: float  # by which the whole tensor is off; 0 where that is no one number
+
+
+def first_parting(
+    comm: Communicator,
+    plan: Plan,
+    plain: Tensors,
+    mine: Tensors,
+    tolerance: float,
+    records: tuple[Record, Record] | None = None,
+) -> str:
+    """The first module in forward order, over all ranks, whose output is no part of the plain model's.
+
+    records: of the plain model and under the plan; they tell what differs where no activation does.
+    """
+    found, compared = _first_on_this_rank(plan, comm.rank, plain, mine, tolerance)
+    everyone: list[tuple[_Divergence | None, list[str]]] = comm.all_gather_object((found, compared))
+    diverging = [(each, rank) for rank, (each, _) in enumerate(everyone) if each is not None]
+    if not diverging:
+        return "activations agree" + (after_the_forward(*records, tolerance) if records else ", what follows does not")
+    first, rank = min(diverging, key=lambda item: item[0].order)
+    told = f"{first.name or 'the model'} {first.shape} on rank {rank}: deviation {first.deviation:.2g}"
+    return told + _of_other_ranks(plan, first, everyone)
+
+
+def _first_on_this_rank(
+    plan: Plan, rank: int, plain: Tensors, mine: Tensors, tolerance: float
+) -> tuple[_Divergence | None, list[str]]:
+    """And the modules whose outputs agree, up to there."""
+    coordinate = _coordinate(plan, rank)
+    agreeing: list[str] = []
+    for order, (name, full) in enumerate(plain.items()):
+        closest = _closest(full, mine[name], plan, coordinate) if name in mine else None
+        if closest is None:
             continue
-        deviation = _closest(whole, mine[name], plan, coordinate)
-        if deviation is not None and deviation > tolerance:
-            found = (order, name, f"{str(whole.dtype).removeprefix('torch.')}{list(mine[name].shape)}", deviation)
-            break
-    everyone = [(each, rank) for rank, each in enumerate(comm.all_gather_object(found)) if each is not None]
-    if not everyone:
-        return "activations agree: the fault lies in the backward pass, the reduction or the update"
-    (_, name, shape, deviation), rank = min(everyone, key=lambda item: item[0][0])
-    return f"{name or 'the model'} {shape} on rank {rank}: deviation {deviation:.2g}"
+        deviation, factor = closest
+        if deviation > tolerance:
+            shape = f"{str(full.dtype).removeprefix('torch.')}{list(mine[name].shape)}"
+            return _Divergence(order, name, shape, deviation, factor), agreeing
+        agreeing.append(name)
+    return None, agreeing
+
+
+def _of_other_ranks(plan: Plan, first: _Divergence, everyone: list[tuple[_Divergence | None, list[str]]]) -> str:
+    """Whether others diverge there too: what only some do, or all by the number of ranks, depends on the rank."""
+    agreeing = [rank for rank, (_, names) in enumerate(everyone) if first.name in names]
+    there = [(rank, each) for rank, (each, _) in enumerate(everyone) if each is not None and each.name == first.name]
+    if agreeing:
+        off, fine = _ranks([rank for rank, _ in there]), _ranks(agreeing)
+        return f"; it differs on {off} and agrees on {fine}: does this forward depend on the rank?"
+    factors = {round(each.factor, 6) for _, each in there}
+    factor = _named_factor(plan, first.factor) if len(factors) == 1 else ""
+    return f"; on every rank it is {factor.partition(':')[0]}: does this forward read the world size?" if factor else ""
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
+
+
+def after_the_forward(plain: Record, planned: Record, tolerance: float) -> str:
+    """What differs first where all activations agree."""
+    if plain.losses and planned.losses and _off(plain.losses[0], planned.losses[0]) > tolerance:
+        return (
+            f", the loss does not ({planned.losses[0]:.6g} under the plan, {plain.losses[0]:.6g} on one device): the "
+            "loss function depends on the rank or the world size, or its mean is taken in another way"
+        )
+    off = _deviating(plain.gradients[0], planned.gradients[0], tolerance) if plain.gradients else []
+    if off:
+        return (
+            f" and so does the loss, gradients do not (first in backward order: {off[-1]}): the fault lies in the "
+            "backward pass or in the reduction of gradients"
+        )
+    for name, value in plain.settings.items():
+        if planned.settings.get(name, value) != value:
+            return (
+                f", and so do the first gradients, but the optimizer's {name} is {planned.settings[name]:.6g} under "
+                f"the plan and {value:.6g} on one device: does it read the rank or the world size?"
+            )
+    off = _deviating(plain.parameters, planned.parameters, tolerance)
+    if off:
+        return f", and so do the first gradients, {off[0]} does not: the fault lies in clipping or in the optimizer"
+    off = _deviating(plain.buffers, planned.buffers, tolerance)
+    if off:
+        return f", gradients and parameters too, the buffer {off[0]} does not: is it updated on this rank's samples?"
+    return ", and so do gradients and updates of rank 0: the fault lies in the optimizer state or on other ranks"
+
+
+def _off(plain: float, planned: float) -> float:
+    return abs(plain - planned) / max(abs(plain), 1e-300)
+
+
+def _deviating(plain: Tensors, planned: Tensors, tolerance: float) -> list[str]:
+    largest = max((float(wide(tensor).abs().max()) for tensor in plain.values() if tensor.numel()), default=0.0)
+    found = []
+    for name, tensor in plain.items():
+        other = planned.get(name)
+        if other is None or other.shape != tensor.shape:
+            found.append(name)
+        elif tensor.numel():
+            expected = wide(tensor)
+            scale = max(float(expected.abs().max()), _EXACT * largest, 1e-300)
+            if not float((expected - wide(other)).abs().max()) / scale <= tolerance:
+                found.append(name)
+    return found
 
 
 def _coordinate(plan: Plan, rank: int) -> dict[str, int]:
@@ -44,21 +144,32 @@ def _coordinate(plan: Plan, rank: int) -> dict[str, int]:
     return places
 
 
-def _closest(whole: torch.Tensor, piece: torch.Tensor, plan: Plan, at: dict[str, int]) -> float | None:
-    """The smallest deviation of the piece from any part of the whole that it may be; None where it cannot be told."""
+def _closest(full: torch.Tensor, shard: torch.Tensor, plan: Plan, at: dict[str, int]) -> tuple[float, float] | None:
+    """The smallest deviation of the shard from any part of the full tensor that it may be, and the factor by which it
+    is off; None where it cannot be told."""
     best = None
-    for part in _parts(whole, piece.shape, plan, at):
-        scale = max(float(whole.abs().max()), 1e-300)
-        deviation = float((part.double() - piece.double()).abs().max() / scale) if piece.numel() else 0.0
-        best = deviation if best is None else min(best, deviation)
+    for part in _parts(full, shard.shape, plan, at):
+        scale = max(float(full.abs().max()), 1e-300) if full.numel() else 1.0
+        expected, got = wide(part), wide(shard)
+        deviation = float((expected - got).abs().max() / scale) if shard.numel() else 0.0
+        if best is None or deviation < best[0]:
+            best = deviation, _factor(expected, got)
     return best
 
 
-def _parts(whole: torch.Tensor, shape: torch.Size, plan: Plan, at: dict[str, int]) -> Iterator[torch.Tensor]:
-    if whole.dim() != len(shape):
+def _factor(expected: torch.Tensor, got: torch.Tensor) -> float:
+    """The number f for which got is f times expected; 0 where there is none."""
+    size = float((expected.conj() * expected).real.sum())
+    factor = float((expected.conj() * got).real.sum()) / size if size else 0.0
+    rest = float((got - factor * expected).norm())
+    return factor if rest <= _EXACT * float(got.norm()) else 0.0
+
+
+def _parts(full: torch.Tensor, shape: torch.Size, plan: Plan, at: dict[str, int]) -> Iterator[torch.Tensor]:
+    if full.dim() != len(shape):
         return
-    parts = [whole]
-    for dim, (length, wanted) in enumerate(zip(whole.shape, shape, strict=True)):
+    parts = [full]
+    for dim, (length, wanted) in enumerate(zip(full.shape, shape, strict=True)):
         if length == wanted:
             continue
         parts = [
@@ -97,7 +208,7 @@ def guess_fault(plan: Plan, plain: Record, planned: Record) -> str:
         if told:
             return f"the loss is {told}"
     factors = [
-        float((planned.gradients[0][name].double() * g.double()).sum() / (g.double() ** 2).sum())
+        float((wide(planned.gradients[0][name]) * wide(g).conj()).real.sum() / (wide(g).abs() ** 2).sum())
         for name, g in plain.gradients[0].items()
         if name in planned.gradients[0] and planned.gradients[0][name].shape == g.shape and float(g.abs().max()) > 0
     ]

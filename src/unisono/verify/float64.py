@@ -49,6 +49,8 @@ class InDouble(TorchFunctionMode):
     ) -> Any:
         if func is torch.Tensor.float:
             return args[0].double()
+        if func is torch.Tensor.cfloat:  # type: ignore[attr-defined]
+            return args[0].cdouble()
         if func is torch.empty_strided and str((kwargs or {}).get("device")) == "meta":
             return func(*args, **(kwargs or {}))  # torch's own copy, without data, of a tensor that is float32
         if any(isinstance(value, torch.dtype) for value in args):
@@ -60,3 +62,8 @@ class InDouble(TorchFunctionMode):
 
 def _wider(value: Any) -> Any:
     return _WIDER.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+def wide(tensor: torch.Tensor) -> torch.Tensor:
+    """In float64; in complex128 where it is complex, whose imaginary part float64 would drop."""
+    return tensor.to(torch.complex128 if tensor.is_complex() else torch.float64)

@@ -52,7 +52,7 @@ class Matrix:
             return
         word = "[green]equivalent[/]" if verdict.equivalent else "[red]DIFFERENT[/]"
         self._line(verdict.plan, [_figure(each) for each in verdict.worst], word)
-        for label, text in (("first parting", verdict.parting), ("looks like", verdict.guess)):
+        for label, text in (("first divergence", verdict.parting), ("looks like", verdict.guess)):
             if text:
                 self.console.print(f"    {label}: {text}", markup=False)
 

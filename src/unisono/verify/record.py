@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.comm.solo import alone
-from unisono.mesh.initial import build
+from unisono.mesh.initial import build, in_dtype
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.parallel.apply import draft_for, parallelize
@@ -43,12 +43,15 @@ class Record:
     buffers: Tensors = field(default_factory=dict)
     optimizer: Tensors = field(default_factory=dict)
     activations: Tensors = field(default_factory=dict)  # of the first step: by module, in forward order
+    settings: dict[str, float] = field(default_factory=dict)  # the optimizer's: lr, weight_decay, ...
 
 
 def batch_of(task: Task, step: int, dtype: torch.dtype) -> tuple[Any, Any]:
-    """The step's global batch, its floating-point tensors in `dtype`."""
+    """The step's global batch, its floating-point tensors in `dtype`, complex ones in that precision."""
 
     def cast(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.is_complex():
+            return leaf.to(dtype.to_complex())
         return leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf
 
     return tree_map(cast, task.batch(step))
@@ -68,7 +71,7 @@ def plain_record(
 
     rounding: gradients of elements that are no larger are recorded, but 0 for the optimizer."""
     precision = Precision.of(precision)
-    model = build(task.model, seed).to(dtype)
+    model = in_dtype(build(task.model, seed), dtype)
     random = RandomState(seed)
     random.name_modules(model)
     optimizer = task.optimizer(list(model.parameters()))
@@ -116,6 +119,7 @@ def plain_record(
         record.scales.append(scaler.get_scale())
     record.parameters = _copied(model.named_parameters())
     record.buffers = _copied(model.named_buffers())
+    record.settings = _settings(optimizer)
     record.optimizer = flat_state(
         {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
     )
@@ -180,6 +184,7 @@ def trainer_record(
     record.buffers = _merged(trainer.mesh, _copied(trainer.model.named_buffers()))
     state = whole_state(trainer.optimizer, trainer.optimized(), trainer.mesh)["state"]
     record.optimizer = _merged(trainer.mesh, flat_state(state))
+    record.settings = _settings(trainer.optimizer)
     return record
 
 
@@ -245,6 +250,13 @@ def flat_state(state: dict[str, dict[str, Any]]) -> Tensors:
     return flat
 
 
+def _settings(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+    """The numbers that the optimizer was made with, where they are the same for all parameters."""
+    groups = optimizer.param_groups
+    numbers = {name: value for name, value in groups[0].items() if isinstance(value, int | float)} if groups else {}
+    return {name: value for name, value in numbers.items() if all(group.get(name) == value for group in groups)}
+
+
 class _watched:
     """While open, notes the first output of every module that runs, in the order they finish."""
 
@@ -273,4 +285,8 @@ class _watched:
 
 
 def _tensors(tree: Any) -> Iterator[torch.Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point())
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and _is_number(leaf))
+
+
+def _is_number(tensor: torch.Tensor) -> bool:
+    return tensor.is_floating_point() or tensor.is_complex()

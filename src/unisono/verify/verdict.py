@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from unisono.verify.float64 import wide
 from unisono.verify.record import Record, Tensors
 
 # Halves: the dtype of what is computed; parameters, gradients and optimizer state are then float32. Rounding alone
@@ -143,7 +144,11 @@ def _less_rounding(plain: Record, planned: Record, dtype: str) -> Tensors:
     kept = dict(planned.parameters)
     if dtype not in _NOISE_OF_ELEMENTS:
         return kept
-    ways = {name: value - plain.initial[name] for name, value in plain.parameters.items() if name in plain.initial}
+    ways = {
+        name: value - plain.initial[name]
+        for name, value in plain.parameters.items()
+        if name in plain.initial and not _is_exact(value)
+    }
     rounded = _moved_by_rounding(plain, planned, _NOISE_OF_ELEMENTS[dtype])
     if dtype == "float64":
         ways = {name: ways[name][where] for name, where in rounded.items() if name in ways}
@@ -210,16 +215,24 @@ def _largest(tensors: Tensors) -> float:
 
 
 def _largest_of(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    return float(wide(tensor).abs().max()) if tensor.numel() else 0.0
+
+
+def _is_exact(tensor: torch.Tensor) -> bool:
+    """Whether it holds truth values or whole numbers, which no rounding can change."""
+    return not tensor.is_floating_point() and not tensor.is_complex()
 
 
 def _deviation(reference: torch.Tensor, got: torch.Tensor, floor: float, of_norms: bool = False) -> float:
-    """The largest difference beside the largest value; with `of_norms`, norm beside norm."""
-    if reference.shape != got.shape:
+    """The largest difference beside the largest value; with `of_norms`, norm beside norm. Infinite where tensors of
+    different kinds, or of truth values or whole numbers, differ at all."""
+    if reference.shape != got.shape or reference.is_complex() != got.is_complex():
         return float("inf")
     if not reference.numel():
         return 0.0
-    reference, got = reference.double(), got.double()
+    if _is_exact(reference) or _is_exact(got):
+        return 0.0 if reference.dtype == got.dtype and torch.equal(reference, got) else float("inf")
+    reference, got = wide(reference), wide(got)
     difference = reference - got
     if not bool(difference.isfinite().all()):
         return 0.0 if torch.equal(reference, got) else float("inf")

@@ -12,10 +12,11 @@ from __future__ import annotations
 
 import gc
 import json
+import os
 import tempfile
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -23,11 +24,14 @@ import torch
 
 from unisono.comm import world
 from unisono.comm.communicator import Communicator
+from unisono.comm.seat import find_seat
 from unisono.errors import LaunchError, UsageError
+from unisono.launch import environment
 from unisono.launch.spawn import spawn
 from unisono.parallel.static import StagedProgram
 from unisono.plan.plan import Plan
 from unisono.verify.agreement import with_agreement
+from unisono.verify.ending import REFUSAL, Ending, Endings, OneDeviceError
 from unisono.verify.first_divergence import first_parting, guess_fault
 from unisono.verify.float64 import InDouble
 from unisono.verify.follow import Follower
@@ -35,6 +39,7 @@ from unisono.verify.on_mesh import PREFIX, OnMesh
 from unisono.verify.program_divergence import program_parting
 from unisono.verify.program_record import made_program, program_record
 from unisono.verify.record import Record, batch_of, plain_record, planned_record
+from unisono.verify.reference import Reference
 from unisono.verify.task import Task, load_task
 from unisono.verify.verdict import (
     HALVES,
@@ -48,7 +53,8 @@ from unisono.verify.verdict import (
 
 Subject = Plan | OnMesh  # what is proved: a plan, or a program on a mesh
 _REFUSED = "unisono.errors.UsageError: "
-_PATIENCE = 10.0  # seconds in which all ranks refuse a plan, if they all do
+_TOGETHER = 10.0  # seconds in which all ranks refuse a plan, if they all do
+TIMEOUT = 600.0  # seconds that a collective of a planned step may block before the plan counts as failed
 
 
 def verify(
@@ -58,14 +64,16 @@ def verify(
     backend: str | None = None,
     steps: int = 3,
     dtype: str = "float64",
+    timeout: float | None = None,
 ) -> Verdict:
     """Start the plan's ranks on this machine, train, compare. task: a Task, or `file.py:name`.
 
-    plan: a Plan or its words, or those of a program on a mesh: "program dp=2,mp=4".
+    plan: a Plan or its words, or those of a program on a mesh: "program dp=2,mp=4". timeout: seconds that a collective
+    may block; by default what UNISONO_TIMEOUT says, else 600. A plan that is refused or that fails is a verdict too.
     """
     plan = parsed(plan) if isinstance(plan, str) else plan
     plan.fit(plan.world if ranks is None else ranks)
-    return verify_all(task, [plan], backend, steps, dtype)[0]
+    return verify_all(task, [plan], backend, steps, dtype, timeout=timeout)[0]
 
 
 def parsed(text: str) -> Subject:
@@ -79,72 +87,94 @@ def verify_all(
     steps: int = 3,
     dtype: str = "float64",
     told: Callable[[Verdict], None] = lambda verdict: None,
+    timeout: float | None = None,
 ) -> list[Verdict]:
-    """Verify plans that need the same number of ranks; each verdict is told as soon as it is known."""
+    """Verify plans that need the same number of ranks; `told` gets each verdict as soon as it is known."""
     sizes = {plan.world for plan in plans}
     if len(sizes) != 1:
         raise UsageError(f"verify_all takes plans for one number of ranks; these need {sorted(sizes)}")
+    ranks = sizes.pop()
     verdicts: list[Verdict] = []
 
     def note(verdict: Verdict) -> None:
         verdicts.append(verdict)
         told(verdict)
 
-    while len(verdicts) < len(plans):
-        rest = [str(plan) for plan in plans[len(verdicts) :]]
-        with tempfile.TemporaryDirectory(prefix="unisono-verify-") as folder:
+    with tempfile.TemporaryDirectory(prefix="unisono-verify-") as folder:
+        while len(verdicts) < len(plans):
+            first, rest = len(verdicts), [str(plan) for plan in plans[len(verdicts) :]]
+            lines = Path(folder) / f"verdicts-{first}"
             try:
-                with Follower(Path(folder) / "verdicts", lambda line: note(Verdict.of_json(json.loads(line)))):
-                    spawn(_on_rank, sizes.copy().pop(), backend, (task, rest, steps, dtype, folder))
+                with Follower(lines, lambda line: note(Verdict.of_json(json.loads(line)))):
+                    spawn(_on_rank, ranks, backend, (task, rest, first, steps, dtype, folder, timeout))
             except LaunchError as error:
-                if len(plans) == 1 and _REFUSED not in str(error):
-                    raise
-                note(_ended(str(plans[len(verdicts)]), str(error)))
+                if len(verdicts) == len(plans):
+                    break  # they failed on their way out
+                cause = Endings(Path(folder), len(verdicts)).cause(ranks)
+                note(_ended(str(plans[len(verdicts)]), cause or _ending_of(str(error))))
     return verdicts
 
 
-def _ended(plan: str, told: str) -> Verdict:
-    """The verdict on a plan whose ranks ended before they came to one."""
-    lines = told.strip().splitlines()
+def _ended(plan: str, ending: Ending) -> Verdict:
+    """The verdict on a plan that came to none."""
+    if ending.kind == REFUSAL:
+        return Verdict(plan, False, refusal=ending.text)
+    return Verdict(plan, False, failure=ending.text)
+
+
+def _ending_of(told: str) -> Ending:
+    """Where no rank has left a word of its own: killed, hung, or failed before the first plan."""
+    lines = told.strip().splitlines() or ["the ranks ended"]
     refusals = [line.removeprefix(_REFUSED) for line in lines if line.startswith(_REFUSED)]
     if refusals:
-        return Verdict(plan, False, refusal=refusals[-1])
-    return Verdict(plan, False, failure=lines[-1] if lines else "the ranks ended")
+        return Ending(REFUSAL, refusals[-1])
+    return Ending("", lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}")
 
 
 # ---- on the ranks --------------------------------------------------------------------------------------------------
 
 
-def _on_rank(task: Task | str, plans: Sequence[str], steps: int, dtype: str, folder: str) -> None:
+def _on_rank(
+    task: Task | str, plans: Sequence[str], first: int, steps: int, dtype: str, folder: str, timeout: float | None
+) -> None:
     torch.set_num_threads(1)
-    comm = world.init()
+    reference = Reference(Path(folder), partial(_plain_of, task, steps, dtype))
+    if find_seat().rank == 0:
+        reference.start()
+    comm = world.init(timeout=_timeout(timeout))
     try:
         loaded = load_task(task) if isinstance(task, str) else task
-        plain = _plain(loaded, steps, dtype) if comm.rank == 0 else None
-        for number, text in enumerate(plans):
+        for number, text in enumerate(plans, first):
             try:
-                verdict = verify_here(comm, loaded, parsed(text), steps, dtype, plain=plain)
-            except UsageError as error:
-                if not _all_refuse(comm, Path(folder), number):
-                    raise
-                verdict = Verdict(text, False, refusal=str(error))
+                verdict = verify_here(comm, loaded, parsed(text), steps, dtype, reference=reference)
+            except Exception as error:
+                verdict = _ended(text, _ending_of_all(comm, error, reference, Endings(Path(folder), number)))
             if comm.rank == 0:
-                with (Path(folder) / "verdicts").open("a") as file:
+                with (Path(folder) / f"verdicts-{first}").open("a") as file:
                     file.write(json.dumps(verdict.as_json()) + "\n")
             gc.collect()  # trainers hold models in cycles
     finally:
+        reference.stop()
         world.shutdown()
 
 
-def _all_refuse(comm: Communicator, folder: Path, number: int) -> bool:
-    """Whether every rank has refused this plan, so that none waits for another in the middle of it."""
-    (folder / f"refused-{number}-{comm.rank}").touch()
-    deadline = time.monotonic() + _PATIENCE
-    while time.monotonic() < deadline:
-        if all((folder / f"refused-{number}-{rank}").exists() for rank in range(comm.size)):
-            return True
-        time.sleep(0.01)
-    return False
+def _plain_of(task: Task | str, steps: int, dtype: str, rounding: float) -> Record:
+    return _plain(load_task(task) if isinstance(task, str) else task, steps, dtype, rounding)
+
+
+def _timeout(given: float | None) -> float | None:
+    return TIMEOUT if given is None and environment.TIMEOUT not in os.environ else given
+
+
+def _ending_of_all(comm: Communicator, error: Exception, reference: Reference, endings: Endings) -> Ending:
+    """The ending of this plan on all ranks, where they ended in step; else raises the error, which ends them all."""
+    if not isinstance(error, UsageError | OneDeviceError):
+        error = reference.failure(_TOGETHER) or error  # the task itself is at fault
+    mine = Ending.of(error)
+    endings.note(comm.rank, mine)
+    if isinstance(error, UsageError | OneDeviceError) and endings.are_alike(mine, comm.size, _TOGETHER):
+        return endings.cause(comm.size) or mine
+    raise error
 
 
 def verify_here(
@@ -155,34 +185,68 @@ def verify_here(
     dtype: str = "float64",
     prepare: Any = None,
     plain: Record | None = None,
+    reference: Reference | None = None,
 ) -> Verdict:
     """verify among ranks that are up already; every rank calls it and gets the verdict.
 
-    plain: the record of the plain model on rank 0, where it is known from another plan.
+    plain: the record of the plain model on rank 0, where it is known from another plan. reference: the process that
+    makes such records; by default ranks make them, each as if it were alone.
     """
+    one_device = reference or _Own(task, steps, dtype)
     planned = _planned(task, plan, steps, dtype, prepare)
-    if comm.rank == 0:
-        plain = plain or _plain(task, steps, dtype)
-    verdict = _judged(comm, plan, plain, planned, dtype)
+    verdict = _judged(comm, plan, one_device, 0.0, planned, dtype, plain)
     if may_be_rounding(verdict, dtype):
-        rounding = comm.broadcast_object(rounding_of(plain, dtype) if plain is not None else 0.0)
+        rounding = comm.broadcast_object(rounding_of(plain or one_device.record(), dtype) if comm.rank == 0 else 0.0)
         quiet = _planned(task, plan, steps, dtype, prepare, rounding)
-        still = _plain(task, steps, dtype, rounding) if comm.rank == 0 else None
-        verdict = without_rounding(verdict, _judged(comm, plan, still, quiet, dtype))
+        verdict = without_rounding(verdict, _judged(comm, plan, one_device, rounding, quiet, dtype))
     if verdict.equivalent:
         return verdict
     if isinstance(plan, OnMesh):
         return replace(verdict, parting=_program_parting(comm, task, plan, dtype, prepare))
-    first = _plain(task, 1, dtype)
-    parting = first_parting(comm, plan, first.activations, planned.activations, 10 * TOLERANCE[dtype])
-    return Verdict(verdict.plan, False, verdict.worst, parting, guess_fault(plan, first, planned))
+    first = plain or one_device.record()
+    limit = 10 * TOLERANCE[dtype]
+    parting = first_parting(comm, plan, first.activations, planned.activations, limit, (first, planned))
+    return replace(verdict, parting=parting, guess=guess_fault(plan, first, planned))
 
 
-def _judged(comm: Communicator, plan: Subject, plain: Record | None, planned: Record, dtype: str) -> Verdict:
-    """The verdict of rank 0, which has the plain record, on every rank; each adds how far its own copies are off."""
-    verdict = comm.broadcast_object(None if plain is None else compared(plan, plain, planned, dtype))
-    assert verdict is not None
-    return with_agreement(comm, planned, verdict, TOLERANCE[dtype])
+class _Own:
+    """The reference of ranks that have no process for it."""
+
+    def __init__(self, task: Task, steps: int, dtype: str) -> None:
+        self._compute = cache(partial(_plain, task, steps, dtype))
+
+    def wait(self, rounding: float = 0.0) -> None:
+        pass
+
+    def record(self, rounding: float = 0.0) -> Record:
+        try:
+            return self._compute(rounding)
+        except Exception as error:
+            raise Ending.of(error).as_error() from error
+
+
+def _judged(
+    comm: Communicator,
+    plan: Subject,
+    reference: Reference | _Own,
+    rounding: float,
+    planned: Record,
+    dtype: str,
+    plain: Record | None = None,
+) -> Verdict:
+    """The verdict of rank 0, which reads the plain record, on every rank; each adds how far its own copies are off."""
+    reference.wait(rounding)
+    found: Verdict | UsageError | OneDeviceError | None = None
+    if comm.rank == 0:
+        try:
+            found = compared(plan, plain or reference.record(rounding), planned, dtype)
+        except (UsageError, OneDeviceError) as error:
+            found = error
+    found = comm.broadcast_object(found)
+    if isinstance(found, Exception):
+        raise found
+    assert found is not None
+    return with_agreement(comm, planned, found, TOLERANCE[dtype])
 
 
 def _planned(task: Task, plan: Subject, steps: int, dtype: str, prepare: Any, rounding: float = 0.0) -> Record:

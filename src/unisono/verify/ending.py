@@ -1,0 +1,118 @@
+"""How a run ended that came to no verdict, in one sentence: a refusal, or an error of the task or the library.
+
+A rank that ends so leaves a file. When all ranks of a plan have been refused, they go on with the next plan; otherwise
+the ranks that still run may wait for those that do not, so all are ended, and whoever started them reads the files.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+import traceback
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from torch import nn
+
+from unisono.errors import HangError, UnisonoError, UsageError
+from unisono.launch.rank import is_of_a_lost_peer
+
+REFUSAL = "refusal"  # the library says that the plan cannot be right, and why
+FAILURE = "failure"  # an error of any other kind
+LOST = "lost"  # what a rank raises when another is gone or does not come: the launcher knows why
+_LONGEST = 500  # characters of an error's message
+
+
+class OneDeviceError(UnisonoError, RuntimeError):
+    """The plain model fails without any plan; every rank raises it."""
+
+
+@dataclass(frozen=True)
+class Ending:
+    kind: str
+    text: str
+    when: float = field(default_factory=time.time)
+
+    @classmethod
+    def of(cls, error: Exception) -> Ending:
+        if isinstance(error, UsageError):
+            return cls(REFUSAL, str(error))
+        if isinstance(error, OneDeviceError):
+            return cls(FAILURE, str(error))
+        is_lost = isinstance(error, HangError) or is_of_a_lost_peer(error)
+        return cls(LOST if is_lost else FAILURE, described(error))
+
+    def as_error(self) -> UnisonoError:
+        """Of the plain model."""
+        if self.kind == REFUSAL:
+            return UsageError(self.text)
+        return OneDeviceError(f"the task fails on one device, without any plan: {self.text}")
+
+
+def described(error: BaseException) -> str:
+    """An error's type and message, the module in whose forward it was raised and the line of the user's code."""
+    message = " ".join(str(error).split())
+    message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ..."
+    told = f"{type(error).__name__}: {message}" if message else type(error).__name__
+    return ", ".join([told, *filter(None, (_module_of(error), _line_of(error)))])
+
+
+def _module_of(error: BaseException) -> str:
+    """The innermost module that was running, by its name in the outermost."""
+    owners = (frame.f_locals.get("self") for frame, _ in traceback.walk_tb(error.__traceback__))
+    running = [owner for owner in owners if isinstance(owner, nn.Module)]
+    if not running:
+        return ""
+    name = next((name for name, module in running[0].named_modules() if module is running[-1]), "")
+    kind = type(running[-1]).__name__
+    return f"in {name} ({kind})" if name else f"in {kind}"
+
+
+def _line_of(error: BaseException) -> str:
+    """The innermost line that is neither this library's nor an installed package's."""
+    own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    for path, line, *_ in reversed(traceback.extract_tb(error.__traceback__)):
+        if not path.startswith((own, "<")) and "site-packages" not in path and os.path.isfile(path):
+            shown = os.path.relpath(path)
+            return f"at {path if shown.startswith('..') else shown}:{line}"
+    return ""
+
+
+class Endings:
+    """The endings of a plan's ranks, in files of a folder that they share."""
+
+    def __init__(self, folder: Path, number: int) -> None:
+        self._folder = folder
+        self._number = number
+
+    def note(self, rank: int, ending: Ending) -> None:
+        path = self._folder / f"ended-{self._number}-{rank}"
+        aside = path.with_suffix(".part")
+        aside.write_text(json.dumps(asdict(ending)))
+        aside.rename(path)
+
+    def known(self) -> dict[int, Ending]:
+        """By rank."""
+        paths = [path for path in self._folder.glob(f"ended-{self._number}-*") if not path.suffix]
+        return {int(path.name.rpartition("-")[2]): Ending(**json.loads(path.read_text())) for path in paths}
+
+    def are_alike(self, ending: Ending, ranks: int, within: float) -> bool:
+        """Whether every rank has ended, in so many seconds, in this way, and none waits for another."""
+        deadline = time.monotonic() + within
+        while len(known := self.known()) < ranks and time.monotonic() < deadline:
+            time.sleep(0.01)
+        return len(known) == ranks and {each.kind for each in known.values()} == {ending.kind}
+
+    def cause(self, ranks: int) -> Ending | None:
+        """The one that explains the others: a refusal before an error, then the first; None where none does."""
+        found = self.known()
+        causes = [(each.kind != REFUSAL, each.when, rank) for rank, each in found.items() if each.kind != LOST]
+        if not causes:
+            return None
+        rank = min(causes)[2]
+        ending = found[rank]
+        alike = [other for other in found.values() if other.text == ending.text]
+        if ending.kind == REFUSAL or len(alike) == ranks:
+            return ending
+        return Ending(ending.kind, f"{ending.text} (on rank {rank} of {ranks})", ending.when)

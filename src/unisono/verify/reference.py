@@ -1,0 +1,125 @@
+"""The reference of a proof: what one device computes, in a process that is no rank of any job.
+
+A rank would be a poor reference: what a task reads of its surroundings (the world size, a cache that the run under the
+plan has filled) would be the same in both runs, and so be taken for right. The process is forked before the rank joins
+its world, computes while the ranks start and train, and leaves each record in a file. Ranks wait for the file, not in a
+collective, so a slow reference is never taken for a hang.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+from unisono.comm.solo import alone
+from unisono.errors import LaunchError, UnisonoError
+from unisono.launch import proctree
+from unisono.verify.ending import Ending
+from unisono.verify.record import Record
+
+_PAUSE = 0.01  # seconds between looks for a file
+Compute = Callable[[float], Record]  # rounding -> the plain model's record
+
+
+class Reference:
+    """Records of the plain model by the size of gradients that count as rounding, for all ranks of a machine."""
+
+    def __init__(self, folder: Path, compute: Compute) -> None:
+        self._folder = folder
+        self._compute = compute
+        self._process: int | None = None
+
+    def start(self) -> None:
+        """Fork the process, which begins with the record without rounding. By one rank, before it joins its world."""
+        self._request(0.0)
+        parent = os.getpid()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", DeprecationWarning)  # of threads that the child does without
+            self._process = os.fork()
+        if self._process == 0:
+            try:
+                proctree.die_with_parent(parent)
+                self._serve()
+            finally:
+                os._exit(1)
+
+    def stop(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, ChildProcessError):
+                os.kill(self._process, signal.SIGKILL)
+                os.waitpid(self._process, 0)
+            self._process = None
+
+    def wait(self, rounding: float = 0.0) -> None:
+        """Until the record is there to be read."""
+        self._request(rounding)
+        self._wait(rounding)
+
+    def record(self, rounding: float = 0.0) -> Record:
+        """Waits for it. OneDeviceError or UsageError, on every rank that asks, where the plain model fails."""
+        self.wait(rounding)
+        found = self._read(rounding)
+        if isinstance(found, Ending):
+            raise found.as_error()
+        return found
+
+    def failure(self, within: float) -> UnisonoError | None:
+        """How the plain model fails, if that is known in so many seconds."""
+        with contextlib.suppress(TimeoutError):
+            self._wait(0.0, within)
+            found = self._read(0.0)
+            if isinstance(found, Ending):
+                return found.as_error()
+        return None
+
+    def _request(self, rounding: float) -> None:
+        self._path(rounding, "wanted").touch()
+
+    def _wait(self, rounding: float, within: float = float("inf")) -> None:
+        path, deadline = self._path(rounding, "record"), time.monotonic() + within
+        while not path.exists():
+            if time.monotonic() > deadline:
+                raise TimeoutError
+            self._require_process()
+            time.sleep(_PAUSE)
+
+    def _read(self, rounding: float) -> Record | Ending:
+        found: Record | Ending = pickle.loads(self._path(rounding, "record").read_bytes())
+        return found
+
+    def _require_process(self) -> None:
+        if self._process is None:
+            return  # another rank's
+        pid, status = os.waitpid(self._process, os.WNOHANG)
+        if pid:
+            self._process = None
+            code = os.waitstatus_to_exitcode(status)
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+            raise LaunchError(f"the process that trains the plain model on one device {how} before it was done")
+
+    def _path(self, rounding: float, suffix: str) -> Path:
+        return self._folder / f"reference-{rounding!r}.{suffix}"
+
+    def _serve(self) -> None:
+        while True:
+            for wanted in self._folder.glob("reference-*.wanted"):
+                path = wanted.with_suffix(".record")
+                if not path.exists():
+                    rounding = float(wanted.name.removeprefix("reference-").removesuffix(".wanted"))
+                    aside = path.with_suffix(".part")
+                    aside.write_bytes(pickle.dumps(self._computed(rounding)))
+                    aside.rename(path)
+            time.sleep(_PAUSE)
+
+    def _computed(self, rounding: float) -> Record | Ending:
+        try:
+            with alone():
+                return self._compute(rounding)
+        except Exception as error:
+            return Ending.of(error)
