@@ -39,6 +39,7 @@ from unisono.parallel.groups import require_same_groups
 from unisono.parallel.head_width import HeadWidth
 from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.model_loss import ModelLoss, NeedsValues, with_model_loss
+from unisono.parallel.parameter_reads import ParameterReads
 from unisono.parallel.pipeline.layers import LayerSpec, build_whole
 from unisono.parallel.pipeline.rehearsal import Foreseen, foreseen, rehearse
 from unisono.parallel.pipeline.runtime import PipelineRuntime
@@ -328,6 +329,9 @@ def applied(
         require_whole(stepping, optimizer, model, is_spread=plan.pp > 1)
         trainer = Trainer(model, plan, mesh, normalised, stepping, random, DataParallel(model, mesh), clip, context)
     trainer.head_width = head_width
+    units = trainer.replicas.units if isinstance(trainer.replicas, Zero) else None
+    reads = ParameterReads(model, str(plan), units, is_pipeline=plan.pp > 1)
+    trainer.reads = reads if reads.is_needed else None
     if plan.pp > 1:
         require_same_groups(trainer.optimizer, trainer.optimized(), optimizer, of_all_stages)
     if cut is not None and order is not None:

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
+from unisono.parallel.conjugates import first_order_only
 from unisono.plan.plan import DATA
 
 
@@ -99,7 +99,7 @@ class _Normalise(torch.autograd.Function):
         return normal, mean, deviations, count
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("BatchNorm over the global batch", "use a plan without dp and microbatches, or another norm")
     def backward(ctx: Any, gradient: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None, None]:
         normal, scale, count = ctx.saved_tensors
         sums = torch.stack([_over_batch(gradient), _over_batch(gradient * normal)])

@@ -16,16 +16,21 @@ and the other way round:
 
 What `copy` and `gather_to_use` say in the backward is begun by one node of autograd's graph and waited for by another,
 so that something else can be computed in between (see deferred).
+
+Under `create_graph=True` each backward is the differentiable operation of the table, so that second derivatives are
+those of one device. A function that has no second derivative says so: `first_order_only`.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
 
 Lengths = Sequence[int]
 
@@ -80,6 +85,21 @@ def _started(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
+def first_order_only(what: str, instead: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """For the backward of a function: refuses `create_graph=True`, which asks for its derivative."""
+
+    def decorate(backward: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(backward)
+        def guarded(ctx: Any, *grads: Any) -> Any:
+            if torch.is_grad_enabled():
+                raise UsageError(f"a gradient of a gradient (create_graph=True) through {what}; {instead}")
+            return backward(ctx, *grads)
+
+        return guarded
+
+    return decorate
+
+
 _UnderWay = list[Callable[[], torch.Tensor]]
 
 
@@ -90,8 +110,8 @@ class _Wait(torch.autograd.Function):
         return x.detach()  # not a view: a view would keep x, which keeps it (see region), alive for ever
 
     @staticmethod
-    def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
-        return ctx.summing.pop()(), None
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return grad if torch.is_grad_enabled() else ctx.summing.pop()(), None
 
 
 class _Copy(torch.autograd.Function):
@@ -102,6 +122,8 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            return reduce(grad, ctx.comm), None, None
         total = grad.clone(memory_format=torch.contiguous_format)
         ctx.summing.append(ctx.comm.all_reduce(total, async_op=True).wait)
         return grad, None, None  # which nobody reads: the sum takes its place
@@ -110,11 +132,12 @@ class _Copy(torch.autograd.Function):
 class _Reduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        ctx.comm = comm
         return _summed(x, comm)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return grad, None
+        return copy(grad, ctx.comm) if torch.is_grad_enabled() else grad, None
 
 
 class _Gather(torch.autograd.Function):
@@ -125,7 +148,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _piece(grad, ctx.dim, ctx.lengths, ctx.comm), None, None, None
+        return split(grad, ctx.dim, ctx.lengths, ctx.comm), None, None, None
 
 
 class _Split(torch.autograd.Function):
@@ -136,7 +159,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        return _joined(grad, ctx.dim, ctx.lengths, ctx.comm), None, None, None
+        return gather(grad, ctx.dim, ctx.lengths, ctx.comm), None, None, None
 
 
 class _GatherToUse(torch.autograd.Function):
@@ -150,6 +173,8 @@ class _GatherToUse(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            return reduce_to_piece(grad, ctx.dim, ctx.lengths, ctx.comm), None, None, None, None
         ctx.summing.append(_start_piece_of_sum(grad, ctx.dim, ctx.lengths, ctx.comm))
         return grad.new_zeros(()).expand(ctx.shape), None, None, None, None
 
@@ -162,6 +187,8 @@ class _ReduceToPiece(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        if torch.is_grad_enabled():
+            return gather_to_use(grad, ctx.dim, ctx.lengths, ctx.comm), None, None, None
         return _joined(grad, ctx.dim, ctx.lengths, ctx.comm), None, None, None
 
 

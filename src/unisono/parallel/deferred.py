@@ -35,7 +35,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     token = _Late.apply(weight, bias, kept)
     if place is not None:
         token.grad_fn._set_sequence_nr(place)
-    return _Linear.apply(x, token, weight.detach(), None if bias is None else bias.detach(), kept)
+    return _Linear.apply(x, token, weight.detach(), None if bias is None else bias.detach(), kept, (weight,))
 
 
 _Kept = list[tuple[torch.Tensor, torch.Tensor]]  # from a backward of _Linear to that of _Late: dy and x
@@ -44,20 +44,28 @@ _Kept = list[tuple[torch.Tensor, torch.Tensor]]  # from a backward of _Linear to
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, token: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, kept: _Kept
+        ctx: Any,
+        x: torch.Tensor,
+        token: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        kept: _Kept,
+        source: tuple[torch.Tensor],
     ) -> torch.Tensor:
-        ctx.kept = kept
+        ctx.kept, ctx.source = kept, source
         ctx.save_for_backward(x, weight)
         return F.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         x, weight = ctx.saved_tensors
+        if torch.is_grad_enabled():  # create_graph=True: the input's gradient depends on the weight itself
+            weight = ctx.source[0]
         (towards_x, _), (towards_token, _), *_ = ctx.next_functions
         dx = grad @ weight if _is_wanted(towards_x) else None
         if _is_wanted(towards_token):
             ctx.kept.append((grad, x))
-        return dx, grad.new_zeros(()), None, None, None
+        return dx, grad.new_zeros(()), None, None, None, None
 
 
 class _Late(torch.autograd.Function):

@@ -16,11 +16,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.autograd.function import once_differentiable
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
+from unisono.parallel.conjugates import first_order_only
 from unisono.parallel.partial_attention import Rules, Whole, attend, attend_backward, covers, merging_dtype
 from unisono.parallel.tokens import Tokens, require_fit
 
@@ -82,7 +82,7 @@ class _RingAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @first_order_only("ring attention", "use context=ulysses, or a plan without cp")
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         ring: _Round = ctx.ring

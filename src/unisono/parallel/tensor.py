@@ -31,6 +31,7 @@ from unisono.parallel.derive import derived
 from unisono.parallel.layout import Split
 from unisono.parallel.linear import ColumnParallelLinear, RowParallelLinear, features, is_linear, part_lengths
 from unisono.parallel.logits import keep_in_pieces
+from unisono.parallel.parameter_reads import BORROWS
 from unisono.parallel.region import Region
 from unisono.parallel.rules import Rules, Style, Styles, known, matched, only_exceptions, published
 from unisono.parallel.searched import searched_rules
@@ -397,5 +398,6 @@ def _share_pieces(model: nn.Module, pieces: Pieces) -> None:
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter in pieces.made:
                 module._parameters[name] = pieces.made[parameter][1]
+                setattr(module, BORROWS, True)
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # it would reach past the layers' forward for their weights

@@ -33,6 +33,7 @@ from unisono.parallel.logits import Proof, in_pieces
 from unisono.parallel.loss import GlobalLoss
 from unisono.parallel.model_loss import Labelled, ModelLoss, Recorded
 from unisono.parallel.outputs import joined, with_whole_sequences
+from unisono.parallel.parameter_reads import ParameterReads
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.tied import TiedGradients
@@ -69,6 +70,7 @@ class Trainer:
     skipped: int = 0  # steps whose gradients overflowed (fp16)
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
     model_loss: ModelLoss | None = None  # where the model computes the loss of labels among its inputs
+    reads: ParameterReads | None = None  # of parameters by other modules than their own, until a step has shown none
     head_width: HeadWidth | None = None  # of the whole model, until a step has shown that tp has not cut through heads
     _whole: tuple[Any, Any] | None = None  # the global batch, where this rank was given all of it
     _microbatches: list[Share] = field(default_factory=list)
@@ -132,6 +134,7 @@ class Trainer:
                 loss = self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
                 if self.scaler is not None:
                     loss /= self.scaler.value
+        self.reads = None
         self.replicas.finish()
         if self.tied is not None:
             self.tied.sum(dict(self.optimized()))
@@ -301,10 +304,12 @@ class Trainer:
             if self.on_action is not None:
                 self.on_action(action, began, time.time())
 
-    def _computing(self) -> contextlib.AbstractContextManager[None]:
+    @contextlib.contextmanager
+    def _computing(self) -> Iterator[None]:
         """The scope of a forward; a backward follows it by itself."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
-        return autocast(self.precision.dtype, device)
+        with autocast(self.precision.dtype, device), self.reads or contextlib.nullcontext():
+            yield
 
     def _scaled(self, loss: torch.Tensor) -> torch.Tensor:
         return loss if self.scaler is None else self.scaler.scale(loss)

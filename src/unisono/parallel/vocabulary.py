@@ -194,6 +194,9 @@ class _CrossEntropy(torch.autograd.Function):
         return losses.masked_fill(ignored, 0.0).to(ctx.dtype)
 
     @staticmethod
+    @conjugates.first_order_only(
+        "cross entropy of sharded logits", 'keep the head full with a rule {"NAME OF THE HEAD": "whole"}'
+    )
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         probabilities, place, elsewhere, ignored = ctx.saved_tensors
         slope = probabilities - ctx.smoothing / ctx.classes
