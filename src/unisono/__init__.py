@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from unisono.mesh.placement import Partial as Partial
     from unisono.mesh.placement import Replicate as Replicate
     from unisono.mesh.placement import Shard as Shard
-    from unisono.parallel.apply import parallelize as parallelize
     from unisono.parallel.batch_loss import BatchLoss as BatchLoss
     from unisono.parallel.marked import apply_marks as apply_marks
     from unisono.parallel.static import StagedProgram as StagedProgram
@@ -48,6 +47,7 @@ if TYPE_CHECKING:
     from unisono.train.partition import DataPartitioner as DataPartitioner
     from unisono.train.partition import split_data as split_data
     from unisono.train.sampler import DistributedBatchSampler as DistributedBatchSampler
+    from unisono.verify.self_check import parallelize as parallelize
     from unisono.verify.task import Task as Task
 
 __version__ = "0.1.0"
@@ -68,7 +68,7 @@ _HOME = {
     "Program": "unisono.graph.program",
     "Task": "unisono.verify.task",
     "Trainer": "unisono.parallel.trainer",
-    "parallelize": "unisono.parallel.apply",
+    "parallelize": "unisono.verify.self_check",
     "Mesh": "unisono.mesh.mesh",
     "Partial": "unisono.mesh.placement",
     "Replicate": "unisono.mesh.placement",

@@ -14,6 +14,10 @@ class UsageError(UnisonoError, ValueError):
     """Something that the caller passed is wrong."""
 
 
+class PlanMismatch(UnisonoError, RuntimeError):
+    """A step under the plan is not the step of one device; the message says where they diverge."""
+
+
 class LaunchError(UnisonoError, RuntimeError):
     """Ranks could not be started, or the job they ran failed."""
 

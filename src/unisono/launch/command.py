@@ -55,6 +55,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--min-ranks", type=int, metavar="K", help="with --elastic: end when fewer than K ranks are left")
     add("--timeout", type=float, metavar="S", help="seconds a collective may take before the job is stopped")
     add("--check", action="store_true", help="compare every collective between ranks before it runs")
+    add(
+        "--check-plan",
+        choices=("auto", "full", "off"),
+        help="how plans are proved before the first step (default: as the script says)",
+    )
     add("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="give ranks a variable")
     add("--master-port", type=int, default=0, metavar="PORT", help="where ranks meet (default: any free one)")
     add("--python", default="", metavar="PATH", help="the interpreter on other hosts (default: this one)")
@@ -192,6 +197,8 @@ def _variables(chosen: argparse.Namespace, world: int) -> dict[str, str]:
     variables = environment.travelling(dict(os.environ)) | terminal_variables(world)
     if chosen.backend != "auto":
         variables[environment.BACKEND] = chosen.backend
+    if chosen.check_plan:
+        variables[environment.CHECK_PLAN] = chosen.check_plan
     if chosen.check:
         variables[environment.CHECK] = "1"
     if chosen.timeout is not None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 
 BACKEND = "UNISONO_BACKEND"  # what `--backend` said: gloo, nccl or mpi; absent for auto
+CHECK_PLAN = "UNISONO_CHECK_PLAN"  # "auto", "full" or "off": how a plan is proved before the first step
 CHECK = "UNISONO_CHECK"  # "1": compare every collective between ranks before it runs
 HOST = "UNISONO_HOST"  # this rank's host as the user wrote it
 FAILURE_FILE = "UNISONO_FAILURE_FILE"  # where this rank writes why it failed, for the launcher to show

@@ -79,6 +79,7 @@ def parallelize(
     seed: int = 0,
     dtype: torch.dtype | None = None,
     precision: str | Precision = "fp32",
+    on_ready: Callable[[Draft], None] | None = None,
 ) -> Trainer:
     """Put a plain model under a plan; every rank calls it alike, and trains with the Trainer's `step`.
 
@@ -87,7 +88,8 @@ def parallelize(
     optimizer(parameters) a torch optimizer. example: a batch (inputs, targets), which pipelines need to find their
     stages, and tp to search a model for rules. rules: which layers tp cuts, and how; without, what the model brings or
     shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed from
-    float32 parameters; "fp32" leaves the model's own dtype.
+    float32 parameters; "fp32" leaves the model's own dtype. on_ready: called on every rank with the model as it will be
+    trained, before the plan is applied to it.
     """
     precision = Precision.of(precision)
     optimizer = _checked(optimizer)
@@ -136,6 +138,8 @@ def parallelize(
         rules = comm.broadcast_object(rules)  # ranks that search by themselves might differ
     if isinstance(model, nn.Module):
         comm.broadcast_parameters(whole)
+    if on_ready is not None:
+        on_ready(draft)
     random = RandomState(seed)
     random.name_modules(whole)
 

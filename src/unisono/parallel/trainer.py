@@ -67,6 +67,7 @@ class Trainer:
     scaler: LossScaler | None = None
     steps: int = 0
     note: str = ""  # why a model that a function builds was built whole on every rank, before it was cut
+    proof: str = ""  # what was proved of the plan before the first step, or why nothing was
     skipped: int = 0  # steps whose gradients overflowed (fp16)
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
     model_loss: ModelLoss | None = None  # where the model computes the loss of labels among its inputs
@@ -83,6 +84,8 @@ class Trainer:
         None  # told which comes, and what a pipeline does to it
     )
 
+    on_first_batch: Callable[[Any], None] | None = None  # called once, before anything is computed for it
+
     def __post_init__(self) -> None:
         self.logits = Proof(self.loss.loss)
 
@@ -96,6 +99,9 @@ class Trainer:
 
         All ranks give the whole batch, or each gives the `Share` of it that is its `part`, as a Loader does.
         """
+        if self.on_first_batch is not None:
+            look, self.on_first_batch = self.on_first_batch, None
+            look(batch)
         if takes_closure(self.optimizer):
             return self._step_with_closure(batch)
         self.zero_grad()

@@ -23,7 +23,7 @@ from unisono.comm import world
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.launch import environment
-from unisono.parallel.apply import Model, parallelize
+from unisono.parallel.apply import Model
 from unisono.parallel.loss import Loss
 from unisono.parallel.pipeline.layers import build_whole
 from unisono.parallel.precision import Precision
@@ -42,6 +42,7 @@ from unisono.train.order import require_whole_number
 from unisono.train.program_page import ProgramPage
 from unisono.train.run_folder import RunFolder
 from unisono.train.same_data import require_same_batch
+from unisono.verify.self_check import check_level, parallelize
 
 Scheduler = Callable[[Optimizer], Any]
 
@@ -51,7 +52,8 @@ class Engine:
     torch optimizer, scheduler(optimizer) a torch scheduler, stepped after every training step. metrics: names
     ("accuracy", "top5", "perplexity"), Metrics, or functions (outputs, targets) -> number. plan: "auto", a Plan or its
     text. clip: the largest norm of the gradients. rules: which layers tp cuts, where the model does not say. device:
-    where this rank computes; by default its GPU, where it has one, else the CPU."""
+    where this rank computes; by default its GPU, where it has one, else the CPU. check: how the plan is proved on the
+    model and the first batch before training, "auto", "full" or "off"."""
 
     def __init__(
         self,
@@ -66,6 +68,7 @@ class Engine:
         seed: int = 0,
         rules: Any = None,
         device: torch.device | str | None = None,
+        check: str = "auto",
     ) -> None:
         if not isinstance(plan, str | Plan):
             raise UsageError(f'Engine(plan={plan!r}): expected "auto", a Plan or its text, as "dp=2,tp=2"')
@@ -81,6 +84,8 @@ class Engine:
             raise UsageError(f"Engine(clip={clip!r}): expected a number of at least 0, or None")
         self._clip = clip
         self._rules = rules
+        self._check = check
+        check_level(check)
         self.seed = require_whole_number("Engine: seed", seed, 0)
         if seed >= 2**63:
             raise UsageError(f"Engine(seed={seed}): expected a number below 2**63")
@@ -118,6 +123,7 @@ class Engine:
             clip=self._clip,
             seed=self.seed,
             precision=self._precision,
+            check=self._check,
         )
         if self._scheduler is not None:
             self.schedule = scheduling.require_stepped(self._scheduler(self.trainer.optimizer))

@@ -6,6 +6,7 @@ a plan, from the pieces of all ranks. Tensors are on the CPU, whole, by the para
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,6 +23,7 @@ from unisono.mesh.random import RandomState
 from unisono.parallel.apply import draft_for, parallelize
 from unisono.parallel.expert import collect_aux
 from unisono.parallel.layout import layout_of, wholes_of
+from unisono.parallel.pipeline.foreign import is_foreign
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.precision import Precision, autocast
 from unisono.parallel.state import whole_state
@@ -86,7 +88,7 @@ def plain_record(
     def evaluated(step: int) -> torch.Tensor:
         inputs, targets = batch_of(task, step, dtype)
         random.step = step
-        with InDouble(dtype), random, _watched(model, record.activations if step == 0 else None):
+        with InDouble(dtype), random, watched(model, record.activations if step == 0 else None):
             with autocast(precision.dtype, torch.device("cpu")):
                 loss = task.loss(call(model, inputs), targets)
                 aux = collect_aux(model)
@@ -174,16 +176,16 @@ def trainer_record(
             record.gradients.append(_whole(trainer, dict(trainer.optimized()), of_gradients=True))
             continue
         trainer.zero_grad()
-        with InDouble(dtype), _watched(trainer.model, record.activations if step == 0 else None):
+        with InDouble(dtype), watched(trainer.model, record.activations if step == 0 else None):
             record.losses.append(trainer.backward(batch).item())
         record.gradients.append(_whole(trainer, dict(trainer.optimized()), of_gradients=True))
         leave_out(rounding, dict(trainer.optimized()).values())
         trainer.update()
         record.scales.append(1.0 if trainer.scaler is None else trainer.scaler.value)
     record.parameters = _whole(trainer, _parameters(trainer))
-    record.buffers = _merged(trainer.mesh, _copied(trainer.model.named_buffers()))
+    record.buffers = merged_over_stages(trainer.mesh, _copied(trainer.model.named_buffers()))
     state = whole_state(trainer.optimizer, trainer.optimized(), trainer.mesh)["state"]
-    record.optimizer = _merged(trainer.mesh, flat_state(state))
+    record.optimizer = merged_over_stages(trainer.mesh, flat_state(state))
     record.settings = _settings(trainer.optimizer)
     return record
 
@@ -202,24 +204,26 @@ def _parameters(trainer: Trainer) -> Tensors:
 
 def _whole(trainer: Trainer, named: Tensors, of_gradients: bool = False) -> Tensors:
     if of_gradients:
-        known = _with_gradients(trainer.mesh, named)
+        known = with_gradients(trainer.mesh, named)
         named = {name: tensor for name, tensor in named.items() if name in known}
     held: Tensors = {}
     for name, tensor in named.items():
         local = tensor.grad if of_gradients else tensor
         held[name] = torch.zeros_like(tensor) if local is None else local
     wholes = wholes_of(list(held.values()), [layout_of(named[name]) for name in held], trainer.mesh)
-    return _merged(trainer.mesh, {name: whole.cpu().clone() for name, whole in zip(held, wholes, strict=True)})
+    return merged_over_stages(
+        trainer.mesh, {name: whole.cpu().clone() for name, whole in zip(held, wholes, strict=True)}
+    )
 
 
-def _with_gradients(mesh: Mesh, named: Tensors) -> set[str]:
+def with_gradients(mesh: Mesh, named: Tensors) -> set[str]:
     """What any rank of the stage has a gradient for: one that owns nothing of a parameter has none."""
     here = {name for name, tensor in named.items() if tensor.grad is not None}
     comm = mesh.comm(*(axis for axis in mesh.names if axis != "pp"))
     return set().union(*comm.all_gather_object(here))
 
 
-def _merged(mesh: Mesh, mine: Tensors) -> Tensors:
+def merged_over_stages(mesh: Mesh, mine: Tensors) -> Tensors:
     """What all stages of the pipeline hold; of what several hold, this one's copy, so that ranks can compare theirs."""
     if mesh.size("pp") == 1:
         return mine
@@ -257,24 +261,29 @@ def _settings(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if all(group.get(name) == value for group in groups)}
 
 
-class _watched:
+class watched:
     """While open, notes the first output of every module that runs, in the order they finish."""
 
-    def __init__(self, model: nn.Module, into: Tensors | None) -> None:
+    def __init__(self, model: nn.Module, into: Tensors | None, most: float = math.inf) -> None:
+        """most: bytes that may be kept."""
         self._model = model
         self._into = into
+        self._left = most
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
         if self._into is not None:
             for name, module in self._model.named_modules():
+                if is_foreign(module):
+                    continue  # its parameters are of another stage: nobody reads its output here
                 self._hooks.append(module.register_forward_hook(self._noting(name)))
 
     def _noting(self, name: str) -> Callable[..., None]:
         def note(_: nn.Module, __: Any, output: Any) -> None:
             into = self._into
             tensor = next((each for each in _tensors(output) if each.ndim), None)
-            if into is not None and tensor is not None and name not in into:
+            if into is not None and tensor is not None and name not in into and tensor.nbytes <= self._left:
+                self._left -= tensor.nbytes
                 into[name] = tensor.detach().cpu().clone()
 
         return note

@@ -1,0 +1,351 @@
+"""The self-check: a plan is proved on the user's own model and first batch before the first step counts.
+
+`parallelize` takes one training step on one device (rank 0, outside every process group, before the plan is applied)
+and one under the plan, compares the loss, every gradient, every update and every buffer by their fingerprints, and puts
+everything back. Where they differ by more than rounding, the run stops before anything is trained or saved:
+
+    check="auto"   the whole model where one device can hold it, on as many samples as take a few steps' time; of a
+                   larger model a reduced one, with fewer blocks of the same kinds
+    check="full"   the whole model on the whole first batch, whatever it takes
+    check="off"    nothing is proved
+
+`trainer.proof` tells in one line what was proved, or why nothing could be.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_map
+
+from unisono.comm import world
+from unisono.comm.communicator import Communicator
+from unisono.comm.solo import alone
+from unisono.errors import PlanMismatch, UsageError
+from unisono.launch import environment
+from unisono.mesh.draft import Draft
+from unisono.parallel import apply
+from unisono.parallel.apply import Model
+from unisono.parallel.layout import layout_of
+from unisono.parallel.loss import Loss
+from unisono.parallel.precision import Precision
+from unisono.parallel.region import Region
+from unisono.parallel.share import Share, rows_between, rows_of
+from unisono.parallel.snapshot import whole_tensors
+from unisono.parallel.trainer import Trainer
+from unisono.plan.plan import Plan
+from unisono.verify.fingerprint import (
+    TOLERANCE,
+    Difference,
+    Job,
+    Step,
+    differences,
+    plain_step,
+    planned_step,
+    replica_difference,
+    rounded_step,
+)
+from unisono.verify.first_divergence import first_parting, guess_fault
+from unisono.verify.reduced import reduced_model
+
+CHECKS = ("auto", "full", "off")
+_QUICK = 1.0  # seconds that a step of one device on the whole batch may take, whatever a step under the plan takes
+_STEPS = 2.0  # steps under the plan that the step of one device may take
+_COPIES = 5  # of the parameters: values to restore, gradients, two of an Adam, and one for activations
+_SHARE_OF_MEMORY = 0.4  # of what is free where rank 0 computes
+_MOST_ON_CPU = 2e8  # parameters; a step of a larger model takes minutes there
+
+
+def parallelize(
+    model: Model,
+    plan: Plan | str,
+    *,
+    loss: Loss,
+    optimizer: Callable[[Any], Optimizer],
+    example: tuple[Any, Any] | None = None,
+    rules: Any = None,
+    clip: float | None = None,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+    precision: str | Precision = "fp32",
+    check: str = "auto",
+    **options: Any,
+) -> Trainer:
+    """Put a plain model under a plan; every rank calls it alike, and trains with the Trainer's `step`.
+
+    model: a module, which becomes that of rank 0 everywhere, or a function that builds one, called after
+    torch.manual_seed(seed), or a list of uni.nn.LayerSpec, which are built so. loss(outputs, targets) gives a scalar,
+    optimizer(parameters) a torch optimizer. example: a batch (inputs, targets), which pipelines need to find their
+    stages, and tp to search a model for rules. rules: which layers tp shards, and how; without, what the model brings
+    or shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed
+    from float32 parameters; "fp32" leaves the model's own dtype. check: "auto", "full" or "off": how the plan is proved
+    before the first step, on the example or, without one, on the first batch.
+    """
+    plan = Plan.parse(plan) if isinstance(plan, str) else plan
+    precision = Precision.of(precision)
+    given: dict[str, Any] = {"rules": rules, "clip": clip, "seed": seed, "dtype": dtype, "precision": precision}
+    level = check_level(check)
+    if level == "off" or not changes_anything(plan):
+        return apply.parallelize(model, plan, loss=loss, optimizer=optimizer, example=example, **given, **options)
+    proof = _Proof(plan, Job(loss, optimizer, clip, seed, precision), level, {**given, **options})
+    first = example if example is None or dtype is None else _in_dtype(example, dtype)
+    trainer = apply.parallelize(
+        model,
+        plan,
+        loss=loss,
+        optimizer=optimizer,
+        example=example,
+        **given,
+        **options,
+        on_ready=lambda draft: proof.begin(draft, first),
+    )
+    if first is None:
+        trainer.on_first_batch = lambda batch: proof.end_on(trainer, batch)
+    else:
+        proof.end(trainer, first)
+    return trainer
+
+
+def _in_dtype(batch: Any, dtype: torch.dtype) -> Any:
+    """A batch for a model that was converted: its floating-point tensors are, too."""
+    return tree_map(
+        lambda leaf: leaf.to(dtype) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point() else leaf, batch
+    )
+
+
+def check_level(check: str) -> str:
+    """The argument, unless the launcher was told otherwise (`unisono run --check-plan`)."""
+    if check not in CHECKS:
+        raise UsageError(f"check={check!r}; expected one of {', '.join(CHECKS)}")
+    return os.environ.get(environment.CHECK_PLAN) or check
+
+
+def changes_anything(plan: Plan) -> bool:
+    """Whether a step under the plan is anything but a step of one device."""
+    return plan.world > 1 or plan.microbatches > 1 or plan.recompute != "none" or plan.zero > 0
+
+
+class _Proof:
+    """One proof, in two parts: before the plan is applied, and after it. Every rank takes part in both."""
+
+    def __init__(self, plan: Plan, job: Job, level: str, options: dict[str, Any]) -> None:
+        self._plan = plan
+        self._job = job
+        self._level = level
+        self._options = options
+        self._comm: Communicator = world.world() if world.is_initialized() else world.init()
+        self._samples = 0  # of the batch, that are used
+        self._plain: Step | None = None  # on rank 0
+        self._kept: nn.Module | None = None  # of rank 0, where the first batch is not known yet
+        self._reduced: nn.Module | None = None
+        self._obstacle = ""  # why nothing can be proved
+        self._seconds = 0.0
+
+    # ---- before the plan is applied --------------------------------------------------------------------------------
+
+    def begin(self, draft: Draft, example: tuple[Any, Any] | None) -> None:
+        """Take the step of one device, or keep what it takes."""
+        started = time.perf_counter()
+        self._obstacle = obstacle_in(draft.model)
+        is_large = not self._obstacle and self._level == "auto" and not fits(draft.model)
+        if any(self._comm.all_gather_object(is_large)):
+            self._reduced = reduced_model(draft, self._plan)
+            if self._reduced is None:
+                self._obstacle = (
+                    "the model is too large for a step on one device, and has no repeated blocks to leave out"
+                )
+        elif not self._obstacle:
+            failure = self._begin_on_rank_0(draft, example) if self._comm.rank == 0 else None
+            self._agree(failure)
+        self._seconds += time.perf_counter() - started
+
+    def _begin_on_rank_0(self, draft: Draft, example: tuple[Any, Any] | None) -> Exception | None:
+        try:
+            with alone():
+                if example is None:
+                    self._kept = draft.rebuilt("").model if draft.is_hollow else copy.deepcopy(draft.model)
+                else:
+                    self._take_plain_step(draft.rebuilt("").model if draft.is_hollow else draft.model, example)
+        except torch.OutOfMemoryError:
+            self._obstacle = "a step of the whole model does not fit the memory of one device"
+        except Exception as error:
+            if example is None:
+                self._obstacle = f"the model cannot be copied ({type(error).__name__}: {error}); pass example="
+            else:
+                return error
+        return None
+
+    def _agree(self, failure: Exception | None) -> None:
+        """All ranks go on alike: with the samples and the obstacle of rank 0, or with its error."""
+        told = None if failure is None else f"{type(failure).__name__}: {failure}"
+        self._samples, self._obstacle, told = self._comm.broadcast_object((self._samples, self._obstacle, told))
+        if told is not None:
+            raise UsageError(
+                f"one device, without any plan, fails on the first batch: {told}" if self._is_raw(failure) else told
+            ) from failure
+
+    @staticmethod
+    def _is_raw(failure: Exception | None) -> bool:
+        return not isinstance(failure, UsageError)
+
+    def _take_plain_step(self, model: nn.Module, batch: tuple[Any, Any]) -> None:
+        """On as many samples as take little time: a few first, to see how long they take."""
+        rows = rows_of(batch)
+        parts = self._plan.dp * self._plan.ep * self._plan.microbatches
+        few = rows if self._level == "full" else min(rows, 2 * parts)
+        started = time.perf_counter()
+        rounded = rounded_step(model, self._job, rows_between(batch, 0, few))
+        seconds = (time.perf_counter() - started) * rows / max(few, 1)
+        self._samples = rows if seconds < _QUICK else max(few, min(rows, int(rows * _STEPS / self._plan.world)))
+        some = rows_between(batch, 0, self._samples)
+        if self._samples > few:
+            rounded = rounded_step(model, self._job, some)
+        self._plain = plain_step(model, self._job, some, rounded)
+
+    # ---- under the plan --------------------------------------------------------------------------------------------
+
+    def end_on(self, trainer: Trainer, batch: Any) -> None:
+        """For a trainer that was made without an example: its first batch is one."""
+        if isinstance(batch, Share) and len(batch.positions) < batch.of:
+            self._obstacle = self._obstacle or "ranks were given shares of the first batch; pass example="
+        batch = batch.batch if isinstance(batch, Share) else batch
+        started = time.perf_counter()
+        if self._reduced is None and not self._obstacle:
+            self._follow(trainer)
+            failure = None
+            if self._comm.rank == 0:
+                assert self._kept is not None
+                try:
+                    with alone():
+                        self._take_plain_step(self._kept, batch)
+                except Exception as error:
+                    failure = error
+            self._kept = None
+            self._agree(failure)
+        self._seconds += time.perf_counter() - started
+        self.end(trainer, batch)
+
+    def _follow(self, trainer: Trainer) -> None:
+        """A trainer that goes on from a state that was loaded is compared with a step from that state."""
+        if not trainer.steps:
+            return
+        self._job = replace(self._job, step=trainer.steps)
+        values = whole_tensors(trainer.model, dict(trainer.optimized()), trainer.mesh)
+        if self._kept is not None:
+            self._kept.load_state_dict(values, strict=False)
+
+    def end(self, trainer: Trainer, batch: tuple[Any, Any]) -> None:
+        """Take the step under the plan and compare; PlanMismatch on every rank where it is not that of one device."""
+        started = time.perf_counter()
+        subject = "your model"
+        if self._reduced is not None:
+            trainer_of_reduced, subject = self._with_reduced(batch), "a reduced model with fewer blocks"
+            found = [] if self._obstacle else self._compared(trainer_of_reduced, batch)
+        else:
+            found = [] if self._obstacle else self._compared(trainer, batch)
+        self._seconds += time.perf_counter() - started
+        trainer.proof = self._told(found, subject)
+
+    def _with_reduced(self, batch: tuple[Any, Any]) -> Trainer:
+        model, self._reduced = self._reduced, None
+        assert model is not None
+        return apply.parallelize(
+            model,
+            self._plan,
+            loss=self._job.loss,
+            optimizer=self._job.optimizer,
+            example=batch,
+            **self._options,
+            on_ready=lambda draft: self._agree(self._begin_on_rank_0(draft, batch) if self._comm.rank == 0 else None),
+        )
+
+    def _compared(self, trainer: Trainer, batch: tuple[Any, Any]) -> list[Difference]:
+        plain = self._comm.broadcast_object(_without_activations(self._plain))
+        planned = planned_step(trainer, rows_between(batch, 0, self._samples), plain.rounding)
+        found = self._comm.broadcast_object(differences(plain, planned, has_history=trainer.steps > 0))
+        found.append(replica_difference(self._comm, planned))
+        if any(each.is_fault for each in found):
+            raise PlanMismatch(self._diagnosis(plain, planned, found))
+        return found
+
+    def _diagnosis(self, plain: Step, planned: Step, found: list[Difference]) -> str:
+        """What differs, where it begins and what it looks like; every rank calls it."""
+        plain.activations = self._comm.broadcast_object({} if self._plain is None else self._plain.activations)
+        limit = 10 * TOLERANCE[planned.dtype]
+        where = first_parting(self._comm, self._plan, plain.activations, planned.activations, limit)
+        looks = self._comm.broadcast_object(guess_fault(self._plan, plain, planned))  # type: ignore[arg-type]
+        faults = "; ".join(_shown(each) for each in found if each.is_fault)
+        return (
+            f"plan {self._plan} does not give the result of one device on your model: {faults}. First divergence: "
+            f"{where}{f'. {looks}' if looks else ''}. Nothing was trained or saved; use another plan, or "
+            'check="off" to train all the same'
+        )
+
+    def _told(self, found: list[Difference], subject: str) -> str:
+        if self._obstacle:
+            return f"plan {self._plan} not proved: {self._obstacle}"
+        worst = max(each.deviation for each in found if each.kind == "gradient")
+        dtype = str(self._plain.dtype if self._plain is not None else torch.float32).removeprefix("torch.")
+        return f"plan {self._plan} proved on {subject}: worst gradient {worst:.0e} ({dtype}), {self._seconds:.1f} s"
+
+
+def _without_activations(step: Step | None) -> Step | None:
+    if step is None:
+        return None
+    short = copy.copy(step)
+    short.activations = {}
+    return short
+
+
+def _shown(difference: Difference) -> str:
+    what = {"loss": "the loss is", "gradient": "the gradient of", "update": "the update of", "buffer": "buffer"}
+    name = f" {difference.name} is" if difference.name else ""
+    return f"{what.get(difference.kind, difference.kind)}{name} off by {difference.deviation:.2g}"
+
+
+# ---- what can be proved ----------------------------------------------------------------------------------------------
+
+
+def obstacle_in(model: nn.Module) -> str:
+    """Why one device cannot run the model alone; empty where it can."""
+    for name, parameter in model.named_parameters():
+        if layout_of(parameter).splits or isinstance(parameter, DTensor):
+            return f"{name} is sharded already, so that one device does not have it"
+    for name, module in model.named_modules():
+        for value in vars(module).values():
+            comm = value.comm if isinstance(value, Region) else value
+            if isinstance(comm, Communicator) and comm.size > 1:
+                return f"{name or 'the model'} ({type(module).__name__}) communicates by itself"
+            if isinstance(value, dist.ProcessGroup) and value.size() > 1:
+                return f"{name or 'the model'} ({type(module).__name__}) communicates by itself"
+    return ""
+
+
+def fits(model: nn.Module) -> bool:
+    """Whether one device has the memory and the time for a step of the whole model."""
+    parameters = list(model.parameters())
+    elements = sum(parameter.numel() for parameter in parameters)
+    needed = _COPIES * sum(parameter.numel() * parameter.element_size() for parameter in parameters)
+    device = parameters[0].device if parameters else torch.device("cpu")
+    if device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available()):
+        return needed < _SHARE_OF_MEMORY * torch.cuda.mem_get_info()[0]
+    return elements <= _MOST_ON_CPU and needed < _SHARE_OF_MEMORY * _available_memory()
+
+
+def _available_memory() -> float:
+    try:
+        with open("/proc/meminfo") as file:
+            lines = dict(line.split(":", 1) for line in file)
+        return float(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / 2
