@@ -50,6 +50,32 @@ def _mixtral() -> nn.Module:
     return MixtralForCausalLM(MixtralConfig(**GROUPED, **experts))
 
 
+def _qwen3_moe() -> nn.Module:
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    experts = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "head_dim": 4}
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**GROUPED, **experts, experts_implementation="eager"))
+
+
+def _deepseek_v3() -> nn.Module:
+    from transformers import DeepseekV3Config, DeepseekV3ForCausalLM
+
+    experts: Any = {"n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "n_group": 2}
+    experts |= {"topk_group": 1, "first_k_dense_replace": 1, "experts_implementation": "eager"}
+    heads = {"q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 4}
+    sizes = GROUPED | {"num_key_value_heads": 4}
+    return DeepseekV3ForCausalLM(DeepseekV3Config(**sizes, **experts, **heads))
+
+
+def _gpt_oss() -> nn.Module:
+    """Its attention has sinks, which SDPA has not; its experts have biases and transposed weights."""
+    from transformers import GptOssConfig, GptOssForCausalLM
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 4, "experts_implementation": "eager"}
+    sizes = GROUPED | {"attn_implementation": "eager"}
+    return GptOssForCausalLM(GptOssConfig(**sizes, **experts))
+
+
 def _gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -138,6 +164,9 @@ def _of_tokens(name: str, model: Any, **options: Any) -> uni.Task:
 llama = _of_tokens("llama", _llama, use_cache=False)
 qwen2 = _of_tokens("qwen2", _qwen2, use_cache=False)
 mixtral = _of_tokens("mixtral", _mixtral, use_cache=False)
+qwen3_moe = _of_tokens("qwen3_moe", _qwen3_moe, use_cache=False)
+deepseek_v3 = _of_tokens("deepseek_v3", _deepseek_v3, use_cache=False)
+gpt_oss = _of_tokens("gpt_oss", _gpt_oss, use_cache=False)
 gpt2 = _of_tokens("gpt2", _gpt2, use_cache=False)
 bert = _of_tokens("bert", _bert)
 bert_classifier = uni.Task(

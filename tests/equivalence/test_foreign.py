@@ -14,7 +14,7 @@ from unisono.verify.float64 import InDouble
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 # Imported here, so that ranks that are forked later need not.
-for _name in ("Llama", "Qwen2", "Mixtral", "GPT2", "Bert", "ViT", "T5"):
+for _name in ("Llama", "Qwen2", "Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss", "GPT2", "Bert", "ViT", "T5"):
     getattr(transformers, f"{_name}Model")
 
 Pools = Callable[[str, int], RankPool]
@@ -22,7 +22,10 @@ Pools = Callable[[str, int], RankPool]
 PLANS = {
     "llama": ["tp=2", "cp=2"],
     "qwen2": ["dp=2,zero=3", "tp=2,sp", "cp=2,context=ulysses"],
-    "mixtral": ["dp=2", "tp=2,sp"],
+    "mixtral": ["dp=2", "tp=2,sp", "dp=2,ep=2", "dp=4,ep=2,zero=1", "dp=2,ep=2,cp=2", "dp=2,ep=2,zero=3"],
+    "qwen3_moe": ["dp=2,ep=2", "dp=2,ep=2,pp=2,microbatches=2"],
+    "deepseek_v3": ["dp=2,ep=2"],
+    "gpt_oss": ["dp=2,ep=2"],
     "gpt2": ["dp=2,zero=1", "tp=2", "cp=2", "pp=2,microbatches=2", "cp=2,pp=2,microbatches=2"],
     "bert": ["tp=2,sp", "cp=2"],
     "bert_classifier": ["dp=2,zero=2", "cp=2"],
@@ -33,7 +36,7 @@ REFUSED = {
     ("t5", "cp=2"): "expected a mask of the whole sequence",
     ("t5", "pp=2,microbatches=2"): "by a way that leads round the blocks",
     ("t5", "dp=2,zero=3"): "something outside the module uses it",
-    ("mixtral", "dp=2,ep=2"): "has no uni.nn.MoE",
+    ("llama", "dp=2,ep=2"): "has no uni.nn.MoE, and no experts of Hugging Face",
 }
 
 

@@ -251,3 +251,47 @@ def check_refusals(comm: Communicator) -> None:
 
 def test_refusals(pools: Pools) -> None:
     pools("gloo", 2).run(check_refusals)
+
+
+# ---- experts of Hugging Face ---------------------------------------------------------------------------------------
+
+
+def stacked() -> nn.Module:
+    from transformers import MixtralConfig
+    from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+
+    config = MixtralConfig(hidden_size=WIDTH, intermediate_size=12, num_local_experts=5, experts_implementation="eager")
+    experts = MixtralExperts(config).double()
+    torch.manual_seed(1)
+    for parameter in experts.parameters():
+        nn.init.normal_(parameter)
+    return experts
+
+
+def compare_stacked(comm: Communicator, most: int) -> None:
+    """All tokens visit experts below `most`: some ranks may be visited by none."""
+    mesh = Mesh((1, comm.size, 1), AXES)
+    torch.manual_seed(2)
+    x = torch.randn(comm.size, 4, WIDTH, dtype=torch.float64)
+    index = torch.randint(most, (comm.size, 4, 2))
+    weight = torch.rand(comm.size, 4, 2, dtype=torch.float64)
+    plain, whole = stacked(), x.clone().requires_grad_()
+    expected = plain(whole.flatten(0, 1), index.flatten(0, 1), weight.flatten(0, 1)).view_as(x)
+    expected.square().sum().backward()
+    experts, mine = stacked(), x[comm.rank].clone().requires_grad_()
+    expert_parallelize(experts, mesh)
+    out = experts(mine, index[comm.rank], weight[comm.rank])
+    out.square().sum().backward()
+    torch.testing.assert_close(out, expected[comm.rank])
+    assert whole.grad is not None
+    torch.testing.assert_close(mine.grad, whole.grad[comm.rank])
+    for (name, parameter), (_, other) in zip(experts.named_parameters(), plain.named_parameters(), strict=True):
+        assert parameter.grad is not None, name
+        assert parameter.shape[0] < other.shape[0]
+        torch.testing.assert_close(whole_of(parameter.grad, layout_of(parameter), mesh), other.grad)
+
+
+@pytest.mark.parametrize("most", [5, 1])
+def test_experts_of_hugging_face_over_ranks(pools: Pools, most: int) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    pools("gloo", 2).run(compare_stacked, most)

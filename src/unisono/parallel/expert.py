@@ -16,13 +16,18 @@ What depends on the whole batch stays so under any plan:
   knows which of its own come too late.
 - the auxiliary loss, experts * sum_e (fraction of visits to e) * (mean probability of e), takes fraction and mean over
   the global batch; `aux_loss` is this rank's part, and the parts of all ranks add up to it.
+
+Experts of Hugging Face models are spread the same way (`stacked_experts`): their own forward runs on visits that came.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -279,16 +284,27 @@ def expert_parallelize(model: nn.Module, mesh: Mesh) -> None:
     require_experts(model, mesh)
     for _, moe in _layers(model):
         _spread(moe, mesh, _owners(mesh))
+    for _, experts in stacked_experts(model):
+        _spread_stacked(experts, mesh, _owners(mesh))
 
 
 def require_experts(model: nn.Module, mesh: Mesh) -> None:
     """UsageError where ranks along the mesh's "ep" axis cannot have the model's experts, or its capacity."""
-    layers, ranks = dict(_layers(model)), _owners(mesh)
-    if ranks > 1 and not layers:
-        raise UsageError(f"ep={ranks} spreads experts, but {type(model).__name__} has no uni.nn.MoE; use ep=1")
+    layers, stacked, ranks = dict(_layers(model)), dict(stacked_experts(model)), _owners(mesh)
+    if ranks > 1 and not layers and not stacked:
+        raise UsageError(
+            f"ep={ranks} spreads experts, but {type(model).__name__} has no uni.nn.MoE, and no experts of Hugging Face "
+            "whose weights are stacked in one parameter; use ep=1"
+        )
+    if ranks > 1 and stacked and "tp" in mesh.names and mesh.size("tp") > 1:
+        raise UsageError(
+            f"ep={ranks} with tp={mesh.size('tp')}: {next(iter(stacked))} would be sharded by both; use ep or tp alone"
+        )
+    for name, module in (*layers.items(), *stacked.items()):
+        count = module.experts if isinstance(module, MoE) else module.num_experts
+        if count < ranks:
+            raise UsageError(f"{name} has {count} experts for ep={ranks} ranks; use ep={count} or less")
     for name, moe in layers.items():
-        if moe.experts < ranks:
-            raise UsageError(f"{name} has {moe.experts} experts for ep={ranks} ranks; use ep={moe.experts} or less")
         if moe.capacity_factor is not None and "cp" in mesh.names and mesh.size("cp") > 1:
             raise UsageError(
                 f"{name} has a capacity, which tokens take in the order of the whole sequence; under cp a rank does "
@@ -306,13 +322,75 @@ def _spread(moe: MoE, mesh: Mesh, ranks: int) -> None:
     moe._crowd = _Ranks(mesh, [len(part) for part in split.held])
     if ranks == 1:
         return
+    _shard_experts(moe, _EXPERT_PARAMETERS, split, mesh)
+
+
+def _shard_experts(module: nn.Module, names: Iterable[str], split: Split, mesh: Mesh) -> None:
     layout = Layout(summed=tuple(axis for axis in WHOLE.summed if axis != "ep")).cut(split)
-    for name in _EXPERT_PARAMETERS:
-        whole = getattr(moe, name)
+    for name in names:
+        whole = getattr(module, name)
         if whole is not None:
             mine = nn.Parameter(local_of(whole.detach(), layout, mesh), requires_grad=whole.requires_grad)
             lay(mine, layout)
-            setattr(moe, name, mine)
+            setattr(module, name, mine)
+
+
+# ---- experts of Hugging Face ---------------------------------------------------------------------------------------
+
+
+def stacked_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Modules as transformers 5 writes them: experts(hidden_states, top_k_index, top_k_weights) with `num_experts`
+    experts, whose parameters have the expert as dim 0. The router is elsewhere, so they are dropless."""
+    for name, module in model.named_modules():
+        count = getattr(module, "num_experts", None)
+        if not hasattr(module, "_is_expert_parallel") or not isinstance(count, int):
+            continue
+        parameters = list(module.parameters())
+        is_stacked = all(each is not None and each.shape[0] == count for each in module._parameters.values())
+        takes_routes = len(inspect.signature(module.forward).parameters) == 3
+        if is_stacked and takes_routes and parameters and len(parameters) == len(module._parameters):
+            yield name or "the model", module
+
+
+def _spread_stacked(experts: Any, mesh: Mesh, ranks: int) -> None:
+    if ranks == 1:
+        return
+    count = experts.num_experts
+    split = Split.even(("ep",), 0, count, ranks)
+    owned = [len(part) for part in split.held]
+    _shard_experts(experts, list(experts._parameters), split, mesh)
+    experts.num_experts = owned[mesh.index("ep")]
+    experts.forward = partial(_visit_stacked, experts, experts.forward, _Ranks(mesh, owned), count)
+
+
+def _visit_stacked(
+    module: nn.Module,
+    forward: Callable[..., torch.Tensor],
+    crowd: _Crowd,
+    count: int,
+    hidden_states: torch.Tensor,
+    indices: torch.Tensor,
+    weights: torch.Tensor,
+) -> torch.Tensor:
+    """Every visit is made at the rank that has its expert, by the module's own forward with one expert a row."""
+    tokens = hidden_states.reshape(-1, hidden_states.shape[-1])
+    choices = indices.shape[-1]
+    expert = indices.reshape(-1)
+    visits = expert.argsort(stable=True)
+    token = visits // choices
+
+    def run(rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
+        if not len(rows):  # the backward of other ranks counts on this one
+            touched: Any = sum(parameter[:0].sum() for parameter in module.parameters())
+            return rows + touched
+        numbers = torch.arange(len(counts), device=rows.device)
+        local = numbers.repeat_interleave(torch.tensor(counts, device=rows.device))[:, None]
+        return forward(rows, local, torch.ones_like(local, dtype=weights.dtype))
+
+    outcomes = crowd.visit(tokens[token], torch.bincount(expert, minlength=count), run)
+    weighted = outcomes * weights.reshape(-1)[visits, None]
+    made = torch.zeros_like(tokens).index_add(0, token, weighted.to(tokens.dtype))
+    return made.view(hidden_states.shape)
 
 
 def _layers(model: nn.Module) -> Iterator[tuple[str, MoE]]:
