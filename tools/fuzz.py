@@ -3,6 +3,7 @@
     python tools/fuzz.py --minutes 5                 # a quick look
     python tools/fuzz.py --pairs 2000 --seed 7       # models 7000000, 7000001, ...
     python tools/fuzz.py --only tp --save faults/    # plans with tp; the models of faults as files
+    python tools/fuzz.py --again log.jsonl           # the pairs that were faults in this log
     python tools/fuzz.py --replay 7000023            # one model again, with its source; 7000023/2: its plan number 2
 
 Exits 1 if a pair was wrong (it ran, and its result is not that of one device) or raw (any other error, a hang or a
@@ -80,6 +81,7 @@ def _options() -> argparse.Namespace:
     add("--family", choices=FAMILIES, help="models of this family")
     add("--replay", default="", metavar="MODEL[/PLAN]", help="try the pairs of one model again and print its source")
     add("--plan", default="", help="with --replay: this plan instead of the model's")
+    add("--again", type=Path, metavar="FILE", help="try the pairs that were faults in this log")
     add("--log", type=Path, metavar="FILE", help="append a line of JSON for each pair")
     add("--save", type=Path, metavar="FOLDER", help="write the models of faults as files")
     add("--timeout", type=float, default=60, metavar="S", help="seconds after which a pair hangs")
@@ -100,16 +102,28 @@ def load(source: str) -> Task:
 
 
 def _tried(ranks: Pairs, options: argparse.Namespace) -> Iterator[tuple[Any, Outcome, float]]:
-    for model in range(options.seed * MODELS_OF_A_SEED, (options.seed + 1) * MODELS_OF_A_SEED):
+    faults = _faults(options.again) if options.again else None
+    seeds = range(options.seed * MODELS_OF_A_SEED, (options.seed + 1) * MODELS_OF_A_SEED)
+    for model in seeds if faults is None else faults:
         source = job(model, options.family)
         reference = _reference(ranks, source)
         if reference is None:
             yield None, Outcome(EQUIVALENT), 0.0
             continue
-        for pair in _pairs(model, source, options.only):
+        for pair in _pairs(model, source, options.only) if faults is None else faults[model]:
             began = time.monotonic()
             outcome = ranks.outcome(load, source, pair.plan, reference)
             yield pair, outcome, time.monotonic() - began
+
+
+def _faults(log: Path) -> dict[int, list[Pair]]:
+    """The pairs of a log that were faults, by model."""
+    found: dict[int, list[Pair]] = collections.defaultdict(list)
+    for line in map(json.loads, log.read_text().splitlines()):
+        if Outcome(line["kind"]).is_fault:
+            model, number = map(int, line["pair"].split("/"))
+            found[model].append(Pair(model, number, line["plan"]))
+    return found
 
 
 def _pairs(model: int, source: str, only: str = "") -> list[Pair]:
