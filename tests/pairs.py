@@ -35,6 +35,7 @@ EQUIVALENT, REFUSED, WRONG, RAW = "equivalent", "refused", "wrong", "raw"
 KINDS = (EQUIVALENT, REFUSED, WRONG, RAW)
 STEPS = 2
 SHORTEST_REASON = 25  # characters
+PASSED_ON = "failed while the plan was applied"  # of a refusal that passes on another rank's error
 PAIRS_BETWEEN_MEETINGS = 8  # every pair makes process groups anew, each of which is three threads of gloo
 
 Load = Callable[[Any], Task]
@@ -48,6 +49,9 @@ class Outcome:
     @property
     def is_fault(self) -> bool:
         return self.kind in (WRONG, RAW)
+
+
+_NO_ANSWER = Outcome(RAW, "no answer: it hangs or has died")
 
 
 class Pairs:
@@ -77,7 +81,7 @@ class Pairs:
         ranks = self._ranks(Plan.parse(plan).world)
         answers = ranks.run_each(_try, load, name, plan, reference and pickle.dumps(reference))
         outcome = agreed([_answered(answer) for answer in answers])
-        if outcome.kind == RAW:
+        if outcome.kind == RAW and not ranks.closed:
             ranks.close()
         return outcome
 
@@ -94,21 +98,29 @@ class Pairs:
 
 def _answered(answer: tuple[bool, Any] | None) -> Outcome:
     if answer is None:
-        return Outcome(RAW, "no answer: it hangs or has died")
+        return _NO_ANSWER
     came_to_a_result, value = answer
     return value if came_to_a_result else Outcome(RAW, value)
 
 
 def agreed(answers: list[Outcome]) -> Outcome:
-    """What all ranks say; ranks that do not say the same are a fault of their own."""
+    """What all ranks say. Where some refuse and others wait for them, a launched job ends with that refusal."""
+    refusals = [answer for answer in answers if answer.kind == REFUSED]
+    if refusals and all(answer in (*refusals, _NO_ANSWER) for answer in answers):
+        return _checked(refusals[0])
     kinds = {answer.kind for answer in answers}
     if len(kinds) > 1 or RAW in kinds:
         told = {f"{answer.kind}: {answer.text}": rank for rank, answer in reversed(list(enumerate(answers)))}
         return Outcome(RAW, "\n".join(f"rank {rank} {text}" for text, rank in sorted(told.items(), key=itemgetter(1))))
-    first = answers[0]
-    if first.kind == REFUSED and (len(first.text) < SHORTEST_REASON or "\n" in first.text.strip()):
-        return Outcome(RAW, f"a refusal that is not one sentence: {first.text}")
-    return first
+    return answers[0]
+
+
+def _checked(refusal: Outcome) -> Outcome:
+    """The refusal, if it is a sentence about the job, and no raw error of a rank that was passed on."""
+    text = refusal.text.strip()
+    if len(text) < SHORTEST_REASON or "\n" in text or PASSED_ON in text:
+        return Outcome(RAW, f"a refusal that is not one sentence: {text}")
+    return refusal
 
 
 # ---- on the ranks ----------------------------------------------------------------------------------------------------

@@ -106,6 +106,21 @@ def test_tokens_that_are_mixed_are_found(name: str) -> None:
     assert refusal(apart, MIXES[name], "sp") == ""  # tokens are together again there
 
 
+@pytest.mark.parametrize("name", ["query", "key", "value"])
+def test_positions_that_a_block_counts_from_0_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under cp a block has some of the tokens, and counts those: rotary embeddings turn by wrong angles."""
+
+    def attend(self: Attention, x: torch.Tensor) -> torch.Tensor:
+        heads = zip(("query", "key", "value"), self.qkv(x).chunk(3, -1), strict=True)
+        given = {each: t.unflatten(-1, (self.heads, -1)).transpose(1, 2) for each, t in heads}
+        given[name] = given[name] * (1 + torch.arange(x.shape[1], dtype=x.dtype)[:, None])
+        return self.out(F.scaled_dot_product_attention(*given.values()).transpose(1, 2).flatten(2))
+
+    assert refusal(apart, apart, "cp") == ""
+    monkeypatch.setattr(Attention, "forward", attend)
+    assert f"to the input of attention ({name})" in refusal(apart, apart, "cp")
+
+
 @pytest.mark.parametrize("word", ["cp", "sp"])
 def test_tokens_that_are_apart_are_let_pass(word: str) -> None:
     assert refusal(apart, apart, word) == ""

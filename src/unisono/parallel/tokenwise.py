@@ -36,6 +36,7 @@ _SMALL_HOLLOW = 2 * 10**6  # of one that is not built, since no rank is to have 
 _SHORT = 4096  # elements of a sample
 _SAMPLES = 2
 _OUTPUT = "the model's output"
+_ATTENTION = "attention"
 _REGIONS = ("column", "row", "experts")  # kinds of layers through which all ranks' tokens come together, or part again
 
 Forward = Callable[..., Any]
@@ -207,12 +208,21 @@ class _Trial:
             args, kwargs = mapped((args, kwargs), lambda x: whole if x is given else x)
         return forward(*args, **kwargs)
 
-    def _attend(self, query: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+    def _attend(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        """What goes in must be that of the rank's tokens (positions that a block counts from 0 are not), what comes
+        out is."""
+        given = {"query": query, "key": key, "value": value}
         if not self._is_second:
-            outcome = self._attention(query, *args, **kwargs)
+            outcome = self._attention(query, key, value, *args, **kwargs)
             self._seen["attention"].append(outcome)
+            self._seen["attended"].append(given)
             return outcome
-        outcome = self._next("attention")
+        outcome, whole = self._next("attention"), self._next("attended")
+        for name, tensor in given.items() if self._is_spread else ():
+            if whole[name].shape[-2] == self._length:
+                self._compare(f"{_ATTENTION} ({name})", tensor, self._cut(whole[name], -2))
         return self._cut(outcome, -2) if self._is_spread and outcome.shape[-2] == self._length else outcome
 
     # ---- held against the first run ----------------------------------------------------------------------------------
@@ -256,10 +266,13 @@ class _Trial:
     def _compare(self, place: str, mine: torch.Tensor, expected: torch.Tensor) -> None:
         if mine.shape != expected.shape or not torch.allclose(mine, expected, rtol=1e-6, atol=1e-9, equal_nan=True):
             side = "" if place == _OUTPUT else "the input of " if self._is_entered(place) else "the output of "
-            raise self._refusal(f"to {side}{place} the model mixes tokens: some of them alone give other numbers")
+            raise self._refusal(
+                f"to {side}{place} the model mixes tokens, or counts their positions inside its blocks: some of them "
+                "alone give other numbers"
+            )
 
     def _is_entered(self, place: str) -> bool:
-        return f"{place} out" in self._seen or f"{place} given" in self._seen
+        return place.startswith(_ATTENTION) or f"{place} out" in self._seen or f"{place} given" in self._seen
 
     def _refusal(self, what: str) -> UsageError:
         means = {
@@ -269,7 +282,7 @@ class _Trial:
         mend = {"cp": "use cp=1", "sp": "leave sp out"}[self._word]
         return UsageError(
             f"on the way from {self._last or 'the first block'} {what}. {means}; expected no convolution, shift, sum, "
-            f"norm or softmax along the sequence there: {mend}"
+            f"norm or softmax along the sequence there, and positions as an argument of the blocks: {mend}"
         )
 
 
