@@ -32,6 +32,11 @@ def active() -> RandomState | None:
     return _installed[-1] if _installed else None
 
 
+def installed() -> list[RandomState]:
+    """All states in whose blocks we are."""
+    return list(_installed)
+
+
 def install(state: RandomState) -> None:
     if not _installed:
         for name, replacement in _REPLACEMENTS.items():
@@ -41,8 +46,8 @@ def install(state: RandomState) -> None:
 
 
 def uninstall(state: RandomState) -> None:
-    assert _installed[-1] is state
-    _installed.pop()
+    # The last of them: backwards of two models end in the order in which they began.
+    del _installed[len(_installed) - 1 - _installed[::-1].index(state)]
     if not _installed:
         for name in _REPLACEMENTS:
             setattr(F, name, _original.pop(name))

@@ -217,7 +217,11 @@ class RandomState:
         return made
 
     def _recalled(self, token: int, shape: tuple[int, ...]) -> Draw:
+        from unisono.mesh import dropout
+
         draw = self._remembered.get(token)
+        for other in dropout.installed() if draw is None else ():  # the backward may go through several models
+            draw = draw or other._remembered.get(token)
         if draw is None or draw.shape != shape:
             raise UsageError(
                 "random numbers were drawn in the backward pass that no forward pass has drawn in this step; "

@@ -37,6 +37,7 @@ from unisono.parallel.expert import expert_parallelize, needs_whole_batch
 from unisono.parallel.filling import Filling
 from unisono.parallel.groups import require_same_groups
 from unisono.parallel.head_width import HeadWidth
+from unisono.parallel.loop import OwnLoop
 from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.model_loss import ModelLoss, NeedsValues, with_model_loss
 from unisono.parallel.parameter_reads import ParameterReads
@@ -80,6 +81,7 @@ def parallelize(
     dtype: torch.dtype | None = None,
     precision: str | Precision = "fp32",
     on_ready: Callable[[Draft], None] | None = None,
+    batch: str = "global",
 ) -> Trainer:
     """Put a plain model under a plan; every rank calls it alike, and trains with the Trainer's `step`.
 
@@ -89,8 +91,11 @@ def parallelize(
     stages, and tp to search a model for rules. rules: which layers tp cuts, and how; without, what the model brings or
     shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed from
     float32 parameters; "fp32" leaves the model's own dtype. on_ready: called on every rank with the model as it will be
-    trained, before the plan is applied to it.
+    trained, before the plan is applied to it. batch: what ranks will give, "global", all of them the same batch, of
+    which each takes its part, or "local", each data rank its own samples.
     """
+    if batch not in ("global", "local"):
+        raise UsageError(f'parallelize(batch={batch!r}): expected "global" or "local"')
     precision = Precision.of(precision)
     optimizer = _checked(optimizer)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
@@ -154,11 +159,14 @@ def parallelize(
         trainer.note = draft.note
         trainer.precision = precision
         trainer.scaler = precision.scaler(mesh)
+        trainer.batch = batch
         if trainer.scaler is not None and takes_closure(trainer.optimizer):
             raise UsageError(
                 f"precision=fp16 with {type(trainer.optimizer).__name__}, which evaluates the model several times in a "
                 "step: one that overflows could not be taken back; use bf16 or fp32"
             )
+        if plan.pp == 1:
+            OwnLoop(trainer)
         return trainer
 
     return _agreed(comm, under_plan)

@@ -8,10 +8,13 @@ stages is named in `uncounted` on all but one of them.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
 
 import torch
+from torch.nn.utils import clip_grad
 
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
@@ -107,3 +110,37 @@ def _checked(norm_type: float) -> float:
     if not norm_type > 0:
         raise UsageError(f"clip: norm_type={norm_type}; expected a number above 0, or inf")
     return norm_type
+
+
+_SHARDED_BY = "unisono_gradient_sharded_by"  # on a parameter: the plan
+
+
+def refuse_torch_clipping(parameters: Iterable[torch.Tensor], plan: str) -> None:
+    """From now on torch.nn.utils.clip_grad_norm_ and clip_grad_value_ refuse these parameters.
+
+    A rank has shards of their gradients: torch would take the norm of the shards for that of the model, and clip other
+    ranks' gradients by another factor, without a word.
+    """
+    for parameter in parameters:
+        setattr(parameter, _SHARDED_BY, plan)
+    if not hasattr(clip_grad.clip_grad_value_, _SHARDED_BY):
+        # clip_grad_norm_ looks this one up in each call: that serves also who has imported it before.
+        clip_grad._clip_grads_with_norm_ = _refusing(clip_grad._clip_grads_with_norm_)
+        torch.nn.utils.clip_grads_with_norm_ = clip_grad._clip_grads_with_norm_
+        clip_grad.clip_grad_value_ = torch.nn.utils.clip_grad_value_ = _refusing(clip_grad.clip_grad_value_)
+
+
+def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(clip)
+    def refusing(parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
+        plan = next((getattr(each, _SHARDED_BY) for each in parameters if hasattr(each, _SHARDED_BY)), None)
+        if plan is not None:
+            raise UsageError(
+                f"torch.nn.utils clips what is in .grad, but under plan {plan} a rank has shards of the gradients; use "
+                "trainer.clip_grad_norm_(max_norm) or trainer.clip_grad_value_(limit)"
+            )
+        return clip(parameters, *args, **kwargs)
+
+    setattr(refusing, _SHARDED_BY, "")
+    return refusing

@@ -61,7 +61,8 @@ class DataParallel(Reducer[FlaggedBucket]):
     loss(...).backward()
     replicas.finish()                # now every parameter's .grad is that of the global batch
 
-    Gradients of the step before must be gone (zero_grad) when a step's first backward begins: it writes over them.
+    Gradients of the step before must be gone (zero_grad) when a step's first backward begins: it writes over them. (Not
+    so in a loop of the user's own, where those of the step before are the same on all ranks, and their mean is too.)
     """
 
     def __init__(self, model: nn.Module, mesh: Mesh, bucket_bytes: int | None = None) -> None:
@@ -85,7 +86,8 @@ class DataParallel(Reducer[FlaggedBucket]):
             for parameter, ranks in zip(bucket.parameters, bucket.flags(total).tolist(), strict=True):
                 if not ranks:
                     parameter.grad = None
-        bucket.spare.put(total)  # the next step's gradients come when these are gone
+        if not self.is_own:
+            bucket.spare.put(total)  # the next step's gradients come when these are gone
 
     def _ask_for_missing(self) -> Missing:
         return []  # the messages tell

@@ -65,6 +65,7 @@ class Piece:
         self.whole_layout = layout
         self.layout: Layout = layout.cut(Split(axes, 0, held)) if self.shape else layout
         self.optimized = parameter  # what the optimizer sees: this rank's rows, perhaps in another precision
+        self.earlier: torch.Tensor | None = None  # the gradient before the backward that is under way
 
     def of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
         """The rows of a rank, as a view."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import nn
@@ -24,6 +24,13 @@ from unisono.parallel.bucket import Bucket
 
 Missing = list[tuple[Handle, list[tuple[str, nn.Parameter]]]]  # answers, and to which parameters
 AnyBucket = TypeVar("AnyBucket", bound=Bucket)
+
+_step: Reducer[Any] | None = None
+
+
+def current_step() -> Reducer[Any] | None:
+    """The reducer of the trainer whose step, or evaluation, is running; None in the user's own code."""
+    return _step
 
 
 class Reducer(Generic[AnyBucket]):
@@ -43,6 +50,7 @@ class Reducer(Generic[AnyBucket]):
         self._is_held = False
         self._has_held_back = False
         self._is_under_way = False
+        self._publishes = False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._ready)
             for bucket in buckets
@@ -77,6 +85,48 @@ class Reducer(Generic[AnyBucket]):
         finally:
             self._is_held = before
 
+    # ---- backwards of the user's own (loop.py) -------------------------------------------------------------------
+
+    def publish_after_backward(self) -> None:
+        """From now on a backward outside a trainer's step ends with `finish`, which averages and adds: see `is_own`."""
+        self._publishes = True
+
+    @property
+    def is_own(self) -> bool:
+        """Whether gradients come from a backward of the user's own: they are averaged over the ranks that have parts of
+        them, and added to those that are there."""
+        return self._publishes and _step is not self
+
+    @contextlib.contextmanager
+    def stepping(self) -> Iterator[None]:
+        """In the block a trainer runs the model, on parts of a loss that sum to it, and calls `finish` by itself."""
+        global _step
+        before, _step = _step, self
+        try:
+            yield
+        finally:
+            _step = before
+
+    def expect_backward(self) -> None:
+        """Called in a backward of the user's own: take part in it, also if no parameter gets a gradient here."""
+        if not self._is_held and not self._is_under_way and self._hooks:
+            self._is_under_way = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+
+    def complete(self) -> None:
+        """Before the optimizer's step: send what `hold` has held back."""
+        if self._has_held_back:
+            self.finish()
+
+    def require_idle(self) -> None:
+        if self._is_under_way:
+            raise UsageError(
+                "the last backward ended with an error, when some of its gradients had been sent to other ranks; "
+                "start again from a checkpoint"
+            )
+
+    # ---- the end of a step ---------------------------------------------------------------------------------------
+
     def finish(self) -> None:
         """Wait until all gradients are summed. Every rank calls it after the last backward of a step."""
         self._is_under_way = False
@@ -85,6 +135,8 @@ class Reducer(Generic[AnyBucket]):
         for bucket in self.buckets:
             self._land(bucket)
             if bucket.total is not None:
+                if self.is_own:
+                    bucket.total.div_(bucket.comm.size)
                 self._settle(bucket, bucket.total)
                 bucket.total = None
         self._drop_missing(asked)
@@ -120,6 +172,8 @@ class Reducer(Generic[AnyBucket]):
         if self._is_under_way:  # else an exception ended it, and finish has cleaned up
             self._send_rest()
             self._is_under_way = False
+            if self.is_own:
+                self.finish()
 
     def _send_rest(self) -> None:
         while self._next < len(self.buckets):

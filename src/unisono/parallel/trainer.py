@@ -18,12 +18,13 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
+from unisono.comm.same_data import SameBatch
 from unisono.errors import UsageError
 from unisono.mesh.fused import fused
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.parallel.batch_loss import GatheredLoss
-from unisono.parallel.clip import clip_by_norm
+from unisono.parallel.clip import clip_by_norm, clip_by_value
 from unisono.parallel.context import Context
 from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import collect_aux
@@ -50,7 +51,7 @@ Batch = tuple[Any, Any] | Share
 
 @dataclass
 class Trainer:
-    """Trains `model`; made by `uni.parallelize`. With pp=1, `model` is an ordinary module to call."""
+    """Trains `model`; made by `uni.parallelize`. With pp=1, `model` is a module for a loop of one's own (loop.py)."""
 
     model: nn.Module
     plan: Plan
@@ -72,6 +73,8 @@ class Trainer:
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
     model_loss: ModelLoss | None = None  # where the model computes the loss of labels among its inputs
     reads: ParameterReads | None = None  # of parameters by other modules than their own, until a step has shown none
+    batch: str = "global"  # what ranks give: "global", all of them the same batch, or "local", their own samples
+    is_updating: bool = False  # whether the optimizer's step is one of this trainer's
     head_width: HeadWidth | None = None  # of the whole model, until a step has shown that tp has not cut through heads
     _whole: tuple[Any, Any] | None = None  # the global batch, where this rank was given all of it
     _microbatches: list[Share] = field(default_factory=list)
@@ -88,6 +91,9 @@ class Trainer:
 
     def __post_init__(self) -> None:
         self.logits = Proof(self.loss.loss)
+        peers = [axis for axis in self.mesh.names if axis not in DATA]
+        self._same_batch = SameBatch(self.mesh.comm())
+        self._same_share = SameBatch(self.mesh.comm(*peers))
 
     @property
     def part(self) -> tuple[int, int]:
@@ -97,7 +103,8 @@ class Trainer:
     def step(self, batch: Batch) -> torch.Tensor:
         """One training step on a global batch (inputs, targets); the loss on all of it.
 
-        All ranks give the whole batch, or each gives the `Share` of it that is its `part`, as a Loader does.
+        All ranks give the whole batch, or each gives the `Share` of it that is its `part`, as a Loader does. Of a
+        trainer with batch="local", every data rank gives its own samples: the global batch is all of them.
         """
         if self.on_first_batch is not None:
             look, self.on_first_batch = self.on_first_batch, None
@@ -124,13 +131,18 @@ class Trainer:
             self._clip()
             return loss
 
-        loss: Any = self.optimizer.step(evaluated)  # type: ignore[arg-type]  # torch takes tensors, and says floats
+        with self._updating():
+            loss: Any = self.optimizer.step(evaluated)  # type: ignore[arg-type]  # torch takes tensors, and says floats
         self.steps += 1
         return torch.as_tensor(loss).detach()
 
     def backward(self, batch: Batch) -> torch.Tensor:
         """Forward and backward only; after it, gradients are those of the global batch, before clipping."""
-        with self._heads_whole(batch), self._cut(batch):
+        with self.replicas.stepping():
+            return self._backward(batch)
+
+    def _backward(self, batch: Batch) -> torch.Tensor:
+        with self.heads_whole((batch.batch if isinstance(batch, Share) else batch)[0]), self._cut(batch):
             if self.pipeline is None:
                 self._run_microbatches()
                 loss = self.loss.total(self._partials)
@@ -152,13 +164,42 @@ class Trainer:
         """Clip and let the optimizer step; where gradients overflowed on any rank, no rank does."""
         if self.scaler is None or self.scaler.is_finite:
             self._clip()
-            with fused(self.optimizer):
+            with fused(self.optimizer), self._updating():
                 self.optimizer.step()
         else:
             self.skipped += 1
         if self.scaler is not None:
             self.scaler.update()
         self.steps += 1
+
+    @contextlib.contextmanager
+    def _updating(self) -> Iterator[None]:
+        self.is_updating = True
+        try:
+            yield
+        finally:
+            self.is_updating = False
+
+    # ---- a loop of one's own: see loop.py ------------------------------------------------------------------------
+
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
+        """In the block, backwards of one's own only accumulate: for all but the last of several microbatches."""
+        return self.replicas.hold()
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
+        """torch.nn.utils.clip_grad_norm_ for the whole model, of which a rank may have shards; every rank calls it."""
+        self.replicas.complete()
+        named = dict(self.optimized())
+        elsewhere = self.tied.elsewhere if self.tied is not None else frozenset()
+        uncounted = [parameter for name, parameter in named.items() if name in elsewhere]
+        return clip_by_norm(named.values(), max_norm, self.mesh, norm_type, uncounted=uncounted)
+
+    def clip_grad_value_(self, limit: float) -> None:
+        """torch.nn.utils.clip_grad_value_ for the whole model."""
+        self.replicas.complete()
+        clip_by_value((parameter for _, parameter in self.optimized()), limit)
+
+    # ---- without gradients ---------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def evaluate(self, batch: Batch, observe: Callable[[Any, Any], None] | None = None) -> torch.Tensor:
@@ -167,12 +208,12 @@ class Trainer:
         `observe(outputs, targets)` is called on the ranks that compute the loss, for each part of the batch that
         they have, with whole logits. The tp ranks of one place all observe the same.
         """
-        with self._evaluating(), self._cut(batch), self._observed(observe):
+        with self.replicas.stepping(), self._evaluating(), self._cut(batch), self._observed(observe):
             if self.pipeline is not None:
                 loss = self.pipeline.evaluate([self._inputs(part) for part in self._microbatches])
                 return self.mesh.comm(*REPLICAS).all_reduce(loss.detach().clone())
             for number, part in enumerate(self._microbatches):
-                with self._microbatch(number), self._computing(), run_on(part):
+                with self._microbatch(number), self.computing(), run_on(part):
                     self._partials.append(self._partial_loss(self.run_model(self._inputs(part)), number))
             return self.loss.total(self._partials)
 
@@ -180,13 +221,13 @@ class Trainer:
     def predict(self, inputs: Any) -> Any:
         """The model's outputs for a global batch of inputs, in its order, on every rank; in evaluation mode."""
         batch = Share((inputs.batch, None), *inputs[1:]) if isinstance(inputs, Share) else (inputs, None)
-        with self._evaluating(), self._cut(batch, wants_loss=False):
+        with self.replicas.stepping(), self._evaluating(), self._cut(batch, wants_loss=False):
             if self.pipeline is not None:
                 outputs = self.pipeline.predict([self._inputs(part) for part in self._microbatches])
             else:
                 outputs = []
                 for number, part in enumerate(self._microbatches):
-                    with self._microbatch(number), self._computing(), run_on(part):
+                    with self._microbatch(number), self.computing(), run_on(part):
                         outputs.append(call(self.model, self._inputs(part)))
             rows = [rows_of(part.batch) for part in self._microbatches]
         outputs = [with_whole_sequences(part, self.context) for part in outputs]
@@ -220,7 +261,7 @@ class Trainer:
         self._require_rows(mine)
         self._microbatches = shares(mine.batch, self.plan.microbatches)
         self._partials = []
-        self._whole = None if isinstance(batch, Share) else batch
+        self._whole = None if isinstance(batch, Share) or self.batch == "local" else batch
         inputs, targets = mine.batch
         if self.context is not None:
             self.context.expect(inputs, targets)
@@ -235,11 +276,11 @@ class Trainer:
             yield
 
     @contextlib.contextmanager
-    def _heads_whole(self, batch: Batch) -> Iterator[None]:
+    def heads_whole(self, inputs: Any) -> Iterator[None]:
+        """In the first run of the model, on these inputs: UsageError where tp has cut through heads."""
         if self.head_width is None:
             yield
             return
-        inputs = (batch.batch if isinstance(batch, Share) else batch)[0]
         with self.head_width.required(inputs):
             yield
         self.head_width = None
@@ -247,7 +288,11 @@ class Trainer:
     def _mine(self, batch: Batch) -> Share:
         """This rank's share. One that holds all rows is the whole, whoever read it."""
         if not isinstance(batch, Share):
+            if self.batch == "local":
+                return self._share_of_local(batch)
+            self._same_batch.require(batch)
             return share(batch, *self.part)
+        self._same_share.require(batch.batch)
         if len(batch.positions) == batch.of:
             return share(batch.batch, *self.part)
         index, count = self.part
@@ -258,6 +303,15 @@ class Trainer:
                 f"{_shown(due)}; make the loader with Loader(..., part=trainer.part)"
             )
         return batch
+
+    def _share_of_local(self, batch: tuple[Any, Any]) -> Share:
+        """The global batch is the local batches of the data ranks, one after the other."""
+        self._same_share.require(batch)
+        comm = self.mesh.comm(*DATA)
+        mine = torch.tensor([rows_of(batch)], device=comm.device)
+        counts = [int(count) for count in comm.all_gather(mine)] if comm.size > 1 else [int(mine)]
+        before = sum(counts[: comm.rank])
+        return Share(batch, range(before, before + counts[comm.rank]), sum(counts))
 
     def _require_rows(self, mine: Share) -> None:
         if rows_of(mine.batch) != len(mine.positions):
@@ -280,7 +334,7 @@ class Trainer:
             with self._microbatch(number), contextlib.ExitStack() as stack:
                 if number < last:
                     stack.enter_context(self.replicas.hold())
-                with self._computing(), run_on(part):
+                with self.computing(), run_on(part):
                     partial = self._partial_loss(self.run_model(self._inputs(part)), number)
                 self._partials.append(partial.detach())
                 if number == last:
@@ -304,14 +358,14 @@ class Trainer:
             if isinstance(self.replicas, Zero):
                 scopes.enter_context(self.replicas.at_work(action.stage, action.kind))
             if action.kind == "F":
-                scopes.enter_context(self._computing())
+                scopes.enter_context(self.computing())
             began = time.time()
             yield
             if self.on_action is not None:
                 self.on_action(action, began, time.time())
 
     @contextlib.contextmanager
-    def _computing(self) -> Iterator[None]:
+    def computing(self) -> Iterator[None]:
         """The scope of a forward; a backward follows it by itself."""
         device = next((parameter.device for parameter in self.model.parameters()), torch.device("cpu"))
         with autocast(self.precision.dtype, device), self.reads or contextlib.nullcontext():
@@ -375,12 +429,8 @@ class Trainer:
         return partial if aux is None else partial + aux
 
     def _clip(self) -> None:
-        if self.clip is None:
-            return
-        elsewhere = self.tied.elsewhere if self.tied is not None else frozenset()
-        named = dict(self.optimized())
-        uncounted = [parameter for name, parameter in named.items() if name in elsewhere]
-        self.norm = clip_by_norm(named.values(), self.clip, self.mesh, uncounted=uncounted)
+        if self.clip is not None:
+            self.norm = self.clip_grad_norm_(self.clip)
 
     def optimized(self) -> Iterator[tuple[str, torch.Tensor]]:
         """What the optimizer updates on this rank, by the parameters' names."""

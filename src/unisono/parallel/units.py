@@ -92,6 +92,12 @@ class Unit:
         self._coming = None
         self.is_whole = True
 
+    def put_gradients_aside(self) -> None:
+        """Those of earlier backwards are of this rank's rows, and come back when the new ones are added to them."""
+        for piece in self._pieces():
+            if piece.optimized is piece.parameter and piece.parameter.grad is not None:
+                piece.earlier, piece.parameter.grad = piece.parameter.grad, None
+
     def hollow(self) -> None:
         """Give the parameters their whole shapes, with nothing in them."""
         if not self.is_whole:
@@ -164,9 +170,10 @@ class Units:
         for piece in pieces:
             self._home[piece.name].refresh(piece)
 
-    def start(self, send: Callable[[PieceBucket], None]) -> None:
-        """Put hooks on the units' modules and parameters; `send` takes a bucket's gradients off."""
-        self._send = send
+    def start(self, send: Callable[[PieceBucket], None], ended: Callable[[], None] = lambda: None) -> None:
+        """Put hooks on the units' modules and parameters; `send` takes a bucket's gradients off, and `ended` is called
+        when a backward has."""
+        self._send, self._ended = send, ended
         for unit in self._units:
             if unit.stages is None:
                 unit.module.register_forward_pre_hook(self._before_forward(unit), prepend=True)
@@ -241,7 +248,7 @@ class Units:
         def hook(_gradient: torch.Tensor) -> None:
             if not self._is_under_way:
                 self._is_under_way = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+                torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
             if unit.is_in_backward:
                 return
             if unit not in self.roots:
@@ -250,6 +257,7 @@ class Units:
                     if other.is_in_backward and other not in self.roots:
                         self._done(other)
             unit.is_in_backward = True
+            unit.put_gradients_aside()
             unit.gather()
             self._ahead(unit, -1)
 
@@ -270,6 +278,10 @@ class Units:
             self._send(bucket)
         unit.free()
         unit.is_in_backward = False
+
+    def _after_backward(self) -> None:
+        self._end_of_backward()
+        self._ended()
 
     def _end_of_backward(self) -> None:
         self._is_under_way = False

@@ -92,6 +92,7 @@ class Zero(Reducer[PieceBucket]):
         self._of_stage: dict[int, list[PieceBucket]] = {}  # of a pipeline, in stage 2: sent in each of its backwards
         self._is_pipeline = users is not None
         self._under_way: list[PieceBucket] = []
+        self._kept: set[int] = set()  # what the optimizer sees, that had gradients before the last backward
         named = list(model.named_parameters())
         if stage == 3:
             self._units = Units(model, units, users)
@@ -114,7 +115,7 @@ class Zero(Reducer[PieceBucket]):
         self._hand_over()
         super().__init__(buckets, watch=stage == 1 or (stage == 2 and not self._is_pipeline))
         if stage == 3:
-            self._units.start(self._send)
+            self._units.start(self._send, self._end_of_units)
         self.optimizer.register_step_post_hook(lambda *_: self.publish())
 
     def _buckets_by_stage(
@@ -210,6 +211,10 @@ class Zero(Reducer[PieceBucket]):
             for bucket in self._of_stage.get(stage, ()):
                 self._send(bucket)
 
+    def _end_of_units(self) -> None:
+        if self.is_own:
+            self.finish()
+
     def _complete(self) -> None:
         if self.stage == 3:
             return  # every backward has sent all it made
@@ -238,18 +243,41 @@ class Zero(Reducer[PieceBucket]):
 
     def _settle(self, bucket: PieceBucket, total: torch.Tensor) -> None:
         for piece, gradient in zip(bucket.pieces, bucket.mine_in(total), strict=True):
-            piece.optimized.grad = gradient.to(piece.optimized.device, piece.optimized.dtype)
+            if piece.earlier is not None and self.is_own:
+                piece.optimized.grad = piece.earlier
+            piece.earlier = None
+            self._give(piece.optimized, gradient)
+
+    def _give(self, optimized: nn.Parameter, gradient: torch.Tensor) -> None:
+        gradient = gradient.to(optimized.device, optimized.dtype)
+        if self.is_own and optimized.grad is not None:
+            self._kept.add(id(optimized))
+            optimized.grad = optimized.grad + gradient
+        else:
+            optimized.grad = gradient
 
     def _drop(self, name: str, parameter: nn.Parameter) -> None:
-        self.pieces[name].optimized.grad = None
+        if id(self.pieces[name].optimized) not in self._kept:
+            self.pieces[name].optimized.grad = None
+
+    def complete(self) -> None:
+        super().complete()
+        self._give_to_copies()
+
+    def _give_to_copies(self) -> None:
+        for name, copy in self._copies.items():
+            gradient = self.alone[name].grad
+            if gradient is not None:
+                self._give(copy, gradient)
+                self.alone[name].grad = None
+            elif not self.is_own:
+                copy.grad = None
 
     def finish(self) -> None:
         """Wait until all gradients are summed; then each rank has those of its pieces."""
+        self._kept.clear()
         super().finish()
-        for name, copy in self._copies.items():
-            gradient = self.alone[name].grad
-            copy.grad = None if gradient is None else gradient.to(copy.device, copy.dtype)
-            self.alone[name].grad = None
+        self._give_to_copies()
         if not self._is_elementwise:  # whoever owns nothing of a parameter has nothing to optimize
             for piece in self.pieces.values():
                 if not len(piece.mine):

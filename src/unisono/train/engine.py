@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 
 from unisono.comm import world
 from unisono.comm.communicator import Communicator
+from unisono.comm.same_data import require_same_batch
 from unisono.errors import UsageError
 from unisono.launch import environment
 from unisono.parallel.apply import Model
@@ -41,7 +42,6 @@ from unisono.train.metrics import Function, Metric, named, number_of
 from unisono.train.order import require_whole_number
 from unisono.train.program_page import ProgramPage
 from unisono.train.run_folder import RunFolder
-from unisono.train.same_data import require_same_batch
 from unisono.verify.self_check import check_level, parallelize
 
 Scheduler = Callable[[Optimizer], Any]

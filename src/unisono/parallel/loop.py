@@ -1,0 +1,460 @@
+"""A loop of the user's own: `loss = f(trainer.model(x), y); loss.backward(); trainer.optimizer.step()`.
+
+Every rank gives the global batch, gets the outputs of the global batch and so computes the loss that one device would,
+whatever the loss is made of:
+
+    trainer.model(x)           runs this data rank's samples of x; the outputs of all data ranks are gathered, in order
+    loss.backward()            when it ends, the gradients are averaged over the replicas: those of one device, in
+                               `.grad` (under ZeRO in those of this rank's shards, `trainer.optimized()`)
+    trainer.optimizer.step()   clips before, where the trainer clips, and counts the step after
+
+With batch="local" the model runs on the samples that this rank gives, and returns their outputs: as under torch's
+DistributedDataParallel, the gradients are those of the mean of the ranks' losses.
+
+Note: why gradients are averaged. R replicas hold the same parameters, and each computes a loss; the objective is the
+mean of the R losses. Where all ranks compute the same loss from gathered outputs, that is the loss itself, also where
+it uses parameters directly (a regularizer). The gradient of a tensor that all ranks have in common is then the same on
+each of them and complete. The gradient of a tensor of which each rank has a shard is R times that of its shard, so that
+the mean over the ranks is right for the parameters in between. Hence
+
+    forward                 backward
+    shard                   all-gather, divided by the number of ranks
+    all-gather              shard, times the number of ranks
+
+and either is the gradient of the other, so that both can be differentiated again (gradient penalties).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import types
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
+
+from unisono.comm.communicator import Communicator
+from unisono.comm.handle import Handle
+from unisono.comm.same_data import SameBatch
+from unisono.errors import UsageError
+from unisono.parallel import conjugates
+from unisono.parallel.bucket import summed_axes
+from unisono.parallel.clip import refuse_torch_clipping
+from unisono.parallel.expert import MoE, needs_whole_batch
+from unisono.parallel.layout import Split, layout_of
+from unisono.parallel.logits import in_pieces
+from unisono.parallel.precision import HALVES
+from unisono.parallel.reducer import current_step
+from unisono.parallel.share import rows_of
+from unisono.parallel.zero import Zero
+from unisono.plan.plan import DATA, REPLICAS
+
+if TYPE_CHECKING:
+    from unisono.parallel.trainer import Trainer
+
+Lengths = Sequence[int]
+
+
+class OwnLoop:
+    """Makes a trainer's model, gradients and optimizer do by themselves what `Trainer.step` does with them."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        mesh, model = trainer.mesh, trainer.model
+        self._trainer = trainer
+        self._data = mesh.comm(*DATA)
+        self._replicas = mesh.comm(*REPLICAS)
+        self._cp = None if trainer.context is None or trainer.context.comm.size == 1 else trainer.context.comm
+        self._calls: list[_Call] = []  # of the model that are under way
+        self._kinds: set[Any] = set()  # of outputs that all ranks have found to have samples
+        self._counting: list[tuple[Handle, int]] = []  # numbers of samples, on their way
+        self._is_in_backward = False
+        everyone, peers = mesh.comm(), mesh.comm(*(axis for axis in mesh.names if axis not in DATA))
+        self._same = SameBatch(everyone if trainer.batch == "global" else peers)
+        self._same_without_gradients = SameBatch(peers)
+        self._watched = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        for parameter in self._watched:
+            axes = summed_axes(parameter, mesh)
+            ranks = mesh.size(*axes) if axes else 1
+            if ranks != self._replicas.size:  # then the mean over its ranks is not the mean over the replicas
+                parameter.register_hook(self._scaled_by(ranks / self._replicas.size))
+        trainer.replicas.publish_after_backward()
+        self._attach(model)
+        _models[model] = weakref.ref(trainer)
+        model.zero_grad = types.MethodType(_zero_grad, model)  # type: ignore[method-assign]
+        is_zero = isinstance(trainer.replicas, Zero)
+        sharded = [each for each in model.parameters() if is_zero or layout_of(each).splits]
+        refuse_torch_clipping(sharded, str(trainer.plan))
+        if is_zero:
+            for parameter in model.parameters():
+                setattr(parameter, _OPTIMIZER, weakref.ref(trainer.optimizer))
+            _refuse_other_optimizers()
+        trainer.optimizer.register_step_pre_hook(self._before_update)
+        trainer.optimizer.register_step_post_hook(self._after_update)
+
+    def _attach(self, model: nn.Module) -> None:
+        # Functions, and not methods: a copy of the model shares them, and does not copy the trainer.
+        def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return self._before_forward(args, kwargs) if module is self._trainer.model else None
+
+        def after(module: nn.Module, args: Any, outputs: Any) -> Any:
+            return self._after_forward(outputs) if module is self._trainer.model else None
+
+        model.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+        model.register_forward_hook(after, always_call=True)
+
+    def _scaled_by(self, factor: float) -> Callable[[torch.Tensor], torch.Tensor | None]:
+        def scaled(gradient: torch.Tensor) -> torch.Tensor | None:
+            return None if current_step() is self._trainer.replicas else gradient * factor
+
+        return scaled
+
+    # ---- forward -------------------------------------------------------------------------------------------------
+
+    def _before_forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        trainer, step = self._trainer, current_step()
+        call = _Call(is_own=step is not trainer.replicas and not any(each.is_own for each in self._calls))
+        self._calls.append(call)
+        if not call.is_own:
+            return None
+        self._require_sound(is_nested=step is not None)
+        given: Any = (args, kwargs)
+        inputs = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and not leaf.requires_grad]
+        trains = torch.is_grad_enabled() or any(module.training for module in trainer.model.modules())
+        if step is None:
+            (self._same if trains else self._same_without_gradients).require(inputs)
+        if trainer.random.step != trainer.steps:
+            trainer.random.step = trainer.steps
+        if step is None:
+            call.scope.enter_context(trainer.random)
+            call.scope.enter_context(in_pieces(False))
+            call.scope.enter_context(trainer.computing())
+            call.scope.enter_context(trainer.heads_whole(kwargs if kwargs and not args else args))
+        if step is not None:
+            call.leave = _Scale(self._replicas.size)
+            return _mapped(given, _Scale(1 / self._replicas.size))
+        if self._cp is not None:
+            assert trainer.context is not None
+            trainer.context.expect(given, None)
+            given = _mapped(given, _Used(self._cp))
+        if self._data.size == 1 or not (trains or needs_whole_batch(trainer.model)):
+            return given
+        call.rows = rows_of(given)
+        return self._with_local(call, given) if trainer.batch == "local" else self._sharded(call, given)
+
+    def _sharded(self, call: _Call, given: Any) -> Any:
+        held = Split.even((), 0, call.rows, self._data.size).held
+        call.lengths = [len(each) for each in held]
+        mine = held[self._data.rank]
+        assert isinstance(mine, range)
+        call.scope.enter_context(self._trainer.random.sharded(0, mine, of=call.rows))
+        shard = _Shard(0, call.lengths, self._data)
+        return tree_map(lambda leaf: shard(leaf) if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf, given)
+
+    def _with_local(self, call: _Call, given: Any) -> Any:
+        rank, rows = self._data.rank, call.rows
+        positions = range(rank * rows, (rank + 1) * rows)
+        call.scope.enter_context(self._trainer.random.sharded(0, positions, of=rows * self._data.size))
+        if torch.is_grad_enabled():
+            extremes = torch.tensor([rows, -rows], device=self._data.device)
+            self._counting.append((self._data.all_reduce(extremes, "max", async_op=True), rows))
+        return given
+
+    def _after_forward(self, outputs: Any) -> Any:
+        call = self._calls.pop()
+        call.scope.close()
+        if not call.is_own or outputs is None:
+            return outputs
+        if call.leave is not None:
+            outputs = _mapped(outputs, call.leave)
+        elif self._cp is not None:
+            outputs = self._with_whole_sequences(outputs)
+        if call.lengths is not None:
+            outputs = self._gathered(outputs, call.lengths)
+        if self._trainer.precision.dtype is not None:
+            outputs = tree_map(_in_float32, outputs)
+        for moe in self._trainer.model.modules():
+            if isinstance(moe, MoE) and moe.aux_loss is not None and self._replicas.size > 1:
+                moe.aux_loss = _Summed.apply(moe.aux_loss, self._replicas)
+        for leaf in tree_leaves(outputs):
+            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                leaf.register_hook(self._begin_backward)
+        return outputs
+
+    def _with_whole_sequences(self, outputs: Any) -> Any:
+        context = self._trainer.context
+        assert context is not None
+        assert self._cp is not None
+        if context.is_whole:
+            return outputs
+        tokens = context.tokens(context.length)
+        gather = _Gather(1, tokens.counts, self._cp)
+
+        def whole(leaf: Any) -> Any:
+            if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2 or leaf.shape[1] != tokens.counts[context.comm.rank]:
+                return leaf
+            return tokens.ordered(gather(leaf), 1)
+
+        return tree_map(whole, outputs)
+
+    def _gathered(self, outputs: Any, lengths: Lengths) -> Any:
+        mine = lengths[self._data.rank]
+        leaves, spec = tree_flatten(outputs)
+        kind = (spec, tuple(leaf.shape[1:] if isinstance(leaf, torch.Tensor) else None for leaf in leaves))
+        if kind not in self._kinds:  # one rank's shape may look right by chance: all hear what each has found
+            refusal = next(filter(None, self._data.all_gather_object(_without_samples(outputs, mine))), None)
+            if refusal is not None:
+                raise UsageError(refusal)
+            self._kinds.add(kind)
+        gather = _Gather(0, lengths, self._data)
+        return tree_map(lambda leaf: gather(leaf) if isinstance(leaf, torch.Tensor) else leaf, outputs)
+
+    def _require_sound(self, is_nested: bool) -> None:
+        trainer = self._trainer
+        if torch._C._current_graph_task_id() == -1:
+            if self._is_in_backward:  # which an exception ended
+                self._is_in_backward = False
+                trainer.random.__exit__()
+            trainer.replicas.require_idle()
+        if trainer.scaler is not None and torch.is_grad_enabled():
+            raise UsageError(
+                "precision=fp16 scales the loss, which only trainer.step does; in a loop of your own use "
+                'precision="bf16", or trainer.step(batch)'
+            )
+        if is_nested and self._cp is not None:
+            raise UsageError(
+                "a model under cp was called inside the step of another trainer, whose outputs are of this rank's "
+                "tokens only; call both models in a loop of your own, or use cp=1"
+            )
+
+    # ---- backward ------------------------------------------------------------------------------------------------
+
+    def _begin_backward(self, gradient: torch.Tensor) -> None:
+        if self._is_in_backward or current_step() is self._trainer.replicas:
+            return
+        self._refuse_autograd_grad()
+        self._is_in_backward = True
+        self._trainer.random.__enter__()  # for what is recomputed
+        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        self._trainer.replicas.expect_backward()
+
+    def _end_backward(self) -> None:
+        if self._is_in_backward:
+            self._is_in_backward = False
+            self._trainer.random.__exit__()
+        self._require_equal_counts()
+
+    def _refuse_autograd_grad(self) -> None:
+        """torch.autograd.grad gives a rank's part of a parameter's gradient, which nobody sums."""
+        for parameter in self._watched if self._trainer.replicas.buckets else ():
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+            try:
+                torch._C._will_engine_execute_node(node)
+            except RuntimeError:
+                raise UsageError(
+                    "torch.autograd.grad of a parameter gives this rank's part of its gradient under plan "
+                    f"{self._trainer.plan}; use loss.backward(), after which .grad is that of the global batch"
+                ) from None
+
+    def _require_equal_counts(self) -> None:
+        counting, self._counting = self._counting, []
+        for handle, rows in counting:
+            most, least = handle.wait().tolist()
+            if most != -least:
+                raise UsageError(
+                    f'batch="local": this rank called the model with {rows} samples, while ranks had between {-least} '
+                    f"and {most}; the mean of their losses is not that of all samples: give each rank equally many "
+                    "(drop_last=True), or use trainer.step(batch), which takes any number"
+                )
+
+    # ---- update --------------------------------------------------------------------------------------------------
+
+    def _before_update(self, *_: Any) -> None:
+        trainer = self._trainer
+        if trainer.is_updating:
+            return
+        trainer.replicas.complete()
+        self._require_equal_counts()
+        if trainer.clip is not None:
+            trainer.norm = trainer.clip_grad_norm_(trainer.clip)
+
+    def _after_update(self, *_: Any) -> None:
+        if not self._trainer.is_updating:
+            self._trainer.steps += 1
+
+
+class _Call:
+    """One call of the model."""
+
+    def __init__(self, is_own: bool) -> None:
+        self.is_own = is_own  # the user's, and not one within a step of the trainer or within another call
+        self.scope = contextlib.ExitStack()
+        self.rows = 0
+        self.lengths: Lengths | None = None  # numbers of samples of the data ranks, where the batch was sharded
+        self.leave: _Scale | None = None
+
+
+def _without_samples(outputs: Any, rows: int) -> str | None:
+    for path, leaf in tree_flatten_with_path(outputs)[0]:
+        if isinstance(leaf, torch.Tensor) and (not leaf.ndim or leaf.shape[0] != rows):
+            return (
+                f"the model's output{keystr(path)} is of shape {tuple(leaf.shape)} for a data rank's {rows} samples; "
+                "expected one row a sample, so that outputs can be gathered: compute losses and means outside the "
+                'model, or use trainer.step(batch), or parallelize(..., batch="local") to average over ranks'
+            )
+    return None
+
+
+def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """The tree with every tensor that needs a gradient changed."""
+    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, torch.Tensor) and leaf.requires_grad else leaf, tree)
+
+
+def _in_float32(leaf: Any) -> Any:
+    return leaf.float() if isinstance(leaf, torch.Tensor) and leaf.dtype in HALVES else leaf
+
+
+# ---- what is differentiated as the note above says -----------------------------------------------------------------
+
+
+class _Shard:
+    """This rank's shard of a tensor that all ranks have."""
+
+    def __init__(self, dim: int, lengths: Lengths, comm: Communicator) -> None:
+        self.given = (dim, lengths, comm)
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _ShardFunction.apply(x, *self.given)
+
+
+class _Gather(_Shard):
+    """All ranks' shards."""
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _GatherFunction.apply(x, *self.given)
+
+
+class _ShardFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
+        ctx.given = (dim, lengths, comm)
+        return conjugates.split(x.detach(), dim, lengths, comm)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return _GatherFunction.apply(gradient, *ctx.given) / ctx.given[-1].size, None, None, None
+
+
+class _GatherFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
+        ctx.given = (dim, lengths, comm)
+        return conjugates.gather(x.detach(), dim, lengths, comm)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return _ShardFunction.apply(gradient, *ctx.given) * ctx.given[-1].size, None, None, None
+
+
+class _Used:
+    """A tensor that every rank of a group uses for another part of the work; its gradient is the mean of theirs."""
+
+    def __init__(self, comm: Communicator) -> None:
+        self._comm = comm
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _UsedFunction.apply(x, self._comm)
+
+
+class _UsedFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        ctx.comm = comm
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return _MeanFunction.apply(gradient, ctx.comm), None
+
+
+class _MeanFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        ctx.comm = comm
+        return comm.all_reduce(x.clone(memory_format=torch.contiguous_format)) / comm.size
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return _UsedFunction.apply(gradient, ctx.comm), None
+
+
+class _Summed(torch.autograd.Function):
+    """The sum of what the ranks have each a part of."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+        ctx.size = comm.size
+        return comm.all_reduce(x.clone())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return gradient * ctx.size, None
+
+
+class _Scale:
+    """A tensor whose gradient is multiplied by a factor."""
+
+    def __init__(self, factor: float) -> None:
+        self._factor = factor
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return _ScaleFunction.apply(x, self._factor)
+
+
+class _ScaleFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float) -> torch.Tensor:
+        ctx.factor = factor
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        return gradient * ctx.factor, None
+
+
+# ---- what torch's own functions cannot know ------------------------------------------------------------------------
+
+_models: weakref.WeakKeyDictionary[nn.Module, weakref.ref[Trainer]] = weakref.WeakKeyDictionary()
+
+
+_OPTIMIZER = "unisono_optimizer"  # on a parameter of ZeRO: the only optimizer that gets its gradient
+
+
+@functools.cache
+def _refuse_other_optimizers() -> None:
+    register_optimizer_step_pre_hook(_require_own)
+
+
+def _require_own(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            owner = getattr(parameter, _OPTIMIZER, None)
+            if owner is not None and owner() is not optimizer:
+                raise UsageError(
+                    f"{type(optimizer).__name__} was made of parameters under ZeRO, whose gradients only the trainer's "
+                    "own optimizer gets; return it from parallelize(optimizer=...), with parameter groups where parts "
+                    "of the model need other options, and step trainer.optimizer"
+                )
+
+
+def _zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
+    """nn.Module.zero_grad, also of the shards that ZeRO's optimizer has."""
+    nn.Module.zero_grad(model, set_to_none)
+    trainer = _models[model]() if model in _models else None
+    if trainer is not None:
+        trainer.zero_grad()

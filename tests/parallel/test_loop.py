@@ -1,0 +1,400 @@
+"""A loop of the user's own on a planned model gives, for any loss, what it gives on one device."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+from tests.equivalence import tasks
+from tests.ranks import RankPool
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.mesh.initial import build
+from unisono.mesh.random import RandomState
+from unisono.parallel.apply import parallelize
+from unisono.parallel.expert import collect_aux
+from unisono.parallel.pipeline.inputs import call
+from unisono.parallel.trainer import Trainer
+from unisono.verify.float64 import InDouble
+from unisono.verify.task import Task
+
+Pools = Callable[[str, int], RankPool]
+Job = Any  # a Trainer, or what a plain model has of one
+Loop = Callable[[Job, Task, Any, Any], torch.Tensor]
+STEPS = 3
+
+
+# ---- loops, each of them written once for one device and for ranks ---------------------------------------------------
+
+
+def plain(job: Job, task: Task, x: Any, y: Any) -> torch.Tensor:
+    job.optimizer.zero_grad()
+    loss = task.loss(call(job.model, x), y)
+    aux = collect_aux(job.model)
+    loss = loss if aux is None else loss + aux
+    loss.backward()
+    job.optimizer.step()
+    return loss
+
+
+def clipped(job: Job, task: Task, x: Any, y: Any) -> torch.Tensor:
+    job.model.zero_grad()
+    loss = task.loss(call(job.model, x), y)
+    loss.backward()
+    job.clip_grad_norm_(0.05)
+    job.optimizer.step()
+    return loss
+
+
+def two_backwards(job: Job, task: Task, x: Any, y: Any) -> torch.Tensor:
+    job.model.zero_grad()
+    first = task.loss(call(job.model, x), y)
+    first.backward()
+    second = (call(job.model, x).sum(0) ** 2).mean()  # one that mixes samples
+    second.backward()
+    job.optimizer.step()
+    return first + second
+
+
+def two_losses(job: Job, task: Task, x: Any, y: Any) -> torch.Tensor:
+    job.optimizer.zero_grad()
+    outputs = call(job.model, x)
+    first, second = task.loss(outputs, y), outputs.pow(2).sum()
+    first.backward(retain_graph=True)
+    second.backward()
+    job.optimizer.step()
+    return first + second
+
+
+def accumulated(job: Job, task: Task, x: Any, y: Any) -> torch.Tensor:
+    job.optimizer.zero_grad()
+    with job.no_sync():
+        first = task.loss(call(job.model, x[:5]), y[:5])
+        first.backward()
+    second = task.loss(call(job.model, x[5:]), y[5:])
+    second.backward()
+    job.optimizer.step()
+    return first + second
+
+
+def held_back_to_the_step(job: Job, task: Task, x: Any, y: Any) -> torch.Tensor:
+    job.optimizer.zero_grad()
+    with job.no_sync():
+        loss = task.loss(call(job.model, x), y)
+        loss.backward()
+    job.optimizer.step()
+    return loss
+
+
+def regularized(job: Job, task: Task, x: Any, y: Any) -> torch.Tensor:
+    job.optimizer.zero_grad()
+    loss = task.loss(call(job.model, x), y)
+    loss = loss + 1e-2 * sum(parameter.pow(2).sum() for parameter in job.model.parameters())
+    loss.backward()
+    job.optimizer.step()
+    return loss
+
+
+def penalized(job: Job, task: Task, x: Any, y: Any) -> torch.Tensor:
+    """By the gradient of the inputs, which is differentiated again."""
+    job.optimizer.zero_grad()
+    x = x.clone().requires_grad_()
+    outputs = call(job.model, x)
+    slope = torch.autograd.grad(outputs.sum(), x, create_graph=True)[0]
+    loss = task.loss(outputs, y) + (slope.norm(dim=1) - 1).pow(2).mean()
+    loss.backward()
+    job.optimizer.step()
+    return loss + x.grad.pow(2).sum()
+
+
+LOOPS = {
+    each.__name__: each
+    for each in (
+        plain, clipped, two_backwards, two_losses, accumulated, held_back_to_the_step, regularized, penalized
+    )
+}  # fmt: skip
+
+
+class NoDropout(nn.Module):
+    """Smooth, so that it can be differentiated twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.blocks(x)
+
+
+smooth = Task(NoDropout, F.cross_entropy, tasks.mlp.optimizer, tasks.mlp.batch)
+TASKS = {"smooth": smooth} | {name: getattr(tasks, name) for name in ("mlp", "conv", "gpt", "moe", "llama")}
+
+
+# ---- one device, and ranks -------------------------------------------------------------------------------------------
+
+
+def batch_of(task: Task, step: int) -> Any:
+    x, y = task.batch(step)
+    return x.double() if isinstance(x, torch.Tensor) and x.is_floating_point() else x, y
+
+
+def on_one_device(task: Task, loop: Loop) -> tuple[list[float], dict[str, torch.Tensor]]:
+    model = build(task.model, 0).double()
+    random = RandomState(0)
+    random.name_modules(model)
+    optimizer = task.optimizer(list(model.parameters()))
+
+    def clip(norm: float) -> Any:
+        return clip_grad_norm_(model.parameters(), norm)
+
+    job = SimpleNamespace(model=model, optimizer=optimizer, no_sync=contextlib.nullcontext, clip_grad_norm_=clip)
+    losses = []
+    for step in range(STEPS):
+        random.step = step
+        with random, InDouble(torch.float64):
+            losses.append(loop(job, task, *batch_of(task, step)).item())
+    return losses, dict(model.named_parameters()) | dict(model.named_buffers())
+
+
+def trainer_of(task: Task, plan: str, **options: Any) -> Trainer:
+    x, y = batch_of(task, 0)
+    return parallelize(
+        task.model, plan, loss=task.loss, optimizer=task.optimizer, example=(x, y), rules=task.rules,
+        dtype=torch.float64, **options,
+    )  # fmt: skip
+
+
+def agrees(comm: Communicator, name: str, plan: str, style: str) -> None:
+    task, loop = TASKS[name], LOOPS[style]
+    losses, expected = comm.broadcast_object(on_one_device(task, loop) if comm.rank == 0 else None)
+    trainer = trainer_of(task, plan)
+    with InDouble(torch.float64):
+        for step in range(STEPS):
+            loss = loop(trainer, task, *batch_of(task, step)).item()
+            assert loss == pytest.approx(losses[step], rel=1e-9), f"the loss of step {step}"
+    assert trainer.steps == STEPS
+    compare(trainer.state_dict()["model"], expected)
+
+
+def compare(got: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    for name, tensor in got.items():
+        worst = (tensor.double() - expected[name].double()).abs().max() / expected[name].abs().max().clamp(min=1e-3)
+        assert worst < 1e-9, f"{name} is off by {worst:.1e}"
+
+
+@pytest.mark.parametrize(
+    ("task", "plan", "style"),
+    [
+        ("mlp", "dp=2", "plain"),
+        ("mlp", "dp=2,zero=1", "plain"),
+        ("mlp", "dp=2,zero=2", "plain"),
+        ("mlp", "dp=2,zero=3", "plain"),
+        ("mlp", "tp=2", "plain"),
+        ("conv", "dp=2", "plain"),
+        ("gpt", "cp=2", "plain"),
+        ("gpt", "cp=2,context=ulysses", "plain"),
+        ("gpt", "dp=2,recompute=full", "plain"),
+        ("gpt", "tp=2,sp", "two_backwards"),
+        ("moe", "dp=2,ep=2", "plain"),
+        ("moe", "dp=2,ep=2", "two_losses"),
+        ("llama", "dp=2,zero=3", "plain"),
+        *(("mlp", plan, style) for plan in ("dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2")
+          for style in ("clipped", "two_backwards", "two_losses", "accumulated", "held_back_to_the_step")),
+        ("mlp", "dp=2", "regularized"),
+        ("mlp", "dp=2,zero=2", "regularized"),
+        ("smooth", "dp=2", "penalized"),
+        ("smooth", "dp=2,zero=2", "penalized"),
+    ],
+)  # fmt: skip
+def test_own_loop_agrees_with_one_device(pools: Pools, task: str, plan: str, style: str) -> None:
+    pools("gloo", 2).run(agrees, task, plan, style)
+
+
+@pytest.mark.parametrize(("task", "plan"), [("gpt", "dp=2,cp=2"), ("moe", "dp=4,ep=2"), ("gpt", "dp=2,tp=2,zero=1,sp")])
+def test_own_loop_on_four_ranks(pools: Pools, task: str, plan: str) -> None:
+    pools("gloo", 4).run(agrees, task, plan, "two_losses" if task == "gpt" else "plain")
+
+
+# ---- batches of a rank's own -----------------------------------------------------------------------------------------
+
+
+def local_of(batch: tuple[Any, Any], counts: list[int], rank: int) -> tuple[Any, Any]:
+    first = sum(counts[:rank])
+    return batch[0][first : first + counts[rank]], batch[1][first : first + counts[rank]]
+
+
+def local_loop_agrees(comm: Communicator, plan: str) -> None:
+    """The mean of the losses of equally many samples is the loss of all of them."""
+    task = Task(tasks.mlp.model, F.cross_entropy, tasks.mlp.optimizer, even_vectors, rules=tasks.mlp.rules)
+    losses, expected = on_one_device(task, plain)
+    trainer = trainer_of(task, plan, batch="local")
+    data = trainer.mesh.comm("dp")
+    for step in range(STEPS):
+        with InDouble(torch.float64):
+            local = local_of(batch_of(task, step), [12 // data.size] * data.size, data.rank)
+            mine = plain(trainer, task, *local).detach()
+        assert float(data.all_reduce(mine.clone())) / data.size == pytest.approx(losses[step], rel=1e-9)
+    compare(trainer.state_dict()["model"], expected)
+
+
+def even_vectors(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    x, y = tasks.mlp.batch(seed)
+    return x[:12], y[:12]
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2"])
+def test_local_batches_in_an_own_loop(pools: Pools, plan: str) -> None:
+    pools("gloo", 2).run(local_loop_agrees, plan)
+
+
+def local_steps_agree(comm: Communicator, plan: str, counts: list[int]) -> None:
+    """Of local batches of any sizes, as of the global batch that they make up."""
+    task = tasks.gpt
+    one, other = trainer_of(task, plan), trainer_of(task, plan, batch="local")
+    for step in range(STEPS):
+        batch = batch_of(task, step)
+        local = local_of(batch, counts, one.mesh.comm("dp").rank)
+        assert float(other.step(local)) == pytest.approx(float(one.step(batch)), rel=1e-9)
+    assert float(other.evaluate(local)) == pytest.approx(float(one.evaluate(batch)), rel=1e-9)
+    compare(other.state_dict()["model"], one.state_dict()["model"])
+    compare({"outputs": other.predict(local[0])}, {"outputs": one.predict(batch[0])})
+
+
+@pytest.mark.parametrize(
+    ("plan", "counts"),
+    [("dp=2,zero=2", [7, 2]), ("tp=2", [9]), ("pp=2,microbatches=2", [9]), ("dp=2,microbatches=3", [4, 5])],
+)
+def test_steps_on_local_batches(pools: Pools, plan: str, counts: list[int]) -> None:
+    pools("gloo", 2).run(local_steps_agree, plan, counts)
+
+
+# ---- what is refused -------------------------------------------------------------------------------------------------
+
+
+class Summary(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(12, 5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.fc(x).pow(2).mean()
+
+
+def asks_autograd(trainer: Trainer, comm: Communicator) -> None:
+    x, y = batch_of(smooth, 0)
+    torch.autograd.grad(F.cross_entropy(trainer.model(x), y), list(trainer.model.parameters()))
+
+
+def clips_with_torch(trainer: Trainer, comm: Communicator) -> None:
+    x, y = batch_of(smooth, 0)
+    F.cross_entropy(trainer.model(x), y).backward()
+    clip_grad_norm_(trainer.model.parameters(), 1.0)
+
+
+def clips_values_with_torch(trainer: Trainer, comm: Communicator) -> None:
+    torch.nn.utils.clip_grad_value_(trainer.model.parameters(), 1.0)
+
+
+def has_another_optimizer(trainer: Trainer, comm: Communicator) -> None:
+    x, y = batch_of(smooth, 0)
+    F.cross_entropy(trainer.model(x), y).backward()
+    torch.optim.SGD(trainer.model.parameters(), lr=0.1).step()
+
+
+def gives_other_batches(trainer: Trainer, comm: Communicator) -> None:
+    trainer.model(batch_of(smooth, comm.rank)[0])
+
+
+def gives_other_batches_to_step(trainer: Trainer, comm: Communicator) -> None:
+    trainer.step(batch_of(smooth, comm.rank))
+
+
+def gives_other_batches_to_predict(trainer: Trainer, comm: Communicator) -> None:
+    trainer.model.eval()
+    with torch.no_grad():
+        trainer.model(batch_of(smooth, comm.rank)[0])
+
+
+def gives_uneven_batches(trainer: Trainer, comm: Communicator) -> None:
+    x, y = batch_of(smooth, 0)
+    F.cross_entropy(trainer.model(x[comm.rank :]), y[comm.rank :]).backward()
+
+
+def runs(trainer: Trainer, comm: Communicator) -> None:
+    trainer.model(batch_of(smooth, 0)[0])
+
+
+TP = {"rules": {"blocks.0": "column", "blocks.2": "row"}}
+REFUSALS: list[tuple[str, Any, str, dict[str, Any], str]] = [
+    ("dp=2", asks_autograd, "smooth", {}, "torch.autograd.grad of a parameter gives this rank's part"),
+    ("tp=2", clips_with_torch, "smooth", TP, "use trainer.clip_grad_norm_"),
+    ("dp=2,zero=1", clips_with_torch, "smooth", {}, "use trainer.clip_grad_norm_"),
+    ("dp=2,zero=2", clips_values_with_torch, "smooth", {}, "trainer.clip_grad_value_"),
+    ("dp=2,zero=1", has_another_optimizer, "smooth", {}, "only the trainer's own optimizer gets"),
+    ("dp=2", gives_other_batches, "smooth", {}, "rank 1 was given another batch than rank 0"),
+    ("tp=2", gives_other_batches, "smooth", TP, "rank 1 was given another batch than rank 0"),
+    ("tp=2", gives_other_batches_to_predict, "smooth", TP, "rank 1 was given another batch than rank 0"),
+    ("dp=2", gives_other_batches_to_step, "smooth", {}, 'say batch="local"'),
+    ("tp=2", gives_other_batches_to_step, "smooth", TP, "rank 1 was given another batch than rank 0"),
+    ("tp=2", gives_other_batches_to_step, "smooth", TP | {"batch": "local"}, "rank 1 was given another batch"),
+    ("dp=2", gives_uneven_batches, "smooth", {"batch": "local"}, "ranks had between 12 and 13"),
+    ("dp=2", runs, "summary", {}, "expected one row a sample"),
+    ("dp=2", runs, "smooth", {"precision": "fp16"}, "only trainer.step does"),
+]
+
+
+def refused(comm: Communicator, plan: str, act: Callable[..., None], model: str, options: dict[str, Any]) -> str:
+    dtype = torch.float64 if "precision" not in options else None
+    built = NoDropout if model == "smooth" else Summary
+    trainer = parallelize(built, plan, loss=F.cross_entropy, optimizer=smooth.optimizer, dtype=dtype, **options)
+    try:
+        act(trainer, comm)
+    except UsageError as error:
+        comm.barrier()
+        return str(error)
+    raise AssertionError("not refused")
+
+
+@pytest.mark.parametrize(("plan", "act", "model", "options", "reason"), REFUSALS)
+def test_loops_that_cannot_be_right_are_refused(
+    pools: Pools, plan: str, act: Callable[..., None], model: str, options: dict[str, Any], reason: str
+) -> None:
+    for words in pools("gloo", 2).run(refused, plan, act, model, options):
+        assert reason in words
+
+
+def other_things_work(comm: Communicator) -> None:
+    """torch's clipping where gradients are whole; clip= of the plan; a second optimizer; steps between."""
+    x, y = batch_of(smooth, 0)
+    model = build(NoDropout, 0).double()
+    trainer = trainer_of(smooth, "dp=2", clip=0.05)
+    for each in (model, trainer.model):
+        F.cross_entropy(each(x), y).backward()
+    close = {"rel": 1e-9}
+    assert float(clip_grad_norm_(trainer.model.parameters(), 0.1)) == pytest.approx(
+        float(clip_grad_norm_(model.parameters(), 0.1)), **close
+    )
+    trainer.optimizer.step()
+    assert float(trainer.norm) == pytest.approx(0.1, rel=1e-4)  # type: ignore[arg-type]
+    assert trainer.steps == 1
+    other = torch.optim.SGD(trainer.model.blocks[0].parameters(), lr=0.1)  # type: ignore[union-attr, index]
+    before = trainer.model.blocks[0].weight.clone()  # type: ignore[union-attr, index]
+    other.step()
+    assert not torch.equal(before, trainer.model.blocks[0].weight)  # type: ignore[union-attr, index, arg-type]
+    trainer.step((x, y))
+    trainer.zero_grad()
+    F.cross_entropy(trainer.model(x), y).backward()
+    trainer.optimizer.step()
+    assert trainer.steps == 3
+
+
+def test_what_torch_does_with_whole_gradients(pools: Pools) -> None:
+    pools("gloo", 2).run(other_things_work)
