@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
+import unisono as uni
 from tests.equivalence import tasks
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
@@ -398,3 +399,18 @@ def other_things_work(comm: Communicator) -> None:
 
 def test_what_torch_does_with_whole_gradients(pools: Pools) -> None:
     pools("gloo", 2).run(other_things_work)
+
+
+def a_plan_is_proved_for_local_batches(comm: Communicator) -> None:
+    task = tasks.mlp
+    example = local_of(task.batch(0), [6, 7], comm.rank)
+    trainer = uni.parallelize(
+        task.model, "dp=2", loss=task.loss, optimizer=task.optimizer, example=example, batch="local"
+    )
+    assert "proved on your model" in trainer.proof
+    one, other = uni.parallelize(task.model, "dp=2", loss=task.loss, optimizer=task.optimizer), trainer
+    assert float(other.step(example)) == pytest.approx(float(one.step(task.batch(0))), rel=1e-5)
+
+
+def test_the_self_check_with_local_batches(pools: Pools) -> None:
+    pools("gloo", 2).run(a_plan_is_proved_for_local_batches)

@@ -170,6 +170,7 @@ class OwnLoop:
         call.scope.close()
         if not call.is_own or outputs is None:
             return outputs
+        self._trainer.reads = None  # the forward has shown that there are none
         if call.leave is not None:
             outputs = _mapped(outputs, call.leave)
         elif self._cp is not None:

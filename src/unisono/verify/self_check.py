@@ -40,7 +40,7 @@ from unisono.parallel.layout import layout_of
 from unisono.parallel.loss import Loss
 from unisono.parallel.precision import Precision
 from unisono.parallel.region import Region
-from unisono.parallel.share import Share, rows_between, rows_of
+from unisono.parallel.share import Share, rows_between, rows_of, share
 from unisono.parallel.snapshot import whole_tensors
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
@@ -89,7 +89,8 @@ def parallelize(
     stages, and tp to search a model for rules. rules: which layers tp shards, and how; without, what the model brings
     or shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed
     from float32 parameters; "fp32" leaves the model's own dtype. check: "auto", "full" or "off": how the plan is proved
-    before the first step, on the example or, without one, on the first batch.
+    before the first step, on the example or, without one, on the first batch. batch: what ranks will give, "global",
+    all of them the same batch, of which each takes its part, or "local", each data rank its own samples.
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     precision = Precision.of(precision)
@@ -271,7 +272,11 @@ class _Proof:
 
     def _compared(self, trainer: Trainer, batch: tuple[Any, Any]) -> list[Difference]:
         plain = self._comm.broadcast_object(_without_activations(self._plain))
-        planned = planned_step(trainer, rows_between(batch, 0, self._samples), plain.rounding)
+        if trainer.batch == "local":  # ranks have samples of their own: all take part in a step on those of rank 0
+            some = rows_between(self._comm.broadcast_object(batch), 0, self._samples)
+            planned = planned_step(trainer, share(some, *trainer.part), plain.rounding)
+        else:
+            planned = planned_step(trainer, rows_between(batch, 0, self._samples), plain.rounding)
         found = self._comm.broadcast_object(differences(plain, planned, has_history=trainer.steps > 0))
         found.append(replica_difference(self._comm, planned))
         if any(each.is_fault for each in found):
