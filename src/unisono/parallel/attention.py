@@ -7,6 +7,8 @@ such a module see its own heads only. nn.MultiheadAttention computes all in one 
 
 from __future__ import annotations
 
+import copy
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -14,6 +16,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.overrides import TorchFunctionMode
 
 from unisono.errors import UsageError
 from unisono.parallel import conjugates
@@ -29,8 +32,7 @@ def by_heads(module: nn.Module, attributes: Sequence[str], region: Region) -> No
     Its first tensor argument is replaced by a stand-in of this rank's width (see Region.stand_in), because many
     modules compute the size of a head as the input's width over the number of heads.
     """
-    for attribute in attributes:
-        setattr(module, attribute, getattr(module, attribute) // region.comm.size)
+    divide_sizes(module, attributes, region.comm.size)
 
     module.forward = partial(_with_stand_in, region, module.forward)
 
@@ -45,10 +47,90 @@ def _with_stand_in(region: Region, forward: Callable[..., Any], *args: Any, **kw
     return forward(*args, **kwargs)
 
 
+def divide_sizes(module: nn.Module, attributes: Sequence[str], ranks: int) -> None:
+    """Divide numbers that a module counts heads or features by: attributes of it, of objects that it holds (which are
+    copied, as other modules may hold them too), or sizes that its code passes to reshapes (see rules)."""
+    sizes = []
+    for attribute in attributes:
+        if attribute.startswith("="):
+            sizes.append(_size(attribute))
+            continue
+        owner, _, name = attribute.rpartition(".")
+        if not owner:
+            setattr(module, name, getattr(module, name) // ranks)
+            continue
+        held = copy.copy(getattr(module, owner))
+        if isinstance(held, dict):
+            held[name] //= ranks
+        else:
+            object.__setattr__(held, name, getattr(held, name) // ranks)
+        setattr(module, owner, held)
+    if sizes:
+        module.forward = partial(_with_local_sizes, module.forward, tuple(sizes), ranks)
+
+
+def _with_local_sizes(
+    forward: Callable[..., Any], sizes: Sequence[tuple[int, int]], ranks: int, *args: Any, **kwargs: Any
+) -> Any:
+    with _LocalSizes(sizes, ranks):
+        return forward(*args, **kwargs)
+
+
+def _size(text: str) -> tuple[int, int]:
+    """A size of a reshape, and its place counted from the end."""
+    value, _, index = text.removeprefix("=").partition("@")
+    return int(value), int(index)
+
+
+class _LocalSizes(TorchFunctionMode):
+    """In reshapes of a rank's shard that are written with the sizes of the full tensor, divides the sharded size."""
+
+    def __init__(self, sizes: Sequence[tuple[int, int]], ranks: int) -> None:
+        super().__init__()
+        self._sizes, self._ranks = sizes, ranks
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name in ("view", "reshape") and len(args) > 1:
+            given = args[1] if isinstance(args[1], tuple | list) else args[1:]
+            if all(isinstance(size, int) for size in given):
+                return function(args[0], self._local(args[0].numel(), given))
+        elif name == "unflatten" and len(args) == 3:
+            return function(args[0], args[1], self._local(args[0].shape[args[1]], args[2]))
+        elif name == "expand" and len(args) > 1:
+            given = args[1] if isinstance(args[1], tuple | list) else args[1:]
+            return function(args[0], self._expanded(args[0].shape, given))
+        elif name == "split" and len(args) > 1:
+            return function(args[0], self._split(args[0], args[1], *args[2:], **kwargs), *args[2:], **kwargs)
+        return function(*args, **kwargs)
+
+    def _local(self, length: int, sizes: Sequence[int]) -> list[int]:
+        """The sizes, one of them divided, where the full tensor would have them."""
+        is_full = -1 in sizes or math.prod(sizes) == self._ranks * length
+        found = list(sizes)
+        for value, index in self._sizes:
+            if is_full and -len(found) <= index < 0 and found[index] == value:
+                found[index] = value // self._ranks
+                break
+        return found
+
+    def _expanded(self, shape: Sequence[int], sizes: Sequence[int]) -> list[int]:
+        new = len(sizes) - len(shape)
+        full = [length * self._ranks if length > 1 else -1 for length in shape]
+        return [*sizes[:new], *(a // self._ranks if a == b else a for a, b in zip(sizes[new:], full, strict=True))]
+
+    def _split(self, x: torch.Tensor, lengths: Any, dim: int = 0) -> Any:
+        if isinstance(lengths, int):
+            return lengths // self._ranks if (lengths, 0) in self._sizes else lengths
+        is_full = sum(lengths) == self._ranks * x.shape[dim]
+        return [length // self._ranks for length in lengths] if is_full else lengths
+
+
 def require_shares(name: str, module: nn.Module, attributes: Sequence[str], ranks: int) -> None:
     """That every rank can have the same number of heads."""
     for attribute in attributes:
-        value = getattr(module, attribute, None)
+        value = _number(module, attribute)
         if not isinstance(value, int) or isinstance(value, bool):
             numbers = [key for key, held in vars(module).items() if type(held) is int]
             raise UsageError(
@@ -59,6 +141,14 @@ def require_shares(name: str, module: nn.Module, attributes: Sequence[str], rank
             raise UsageError(
                 f"{name} has {attribute}={value}, which tp={ranks} does not divide; use a tp that divides it"
             )
+
+
+def _number(module: nn.Module, attribute: str) -> Any:
+    if attribute.startswith("="):
+        return _size(attribute)[0]
+    owner, _, name = attribute.rpartition(".")
+    held = getattr(module, owner, None) if owner else module
+    return held.get(name) if isinstance(held, dict) else getattr(held, name, None)
 
 
 def require_plain(name: str, attention: nn.MultiheadAttention, ranks: int) -> None:

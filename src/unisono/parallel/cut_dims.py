@@ -54,7 +54,7 @@ def _of_module(module: Any, style: Style) -> Iterator[tuple[torch.Tensor, CutDim
 def _of_linear(module: Any, style: Style) -> Iterator[tuple[torch.Tensor, CutDim]]:
     is_transposed = tuple(module.weight.shape) == features(module) and type(module).__name__ == "Conv1D"
     is_packed = len(style.parts) > 1
-    if style.kind in ("column", "column_gather", "vocab_head"):
+    if style.kind in ("column", "column_gather", "vocab_head", "logits"):
         yield module.weight, CutDim(1 if is_transposed else 0, is_packed)
         if module.bias is not None:
             yield module.bias, CutDim(0, is_packed)

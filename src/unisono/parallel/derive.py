@@ -8,9 +8,7 @@ if on random input they give what the whole module gives.
 
 from __future__ import annotations
 
-import copy
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from unisono.parallel.blocks import Blocks, find_blocks
 from unisono.parallel.hollow import realised_copy
 from unisono.parallel.linear import features, is_linear
 from unisono.parallel.rules import Rules
+from unisono.parallel.trial import together
 
 _HEADS = ("heads", "num_heads", "n_head", "n_heads", "num_attention_heads", "nhead")
 _KEY_HEADS = ("kv_heads", "num_kv_heads", "n_kv_head", "n_kv_heads", "num_key_value_heads")
@@ -120,61 +119,3 @@ def _holds(module: nn.Module, rules: Rules, ranks: int, cut: Any) -> bool:
 
 def _first(output: Any) -> Any:
     return output[0] if isinstance(output, tuple | list) else output
-
-
-def together(whole: nn.Module, rules: Rules, ranks: int, compute: Callable[[nn.Module], Any], cut: Any) -> list[Any]:
-    """What each simulated rank computes with its share of the module; the first error of any of them."""
-    meeting = _Meeting(ranks)
-    holder = nn.ModuleDict({"probed": whole})
-    named = {f"probed.{relative}".strip("."): text for relative, text in rules.items()}
-    lent = {id(parameter): parameter for parameter in holder.parameters()}  # a cut leaves it as it is
-    shared = [copy.deepcopy(holder, dict(lent)) for _ in range(ranks)]
-    for rank, module in enumerate(shared):
-        cut(module, named, _SimulatedRank(rank, meeting))
-    outcomes: list[Any] = [None] * ranks
-
-    def run(rank: int) -> None:
-        try:
-            with torch.no_grad():
-                outcomes[rank] = compute(shared[rank]["probed"])
-        except Exception as error:
-            outcomes[rank] = error
-            meeting.barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    errors = [outcome for outcome in outcomes if isinstance(outcome, Exception)]
-    for error in sorted(errors, key=lambda each: isinstance(each, threading.BrokenBarrierError)):
-        raise error
-    return outcomes
-
-
-class _Meeting:
-    def __init__(self, ranks: int) -> None:
-        self.barrier = threading.Barrier(ranks)
-        self.brought: list[Any] = [None] * ranks
-
-
-class _SimulatedRank:
-    """As much of a Communicator as a layer needs in its forward."""
-
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
-        self.rank, self.size = rank, meeting.barrier.parties
-        self._meeting = meeting
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._meeting.brought[self.rank] = tensor.clone()
-        self._meeting.barrier.wait()
-        tensor.copy_(torch.stack(self._meeting.brought).sum(0))
-        self._meeting.barrier.wait()
-        return tensor
-
-    def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
-        self._meeting.brought[self.rank] = tensor.clone()
-        self._meeting.barrier.wait()
-        out.copy_(torch.cat(self._meeting.brought).view(out.shape))
-        self._meeting.barrier.wait()
-        return out

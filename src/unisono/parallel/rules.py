@@ -2,8 +2,8 @@
 
     {"*.fc1": "column", "*.fc2": "row", "*.attention": "heads:heads", "*.tokens": "vocab", "*.head": "column_gather"}
 
-Patterns match module names as in a shell ("*.fc1" also matches a top-level fc1); of several that match the first
-counts. Values:
+Patterns match module names as in a shell ("*.fc1" also matches a top-level fc1, "" the model itself); of several that
+match the first counts. Values:
 
     column           nn.Linear (or Conv1D) cut by columns: its output is this rank's piece
     column:qkv       ... whose output is queries, keys, values one after the other; column:gate_up likewise two, and
@@ -12,9 +12,14 @@ counts. Values:
     row              nn.Linear cut by rows: its input is this rank's piece, its output whole
     row_split        cut by rows; its input is whole
     vocab            nn.Embedding cut by rows of the vocabulary
+    logits           the layer whose output is the model's, sharded by columns: F.cross_entropy in a loss is computed
+                     from the shards, everything else is given gathered logits
     vocab_head       the layer that makes logits, cut by columns; use vocab_parallel_cross_entropy on them
     heads:a,b        an attention module around column and row layers: it sees its own heads, and its numbers a and b
                      (how many heads there are) are divided by tp. Also for nn.MultiheadAttention, as "heads".
+                     config.a is a number of an object that the module holds, which gets a copy of its own; =4@-2 is a
+                     size of 4 that the module's code passes to reshapes as the last size but one.
+    sizes:a,b        likewise, for a module that also uses its input in other ways: only the numbers are divided
     experts          a module around expert weights that are cut themselves: its output is summed
     summed           parameters that are whole, but whose gradients are computed in parts (norms of single heads)
     whole            leave it alone. Rules that say nothing else are exceptions from what the model brings or shows.
@@ -33,7 +38,10 @@ from unisono.errors import UsageError
 
 Rules = Mapping[str, str]
 
-KINDS = ("column", "column_gather", "row", "row_split", "vocab", "vocab_head", "heads", "experts", "summed", "whole")
+KINDS = (
+    "column", "column_gather", "row", "row_split", "vocab", "vocab_head", "logits", "heads", "sizes", "experts",
+    "summed", "whole",
+)  # fmt: skip
 _PARTS = {"": (1,), "qkv": (1, 1, 1), "gate_up": (1, 1)}
 
 # The values that Hugging Face's plans use, in all their versions.
@@ -93,7 +101,7 @@ class Style:
         kind, _, detail = text.partition(":")
         if kind not in KINDS:
             raise UsageError(f"rule {pattern!r}: {text!r}; expected one of {', '.join(KINDS)}")
-        if kind == "heads":
+        if kind in ("heads", "sizes"):
             return cls(kind, attributes=tuple(filter(None, detail.split(","))))
         if detail and kind != "column":
             raise UsageError(f"rule {pattern!r}: {text!r}; only column and heads take more after a colon")
@@ -125,6 +133,7 @@ def matched(model: nn.Module, rules: Rules, *, every: bool = True) -> Styles:
     """What the rules say of each module. With `every`, a rule that matches nothing is an error."""
     read = {pattern: Style.parse(pattern, text) for pattern, text in rules.items()}
     names = [name for name, _ in model.named_modules() if name]
+    root = {"": read.pop("")} if "" in read else {}
     styles, used = _matches(names, read)
     # Expert weights and their like are parameters without a layer of their own: what matches no module may be one.
     rest = {pattern: style for pattern, style in read.items() if pattern not in used}
@@ -135,7 +144,7 @@ def matched(model: nn.Module, rules: Rules, *, every: bool = True) -> Styles:
             f"rule {unused[0]!r} matches no module of {type(model).__name__}; "
             f"its modules are {', '.join(names[:12])}{', ...' if len(names) > 12 else ''}"
         )
-    return styles | more
+    return root | styles | more
 
 
 def _matches(names: list[str], rules: Mapping[str, Style]) -> tuple[Styles, set[str]]:

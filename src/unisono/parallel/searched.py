@@ -30,8 +30,8 @@ from unisono.graph.trace import trace
 from unisono.mesh.draws import held_fast
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.side_effects import no_side_effects
-from unisono.parallel.derive import together
 from unisono.parallel.hollow import realised_copy
+from unisono.parallel.trial import together
 
 _SMALL = 5 * 10**7  # parameters of a model that is tried
 _FEW = 400  # nodes of a graph that is searched exactly

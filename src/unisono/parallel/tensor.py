@@ -28,6 +28,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.parallel import attention, custom_layers, user_hooks, vocabulary
 from unisono.parallel.attention import ParallelMultiheadAttention
 from unisono.parallel.derive import derived
+from unisono.parallel.inferred import compressed, inferred
 from unisono.parallel.layout import Split
 from unisono.parallel.linear import ColumnParallelLinear, RowParallelLinear, features, is_linear, part_lengths
 from unisono.parallel.logits import keep_in_pieces
@@ -39,7 +40,7 @@ from unisono.parallel.sequence import SequenceParallel
 from unisono.parallel.tensor_pieces import Pieces, add_up, packed
 from unisono.parallel.vocabulary import VocabParallelEmbedding
 
-_LINEAR_KINDS = ("column", "column_gather", "vocab_head", "row", "row_split")
+_LINEAR_KINDS = ("column", "column_gather", "vocab_head", "logits", "row", "row_split")
 _HEAD_SIZES = ("head_dim", "attention_head_size")
 
 Regions = Callable[[str], Region]
@@ -132,22 +133,26 @@ def shows_by_running(model: nn.Module) -> bool:
 def fitting_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tuple[Any, Any] | None) -> Rules | None:
     """The rules to use. Where none are given and the model shows none, they are searched for in its graph, for which an
     example of (inputs, targets) is needed; None where the model shows its own."""
-    if rules is not None and only_exceptions(rules):
-        found = fitting_rules(model, ranks, None, example)
-        return rules if found is None else {**rules, **found}
-    if rules is not None or ranks == 1 or example is None:
+    if ranks == 1 or example is None or (rules is not None and not only_exceptions(rules)):
         return rules
     if isinstance(model, nn.Linear | nn.Embedding):
         raise UsageError(
             f"tp: the model is one {type(model).__name__}, and a layer is cut within a module that has it; "
             "wrap it: nn.Sequential(layer)"
         )
+    if published(model) is not None:
+        return rules
+    brought = _brought(model) | matched(model, rules or {})
+    found = inferred(model, ranks, example[0], _cut_alone, {name: str(style) for name, style in brought.items()})
+    if found is not None and any(text != "whole" for text in found.rules.values()):
+        return compressed(found.rules, model)
     try:
-        styles_of(model, ranks)
-        return None
+        styles_of(model, ranks, rules)
+        return rules
     except UsageError as error:
         try:
-            return searched_rules(model, ranks, example, _cut_alone) or None
+            searched = searched_rules(model, ranks, example, _cut_alone)
+            return {**(rules or {}), **searched} if searched else rules
         except UsageError as untraceable:
             raise UsageError(f"{error} (its graph cannot be searched: {untraceable})") from None
 
@@ -222,7 +227,7 @@ def _require_sound(model: nn.Module, styles: Styles, ranks: int) -> None:
         elif style.kind == "heads" and isinstance(module, nn.MultiheadAttention):
             attention.require_plain(name, module, ranks)
             user_hooks.require_hooks_kept(name, module, style)
-        elif style.kind == "heads":
+        elif style.kind in ("heads", "sizes"):
             attention.require_shares(name, module, style.attributes, ranks)
 
 
@@ -280,6 +285,7 @@ def _cut(model: nn.Module, styles: Styles, comm: Communicator, region_of: Region
             keep_in_pieces(layer, features(module)[1], comm)
             made[module] = _in_place_of(module, layer)
         elif module not in made and style.kind in (*_LINEAR_KINDS, "vocab"):
+            style = Style("column_gather") if style.kind == "logits" else style
             made[module] = _sharded(name, module, style, region_of(name), pieces)
         elif module not in made:
             replacement = _replacement(module, style, region_of(name), pieces)
@@ -293,14 +299,17 @@ def _cut(model: nn.Module, styles: Styles, comm: Communicator, region_of: Region
 
 
 def heads_of(model: nn.Module, styles: Styles, modules: dict[str, nn.Module]) -> set[nn.Module]:
-    """The layers that make logits: those that say so (Hugging Face), or share their weight with an embedding."""
+    """The layers that make logits: those whose rule or model (Hugging Face) says so, or that share their weight with an
+    embedding."""
     said = getattr(model, "get_output_embeddings", lambda: None)()
     tied = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
     gathered = [modules[name] for name, style in styles.items() if style == Style("column_gather")]
+    said_by_rule = [modules[name] for name, style in styles.items() if style.kind == "logits"]
+    said_otherwise = [head for head in gathered if head is said or id(head.weight) in tied]
     return {
         head
-        for head in gathered
-        if (head is said or id(head.weight) in tied) and custom_layers.is_plain(head) and not user_hooks.has_hooks(head)
+        for head in (*said_by_rule, *said_otherwise)
+        if custom_layers.is_plain(head) and not user_hooks.has_hooks(head)
     }
 
 
@@ -358,6 +367,8 @@ def _replacement(module: nn.Module, style: Style, region: Region, pieces: Pieces
             return ParallelMultiheadAttention.from_attention(module, region, pieces)
         case "heads":
             attention.by_heads(module, style.attributes, region)
+        case "sizes":
+            attention.divide_sizes(module, style.attributes, region.comm.size)
         case "experts":
             _sum_experts(module, region)
         case "summed":

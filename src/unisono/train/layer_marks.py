@@ -36,7 +36,7 @@ def kinds_of_weights(model: nn.Module, styles: Styles) -> dict[str, str]:
     heads = heads_of(model, styles, modules)
     kinds: dict[int, str] = {}
     for name, style in styles.items():
-        if style.kind in (GATHERS, SPLITS, IN_PIECES):
+        if style.kind in (GATHERS, SPLITS, IN_PIECES, "logits"):
             weight = modules[name].weight
             kinds[id(weight)] = IN_PIECES if modules[name] in heads else style.kind
     named = model.named_parameters(remove_duplicate=False)

@@ -1,0 +1,440 @@
+"""Tensor-parallel rules inferred from a model's data flow, whatever its modules are called, and proved.
+
+Where the outputs of some linear layers reach other linear layers and nothing else, the first can be sharded by columns
+and the second by rows, if what lies between treats shards of the features alike: an activation, a product with a gate,
+attention head by head. Such a set is a stretch:
+
+    q, k, v -> o        up, gate -> down        (see dataflow)
+
+Whether a stretch can be sharded is not guessed from the ops in between: the module that contains it is sharded between
+simulated ranks and must give the outputs and gradients of the full one (see trial), on the inputs that it was called
+with. A module that counts its heads must count fewer; which numbers these are is found by trial too. Modules that are
+built alike are proved once.
+
+What is left: embeddings of tokens are sharded by rows, the layer whose output is the model's by columns, and large
+layers in between by columns with their output gathered.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_map
+
+from unisono.errors import UsageError
+from unisono.mesh.side_effects import no_side_effects
+from unisono.parallel import vocabulary
+from unisono.parallel.dataflow import TOKENS, Flow, Parts, as_double, is_layer, recorded, synthetic
+from unisono.parallel.hollow import realised_copy
+from unisono.parallel.linear import features, is_linear
+from unisono.parallel.trial import Shard, Trial
+
+_LARGE = 0.02  # of a model's parameters: a layer worth gathering for
+_EMBEDDING = 0.01  # of a model's parameters: an embedding worth sharding
+_NUMBERS = 6  # numbers of a module of which all subsets are tried
+_ATTEMPTS = 200  # ways to shard one module
+_PROVABLE = 10**9  # parameters of a module that is tried
+
+Rules = dict[str, str]
+
+
+@dataclass(frozen=True)
+class Stretch:
+    """Layers whose outputs reach only `rows`, which nothing else reaches."""
+
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+
+    @property
+    def layers(self) -> tuple[str, ...]:
+        return self.columns + self.rows
+
+    def conflicts(self, other: Stretch) -> bool:
+        return bool({*self.layers} & {*other.layers})
+
+
+@dataclass
+class Inference:
+    """Rules by module name, and why layers are left replicated."""
+
+    rules: Rules
+    flow: Flow
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+def inferred(model: nn.Module, ranks: int, inputs: Any, shard: Shard, given: Rules | None = None) -> Inference | None:
+    """Rules for layers for which none are given; None where the model cannot be run to see its data flow.
+
+    shard(module, rules, comm) shards a module between the ranks of a communicator.
+    """
+    with no_side_effects(model):
+        flow = recorded(model, inputs)
+        return None if flow is None else _Inferring(model, ranks, flow, shard, given or {}).inference()
+
+
+class _Inferring:
+    def __init__(self, model: nn.Module, ranks: int, flow: Flow, shard: Shard, given: Rules) -> None:
+        self._model, self._ranks, self._flow, self._shard = model, ranks, flow, shard
+        self._modules = dict(model.named_modules())
+        self._rules: Rules = dict(given)
+        self._given = given
+        self._reasons: dict[str, str] = {}
+        self._proved: dict[Any, Rules | None] = {}  # by what modules that are built alike have in common
+        names = Counter(id(parameter) for _, parameter in model.named_parameters(remove_duplicate=False))
+        self._owned = {
+            name
+            for name, module in self._modules.items()
+            if is_layer(module)
+            and names[id(module.weight)] == 1
+            and f"{name}.weight" not in flow.used_elsewhere
+            and f"{name}.bias" not in flow.used_elsewhere
+        }
+
+    def inference(self) -> Inference:
+        self._shard_stretches()
+        self._shard_ends()
+        return Inference(self._rules, self._flow, self._reasons)
+
+    # ---- stretches ---------------------------------------------------------------------------------------------------
+
+    def _shard_stretches(self) -> None:
+        """Small ones first: the residual stream, which reaches nearly every layer, comes last and conflicts by then."""
+        left = sorted(self._stretches(), key=lambda each: len(each.layers))
+        accepted: list[Stretch] = []
+        while left:
+            chosen: list[Stretch] = []
+            for each in left:
+                if not any(each.conflicts(other) for other in (*accepted, *chosen)):
+                    chosen.append(each)
+            if not chosen:
+                return
+            left = [each for each in left if each not in chosen]
+            by_host: dict[str, list[Stretch]] = defaultdict(list)
+            for each in chosen:
+                by_host[self._host(each)].append(each)
+            for host, stretches in by_host.items():
+                accepted += self._shard_in(host, stretches)
+
+    def _stretches(self) -> Iterator[Stretch]:
+        """Connected sets of outputs and the inputs that they reach."""
+        groups = _Groups()
+        for layer, sources in self._flow.sources.items():
+            for source in sources:
+                groups.join(("out", source), ("in", layer))
+        for source in self._flow.outputs:
+            groups.join(("out", source), ("in", ""))
+        for group in groups.all():
+            columns = [name for side, name in group if side == "out"]
+            rows = [name for side, name in group if side == "in"]
+            order = list(self._flow.sources)
+            if rows and columns and all(self._can_shard(name) for name in (*columns, *rows)):
+                stretch = Stretch(*(tuple(sorted(set(names), key=order.index)) for names in (columns, rows)))
+                if self._divides(stretch) and not {*columns} & {*rows}:
+                    yield stretch
+
+    def _can_shard(self, name: str) -> bool:
+        return name in self._owned and is_linear(self._modules[name]) and name not in self._given
+
+    def _divides(self, stretch: Stretch) -> bool:
+        outputs = [features(self._modules[name])[1] for name in stretch.columns]
+        inputs = [features(self._modules[name])[0] for name in stretch.rows]
+        return all(length % self._ranks == 0 for length in (*outputs, *inputs))
+
+    def _host(self, stretch: Stretch) -> str:
+        """The smallest module that contains the stretch and is called."""
+        words = [name.split(".") for name in stretch.layers]
+        shared = [same[0] for same in itertools.takewhile(lambda each: len({*each}) == 1, zip(*words, strict=False))]
+        while shared and ".".join(shared) not in self._flow.calls:
+            shared.pop()
+        return ".".join(shared)
+
+    def _shard_in(self, host: str, stretches: list[Stretch]) -> list[Stretch]:
+        """Add rules for those of the stretches that can be sharded, together if possible; gives them."""
+        for some in ([stretches], [[each] for each in stretches])[: 2 if len(stretches) > 1 else 1]:
+            found = [each for group in some if self._shard_group(host, group) for each in group]
+            if found:
+                return found
+        for each in stretches:
+            self._reasons |= dict.fromkeys(
+                each.layers, f"{type(self._modules[host]).__name__} does not work on a part of the features or heads"
+            )
+        return []
+
+    def _shard_group(self, host: str, stretches: list[Stretch]) -> bool:
+        relative = [
+            Stretch(*(tuple(_relative(host, name) for name in names) for names in (each.columns, each.rows)))
+            for each in stretches
+        ]
+        key = (_form(self._modules[host]), tuple(relative))
+        if key not in self._proved:
+            self._proved[key] = self._proof(host, relative)
+        rules = self._proved[key]
+        if rules is not None:
+            self._rules |= {f"{host}.{name}".strip("."): text for name, text in rules.items()}
+        return rules is not None
+
+    def _proof(self, host: str, stretches: list[Stretch]) -> Rules | None:
+        """Rules relative to the host under which simulated ranks give what it gives."""
+        module = self._modules[host]
+        if sum(map(torch.numel, module.parameters())) > _PROVABLE:
+            return None
+        real = realised_copy(module)
+        if real is None:
+            return None
+        real = real.double().cpu().eval()
+        given = synthetic(self._flow.calls[host], torch.Generator().manual_seed(0))
+        trial = Trial(real, _smallest_factor(self._ranks), tree_map(as_double, given), self._shard)
+        for rules in itertools.islice(self._attempts(host, module, stretches), _ATTEMPTS):
+            sums = trial.needed_sums(rules)
+            if sums is None:
+                continue
+            proved = rules | dict.fromkeys(sums, "summed")
+            if not sums or trial.needed_sums(proved) == []:
+                return proved
+        return None
+
+    # ---- ways to shard a module --------------------------------------------------------------------------------------
+
+    def _attempts(self, host: str, module: nn.Module, stretches: list[Stretch]) -> Iterator[Rules]:
+        columns = [name for each in stretches for name in each.columns]
+        rows = [name for each in stretches for name in each.rows]
+        full = frozenset(f"{host}.{name}".strip(".") for name in columns)
+        sizes = [size for size in self._flow.sizes if size.origins and size.origins <= full]
+        layers = [self._layer_rules(host, name) for name in columns]
+        for kind, divided in self._divisions(module, sizes, [*columns, *rows]):
+            for texts in itertools.product(*layers):
+                rules = {**dict(zip(columns, texts, strict=True)), **dict.fromkeys(rows, "row")}
+                for owner, attributes in divided.items():
+                    rules[owner] = f"sizes:{','.join(attributes)}"
+                if kind == "heads":
+                    rules[""] = f"heads:{','.join(divided.get('', []))}".removesuffix(":")
+                yield {name: rules[name] for name in sorted(rules)}
+
+    def _layer_rules(self, host: str, name: str) -> list[str]:
+        """A layer whose output is split into parts is sharded part by part, if at all."""
+        full = f"{host}.{name}".strip(".")
+        length = features(self._modules[full])[1]
+        seen = [parts for parts in self._flow.parts.get(full, []) if self._are_divisible(length, parts)]
+        return [*(f"column:{'+'.join(map(str, parts))}" for parts in seen), "column"]
+
+    def _are_divisible(self, length: int, parts: Parts) -> bool:
+        unit, rest = divmod(length, sum(parts))
+        return not rest and all(unit * part % self._ranks == 0 for part in parts)
+
+    def _divisions(
+        self, module: nn.Module, sizes: list[Any], layers: list[str]
+    ) -> Iterator[tuple[str, dict[str, list[str]]]]:
+        """Which numbers to divide: none, some of its attributes, or sizes wherever they come from. With "heads" the
+        module's input is seen in this rank's width, which a module with a norm or residual of its own cannot have."""
+        kinds = ("heads", "sizes") if sizes and module is not self._model else ("sizes",)
+        if not sizes:
+            yield "sizes", {}
+            return
+        lengths = {size.value for size in sizes}
+        lengths |= {length for name in layers for length in features(module.get_submodule(name))}
+        numbers = _numbers(module, {length for length in lengths if self._can_divide(length)})
+        subsets = [some for count in range(len(numbers)) for some in itertools.combinations(numbers, count)]
+        for some in (tuple(numbers), *subsets):
+            for kind in kinds:
+                divided: dict[str, list[str]] = defaultdict(list)
+                for owner, attribute in some:
+                    divided[owner].append(attribute)
+                yield kind, dict(divided)
+        literal = list(dict.fromkeys(f"={size.value}@{size.index}" for size in sizes if self._can_divide(size.value)))
+        for kind in kinds if literal else ():
+            yield kind, {"": literal}
+
+    def _can_divide(self, length: int) -> bool:
+        return length > 0 and length % self._ranks == 0
+
+    # ---- embeddings, the head and the rest ---------------------------------------------------------------------------
+
+    def _shard_ends(self) -> None:
+        total = sum(map(torch.numel, self._model.parameters())) or 1
+        tied = self._shard_tied()
+        for name, module in self._modules.items():
+            if not is_layer(module) or name in self._rules or name in tied:
+                continue
+            share = sum(map(torch.numel, module.parameters())) / total
+            if isinstance(module, nn.Embedding):
+                self._shard_embedding(name, module, share)
+            elif name not in self._owned:
+                self._reasons[name] = "its weight is used outside its own forward"
+            elif name in self._flow.sources:
+                self._shard_linear(name, module, share)
+
+    def _shard_linear(self, name: str, module: nn.Module, share: float) -> None:
+        inputs, outputs = features(module)
+        if self._is_head(name) and outputs >= self._ranks and share >= _LARGE:
+            self._rules[name] = "logits"
+        elif share >= _LARGE and outputs % self._ranks == 0:
+            self._rules[name] = "column_gather"
+        elif share >= _LARGE and inputs % self._ranks == 0:
+            self._rules[name] = "row_split"
+
+    def _is_head(self, name: str) -> bool:
+        """Whether its output reaches the model's output and no other layer."""
+        return name in self._flow.outputs and not any(name in sources for sources in self._flow.sources.values())
+
+    def _shard_embedding(self, name: str, module: nn.Embedding, share: float) -> None:
+        if TOKENS not in self._flow.sources.get(name, ()):
+            self._reasons[name] = "nn.Embedding whose rows are positions"
+        elif name not in self._owned:
+            self._reasons[name] = "nn.Embedding whose weight is used outside its own forward"
+        elif share < _EMBEDDING:
+            self._reasons[name] = "nn.Embedding that is small"
+        else:
+            try:
+                vocabulary.require_plain(module)
+                self._rules[name] = "vocab"
+            except UsageError as error:
+                self._reasons[name] = str(error)
+
+    def _shard_tied(self) -> set[str]:
+        """An embedding and the heads that share its weight, where nothing else uses it; names that are tied."""
+        sharing: dict[int, list[str]] = defaultdict(list)
+        for name, module in self._modules.items():
+            if is_layer(module):
+                sharing[id(module.weight)].append(name)
+        tied: set[str] = set()
+        for names in sharing.values():
+            if len(names) < 2:
+                continue
+            tied |= {*names}
+            modules = [self._modules[name] for name in names]
+            is_used_elsewhere = any(f"{name}.weight" in self._flow.used_elsewhere for name in names)
+            embeddings = [module for module in modules if isinstance(module, nn.Embedding)]
+            others = [name for name, module in zip(names, modules, strict=True) if module not in embeddings]
+            if not embeddings or is_used_elsewhere or any(name in self._rules for name in names):
+                reason = "its weight is shared with another layer" + " and used outside" * is_used_elsewhere
+                self._reasons |= dict.fromkeys(names, reason)
+                continue
+            self._rules |= {name: "vocab" for name in names if name not in others}
+            self._rules |= {name: "logits" if self._is_head(name) else "column_gather" for name in others}
+        return tied
+
+
+class _Groups:
+    """Sets of things that are joined directly or by others."""
+
+    def __init__(self) -> None:
+        self._parent: dict[Any, Any] = {}
+
+    def join(self, one: Any, other: Any) -> None:
+        self._parent[self._root(one)] = self._root(other)
+
+    def _root(self, one: Any) -> Any:
+        while self._parent.setdefault(one, one) != one:
+            one = self._parent[one]
+        return one
+
+    def all(self) -> list[list[Any]]:
+        found: dict[Any, list[Any]] = defaultdict(list)
+        for one in list(self._parent):
+            found[self._root(one)].append(one)
+        return list(found.values())
+
+
+def _smallest_factor(number: int) -> int:
+    """As few ranks as show whether a module can be sharded: where they divide something, `number` does."""
+    return next((factor for factor in range(2, number + 1) if number % factor == 0), 1)
+
+
+def _relative(host: str, name: str) -> str:
+    return name[len(host) :].strip(".")
+
+
+def _form(module: nn.Module) -> Any:
+    """What modules that are built alike have in common."""
+    shapes = tuple((name, tuple(each.shape)) for name, each in module.named_parameters())
+    classes = tuple((name, type(each)) for name, each in module.named_modules())
+    numbers = tuple((name, *_integers(each)) for name, each in module.named_modules())
+    return shapes, classes, numbers
+
+
+def _integers(module: nn.Module) -> list[tuple[str, int]]:
+    return [(key, value) for key, value in vars(module).items() if type(value) is int and key != "layer_idx"]
+
+
+# ---- numbers that a module counts by ---------------------------------------------------------------------------------
+
+
+def _numbers(module: nn.Module, lengths: set[int]) -> list[tuple[str, str]]:
+    """Attributes with one of these values, as (name of the module in it, attribute): those its code reads, if it can be
+    seen which; with too many of them, those with most divisors in common come first."""
+    found: list[tuple[str, str]] = []
+    for name, inner in module.named_modules():
+        if is_layer(inner):
+            continue
+        read = _names_read(type(inner))
+        for attribute, value in _attributes(inner):
+            if value in lengths and attribute.rpartition(".")[2] in read:
+                found.append((name, attribute))
+    return found[:_NUMBERS]
+
+
+def _attributes(module: nn.Module) -> Iterator[tuple[str, int]]:
+    """Whole numbers of a module, and of the plain objects (configurations) that it holds."""
+    for key, value in vars(module).items():
+        if type(value) is int:
+            yield key, value
+        elif key.startswith("_") or isinstance(value, torch.Tensor | nn.Module | type) or callable(value):
+            continue
+        elif isinstance(value, dict):
+            yield from ((f"{key}.{inner}", number) for inner, number in value.items() if type(number) is int)
+        elif hasattr(value, "__dict__"):
+            yield from ((f"{key}.{inner}", number) for inner, number in vars(value).items() if type(number) is int)
+
+
+def _names_read(cls: type) -> set[str]:
+    """Names and strings in the code of a class's methods, but for its constructor."""
+    names: set[str] = set()
+    for each in cls.__mro__:
+        if each in (nn.Module, object):
+            continue
+        for key, function in vars(each).items():
+            code = getattr(_function_behind(function), "__code__", None)
+            if key != "__init__" and code is not None:
+                names |= set(_names_in(code))
+    return names
+
+
+def _function_behind(value: Any) -> Any:
+    """The function behind a property, a static method or a decorator."""
+    value = getattr(value, "fget", None) or getattr(value, "__func__", None) or value
+    while hasattr(value, "__wrapped__"):
+        value = value.__wrapped__
+    return value
+
+
+def _names_in(code: Any) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, str):
+            yield constant
+        elif hasattr(constant, "co_names"):
+            yield from _names_in(constant)
+
+
+# ---- patterns --------------------------------------------------------------------------------------------------------
+
+
+def compressed(rules: Rules, model: nn.Module) -> Rules:
+    """The same rules with a pattern for the numbered modules of a list, where that says the same."""
+    names = [name for name, _ in model.named_modules()] + [name for name, _ in model.named_parameters()]
+    grouped: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, text in rules.items():
+        grouped[re.sub(r"(^|\.)\d+(?=\.)", r"\1*", name), text].append(name)
+    found: Rules = {}
+    for (pattern, text), members in grouped.items():
+        matching = {name for name in names if fnmatchcase(name, pattern) or fnmatchcase(f".{name}", pattern)}
+        found |= {pattern: text} if len(members) > 1 and matching == {*members} else dict.fromkeys(members, text)
+    return found
