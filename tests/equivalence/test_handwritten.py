@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
 import torch
 
+import unisono as uni
 from tests.equivalence import handwritten
-from tests.equivalence.proof import prove
+from tests.equivalence.proof import prove, refused
 from tests.ranks import RankPool
+from unisono.comm.communicator import Communicator
 from unisono.parallel.cut_dims import cut_dims
 from unisono.parallel.tensor import fitting_rules, require_shareable
 
 Pools = Callable[[str, int], RankPool]
-ALL = [name for name, value in vars(handwritten).items() if isinstance(value, handwritten.uni.Task)]
+ALL = [name for name, value in vars(handwritten).items() if isinstance(value, uni.Task)]
 
 
 def sharded_fraction(name: str, ranks: int = 2) -> float:
@@ -33,8 +36,42 @@ def test_nearly_all_parameters_are_sharded(name: str) -> None:
     assert sharded_fraction(name) > 0.9
 
 
-@pytest.mark.parametrize("name", ALL)
-@pytest.mark.parametrize("plan", ["tp=2", "tp=2,sp"])
+CASES = [(name, plan) for name in ALL for plan in ("tp=2", "tp=2,sp") if (name, plan) != ("one_forward", "tp=2,sp")]
+
+
+@pytest.mark.parametrize(("name", "plan"), CASES)
 def test_the_result_is_that_of_one_device(pools: Pools, name: str, plan: str) -> None:
     verdict = pools("gloo", 2).run(prove, "handwritten", name, plan)[0]
     assert verdict.equivalent, verdict
+
+
+def test_a_block_that_reads_its_length_off_a_part_of_the_sequence_is_refused(pools: Pools) -> None:
+    for message in pools("gloo", 2).run(refused, "handwritten", "one_forward", "tp=2,sp"):
+        assert "the model fails where it has some of the tokens" in message
+
+
+def told_coverage(comm: Communicator, rules: dict[str, str] | None) -> tuple[str, list[str]]:
+    task = handwritten.minus_one
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer = uni.parallelize(
+            task.model, "tp=2", loss=task.loss, optimizer=task.optimizer, example=task.batch(0), rules=rules
+        )
+    return trainer.coverage, [str(each.message) for each in caught if each.category is UserWarning]
+
+
+def test_how_much_is_sharded_is_told(pools: Pools) -> None:
+    expected = (
+        "tp=2 shards 97% of the parameters and 100% of the FLOPs; largest module left replicated: mesta "
+        "(0.4 k parameters): nn.Embedding whose rows are positions"
+    )
+    assert pools("gloo", 2).run(told_coverage, None) == [(expected, [])] * 2
+
+
+def test_little_is_a_warning_on_the_first_rank(pools: Pools) -> None:
+    (line, told), (_, elsewhere) = pools("gloo", 2).run(told_coverage, {"golova": "column_gather"})
+    assert line.startswith(
+        "tp=2 shards 7% of the parameters and 7% of the FLOPs; largest module left replicated: bloki"
+    )
+    assert told == [f"{line}; pass rules that shard more, or use less tp"]
+    assert not elsewhere

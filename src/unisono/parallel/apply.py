@@ -13,6 +13,7 @@ A combination that cannot give the result of one device is refused before any ra
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -32,6 +33,7 @@ from unisono.parallel import batchnorm
 from unisono.parallel.batch_loss import BatchLoss, GatheredLoss, OutputKinds, require_whole_batches
 from unisono.parallel.bucket import is_summed
 from unisono.parallel.context import context_parallelize
+from unisono.parallel.coverage import coverage
 from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import expert_parallelize, needs_whole_batch
 from unisono.parallel.filling import Filling
@@ -115,11 +117,12 @@ def parallelize(
         else:
             draft, model_loss = _tried(draft, loss, lambda model: ModelLoss.of(model, loss, example))
         whole = draft.model
-    shown = None
+    shown, covered = None, None
     with no_side_effects(whole, loss):
         if plan.tp > 1:
             rules = fitting_rules(whole, plan.tp, rules, example)
             styles = require_shareable(whole, plan.tp, rules)
+            covered = coverage(whole, styles, plan.tp, example)
             if plan.sequence and example is not None:
                 require_sound_blocks(whole, styles)
                 require_tokenwise(whole, example, "sp", styles)
@@ -157,6 +160,7 @@ def parallelize(
         if isinstance(trainer.loss, GatheredLoss):
             trainer.loss.outputs = kinds
         trainer.note = draft.note
+        trainer.coverage = "" if covered is None else str(covered)
         trainer.precision = precision
         trainer.scaler = precision.scaler(mesh)
         trainer.batch = batch
@@ -169,7 +173,10 @@ def parallelize(
             OwnLoop(trainer)
         return trainer
 
-    return _agreed(comm, under_plan)
+    trainer = _agreed(comm, under_plan)
+    if covered is not None and covered.is_little and comm.rank == 0:
+        warnings.warn(f"{covered}; pass rules that shard more, or use less tp", UserWarning, stacklevel=2)
+    return trainer
 
 
 def _tried(draft: Draft, loss: Loss, trial: Callable[[nn.Module], Found]) -> tuple[Draft, Found]:

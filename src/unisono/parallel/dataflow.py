@@ -152,6 +152,8 @@ class _Recorder(TorchFunctionMode):
                 module.register_forward_hook(partial(self._leave_layer, name))
             elif next(module.children(), None) is not None:
                 module.register_forward_pre_hook(partial(self._enter_module, name), with_kwargs=True)
+            if isinstance(module, nn.MultiheadAttention):
+                module.register_forward_hook(partial(self._leave_attention, name), with_kwargs=True)
 
     def __exit__(self, *failure: Any) -> None:
         super().__exit__(*failure)
@@ -204,6 +206,13 @@ class _Recorder(TorchFunctionMode):
         if is_linear(layer):
             flops = 2 * output.numel() * features(layer)[0]
             self.flow.layer_flops[name] = self.flow.layer_flops.get(name, 0) + flops
+
+    def _leave_attention(self, name: str, module: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any) -> None:
+        tokens = output[0].numel()  # times the width
+        given = [leaf for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)]
+        keys = given[1 if len(given) > 1 else 0].shape[1 if module.batch_first else 0]
+        flops = 8 * tokens * module.embed_dim + 4 * tokens * keys
+        self.flow.layer_flops[name] = self.flow.layer_flops.get(name, 0) + flops
 
     def _enter_module(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if name not in self.flow.calls:

@@ -69,6 +69,7 @@ class Trainer:
     steps: int = 0
     note: str = ""  # why a model that a function builds was built whole on every rank, before it was cut
     proof: str = ""  # what was proved of the plan before the first step, or why nothing was
+    coverage: str = ""  # how much of the parameters and FLOPs tp shards
     skipped: int = 0  # steps whose gradients overflowed (fp16)
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
     model_loss: ModelLoss | None = None  # where the model computes the loss of labels among its inputs

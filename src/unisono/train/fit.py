@@ -127,6 +127,8 @@ class Fit:
             self._display.say(str(self.engine.foreseen()).splitlines()[0])
             if self.engine.ready.proof:
                 self._display.say(self.engine.ready.proof)
+            if self.engine.ready.coverage:
+                self._display.say(self.engine.ready.coverage)
             if self.engine.ready.note:
                 self._display.say(f"the model was built whole on every rank: {self.engine.ready.note}")
         done = self.engine.ready.steps

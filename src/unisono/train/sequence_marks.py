@@ -116,6 +116,8 @@ class SequenceMarks:
                     steps = [*self._summed_first(each, lowered)]
                 elif self._is_taken_whole(each, lowered, home):
                     steps = [*self._cut_first(each, lowered)]
+                elif self._leaves_for_columns(each, lowered, home):
+                    steps = [*self._gathered_first(each, lowered)]
                 else:
                     self._require_halves(each, home)
             made |= {step.name: step for step in steps if step.name not in made}
@@ -143,6 +145,25 @@ class SequenceMarks:
         first = known[0] if known else Move(f"{move.source}_cut", move.source, cut)
         lowered.values[first.name] = replace(lowered.values[move.source], placements=pieces)
         return [first, Move(move.name, first.name, replace(way, before=pieces, gradient_before=back))]
+
+    def _leaves_for_columns(self, move: Move, lowered: Lowered, home: Mapping[str, int | None]) -> bool:
+        """Whether hidden states are gathered after the last block for a layer that gives back parts of gradients."""
+        way, axis = move.way, self.mesh.axis(AXIS)
+        users = [each.name for each in lowered.computes if move.name in each.inputs]
+        is_gathered = shard_dim(way.before[axis]) == DIM and way.after[axis] == REPLICATE
+        is_outside = bool(users) and all(home.get(user) is None for user in users)
+        is_summed = way.gradient_after is not None and is_partial(way.gradient_after[axis])
+        return home.get(move.source) is not None and is_gathered and is_outside and is_summed
+
+    def _gathered_first(self, move: Move, lowered: Lowered) -> list[Move]:
+        """Gradients are summed by the layer, then sharded along the sequence where the last block ends."""
+        way, axis = move.way, self.mesh.axis(AXIS)
+        assert way.gradient_after is not None
+        full = tuple(REPLICATE if number == axis else each for number, each in enumerate(way.gradient_after))
+        name = f"{move.source}_gathered"
+        lowered.values[name] = replace(lowered.values[move.source], placements=way.after)
+        first, second = replace(way, gradient_after=full), replace(way, before=way.after, gradient_before=full)
+        return [Move(name, move.source, first), Move(move.name, name, second)]
 
     def _summed_first(self, move: Move, lowered: Lowered) -> list[Move]:
         way, axis = move.way, self.mesh.axis(AXIS)
