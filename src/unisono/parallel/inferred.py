@@ -313,7 +313,8 @@ class _Inferring:
             is_used_elsewhere = any(f"{name}.weight" in self._flow.used_elsewhere for name in names)
             embeddings = [module for module in modules if isinstance(module, nn.Embedding)]
             others = [name for name, module in zip(names, modules, strict=True) if module not in embeddings]
-            if not embeddings or is_used_elsewhere or any(name in self._rules for name in names):
+            is_given_otherwise = any(self._rules.get(name, "vocab") != "vocab" for name in names)
+            if not embeddings or is_used_elsewhere or is_given_otherwise:
                 reason = "its weight is shared with another layer" + " and used outside" * is_used_elsewhere
                 self._reasons |= dict.fromkeys(names, reason)
                 continue
