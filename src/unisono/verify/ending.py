@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import re
+import sysconfig
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
@@ -22,6 +24,11 @@ REFUSAL = "refusal"  # the library says that the plan cannot be right, and why
 FAILURE = "failure"  # an error of any other kind
 LOST = "lost"  # what a rank raises when another is gone or does not come: the launcher knows why
 _LONGEST = 500  # characters of an error's message
+_STDLIB = sysconfig.get_paths()["stdlib"]
+_FLOAT64 = re.compile(r"\b(Double|ComplexDouble|double|float64|complex128)\b")
+
+
+_ON_ONE_DEVICE = "the task fails on one device, without any plan: "
 
 
 class OneDeviceError(UnisonoError, RuntimeError):
@@ -43,11 +50,21 @@ class Ending:
         is_lost = isinstance(error, HangError) or is_of_a_lost_peer(error)
         return cls(LOST if is_lost else FAILURE, described(error))
 
+    @property
+    def is_of_float64(self) -> bool:
+        """Whether it is an error about float64, such as of a kernel that has none: float32 may do better."""
+        return self.kind == FAILURE and _FLOAT64.search(self.text) is not None
+
     def as_error(self) -> UnisonoError:
         """Of the plain model."""
         if self.kind == REFUSAL:
             return UsageError(self.text)
-        return OneDeviceError(f"the task fails on one device, without any plan: {self.text}")
+        return OneDeviceError(_ON_ONE_DEVICE + self.text)
+
+
+def in_float32(ending: Ending) -> str:
+    """Of a verdict in float32, where float64 ended so."""
+    return f"proved in float32, as float64 fails: {ending.text.removeprefix(_ON_ONE_DEVICE)}"
 
 
 def described(error: BaseException) -> str:
@@ -73,7 +90,7 @@ def _line_of(error: BaseException) -> str:
     """The innermost line that is neither this library's nor an installed package's."""
     own = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
     for path, line, *_ in reversed(traceback.extract_tb(error.__traceback__)):
-        if not path.startswith((own, "<")) and "site-packages" not in path and os.path.isfile(path):
+        if not path.startswith((own, _STDLIB, "<")) and "site-packages" not in path and os.path.isfile(path):
             shown = os.path.relpath(path)
             return f"at {path if shown.startswith('..') else shown}:{line}"
     return ""
@@ -91,6 +108,10 @@ class Endings:
         aside = path.with_suffix(".part")
         aside.write_text(json.dumps(asdict(ending)))
         aside.rename(path)
+
+    def forget(self) -> None:
+        for path in self._folder.glob(f"ended-{self._number}-*"):
+            path.unlink(missing_ok=True)
 
     def known(self) -> dict[int, Ending]:
         """By rank."""

@@ -7,7 +7,8 @@ may round to two float32 numbers that differ in theirs, a billion times more. So
     with InDouble(torch.float64): ...
 
 where every request for float32 is one for float64, and new tensors are float64 if nothing else is said. Models need not
-know. For any other dtype it does nothing.
+know. torch's grouped matrix product, with which Hugging Face's mixtures of experts run, has no float64 kernel: it is
+replaced by the single products that it stands for. For any other dtype nothing happens.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class InDouble(TorchFunctionMode):
         super().__init__()
         self._is_on = dtype == torch.float64
         self._default = torch.float32
+        self.replaced: set[str] = set()  # kernels without float64
 
     def __enter__(self) -> InDouble:
         if self._is_on:
@@ -51,6 +53,9 @@ class InDouble(TorchFunctionMode):
             return args[0].double()
         if func is torch.Tensor.cfloat:  # type: ignore[attr-defined]
             return args[0].cdouble()
+        if func in _GROUPED and _is_by_rows(*args, **(kwargs or {})):
+            self.replaced.add("grouped_mm")
+            return _grouped_mm(*args, **(kwargs or {}))
         if func is torch.empty_strided and str((kwargs or {}).get("device")) == "meta":
             return func(*args, **(kwargs or {}))  # torch's own copy, without data, of a tensor that is float32
         if any(isinstance(value, torch.dtype) for value in args):
@@ -62,6 +67,33 @@ class InDouble(TorchFunctionMode):
 
 def _wider(value: Any) -> Any:
     return _WIDER.get(value, value) if isinstance(value, torch.dtype) else value
+
+
+_GROUPED = tuple(
+    found
+    for found in (getattr(torch.nn.functional, "grouped_mm", None), getattr(torch, "_grouped_mm", None))
+    if found is not None
+)
+
+
+def _is_by_rows(rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor | None = None, **_: Any) -> bool:
+    is_double = rows.dtype == matrices.dtype == torch.float64
+    return is_double and rows.dim() == 2 and matrices.dim() == 3 and offs is not None
+
+
+def _grouped_mm(
+    rows: torch.Tensor, matrices: torch.Tensor, offs: torch.Tensor, bias: torch.Tensor | None = None, **_: Any
+) -> torch.Tensor:
+    """Rows up to offs[0] times the first matrix, from there to offs[1] times the second, and so on; zeros after that.
+    Without data, only the shape is right."""
+    if rows.is_meta:
+        products = rows @ matrices.sum(0)
+    else:
+        ends = offs.tolist()
+        starts = [0, *ends[:-1]]
+        parts = [rows[start:end] @ each for start, end, each in zip(starts, ends, matrices.unbind(), strict=True)]
+        products = torch.cat([*parts, rows.new_zeros(len(rows) - ends[-1], matrices.shape[-1])])
+    return products if bias is None else products + bias
 
 
 def wide(tensor: torch.Tensor) -> torch.Tensor:

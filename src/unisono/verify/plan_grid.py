@@ -58,6 +58,8 @@ class Matrix:
 
     def end(self) -> None:
         self._reasons("refused", {v.plan: v.refusal for v in self._verdicts if v.refusal})
+        for note in dict.fromkeys(v.note for v in self._verdicts if v.note):
+            self.console.print(f"\n{note}", markup=False)
         self._reasons("failed", {v.plan: v.failure for v in self._verdicts if v.failure})
         self.console.print(total(self._verdicts))
 

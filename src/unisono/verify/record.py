@@ -45,6 +45,7 @@ class Record:
     buffers: Tensors = field(default_factory=dict)
     optimizer: Tensors = field(default_factory=dict)
     activations: Tensors = field(default_factory=dict)  # of the first step: by module, in forward order
+    replaced: set[str] = field(default_factory=set)  # kernels without float64, for the proof
     settings: dict[str, float] = field(default_factory=dict)  # the optimizer's: lr, weight_decay, ...
 
 
@@ -88,13 +89,15 @@ def plain_record(
     def evaluated(step: int) -> torch.Tensor:
         inputs, targets = batch_of(task, step, dtype)
         random.step = step
-        with InDouble(dtype), random, watched(model, record.activations if step == 0 else None):
+        in_double = InDouble(dtype)
+        with in_double, random, watched(model, record.activations if step == 0 else None):
             with autocast(precision.dtype, torch.device("cpu")):
                 loss = task.loss(call(model, inputs), targets)
                 aux = collect_aux(model)
                 loss = loss if aux is None else loss + aux
             model.zero_grad()
             scaler.scale(loss).backward()
+        record.replaced |= in_double.replaced
         return loss.detach()
 
     def clip() -> None:

@@ -32,6 +32,7 @@ class Reference:
 
     def __init__(self, folder: Path, compute: Compute) -> None:
         self._folder = folder
+        folder.mkdir(exist_ok=True)
         self._compute = compute
         self._process: int | None = None
 

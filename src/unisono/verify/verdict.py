@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -48,6 +48,7 @@ class Verdict:
     guess: str = ""  # what kind of fault it looks like
     refusal: str = ""  # why the plan was refused, before it ran
     failure: str = ""  # how the run ended, where it neither was refused nor came to an end
+    note: str = ""  # what was done for the proof that was not asked for
 
     @property
     def ran(self) -> bool:
@@ -83,7 +84,13 @@ def compared(plan: object, plain: Record, planned: Record, dtype: str) -> Verdic
         _worst("buffers", plain.buffers, planned.buffers, dtype),
         _worst("optimizer state", _state(plain), _state(planned), dtype, noise=noise),
     ]
-    return Verdict(str(plan), all(each.deviation <= _allowed(each.kind, dtype) for each in worst), worst)
+    is_equivalent = all(each.deviation <= _allowed(each.kind, dtype) for each in worst)
+    return Verdict(str(plan), is_equivalent, worst, note=_note(plain))
+
+
+def _note(plain: Record) -> str:
+    names = ", ".join(sorted(plain.replaced))
+    return f"{names} has no float64 kernel: for the proof its single products are computed" if names else ""
 
 
 def may_be_rounding(verdict: Verdict, dtype: str) -> bool:
@@ -102,7 +109,7 @@ def without_rounding(verdict: Verdict, quiet: Verdict) -> Verdict:
     """The verdict, with that on two runs in which gradients of rounding moved nothing for what follows an update."""
     later = [each for each in quiet.worst if each.kind in _AFTER_AN_UPDATE]
     earlier = [each for each in verdict.worst if each.kind not in _AFTER_AN_UPDATE]
-    return Verdict(verdict.plan, quiet.equivalent, [*earlier, *later])
+    return replace(verdict, equivalent=quiet.equivalent, worst=[*earlier, *later])
 
 
 def _allowed(kind: str, dtype: str) -> float:

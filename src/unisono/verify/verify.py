@@ -31,7 +31,7 @@ from unisono.launch.spawn import spawn
 from unisono.parallel.static import StagedProgram
 from unisono.plan.plan import Plan
 from unisono.verify.agreement import with_agreement
-from unisono.verify.ending import REFUSAL, Ending, Endings, OneDeviceError
+from unisono.verify.ending import REFUSAL, Ending, Endings, OneDeviceError, in_float32
 from unisono.verify.first_divergence import first_parting, guess_fault
 from unisono.verify.float64 import InDouble
 from unisono.verify.follow import Follower
@@ -89,16 +89,21 @@ def verify_all(
     told: Callable[[Verdict], None] = lambda verdict: None,
     timeout: float | None = None,
 ) -> list[Verdict]:
-    """Verify plans that need the same number of ranks; `told` gets each verdict as soon as it is known."""
+    """Verify plans that need the same number of ranks; `told` gets each verdict as soon as it is known.
+
+    Where the task cannot run in float64 (a kernel has none), it is proved in float32, and the verdict's note says so.
+    """
     sizes = {plan.world for plan in plans}
     if len(sizes) != 1:
         raise UsageError(f"verify_all takes plans for one number of ranks; these need {sorted(sizes)}")
     ranks = sizes.pop()
     verdicts: list[Verdict] = []
 
+    remark = ""
+
     def note(verdict: Verdict) -> None:
-        verdicts.append(verdict)
-        told(verdict)
+        verdicts.append(replace(verdict, note=remark or verdict.note))
+        told(verdicts[-1])
 
     with tempfile.TemporaryDirectory(prefix="unisono-verify-") as folder:
         while len(verdicts) < len(plans):
@@ -110,8 +115,12 @@ def verify_all(
             except LaunchError as error:
                 if len(verdicts) == len(plans):
                     break  # they failed on their way out
-                cause = Endings(Path(folder), len(verdicts)).cause(ranks)
-                note(_ended(str(plans[len(verdicts)]), cause or _ending_of(str(error))))
+                cause = Endings(Path(folder), len(verdicts)).cause(ranks) or _ending_of(str(error))
+                if dtype == "float64" and cause.is_of_float64:
+                    dtype, remark = "float32", in_float32(cause)
+                    Endings(Path(folder), len(verdicts)).forget()
+                    continue
+                note(_ended(str(plans[len(verdicts)]), cause))
     return verdicts
 
 
@@ -138,7 +147,7 @@ def _on_rank(
     task: Task | str, plans: Sequence[str], first: int, steps: int, dtype: str, folder: str, timeout: float | None
 ) -> None:
     torch.set_num_threads(1)
-    reference = Reference(Path(folder), partial(_plain_of, task, steps, dtype))
+    reference = Reference(Path(folder) / dtype, partial(_plain_of, task, steps, dtype))
     if find_seat().rank == 0:
         reference.start()
     comm = world.init(timeout=_timeout(timeout))
@@ -172,6 +181,8 @@ def _ending_of_all(comm: Communicator, error: Exception, reference: Reference, e
         error = reference.failure(_TOGETHER) or error  # the task itself is at fault
     mine = Ending.of(error)
     endings.note(comm.rank, mine)
+    if mine.is_of_float64:
+        raise error  # all are tried anew in float32
     if isinstance(error, UsageError | OneDeviceError) and endings.are_alike(mine, comm.size, _TOGETHER):
         return endings.cause(comm.size) or mine
     raise error
