@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.optim import Optimizer
 
@@ -16,8 +17,12 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
+from unisono.parallel.apply import parallelize
 from unisono.parallel.layout import Layout, Split, lay
 from unisono.parallel.reach import BY_TENSOR, ELEMENTWISE, Reach, reach_of, require_whole
+from unisono.plan.plan import Plan
+from unisono.verify.task import Task
+from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]
 REFUSED = (torch.optim.LBFGS, torch.optim.SparseAdam)
@@ -69,11 +74,62 @@ class Signs(Lars):
         return 1 / (parameter.grad.abs() + 1)
 
 
+class Lion(Lars):
+    """Does not say that it treats elements alone."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for parameter in self.chosen():
+            moment = self.state[parameter].setdefault("moment", torch.zeros_like(parameter))
+            parameter.mul_(1 - 0.01 * 0.1).sub_(0.01 * (0.9 * moment + 0.1 * parameter.grad).sign())
+            moment.lerp_(parameter.grad, 0.01)
+
+
+class Limited(Lars):
+    """Limits the length of large updates only."""
+
+    def length(self, parameter: torch.Tensor) -> torch.Tensor:
+        return 1 / parameter.grad.norm().clamp_min(100.0)
+
+
+class ByRows(Lars):
+    def length(self, parameter: torch.Tensor) -> torch.Tensor:
+        return 1 / parameter.grad.norm(dim=-1, keepdim=True)
+
+
+def clamped(optimizer: Optimizer, *_: Any) -> None:
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.data.clamp_(-0.2, 0.2)
+
+
+def by_norm(optimizer: Optimizer, *_: Any) -> None:
+    torch.nn.utils.clip_grad_norm_([p for group in optimizer.param_groups for p in group["params"]], 0.01)
+
+
+def hooked(hook: Callable[..., None], is_elementwise: bool) -> Callable[[Any], Optimizer]:
+    def make(parameters: Any) -> Optimizer:
+        optimizer = torch.optim.SGD(parameters, lr=0.1)
+
+        def called(*args: Any) -> None:
+            hook(*args)
+
+        called.is_elementwise = is_elementwise  # type: ignore[attr-defined]
+        before = hook is by_norm
+        (optimizer.register_step_pre_hook if before else optimizer.register_step_post_hook)(called)
+        return optimizer
+
+    return make
+
+
 def test_strangers_are_tried_out() -> None:
     pair = [nn.Parameter(torch.ones(2, 2)) for _ in range(2)]
     assert reach_of(Lars(pair), Lars) is Reach.TENSOR
     assert reach_of(GlobalLars(pair), GlobalLars) is Reach.MODEL
     assert reach_of(Signs(pair), Signs) is Reach.ELEMENT
+    assert reach_of(Lion(pair), Lion) is Reach.ELEMENT
+    assert reach_of(Limited(pair), Limited) is Reach.TENSOR
+    assert reach_of(ByRows(pair), ByRows) is Reach.TENSOR
     with pytest.raises(UsageError, match="Noisy draws random numbers"):
         reach_of(Noisy(pair), Noisy)
     picky = lambda parameters: Lars([{"params": parameters[:1]}, {"params": [parameters[7]]}])  # noqa: E731
@@ -107,3 +163,69 @@ def strangers(comm: Communicator, stage: int) -> None:
 @pytest.mark.parametrize("stage", [1, 3])
 def test_strangers_under_zero(pools: Pools, stage: int) -> None:
     pools("gloo", 2).run(strangers, stage)
+
+
+# ---- step hooks, and strangers under tp ------------------------------------------------------------------------------
+
+
+def came(comm: Communicator, make: Any, plan: str) -> str:
+    """ "" where the plan is equivalent, else why not."""
+
+    def build() -> nn.Module:
+        return nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+
+    def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = torch.Generator().manual_seed(seed)
+        return torch.randn(4, 6, generator=drawn), torch.randn(4, 4, generator=drawn)
+
+    try:
+        verdict = verify_here(comm, Task(build, F.mse_loss, make, batch, rules=RULES), Plan.parse(plan), 2)
+    except UsageError as error:
+        return str(error)
+    return "" if verdict.equivalent else str(verdict)
+
+
+RULES = {"0": "column", "2": "row"}
+
+
+def check_hooks(comm: Communicator) -> dict[tuple[str, str], str]:
+    makers = {
+        "Lion": Lion,
+        "elementwise hook": hooked(clamped, True),
+        "hook": hooked(by_norm, False),
+        "Lars": Lars,
+    }
+    plans = ("tp=2", "dp=2,zero=1", "dp=2,zero=3", "dp=2")
+    return {(name, plan): came(comm, make, plan) for name, make in makers.items() for plan in plans}
+
+
+def test_step_hooks_and_strangers_are_right_or_refused(pools: Pools) -> None:
+    for outcomes in pools("gloo", 2).run(check_hooks):
+        refused = {key: told for key, told in outcomes.items() if told}
+        assert set(refused) == {("hook", "tp=2"), ("hook", "dp=2,zero=1"), ("hook", "dp=2,zero=3"), ("Lars", "tp=2")}
+        assert "SGD has the step hook hooked.<locals>.make.<locals>.called" in refused["hook", "dp=2,zero=1"]
+
+
+def check_late_hooks(comm: Communicator, plan: str) -> list[str]:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 4))
+    trainer = parallelize(model, plan, loss=F.mse_loss, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), rules=RULES)
+    told = []
+    for hook in (clamped, by_norm):
+        clamped.is_elementwise = True  # type: ignore[attr-defined]
+        trainer.optimizer.register_step_post_hook(hook)
+        try:
+            trainer.step((torch.ones(4, 6), torch.ones(4, 4)))
+        except UsageError as error:
+            told.append(str(error))
+        else:
+            held = max(float(parameter.abs().max()) for parameter in model.parameters())
+            told.append(f"at most {held:.4f}")
+    return told
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "dp=2,zero=2"])
+def test_hooks_that_come_later(pools: Pools, plan: str) -> None:
+    for elementwise, other in pools("gloo", 2).run(check_late_hooks, plan):
+        assert elementwise == "at most 0.2000"
+        assert "step hook by_norm" in other

@@ -44,7 +44,7 @@ from unisono.mesh.fused import fused
 from unisono.mesh.initial import build, in_dtype
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
-from unisono.mesh.reach import Reach, reach_of
+from unisono.mesh.reach import Reach, reach_of, require_elementwise_hooks
 
 Model = nn.Module | Callable[[], nn.Module]
 
@@ -291,6 +291,8 @@ def _require_reach(optimizer: Optimizer, make: Callable[[Any], Optimizer], piece
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(f"{name} evaluates the model several times in a step, which a program does once; use a plan")
     cut = [key for key in pieces.parameters if pieces.is_cut(key)]
+    if cut:
+        require_elementwise_hooks(optimizer)
     if cut and reach_of(optimizer, make) is not Reach.ELEMENT:
         raise UsageError(
             f"{name} looks at parameters as a whole, but {cut[0]} is cut; use marks that leave parameters whole, or an "

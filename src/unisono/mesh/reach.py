@@ -6,18 +6,25 @@
 
 torch's own optimizers are known. Of any other, `is_elementwise = True` on its class is believed, and else it is tried
 out: two parameters, of which the second gets different gradients in two runs. If that changes the first, it reaches
-over the model; if not, it is given whole parameters.
+over the model. If not, parameters of several shapes are given to it in full and in slices: where every element is
+updated alike, a parameter may be cut, and else it is seen in full.
+
+Step hooks (`register_step_pre_hook`, `register_step_post_hook`) run on what the optimizer has, so they would see
+shards. One that treats elements alone may say so: `hook.is_elementwise = True`. Others are refused where ranks hold
+shards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from unisono.errors import UsageError
 
@@ -47,7 +54,8 @@ class Reach(IntEnum):
 
 def reach_of(optimizer: Optimizer, make: Make) -> Reach:
     """`make(parameters)` builds another optimizer of the same kind, should it have to be tried out."""
-    if type(optimizer) in ELEMENTWISE or getattr(optimizer, "is_elementwise", False):
+    is_changed = "step" in vars(optimizer) and not hasattr(optimizer.step, "_wrapped_by_lr_sched")
+    if (type(optimizer) in ELEMENTWISE and not is_changed) or getattr(optimizer, "is_elementwise", False):
         return Reach.ELEMENT
     if type(optimizer) in BY_TENSOR:
         return Reach.TENSOR
@@ -69,7 +77,72 @@ def _tried(optimizer: Optimizer, make: Make) -> Reach:
         raise UsageError(
             f"{type(optimizer).__name__} draws random numbers of its own, which would differ between ranks"
         )
-    return Reach.TENSOR if torch.equal(first, second) else Reach.MODEL
+    if not torch.equal(first, second):
+        return Reach.MODEL
+    return Reach.ELEMENT if all(_is_same_in_slices(make, *case) for case in _CASES) else Reach.TENSOR
+
+
+# Shapes, steps and scales of gradients: some optimizers treat large tensors, or tensors of some dims, in another way,
+# limit large updates, or do something every tenth step.
+_CASES = (((160, 144), 3, 1.0), ((6, 4), 12, 1e-3), ((6, 4), 3, 1e3), ((8,), 3, 1.0), ((6, 4, 3, 3), 3, 1.0))
+
+
+def _is_same_in_slices(make: Make, shape: tuple[int, ...], steps: int, scale: float) -> bool:
+    """Whether three slices of a parameter, along any dim, are updated as the parameter is."""
+    try:
+        full = _updated(make, shape, steps, scale, partial(torch.tensor_split, sections=1))[0]
+        for dim in range(len(shape)):
+            slices = _updated(make, shape, steps, scale, partial(torch.tensor_split, sections=3, dim=dim))
+            if not torch.allclose(torch.cat(slices, dim), full, rtol=1e-9, atol=1e-15):
+                return False
+    except Exception:  # an optimizer for tensors of some shapes only
+        return False
+    return True
+
+
+def _updated(
+    make: Make, shape: tuple[int, ...], steps: int, scale: float, cut: Callable[[torch.Tensor], Sequence[torch.Tensor]]
+) -> list[torch.Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        whole = torch.randn(shape, generator=draw, dtype=torch.float64)
+        parameters = [nn.Parameter(part.clone()) for part in cut(whole)]
+        optimizer = make(parameters)
+        for _ in range(steps):
+            gradient = scale * torch.randn(shape, generator=draw, dtype=torch.float64)
+            for parameter, part in zip(parameters, cut(gradient), strict=True):
+                parameter.grad = part.clone()
+            optimizer.step()
+    return [parameter.detach() for parameter in parameters]
+
+
+def require_elementwise_hooks(optimizer: Optimizer) -> None:
+    """Refuse step hooks that may look at more than single elements: they would see this rank's shards."""
+    own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
+    everywhere = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    hooks = [hook for held in own for hook in held.values() if not getattr(hook, "is_elementwise", False)]
+    for hook in (*hooks, *(hook for held in everywhere for hook in held.values())):
+        if _is_unisonos(hook):
+            continue
+        name = getattr(hook, "__qualname__", type(hook).__name__)
+        raise UsageError(
+            f"{type(optimizer).__name__} has the step hook {name}, which would see shards of parameters and gradients; "
+            "register hooks on the optimizer alone and, where they treat elements alone, set is_elementwise = True on "
+            "them, else use zero=0, tp=1, pp=1, ep=1"
+        )
+
+
+def run_own_hooks_last(optimizer: Optimizer) -> None:
+    """After a step, let unisono's hooks run after those that a user has registered later."""
+    hooks: Any = optimizer._optimizer_step_post_hooks
+    are_ours = [_is_unisonos(hook) for hook in hooks.values()]
+    if are_ours != sorted(are_ours):
+        for key in [key for key, is_ours in zip(hooks, are_ours, strict=True) if is_ours]:
+            hooks.move_to_end(key)
+
+
+def _is_unisonos(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).partition(".")[0] == "unisono"
 
 
 def _first_of_two(make: Make, seed: int, other: int) -> torch.Tensor:

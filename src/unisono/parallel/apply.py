@@ -39,6 +39,7 @@ from unisono.parallel.expert import expert_parallelize, needs_whole_batch
 from unisono.parallel.filling import Filling
 from unisono.parallel.groups import require_same_groups
 from unisono.parallel.head_width import HeadWidth
+from unisono.parallel.layout import layout_of
 from unisono.parallel.loop import OwnLoop
 from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.model_loss import ModelLoss, NeedsValues, with_model_loss
@@ -348,6 +349,7 @@ def applied(
         require_whole(stepping, optimizer, model, is_spread=plan.pp > 1)
         trainer = Trainer(model, plan, mesh, normalised, stepping, random, DataParallel(model, mesh), clip, context)
     trainer.head_width = head_width
+    trainer.holds_shards = plan.zero > 0 or plan.pp > 1 or any(layout_of(p).splits for p in model.parameters())
     units = trainer.replicas.units if isinstance(trainer.replicas, Zero) else None
     reads = ParameterReads(model, str(plan), units, is_pipeline=plan.pp > 1)
     trainer.reads = reads if reads.is_needed else None

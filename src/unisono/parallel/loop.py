@@ -279,6 +279,7 @@ class OwnLoop:
         trainer = self._trainer
         if trainer.is_updating:
             return
+        trainer.require_hooks()
         trainer.replicas.complete()
         self._require_equal_counts()
         if trainer.clip is not None:

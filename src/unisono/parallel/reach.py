@@ -7,10 +7,26 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.errors import UsageError
-from unisono.mesh.reach import BY_TENSOR, ELEMENTWISE, Make, Reach, reach_of
+from unisono.mesh.reach import (
+    BY_TENSOR,
+    ELEMENTWISE,
+    Make,
+    Reach,
+    reach_of,
+    require_elementwise_hooks,
+    run_own_hooks_last,
+)
 from unisono.parallel.layout import layout_of
 
-__all__ = ["BY_TENSOR", "ELEMENTWISE", "Reach", "reach_of", "require_whole"]
+__all__ = [
+    "BY_TENSOR",
+    "ELEMENTWISE",
+    "Reach",
+    "reach_of",
+    "require_elementwise_hooks",
+    "require_whole",
+    "run_own_hooks_last",
+]
 
 
 def require_whole(optimizer: Optimizer, make: Make, model: nn.Module, *, is_spread: bool) -> Reach:
@@ -26,6 +42,7 @@ def require_whole(optimizer: Optimizer, make: Make, model: nn.Module, *, is_spre
         raise UsageError(
             "SparseAdam takes sparse gradients, which ranks do not sum; use Adam, and nn.Embedding(sparse=False)"
         )
+    require_elementwise_hooks(optimizer)
     reach = reach_of(optimizer, make)
     if reach is Reach.MODEL:
         where = f"{cut[0]} is cut" if cut else "ZeRO or a pipeline gives every rank some of them only"

@@ -39,6 +39,7 @@ from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.tied import TiedGradients
 from unisono.parallel.precision import FULL, LossScaler, Precision, autocast
+from unisono.parallel.reach import require_elementwise_hooks, run_own_hooks_last
 from unisono.parallel.share import Share, rows_of, run_on, share, shares
 from unisono.parallel.snapshot import load_tensors, whole_optimizer, whole_tensors
 from unisono.parallel.state import load_whole_state
@@ -73,6 +74,7 @@ class Trainer:
     skipped: int = 0  # steps whose gradients overflowed (fp16)
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
     model_loss: ModelLoss | None = None  # where the model computes the loss of labels among its inputs
+    holds_shards: bool = False  # whether the optimizer has less than all of every parameter
     reads: ParameterReads | None = None  # of parameters by other modules than their own, until a step has shown none
     batch: str = "global"  # what ranks give: "global", all of them the same batch, or "local", their own samples
     is_updating: bool = False  # whether the optimizer's step is one of this trainer's
@@ -132,6 +134,7 @@ class Trainer:
             self._clip()
             return loss
 
+        self.require_hooks()
         with self._updating():
             loss: Any = self.optimizer.step(evaluated)  # type: ignore[arg-type]  # torch takes tensors, and says floats
         self.steps += 1
@@ -165,6 +168,7 @@ class Trainer:
         """Clip and let the optimizer step; where gradients overflowed on any rank, no rank does."""
         if self.scaler is None or self.scaler.is_finite:
             self._clip()
+            self.require_hooks()
             with fused(self.optimizer), self._updating():
                 self.optimizer.step()
         else:
@@ -428,6 +432,12 @@ class Trainer:
             self._observe(outputs, targets)
         aux = collect_aux(self.model)
         return partial if aux is None else partial + aux
+
+    def require_hooks(self) -> None:
+        """Of step hooks that came after the plan was applied: as those that were there."""
+        if self.holds_shards:
+            require_elementwise_hooks(self.optimizer)
+            run_own_hooks_last(self.optimizer)  # ZeRO publishes parameters after a step: what hooks do to them, too
 
     def _clip(self) -> None:
         if self.clip is not None:
