@@ -174,3 +174,16 @@ bert_classifier = uni.Task(
 )
 vit = uni.Task(model=_vit, loss=_label_loss, optimizer=_adam, batch=_images, name="vit")
 t5 = uni.Task(model=_t5, loss=_token_loss, optimizer=_adam, batch=_pairs_of_sentences, name="t5")
+
+
+def _next_token_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs.logits[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+
+
+def _first_tokens_ignored(seed: int) -> tuple[dict[str, Any], torch.Tensor]:
+    inputs, targets = _sentences(seed)
+    targets[:, :3] = -100
+    return inputs | {"use_cache": False}, targets
+
+
+next_token = uni.Task(_llama, _next_token_loss, _adam, _first_tokens_ignored)

@@ -135,6 +135,13 @@ def _tokens(seed: int) -> tuple[torch.Tensor, None]:
     return _labelled(seed)[0]["input_ids"], None
 
 
+def _lengths(seed: int) -> tuple[dict[str, Any], None]:
+    """Batches of another length in every step."""
+    inputs, _ = _labelled(seed)
+    return {name: tensor[:, : LENGTH - 2 * seed] for name, tensor in inputs.items()}, None
+
+
+lengths = uni.Task(_llama, own_loss, _adam, _lengths)
 llama = uni.Task(_llama, own_loss, _adam, _labelled)
 llama_with_targets = uni.Task(_llama, own_loss, _adam, _with_targets)
 bert = uni.Task(lambda: _bert_of("MaskedLM"), own_loss, _adam, _labelled)

@@ -26,6 +26,7 @@ PLANS = {
     "qwen3_moe": ["dp=2,ep=2", "dp=2,ep=2,pp=2,microbatches=2"],
     "deepseek_v3": ["dp=2,ep=2"],
     "gpt_oss": ["dp=2,ep=2"],
+    "next_token": ["cp=2", "cp=2,context=ulysses,microbatches=2", "tp=2,cp=2", "cp=2,pp=2,microbatches=2"],
     "gpt2": ["dp=2,zero=1", "tp=2", "cp=2", "pp=2,microbatches=2", "cp=2,pp=2,microbatches=2"],
     "bert": ["tp=2,sp", "cp=2"],
     "bert_classifier": ["dp=2,zero=2", "cp=2"],

@@ -18,9 +18,16 @@ Pools = Callable[[str, int], RankPool]
 
 PLANS = {
     "llama": ["dp=2,microbatches=2", "dp=2,zero=3", "tp=2,microbatches=2", "pp=2,microbatches=3", "dp=2,tp=2"],
-    "llama_with_targets": ["dp=2", "tp=2,sp,microbatches=4"],
-    "bert": ["dp=2"],
-    "classifier": ["dp=2,microbatches=2"],
+    "lengths": ["dp=2,microbatches=2", "cp=2"],
+    "llama_with_targets": [
+        "dp=2",
+        "tp=2,sp,microbatches=4",
+        "cp=2",
+        "cp=2,context=ulysses,microbatches=2",
+        "dp=2,cp=2",
+    ],
+    "bert": ["dp=2", "cp=2"],
+    "classifier": ["dp=2,microbatches=2", "cp=2"],
     "regression": ["dp=2,microbatches=3"],
     "answers": ["dp=2"],
     "t5": ["dp=2", "tp=2,microbatches=2"],

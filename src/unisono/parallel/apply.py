@@ -131,7 +131,7 @@ def parallelize(
             require_fitting_loss(whole, loss, example)
             require_steady_buffers(whole, plan, example)
             if plan.cp > 1:
-                require_tokenwise(whole, example, "cp")
+                require_tokenwise(whole, example, "cp", model_loss=model_loss)
         if plan.pp > 1:
             inputs = _example_inputs(plan, example)
             rehearse(whole, order_of(plan), inputs)
@@ -155,9 +155,19 @@ def parallelize(
     def under_plan() -> Trainer:
         filling = Filling(draft, mesh) if draft.is_hollow else None
         trainer = applied(
-            whole, plan, mesh, random, loss, optimizer, example, rules, clip, filling=filling, shown=shown
+            whole,
+            plan,
+            mesh,
+            random,
+            loss,
+            optimizer,
+            example,
+            rules,
+            clip,
+            filling=filling,
+            shown=shown,
+            model_loss=model_loss,
         )
-        trainer.model_loss = model_loss
         if isinstance(trainer.loss, GatheredLoss):
             trainer.loss.outputs = kinds
         trainer.note = draft.note
@@ -291,6 +301,7 @@ def applied(
     fill: Callable[[nn.Module], None] = lambda model: None,
     filling: Filling | None = None,
     shown: Foreseen | None = None,
+    model_loss: ModelLoss | None = None,
 ) -> Trainer:
     """`fill` is given the model when it is cut, and before anything is made of its parameters: to give memory to one
     that was built without. `filling` does so with the values that it is to have; `shown` then tells what a run of the
@@ -302,7 +313,7 @@ def applied(
         random.name_modules(model)  # those that took the place of others, too: attention draws what it drops
     context = context_parallelize(model, mesh, plan.context) if plan.cp > 1 else None
     if context is not None and example is not None:
-        context.expect(*example)
+        context.expect(example[0], example[1] if model_loss is None else model_loss.labelled(example))
     if mesh.size(*DATA) > 1:
         batchnorm.convert(model, mesh)
     recompute(model, plan.recompute)
@@ -348,7 +359,7 @@ def applied(
         stepping = optimizer(list(model.parameters()))
         require_whole(stepping, optimizer, model, is_spread=plan.pp > 1)
         trainer = Trainer(model, plan, mesh, normalised, stepping, random, DataParallel(model, mesh), clip, context)
-    trainer.head_width = head_width
+    trainer.head_width, trainer.model_loss = head_width, model_loss
     trainer.holds_shards = plan.zero > 0 or plan.pp > 1 or any(layout_of(p).splits for p in model.parameters())
     units = trainer.replicas.units if isinstance(trainer.replicas, Zero) else None
     reads = ParameterReads(model, str(plan), units, is_pipeline=plan.pp > 1)

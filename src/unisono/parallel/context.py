@@ -37,6 +37,7 @@ from unisono.mesh import dropout
 from unisono.mesh.mesh import Mesh
 from unisono.parallel import conjugates
 from unisono.parallel.blocks import find_blocks
+from unisono.parallel.loss import part_of, shifted
 from unisono.parallel.share import share
 from unisono.parallel.spread_attention import SpreadAttention
 from unisono.parallel.tokens import Tokens
@@ -146,6 +147,27 @@ class Context:
         if self.comm.size == 1:
             return targets
         return mapped(targets, self._cut_rows if self.is_whole else self._cut_target)
+
+    def shifted_runs(self, outputs: Any, targets: Any) -> list[tuple[Any, Any]]:
+        """This rank's runs of consecutive tokens, with targets of whole sequences given, for a loss that compares a
+        token's output with the next one's target."""
+        length = next(tensor.shape[1] for tensor in _tensors(targets) if tensor.dim() > 1)
+        tokens, pairs, first = self.tokens(length), [], 0
+        count = tokens.count(self.comm.rank)
+        for run in tokens.runs[self.comm.rank]:
+            if len(run):
+                part = part_of(outputs, 1, range(first, first + len(run)), count), part_of(targets, 1, run, length)
+                pairs.append(shifted(part, targets, run, length))
+                first += len(run)
+        return pairs
+
+    def shown(self, label: torch.Tensor) -> torch.Tensor:
+        """Of labels that a model is given, those that it has outputs for: see ModelLoss.record."""
+        return label if self.comm.size == 1 or self.is_whole else self._cut_target(label)
+
+    def kept(self, leaf: torch.Tensor) -> torch.Tensor:
+        """Of what a model has for all samples, what this rank takes to the loss."""
+        return self._cut_rows(leaf) if self.comm.size > 1 and self.is_whole and self._has_targets else leaf
 
     def _cut_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         rows = self._rows(len(tensor))
@@ -275,7 +297,7 @@ class Context:
         return x
 
     def _require_tokens(self, outputs: Any) -> None:
-        first = next(_tensors(outputs), None)
+        first = next((tensor for tensor in _tensors(outputs) if tensor.dim()), None)
         mine = self.tokens(self._length).count(self.comm.rank)
         if first is None or (self._is_spread and (first.dim() < 2 or first.shape[1] != mine)):
             shown = "no tensor" if first is None else f"a tensor {tuple(first.shape)}"

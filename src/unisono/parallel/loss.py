@@ -26,6 +26,7 @@ from unisono.parallel.means import Count, Means
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
+_FEW = 16  # tokens
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 4e-3}
 
 
@@ -46,6 +47,7 @@ class GlobalLoss:
         self._sum: tuple[torch.Tensor, Handle | None] | None = None  # of the partial losses, on its way
         self._next = 0
         self._is_proved = False
+        self.shift: int | None = None  # by how many tokens targets are ahead of outputs, if dims has 1; see learn_shift
         self._astray: list[torch.Tensor] = []
 
     def _require_no_surprise(self) -> None:
@@ -196,6 +198,46 @@ class GlobalLoss:
             elif count != foretold:
                 raise UsageError(_ASTRAY)
 
+    def learn_shift(self, outputs: Any, targets: Any) -> None:
+        """Find whether the loss compares a token's output with the next token's target, where ranks have some tokens of
+        every sequence; on a rank's own tokens. Every rank calls it, at the first microbatch."""
+        if self.shift is not None or 1 not in self.dims:
+            return
+        outputs = tree_map(_cut_off, outputs)
+        few = (_first_tokens(outputs), tree_map(_counted_target, _first_tokens(targets)))
+        fits = [all(self._separates(*batch, 1, shift) for batch in (few, (outputs, targets))) for shift in (0, 1)]
+        if self._comm is not None:
+            message = torch.tensor([float(fit) for fit in fits], device=self._comm.device)
+            fits = [bool(fit) for fit in self._comm.all_reduce(message, "min").tolist()]
+        if not any(fits):
+            raise UsageError(
+                f"the loss {name_of(self._loss)} compares tokens with each other along dim 1 (the sequence), which cp "
+                "gives to several ranks; expected sums and means over tokens, or targets that are one token ahead "
+                "(outputs[:, :-1] with targets[:, 1:]): use cp=1"
+            )
+        self.shift = 0 if fits[0] else 1
+
+    def _separates(self, outputs: Any, targets: Any, dim: int, shift: int) -> bool:
+        """Whether two halves along a dim add up; True where the batch does not show it."""
+        try:
+            halves = _halves(outputs, targets, dim, shift)
+            if halves is None:
+                return True
+            whole, parts = self._in_halves(outputs, targets, halves)
+        except UsageError:
+            return False
+        return not bool(whole.isfinite()) or _is_near(whole, parts)
+
+    def _in_halves(self, outputs: Any, targets: Any, halves: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """The loss, and the partial losses of two halves."""
+        counts = [self._counted(*half, dry=False) for half in halves]
+        totals = [float(sum(pair)) for pair in zip(*counts, strict=True)] if len(counts[0]) == len(counts[1]) else []
+        parts = []
+        for half in halves:
+            with Means(totals):
+                parts.append(self._evaluated(*half))
+        return self._evaluated(outputs, targets), parts
+
     def _prove(self, outputs: Any, targets: Any) -> None:
         """That the loss of the whole is the sum of partial losses of two halves, on this very batch."""
         outputs = tree_map(_cut_off, outputs)
@@ -209,23 +251,13 @@ class GlobalLoss:
                 )
             if dim == 0 and samples == 1:
                 outputs, targets = _with_another_sample(outputs), tree_map(_twice, targets)
-            halves = _halves(outputs, targets, dim)
+            halves = _halves(outputs, targets, dim, (self.shift or 0) if dim == 1 else 0)
             if halves is None:
                 continue
-            counts = [self._counted(*half, dry=False) for half in halves]
-            totals = (
-                [float(sum(pair)) for pair in zip(*counts, strict=True)] if len(counts[0]) == len(counts[1]) else []
-            )
-            parts = []
-            for half in halves:
-                with Means(totals):
-                    parts.append(self._evaluated(*half))
-            whole = self._evaluated(outputs, targets)
+            whole, parts = self._in_halves(outputs, targets, halves)
             if not bool(whole.isfinite()):
                 return  # proves nothing; the next call may
-            scale = parts[0].abs() + parts[1].abs() + whole.abs()
-            gap = (whole - parts[0] - parts[1]).abs()
-            if not bool(gap <= _TOLERANCE.get(whole.dtype, 1e-5) * scale):
+            if not _is_near(whole, parts):
                 raise UsageError(
                     f"the loss {name_of(self._loss)} on a batch is {whole.item():.6g}, but from two halves along dim "
                     f"{dim} it comes to {(parts[0] + parts[1]).item():.6g}: it is not made of sums and means over "
@@ -280,23 +312,66 @@ def _twice(leaf: Any) -> Any:
     return torch.cat([leaf, leaf]) if has_one else leaf
 
 
-def _halves(outputs: Any, targets: Any, dim: int) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:
+def _is_near(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
+    scale = parts[0].abs() + parts[1].abs() + whole.abs()
+    gap = (whole - parts[0] - parts[1]).abs()
+    return bool(gap <= _TOLERANCE.get(whole.dtype, 1e-5) * scale)
+
+
+def _first_tokens(tree: Any) -> Any:
+    """Few enough that one of them makes a difference in any precision."""
+
+    def first(leaf: Any) -> Any:
+        return leaf[:, :_FEW] if isinstance(leaf, torch.Tensor) and leaf.ndim > 1 else leaf
+
+    return tree_map(first, tree)
+
+
+def _counted_target(leaf: Any) -> Any:
+    """Targets that are ignored are negative numbers, and would show nothing."""
+    is_class = isinstance(leaf, torch.Tensor) and not leaf.is_floating_point() and leaf.dtype != torch.bool
+    return leaf.clamp(min=0) if is_class else leaf
+
+
+def _halves(outputs: Any, targets: Any, dim: int, shift: int = 0) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:
     """The batch in two along a dim; None where it has one row or none."""
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.ndim > dim]
     rows = tensors[0].shape[dim] if tensors else 0
     if rows < 2:
         return None
-
-    def cut(first: int, last: int) -> Any:
-        def piece(leaf: Any) -> Any:
-            if isinstance(leaf, torch.Tensor) and leaf.ndim > dim and leaf.shape[dim] == rows:
-                return leaf.narrow(dim, first, last - first).contiguous()
-            return leaf
-
-        return tree_map(piece, (outputs, targets))
-
     middle = (rows + 1) // 2
-    return cut(0, middle), cut(middle, rows)
+    both = (range(middle), range(middle, rows))
+    first, second = ((part_of(outputs, dim, part, rows), part_of(targets, dim, part, rows)) for part in both)
+    return shifted(first, targets, both[0], rows) if shift else first, second
+
+
+def part_of(tree: Any, dim: int, part: range, rows: int) -> Any:
+    """Of all tensors in a tree that have so many rows along a dim, some."""
+
+    def piece(leaf: Any) -> Any:
+        if isinstance(leaf, torch.Tensor) and leaf.ndim > dim and leaf.shape[dim] == rows:
+            return leaf.narrow(dim, part.start, len(part)).contiguous()
+        return leaf
+
+    return tree_map(piece, tree)
+
+
+def shifted(pair: tuple[Any, Any], targets: Any, run: range, length: int) -> tuple[Any, Any]:
+    """Outputs of a run of tokens and targets, for a loss that compares a token's output with the next one's target.
+
+    Such a loss passes over the last output. So a run that does not end the sequence gets one more target, the next
+    one, and one more output, which nobody looks at."""
+    if run.stop == length:
+        return pair
+    return tree_map(lambda leaf: _with_blank_token(leaf, len(run)), pair[0]), part_of(
+        targets, 1, range(run.start, run.stop + 1), length
+    )
+
+
+def _with_blank_token(leaf: Any, tokens: int) -> Any:
+    if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2 or leaf.shape[1] != tokens:
+        return leaf
+    return torch.cat([leaf, leaf.new_zeros(leaf.shape[0], 1, *leaf.shape[2:])], dim=1)
 
 
 def name_of(loss: Any) -> str:

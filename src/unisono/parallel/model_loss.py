@@ -135,13 +135,14 @@ def _writes(function: Callable[..., Any]) -> bool:
 class Recorder(TorchFunctionMode):
     """While active, functions of the labels' stand-ins are recorded, and not computed."""
 
-    def __init__(self, labels: Sequence[torch.Tensor]) -> None:
+    def __init__(self, labels: Sequence[torch.Tensor], shown: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """`shown` gives the part of a label that the model has outputs for."""
         super().__init__()
         self._labels = list(labels)
         self.steps: list[Step] = []
         self.leaves: list[torch.Tensor] = []
         self._known: dict[int, Ref] = {}  # by id of a leaf
-        self.stand_ins = [_noted(_form(label), Ref("label", number)) for number, label in enumerate(labels)]
+        self.stand_ins = [_noted(_form(shown(label)), Ref("label", number)) for number, label in enumerate(labels)]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -328,28 +329,35 @@ class Recorded:
     samples: list[torch.Tensor]  # leaves that belong to samples: (samples, ...)
     shared: list[torch.Tensor]  # leaves that do not depend on the batch
     steps: list[Step]
-    multiples: list[int | None]  # see ModelLoss
+    is_flat: list[bool | None]  # of each leaf: whether the model had it as (samples * ..., ...); None of a shared one
 
     def evaluated(self, labels: Sequence[torch.Tensor]) -> Any:
         """The outputs as the model would have returned them."""
         samples, shared = iter(self.samples), iter(self.shared)
-        leaves = [next(shared) if many is None else _flattened(next(samples), many) for many in self.multiples]
+        leaves = [next(shared) if is_flat is None else _flattened(next(samples), is_flat) for is_flat in self.is_flat]
         return Values(self.steps, labels, leaves).of(self.outputs)
 
 
-def _flattened(leaf: torch.Tensor, many: int) -> torch.Tensor:
-    return leaf if many == 1 else leaf.reshape(leaf.shape[0] * many, *leaf.shape[2:])
+def _flattened(leaf: torch.Tensor, is_flat: bool) -> torch.Tensor:
+    return leaf if not is_flat else leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
 
 
-def _by_sample(leaf: torch.Tensor, rows: int, many: int) -> torch.Tensor:
-    if many == 1:
+def _is_flat(leaf: torch.Tensor, rows: int, of_example: int | None) -> bool | None:
+    """Whether a leaf has several rows a sample; sequences may be of another length than the example's."""
+    if of_example is None or not leaf.ndim:
+        return None if of_example is None else False
+    return of_example > 1 or leaf.shape[0] != rows
+
+
+def _by_sample(leaf: torch.Tensor, rows: int, is_flat: bool | None, of_example: int) -> torch.Tensor:
+    if not is_flat:
         return leaf.reshape(1) if rows == 1 and not leaf.ndim else leaf
-    return leaf.reshape(rows, many, *leaf.shape[1:])
+    return leaf.reshape(rows, leaf.shape[0] // rows if rows else of_example, *leaf.shape[1:])
 
 
 register_pytree_node(
     Recorded,
-    lambda recorded: ([recorded.outputs, recorded.samples], (recorded.shared, recorded.steps, recorded.multiples)),
+    lambda recorded: ([recorded.outputs, recorded.samples], (recorded.shared, recorded.steps, recorded.is_flat)),
     lambda children, context: Recorded(*children, *context),
 )
 
@@ -424,11 +432,18 @@ class ModelLoss:
             return None
         return cls(labels, large.forms, _multiples(large, small, rows))
 
-    def record(self, model: nn.Module, inputs: Any) -> Recorded:
-        """Run the model on a microbatch."""
+    def record(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        shown: Callable[[torch.Tensor], torch.Tensor] = lambda label: label,
+        kept: Callable[[torch.Tensor], torch.Tensor] = lambda leaf: leaf,
+    ) -> Recorded:
+        """Run the model on a microbatch. Where it gives outputs for some of the tokens, `shown` gives their labels;
+        where a rank takes some of the samples to the loss, `kept` gives those of a leaf."""
         leaves, spec = tree_flatten(inputs)
         rows = rows_of(inputs)
-        recorder = Recorder(self.labels_in(inputs))
+        recorder = Recorder(self.labels_in(inputs), shown)
         for place, stand_in in zip(self.labels, recorder.stand_ins, strict=True):
             leaves[place] = stand_in
         with recorder.layers_given_values(model), recorder:
@@ -438,10 +453,15 @@ class ModelLoss:
                 "the model computes its own loss in another way than on the example, depending on the batch; compute "
                 "it from the model's outputs: loss(outputs, targets)"
             )
-        pairs = list(zip(program.leaves, self.multiples, strict=True))
-        samples = [_by_sample(leaf, rows, many) for leaf, many in pairs if many is not None]
-        shared = [leaf for leaf, many in pairs if many is None]
-        return Recorded(program.outputs, samples, shared, program.steps, self.multiples)
+        is_flat = [_is_flat(leaf, rows, many) for leaf, many in zip(program.leaves, self.multiples, strict=True)]
+        pairs = list(zip(program.leaves, is_flat, self.multiples, strict=True))
+        samples = [kept(_by_sample(leaf, rows, flat, many)) for leaf, flat, many in pairs if many is not None]
+        shared = [leaf for leaf, _, many in pairs if many is None]
+        return Recorded(program.outputs, samples, shared, program.steps, is_flat)
+
+    def labelled(self, batch: tuple[Any, Any]) -> Labelled:
+        inputs, targets = batch
+        return Labelled(targets, self.labels_in(inputs))
 
     def labels_in(self, inputs: Any) -> list[torch.Tensor]:
         leaves = tree_leaves(inputs)
@@ -467,7 +487,7 @@ class _Trial:
     def __init__(self, model: nn.Module, labels: tuple[int, ...], example: tuple[Any, Any], loss: Loss) -> None:
         inputs, targets = example
         leaves, spec = tree_flatten(inputs)
-        recorder = Recorder([leaves[place] for place in labels])
+        recorder = Recorder([leaves[place] for place in labels], lambda label: label)
         batch = BatchDependence()
         batch.mark(leaves)
         for place, stand_in in zip(labels, recorder.stand_ins, strict=True):

@@ -26,6 +26,7 @@ from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import Blocks, find_blocks
 from unisono.parallel.context import are_of_sequences, hidden_states, mapped, sequence_dim, without_attention
 from unisono.parallel.hollow import realised_copy
+from unisono.parallel.model_loss import ModelLoss
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.rules import Styles
 from unisono.parallel.share import rows_between, rows_of
@@ -42,10 +43,18 @@ _REGIONS = ("column", "row", "experts")  # kinds of layers through which all ran
 Forward = Callable[..., Any]
 
 
-def require_tokenwise(model: nn.Module, example: tuple[Any, Any], word: str, styles: Styles | None = None) -> None:
+def require_tokenwise(
+    model: nn.Module,
+    example: tuple[Any, Any],
+    word: str,
+    styles: Styles | None = None,
+    model_loss: ModelLoss | None = None,
+) -> None:
     """UsageError where the model mixes tokens that would be on several ranks. word: of the plan, "cp" or "sp"; styles:
-    how tp cuts its layers, between which sp shares out the tokens."""
+    how tp cuts its layers, between which sp shares out the tokens; model_loss: what the model does with its labels."""
     inputs, targets = example
+    if model_loss is not None:
+        targets = model_loss.labelled(example)
     if not _has_blocks(model):
         return
     samples = rows_between(inputs, 0, min(_SAMPLES, rows_of(inputs)))
@@ -63,14 +72,14 @@ def require_tokenwise(model: nn.Module, example: tuple[Any, Any], word: str, sty
     trial = _Trial(find_blocks(real), word, gathers, styles or {})
     try:
         with no_side_effects(model), torch.no_grad(), trial.recording():
-            outputs = call(real, samples)
+            outputs = trial.run(real, samples, model_loss)
     except Exception:  # whatever a model says here, its first step will say too
         return
     if trial.without_attention and word == "cp":
         raise without_attention(trial.without_attention)
     if trial.is_conclusive:
         with no_side_effects(model), torch.no_grad(), trial.repeating():
-            trial.compare_outputs(call(real, samples), outputs)
+            trial.compare_outputs(trial.run(real, samples, model_loss), outputs)
 
 
 def _has_blocks(model: nn.Module) -> bool:
@@ -121,6 +130,13 @@ class _Trial:
     def is_conclusive(self) -> bool:
         """Whether the blocks ran in order, on tokens of which there are several."""
         return self._length > 1 and (self._word == "sp" or bool(self._seen["attention"]))
+
+    def run(self, model: nn.Module, samples: Any, model_loss: ModelLoss | None) -> Any:
+        return call(model, samples) if model_loss is None else model_loss.record(model, samples, self._shown)
+
+    def _shown(self, label: torch.Tensor) -> torch.Tensor:
+        is_cut = self._is_second and self._word == "cp" and not self._gathers
+        return self._piece(label) if is_cut else label
 
     @contextmanager
     def recording(self) -> Iterator[None]:

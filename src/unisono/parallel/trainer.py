@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.comm.same_data import SameBatch
 from unisono.errors import UsageError
@@ -30,9 +30,9 @@ from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import collect_aux
 from unisono.parallel.head_width import HeadWidth
 from unisono.parallel.layout import Split
-from unisono.parallel.logits import Proof, in_pieces
+from unisono.parallel.logits import Proof, in_pieces, whole_of_piece
 from unisono.parallel.loss import GlobalLoss
-from unisono.parallel.model_loss import Labelled, ModelLoss, Recorded
+from unisono.parallel.model_loss import ModelLoss, Recorded
 from unisono.parallel.outputs import joined, with_whole_sequences
 from unisono.parallel.parameter_reads import ParameterReads
 from unisono.parallel.pipeline.inputs import call
@@ -269,7 +269,7 @@ class Trainer:
         self._whole = None if isinstance(batch, Share) or self.batch == "local" else batch
         inputs, targets = mine.batch
         if self.context is not None:
-            self.context.expect(inputs, targets)
+            self.context.expect(inputs, self._labelled(mine.batch) if wants_loss else targets)
             self.loss.dims = self.context.dims
         self.random.step = self.steps
         if isinstance(self.loss, GatheredLoss):
@@ -394,7 +394,9 @@ class Trainer:
                 return call(self.model, inputs)
         if not self._records or self.model_loss is None:
             return call(self.model, inputs)
-        return self.model_loss.record(self.model, inputs)
+        if self.context is None:
+            return self.model_loss.record(self.model, inputs)
+        return self.model_loss.record(self.model, inputs, self.context.shown, self.context.kept)
 
     def _inputs(self, part: Share) -> Any:
         return part.batch[0]
@@ -405,8 +407,14 @@ class Trainer:
 
     def _labelled(self, batch: tuple[Any, Any]) -> Any:
         """The targets, with the labels among the inputs where the model takes such."""
-        inputs, targets = batch
-        return targets if self.model_loss is None else Labelled(targets, self.model_loss.labels_in(inputs))
+        return batch[1] if self.model_loss is None else self.model_loss.labelled(batch)
+
+    def _pairs(self, outputs: Any, part: Share) -> list[tuple[Any, Any]]:
+        """What the loss is called with for a microbatch: all of it, or each run of this rank's tokens where the loss
+        looks from a token at the next one."""
+        if self.context is None or self.context.is_whole or not self.loss.shift:
+            return [(outputs, self._targets(part))]
+        return self.context.shifted_runs(tree_map(whole_of_piece, outputs), self._labelled(part.batch))
 
     def _rows(self, part: Share) -> int:
         """How many samples of the outputs for this part the rank has."""
@@ -415,16 +423,20 @@ class Trainer:
 
     def _partial_loss(self, outputs: Any, number: int) -> torch.Tensor:
         """This microbatch's part of the loss. The first one counts what all of them will count."""
-        outputs = self.logits.fitting(outputs, self._targets(self._microbatches[number]))
+        part = self._microbatches[number]
+        outputs = self.logits.fitting(outputs, self._targets(part))
         if number == 0:
+            if self.context is not None:
+                self.loss.learn_shift(outputs, self._targets(part))
             rows = [self._rows(part) for part in self._microbatches]
             likes = [_with_rows(outputs, rows[0], count) for count in rows]
             whole = None
             if self.pipeline is None and self.context is None and self._whole is not None:
                 whole = (_with_rows(outputs, rows[0], rows_of(self._whole)), self._labelled(self._whole))
-            pairs = [(like, self._targets(p)) for like, p in zip(likes, self._microbatches, strict=True)]
-            self.loss.prepare(pairs, whole)
-        partial = self.loss(outputs, self._targets(self._microbatches[number]))
+            pairs = [self._pairs(like, each) for like, each in zip(likes, self._microbatches, strict=True)]
+            self.loss.prepare([pair for of_microbatch in pairs for pair in of_microbatch], whole)
+        partials = [self.loss(*pair) for pair in self._pairs(outputs, part)]
+        partial = sum(partials[1:], partials[0]) if partials else _zero_of(outputs)
         if self._observe is not None:
             targets = self._targets(self._microbatches[number])
             if isinstance(outputs, Recorded):
@@ -495,6 +507,12 @@ def _with_rows(outputs: Any, rows: int, wanted: int) -> Any:
         return leaf
 
     return tree_map(resized, outputs)
+
+
+def _zero_of(outputs: Any) -> torch.Tensor:
+    """A loss of nothing, that a backward can run from."""
+    leaves = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return torch.stack([leaf.sum() * 0 for leaf in leaves]).sum()
 
 
 def _require_gradient(loss: torch.Tensor) -> None:
