@@ -31,7 +31,7 @@ from unisono.parallel.layout import layout_of, wholes_of
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.precision import FULL, Precision, autocast
 from unisono.parallel.trainer import Trainer, takes_closure
-from unisono.verify.record import Tensors, merged_over_stages, watched, with_gradients
+from unisono.verify.record import Record, Tensors, merged_over_stages, settings_of, watched, with_gradients
 from unisono.verify.rewind import ModelState, TrainerState, generators_kept
 
 _PROJECTIONS = 4
@@ -60,15 +60,10 @@ class Job:
 
 
 @dataclass
-class Step:
-    """Fingerprints of one training step, by the names of parameters and buffers."""
+class Step(Record):
+    """A record of one training step that holds fingerprints. Its `parameters` are their updates, in place of values."""
 
-    losses: list[float] = field(default_factory=list)
-    gradients: list[Tensors] = field(default_factory=list)  # as of one step, before clipping
-    updates: Tensors = field(default_factory=dict)  # of the parameters
-    buffers: Tensors = field(default_factory=dict)
     replicas: Tensors = field(default_factory=dict)  # parameters and buffers after the step, as this rank holds them
-    activations: Tensors = field(default_factory=dict)  # by module, in forward order, of the first microbatch
     noise: dict[str, float] = field(default_factory=dict)  # deviations that rounding the parameters once would cause
     rounding: float = 0.0  # gradients of single elements that are no larger do not reach the optimizer
     dtype: torch.dtype = torch.float32  # in which it was computed
@@ -173,6 +168,7 @@ def plain_step(model: nn.Module, job: Job, batch: tuple[Any, Any], rounded: Step
 
 def _take_plain_step(model: nn.Module, job: Job, batch: tuple[Any, Any], step: Step, state: ModelState) -> None:
     optimizer = job.optimizer(list(model.parameters()))
+    step.settings = settings_of(optimizer)
     if takes_closure(optimizer):
         optimizer.step(partial(_evaluated_for_closure, model, job, batch, step))  # type: ignore[arg-type]
         del step.losses[1:]
@@ -186,7 +182,7 @@ def _take_plain_step(model: nn.Module, job: Job, batch: tuple[Any, Any], step: S
             torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip)
         optimizer.step()
     named = dict(model.named_parameters())
-    step.updates = _fingerprints((name, p.detach() - state.value(p)) for name, p in named.items())
+    step.parameters = _fingerprints((name, p.detach() - state.value(p)) for name, p in named.items())
     step.buffers = _fingerprints(model.named_buffers())
 
 
@@ -209,7 +205,11 @@ def _evaluated(model: nn.Module, job: Job, batch: tuple[Any, Any], step: Step) -
             aux = collect_aux(model)
             loss = loss if aux is None else loss + aux
         model.zero_grad()
-        loss.backward()
+        scale = job.precision.init_scale if job.precision.dtype == torch.float16 else 1.0
+        (loss * scale).backward()
+    for parameter in model.parameters() if scale != 1.0 else ():
+        if parameter.grad is not None:
+            parameter.grad /= scale
     step.losses.append(float(loss.detach()))
     return loss.detach()
 
@@ -256,6 +256,7 @@ def planned_step(trainer: Trainer, batch: Any, rounding: float) -> Step:
 
 def _take_planned_step(trainer: Trainer, batch: Any, step: Step, before: ModelState, rounding: float) -> None:
     trainer.zero_grad()
+    step.settings = settings_of(trainer.optimizer)
     with _activations_of(trainer.model, step):
         if takes_closure(trainer.optimizer):
             step.losses.append(trainer.step(batch).item())
@@ -270,7 +271,7 @@ def _take_planned_step(trainer: Trainer, batch: Any, step: Step, before: ModelSt
         trainer.update()
     changed = {**dict(trainer.model.named_parameters()), **optimized}
     updates = {name: tensor.detach() - before.value(tensor) for name, tensor in changed.items() if tensor in before}
-    step.updates = _global(trainer, updates, changed)
+    step.parameters = _global(trainer, updates, changed)
     step.buffers = merged_over_stages(trainer.mesh, _fingerprints(trainer.model.named_buffers()))
     step.replicas = _global(trainer, {name: tensor.detach() for name, tensor in changed.items()}, changed)
     step.replicas |= _fingerprints(trainer.model.named_buffers())
@@ -307,7 +308,9 @@ def differences(plain: Step, planned: Step, has_history: bool = False) -> list[D
     found = [Difference("loss", "", loss, _allowed(_LOSS_TOLERANCE[dtype], plain.noise.get("loss", 0.0)))]
     found.append(_worst("gradient", plain.gradients[0], planned.gradients[0], plain.noise, tolerance, negligible))
     is_rough = dtype not in _ROUNDING or max(plain.noise.values(), default=0.0) > tolerance
-    updates = [{name: value[:1] if is_rough else value for name, value in s.updates.items()} for s in (plain, planned)]
+    updates = [
+        {name: value[:1] if is_rough else value for name, value in s.parameters.items()} for s in (plain, planned)
+    ]
     allowed = max(_UPDATE_TOLERANCE[dtype], 0.1 if is_rough else 0.0)
     if not has_history:
         found.append(_worst("update", updates[0], updates[1], {}, allowed, negligible))
@@ -362,3 +365,7 @@ def _deviation(plain: torch.Tensor, planned: torch.Tensor, floor: float) -> floa
 
 def _both_nan(plain: torch.Tensor, planned: torch.Tensor) -> bool:
     return bool((plain.isfinite() == planned.isfinite()).all())
+
+
+def _norms(prints: Tensors) -> Tensors:
+    return {name: value[:1] for name, value in prints.items()}

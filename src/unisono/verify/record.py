@@ -124,7 +124,7 @@ def plain_record(
         record.scales.append(scaler.get_scale())
     record.parameters = _copied(model.named_parameters())
     record.buffers = _copied(model.named_buffers())
-    record.settings = _settings(optimizer)
+    record.settings = settings_of(optimizer)
     record.optimizer = flat_state(
         {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
     )
@@ -189,7 +189,7 @@ def trainer_record(
     record.buffers = merged_over_stages(trainer.mesh, _copied(trainer.model.named_buffers()))
     state = whole_state(trainer.optimizer, trainer.optimized(), trainer.mesh)["state"]
     record.optimizer = merged_over_stages(trainer.mesh, flat_state(state))
-    record.settings = _settings(trainer.optimizer)
+    record.settings = settings_of(trainer.optimizer)
     return record
 
 
@@ -257,7 +257,7 @@ def flat_state(state: dict[str, dict[str, Any]]) -> Tensors:
     return flat
 
 
-def _settings(optimizer: torch.optim.Optimizer) -> dict[str, float]:
+def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     """The numbers that the optimizer was made with, where they are the same for all parameters."""
     groups = optimizer.param_groups
     numbers = {name: value for name, value in groups[0].items() if isinstance(value, int | float)} if groups else {}

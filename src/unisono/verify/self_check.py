@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_map
 from unisono.comm import world
 from unisono.comm.communicator import Communicator
 from unisono.comm.solo import alone
-from unisono.errors import PlanMismatch, UsageError
+from unisono.errors import PlanMismatch, UnisonoError, UsageError
 from unisono.launch import environment
 from unisono.mesh.draft import Draft
 from unisono.parallel import apply
@@ -57,12 +57,18 @@ from unisono.verify.fingerprint import (
 )
 from unisono.verify.first_divergence import first_parting, guess_fault
 from unisono.verify.reduced import reduced_model
+from unisono.verify.rewind import generators_kept
+from unisono.verify.task import Task
+from unisono.verify.verify import verify_here
 
 CHECKS = ("auto", "full", "off")
 _QUICK = 1.0  # seconds that a step of one device on the whole batch may take, whatever a step under the plan takes
+_VERY_QUICK = 0.2  # seconds, likewise, for a proof in float64 beside
 _STEPS = 2.0  # steps under the plan that the step of one device may take
 _COPIES = 5  # of the parameters: values to restore, gradients, two of an Adam, and one for activations
 _SHARE_OF_MEMORY = 0.4  # of what is free where rank 0 computes
+_SMALL = 1e6  # parameters of a model that is proved in float64, too
+_FAULT_IN_FLOAT64 = 1e-5  # models may round to float32 on the way
 _MOST_ON_CPU = 2e8  # parameters; a step of a larger model takes minutes there
 
 
@@ -99,6 +105,7 @@ def parallelize(
     if level == "off" or not changes_anything(plan):
         return apply.parallelize(model, plan, loss=loss, optimizer=optimizer, example=example, **given, **options)
     proof = _Proof(plan, Job(loss, optimizer, clip, seed, precision), level, {**given, **options})
+    proof.make = model if callable(model) and not isinstance(model, nn.Module) else None
     first = example if example is None or dtype is None else _in_dtype(example, dtype)
     trainer = apply.parallelize(
         model,
@@ -146,10 +153,13 @@ class _Proof:
         self._options = options
         self._comm: Communicator = world.world() if world.is_initialized() else world.init()
         self._samples = 0  # of the batch, that are used
+        self._is_quick = False  # whether a step on one device takes next to no time
+        self._dtype = torch.float32  # in which it was proved
         self._plain: Step | None = None  # on rank 0
         self._kept: nn.Module | None = None  # of rank 0, where the first batch is not known yet
         self._reduced: nn.Module | None = None
         self._obstacle = ""  # why nothing can be proved
+        self.make: Callable[[], nn.Module] | None = None  # builds the model once more
         self._seconds = 0.0
 
     # ---- before the plan is applied --------------------------------------------------------------------------------
@@ -166,6 +176,8 @@ class _Proof:
                     "the model is too large for a step on one device, and has no repeated blocks to leave out"
                 )
         elif not self._obstacle:
+            is_small = example is not None and _is_small(draft.model)
+            self.make = (self.make or _copies_of(draft.model)) if is_small else None
             failure = self._begin_on_rank_0(draft, example) if self._comm.rank == 0 else None
             self._agree(failure)
         self._seconds += time.perf_counter() - started
@@ -188,16 +200,15 @@ class _Proof:
 
     def _agree(self, failure: Exception | None) -> None:
         """All ranks go on alike: with the samples and the obstacle of rank 0, or with its error."""
-        told = None if failure is None else f"{type(failure).__name__}: {failure}"
-        self._samples, self._obstacle, told = self._comm.broadcast_object((self._samples, self._obstacle, told))
-        if told is not None:
-            raise UsageError(
-                f"one device, without any plan, fails on the first batch: {told}" if self._is_raw(failure) else told
-            ) from failure
-
-    @staticmethod
-    def _is_raw(failure: Exception | None) -> bool:
-        return not isinstance(failure, UsageError)
+        sentence = ""
+        if failure is not None:
+            sentence = str(failure)
+            if not isinstance(failure, UsageError):
+                sentence = f"one device fails on the first batch, without any plan: {type(failure).__name__}: {failure}"
+        mine = (self._samples, self._is_quick, self._obstacle, sentence)
+        self._samples, self._is_quick, self._obstacle, sentence = self._comm.broadcast_object(mine)
+        if sentence:
+            raise UsageError(sentence) from failure
 
     def _take_plain_step(self, model: nn.Module, batch: tuple[Any, Any]) -> None:
         """On as many samples as take little time: a few first, to see how long they take."""
@@ -207,6 +218,7 @@ class _Proof:
         started = time.perf_counter()
         rounded = rounded_step(model, self._job, rows_between(batch, 0, few))
         seconds = (time.perf_counter() - started) * rows / max(few, 1)
+        self._is_quick = seconds < _VERY_QUICK
         self._samples = rows if seconds < _QUICK else max(few, min(rows, int(rows * _STEPS / self._plan.world)))
         some = rows_between(batch, 0, self._samples)
         if self._samples > few:
@@ -250,12 +262,14 @@ class _Proof:
         started = time.perf_counter()
         subject = "your model"
         if self._reduced is not None:
-            trainer_of_reduced, subject = self._with_reduced(batch), "a reduced model with fewer blocks"
-            found = [] if self._obstacle else self._compared(trainer_of_reduced, batch)
+            with generators_kept():
+                trainer_of_reduced, subject = self._with_reduced(batch), "a reduced model with fewer blocks"
+                found = [] if self._obstacle else self._compared(trainer_of_reduced, batch)
         else:
             found = [] if self._obstacle else self._compared(trainer, batch)
+            found = found and self._in_float64(trainer, batch, found)
         self._seconds += time.perf_counter() - started
-        trainer.proof = self._told(found, subject)
+        trainer.proof = self._report(found, subject)
 
     def _with_reduced(self, batch: tuple[Any, Any]) -> Trainer:
         model, self._reduced = self._reduced, None
@@ -272,35 +286,64 @@ class _Proof:
 
     def _compared(self, trainer: Trainer, batch: tuple[Any, Any]) -> list[Difference]:
         plain = self._comm.broadcast_object(_without_activations(self._plain))
-        if trainer.batch == "local":  # ranks have samples of their own: all take part in a step on those of rank 0
-            some = rows_between(self._comm.broadcast_object(batch), 0, self._samples)
-            planned = planned_step(trainer, share(some, *trainer.part), plain.rounding)
-        else:
-            planned = planned_step(trainer, rows_between(batch, 0, self._samples), plain.rounding)
+        self._dtype = plain.dtype
+        some = self._some_of(trainer, batch)
+        some = share(some, *trainer.part) if trainer.batch == "local" else some
+        planned = planned_step(trainer, some, plain.rounding)
         found = self._comm.broadcast_object(differences(plain, planned, has_history=trainer.steps > 0))
         found.append(replica_difference(self._comm, planned))
         if any(each.is_fault for each in found):
             raise PlanMismatch(self._diagnosis(plain, planned, found))
         return found
 
+    def _some_of(self, trainer: Trainer, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        """The samples that are used; of ranks that have samples of their own, all take part in a step on rank 0's."""
+        batch = self._comm.broadcast_object(batch) if trainer.batch == "local" else batch
+        return rows_between(batch, 0, self._samples)
+
+    def _in_float64(self, trainer: Trainer, batch: tuple[Any, Any], found: list[Difference]) -> list[Difference]:
+        """For a small model, the same once more on copies of it, where rounding hides nothing."""
+        if self.make is None or not self._is_quick or self._dtype != torch.float32 or trainer.steps:
+            return found
+        some = self._some_of(trainer, batch)
+        task = Task(
+            self.make, self._job.loss, self._job.optimizer, lambda step: some, self._options["rules"], self._job.clip
+        )
+        try:
+            with generators_kept():
+                verdict = verify_here(self._comm, task, self._plan, steps=1)
+        except UnisonoError:
+            return found  # an operation without float64, say: what is proved in float32 stands
+        worst = {each.kind: each for each in verdict.worst}
+        if any(not each.deviation <= _FAULT_IN_FLOAT64 for each in verdict.worst):
+            most = max(verdict.worst, key=lambda each: each.deviation)
+            faults = f"{most.kind} in float64, {most.name} is off by {most.deviation:.2g}"
+            raise PlanMismatch(self._sentence(faults, verdict.parting, verdict.guess))
+        self._dtype = torch.float64
+        return [Difference("gradient", worst["gradients"].name, worst["gradients"].deviation, _FAULT_IN_FLOAT64)]
+
     def _diagnosis(self, plain: Step, planned: Step, found: list[Difference]) -> str:
         """What differs, where it begins and what it looks like; every rank calls it."""
         plain.activations = self._comm.broadcast_object({} if self._plain is None else self._plain.activations)
         limit = 10 * TOLERANCE[planned.dtype]
-        where = first_parting(self._comm, self._plan, plain.activations, planned.activations, limit)
-        looks = self._comm.broadcast_object(guess_fault(self._plan, plain, planned))  # type: ignore[arg-type]
+        activations = (plain.activations, planned.activations)
+        where = first_parting(self._comm, self._plan, *activations, limit, (plain, planned))
+        looks = self._comm.broadcast_object(guess_fault(self._plan, plain, planned))
         faults = "; ".join(_shown(each) for each in found if each.is_fault)
+        return self._sentence(faults, where, looks)
+
+    def _sentence(self, faults: str, where: str, looks: str) -> str:
         return (
             f"plan {self._plan} does not give the result of one device on your model: {faults}. First divergence: "
             f"{where}{f'. {looks}' if looks else ''}. Nothing was trained or saved; use another plan, or "
             'check="off" to train all the same'
         )
 
-    def _told(self, found: list[Difference], subject: str) -> str:
+    def _report(self, found: list[Difference], subject: str) -> str:
         if self._obstacle:
             return f"plan {self._plan} not proved: {self._obstacle}"
         worst = max(each.deviation for each in found if each.kind == "gradient")
-        dtype = str(self._plain.dtype if self._plain is not None else torch.float32).removeprefix("torch.")
+        dtype = str(self._dtype).removeprefix("torch.")
         return f"plan {self._plan} proved on {subject}: worst gradient {worst:.0e} ({dtype}), {self._seconds:.1f} s"
 
 
@@ -345,6 +388,19 @@ def fits(model: nn.Module) -> bool:
     if device.type == "cuda" or (device.type == "meta" and torch.cuda.is_available()):
         return needed < _SHARE_OF_MEMORY * torch.cuda.mem_get_info()[0]
     return elements <= _MOST_ON_CPU and needed < _SHARE_OF_MEMORY * _available_memory()
+
+
+def _is_small(model: nn.Module) -> bool:
+    return sum(parameter.numel() for parameter in model.parameters()) <= _SMALL
+
+
+def _copies_of(model: nn.Module) -> Callable[[], nn.Module] | None:
+    """A function that builds the model as it is now; None where it cannot be copied."""
+    try:
+        kept = copy.deepcopy(model)
+    except Exception:
+        return None
+    return lambda: copy.deepcopy(kept)
 
 
 def _available_memory() -> float:
