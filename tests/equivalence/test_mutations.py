@@ -83,7 +83,10 @@ def clip_by_local_norm(trainer: Trainer) -> None:
     assert limit is not None
 
     def clip() -> None:
-        torch.nn.utils.clip_grad_norm_([parameter for _, parameter in trainer.optimized()], limit)
+        gradients = [parameter.grad for _, parameter in trainer.optimized() if parameter.grad is not None]
+        norm = torch.stack([gradient.norm() for gradient in gradients]).norm()
+        for gradient in gradients:
+            gradient *= min(1.0, limit / norm.item())
 
     trainer._clip = clip  # type: ignore[method-assign]
 

@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
+import os
 import random
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 
 import unisono as uni
+from tests.equivalence.test_mutations import FAULTS
 from tests.equivalence.test_plans import PLANS
 from tests.ranks import RankPool
+from tests.verify.wrong_models import WRONG
 from unisono.comm.communicator import Communicator
+from unisono.errors import PlanMismatch, UsageError
 from unisono.plan.plan import Plan
+from unisono.verify import self_check
 
 Pools = Callable[[str, int], RankPool]
 SOME = {  # of each strategy, and of what each kind of model asks of it
@@ -60,3 +67,113 @@ def test_a_sound_plan_is_proved_and_the_check_leaves_no_trace(pools: Pools, task
     for proof, without, with_check in pools("gloo", Plan.parse(plan).world).run(_with_and_without, task, plan):
         assert proof.startswith(f"plan {Plan.parse(plan)} proved on your model: worst gradient"), proof
         assert with_check == without
+
+
+# ---- what is wrong is stopped ----------------------------------------------------------------------------------------
+
+LATER = {"the first stage's tied copy", "the last stage's tied copy", "a step too many"}  # only in the second step
+
+
+def _with_planted_fault(comm: Communicator, fault: str) -> str:
+    name, plan, plant, _ = FAULTS[fault]
+    task = getattr(importlib.import_module("tests.equivalence.tasks"), name)
+    original = self_check.planned_step
+
+    def faulty(trainer: Any, *args: Any) -> Any:
+        plant(trainer)
+        return original(trainer, *args)
+
+    self_check.planned_step = faulty
+    try:
+        with pytest.raises(PlanMismatch) as stopped:
+            _trained(comm, task, plan, "auto")
+        return str(stopped.value)
+    finally:
+        self_check.planned_step = original
+
+
+@pytest.mark.parametrize("fault", [fault for fault in FAULTS if fault not in LATER])
+def test_a_planted_fault_stops_the_run(pools: Pools, fault: str) -> None:
+    """On every rank, with the same sentence, before a step counts."""
+    sentences = pools("gloo", 2).run(_with_planted_fault, fault)
+    assert len(set(sentences)) == 1
+    assert sentences[0].startswith(f"plan {FAULTS[fault][1]} does not give the result of one device on your model: ")
+    assert 'check="off"' in sentences[0]
+
+
+def _outcome(comm: Communicator, name: str, fixes: tuple[str, ...]) -> str:
+    """What comes of a pair that once trained wrong, with some refusals and fixes switched off."""
+    task, plan = WRONG[name]
+    with contextlib.ExitStack() as stack:
+        for each in fixes:
+            module, _, function = each.rpartition(".")
+            stack.enter_context(mock.patch.object(importlib.import_module(module), function, _nothing))
+        try:
+            return _trained(comm, task, plan, "auto")[0]
+        except PlanMismatch as error:
+            return f"stopped: {error}"
+        except UsageError as error:
+            return f"refused: {error}"
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_once_trained_wrong_is_right_refused_or_stopped(pools: Pools, name: str) -> None:
+    outcomes = pools("gloo", Plan.parse(WRONG[name][1]).world).run(_outcome, name, ())
+    kinds = {outcome.partition(":")[0] for outcome in outcomes}
+    assert len(kinds) == 1, outcomes
+    assert kinds <= {"refused", "stopped", f"plan {WRONG[name][1]} proved on your model"}, outcomes
+
+
+def _copied_at_the_first_batch(comm: Communicator, name: str) -> str:
+    task, plan = WRONG[name]
+    try:
+        return _trained(comm, task, plan, "auto", example=None)[0]
+    except PlanMismatch as error:
+        return f"stopped: {error}"
+
+
+def test_without_an_example_the_first_batch_is_one(pools: Pools) -> None:
+    sound, wrong = (
+        pools("gloo", 2).run(_with_and_without_example)[0],
+        pools("gloo", 2).run(_copied_at_the_first_batch, "world loss")[0],
+    )
+    assert "proved on your model" in sound[0]
+    assert sound[1] == sound[2]
+    assert wrong.startswith("stopped: ")
+    assert "the loss is off by 1" in wrong
+
+
+def _with_and_without_example(comm: Communicator) -> tuple[str, Any, Any]:
+    return _with_and_without(comm, "mlp", "dp=2", example=None)
+
+
+def _of_a_large_model(comm: Communicator) -> tuple[str, Any, Any]:
+    """As of one that one device cannot hold."""
+    with mock.patch.object(self_check, "fits", lambda model: False):
+        return _with_and_without(comm, "gpt", "dp=2,zero=3")
+
+
+def test_of_a_large_model_a_reduced_one_is_proved(pools: Pools) -> None:
+    for proof, without, with_check in pools("gloo", 2).run(_of_a_large_model):
+        assert "proved on a reduced model with 2 of its 4 blocks" in proof
+        assert with_check == without
+
+
+def _levels(comm: Communicator) -> list[str]:
+    task = importlib.import_module("tests.equivalence.tasks").mlp
+    told = [_trained(comm, task, "dp=2", "off")[0], _trained(comm, task, "dp=2", "full")[0]]
+    with mock.patch.dict(os.environ, UNISONO_CHECK_PLAN="off"):
+        told.append(_trained(comm, task, "dp=2", "full")[0])
+    with pytest.raises(UsageError, match=r"check='always'; expected one of auto, full, off"):
+        _trained(comm, task, "dp=2", "always")
+    return told
+
+
+def test_levels(pools: Pools) -> None:
+    off, full, overridden = pools("gloo", 2).run(_levels)[0]
+    assert (off, overridden) == ("", "")
+    assert "proved on your model" in full

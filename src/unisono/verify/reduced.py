@@ -21,8 +21,8 @@ from unisono.plan.plan import Plan
 _LEAST = 2  # blocks: one that follows another of its kind
 
 
-def reduced_model(draft: Draft, plan: Plan) -> nn.Module | None:
-    """A copy with fewer blocks, in memory of its own; None where no blocks can be left out.
+def reduced_model(draft: Draft, plan: Plan) -> tuple[nn.Module | None, str]:
+    """A copy with fewer blocks, in memory of its own, and how many they are; None where none can be left out.
 
     Parameters of a model that has no values yet are drawn at random, the same on every rank.
     """
@@ -30,10 +30,10 @@ def reduced_model(draft: Draft, plan: Plan) -> nn.Module | None:
     try:
         blocks = find_blocks(model)
     except UsageError:
-        return None
+        return None, ""
     count = _kept([_kind(block) for block in blocks.modules], order_of(plan).stages if plan.pp > 1 else 1)
     if blocks.names or count >= len(blocks.modules):
-        return None
+        return None, ""
     holder = model.get_submodule(blocks.path)._modules
     removed = {key: holder.pop(key) for key in list(holder)[count:]}
     try:
@@ -41,7 +41,7 @@ def reduced_model(draft: Draft, plan: Plan) -> nn.Module | None:
     finally:
         holder.update(removed)
     _count_blocks_anew(short, len(blocks.modules), count)
-    return short
+    return short, f"{count} of its {len(blocks.modules)} blocks"
 
 
 def _kept(kinds: list[Any], stages: int) -> int:

@@ -158,6 +158,7 @@ class _Proof:
         self._plain: Step | None = None  # on rank 0
         self._kept: nn.Module | None = None  # of rank 0, where the first batch is not known yet
         self._reduced: nn.Module | None = None
+        self._blocks = ""  # how many it has
         self._obstacle = ""  # why nothing can be proved
         self.make: Callable[[], nn.Module] | None = None  # builds the model once more
         self._seconds = 0.0
@@ -170,7 +171,7 @@ class _Proof:
         self._obstacle = obstacle_in(draft.model)
         is_large = not self._obstacle and self._level == "auto" and not fits(draft.model)
         if any(self._comm.all_gather_object(is_large)):
-            self._reduced = reduced_model(draft, self._plan)
+            self._reduced, self._blocks = reduced_model(draft, self._plan)
             if self._reduced is None:
                 self._obstacle = (
                     "the model is too large for a step on one device, and has no repeated blocks to leave out"
@@ -263,7 +264,7 @@ class _Proof:
         subject = "your model"
         if self._reduced is not None:
             with generators_kept():
-                trainer_of_reduced, subject = self._with_reduced(batch), "a reduced model with fewer blocks"
+                trainer_of_reduced, subject = self._with_reduced(batch), f"a reduced model with {self._blocks}"
                 found = [] if self._obstacle else self._compared(trainer_of_reduced, batch)
         else:
             found = [] if self._obstacle else self._compared(trainer, batch)
@@ -287,7 +288,7 @@ class _Proof:
     def _compared(self, trainer: Trainer, batch: tuple[Any, Any]) -> list[Difference]:
         plain = self._comm.broadcast_object(_without_activations(self._plain))
         self._dtype = plain.dtype
-        some = self._some_of(trainer, batch)
+        some: Any = self._some_of(trainer, batch)
         some = share(some, *trainer.part) if trainer.batch == "local" else some
         planned = planned_step(trainer, some, plain.rounding)
         found = self._comm.broadcast_object(differences(plain, planned, has_history=trainer.steps > 0))
