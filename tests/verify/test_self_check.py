@@ -153,7 +153,7 @@ def _with_and_without_example(comm: Communicator) -> tuple[str, Any, Any]:
 
 def _of_a_large_model(comm: Communicator) -> tuple[str, Any, Any]:
     """As of one that one device cannot hold."""
-    with mock.patch.object(self_check, "fits", lambda model: False):
+    with mock.patch.object(self_check, "fits", return_value=False):
         return _with_and_without(comm, "gpt", "dp=2,zero=3")
 
 
