@@ -14,6 +14,7 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import unisono as uni
+from examples import gan
 from tests.equivalence import tasks
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
@@ -22,6 +23,7 @@ from unisono.mesh.initial import build
 from unisono.mesh.random import RandomState
 from unisono.parallel.apply import parallelize
 from unisono.parallel.expert import collect_aux
+from unisono.parallel.layout import layout_of, whole_of
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.trainer import Trainer
 from unisono.verify.float64 import InDouble
@@ -414,3 +416,119 @@ def a_plan_is_proved_for_local_batches(comm: Communicator) -> None:
 
 def test_the_self_check_with_local_batches(pools: Pools) -> None:
     pools("gloo", 2).run(a_plan_is_proved_for_local_batches)
+
+
+# ---- one global batch, wherever one is expected ----------------------------------------------------------------------
+
+
+def batches_that_differ(comm: Communicator, kind: str) -> str:
+    task = tasks.mlp
+    options: dict[str, Any] = {"loss": task.loss, "optimizer": task.optimizer}
+    try:
+        if kind == "engine":
+            uni.Engine(task.model, plan="dp=2", **options).run(task.batch(comm.rank))
+        else:
+            mesh = uni.Mesh((2,), ("dp",))
+            model = build(task.model, 0)
+            program = uni.to_static(model, example=even_vectors(0), mesh=mesh, **options)
+            program(even_vectors(comm.rank))
+    except UsageError as error:
+        comm.barrier()
+        return str(error)
+    raise AssertionError("not refused")
+
+
+@pytest.mark.parametrize("kind", ["engine", "program"])
+def test_batches_that_differ_are_refused(pools: Pools, kind: str) -> None:
+    for words in pools("gloo", 2).run(batches_that_differ, kind):
+        assert "another batch than rank 0" in words
+
+
+def an_engine_on_local_batches(comm: Communicator) -> None:
+    task = tasks.mlp
+    options: dict[str, Any] = {"loss": task.loss, "optimizer": task.optimizer, "plan": "dp=2"}
+    one, other = uni.Engine(task.model, **options), uni.Engine(task.model, batch="local", **options)
+    for step in range(STEPS):
+        batch = task.batch(step)
+        local = local_of(batch, [7, 6], comm.rank)
+        assert float(other.run(local)) == pytest.approx(float(one.run(batch)), rel=1e-5)
+    with pytest.raises(UsageError, match=r"is for run\(batch\)"):
+        other.evaluate([batch])
+
+
+def test_an_engine_on_local_batches(pools: Pools) -> None:
+    pools("gloo", 2).run(an_engine_on_local_batches)
+
+
+# ---- several models --------------------------------------------------------------------------------------------------
+
+
+def plain_job(build_model: Callable[[], nn.Module], seed: int) -> Any:
+    model = build(build_model, seed).double()
+    random = RandomState(seed)
+    random.name_modules(model)
+
+    def before(*_: Any) -> None:
+        random.__enter__()
+
+    model.register_forward_pre_hook(before)
+    model.register_forward_hook(lambda *_: random.__exit__())
+    job = SimpleNamespace(model=model, optimizer=gan.adam(list(model.parameters())))
+
+    def count(*_: Any) -> None:
+        random.step += 1
+
+    job.optimizer.register_step_post_hook(count)
+    return job
+
+
+def gan_agrees(comm: Communicator, plan: str, is_tp: bool) -> None:
+    g, d = plain_job(gan.generator, 1), plain_job(gan.discriminator, 2)
+    with InDouble(torch.float64):
+        expected = list(gan.train(g, d, 6))
+    options: dict[str, Any] = {"loss": F.mse_loss, "optimizer": gan.adam, "dtype": torch.float64}
+    jobs = ((gan.generator, 1, {"0": "column", "2": "row"}), (gan.discriminator, 2, {"0": "column", "3": "row"}))
+    trainers = [
+        parallelize(each, plan, seed=seed, rules=rules if is_tp else None, **options) for each, seed, rules in jobs
+    ]
+    with InDouble(torch.float64):
+        got = list(gan.train(*trainers, 6))
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-9)
+    for trainer, job in zip(trainers, (g, d), strict=True):
+        compare(trainer.state_dict()["model"], dict(job.model.named_parameters()))
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2"])
+def test_a_gan(pools: Pools, plan: str) -> None:
+    pools("gloo", 2).run(gan_agrees, plan, plan == "tp=2")
+
+
+def a_step_through_another_model(comm: Communicator, plan: str) -> None:
+    """The loss of one trainer's step calls the model of another, which gets gradients too."""
+    options: dict[str, Any] = {"optimizer": gan.adam, "dtype": torch.float64}
+    d = parallelize(NoDropout, plan, loss=F.mse_loss, seed=2, **options)
+    loss = lambda fake, y: F.cross_entropy(d.model(fake), y)  # noqa: E731
+    g = parallelize(lambda: nn.Linear(4, 12), plan, loss=loss, seed=1, **options)
+    plain_d, plain_g = plain_job(NoDropout, 2), plain_job(lambda: nn.Linear(4, 12), 1)
+    for step in range(STEPS):
+        noise, y = torch.randn(7, 4, generator=torch.Generator().manual_seed(step)).double(), torch.arange(7) % 5
+        for job in (plain_d, plain_g):
+            job.optimizer.zero_grad()
+        expected = F.cross_entropy(plain_d.model(plain_g.model(noise)), y)
+        expected.backward()
+        d.zero_grad()
+        assert float(g.step((noise, y))) == pytest.approx(float(expected), rel=1e-9)
+        gradients = {name: parameter.grad for name, parameter in d.optimized() if parameter.grad is not None}
+        for name, parameter in plain_d.model.named_parameters():
+            whole = whole_of(gradients[name], layout_of(dict(d.optimized())[name]), d.mesh)
+            compare({name: whole}, {name: parameter.grad})
+        d.optimizer.step()
+        plain_d.optimizer.step()
+        plain_g.optimizer.step()
+    compare(g.state_dict()["model"], dict(plain_g.model.named_parameters()))
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=2"])
+def test_a_step_through_another_model(pools: Pools, plan: str) -> None:
+    pools("gloo", 2).run(a_step_through_another_model, plan)

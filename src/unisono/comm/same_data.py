@@ -20,15 +20,17 @@ _LOOKS = 2  # at the first batches of a loop: a habit shows at once, and a check
 class SameBatch:
     """Compares the first batches that the ranks of a group are given."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, refusal: str | None = None) -> None:
+        """refusal: what to say, with {rank} and {first} for the ranks that differ."""
         self._comm = comm
+        self._refusal = refusal or _GIVEN
         self._left = 0 if comm.size == 1 or comm.is_simulated else _LOOKS
 
     def require(self, batch: Any) -> None:
         """UsageError on every rank where one was given another batch; every rank calls it."""
         if self._left:
             self._left -= 1
-            require_same_batch(batch, self._comm, _GIVEN)
+            require_same_batch(batch, self._comm, self._refusal)
 
 
 _READ = (

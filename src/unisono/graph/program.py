@@ -27,6 +27,7 @@ from torch.utils import _pytree as pytree
 
 from unisono.comm import world
 from unisono.comm.communicator import Communicator
+from unisono.comm.same_data import SameBatch
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment
 from unisono.graph.batch import Signature, require_alike, require_pair, signature, tensors_in
@@ -47,6 +48,11 @@ from unisono.mesh.random import RandomState
 from unisono.mesh.reach import Reach, reach_of, require_elementwise_hooks
 
 Model = nn.Module | Callable[[], nn.Module]
+
+_OTHER_BATCH = (
+    "rank {rank} gave the program another batch than rank {first}; expected the same global batch on every rank, of "
+    "which each takes its shard: read the whole batch everywhere, with the same seed, and no DistributedSampler"
+)
 
 
 class Program:
@@ -83,6 +89,7 @@ class Program:
         self._example = _without_data(example)
         self._forms[signature("train", example)] = Form(lowered, self.pieces, self.random, self._device, self._again)
         self._shown = next(iter(self._forms.values()))
+        self._same_batch = SameBatch(self.mesh.comm(), _OTHER_BATCH)
 
     # ---- training --------------------------------------------------------------------------------------------------
 
@@ -160,6 +167,7 @@ class Program:
 
     def _form(self, kind: str, batch: tuple[Any, Any]) -> tuple[Form, list[torch.Tensor]]:
         """The graph for a kind of run and a shape of batch; traced where it is new, with parameters as they lie."""
+        self._same_batch.require(batch)
         key = signature(kind, batch)
         if key not in self._forms:
             require_pair(batch)

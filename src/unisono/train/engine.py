@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from unisono.comm import world
 from unisono.comm.communicator import Communicator
-from unisono.comm.same_data import require_same_batch
+from unisono.comm.same_data import SameBatch, require_same_batch
 from unisono.errors import UsageError
 from unisono.launch import environment
 from unisono.parallel.apply import Model
@@ -53,7 +53,8 @@ class Engine:
     ("accuracy", "top5", "perplexity"), Metrics, or functions (outputs, targets) -> number. plan: "auto", a Plan or its
     text. clip: the largest norm of the gradients. rules: which layers tp cuts, where the model does not say. device:
     where this rank computes; by default its GPU, where it has one, else the CPU. check: how the plan is proved on the
-    model and the first batch before training, "auto", "full" or "off"."""
+    model and the first batch before training, "auto", "full" or "off". batch: what ranks give to `run`: "global", all
+    of them the same batch, or "local", each data rank its own samples."""
 
     def __init__(
         self,
@@ -69,6 +70,7 @@ class Engine:
         rules: Any = None,
         device: torch.device | str | None = None,
         check: str = "auto",
+        batch: str = "global",
     ) -> None:
         if not isinstance(plan, str | Plan):
             raise UsageError(f'Engine(plan={plan!r}): expected "auto", a Plan or its text, as "dp=2,tp=2"')
@@ -85,6 +87,9 @@ class Engine:
         self._clip = clip
         self._rules = rules
         self._check = check
+        if batch not in ("global", "local"):
+            raise UsageError(f'Engine(batch={batch!r}): expected "global" or "local"')
+        self._batch = batch
         check_level(check)
         self.seed = require_whole_number("Engine: seed", seed, 0)
         if seed >= 2**63:
@@ -124,6 +129,7 @@ class Engine:
             seed=self.seed,
             precision=self._precision,
             check=self._check,
+            batch=self._batch,
         )
         if self._scheduler is not None:
             self.schedule = scheduling.require_stepped(self._scheduler(self.trainer.optimizer))
@@ -229,13 +235,22 @@ class Engine:
 
         An engine that has no plan yet is prepared with the first batch. whole: every rank reads all of it.
         """
+        self._require_global("fit and evaluate read one dataset")
         given: dict[str, Any] = {"shuffle": shuffle, "seed": self.seed, "workers": workers}
         if self.trainer is None:
             self._prepare_with(Loader(dataset, batch_size, device=self._elsewhere, **given))
         part = (0, 1) if whole else self.ready.part
         return Loader(dataset, batch_size, part=part, device=self._elsewhere, **given)
 
+    def _require_global(self, what: str) -> None:
+        if self._batch == "local":
+            raise UsageError(
+                f'Engine(batch="local") is for run(batch), where every data rank brings its own samples, but {what} on '
+                'every rank alike; use batch="global"'
+            )
+
     def _prepare_with(self, loader: Loader) -> None:
+        self._require_global("fit and evaluate read one dataset")
         if self.trainer is None:
             first = loader.first(whole=True)
             if first is None:
@@ -247,7 +262,12 @@ class Engine:
     # ---- training ------------------------------------------------------------------------------------------------
 
     def run(self, batch: tuple[Any, Any]) -> torch.Tensor:
-        """One training step on a global batch; the loss that one device would have seen."""
+        """One training step on a global batch; the loss that one device would have seen.
+
+        Every rank gives the same batch or, of an engine with batch="local", its own samples.
+        """
+        if self.trainer is None and self._batch == "global":
+            SameBatch(self.comm).require(batch)
         self.prepare(batch)
         if not rows_of(batch):
             raise UsageError("run was given a batch without a sample; expected at least one")
@@ -309,6 +329,7 @@ class Engine:
 
     def predict(self, inputs: Any, batch_size: int = 32) -> Any:
         """The model's outputs for all inputs, in their order, on every rank. `inputs`: as the model takes them."""
+        self._require_global("predict takes all inputs")
         return prediction.predict(self.ready, inputs, batch_size, self.device)
 
     def save(self, path: str | Path) -> None:
