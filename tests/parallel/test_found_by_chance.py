@@ -299,3 +299,32 @@ def test_a_part_without_samples_that_a_model_cannot_run() -> None:
         assert norm(one.batch).shape == (1, 2, 4)
     with pytest.raises(ValueError, match="a fault of its own"), run_on(one):
         raise ValueError("a fault of its own")
+
+
+class InPlace(nn.Module):
+    """Changes in place what its layers give."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.fc1, self.fc2, self.head = nn.Linear(6, 8), nn.Linear(8, 6), nn.Linear(6, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).unsqueeze(1).repeat(1, 3, 1)
+        h = self.fc1(x)
+        h *= 0.5
+        h = self.fc2(h.relu_())
+        h += x
+        logits: torch.Tensor = self.head(h.mean(1))
+        return logits.add_(0.1).mul_(2)
+
+
+def check_in_place(comm: Communicator) -> None:
+    rules = {"fc1": "column", "fc2": "row", "head": "column_gather"}
+    task = Task(InPlace, F.cross_entropy, partial(torch.optim.SGD, lr=0.1), vectors, rules=rules)
+    verdict = verify_here(comm, task, Plan.parse("tp=2"), 2)
+    assert verdict.equivalent, verdict
+
+
+def test_what_sharded_layers_give_can_be_changed_in_place(pools: Pools) -> None:
+    pools("gloo", 2).run(check_in_place)

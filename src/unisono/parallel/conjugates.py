@@ -192,6 +192,11 @@ class _ReduceToPiece(torch.autograd.Function):
         return _joined(grad, ctx.dim, ctx.lengths, ctx.comm), None, None, None
 
 
+def unlinked(x: torch.Tensor) -> torch.Tensor:
+    """x, for a custom Function to return: of a view that was made inside of one, autograd refuses changes in place."""
+    return torch.ops.aten._unsafe_view(x, x.shape) if x._is_view() else x
+
+
 def _summed(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     total = x.clone(memory_format=torch.contiguous_format)
     comm.all_reduce(total)
@@ -211,7 +216,7 @@ def _joined(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> 
     comm.all_gather_into(joined, rows.contiguous())
     if min(lengths) < longest:
         joined = torch.cat([joined[r * longest : r * longest + length] for r, length in enumerate(lengths)])
-    return joined.movedim(0, dim).contiguous()
+    return unlinked(joined.movedim(0, dim).contiguous())
 
 
 def _piece_of_sum(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
@@ -227,4 +232,4 @@ def _start_piece_of_sum(x: torch.Tensor, dim: int, lengths: Lengths, comm: Commu
             padded[rank * longest : rank * longest + len(piece)] = piece
         rows = padded
     handle = comm.reduce_scatter(rows.contiguous(), async_op=True)
-    return lambda: handle.wait()[: lengths[comm.rank]].movedim(0, dim).contiguous()
+    return lambda: unlinked(handle.wait()[: lengths[comm.rank]].movedim(0, dim).contiguous())

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from unisono.parallel.conjugates import before_start
+from unisono.parallel.conjugates import before_start, unlinked
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -54,7 +54,7 @@ class _Linear(torch.autograd.Function):
     ) -> torch.Tensor:
         ctx.kept, ctx.source = kept, source
         ctx.save_for_backward(x, weight)
-        return F.linear(x, weight, bias)
+        return unlinked(F.linear(x, weight, bias))
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
