@@ -17,6 +17,7 @@ from __future__ import annotations
 import copy
 import os
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -271,6 +272,8 @@ class _Proof:
             found = found and self._in_float64(trainer, batch, found)
         self._seconds += time.perf_counter() - started
         trainer.proof = self._report(found, subject)
+        if self._obstacle and self._comm.rank == 0:
+            warnings.warn(trainer.proof, stacklevel=4)
 
     def _with_reduced(self, batch: tuple[Any, Any]) -> Trainer:
         model, self._reduced = self._reduced, None
