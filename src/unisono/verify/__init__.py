@@ -7,6 +7,6 @@ apart), `verify` (starts the ranks, compares, many plans in turn), `ending` (pla
 float64. `on_mesh`, `program_record` and `program_divergence` do the same for distributed programs. `command` is
 `unisono verify`; `plan_shapes` and `plan_grid` list and print the plans of `--plan all`.
 
-`self_check` proves a plan at the start of each run, on the user's own model: `fingerprint` is one step in a few numbers a
-tensor, `rewind` undoes a step, `reduced` is a model with fewer blocks.
+`self_check` proves a plan at the start of each run, on the user's own model: `fingerprint` is one step in a few numbers
+a tensor, `rewind` undoes a step, `reduced` is a model with fewer blocks.
 """
