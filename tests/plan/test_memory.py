@@ -102,6 +102,7 @@ def test_state_is_what_ranks_hold() -> None:
     assert state.sharded == 4096 * 1024 // 2 // 8 + 1024 // 8 + 64 * 64  # experts have dp / ep x cp = 2 replicas
     parameters, gradients, optimizer = state.bytes(plan, OptimizerState())
     assert (parameters, gradients, optimizer) == (4 * state.elements, 4 * state.elements, 8 * state.sharded)
+    assert state_of(weights[:2], Plan(dp=8, zero=3, shard=4)) == state_of(weights[:2], Plan(dp=4, zero=3))
 
 
 @pytest.mark.parametrize("name", ["f-then-b", "1f1b", "interleaved", "zb1p", "zbv"])

@@ -20,6 +20,7 @@ def test_a_plan_is_read_and_written_back() -> None:
         "cp=2,context=ulysses",
         "recompute=*.mlp+*.attention",
         "dp=2,zero=3,offload",
+        "dp=8,zero=2,shard=4",
     ):
         assert Plan.parse(str(Plan.parse(text))) == Plan.parse(text)
     assert str(Plan.parse(FULL)) == FULL
@@ -51,7 +52,8 @@ def test_fields_of_another_kind_are_refused(fields: dict[str, Any], words: str) 
 def test_the_mesh_of_a_plan() -> None:
     plan = Plan.parse("dp=4,ep=2,tp=2,pp=3,cp=5")
     assert plan.world == 120
-    assert plan.shape == (3, 2, 2, 5, 2)
+    assert plan.shape == (3, 1, 2, 2, 5, 2)
+    assert Plan.parse("dp=8,zero=3,shard=4,tp=2").shape == (1, 2, 4, 1, 1, 2)
     assert plan.fit(120) is plan
 
 
@@ -73,6 +75,10 @@ def test_the_mesh_of_a_plan() -> None:
         ("schedule=gpip", "expected one of naive"),
         ("offload", "give zero=1, 2 or 3"),
         ("pp=2,chunks=2", "one stage a rank"),
+        ("dp=4,shard=2", "zero=0; give zero=1, 2 or 3"),
+        ("dp=4,zero=1,shard=3", "a divisor of dp"),
+        ("dp=4,zero=1,shard=1", "at least 2"),
+        ("dp=4,ep=2,zero=1,shard=2", "shard with ep"),
     ],
 )
 def test_a_plan_that_cannot_be_right_is_refused(text: str, words: str) -> None:
@@ -85,6 +91,8 @@ def test_a_plan_that_cannot_be_right_is_refused(text: str, words: str) -> None:
     [
         ("dp=3,tp=2", 8, r"plan dp=3,tp=2 needs 6 ranks \(dp=3·tp=2\), but 8 are running; use dp=4 or start 6"),
         ("dp=2,tp=3", 8, "start 6"),
+        ("dp=4,zero=1,shard=4", 6, "start 4"),
+        ("dp=4,zero=1,shard=2", 6, "use dp=6 or start 4"),
         ("", 2, "needs 1 ranks"),
     ],
 )

@@ -17,6 +17,7 @@ PLANS = {
         "dp=1",
         "dp=2,zero=1",
         "dp=4,zero=3",
+        "dp=4,zero=3,shard=2",
         "dp=2,tp=2,sp,zero=2",
         "tp=2,pp=2,microbatches=4",
         "dp=2,cp=2,zero=1",

@@ -70,6 +70,7 @@ class Bucket:
         self.names = list(names)
         self.parameters = list(parameters)
         self.comm = comm
+        self.everyone = comm  # all ranks that have parts of these gradients, where `comm` joins some of them
         self.missing = len(self.parameters)  # gradients of this round that are not there yet
         self.handle: Handle | None = None
         self.total: torch.Tensor | None = None  # what has arrived since the last finish

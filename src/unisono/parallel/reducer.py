@@ -136,7 +136,7 @@ class Reducer(Generic[AnyBucket]):
             self._land(bucket)
             if bucket.total is not None:
                 if self.is_own:
-                    bucket.total.div_(bucket.comm.size)
+                    bucket.total.div_(bucket.everyone.size)
                 self._settle(bucket, bucket.total)
                 bucket.total = None
         self._drop_missing(asked)
@@ -214,8 +214,8 @@ class Reducer(Generic[AnyBucket]):
         groups: dict[int, list[tuple[str, nn.Parameter]]] = {}
         comms: dict[int, Communicator] = {}
         for bucket in self.buckets:
-            comms[id(bucket.comm)] = bucket.comm
-            groups.setdefault(id(bucket.comm), []).extend(zip(bucket.names, bucket.parameters, strict=True))
+            comms[id(bucket.everyone)] = bucket.everyone
+            groups.setdefault(id(bucket.everyone), []).extend(zip(bucket.names, bucket.parameters, strict=True))
         asked = []
         for key, members in groups.items():
             seen = torch.tensor([id(parameter) in self._seen for _, parameter in members], dtype=torch.uint8)

@@ -14,6 +14,9 @@ optimizer, which sees those rows only, updates them; the ranks gather each other
 while microbatches accumulate; stage 2 sends them off bucket by bucket in every backward; stage 3 also gathers
 parameters only where they are used (units.py). In a pipeline a backward is that of one stage on one microbatch.
 
+With `shard=M` a group of M data ranks holds one copy of everything, and there are N / M such groups (HSDP): the
+reduce-scatter and the all-gathers stay within a group, and each rank's sum is then summed over the groups.
+
 An optimizer that treats every element alone (SGD, Adam, ...) does to rows exactly what it would do to the whole. Others
 (Muon, Adafactor, ...) get whole parameters, dealt out to the ranks (reach.py).
 """
@@ -40,6 +43,7 @@ from unisono.parallel.precision import HALVES
 from unisono.parallel.reach import Reach, require_whole
 from unisono.parallel.reducer import Reducer
 from unisono.parallel.units import Units
+from unisono.plan.plan import COPIES
 
 _MESSAGES = 2  # of gradients that may be on their way while the next is filled, where gradients are spread
 
@@ -134,16 +138,20 @@ class Zero(Reducer[PieceBucket]):
         return buckets
 
     def _bucket(self, names: Any, parameters: Any, comm: Communicator) -> PieceBucket:
+        everyone, axes = comm, summed_axes(parameters[0], self.mesh)
+        if COPIES in axes:  # this rank's group holds all of them, and so do the others
+            axes = tuple(axis for axis in axes if axis != COPIES)
+            comm = self.mesh.comm(*axes)
         load = self._loads.setdefault(id(comm), [0] * comm.size)
         deal = dealt_by_row if self._is_elementwise else dealt_whole
         pieces = []
         for name, parameter in zip(names, parameters, strict=True):
             # All ranks of a pipeline that hold a parameter cut it alike, whatever else they hold.
             held = deal(parameter.shape, [0] * comm.size if name in self._tied else load)
-            pieces.append(Piece(name, parameter, held, summed_axes(parameter, self.mesh), comm.rank))
+            pieces.append(Piece(name, parameter, held, axes, comm.rank))
         self.pieces.update({piece.name: piece for piece in pieces})
         bucket = PieceBucket(names, parameters, comm, pieces)
-        bucket.spare = self._spare
+        bucket.spare, bucket.everyone = self._spare, everyone
         return bucket
 
     def _take(self, piece: Piece) -> None:
@@ -233,7 +241,9 @@ class Zero(Reducer[PieceBucket]):
                 self._land(self._under_way.pop(0))
             self._under_way.append(bucket)
         bucket.sent = bucket.message()
-        return bucket.comm.reduce_scatter(bucket.sent, async_op=True)
+        if bucket.everyone is bucket.comm:
+            return bucket.comm.reduce_scatter(bucket.sent, async_op=True)
+        return self.mesh.comm(COPIES).all_reduce(bucket.comm.reduce_scatter(bucket.sent), async_op=True)
 
     def _land(self, bucket: PieceBucket) -> None:
         super()._land(bucket)

@@ -103,7 +103,7 @@ def state_of(weights: Sequence[Weight], plan: Plan) -> State:
         if weight.is_frozen:
             frozen += numel * weight.itemsize
             continue
-        replicas = plan.dp * plan.cp // (plan.ep if weight.is_expert else 1)
+        replicas = plan.dp // plan.copies * plan.cp // (plan.ep if weight.is_expert else 1)
         itemsize = itemsize if elements else weight.itemsize
         elements += numel
         sharded += ceil(shape[0] / replicas) * (numel // shape[0]) if shape and shape[0] else numel
@@ -263,7 +263,7 @@ class MemoryModel:
         them; from its second stage on two are under way while one is filled.
         """
         whole, itemsize = float(state.elements * state.itemsize), state.itemsize
-        replicas = plan.dp * plan.cp
+        replicas = plan.dp // plan.copies * plan.cp
         accumulates = plan.microbatches > 1 or plan.pp > 1
         sent = float(done * itemsize)
         left = whole - sent if accumulates else 0.0  # of microbatches before the last
@@ -284,7 +284,7 @@ class MemoryModel:
         return arrived, 2 * root + 3 * unit + min(2 * unit, max(sent - root, 0.0))
 
     def _state(self, plan: Plan, stages: Stages, rank: int) -> State:
-        key = (plan.tp, plan.ep, plan.dp, plan.cp, stages.starts, stages.placement, rank)
+        key = (plan.tp, plan.ep, plan.dp, plan.copies, plan.cp, stages.starts, stages.placement, rank)
         if key not in self._states:
             parts = [(self._segment_state(segment, plan), count) for segment, count in stages.segments_of(rank)]
             if stages.holds_both_ends(rank) and self.portrait.tied:
@@ -299,7 +299,7 @@ class MemoryModel:
         return self._states[key]
 
     def _segment_state(self, segment: Segment, plan: Plan) -> State:
-        key = (id(segment), plan.tp, plan.ep, plan.dp, plan.cp)
+        key = (id(segment), plan.tp, plan.ep, plan.dp, plan.copies, plan.cp)
         if key not in self._states:
             self._states[key] = state_of(segment.weights, plan)
         return self._states[key]

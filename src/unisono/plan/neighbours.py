@@ -64,7 +64,7 @@ def _completed(plan: Plan, changes: dict[str, Any], world: int, portrait: Portra
     """With dp so that all devices are needed, and without what no longer makes sense."""
     given = {name: changes.get(name, getattr(plan, name)) for name in _SHARED}
     dp = world // (given["tp"] * given["pp"] * given["cp"])
-    made = {"boundaries": (), "dp": dp, "ep": plan.ep if dp % plan.ep == 0 else 1} | changes
+    made = {"boundaries": (), "dp": dp, "ep": plan.ep if dp % plan.ep == 0 else 1, "shard": 0} | changes
     if given["tp"] == 1:
         made["sequence"] = False
     if given["cp"] == 1:

@@ -14,11 +14,13 @@ from typing import Any
 from unisono.errors import UsageError
 from unisono.plan import schedule as schedules
 
-# The axes of a plan's mesh, the slowest first: neighbours in the world are neighbours in tp. The data axis is cut in
-# two, "dp" times "ep", because experts may be spread over a part of it.
-AXES = ("pp", "dp", "ep", "cp", "tp")
-DATA = ("dp", "ep")  # together the data axis: every rank along it has other samples
-REPLICAS = ("dp", "ep", "cp")  # ranks along these hold the same dense parameters
+# The axes of a plan's mesh, the slowest first: neighbours in the world are neighbours in tp. The data axis is three of
+# them, "replica" times "dp" times "ep": experts may be spread over a part of it ("ep"), and ZeRO may shard over a part
+# of it only, of which "replica" counts the copies.
+AXES = ("pp", "replica", "dp", "ep", "cp", "tp")
+COPIES = "replica"
+DATA = (COPIES, "dp", "ep")  # together the data axis: every rank along it has other samples
+REPLICAS = (COPIES, "dp", "ep", "cp")  # ranks along these hold the same dense parameters
 
 RECOMPUTE = ("none", "selective", "full")
 CONTEXT = ("ring", "ulysses")
@@ -37,6 +39,7 @@ class Plan:
     cp: int = 1  # ranks that share each sequence
     ep: int = 1  # ranks of the data axis that share the experts; divides dp
     zero: int = 0  # what the data axis shards: 1 optimizer state, 2 gradients too, 3 parameters too
+    shard: int = 0  # over how many data ranks ZeRO shards, each such group having all (HSDP); 0: over all of them
     sequence: bool = False  # between tensor-parallel layers, activations are sharded along the sequence
     context: str = "ring"  # how attention crosses cp: ring or ulysses
     recompute: str | tuple[str, ...] = "none"  # none, selective, full, or module patterns
@@ -53,6 +56,7 @@ class Plan:
                 raise UsageError(f"plan: {name}={value!r}; expected a whole number of at least 1")
         if self.zero not in (0, 1, 2, 3) or isinstance(self.zero, bool):
             raise UsageError(f"plan: zero={self.zero!r}; expected 0, 1, 2 or 3")
+        self._check_shard()
         for name in ("sequence", "offload"):
             if not isinstance(getattr(self, name), bool):
                 raise UsageError(f"plan: {name}={getattr(self, name)!r}; expected True or False")
@@ -71,6 +75,19 @@ class Plan:
             raise UsageError(
                 f"plan: schedule={self.schedule} holds one stage a rank; chunks is for interleaved and zbv"
             )
+
+    def _check_shard(self) -> None:
+        if self.shard == 0 and not isinstance(self.shard, bool):
+            return
+        if not isinstance(self.shard, int) or isinstance(self.shard, bool) or self.shard < 2 or self.dp % self.shard:
+            raise UsageError(
+                f"plan: shard={self.shard!r}; expected over how many of the dp={self.dp} data ranks ZeRO shards: a "
+                "divisor of dp, at least 2"
+            )
+        if not self.zero:
+            raise UsageError("plan: shard is over how many data ranks ZeRO shards, but zero=0; give zero=1, 2 or 3")
+        if self.ep > 1:
+            raise UsageError("plan: shard with ep: ranks that share experts cannot be grouped once more; leave one out")
 
     def _check_recompute(self) -> None:
         if isinstance(self.recompute, str):
@@ -137,7 +154,12 @@ class Plan:
     @property
     def shape(self) -> tuple[int, ...]:
         """The sizes of `AXES`."""
-        return (self.pp, self.dp // self.ep, self.ep, self.cp, self.tp)
+        return (self.pp, self.copies, self.dp // self.copies // self.ep, self.ep, self.cp, self.tp)
+
+    @property
+    def copies(self) -> int:
+        """How many groups of data ranks hold all that ZeRO shards within each of them."""
+        return self.dp // self.shard if self.shard else 1
 
     def fit(self, world: int) -> Plan:
         """The plan itself, if `world` ranks are what it needs; else UsageError with a plan that would fit."""
@@ -147,7 +169,7 @@ class Plan:
             f"{name}={getattr(self, name)}" for name in ("dp", "tp", "pp", "cp") if getattr(self, name) > 1
         )
         others = self.tp * self.pp * self.cp
-        fits = world % others == 0 and (world // others) % self.ep == 0
+        fits = world % others == 0 and (world // others) % (self.shard or self.ep) == 0
         hint = f"use dp={world // others} or start {self.world}" if fits else f"start {self.world}"
         raise UsageError(f"plan {self} needs {self.world} ranks ({product or 'one'}), but {world} are running; {hint}")
 

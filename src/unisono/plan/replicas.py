@@ -17,7 +17,7 @@ from unisono.plan.collective import Group, group
 from unisono.plan.hardware import Hardware
 from unisono.plan.memory import BUCKET, MemoryModel
 from unisono.plan.pace import Pace
-from unisono.plan.plan import REPLICAS, Plan
+from unisono.plan.plan import COPIES, REPLICAS, Plan
 from unisono.plan.portrait import Portrait
 from unisono.plan.stages import Stages
 
@@ -48,7 +48,8 @@ class Replicas:
     def travel(self, plan: Plan, stages: Stages, rank: int, mine: Pace) -> tuple[float, float, float]:
         """Of a rank of the pipeline: seconds that gradients and parameters travel, what of it the backward hides, and
         bytes sent."""
-        ranks = group(self.hardware, plan, *REPLICAS)
+        ranks = group(self.hardware, plan, *(axis for axis in REPLICAS if axis != COPIES))
+        copies = group(self.hardware, plan, COPIES)
         tied = self._tied(plan)
         if ranks.ranks == 1:
             return tied, 0.0, 0.0
@@ -56,6 +57,10 @@ class Replicas:
         size = state.elements * state.itemsize
         m, share = plan.microbatches, (ranks.ranks - 1) / ranks.ranks
         travel, sent = self._messages(plan, stages, rank, ranks)
+        if copies.ranks > 1:  # what a rank has summed within its group is summed over the groups
+            often = m if plan.zero >= 2 else 1
+            travel += often * copies.all_reduce(size / ranks.ranks)
+            sent += often * 2 * size / ranks.ranks
         if plan.zero == 3 and plan.pp == 1 and not self.hardware.overlap:
             travel -= self._waiting(plan, stages, rank, ranks, mine)
         room = self.hardware.overlap * (

@@ -197,7 +197,8 @@ class Search:
         if plan.recompute != "none" and not self.portrait.recomputes:
             return "no list of repeated blocks to recompute"
         # What the job allows depends on less than the whole plan: it is asked once for each of these.
-        asked = plan.but(zero=min(plan.zero, 1), boundaries=(), recompute="none", dp=plan.dp if plan.ep > 1 else 1)
+        kept = {"zero": min(plan.zero, 1), "dp": plan.dp if plan.ep > 1 else 1}
+        asked = plan.but(**kept, shard=0, boundaries=(), recompute="none")
         if asked not in self._refusals:
             self._refusals[asked] = self.allows(asked)
         return self._refusals[asked]

@@ -39,6 +39,11 @@ _ONCE = "once a step"
 
 def with_zero(task: Task, plan: Plan, parts: Sequence[Lowered], blocks: Sequence[str], rank: int) -> list[Lowered]:
     """The programs of this rank's stages with what ZeRO does in them; `blocks`: the names of the pipeline's, if any."""
+    if plan.copies > 1:
+        raise UsageError(
+            f"plan {plan}: what ZeRO sends within groups of {plan.shard} data ranks and between them is not shown yet; "
+            f"use --plan {plan.but(shard=0)}"
+        )
     _require_even(plan, parts)
     return _ZeroShown(task, plan, parts, blocks, rank).parts()
 
@@ -49,7 +54,7 @@ def _require_even(plan: Plan, parts: Sequence[Lowered]) -> None:
         if node in notes:
             raise UsageError(
                 f"plan {plan}: {name}: {notes[node]}; so what ZeRO sends of it cannot be shown either: "
-                f"use --plan {plan.but(zero=0, offload=False)}"
+                f"use --plan {plan.but(zero=0, shard=0, offload=False)}"
             )
 
 

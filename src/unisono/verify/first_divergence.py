@@ -15,7 +15,7 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.parallel.layout import Split
-from unisono.plan.plan import AXES, Plan
+from unisono.plan.plan import AXES, COPIES, Plan
 from unisono.verify.float64 import wide
 from unisono.verify.record import Record
 
@@ -180,10 +180,15 @@ def _parts(full: torch.Tensor, shape: torch.Size, plan: Plan, at: dict[str, int]
     yield from parts
 
 
+def _data_index(at: dict[str, int], plan: Plan) -> int:
+    """The place of a rank among those that share the batch."""
+    return (at[COPIES] * (plan.dp // plan.copies // plan.ep) + at["dp"]) * plan.ep + at["ep"]
+
+
 def _held(dim: int, length: int, wanted: int, plan: Plan, at: dict[str, int]) -> Iterator[list[int]]:
     """Which indices of a dimension this rank may hold."""
     if dim == 0:
-        rows = list(Split.even((), 0, length, plan.dp).held[at["dp"] * plan.ep + at["ep"]])
+        rows = list(Split.even((), 0, length, plan.dp).held[_data_index(at, plan)])
         first = list(Split.even((), 0, len(rows), plan.microbatches).held[0])
         if len(first) == wanted:
             yield [rows[i] for i in first]
