@@ -106,6 +106,24 @@ def test_tokens_that_are_mixed_are_found(name: str) -> None:
     assert refusal(apart, MIXES[name], "sp") == ""  # tokens are together again there
 
 
+class Skips(Tower):
+    """Adds what the first block gives to what the last one gives."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = first = self.blocks[0](self.table(x))
+        return self.head(self.blocks[1](x) + first)
+
+
+@pytest.mark.parametrize("word", ["cp", "sp"])
+def test_shards_that_leave_the_blocks_are_found(word: str) -> None:
+    """Under sp, and under cp where sequences have one target each, only what the last block gives is gathered."""
+    model = Skips(apart, apart)
+    targets = TOKENS if word == "sp" else TOKENS[:, 0]
+    with pytest.raises(UsageError, match="some of the tokens"):
+        require_tokenwise(model, (TOKENS, targets), word, require_shareable(model, 2, RULES))
+    require_tokenwise(model, (TOKENS, TOKENS), "cp")  # every rank keeps its tokens to the end
+
+
 @pytest.mark.parametrize("name", ["query", "key", "value"])
 def test_positions_that_a_block_counts_from_0_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under cp a block has some of the tokens, and counts those: rotary embeddings turn by wrong angles."""

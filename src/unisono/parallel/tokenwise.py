@@ -185,12 +185,23 @@ class _Trial:
         outputs = forward(*args, **kwargs)
         if not self._is_second and len(self._seen["attention"]) == before:
             self.without_attention = self.without_attention or name
-        self._met(name, hidden_states(outputs))
-        if is_last and self._is_second:
-            if self._gathers:
-                raise _Over
+        hidden = hidden_states(outputs)
+        self._met(name, hidden)
+        if not is_last:
+            return outputs
+        if self._gathers:
+            return tree_map(lambda x: self._gathered(x) if x is hidden else x, outputs)
+        if self._is_second:
             self._rest.enter_context(TokenViews(len(self._held), self._length))
         return outputs
+
+    def _gathered(self, hidden: Any) -> Any:
+        """All tokens, for the rest of the model."""
+        if not self._is_second:
+            self._seen["gathered"].append(hidden)
+            return hidden
+        self._is_spread = False
+        return self._next("gathered")
 
     def _cut_argument(self, first: torch.Tensor | None, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if x is hidden:
@@ -277,7 +288,7 @@ class _Trial:
         pairs = zip(tree_leaves(got), tree_leaves(expected), strict=False)
         for mine, whole in pairs:
             if isinstance(mine, torch.Tensor) and isinstance(whole, torch.Tensor) and mine.is_floating_point():
-                self._compare(_OUTPUT, mine, self._piece(whole))
+                self._compare(_OUTPUT, mine, whole if self._gathers else self._piece(whole))
 
     def _compare(self, place: str, mine: torch.Tensor, expected: torch.Tensor) -> None:
         if mine.shape != expected.shape or not torch.allclose(mine, expected, rtol=1e-6, atol=1e-9, equal_nan=True):
