@@ -31,7 +31,15 @@ from unisono.parallel.layout import layout_of, wholes_of
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.precision import FULL, Precision, autocast
 from unisono.parallel.trainer import Trainer, takes_closure
-from unisono.verify.record import Record, Tensors, merged_over_stages, settings_of, watched, with_gradients
+from unisono.verify.record import (
+    Record,
+    Tensors,
+    merged_over_stages,
+    settings_of,
+    watched,
+    watched_under_plan,
+    with_gradients,
+)
 from unisono.verify.rewind import ModelState, TrainerState, generators_kept
 
 _PROJECTIONS = 4
@@ -215,10 +223,11 @@ def _evaluated(model: nn.Module, job: Job, batch: tuple[Any, Any], step: Step) -
 
 
 @contextlib.contextmanager
-def _activations_of(model: nn.Module, step: Step) -> Iterator[None]:
+def _activations_of(subject: nn.Module | Trainer, step: Step) -> Iterator[None]:
     """The outputs of the modules, as far as there is room for them."""
     found: Tensors | None = None if step.activations else {}
-    with watched(model, found, _MOST_ACTIVATIONS):
+    watch = watched_under_plan if isinstance(subject, Trainer) else watched
+    with watch(subject, found, _MOST_ACTIVATIONS):  # type: ignore[arg-type]
         yield
     step.activations = found or step.activations
 
@@ -257,7 +266,7 @@ def planned_step(trainer: Trainer, batch: Any, rounding: float) -> Step:
 def _take_planned_step(trainer: Trainer, batch: Any, step: Step, before: ModelState, rounding: float) -> None:
     trainer.zero_grad()
     step.settings = settings_of(trainer.optimizer)
-    with _activations_of(trainer.model, step):
+    with _activations_of(trainer, step):
         if takes_closure(trainer.optimizer):
             step.losses.append(trainer.step(batch).item())
         else:

@@ -179,7 +179,7 @@ def trainer_record(
             record.gradients.append(_whole(trainer, dict(trainer.optimized()), of_gradients=True))
             continue
         trainer.zero_grad()
-        with InDouble(dtype), watched(trainer.model, record.activations if step == 0 else None):
+        with InDouble(dtype), watched_under_plan(trainer, record.activations if step == 0 else None):
             record.losses.append(trainer.backward(batch).item())
         record.gradients.append(_whole(trainer, dict(trainer.optimized()), of_gradients=True))
         leave_out(rounding, dict(trainer.optimized()).values())
@@ -264,28 +264,49 @@ def settings_of(optimizer: torch.optim.Optimizer) -> dict[str, float]:
     return {name: value for name, value in numbers.items() if all(group.get(name) == value for group in groups)}
 
 
+def watched_under_plan(trainer: Trainer, into: Tensors | None, most: float = math.inf) -> watched:
+    """As `watched`, of what this rank computes for the plan."""
+    stages = [] if trainer.pipeline is None else list(trainer.pipeline.stages.values())
+    since = stages[0].modules[0] if stages and not any(stage.is_first for stage in stages) else None
+    return watched(trainer.model, into, most, since)
+
+
 class watched:
     """While open, notes the first output of every module that runs, in the order they finish."""
 
-    def __init__(self, model: nn.Module, into: Tensors | None, most: float = math.inf) -> None:
-        """most: bytes that may be kept."""
+    def __init__(
+        self, model: nn.Module, into: Tensors | None, most: float = math.inf, since: nn.Module | None = None
+    ) -> None:
+        """most: bytes that may be kept. since: what runs before this module is of another stage of the pipeline, and
+        computed of placeholders here."""
         self._model = model
+        self._since = since
+        self._off_stage: set[str] = set()
         self._into = into
         self._left = most
         self._hooks: list[Any] = []
 
     def __enter__(self) -> None:
+        if self._into is not None and self._since is not None:
+            self._hooks.append(self._since.register_forward_pre_hook(self._entered))
         if self._into is not None:
             for name, module in self._model.named_modules():
                 if is_foreign(module):
                     continue  # its parameters are of another stage: nobody reads its output here
                 self._hooks.append(module.register_forward_hook(self._noting(name)))
 
+    def _entered(self, *_: Any) -> None:
+        self._since = None
+
     def _noting(self, name: str) -> Callable[..., None]:
         def note(_: nn.Module, __: Any, output: Any) -> None:
             into = self._into
             tensor = next((each for each in _tensors(output) if each.ndim), None)
-            if into is not None and tensor is not None and name not in into and tensor.nbytes <= self._left:
+            if self._since is not None:
+                self._off_stage.add(name)
+            if into is None or tensor is None or name in into or name in self._off_stage:
+                return
+            if tensor.nbytes <= self._left:
                 self._left -= tensor.nbytes
                 into[name] = tensor.detach().cpu().clone()
 
