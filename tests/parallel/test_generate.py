@@ -10,7 +10,6 @@ import torch
 
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
-from unisono.errors import UsageError
 from unisono.mesh.initial import build
 from unisono.parallel.apply import parallelize
 from unisono.parallel.trainer import Trainer

@@ -125,6 +125,40 @@ def alone(pools: Callable[[str, int], RankPool]) -> dict[str, Any]:
     return pools("gloo", 1).run(trained, "dp=1")[0]
 
 
+def shifted(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    """Of a language model whose targets are its inputs."""
+    return nn.functional.cross_entropy(outputs[:, :-1].flatten(0, 1), targets[:, 1:].flatten())
+
+
+def smoothed(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), label_smoothing=0.1)
+
+
+def perplexities(comm: Any, plan: str) -> dict[str, Any]:
+    def evaluated(loss: Any, metric: Any) -> dict[str, float]:
+        made = uni.Engine(
+            lambda: Words().double(),
+            loss,
+            lambda p: torch.optim.SGD(p, lr=0.1),
+            metrics=[metric],
+            plan=plan,
+            rules=RULES,
+        )
+        made.prepare(tuple(torch.stack(each) for each in zip(*data(4), strict=True)))
+        return made.evaluate(data(12), batch_size=4)
+
+    with pytest.raises(UsageError, match="the loss that is trained is neither"):
+        evaluated(smoothed, "perplexity")
+    return {"shifted": evaluated(shifted, "perplexity"), "as told": evaluated(smoothed, uni.Perplexity(shift=0))}
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "pp=2,microbatches=2"])
+def test_perplexity_is_that_of_the_loss(plan: str, pools: Callable[[str, int], RankPool]) -> None:
+    for found in pools("gloo", 2).run(perplexities, plan):
+        assert found["shifted"]["perplexity"] == pytest.approx(math.exp(found["shifted"]["loss"]))
+        assert found["as told"]["perplexity"] != pytest.approx(math.exp(found["as told"]["loss"]))
+
+
 @pytest.mark.parametrize("plan", PLANS)
 def test_every_rank_sees_what_one_process_sees(
     plan: str, alone: dict[str, Any], pools: Callable[[str, int], RankPool]

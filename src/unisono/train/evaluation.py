@@ -64,6 +64,8 @@ def _sums_of(trainer: Trainer, batch: Any, metrics: dict[str, Metric]) -> tuple[
     if not metrics:
         return trainer.evaluate(batch), {}
     mine: dict[str, torch.Tensor] = {}
+    for metric in metrics.values():
+        metric.trained_with(trainer.loss.loss, is_spread=trainer.plan.cp > 1)
 
     def observe(outputs: Any, targets: Any) -> None:
         for name, metric in metrics.items():

@@ -25,6 +25,9 @@ class Metric:
 
     name = "metric"
 
+    def trained_with(self, loss: Function, is_spread: bool) -> None:
+        """Called before `sums`, with the loss that is trained, and whether outputs are of some tokens only (cp)."""
+
     def sums(self, outputs: Any, targets: Any) -> torch.Tensor:
         raise AssertionError(f"{type(self).__name__} has no sums")
 
@@ -56,23 +59,67 @@ class Accuracy(Metric):
 
 
 class Perplexity(Metric):
-    """exp of the mean cross entropy of the outputs; targets equal to `ignored` do not count."""
+    """exp of the mean cross entropy that is trained; targets equal to `ignored` do not count.
+
+    The loss shows what is counted: the cross entropy of each output with its own target, or, where the loss shifts
+    them, with the next one. A loss that is neither is refused, unless `shift` says by how many places targets are
+    shifted, 0 or 1.
+    """
 
     name = "perplexity"
 
-    def __init__(self, ignored: int = -100) -> None:
+    def __init__(self, ignored: int = -100, shift: int | None = None) -> None:
+        if shift not in (None, 0, 1):
+            raise UsageError(f"Perplexity(shift={shift!r}): expected 0, 1 or None")
         self.ignored = ignored
+        self.shift = shift
+        self._loss: Function | None = None
+        self._is_spread = False
+
+    def trained_with(self, loss: Function, is_spread: bool) -> None:
+        self._loss, self._is_spread = loss, is_spread
 
     def sums(self, outputs: Any, targets: Any) -> torch.Tensor:
+        """Cross entropies and their counts, by shift; and how often the loss was either of their means, or neither."""
         scores = _class_last(_scores(outputs), targets, self.name)
         exact = scores if scores.dtype == torch.float64 else scores.float()
+        by_shift = [self._cross_entropy(exact, targets)]
+        has_next = targets.dim() > 1 and not self._is_spread  # where ranks share sequences, the next token is elsewhere
+        by_shift.append(self._cross_entropy(exact[:, :-1], targets[:, 1:]) if has_next else torch.zeros(2).double())
+        votes = self._votes(by_shift, outputs, targets).to(by_shift[0].device)
+        return torch.cat([*(each.to(votes.device) for each in by_shift), votes])
+
+    def _cross_entropy(self, scores: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         lost = torch.nn.functional.cross_entropy(
-            exact.flatten(0, -2), targets.flatten(), ignore_index=self.ignored, reduction="sum"
+            scores.flatten(0, -2), targets.flatten(), ignore_index=self.ignored, reduction="sum"
         )
         return torch.stack([lost.double(), (targets != self.ignored).sum().double()])
 
+    def _votes(self, by_shift: list[torch.Tensor], outputs: Any, targets: Any) -> torch.Tensor:
+        votes = torch.zeros(3).double()
+        if self.shift is not None or self._loss is None:
+            votes[self.shift or 0] = 1
+            return votes
+        given = self._loss(outputs, targets)
+        if not bool(given.isfinite()):
+            return votes  # nothing to count here
+        near = 1e-4 if given.dtype in (torch.float32, torch.float64) else 2e-2
+        means = [float(lost / count) if count else math.nan for lost, count in by_shift]
+        fits = [math.isclose(float(given), mean, rel_tol=near, abs_tol=1e-6) for mean in means]
+        if not all(fits):  # else the batch does not tell
+            votes[fits.index(True) if any(fits) else 2] = 1
+        return votes
+
     def value(self, sums: torch.Tensor) -> float:
-        return math.exp(min(float(sums[0] / sums[1]), 700.0)) if sums[1] else math.nan
+        by_shift, votes = sums[:4].view(2, 2), sums[4:]
+        if votes[2] or (votes[0] and votes[1]):
+            raise UsageError(
+                "metric 'perplexity' is exp of the mean cross entropy of the outputs and their targets, or the next "
+                "ones, but the loss that is trained is neither (or, under cp, looks at the next ones); give "
+                "Perplexity(shift=0) or Perplexity(shift=1) to have that of the outputs, whatever the loss is"
+            )
+        lost, count = by_shift[1 if votes[1] else 0]
+        return math.exp(min(float(lost / count), 700.0)) if count else math.nan
 
 
 _NAMED: dict[str, Callable[[], Metric]] = {
