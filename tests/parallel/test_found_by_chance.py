@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -346,3 +347,32 @@ def check_in_place(comm: Communicator) -> None:
 
 def test_what_sharded_layers_give_can_be_changed_in_place(pools: Pools) -> None:
     pools("gloo", 2).run(check_in_place)
+
+
+class Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Embedding(9, 8, sparse=True)
+        self.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.table(x).mean(1)
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+def tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return (TOKENS + seed) % 9, torch.arange(4)
+
+
+def check_sparse(comm: Communicator, plan: str) -> None:
+    task = Task(Sparse, F.cross_entropy, partial(torch.optim.SGD, lr=0.1, momentum=0.9), tokens)
+    task = replace(task, rules={"blocks.0": "column_gather"} if "tp" in plan else None)
+    verdict = verify_here(comm, task, Plan.parse(plan), 2)
+    assert verdict.equivalent, verdict
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2"])
+def test_sparse_gradients_are_compared(pools: Pools, plan: str) -> None:
+    pools("gloo", 2).run(check_sparse, plan)

@@ -212,7 +212,7 @@ def _whole(trainer: Trainer, named: Tensors, of_gradients: bool = False) -> Tens
     held: Tensors = {}
     for name, tensor in named.items():
         local = tensor.grad if of_gradients else tensor
-        held[name] = torch.zeros_like(tensor) if local is None else local
+        held[name] = torch.zeros_like(tensor) if local is None else _dense(local) if of_gradients else local
     wholes = wholes_of(list(held.values()), [layout_of(named[name]) for name in held], trainer.mesh)
     return merged_over_stages(
         trainer.mesh, {name: whole.cpu().clone() for name, whole in zip(held, wholes, strict=True)}
@@ -253,7 +253,7 @@ def flat_state(state: dict[str, dict[str, Any]]) -> Tensors:
     for name, values in state.items():
         for key, value in values.items():
             if isinstance(value, torch.Tensor | int | float):
-                flat[f"{name}:{key}"] = torch.as_tensor(value).detach().cpu().clone()
+                flat[f"{name}:{key}"] = _dense(torch.as_tensor(value)).cpu().clone()
     return flat
 
 
