@@ -121,6 +121,41 @@ def test_trains_as_the_plain_model(pools: Pools, build: Callable[[], nn.Module],
         assert "model.embed_tokens.weight" in found["cut"]
 
 
+LATENT: dict[str, Any] = {
+    "kv_lora_rank": 6, "q_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8, "n_group": 2,
+    "topk_group": 1, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12,
+    "first_k_dense_replace": 1, "n_shared_experts": 1, "experts_implementation": "eager",
+}  # fmt: skip
+
+
+def deepseek_v2() -> nn.Module:
+    """Latent attention: a key that all heads share goes past the layers that are cut."""
+    return transformers.DeepseekV2ForCausalLM(transformers.DeepseekV2Config(**SIZES, **LATENT))
+
+
+def deepseek_v3() -> nn.Module:
+    return transformers.DeepseekV3ForCausalLM(transformers.DeepseekV3Config(**SIZES, **LATENT))
+
+
+def llama4() -> nn.Module:
+    """Expert weights (experts, inputs, outputs), gate and up in one."""
+    options = {"intermediate_size_mlp": 20, "num_local_experts": 4, "head_dim": 4, "experts_implementation": "eager"}
+    return transformers.Llama4ForCausalLM(transformers.Llama4TextConfig(**GROUPED, **options))
+
+
+CUT_BY_TWO = {
+    deepseek_v2: ["model.layers.1.self_attn.kv_b_proj.weight", "model.layers.1.mlp.experts.gate_up_proj"],
+    deepseek_v3: ["model.layers.1.mlp.experts.gate_up_proj"],
+    llama4: ["model.layers.1.feed_forward.experts.gate_up_proj", "model.layers.1.feed_forward.experts.down_proj"],
+}
+
+
+@pytest.mark.parametrize("build", CUT_BY_TWO)
+def test_mixtures_and_latent_attention(pools: Pools, build: Callable[[], nn.Module]) -> None:
+    found = pools("gloo", 2).run(check_training, build, sentences, next_tokens)[0]
+    assert set(CUT_BY_TWO[build]) <= set(found["cut"])
+
+
 def test_heads_that_tp_does_not_divide() -> None:
     model = llama()
     with pytest.raises(UsageError, match="k_proj has 4 heads of 4, which tp=8 does not divide"):
@@ -129,6 +164,6 @@ def test_heads_that_tp_does_not_divide() -> None:
 
 def test_a_plan_that_is_not_known() -> None:
     model = llama()
-    model._tp_plan = {"model.layers.*.self_attn.q_proj": "mla_kv_a_proj"}
-    with pytest.raises(UsageError, match=r"own tensor-parallel plan says 'mla_kv_a_proj' of .* pass rules"):
+    model._tp_plan = {"model.layers.*.self_attn.q_proj": "all_reduce"}
+    with pytest.raises(UsageError, match=r"own tensor-parallel plan says 'all_reduce' of .* pass rules"):
         styles_of(model, 2)

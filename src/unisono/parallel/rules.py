@@ -10,6 +10,7 @@ match the first counts. Values:
                      column:4+1+1 parts of those proportions. Each part is cut.
     column_gather    cut by columns, output gathered to be whole
     row              nn.Linear cut by rows: its input is this rank's piece, its output whole
+    row:gate_up      expert weights (experts, inputs, outputs) whose last dim is two parts one after the other
     row_split        cut by rows; its input is whole
     vocab            nn.Embedding cut by rows of the vocabulary
     logits           the layer whose output is the model's, sharded by columns: F.cross_entropy in a loss is computed
@@ -21,6 +22,8 @@ match the first counts. Values:
                      size of 4 that the module's code passes to reshapes as the last size but one.
     sizes:a,b        likewise, for a module that also uses its input in other ways: only the numbers are divided
     experts          a module around expert weights that are cut themselves: its output is summed
+    mla_kv           the full nn.Linear of latent attention whose output is the latent, for a layer cut by columns, and
+                     a key that all heads share, as wide as the attention's qk_rope_head_dim
     summed           parameters that are whole, but whose gradients are computed in parts (norms of single heads)
     whole            leave it alone. Rules that say nothing else are exceptions from what the model brings or shows.
 """
@@ -40,7 +43,7 @@ Rules = Mapping[str, str]
 
 KINDS = (
     "column", "column_gather", "row", "row_split", "vocab", "vocab_head", "logits", "heads", "sizes", "experts",
-    "summed", "whole",
+    "mla_kv", "summed", "whole",
 )  # fmt: skip
 _PARTS = {"": (1,), "qkv": (1, 1, 1), "gate_up": (1, 1)}
 
@@ -54,7 +57,9 @@ _PUBLISHED = {
     "rowwise_rep": "row_split",
     "rowwise_split_input": "row_split",
     "embedding_rowwise": "vocab",
+    "packed_rowwise": "row:gate_up",
     "moe_tp_experts": "experts",
+    "mla_kv_a_proj": "mla_kv",
     "replicated_with_grad_allreduce": "summed",
     "replicate": "whole",
 }
@@ -103,8 +108,8 @@ class Style:
             raise UsageError(f"rule {pattern!r}: {text!r}; expected one of {', '.join(KINDS)}")
         if kind in ("heads", "sizes"):
             return cls(kind, attributes=tuple(filter(None, detail.split(","))))
-        if detail and kind != "column":
-            raise UsageError(f"rule {pattern!r}: {text!r}; only column and heads take more after a colon")
+        if detail and kind not in ("column", "row"):
+            raise UsageError(f"rule {pattern!r}: {text!r}; only column, row and heads take more after a colon")
         return cls(kind, parts=_parts(pattern, text, detail))
 
     def __str__(self) -> str:

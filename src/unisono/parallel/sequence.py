@@ -200,7 +200,7 @@ def _require_sound(block_name: str, block: nn.Module, styles: Styles) -> None:
         if module in tokenwise:
             continue
         style = styles.get(inner_name)
-        if style is not None and style.kind in ("column_gather", "row_split", "vocab"):
+        if style is not None and style.kind in ("column_gather", "row_split", "vocab", "mla_kv"):
             raise UsageError(f"{inner_name}: {style} inside a block does not go with sequence parallelism")
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise UsageError(

@@ -169,6 +169,8 @@ def _find_attentions(model: nn.Module, styles: Styles) -> None:
     """Published plans name layers only: a module with a head size around column and row layers is an attention."""
     for name, module in model.named_modules():
         inside = {styles[child].kind for child in _children(name, module) if child in styles}
+        if "mla_kv" in inside:
+            continue  # full layers there read the input too, and heads are counted by their width
         if name not in styles and {"column", "row"} <= inside and any(hasattr(module, size) for size in _HEAD_SIZES):
             styles[name] = Style("heads")
 
@@ -218,6 +220,8 @@ def _require_sound(model: nn.Module, styles: Styles, ranks: int) -> None:
         elif style.kind in _LINEAR_KINDS:
             _require(is_linear(module), name, style, module, "an nn.Linear")
             part_lengths(features(module)[1], style.parts)
+            if _rowwise(style) and len(style.parts) > 1:
+                raise UsageError(f"the rule for {name} says {style}, which is for expert weights; expected row")
             _require_whole_heads(name, modules[name.rpartition(".")[0]], module, style, ranks)
             _require_kept(name, module, style, ranks)
         elif style.kind == "vocab":
@@ -288,6 +292,8 @@ def _cut(model: nn.Module, styles: Styles, comm: Communicator, region_of: Region
             style = Style("column_gather") if style.kind == "logits" else style
             made[module] = _sharded(name, module, style, region_of(name), pieces)
         elif module not in made:
+            if style.kind == "mla_kv":
+                attention.share_rope_key(modules[name.rpartition(".")[0]], module, region_of(name))
             replacement = _replacement(module, style, region_of(name), pieces)
             if replacement is not None:
                 made[module] = _in_place_of(module, replacement)
