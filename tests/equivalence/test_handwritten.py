@@ -50,6 +50,13 @@ def test_a_block_that_reads_its_length_off_a_part_of_the_sequence_is_refused(poo
         assert "the model fails where it has some of the tokens" in message
 
 
+@pytest.mark.parametrize("name", ["olmo2", "phi3", "glm4", "deepseek_v3", "roberta", "modernbert", "gpt_neox"])
+def test_models_of_hugging_face_under_sequence_parallelism(pools: Pools, name: str) -> None:
+    pytest.importorskip("transformers", reason="transformers is not installed")
+    verdict = pools("gloo", 2).run(prove, "foreign" if name == "deepseek_v3" else "sequences", name, "tp=2,sp")[0]
+    assert verdict.equivalent, verdict
+
+
 def told_coverage(comm: Communicator, rules: dict[str, str] | None) -> tuple[str, list[str]]:
     task = handwritten.minus_one
     with warnings.catch_warnings(record=True) as caught:

@@ -21,13 +21,14 @@ from tests.parallel.test_tensor import (
     squares,
 )
 from tests.parallel.training import check_training, seeded, tp_mesh
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RemoteError
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.tensor import tensor_parallelize
 
 Pools = Callable[[str, int], RankPool]
 
+MLP_ONLY = {"*.fc1": "column", "*.fc2": "row"}
 IN_BLOCKS = GPT_RULES | {"*.tokens": "whole", "*.head": "whole"}
 
 
@@ -69,6 +70,16 @@ def test_fewer_tokens_than_ranks(pools: Pools) -> None:
 def test_torch_encoder(pools: Pools) -> None:
     found = pools("gloo", 4).run(check_training, encoder, encoder_batch, squares, None, True)[0]
     assert "layers.0.self_attn.out_proj.bias" in found["summed"]
+
+
+def test_modules_that_need_all_tokens_run_on_the_full_sequence(pools: Pools) -> None:
+    """Attention without rules, and an MLP whose features are gathered: their own parameters have full gradients."""
+    gathering = {"*.fc1": "column_gather", "*.fc2": "row_split", "*.tokens": "vocab", "*.head": "column_gather"}
+    found = pools("gloo", 4).run(check_training, gpt_with_dropout, sentences, next_tokens, MLP_ONLY, True)[0]
+    assert "blocks.0.norm1.weight" in found["summed"]
+    assert "blocks.0.attention.qkv.weight" not in found["summed"]
+    with pytest.raises(RemoteError, match=r"blocks\.0\.fc1: column_gather inside a block"):
+        pools("gloo", 2).run(check_training, gpt, sentences, next_tokens, gathering, True)
 
 
 def check_traffic(comm: Communicator) -> None:
@@ -122,10 +133,9 @@ def refusals(comm: Communicator) -> list[str]:
     mlp = {"*.fc1": "column", "*.fc2": "row"}
     cases = [
         (Mlp(), mlp),
-        (gpt(), mlp),
+        (Stack(nn.Linear(8, 8)), mlp),
         (Stack(nn.BatchNorm1d(7)), mlp),
         (Stack(nn.Conv1d(7, 7, 1)), mlp),
-        (Stack(), {"*.fc1": "column_gather", "*.fc2": "row_split"}),
         (nn.TransformerEncoder(nn.TransformerEncoderLayer(8, 2, 8), 2, enable_nested_tensor=False), None),
     ]
     messages = []
@@ -140,11 +150,10 @@ def test_refusals(pools: Pools) -> None:
     messages = pools("gloo", 2).run(refusals)[0]
     expected = [
         "Mlp has none; leave sequence out",
-        "blocks.0.attention.qkv a piece of the sequence, as no rule cuts it; if it works token by token, say so with "
-        'the rule {"*.qkv": "whole"}',
+        "blocks.0.1 a piece of the sequence, as no rule cuts it; if it works token by token, say so with "
+        'the rule {"*.1": "whole"}',
         "blocks.0.1 takes means over all tokens",
         "blocks.0.1 a piece of the sequence",
-        "blocks.0.0.fc1: column_gather inside a block",
         "layers.0.self_attn has the sequence in dim 0",
     ]
     for message, part in zip(messages, expected, strict=True):

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from unisono.parallel.cut_dims import cut_dims
-from unisono.parallel.dataflow import TOKENS, Flow, recorded
+from unisono.parallel.dataflow import INPUT, TOKENS, Flow, recorded
 from unisono.parallel.linear import features, is_linear
 from unisono.parallel.rules import Styles
 
@@ -83,9 +83,10 @@ def _flops(flow: Flow | None, styles: Styles) -> float | None:
     kinds = {name: style.kind for name, style in styles.items()}
     total = sum(flow.layer_flops.values()) + sum(flops for _, flops in flow.other_flops)
     sharded = sum(flops for name, flops in flow.layer_flops.items() if kinds.get(name) in _SHARDED)
-    sharded += sum(
-        flops for origins, flops in flow.other_flops if origins and all(kinds.get(each) == "column" for each in origins)
-    )
+    for origins, flops in flow.other_flops:
+        layers = origins - {INPUT, TOKENS}
+        if layers and all(kinds.get(each) == "column" for each in layers):
+            sharded += flops
     return sharded / total if total else None
 
 

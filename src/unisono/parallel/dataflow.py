@@ -32,7 +32,8 @@ from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.shapes import KnownShapes
 from unisono.parallel.share import rows_between, rows_of
 
-INPUT, TOKENS = "the model's input", "the model's integer input"  # origins that are no layers
+# Origins that are no layers
+INPUT, TOKENS, PARAMETER = "the model's input", "the model's integer input", "a parameter outside layers"
 _SMALL = 5 * 10**7  # parameters of a model that is run with values
 _SMALL_META = 2 * 10**6  # of one whose values must be made first
 _SHORT = 4096  # elements of a sample
@@ -117,10 +118,10 @@ def _recorded(model: nn.Module, samples: Any) -> Flow:
 def as_double(leaf: Any) -> Any:
     if not _is_tensor(leaf):
         return leaf
-    leaf = leaf.detach().cpu()
-    if leaf.is_complex():
-        return leaf.to(torch.complex128)
-    return leaf.double() if leaf.is_floating_point() else leaf
+    values = leaf.detach().cpu()
+    if values.is_complex():
+        return values.to(torch.complex128)
+    return values.double().requires_grad_(leaf.requires_grad) if values.is_floating_point() else values
 
 
 def _is_tensor(leaf: Any) -> bool:
@@ -186,6 +187,8 @@ class _Recorder(TorchFunctionMode):
             return outcome
         self.flow.used_elsewhere |= {self._parameters[id(each)] for each in given if id(each) in self._parameters}
         origins = self.origins_of(given)
+        if any(id(each) in self._parameters for each in given):
+            origins |= {PARAMETER}
         for each in results:
             self._note(each, origins)
         self._look(name, args, kwargs, given, results, origins)
@@ -216,7 +219,14 @@ class _Recorder(TorchFunctionMode):
 
     def _enter_module(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if name not in self.flow.calls:
-            self.flow.calls[name] = tree_map(lambda leaf: leaf.clone() if _is_tensor(leaf) else leaf, (args, kwargs))
+            self.flow.calls[name] = tree_map(self._kept_argument, (args, kwargs))
+
+    def _kept_argument(self, leaf: Any) -> Any:
+        """A copy; it requires gradients where the model's training would."""
+        if not _is_tensor(leaf):
+            return leaf
+        has_gradient = leaf.is_floating_point() and bool(self.origins_of(leaf) - {INPUT, TOKENS})
+        return leaf.clone().requires_grad_(has_gradient)
 
     # ---- what happens to a layer's output ----------------------------------------------------------------------------
 
@@ -305,10 +315,10 @@ def synthetic(arguments: Arguments, generator: torch.Generator) -> Arguments:
         if leaf.is_complex():
             return torch.randn(leaf.shape, dtype=torch.complex128, generator=generator)
         if leaf.is_floating_point():
-            return torch.randn(leaf.shape, dtype=torch.float64, generator=generator)
+            made = torch.randn(leaf.shape, dtype=torch.float64, generator=generator)
+            return made.requires_grad_(leaf.requires_grad)
         if leaf.dtype == torch.bool:
             return torch.ones(leaf.shape, dtype=torch.bool)
         return torch.zeros(leaf.shape, dtype=leaf.dtype)
 
-    made: Arguments = tree_map(value, arguments)
-    return made
+    return tree_map(value, arguments)

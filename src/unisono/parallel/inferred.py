@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from typing import Any
@@ -124,12 +124,13 @@ class _Inferring:
                 accepted += self._shard_in(host, stretches)
 
     def _stretches(self) -> Iterator[Stretch]:
-        """Connected sets of outputs and the inputs that they reach."""
+        """Connected sets of layers' outputs and the layers that they reach."""
         groups = _Groups()
+        layers = {*self._flow.sources}
         for layer, sources in self._flow.sources.items():
-            for source in sources:
+            for source in sources & layers:
                 groups.join(("out", source), ("in", layer))
-        for source in self._flow.outputs:
+        for source in self._flow.outputs & layers:
             groups.join(("out", source), ("in", ""))
         for group in groups.all():
             columns = [name for side, name in group if side == "out"]
@@ -150,7 +151,11 @@ class _Inferring:
 
     def _host(self, stretch: Stretch) -> str:
         """The smallest module that contains the stretch and is called."""
-        words = [name.split(".") for name in stretch.layers]
+        return self._called(stretch.layers)
+
+    def _called(self, names: Sequence[str]) -> str:
+        """The smallest module that contains these layers, and is called."""
+        words = [name.split(".")[:-1] for name in names]
         shared = [same[0] for same in itertools.takewhile(lambda each: len({*each}) == 1, zip(*words, strict=False))]
         while shared and ".".join(shared) not in self._flow.calls:
             shared.pop()
@@ -207,16 +212,22 @@ class _Inferring:
         columns = [name for each in stretches for name in each.columns]
         rows = [name for each in stretches for name in each.rows]
         full = frozenset(f"{host}.{name}".strip(".") for name in columns)
-        sizes = [size for size in self._flow.sizes if size.origins and size.origins <= full]
+        sizes = [size for size in self._flow.sizes if size.origins & full and not size.origins & self._others(full)]
         layers = [self._layer_rules(host, name) for name in columns]
-        for kind, divided in self._divisions(module, sizes, [*columns, *rows]):
+        owners = [""] if module is not self._model else []
+        inner = _relative(host, self._called([f"{host}.{name}".strip(".") for name in columns]))
+        owners = [inner, *owners] if inner else owners
+        for owner, divided in self._divisions(module, owners, sizes, [*columns, *rows]):
             for texts in itertools.product(*layers):
                 rules = {**dict(zip(columns, texts, strict=True)), **dict.fromkeys(rows, "row")}
-                for owner, attributes in divided.items():
-                    rules[owner] = f"sizes:{','.join(attributes)}"
-                if kind == "heads":
-                    rules[""] = f"heads:{','.join(divided.get('', []))}".removesuffix(":")
+                for inside, attributes in divided.items():
+                    rules[inside] = f"sizes:{','.join(attributes)}"
+                if owner is not None:
+                    rules[owner] = f"heads:{','.join(divided.get(owner, []))}".removesuffix(":")
                 yield {name: rules[name] for name in sorted(rules)}
+
+    def _others(self, names: frozenset[str]) -> frozenset[str]:
+        return frozenset(self._flow.sources) - names
 
     def _layer_rules(self, host: str, name: str) -> list[str]:
         """A layer whose output is split into parts is sharded part by part, if at all."""
@@ -230,27 +241,26 @@ class _Inferring:
         return not rest and all(unit * part % self._ranks == 0 for part in parts)
 
     def _divisions(
-        self, module: nn.Module, sizes: list[Any], layers: list[str]
-    ) -> Iterator[tuple[str, dict[str, list[str]]]]:
-        """Which numbers to divide: none, some of its attributes, or sizes wherever they come from. With "heads" the
-        module's input is seen in this rank's width, which a module with a norm or residual of its own cannot have."""
-        kinds = ("heads", "sizes") if sizes and module is not self._model else ("sizes",)
+        self, module: nn.Module, owners: list[str], sizes: list[Any], layers: list[str]
+    ) -> Iterator[tuple[str | None, dict[str, list[str]]]]:
+        """Which numbers to divide: none, some of its attributes, or sizes wherever they come from. One of the owners
+        may see its input in this rank's width, which a module with a norm or residual of its own cannot."""
         if not sizes:
-            yield "sizes", {}
+            yield None, {}
             return
         lengths = {size.value for size in sizes}
         lengths |= {length for name in layers for length in features(module.get_submodule(name))}
         numbers = _numbers(module, {length for length in lengths if self._can_divide(length)})
         subsets = [some for count in range(len(numbers)) for some in itertools.combinations(numbers, count)]
         for some in (tuple(numbers), *subsets):
-            for kind in kinds:
+            for owner in (*owners, None):
                 divided: dict[str, list[str]] = defaultdict(list)
-                for owner, attribute in some:
-                    divided[owner].append(attribute)
-                yield kind, dict(divided)
+                for inside, attribute in some:
+                    divided[inside].append(attribute)
+                yield owner, dict(divided)
         literal = list(dict.fromkeys(f"={size.value}@{size.index}" for size in sizes if self._can_divide(size.value)))
-        for kind in kinds if literal else ():
-            yield kind, {"": literal}
+        for owner in (*owners, None) if literal else ():
+            yield owner, {owner or "": literal}
 
     def _can_divide(self, length: int) -> bool:
         return length > 0 and length % self._ranks == 0

@@ -11,6 +11,9 @@ between regions is 1/tp. The model's blocks run this way: at the first one's ent
 one's exit they are gathered. Parameters in between that are whole (norms, biases of row layers) see each rank's tokens
 only, so their gradients add up along "tp", which their layouts say.
 
+A module in a block that needs all tokens but is not sharded by columns and rows (attention with a norm over all heads,
+layers without a rule) runs on the full sequence, as without sp: its input is gathered, its output sharded again.
+
 The sequence's length need not be a multiple of tp.
 """
 
@@ -123,18 +126,25 @@ class SequenceRegion(Region):
 class SequenceParallel:
     """Sequence parallelism in a model's blocks."""
 
-    def __init__(self, blocks: Blocks, comm: Communicator) -> None:
+    def __init__(self, blocks: Blocks, comm: Communicator, full: Sequence[str] = ()) -> None:
+        """full: modules in the blocks that run on the full sequence."""
         self.blocks = blocks
+        self._full = full
         self._inside = SequenceRegion(comm)
         self._outside = Region(comm)
 
     @classmethod
     def of(cls, model: nn.Module, styles: Styles, mesh: Mesh) -> SequenceParallel:
-        return cls(require_sound_blocks(model, styles), mesh.comm("tp"))
+        blocks = require_sound_blocks(model, styles)
+        return cls(blocks, mesh.comm("tp"), full_sequence_modules(blocks, styles))
 
     def region_of(self, name: str) -> Region:
         """The region of the layer of that name."""
-        return self._inside if f"{name}.".startswith(f"{self.blocks.path}.") else self._outside
+        is_inside = f"{name}.".startswith(f"{self.blocks.path}.") and not self._is_full(name)
+        return self._inside if is_inside else self._outside
+
+    def _is_full(self, name: str) -> bool:
+        return any(f"{name}.".startswith(f"{each}.") for each in self._full)
 
     def install(self) -> None:
         """Cut at the first block's entry, join at the last one's exit; say whose gradients add up."""
@@ -142,9 +152,12 @@ class SequenceParallel:
         for number, block in enumerate(self.blocks.modules):
             # What wraps a block from now on is outside, and sees pieces between blocks.
             block.forward = partial(self._run_block, block.forward, number == 0, number == last)
-            for parameter in block.parameters():
-                if "tp" not in layout_of(parameter).axes:
+            for name, parameter in block.named_parameters(prefix=self.blocks.name(number)):
+                if "tp" not in layout_of(parameter).axes and not self._is_full(name):
                     add_up(parameter, "tp")
+            for name, module in block.named_modules(prefix=self.blocks.name(number)):
+                if name in self._full:
+                    module.forward = partial(self._run_full, module.forward)
 
     def _run_block(self, forward: Forward, is_first: bool, is_last: bool, *args: Any, **kwargs: Any) -> Any:
         region = self._inside
@@ -161,6 +174,24 @@ class SequenceParallel:
         if not is_last:
             return outputs
         return region.join(outputs) if isinstance(outputs, torch.Tensor) else _first_replaced(outputs, region.join)
+
+    def _run_full(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+        """Hidden states, and others of their width beside them, are gathered; every rank computes the same."""
+        region = self._inside
+        hidden = next(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
+        lengths = region._pieces_of(hidden.shape[DIM])
+
+        def gathered(leaf: Any) -> Any:
+            is_hidden = isinstance(leaf, torch.Tensor) and leaf.shape == hidden.shape
+            return conjugates.gather(leaf, DIM, lengths, region.comm) if is_hidden else leaf
+
+        region.locate_elsewhere()
+        try:
+            outputs = forward(*map(gathered, args), **{key: gathered(value) for key, value in kwargs.items()})
+        finally:
+            region.locate_outside()
+        sharded = partial(conjugates.split, dim=DIM, lengths=lengths, comm=region.comm)
+        return sharded(outputs) if isinstance(outputs, torch.Tensor) else _first_replaced(outputs, sharded)
 
 
 def _first_replaced(values: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
@@ -181,15 +212,42 @@ def _blocks(model: nn.Module) -> Blocks:
 def require_sound_blocks(model: nn.Module, styles: Styles) -> Blocks:
     """The model's blocks; UsageError where one has a layer that cannot be given a piece of the sequence."""
     blocks = _blocks(model)
+    full = full_sequence_modules(blocks, styles)
     for number, block in enumerate(blocks.modules):
-        _require_sound(blocks.name(number), block, styles)
+        _require_sound(blocks.name(number), block, styles, full)
     return blocks
+
+
+def full_sequence_modules(blocks: Blocks, styles: Styles) -> tuple[str, ...]:
+    """Modules in the blocks with layers that can be given the full sequence only."""
+    found: list[str] = []
+    for number, block in enumerate(blocks.modules):
+        modules = dict(block.named_modules(prefix=blocks.name(number)))
+        for name, module in modules.items():
+            if not _needs_full(name, module, modules, styles) or any(f"{name}.".startswith(f"{e}.") for e in found):
+                continue
+            parent = name.rpartition(".")[0]
+            while isinstance(modules.get(parent), nn.ModuleList | nn.ModuleDict):
+                parent = parent.rpartition(".")[0]
+            if parent in modules and parent != blocks.name(number):
+                found.append(parent)
+    return tuple(found)
+
+
+def _needs_full(name: str, module: nn.Module, modules: dict[str, nn.Module], styles: Styles) -> bool:
+    style = styles.get(name)
+    if not is_linear(module) or isinstance(module, nn.modules.linear.NonDynamicallyQuantizableLinear):
+        return False
+    owners = [each for key, each in modules.items() if f"{name}.".startswith(f"{key}.")]
+    if any(getattr(each, "is_tokenwise", False) for each in owners):
+        return False
+    return style is None or style.kind in ("column_gather", "row_split")
 
 
 _TOKEN_MIXERS = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvNd)
 
 
-def _require_sound(block_name: str, block: nn.Module, styles: Styles) -> None:
+def _require_sound(block_name: str, block: nn.Module, styles: Styles, full: Sequence[str]) -> None:
     """Outside its regions a block must work token by token."""
     if isinstance(block, nn.TransformerDecoderLayer):
         raise UsageError(f"{block_name} attends to a second sequence, which sequence parallelism does not serve")
@@ -197,7 +255,7 @@ def _require_sound(block_name: str, block: nn.Module, styles: Styles) -> None:
     for inner_name, module in block.named_modules(prefix=block_name):
         if getattr(module, "is_tokenwise", False):
             tokenwise.update(module.modules())
-        if module in tokenwise:
+        if module in tokenwise or any(f"{inner_name}.".startswith(f"{each}.") for each in full):
             continue
         style = styles.get(inner_name)
         if style is not None and style.kind in ("column_gather", "row_split", "vocab", "mla_kv"):

@@ -41,7 +41,7 @@ from unisono.parallel.tensor_pieces import Pieces, add_up, packed
 from unisono.parallel.vocabulary import VocabParallelEmbedding
 
 _LINEAR_KINDS = ("column", "column_gather", "vocab_head", "logits", "row", "row_split")
-_HEAD_SIZES = ("head_dim", "attention_head_size")
+_HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
 
 Regions = Callable[[str], Region]
 _known: dict[int, tuple[nn.Module, dict[int, Rules]]] | None = None  # rules that a model shows, by ranks

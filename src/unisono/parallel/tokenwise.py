@@ -29,6 +29,7 @@ from unisono.parallel.hollow import realised_copy
 from unisono.parallel.model_loss import ModelLoss
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.rules import Styles
+from unisono.parallel.sequence import full_sequence_modules
 from unisono.parallel.share import rows_between, rows_of
 from unisono.parallel.views import TokenViews
 
@@ -38,7 +39,13 @@ _SHORT = 4096  # elements of a sample
 _SAMPLES = 2
 _OUTPUT = "the model's output"
 _ATTENTION = "attention"
-_REGIONS = ("column", "row", "experts")  # kinds of layers through which all ranks' tokens come together, or part again
+_FULL = "full sequence"
+_REGIONS = (
+    "column",
+    "row",
+    "experts",
+    _FULL,
+)  # kinds of layers through which all ranks' tokens come together, or part again
 
 Forward = Callable[..., Any]
 
@@ -117,10 +124,13 @@ class _Trial:
         self._attention = F.scaled_dot_product_attention
         self._rest = ExitStack()
         last = len(blocks.modules) - 1
+        full = full_sequence_modules(blocks, styles) if word == "sp" else ()
         for number, block in enumerate(blocks.modules):
             block.forward = partial(self._run_block, block.forward, blocks.name(number), number == 0, number == last)
             for name, module in block.named_modules(prefix=blocks.name(number)):
                 kind = styles[name].kind if word == "sp" and name in styles else ""
+                if any(f"{name}.".startswith(f"{each}.") for each in full):
+                    kind = _FULL if name in full else ""
                 if kind == "heads" and not isinstance(module, nn.MultiheadAttention):
                     module.forward = partial(self._run_heads, module.forward, name)
                 elif kind in _REGIONS or kind == "heads":

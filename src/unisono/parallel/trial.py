@@ -68,11 +68,11 @@ def _computed(module: nn.Module, given: Arguments) -> _Computed:
     def fresh(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
-        leaf = leaf.detach().clone()
-        if leaf.is_floating_point():
-            inputs.append(leaf.requires_grad_())
-            return leaf * 1  # which a module may change in place
-        return leaf
+        copied = leaf.detach().clone()
+        if leaf.requires_grad:
+            inputs.append(copied.requires_grad_())
+            return copied * 1  # which a module may change in place
+        return copied
 
     with torch.enable_grad():
         args, kwargs = tree_map(fresh, given)

@@ -9,13 +9,14 @@ from typing import Any
 from torch import nn
 from torch.distributed.tensor import Shard
 
+from unisono.errors import UsageError
 from unisono.graph.option import REPLICATE
 from unisono.graph.strategy import placements_of_marks
 from unisono.graph.trace import Trace
 from unisono.graph.wish import Mark, Wish
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.cut_dims import CutDim, cut_dims
-from unisono.parallel.sequence import require_sound_blocks
+from unisono.parallel.sequence import full_sequence_modules, require_sound_blocks
 from unisono.parallel.tensor import deriving_once, fitting_rules, require_shareable
 from unisono.parallel.tokenwise import require_tokenwise
 from unisono.train.layer_marks import LayerMarks, kinds_of_weights
@@ -50,6 +51,10 @@ class RuleMarks:
         if sequence:
             found = require_sound_blocks(tried, styles)
             require_tokenwise(tried, example, "sp", styles)
+            if full := full_sequence_modules(found, styles):
+                raise UsageError(
+                    f"sp: {full[0]} runs on the full sequence, which a program cannot show; use --plan without sp"
+                )
             blocks = [found.name(number) for number in range(len(found.modules))]
         cuts, kinds = cut_dims(tried, styles), kinds_of_weights(tried, styles)
         marks, notes, shown, uneven = [], {}, {}, set()
