@@ -43,7 +43,7 @@ from unisono.verify.record import (
 from unisono.verify.rewind import ModelState, TrainerState, generators_kept
 
 _PROJECTIONS = 4
-_CHUNK = 2**22  # elements that are read at once
+_COLUMNS, _ROWS = 1024, 4096  # of a tensor's elements that are read at once
 _MOST_ACTIVATIONS = 2**26  # bytes of activations that are kept, to find the first module that differs
 # Deviations of what is computed in each dtype that are still rounding, relative to a tensor's norm.
 TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4, torch.bfloat16: 0.2, torch.float16: 0.05}
@@ -90,19 +90,32 @@ class Difference:
 
 
 def fingerprint(name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """[norm, projections...] in float64. Linear in the tensor, but for the norm."""
+    """[norm, projections...] in float64. Linear in the tensor, but for the norm.
+
+    The elements are laid out as a matrix X of _COLUMNS columns; a projection is r X c, with random signs r that depend
+    on the name and c that do not: the signs of all elements take no memory, and X is read once.
+    """
     tensor = tensor.detach()
     tensor = tensor.to_dense() if tensor.is_sparse else tensor
     flat = (torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor).reshape(-1)
-    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
-    squares, sums = torch.zeros((), dtype=torch.float64), torch.zeros(_PROJECTIONS, dtype=torch.float64)
-    for begin in range(0, len(flat), _CHUNK):
-        values = flat[begin : begin + _CHUNK].cpu().double()
-        bits = torch.empty(len(values), dtype=torch.uint8).random_(generator=generator)
-        squares += values.square().sum()
-        for number in range(_PROJECTIONS):
-            sums[number] += values.sum() - 2 * values[((bits >> number) & 1).bool()].sum()
-    return torch.cat([squares.sqrt().reshape(1), sums])
+    rows = -(-len(flat) // _COLUMNS)
+    signs = _signs((rows, _PROJECTIONS), zlib.crc32(name.encode())).to(flat.device)
+    columns = _signs((_COLUMNS, _PROJECTIONS), 0).to(flat.device)
+    found = torch.zeros(1 + _PROJECTIONS, dtype=torch.float64, device=flat.device)
+    for begin in range(0, rows, _ROWS):
+        values = flat[begin * _COLUMNS : (begin + _ROWS) * _COLUMNS].double()
+        if len(values) % _COLUMNS:
+            values = torch.nn.functional.pad(values, (0, -len(values) % _COLUMNS))
+        values = values.view(-1, _COLUMNS)
+        found[0] += values.square().sum()
+        found[1:] += (signs[begin : begin + _ROWS] * (values @ columns)).sum(0)
+    found[0].sqrt_()
+    return found.cpu()
+
+
+def _signs(shape: tuple[int, int], seed: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randint(2, shape, generator=generator).double() * 2 - 1
 
 
 def _fingerprints(named: Iterable[tuple[str, torch.Tensor]]) -> Tensors:
@@ -153,12 +166,12 @@ def _noise(exact: Step, rounded: Step) -> dict[str, float]:
 
 @torch.no_grad()
 def _round_anew(model: nn.Module, dtype: torch.dtype) -> None:
-    generator = torch.Generator().manual_seed(0)
     eps = torch.finfo(dtype).eps / 2
-    for parameter in model.parameters():
+    for number, parameter in enumerate(model.parameters()):
         if parameter.is_floating_point():
-            signs = torch.empty(parameter.shape, dtype=torch.uint8).random_(generator=generator) & 1
-            parameter.mul_(1 + eps * (2 * signs.to(parameter.device, parameter.dtype) - 1))
+            generator = torch.Generator(parameter.device).manual_seed(number)
+            drawn = torch.rand(parameter.shape, generator=generator, device=parameter.device)
+            parameter.mul_(torch.where(drawn < 0.5, 1 - eps, 1 + eps).to(parameter.dtype))
 
 
 def plain_step(model: nn.Module, job: Job, batch: tuple[Any, Any], rounded: Step) -> Step:
