@@ -176,6 +176,33 @@ def test_every_rank_sees_what_one_process_sees(
         torch.testing.assert_close(found["outputs"], alone["outputs"], rtol=1e-9, atol=1e-9)
 
 
+class WordsWithLabels(Words):
+    def forward(self, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return loss(super().forward(tokens), labels)
+
+
+def trained_by_its_own_loss(comm: Any, plan: str) -> tuple[list[float], float]:
+    """On samples that are dicts, of which some have fewer labels that count."""
+    samples = [{"tokens": x, "labels": y.where(y > 2, -100)} for x, y in data()]
+    one = uni.Engine(
+        lambda: WordsWithLabels().double(),
+        lambda outputs, targets: outputs,
+        lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        plan=plan,
+        seed=3,
+    )
+    losses = one.fit(samples, epochs=2, batch_size=8, progress=False).losses
+    return losses, one.evaluate(samples, batch_size=7)["loss"]
+
+
+def test_a_dataset_of_dicts_is_for_models_that_compute_the_loss(pools: Callable[[str, int], RankPool]) -> None:
+    alone, value = pools("gloo", 1).run(trained_by_its_own_loss, "dp=1")[0]
+    assert len(alone) == 6
+    for losses, mean in pools("gloo", 4).run(trained_by_its_own_loss, "dp=2,zero=1,pp=2,microbatches=2"):
+        assert losses == pytest.approx(alone, rel=TOLERANCE)
+        assert mean == pytest.approx(value, rel=1e-9)
+
+
 # ---- stop and go on ------------------------------------------------------------------------------------------------
 
 

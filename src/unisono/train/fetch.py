@@ -68,6 +68,8 @@ class Cutter:
     def checked(self, made: Any, rows: int) -> Any:
         """A collated batch, as a pair where one is expected, with its first rows."""
         if self.pairs:
+            if isinstance(made, dict):  # named inputs, labels among them: the model computes the loss itself
+                made = (made, None)
             if not isinstance(made, list | tuple) or len(made) != 2:
                 shown = f"{len(made)} things" if isinstance(made, list | tuple) else type(made).__name__
                 raise UsageError(
