@@ -10,6 +10,7 @@ import torch
 
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
 from unisono.mesh.initial import build
 from unisono.parallel.apply import parallelize
 from unisono.parallel.trainer import Trainer
@@ -97,3 +98,36 @@ def test_generate_gives_the_tokens_of_one_device(pools: Pools, model: str, plan:
 @pytest.mark.parametrize("way", ["beams", "sampled"])
 def test_other_ways_to_generate(pools: Pools, way: str) -> None:
     pools("gloo", 2).run(generates, "llama", "tp=2", way)
+
+
+def generates_through_a_pipeline(comm: Communicator, model: str) -> None:
+    plain = build(MODELS[model], 0).double().eval()
+    trainer = trainer_of(model, "pp=2,microbatches=2")
+    options = {"max_new_tokens": 8, "do_sample": False}
+    expected = plain.generate(prompts(), attention_mask=torch.ones(3, 5, dtype=torch.long), **options)
+    assert torch.equal(trainer.generate(prompts(), **options), expected)
+    for asked in ({"num_beams": 2}, {"do_sample": True}, {"streamer": 1}):
+        with pytest.raises(UsageError, match="through a pipeline"):
+            trainer.generate(prompts(), max_new_tokens=2, **asked)
+    with pytest.raises(UsageError, match="a rank has some stages of the model only"):
+        trainer.model(input_ids=prompts())
+    with pytest.raises(UsageError, match="a rank has some stages of the model only"):
+        trainer.model.generate(prompts())  # type: ignore[operator, union-attr]
+    trainer.step(({"input_ids": prompts(), "use_cache": False}, prompts()))
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_generate_through_a_pipeline(pools: Pools, model: str) -> None:
+    pools("gloo", 2).run(generates_through_a_pipeline, model)
+
+
+def generates_under_cp(comm: Communicator) -> None:
+    plain, trainer = build(llama, 0).double().eval(), trainer_of("llama", "cp=2")
+    expected = plain.generate(prompts(), max_new_tokens=6, do_sample=False)
+    with pytest.raises(UsageError, match="a cache of keys and values under cp"):
+        trainer.generate(prompts(), max_new_tokens=6, do_sample=False)
+    assert torch.equal(trainer.generate(prompts(), max_new_tokens=6, do_sample=False, use_cache=False), expected)
+
+
+def test_generate_under_cp(pools: Pools) -> None:
+    pools("gloo", 2).run(generates_under_cp)

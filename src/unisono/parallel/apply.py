@@ -40,7 +40,7 @@ from unisono.parallel.filling import Filling
 from unisono.parallel.groups import require_same_groups
 from unisono.parallel.head_width import HeadWidth
 from unisono.parallel.layout import layout_of
-from unisono.parallel.loop import OwnLoop
+from unisono.parallel.loop import OwnLoop, refuse_calls
 from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.model_loss import ModelLoss, NeedsValues, with_model_loss
 from unisono.parallel.parameter_reads import ParameterReads
@@ -182,6 +182,8 @@ def parallelize(
             )
         if plan.pp == 1:
             OwnLoop(trainer)
+        else:
+            refuse_calls(trainer)
         return trainer
 
     trainer = _agreed(comm, under_plan)

@@ -123,6 +123,11 @@ class OwnLoop:
         if not call.is_own:
             return None
         self._require_sound(is_nested=step is not None)
+        if self._cp is not None and (kwargs.get("use_cache") or kwargs.get("past_key_values") is not None):
+            raise UsageError(
+                "a cache of keys and values under cp: attention there is over the tokens of all ranks, which no cache "
+                "has; generate with use_cache=False, or under a plan with cp=1"
+            )
         given: Any = (args, kwargs)
         inputs = [leaf for leaf in tree_leaves(given) if isinstance(leaf, torch.Tensor) and not leaf.requires_grad]
         trains = torch.is_grad_enabled() or any(module.training for module in trainer.model.modules())
@@ -288,6 +293,19 @@ class OwnLoop:
     def _after_update(self, *_: Any) -> None:
         if not self._trainer.is_updating:
             self._trainer.steps += 1
+
+
+def refuse_calls(trainer: Trainer) -> None:
+    """A rank of a pipeline has some stages of the model: a call of it, as of a whole model, raises at once."""
+
+    def before(module: nn.Module, *_: Any) -> None:
+        if module is trainer.model and current_step() is not trainer.replicas:
+            raise UsageError(
+                f"trainer.model was called under plan {trainer.plan}, where a rank has some stages of the model only; "
+                "use trainer.step, trainer.evaluate, trainer.predict or trainer.generate, or a plan with pp=1"
+            )
+
+    trainer.model.register_forward_pre_hook(before, prepend=True)
 
 
 class _Call:

@@ -35,6 +35,7 @@ from unisono.parallel.loss import GlobalLoss
 from unisono.parallel.model_loss import ModelLoss, Recorded
 from unisono.parallel.outputs import joined, with_whole_sequences
 from unisono.parallel.parameter_reads import ParameterReads
+from unisono.parallel.pipeline.generation import generated
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.tied import TiedGradients
@@ -237,6 +238,19 @@ class Trainer:
             rows = [rows_of(part.batch) for part in self._microbatches]
         outputs = [with_whole_sequences(part, self.context) for part in outputs]
         return joined(outputs, rows, self.mesh.comm(*DATA))
+
+    @torch.no_grad()
+    def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
+        """The model's own `generate` (Hugging Face), in evaluation mode; every rank calls it with the same prompts.
+
+        Through a pipeline: greedy, without a cache, with max_new_tokens= and, if need be, attention_mask=.
+        """
+        if self.pipeline is not None:
+            return generated(self.predict, self.model, input_ids, **options)
+        if not callable(getattr(self.model, "generate", None)):
+            raise UsageError(f"{type(self.model).__name__} has no generate(); expected a Hugging Face model that has")
+        with self._evaluating():
+            return self.model.generate(input_ids, **options)  # type: ignore[operator]
 
     @contextlib.contextmanager
     def _observed(self, observe: Callable[[Any, Any], None] | None) -> Iterator[None]:
