@@ -49,8 +49,11 @@ def first_parting(
     found, compared = _first_on_this_rank(plan, comm.rank, plain, mine, tolerance)
     everyone: list[tuple[_Divergence | None, list[str]]] = comm.all_gather_object((found, compared))
     diverging = [(each, rank) for rank, (each, _) in enumerate(everyone) if each is not None]
+    if not diverging and records is None:
+        return "activations agree, what follows does not"
     if not diverging:
-        return "activations agree" + (after_the_forward(*records, tolerance) if records else ", what follows does not")
+        assert records is not None
+        return f"activations agree{after_the_forward(comm, *records, tolerance)}"
     first, rank = min(diverging, key=lambda item: item[0].order)
     told = f"{first.name or 'the model'} {first.shape} on rank {rank}: deviation {first.deviation:.2g}"
     return told + _of_other_ranks(plan, first, everyone)
@@ -78,44 +81,66 @@ def _of_other_ranks(plan: Plan, first: _Divergence, everyone: list[tuple[_Diverg
     """Whether others diverge there too: what only some do, or all by the number of ranks, depends on the rank."""
     agreeing = [rank for rank, (_, names) in enumerate(everyone) if first.name in names]
     there = [(rank, each) for rank, (each, _) in enumerate(everyone) if each is not None and each.name == first.name]
+    is_first = not any(everyone[rank][1] for rank, _ in there)
+    samples = "; no module before it was compared: is its input this rank's part of the batch?" if is_first else ""
     if agreeing:
         off, fine = _ranks([rank for rank, _ in there]), _ranks(agreeing)
-        return f"; it differs on {off} and agrees on {fine}: does this forward depend on the rank?"
+        return f"; it differs on {off} and agrees on {fine}: does this forward depend on the rank?{samples}"
     factors = {round(each.factor, 6) for _, each in there}
     factor = _named_factor(plan, first.factor) if len(factors) == 1 else ""
-    return f"; on every rank it is {factor.partition(':')[0]}: does this forward read the world size?" if factor else ""
+    if factor:
+        return f"; on every rank it is {factor.partition(':')[0]}: does this forward read the world size?"
+    return samples
 
 
 def _ranks(ranks: list[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
-def after_the_forward(plain: Record, planned: Record, tolerance: float) -> str:
-    """What differs first where all activations agree."""
+def after_the_forward(comm: Communicator, plain: Record, planned: Record, tolerance: float) -> str:
+    """What differs first where all activations of the first step agree."""
     if plain.losses and planned.losses and _off(plain.losses[0], planned.losses[0]) > tolerance:
-        return (
+        told = (
             f", the loss does not ({planned.losses[0]:.6g} under the plan, {plain.losses[0]:.6g} on one device): the "
             "loss function depends on the rank or the world size, or its mean is taken in another way"
         )
-    off = _deviating(plain.gradients[0], planned.gradients[0], tolerance) if plain.gradients else []
-    if off:
-        return (
+    elif plain.gradients and (off := _deviating(plain.gradients[0], planned.gradients[0], tolerance)):
+        told = (
             f" and so does the loss, gradients do not (first in backward order: {off[-1]}): the fault lies in the "
             "backward pass or in the reduction of gradients"
         )
+    else:
+        told = f", and so do the first gradients, {_after_the_backward(plain, planned, tolerance)}"
+    settings = _settings(plain, comm.all_gather_object(planned.settings))  # by every rank, whatever differs on it
+    return f", and so do the first gradients, but {settings}" if settings and told.startswith(", and so do") else told
+
+
+def _settings(plain: Record, of_ranks: list[dict[str, float]]) -> str:
     for name, value in plain.settings.items():
-        if planned.settings.get(name, value) != value:
+        off = {rank: numbers[name] for rank, numbers in enumerate(of_ranks) if numbers.get(name, value) != value}
+        if off:
+            where = "under the plan" if len(off) == len(of_ranks) else f"on {_ranks(list(off))}"
             return (
-                f", and so do the first gradients, but the optimizer's {name} is {planned.settings[name]:.6g} under "
-                f"the plan and {value:.6g} on one device: does it read the rank or the world size?"
+                f"the optimizer's {name} is {next(iter(off.values())):.6g} {where} and {value:.6g} on one device: does "
+                "it read the rank or the world size?"
             )
+    return ""
+
+
+def _after_the_backward(plain: Record, planned: Record, tolerance: float) -> str:
+    for step in range(1, min(len(plain.gradients), len(planned.gradients))):
+        if _off(plain.losses[step], planned.losses[step]) > tolerance:
+            break  # of other parameters
+        off = _deviating(plain.gradients[step], planned.gradients[step], tolerance)
+        if off:
+            return f"but not those of step {step}, whose loss agrees ({off[-1]}): does a step keep another's gradients?"
     off = _deviating(plain.parameters, planned.parameters, tolerance)
     if off:
-        return f", and so do the first gradients, {off[0]} does not: the fault lies in clipping or in the optimizer"
+        return f"{off[0]} does not: the fault lies in clipping or in the optimizer"
     off = _deviating(plain.buffers, planned.buffers, tolerance)
     if off:
-        return f", gradients and parameters too, the buffer {off[0]} does not: is it updated on this rank's samples?"
-    return ", and so do gradients and updates of rank 0: the fault lies in the optimizer state or on other ranks"
+        return f"and parameters, the buffer {off[0]} does not: is it updated from this rank's samples only?"
+    return "and updates on rank 0: the fault lies in the optimizer state, or in updates on other ranks"
 
 
 def _off(plain: float, planned: float) -> float:
