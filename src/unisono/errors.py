@@ -14,6 +14,10 @@ class UsageError(UnisonoError, ValueError):
     """Something that the caller passed is wrong."""
 
 
+class TaskError(UsageError):
+    """Code of the model, the loss or the optimizer raised an error on some rank; every rank raises this."""
+
+
 class PlanMismatch(UnisonoError, RuntimeError):
     """A step under the plan is not the step of one device; the message says where they diverge."""
 

@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -93,6 +94,19 @@ def test_a_failure_is_told_in_a_sentence(name: str, monkeypatch: pytest.MonkeyPa
     assert told in verdict.failure, verdict
     assert "\n" not in verdict.failure
     assert ("(on rank 1 of 2)" in verdict.failure) == (name == "an error on one rank"), verdict
+
+
+def optimizer_of_rank_0(parameters: Any) -> torch.optim.Optimizer:
+    if uni.rank():
+        raise KeyError("no such\noptimizer")
+    return sgd(parameters)
+
+
+def test_an_error_while_the_plan_is_applied() -> None:
+    verdict = verify(replace(task_with(lambda: None), optimizer=optimizer_of_rank_0), "dp=2", steps=1)
+    assert not verdict.refusal
+    assert verdict.failure.startswith("rank 1 failed while the plan was applied: KeyError: "), verdict
+    assert "\n" not in verdict.failure
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])

@@ -71,11 +71,14 @@ def test_a_sound_plan_is_proved_and_the_check_leaves_no_trace(pools: Pools, task
 
 # ---- what is wrong is stopped ----------------------------------------------------------------------------------------
 
-LATER = {"the first stage's tied copy", "the last stage's tied copy", "a step too many"}  # only in the second step
+LATER = {  # only in the second step
+    *("the first stage's tied copy", "the last stage's tied copy", "a step too many", "gradients of two steps"),
+    "stale parameters",  # the owner's shard is compared, not what other ranks receive of it
+}
 
 
 def _with_planted_fault(comm: Communicator, fault: str) -> str:
-    name, plan, plant, _ = FAULTS[fault]
+    name, plan, plant, *_ = FAULTS[fault]
     task = getattr(importlib.import_module("tests.equivalence.tasks"), name)
     original = self_check.planned_step
 
@@ -97,7 +100,7 @@ def test_a_planted_fault_stops_the_run(pools: Pools, fault: str) -> None:
     """On every rank, with the same sentence, before a step counts."""
     sentences = pools("gloo", 2).run(_with_planted_fault, fault)
     assert len(set(sentences)) == 1
-    assert sentences[0].startswith(f"plan {FAULTS[fault][1]} does not give the result of one device on your model: ")
+    assert sentences[0].startswith(f"plan {FAULTS[fault].plan} does not give the result of one device on your model: ")
     assert 'check="off"' in sentences[0]
 
 

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 
 from unisono.comm import world
 from unisono.comm.communicator import Communicator
-from unisono.errors import UsageError
+from unisono.errors import TaskError, UsageError
 from unisono.mesh.draft import Draft, drafted, whole_draft
 from unisono.mesh.initial import in_dtype
 from unisono.mesh.mesh import Mesh
@@ -205,19 +205,29 @@ def _tried(draft: Draft, loss: Loss, trial: Callable[[nn.Module], Found]) -> tup
 
 def _agreed(comm: Communicator, act: Callable[[], Trainer]) -> Trainer:
     """What it gives, unless some rank refuses: then all do, for that reason, and none waits for one that is gone."""
-    trainer, refusal, failure = None, None, None
+    trainer: Trainer | None = None
+    refusal: UsageError | None = None
+    failure: Exception | None = None
     try:
         trainer = act()
     except UsageError as error:
-        refusal = str(error)
+        refusal = error
     except Exception as error:
         failure = error
-        refusal = f"rank {comm.rank} failed while the plan was applied: {type(error).__name__}: {error}"
-    told = next((words for words in comm.all_gather_object(refusal) if words is not None), None)
-    if told is not None:
-        raise UsageError(told) from failure
+        words = " ".join(str(error).split())
+        refusal = TaskError(f"rank {comm.rank} failed while the plan was applied: {type(error).__name__}: {words}")
+    found = next((each for each in comm.all_gather_object(_kind_and_text(refusal)) if each is not None), None)
+    if found is not None:
+        kind, told = found
+        raise kind(told) from failure
     assert trainer is not None
     return trainer
+
+
+def _kind_and_text(refusal: UsageError | None) -> tuple[type[UsageError], str] | None:
+    if refusal is None:
+        return None
+    return TaskError if isinstance(refusal, TaskError) else UsageError, str(refusal)
 
 
 def _checked(make: Callable[[Any], Optimizer]) -> Callable[[Any], Optimizer]:

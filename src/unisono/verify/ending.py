@@ -17,7 +17,7 @@ from pathlib import Path
 
 from torch import nn
 
-from unisono.errors import HangError, UnisonoError, UsageError
+from unisono.errors import HangError, TaskError, UnisonoError, UsageError
 from unisono.launch.rank import is_of_a_lost_peer
 
 REFUSAL = "refusal"  # the library says that the plan cannot be right, and why
@@ -43,10 +43,10 @@ class Ending:
 
     @classmethod
     def of(cls, error: Exception) -> Ending:
+        if isinstance(error, OneDeviceError | TaskError):
+            return cls(FAILURE, _in_one_line(error))
         if isinstance(error, UsageError):
-            return cls(REFUSAL, str(error))
-        if isinstance(error, OneDeviceError):
-            return cls(FAILURE, str(error))
+            return cls(REFUSAL, _in_one_line(error))
         is_lost = isinstance(error, HangError) or is_of_a_lost_peer(error)
         return cls(LOST if is_lost else FAILURE, described(error))
 
@@ -69,10 +69,14 @@ def in_float32(ending: Ending) -> str:
 
 def described(error: BaseException) -> str:
     """An error's type and message, the module in whose forward it was raised and the line of the user's code."""
-    message = " ".join(str(error).split())
+    message = _in_one_line(error)
     message = message if len(message) <= _LONGEST else f"{message[:_LONGEST]} ..."
     told = f"{type(error).__name__}: {message}" if message else type(error).__name__
     return ", ".join([told, *filter(None, (_module_of(error), _line_of(error)))])
+
+
+def _in_one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def _module_of(error: BaseException) -> str:
