@@ -159,7 +159,7 @@ def test_a_loss_that_reads_parameters(pools: Pools) -> None:
 
 
 def check_penalties(comm: Communicator) -> dict[str, str]:
-    plans = {"tp=2": RULES, "tp=2,sp": RULES, "dp=2,zero=2": None, "dp=2,zero=3": None}
+    plans = {"tp=2": RULES, "dp=2,zero=2": None, "dp=2,zero=3": None}
     return {plan: came(comm, Penalised, plan, rules) for plan, rules in plans.items()}
 
 
@@ -168,3 +168,21 @@ def test_gradients_of_gradients(pools: Pools) -> None:
         refused = outcomes.pop("dp=2,zero=3")
         assert "computes gradients during the forward" in refused
         assert outcomes == dict.fromkeys(outcomes, "")
+
+
+class ByRows(Net):
+    """Blocks run inside vmap."""
+
+    def hidden(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.vmap(super().hidden)(x)
+
+
+def check_transforms(comm: Communicator) -> list[str]:
+    without_table = {key: value for key, value in RULES.items() if key != "table"}
+    return [came(comm, ByRows, "tp=2", without_table), came(comm, ByRows, "dp=2,recompute=full")]
+
+
+def test_transforms_around_sharded_and_recomputed_modules_are_refused(pools: Pools) -> None:
+    for sharded, recomputed in pools("gloo", 2).run(check_transforms):
+        assert "a sharded layer runs inside a transform of torch.func" in sharded
+        assert "a recomputed module runs inside a transform of torch.func" in recomputed

@@ -35,22 +35,35 @@ from unisono.errors import UsageError
 Lengths = Sequence[int]
 
 
+def require_eager(x: Any, what: str) -> None:
+    """UsageError inside torch.func's transforms (vmap, grad, jvp), which cannot see through a collective."""
+    if isinstance(x, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
+        raise UsageError(
+            f"{what} inside a transform of torch.func (vmap, grad or jvp), which cannot see through it; call the "
+            "layer on the batch, outside of the transform, or use a plan without tp and recompute"
+        )
+
+
 def copy(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     if comm.size == 1:
         return x
+    require_eager(x, "a sharded layer runs")
     summing: _UnderWay = []
     return _started(_Copy.apply(_Wait.apply(x, summing), comm, summing))
 
 
 def reduce(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    require_eager(x, "a sharded layer runs")
     return x if comm.size == 1 else _Reduce.apply(x, comm)
 
 
 def gather(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
+    require_eager(x, "a sharded layer runs")
     return x if comm.size == 1 else _Gather.apply(x, dim % x.dim(), lengths, comm)
 
 
 def split(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
+    require_eager(x, "a sharded layer runs")
     return x if comm.size == 1 else _Split.apply(x, dim % x.dim(), lengths, comm)
 
 

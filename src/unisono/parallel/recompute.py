@@ -35,6 +35,7 @@ from unisono.mesh import dropout
 from unisono.mesh.random import RandomState
 from unisono.parallel import spread_attention
 from unisono.parallel.blocks import find_blocks
+from unisono.parallel.conjugates import require_eager
 from unisono.parallel.spread_attention import SpreadAttention
 from unisono.plan.plan import RECOMPUTE
 
@@ -113,6 +114,8 @@ def _with_core_recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any
 
 
 def _checkpointed(module: nn.Module | None, function: Callable[..., Any], *args: Any) -> Any:
+    for value in args:
+        require_eager(value, "a recomputed module runs")
     again = _SecondRun(module, dropout.active(), spread_attention.active(), _get_current_function_mode_stack())
     return checkpoint(
         function,

@@ -76,6 +76,7 @@ class VocabParallelEmbedding(nn.Module):
         if not len(self.weight):
             mine = self.weight.sum() + self.weight.new_zeros(*tokens.shape, self.embedding_dim)
             return self._summed(mine)
+        conjugates.require_eager(tokens, "a sharded embedding runs")
         self._require_known(tokens)
         elsewhere = (tokens < self.first) | (tokens > self.last)
         padding = self.padding_idx
