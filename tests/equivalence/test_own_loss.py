@@ -40,7 +40,7 @@ REFUSED = {
     ("divided_by_hand", "dp=2"): "uses the number of samples that it is given",
     ("counting", "dp=2"): "or a count: it would be that of a part of the batch",
     ("reading", "dp=2"): "reads values of its labels in Python (item)",
-    ("without_labels", "dp=2"): "the model has made one number of its part of the batch already",
+    ("without_labels", "dp=2"): "its values depend on the samples",
 }
 
 

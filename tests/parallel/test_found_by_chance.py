@@ -77,6 +77,8 @@ MIXES: dict[str, Mix] = {
     "causal shift": lambda x: torch.cat([torch.zeros_like(x[:, :1]), x[:, :-1]], 1),
     "mean": lambda x: x - x.mean(1, keepdim=True),
     "softmax": lambda x: x.softmax(1),
+    "maximum": lambda x: x - x.amax((1, 2), keepdim=True),
+    "median": lambda x: x - x.median(1, keepdim=True).values,
     "norm over tokens": lambda x: F.group_norm(x, 1, x.new_ones(6), x.new_zeros(6)),
 }
 RULES = {
@@ -85,7 +87,7 @@ RULES = {
 TOKENS = torch.arange(24).view(4, 6) % 9
 
 
-def refusal(mix: Mix, after: Mix, word: str) -> str:
+def refusal(mix: Mix, after: Mix, word: str, tokens: torch.Tensor = TOKENS) -> str:
     torch.manual_seed(0)
     model = Tower(mix, after)
     styles = None
@@ -93,7 +95,7 @@ def refusal(mix: Mix, after: Mix, word: str) -> str:
         styles = require_shareable(model, 2, RULES)
         require_sound_blocks(model, styles)
     try:
-        require_tokenwise(model, (TOKENS, TOKENS), word, styles)
+        require_tokenwise(model, (tokens, tokens), word, styles)
     except UsageError as error:
         return str(error)
     return ""
@@ -138,6 +140,13 @@ def test_positions_that_a_block_counts_from_0_are_found(name: str, monkeypatch: 
     assert refusal(apart, apart, "cp") == ""
     monkeypatch.setattr(Attention, "forward", attend)
     assert f"to the input of attention ({name})" in refusal(apart, apart, "cp")
+
+
+def test_a_maximum_is_found_wherever_it_lies() -> None:
+    """Also where all tokens are alike, so that any of them has it."""
+    for moved in range(6):
+        assert refusal(MIXES["maximum"], apart, "cp", TOKENS.roll(moved, 1))
+    assert refusal(MIXES["maximum"], apart, "cp", torch.ones(4, 6, dtype=torch.int64))
 
 
 @pytest.mark.parametrize("word", ["cp", "sp"])

@@ -4,8 +4,9 @@ Four functions draw (torch.rand, torch.randn and their `_like`s); others are spe
 in a trace of it, so that both draw the same. A draw with a generator of its own is left to torch, and so is what cannot
 be spelled out so (torch.poisson, gamma distributions).
 
-Which part of a whole tensor is drawn, the RandomState's scopes say, as of dropout: the first dim is the batch's. A
-tensor that the scopes do not fit, such as noise for a weight, is the same on every rank.
+Which part of a whole tensor is drawn, the RandomState's scopes say, as of dropout. Where it does not know along which
+dim samples lie, it is the first; a tensor that the scopes do not fit, such as noise for a weight, is then the same on
+every rank.
 """
 
 from __future__ import annotations
@@ -92,9 +93,9 @@ def _state() -> RandomState | None:
 # ---- functions that draw -----------------------------------------------------------------------------------------
 
 
-def _drawn(state: RandomState, shape: tuple[int, ...], is_held: bool) -> Draw:
-    """is_held: for a parameter, which has no samples."""
-    return state.draw(shape, parts={} if is_held else state.fitting_parts(shape))
+def _drawn(state: RandomState, shape: tuple[int, ...], like: torch.Tensor | None = None) -> Draw:
+    """like: what the numbers are made after; a parameter has no samples."""
+    return state.draw(shape, parts={} if isinstance(like, nn.Parameter) else None, like=like, may_be_whole=True)
 
 
 def _by_shape(number: str) -> Callable[[Function], Function]:
@@ -102,9 +103,9 @@ def _by_shape(number: str) -> Callable[[Function], Function]:
         def replacement(*size: Any, generator: Any = None, out: Any = None, **more: Any) -> torch.Tensor:
             state = _state()
             like = torch.empty(*size, **more) if state is not None and generator is None and out is None else None
-            if state is None or like is None or not _can_draw(like):
+            if state is None or like is None or not _can_draw(like, state):
                 return original(*size, generator=generator, out=out, **more)
-            return _numbers(_drawn(state, tuple(like.shape), False), number, like)
+            return _numbers(_drawn(state, tuple(like.shape)), number, like)
 
         return replacement
 
@@ -118,20 +119,22 @@ def _by_example(number: str) -> Callable[[Function], Function]:
             if state is None or isinstance(input, DTensor):
                 return original(input, **more)
             like = torch.empty_like(input, **more)
-            if not _can_draw(like):
+            if not _can_draw(like, state):
                 return original(input, **more)
-            return _numbers(_drawn(state, tuple(like.shape), isinstance(input, nn.Parameter)), number, like)
+            return _numbers(_drawn(state, tuple(like.shape), input), number, like)
 
         return replacement
 
     return make
 
 
-def _can_draw(like: torch.Tensor) -> bool:
-    return like.dtype in DTYPES and not like.is_meta
+def _can_draw(like: torch.Tensor, state: RandomState) -> bool:
+    return like.dtype in DTYPES and (state.counts_meta or not like.is_meta)
 
 
 def _numbers(draw: Draw, number: str, like: torch.Tensor) -> torch.Tensor:
+    if like.is_meta:
+        return like
     made: torch.Tensor = getattr(draw, number)(like.dtype, like.device)
     return made.requires_grad_(like.requires_grad)
 

@@ -59,13 +59,13 @@ def apply(state: RandomState, x: torch.Tensor, p: float, kind: str = "dropout") 
         raise UsageError(f"dropout(p={p}): expected a probability from 0 to 1")
     if isinstance(x, DTensor):
         return _apply_to_dtensor(state, x, p)
-    draw = state.draw(x.shape, kind)
+    draw = state.draw(x.shape, kind, like=x)
     return scaled(x, draw, p)
 
 
 def scaled(x: torch.Tensor, draw: Draw, p: float) -> torch.Tensor:
     """x where `draw` keeps it, over 1 - p; 0 elsewhere."""
-    if p == 0:
+    if p == 0 or x.is_meta:
         return x
     if p == 1:
         return x * 0.0
@@ -130,7 +130,8 @@ def _apply_to_dtensor(state: RandomState, x: DTensor, p: float) -> DTensor:
 
 def _steps_in(x: torch.Tensor, p: float, training: bool) -> RandomState | None:
     """The state that draws this call, or None where torch's own function does (nothing random, or a bad p)."""
-    return active() if training and 0 < p <= 1 and not x.is_meta else None
+    state = active() if training and 0 < p <= 1 else None
+    return state if state is not None and (state.counts_meta or not x.is_meta) else None
 
 
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
@@ -167,7 +168,7 @@ def _alpha(name: str, by_channel: bool) -> Callable[..., torch.Tensor]:
         if state is None:
             return _original[name](input, p, training, inplace)
         shape = input.shape[:2] if by_channel else input.shape
-        keep = state.draw(shape).keep(p, input.device) if p < 1 else torch.zeros(shape, dtype=torch.bool)
+        keep = state.draw(shape, like=input).keep(p, input.device) if p < 1 else torch.zeros(shape, dtype=torch.bool)
         keep = keep.to(input.device).reshape(*shape, *[1] * (input.dim() - len(shape)))
         a = 0.0 if p == 1 else ((1 - p) * (1 + p * lowest**2)) ** -0.5
         out = torch.where(keep, input, torch.full_like(input, lowest)) * a - a * p * lowest

@@ -7,20 +7,23 @@ the rank that holds the element, on how the tensor is cut, or on what was drawn 
     state.name_modules(model)                     # which call: the module's name, and how often it has drawn
     for state.step in range(steps):
         with state:                               # behind nn.Dropout, F.dropout and attention's dropout_p
-            with state.sharded(0, range(8, 16), of=32):   # this rank has rows 8 to 15 of a batch of 32
+            with state.samples(range(8, 16), of=32):   # this rank has samples 8 to 15 of a batch of 32
                 loss = model(batch)
 
 `sharded` says which part of the whole tensors this rank works on; scopes nest, and of one dim the inner one counts
 within the outer one:
 
-    data parallel      sharded(0, my rows, of=the global batch)
-    microbatches       microbatch(rows of my batch, of=my batch), within the one above
+    data parallel      samples(mine, of=the global batch)
+    microbatches       microbatch(samples of my batch, of=my batch), within the one above
     sequence parallel  sharded(1, my positions, of=the sequence, only="dropout")
     tensor parallel    sharded(1, my heads, of=all heads, only="attention"); sharded(-1, my columns, of=all columns)
     context parallel   sharded(1, my positions, of=..., only="dropout"), sharded(2, ..., only="attention")
     a replicated tensor without a batch dim        whole()
 
 DTensors need none of this: they know their part.
+
+Samples lie along dim 0 of every tensor, unless `sample_dims` says of each call where they are (parallel/samples.py
+finds out): noise for a table of positions has none, and the activations of a time-major model have them along dim 1.
 
 Recomputation: a forward that torch.utils.checkpoint runs again in the backward draws the same numbers again, under
 the scopes of the first time. It is recognised by torch's own CPU generator, which checkpoint puts back: each call
@@ -47,10 +50,24 @@ KINDS = ("dropout", "attention")
 # Set by a strategy that follows the forward pass and knows of each call, by its shape and kind, which part this rank
 # holds: given what the scopes say, it returns what holds.
 Locate = Callable[[Sequence[int], str, dict[int, Part]], dict[int, Part]]
+Key = tuple[str, int]  # a call for random numbers in a step: the module's name, and how often it has drawn before
 _CALL = torch.nn.Module._call_impl.__code__
 # How many random bits a number in [0, 1) of each dtype has.
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 DTYPES = tuple(_BITS)
+
+
+@dataclass(frozen=True)
+class SampleDim:
+    """Where the samples of a batch lie in a tensor of `ndim` dims: along `dim`, or nowhere (None).
+
+    A dim that is several times as long as the batch holds all elements of one sample, then those of the next, as after
+    (batch, heads) was folded; with `alternates`, one element of every sample, then the next ones: (seq, batch).
+    """
+
+    ndim: int
+    dim: int | None
+    alternates: bool = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -70,6 +87,8 @@ class Draw:
 
     def words(self, device: torch.device, lane: int = 0) -> torch.Tensor:
         """Random int32 words in the shape of the call; lanes are independent of each other."""
+        if device.type == "meta":
+            return torch.empty(self.shape, dtype=torch.int32, device=device)
         return words(self.stream(lane), self.runs, device).view(self.shape)
 
     def uniform(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -100,6 +119,8 @@ def drop_limit(p: float) -> int:
 class RandomState:
     """Random numbers for one model under one seed. Use as a context to put it behind torch's dropouts."""
 
+    counts_meta = False  # whether calls for tensors on torch's "meta" device count; they give no numbers
+
     def __init__(self, seed: int, step: int = 0) -> None:
         if isinstance(seed, bool) or not isinstance(seed, int):
             raise UsageError(f"seed {seed!r}: expected a whole number")
@@ -107,6 +128,7 @@ class RandomState:
         self._names: weakref.WeakKeyDictionary[torch.nn.Module, str] = weakref.WeakKeyDictionary()
         self._scopes: list[_Scope] = []
         self._microbatch_depth = 0
+        self.sample_dims: Mapping[Key, SampleDim] | None = None
         self.step = step
 
     @property
@@ -149,6 +171,12 @@ class RandomState:
             yield
 
     @contextlib.contextmanager
+    def samples(self, positions: Positions, of: int) -> Iterator[None]:
+        """In the block, this rank's tensors hold these samples, of so many, wherever samples lie in a tensor."""
+        with self._scope(_Scope(None, Part(positions, of), None)):
+            yield
+
+    @contextlib.contextmanager
     def microbatch(self, positions: Positions, of: int) -> Iterator[None]:
         """One of several passes over parts of a batch: each draws what one pass over all of it would."""
         if not self._microbatch_depth:
@@ -157,7 +185,7 @@ class RandomState:
             self._calls = self._calls_before.copy()
         self._microbatch_depth += 1
         try:
-            with self.sharded(0, positions, of):
+            with self.samples(positions, of):
                 yield
         finally:
             self._microbatch_depth -= 1
@@ -176,45 +204,83 @@ class RandomState:
         finally:
             self._scopes = self._scopes[:-1]
 
-    def _parts(self, shape: Sequence[int], kind: str) -> dict[int, Part]:
+    def _parts(self, shape: Sequence[int], kind: str, key: Key | None = None) -> dict[int, Part]:
         parts: dict[int, Part] = {}
+        samples = self._sample_dim(shape, key)
         for scope in self._scopes:
             if scope is _WHOLE:
                 parts = {}
             elif scope.only in (None, kind):
-                if not -len(shape) <= scope.dim < len(shape):
-                    raise UsageError(
-                        f"random numbers of shape {tuple(shape)} have no dim {scope.dim}, which is sharded"
-                    )
-                dim = scope.dim % len(shape)
+                wanted = samples.dim if scope.dim is None else scope.dim
+                if wanted is None:
+                    continue
+                if not -len(shape) <= wanted < len(shape):
+                    raise UsageError(f"random numbers of shape {tuple(shape)} have no dim {wanted}, which is sharded")
+                dim = wanted % len(shape)
                 parts[dim] = scope.part.within(parts[dim]) if dim in parts else scope.part
         if self.locate is not None:
             parts = self.locate(shape, kind, parts)
-        return {dim: _fitted(part, shape, dim) for dim, part in parts.items()}
+        return {
+            dim: _fitted(part, shape, dim, samples.alternates and dim == samples.dim) for dim, part in parts.items()
+        }
 
-    def fitting_parts(self, shape: Sequence[int]) -> dict[int, Part]:
-        """The part of a whole that a tensor of this local shape is; none where what this rank holds does not fit."""
-        try:
-            return self._parts(shape, "dropout")
-        except UsageError:
-            return {}
+    def _sample_dim(self, shape: Sequence[int], key: Key | None) -> SampleDim:
+        if self.sample_dims is None or key is None or not any(scope.dim is None for scope in self._scopes):
+            return SampleDim(len(shape), 0)
+        found = self.sample_dims.get(key) or self._of_call_before(key)
+        if found is None or found.ndim != len(shape):
+            raise UsageError(
+                f"{key[0] or 'the model'} draws random numbers of shape {tuple(shape)} that it did not draw when the "
+                "model was tried on a few samples, so it is not known which of them belong to which sample; draw the "
+                "same numbers in every forward pass, or use dp=1 and microbatches=1"
+            )
+        return found
+
+    def _of_call_before(self, key: Key) -> SampleDim | None:
+        """What holds where the model is called several times in a step: each call draws as the first one."""
+        assert self.sample_dims is not None
+        calls = sum(site == key[0] for site, _ in self.sample_dims)
+        return self.sample_dims.get((key[0], key[1] % calls)) if calls else None
 
     # ---- drawing -------------------------------------------------------------------------------------------------
 
-    def draw(self, shape: Sequence[int], kind: str = "dropout", parts: Mapping[int, Part] | None = None) -> Draw:
-        """The next call for random numbers, of that local shape. `parts` are used in place of the scopes' ones."""
+    def draw(
+        self,
+        shape: Sequence[int],
+        kind: str = "dropout",
+        parts: Mapping[int, Part] | None = None,
+        *,
+        like: torch.Tensor | None = None,
+        may_be_whole: bool = False,
+    ) -> Draw:
+        """The next call for random numbers, of that local shape. `parts` are used in place of the scopes' ones.
+
+        like: the tensor that the numbers are for. may_be_whole: where the scopes' parts do not fit the shape, the
+        numbers are taken to be the same on every rank.
+        """
         token = int(torch.empty((), dtype=torch.int64).random_())
         if torch._C._current_graph_task_id() != -1:
             return self._recalled(token, tuple(shape))
         site = self._site()
         if not self._microbatch_depth:
             self._calls_before = None
-        number = self._calls[site]
+        key = (site, self._calls[site])
         self._calls[site] += 1
-        held = self._parts(shape, kind) if parts is None else parts
-        made = Draw((self.seed, self._step, site, number), tuple(shape), held)
+        held = self._held(key, shape, kind, like, may_be_whole) if parts is None else parts
+        made = Draw((self.seed, self._step, *key), tuple(shape), held)
         self._remembered[token] = made
         return made
+
+    def _held(
+        self, key: Key, shape: Sequence[int], kind: str, like: torch.Tensor | None, may_be_whole: bool
+    ) -> dict[int, Part]:
+        """Which part of the whole numbers a call draws; `like` is for those who look at what it is for."""
+        try:
+            return self._parts(shape, kind, key)
+        except UsageError:
+            if may_be_whole and self.sample_dims is None:
+                return {}
+            raise
 
     def _recalled(self, token: int, shape: tuple[int, ...]) -> Draw:
         from unisono.mesh import dropout
@@ -285,7 +351,7 @@ class RandomState:
 
 @dataclass(frozen=True, eq=False)
 class _Scope:
-    dim: int
+    dim: int | None  # None: where samples lie
     part: Part
     only: str | None
 
@@ -293,7 +359,7 @@ class _Scope:
 _WHOLE = _Scope(0, Part(range(0), 0), None)
 
 
-def _fitted(part: Part, shape: Sequence[int], dim: int) -> Part:
+def _fitted(part: Part, shape: Sequence[int], dim: int, alternates: bool) -> Part:
     length = shape[dim]
     if len(part) == length:
         return part
@@ -302,4 +368,4 @@ def _fitted(part: Part, shape: Sequence[int], dim: int) -> Part:
             f"random numbers of shape {tuple(shape)}: dim {dim} has {length} elements, but this rank was said to hold "
             f"{len(part)} of {part.total} along it; if this tensor is not sharded, draw it under state.whole()"
         )
-    return part.stretched(length)
+    return part.repeated(length) if alternates else part.stretched(length)

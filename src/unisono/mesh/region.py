@@ -65,6 +65,14 @@ class Part:
         each = _as_tensor(self.positions)[:, None] * times + torch.arange(times)
         return Part(each.reshape(-1), self.total * times)
 
+    def repeated(self, length: int) -> Part:
+        """The same part of a dim that counts all positions again and again, as when (seq, batch) is folded into one."""
+        times = length // len(self)
+        if times == 1:
+            return self
+        each = torch.arange(times)[:, None] * self.total + _as_tensor(self.positions)
+        return Part(each.reshape(-1), self.total * times)
+
 
 def _extremes(positions: Positions) -> tuple[int, int]:
     if isinstance(positions, range):

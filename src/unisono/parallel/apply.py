@@ -54,9 +54,10 @@ from unisono.parallel.precision import Precision
 from unisono.parallel.preview import require_fitting_loss
 from unisono.parallel.reach import require_whole
 from unisono.parallel.recompute import is_recomputed, recompute
+from unisono.parallel.samples import find_samples
 from unisono.parallel.separable import require_separable
 from unisono.parallel.sequence import require_sound_blocks
-from unisono.parallel.share import rows_of, share, shares
+from unisono.parallel.share import BatchDim, first_rows, require_batch_dim, share, shares
 from unisono.parallel.tensor import deriving_once, fitting_rules, require_shareable, tensor_parallelize
 from unisono.parallel.tokenwise import require_tokenwise
 from unisono.parallel.trainer import Trainer, takes_closure
@@ -85,6 +86,7 @@ def parallelize(
     precision: str | Precision = "fp32",
     on_ready: Callable[[Draft], None] | None = None,
     batch: str = "global",
+    batch_dim: BatchDim = 0,
 ) -> Trainer:
     """Put a plain model under a plan; every rank calls it alike, and trains with the Trainer's `step`.
 
@@ -95,15 +97,23 @@ def parallelize(
     shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed from
     float32 parameters; "fp32" leaves the model's own dtype. on_ready: called on every rank with the model as it will be
     trained, before the plan is applied to it. batch: what ranks will give, "global", all of them the same batch, of
-    which each takes its part, or "local", each data rank its own samples.
+    which each takes its part, or "local", each data rank its own samples. batch_dim: along which dim of a batch's
+    tensors samples lie: 1 for time-major batches, (1, 0) for time-major inputs with targets that have samples first,
+    None in the place of a tensor without samples, as in ({"x": 0, "edges": None}, 0).
     """
     if batch not in ("global", "local"):
         raise UsageError(f'parallelize(batch={batch!r}): expected "global" or "local"')
     precision = Precision.of(precision)
+    require_batch_dim(batch_dim)
     optimizer = _checked(optimizer)
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     comm = world.world() if world.is_initialized() else world.init()
     plan.fit(comm.size)
+    if (plan.cp > 1 or plan.sequence) and batch_dim not in (0, (0, 0)):
+        raise UsageError(
+            f"batch_dim={batch_dim!r} with {'cp' if plan.cp > 1 else 'sp'}, which needs batches with samples first; "
+            "transpose the batch, or leave it out of the plan"
+        )
     draft = draft_for(plan, model, seed, dtype)
     whole = draft.model
     are_rules_given = rules is not None
@@ -111,14 +121,17 @@ def parallelize(
     precision.require_float32(whole)
     if isinstance(loss, BatchLoss):
         require_whole_batches(plan, example)
+        if batch_dim != 0:
+            raise UsageError(f"uni.BatchLoss with batch_dim={batch_dim!r}: expected batches with samples first")
     kinds, model_loss = None, None
     if example is not None and plan.dp * plan.cp * plan.microbatches > 1:
         if isinstance(loss, BatchLoss):
             draft, kinds = _tried(draft, loss, lambda model: OutputKinds.of(model, loss, example))
-        else:
+        elif batch_dim == 0:
             draft, model_loss = _tried(draft, loss, lambda model: ModelLoss.of(model, loss, example))
         whole = draft.model
-    shown, covered = None, None
+    shown, covered, samples = None, None, None
+    is_batch_sharded = plan.dp * plan.microbatches > 1
     with no_side_effects(whole, loss):
         if plan.tp > 1:
             rules = fitting_rules(whole, plan.tp, rules, example)
@@ -128,12 +141,17 @@ def parallelize(
                 require_sound_blocks(whole, styles)
                 require_tokenwise(whole, example, "sp", styles)
         if example is not None:
-            require_fitting_loss(whole, loss, example)
-            require_steady_buffers(whole, plan, example)
+            require_fitting_loss(whole, loss, example, batch_dim)
+            require_steady_buffers(whole, plan, example, batch_dim)
+            if is_batch_sharded:
+                samples = find_samples(
+                    whole, example, batch_dim, None if model_loss is not None else loss, plan.microbatches,
+                    may_mix=isinstance(loss, BatchLoss),
+                )  # fmt: skip
             if plan.cp > 1:
                 require_tokenwise(whole, example, "cp", model_loss=model_loss)
         if plan.pp > 1:
-            inputs = _example_inputs(plan, example)
+            inputs = _example_inputs(plan, example, batch_dim)
             rehearse(whole, order_of(plan), inputs)
             shown = foreseen(whole, order_of(plan), inputs) if draft.is_hollow else None
     if plan.pp > 1 and draft.is_hollow and shown is None:
@@ -155,23 +173,15 @@ def parallelize(
     def under_plan() -> Trainer:
         filling = Filling(draft, mesh) if draft.is_hollow else None
         trainer = applied(
-            whole,
-            plan,
-            mesh,
-            random,
-            loss,
-            optimizer,
-            example,
-            rules,
-            clip,
-            filling=filling,
-            shown=shown,
-            model_loss=model_loss,
-        )
+            whole, plan, mesh, random, loss, optimizer, example, rules, clip,
+            filling=filling, shown=shown, model_loss=model_loss, batch_dim=batch_dim,
+        )  # fmt: skip
         if isinstance(trainer.loss, GatheredLoss):
             trainer.loss.outputs = kinds
         trainer.note = draft.note
         trainer.coverage = "" if covered is None else str(covered)
+        trainer.samples = samples
+        trainer.tries_samples = is_batch_sharded and example is None and plan.cp == 1
         trainer.precision = precision
         trainer.scaler = precision.scaler(mesh)
         trainer.batch = batch
@@ -314,6 +324,7 @@ def applied(
     filling: Filling | None = None,
     shown: Foreseen | None = None,
     model_loss: ModelLoss | None = None,
+    batch_dim: BatchDim = 0,
 ) -> Trainer:
     """`fill` is given the model when it is cut, and before anything is made of its parameters: to give memory to one
     that was built without. `filling` does so with the values that it is to have; `shown` then tells what a run of the
@@ -335,7 +346,7 @@ def applied(
     if plan.pp > 1:
         order = order_of(plan)
         with random:
-            inputs = _example_inputs(plan, example, mesh.index(*DATA))
+            inputs = _example_inputs(plan, example, batch_dim, mesh.index(*DATA))
             known = None if shown is None else by_names(model, require_stages(model, order), shown.users)
             if context is not None and shown is not None and shown.length is not None:
                 context.learn(inputs, shown.length)
@@ -360,6 +371,7 @@ def applied(
         normalised = GatheredLoss(loss, sharing)
     else:
         normalised = GlobalLoss(with_model_loss(loss), sharing, dims=(0, 1) if plan.cp > 1 else (0,))
+        normalised.sees_whole_parameters = plan.tp * plan.pp * plan.ep == 1 and plan.zero < 3
     if plan.zero:
         in_pipeline: dict[str, Any] = {}
         if cut is not None:
@@ -376,6 +388,7 @@ def applied(
     units = trainer.replicas.units if isinstance(trainer.replicas, Zero) else None
     reads = ParameterReads(model, str(plan), units, is_pipeline=plan.pp > 1)
     trainer.reads = reads if reads.is_needed else None
+    trainer.batch_dim = batch_dim
     if plan.pp > 1:
         require_same_groups(trainer.optimizer, trainer.optimized(), optimizer, of_all_stages)
     if cut is not None and order is not None:
@@ -399,14 +412,15 @@ def order_of(plan: Plan) -> Schedule:
     return schedule(plan.schedule, plan.pp, plan.microbatches, plan.chunks if plan.chunks > 1 else None)
 
 
-def _example_inputs(plan: Plan, example: tuple[Any, Any] | None, index: int = 0) -> Any:
+def _example_inputs(plan: Plan, example: tuple[Any, Any] | None, batch_dim: BatchDim = 0, index: int = 0) -> Any:
     """The inputs of a data rank's first microbatch of the example."""
     if example is None:
         raise UsageError("a pipeline needs an example batch to find its stages; pass example=(inputs, targets)")
     parts = plan.dp * plan.microbatches
-    if rows_of(example) < parts:
+    rows = first_rows(example, batch_dim)
+    if rows < parts:
         raise UsageError(
-            f"the example has {rows_of(example)} samples for {plan.dp} data ranks x {plan.microbatches} "
+            f"the example has {rows} samples for {plan.dp} data ranks x {plan.microbatches} "
             f"microbatches; expected at least {parts}"
         )
-    return shares(share(example, index, plan.dp).batch, plan.microbatches)[0].batch[0]
+    return shares(share(example, index, plan.dp, batch_dim).batch, plan.microbatches, batch_dim)[0].batch[0]

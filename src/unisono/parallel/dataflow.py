@@ -30,7 +30,7 @@ from unisono.parallel.hollow import hollow, hollow_copy, realised_copy
 from unisono.parallel.linear import features, is_linear
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.shapes import KnownShapes
-from unisono.parallel.share import rows_between, rows_of
+from unisono.parallel.share import first_samples
 
 # Origins that are no layers
 INPUT, TOKENS, PARAMETER = "the model's input", "the model's integer input", "a parameter outside layers"
@@ -70,7 +70,7 @@ class Flow:
 
 def recorded(model: nn.Module, inputs: Any) -> Flow | None:
     """The flow of model(inputs); None where the model cannot be run here. A copy is run: the model keeps its state."""
-    samples = rows_between(inputs, 0, min(_SAMPLES, rows_of(inputs)))
+    samples = first_samples(inputs, _SAMPLES)
     attempts = [_on_meta]
     if _is_small(model, samples):
         attempts.insert(0, _with_values)

@@ -135,6 +135,7 @@ class OwnLoop:
             (self._same if trains else self._same_without_gradients).require(inputs)
         if trainer.random.step != trainer.steps:
             trainer.random.step = trainer.steps
+        trainer.random.sample_dims = trainer.sample_dims
         if step is None:
             call.scope.enter_context(trainer.random)
             call.scope.enter_context(in_pieces(False))
@@ -149,6 +150,11 @@ class OwnLoop:
             given = _mapped(given, _Used(self._cp))
         if self._data.size == 1 or not (trains or needs_whole_batch(trainer.model)):
             return given
+        if trainer.batch_dim != 0:
+            raise UsageError(
+                f"batch_dim={trainer.batch_dim!r}: a loop of your own under data parallelism takes batches with "
+                "samples first; use trainer.step(batch)"
+            )
         call.rows = rows_of(given)
         return self._with_local(call, given) if trainer.batch == "local" else self._sharded(call, given)
 
@@ -157,14 +163,14 @@ class OwnLoop:
         call.lengths = [len(each) for each in held]
         mine = held[self._data.rank]
         assert isinstance(mine, range)
-        call.scope.enter_context(self._trainer.random.sharded(0, mine, of=call.rows))
+        call.scope.enter_context(self._trainer.random.samples(mine, of=call.rows))
         shard = _Shard(0, call.lengths, self._data)
         return tree_map(lambda leaf: shard(leaf) if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf, given)
 
     def _with_local(self, call: _Call, given: Any) -> Any:
         rank, rows = self._data.rank, call.rows
         positions = range(rank * rows, (rank + 1) * rows)
-        call.scope.enter_context(self._trainer.random.sharded(0, positions, of=rows * self._data.size))
+        call.scope.enter_context(self._trainer.random.samples(positions, of=rows * self._data.size))
         if torch.is_grad_enabled():
             extremes = torch.tensor([rows, -rows], device=self._data.device)
             self._counting.append((self._data.all_reduce(extremes, "max", async_op=True), rows))

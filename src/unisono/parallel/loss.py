@@ -8,21 +8,27 @@
 The partial losses of all ranks and microbatches sum to the user's loss on the whole, whatever it counts (see means.py);
 so gradients are summed too, and never averaged. The user's loss is called as it is. It must be made of sums and means
 over samples: the first call proves that on the batch at hand, by cutting it in two.
+
+A term without samples (learned weights of tasks, a norm of weights) is in every part: each part but the first one
+subtracts it. It is what the loss gives for no samples at all, where every mean is 0.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UnisonoError, UsageError
+from unisono.mesh.random import SampleDim
 from unisono.parallel.counts import MOST_MEANS, Exchanged, Foretold, Told, joined, summed
 from unisono.parallel.means import Count, Means
+from unisono.parallel.share import BatchDim, dims_of, samples_between
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -48,7 +54,19 @@ class GlobalLoss:
         self._next = 0
         self._is_proved = False
         self.shift: int | None = None  # by how many tokens targets are ahead of outputs, if dims has 1; see learn_shift
+        self._has_constant = False
+        self.sees_whole_parameters = True  # whether parameters that the loss reads are those of one device
+        self._outputs_have: Sequence[SampleDim | None] | None = None
+        self._targets_dim: BatchDim = 0
         self._astray: list[torch.Tensor] = []
+
+    def expect(self, outputs: Sequence[SampleDim | None], targets: BatchDim) -> None:
+        """Where samples lie in the outputs, leaf by leaf (None: it has none), and in the targets."""
+        self._outputs_have, self._targets_dim = outputs, targets
+
+    def _means(self, totals: Any = None, dry: bool = False) -> Means:
+        known = [where.dim for where in self._outputs_have or () if where is not None]
+        return Means(totals, dry, known[0] or 0 if known else 0)
 
     def _require_no_surprise(self) -> None:
         flags, self._astray = self._astray, []
@@ -108,15 +126,21 @@ class GlobalLoss:
             raise UsageError(f"the loss was prepared for {self._microbatches} microbatches, but called once more")
         if not self._is_proved:
             self._prove(outputs, targets)
-        means = Means(self._totals)
+        means = self._means(self._totals)
         with means:
             partial = self._evaluated(outputs, targets)
+        if self._has_constant and not self._is_first_part:
+            partial = partial - self._constant(outputs, targets)
         self._totals()  # also a loss that takes no mean hears where others take some
         self._counts.append(means.counts)
         if self._predicted:
             self._compare(means.counts, self._predicted[self._next])
         self._next += 1
         return partial
+
+    @property
+    def _is_first_part(self) -> bool:
+        return self._next == 0 and (self._comm is None or self._comm.rank == 0)
 
     def total(self, partials: Sequence[torch.Tensor]) -> torch.Tensor:
         """The loss on the global batch. Every rank calls it, with the partial losses of all its microbatches."""
@@ -177,7 +201,7 @@ class GlobalLoss:
         return value
 
     def _counted(self, outputs: Any, targets: Any, *, dry: bool = True) -> list[Count]:
-        means = Means(dry=dry)
+        means = self._means(dry=dry)
         with means:
             self._evaluated(outputs, targets)
         if len(means.counts) > MOST_MEANS:
@@ -220,13 +244,14 @@ class GlobalLoss:
     def _separates(self, outputs: Any, targets: Any, dim: int, shift: int) -> bool:
         """Whether two halves along a dim add up; True where the batch does not show it."""
         try:
-            halves = _halves(outputs, targets, dim, shift)
+            halves = _halves_along(outputs, targets, dim, shift)
             if halves is None:
                 return True
+            constant = self._found_constant(outputs, targets)
             whole, parts = self._in_halves(outputs, targets, halves)
         except UsageError:
             return False
-        return not bool(whole.isfinite()) or _is_near(whole, parts)
+        return not bool(whole.isfinite()) or _is_near(whole, parts, 0.0 if constant is None else constant.detach())
 
     def _in_halves(self, outputs: Any, targets: Any, halves: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The loss, and the partial losses of two halves."""
@@ -234,38 +259,132 @@ class GlobalLoss:
         totals = [float(sum(pair)) for pair in zip(*counts, strict=True)] if len(counts[0]) == len(counts[1]) else []
         parts = []
         for half in halves:
-            with Means(totals):
+            with self._means(totals):
                 parts.append(self._evaluated(*half))
         return self._evaluated(outputs, targets), parts
 
     def _prove(self, outputs: Any, targets: Any) -> None:
-        """That the loss of the whole is the sum of partial losses of two halves, on this very batch."""
-        outputs = tree_map(_cut_off, outputs)
+        """That the loss of the whole is the sum of partial losses of two halves, less what both have without samples,
+        on this very batch. Outputs without samples take other values: a term that is 0 by chance must not hide."""
+        outputs = self._with_free_outputs_moved(tree_map(_cut_off, outputs))
+        made = tree_leaves(outputs)
+        constant = self._found_constant(outputs, targets)
+        extra = 0.0 if constant is None else constant.detach()
         for dim in self.dims:
-            samples = _samples(outputs)
-            if samples is None:
+            if not any(where is not None for where in self._places(made)):
                 raise UsageError(
                     f"the loss {name_of(self._loss)} is computed from {_shown(outputs)}, without an output for each "
                     "sample: the model has made one number of its part of the batch already; return outputs a sample "
                     "and compute the loss from them, or give the labels to the model as an input of their own"
                 )
-            if dim == 0 and samples == 1:
-                outputs, targets = _with_another_sample(outputs), tree_map(_twice, targets)
-            halves = _halves(outputs, targets, dim, (self.shift or 0) if dim == 1 else 0)
+            if dim == 0 and self._rows(outputs, targets) == 1:
+                outputs, targets = self._with_another_sample(outputs, targets)
+            halves = self._halves(outputs, targets, dim)
             if halves is None:
                 continue
             whole, parts = self._in_halves(outputs, targets, halves)
             if not bool(whole.isfinite()):
                 return  # proves nothing; the next call may
-            if not _is_near(whole, parts):
+            if not _is_near(whole, parts, extra):
                 raise UsageError(
                     f"the loss {name_of(self._loss)} on a batch is {whole.item():.6g}, but from two halves along dim "
-                    f"{dim} it comes to {(parts[0] + parts[1]).item():.6g}: it is not made of sums and means over "
-                    "samples. Take means with .mean(), reduction='mean' or sum / sum, rather than dividing by a size; "
-                    "a loss that compares samples with each other is given all of them by loss=uni.BatchLoss(loss); "
-                    "one that has a term without samples cannot be split: use dp=1, cp=1, microbatches=1"
+                    f"{dim} it comes to {(parts[0] + parts[1] - extra).item():.6g}: it is not made of sums and means "
+                    "over samples. Take means with .mean(), reduction='mean' or sum / sum, rather than dividing by a "
+                    "size; a loss that compares samples with each other is given all of them by "
+                    "loss=uni.BatchLoss(loss); another one cannot be split: use dp=1, cp=1, microbatches=1"
                 )
         self._is_proved = True
+
+    # ---- terms without samples -----------------------------------------------------------------------------------
+
+    def _constant(self, outputs: Any, targets: Any) -> torch.Tensor:
+        """What the loss gives for no samples."""
+        none = self._samples(outputs, targets, 0, 0)
+        with self._means([math.inf] * MOST_MEANS):
+            return self._evaluated(*none)
+
+    def _found_constant(self, outputs: Any, targets: Any) -> torch.Tensor | None:
+        """The same, to find out whether there is such a term; None where the loss cannot do without samples."""
+        self._has_constant = False
+        try:
+            constant = self._constant(outputs, targets)
+        except Exception:
+            return None
+        if not bool(constant.isfinite()):
+            return None
+        made = tree_leaves(outputs)
+        sampled = [leaf for leaf, where in zip(made, self._places(made), strict=True) if where is not None]
+        self._has_constant = bool(constant != 0) or bool(_leaves_but(constant, sampled))
+        others = _leaves_but(constant, made)
+        if not self.sees_whole_parameters and others and _has_gradient(constant, others):
+            raise UsageError(
+                f"the loss {name_of(self._loss)} has a term of the model's parameters, of which a rank has a part only "
+                "under this plan; let the model return that term as an output, or use tp=1, pp=1, ep=1 and zero=2"
+            )
+        return constant
+
+    def _with_free_outputs_moved(self, outputs: Any) -> Any:
+        leaves, spec = tree_flatten(outputs)
+        for place, where in enumerate(self._places(leaves)):
+            leaf = leaves[place]
+            if where is None and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+                leaves[place] = (leaf.detach() * 1.1 + 0.05).requires_grad_(leaf.requires_grad)
+        return tree_unflatten(leaves, spec)
+
+    # ---- samples -------------------------------------------------------------------------------------------------
+
+    def _places(self, outputs: Sequence[Any]) -> Sequence[SampleDim | None]:
+        if self._outputs_have is not None and len(self._outputs_have) == len(outputs):
+            return self._outputs_have
+        rows = next((x.shape[0] for x in outputs if isinstance(x, torch.Tensor) and x.ndim), 0)
+        have = [isinstance(x, torch.Tensor) and x.ndim > 0 and x.shape[0] == rows for x in outputs]
+        return [SampleDim(x.ndim, 0) if has else None for x, has in zip(outputs, have, strict=True)]
+
+    def _samples(self, outputs: Any, targets: Any, first: int, last: int) -> tuple[Any, Any]:
+        """Outputs and targets of these samples."""
+        made, spec = tree_flatten(outputs)
+        given, targets_spec = tree_flatten(targets)
+        rows = self._rows(outputs, targets)
+        made = [
+            samples_between(leaf, where, rows, first, last)
+            for leaf, where in zip(made, self._places(made), strict=True)
+        ]
+        given = [
+            samples_between(leaf, None if dim is None else SampleDim(leaf.ndim, dim), rows, first, last)
+            for leaf, dim in zip(given, dims_of(targets, self._targets_dim), strict=True)
+        ]
+        return tree_unflatten(made, spec), tree_unflatten(given, targets_spec)
+
+    def _rows(self, outputs: Any, targets: Any) -> int:
+        """How many samples there are: a tensor may have several elements of each along its dim, but none fewer."""
+        made, given = tree_leaves(outputs), tree_leaves(targets)
+        dims = [*(None if where is None else where.dim for where in self._places(made))]
+        dims += dims_of(targets, self._targets_dim)
+        sizes = [x.shape[dim] for x, dim in zip([*made, *given], dims, strict=True) if dim is not None]
+        return min(sizes, default=0)
+
+    def _with_another_sample(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Outputs of one sample and of another one, made up: one alone cannot show whether it can be separated."""
+        made, spec = tree_flatten(outputs)
+        given, targets_spec = tree_flatten(targets)
+        for place, where in enumerate(self._places(made)):
+            if where is not None and where.dim is not None:
+                other = made[place] * 0.75 + 0.125 if made[place].is_floating_point() else made[place]
+                made[place] = torch.cat([made[place], other], where.dim)
+        for place, dim in enumerate(dims_of(targets, self._targets_dim)):
+            if dim is not None:
+                given[place] = torch.cat([given[place], given[place]], dim)
+        return tree_unflatten(made, spec), tree_unflatten(given, targets_spec)
+
+    def _halves(self, outputs: Any, targets: Any, dim: int) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:
+        """The batch in two, by samples (dim 0) or along another dim; None where there is one of them or none."""
+        if dim:
+            return _halves_along(outputs, targets, dim, self.shift or 0)
+        rows = self._rows(outputs, targets)
+        middle = (rows + 1) // 2
+        if rows < 2:
+            return None
+        return self._samples(outputs, targets, 0, middle), self._samples(outputs, targets, middle, rows)
 
 
 _ASTRAY = "the loss's count depends on the outputs, so it cannot be known before all are there; use microbatches=1"
@@ -289,32 +408,31 @@ def _cut_off(leaf: Any) -> Any:
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
 
-def _samples(outputs: Any) -> int | None:
-    """How many samples the outputs are of; None where no tensor in them has such a dim."""
-    tensors = (leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor))
-    return max((tensor.shape[0] for tensor in tensors if tensor.ndim), default=None)
+def _leaves_but(value: torch.Tensor, known: Sequence[Any]) -> list[torch.Tensor]:
+    """The leaves of autograd's graph that a value is computed from, but for those that are known."""
+    found: list[torch.Tensor] = []
+    seen: set[Any] = {None}
+    pending: list[Any] = [value.grad_fn]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable") and not any(node.variable is leaf for leaf in known):
+            found.append(node.variable)
+        pending.extend(each for each, _ in node.next_functions)
+    return found
 
 
-def _with_another_sample(outputs: Any) -> Any:
-    """Outputs of one sample and of another one, made up: a single sample cannot show whether it can be separated."""
-
-    def doubled(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == 1:
-            other = leaf * 0.75 + 0.125 if leaf.is_floating_point() else leaf
-            return torch.cat([leaf, other])
-        return leaf
-
-    return tree_map(doubled, outputs)
+def _has_gradient(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> bool:
+    gradients = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
+    return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
-def _twice(leaf: Any) -> Any:
-    has_one = isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == 1
-    return torch.cat([leaf, leaf]) if has_one else leaf
-
-
-def _is_near(whole: torch.Tensor, parts: Sequence[torch.Tensor]) -> bool:
+def _is_near(whole: torch.Tensor, parts: Sequence[torch.Tensor], extra: torch.Tensor | float) -> bool:
+    """Whether the parts add up to the whole; extra: what both of them have."""
     scale = parts[0].abs() + parts[1].abs() + whole.abs()
-    gap = (whole - parts[0] - parts[1]).abs()
+    gap = (whole - parts[0] - parts[1] + extra).abs()
     return bool(gap <= _TOLERANCE.get(whole.dtype, 1e-5) * scale)
 
 
@@ -333,7 +451,9 @@ def _counted_target(leaf: Any) -> Any:
     return leaf.clamp(min=0) if is_class else leaf
 
 
-def _halves(outputs: Any, targets: Any, dim: int, shift: int = 0) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:
+def _halves_along(
+    outputs: Any, targets: Any, dim: int, shift: int = 0
+) -> tuple[tuple[Any, Any], tuple[Any, Any]] | None:
     """The batch in two along a dim; None where it has one row or none."""
     tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.ndim > dim]
     rows = tensors[0].shape[dim] if tensors else 0

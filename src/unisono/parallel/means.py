@@ -8,7 +8,8 @@ into parts, the mean over the whole is
 so every part divides its own *sum* by the *global* count, and the parts' losses add up. `Means` is a mode under which
 torch's own means do so. It sees, in the order of the calls:
 
-- `mean` of a tensor that still has the batch (dim 0 is not reduced away yet), over dims that include it;
+- `mean` of a tensor that still has the batch (dim 0, or `batch_dim`, is not reduced away yet), over dims that include
+  it;
 - every loss of torch.nn.functional with reduction="mean", as the sum of its reduction="none", and kl_div's "batchmean";
 - a sum divided by a sum that needs no gradient, as in `(loss * mask).sum() / mask.sum()`.
 
@@ -91,8 +92,9 @@ class Means(TorchFunctionMode):
     are counted and, where that needs no values, not computed.
     """
 
-    def __init__(self, totals: Totals | None = None, dry: bool = False) -> None:
+    def __init__(self, totals: Totals | None = None, dry: bool = False, batch_dim: int = 0) -> None:
         super().__init__()
+        self._batch_dim = batch_dim
         self.counts: list[Count] = []
         self.made = 0  # with dry: how many elements were computed all the same
         self._totals = totals
@@ -114,9 +116,9 @@ class Means(TorchFunctionMode):
                 return self._divided(args[0], args[1].detach(), mark.floor)
         if marks:
             return _passed_on(func, args, kwargs, marks)
-        if func in _MEANS and _takes_batch(args, kwargs):
+        if func in _MEANS and _takes_batch(args, kwargs, self._batch_dim):
             return self._mean(*args, **kwargs)
-        if func in _SUMS and _takes_batch(args, kwargs):
+        if func in _SUMS and _takes_batch(args, kwargs, self._batch_dim):
             return _marked(func(*args, **kwargs), is_sum=True)
         if func in _LOSSES:
             return self._loss(func, args, kwargs)
@@ -217,12 +219,13 @@ def _dims(tensor: torch.Tensor, dim: Any) -> tuple[int, ...]:
     return tuple(d % tensor.ndim for d in dims)
 
 
-def _takes_batch(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+def _takes_batch(args: Sequence[Any], kwargs: dict[str, Any], batch_dim: int) -> bool:
+    """Whether the batch is reduced away; a tensor with fewer dims has it along the last one."""
     tensor = args[0] if args else kwargs.get("input")
     if not isinstance(tensor, torch.Tensor) or not tensor.ndim:
         return False
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-    return 0 in _dims(tensor, None if isinstance(dim, torch.dtype) else dim)
+    return min(batch_dim, tensor.ndim - 1) in _dims(tensor, None if isinstance(dim, torch.dtype) else dim)
 
 
 def _reduction(given: dict[str, Any]) -> str:

@@ -10,38 +10,54 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.mesh.random import SampleDim
 from unisono.parallel.context import Context
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 
 
-def joined(parts: Sequence[Any], rows: Sequence[int], comm: Communicator) -> Any:
+def joined(
+    parts: Sequence[Any],
+    rows: Sequence[int],
+    comm: Communicator,
+    places: Sequence[SampleDim | None],
+    may_lack_samples: bool = False,
+) -> Any:
     """`parts` are this rank's outputs for its microbatches of `rows` samples; `comm` joins the data ranks.
 
-    Every tensor must have a row a sample. What is no tensor must not depend on the samples: the first is taken.
+    places: where samples lie in each leaf. Of what is no tensor, and with `may_lack_samples` of tensors without
+    them, the first is taken: they must not depend on the samples.
     """
     if len(parts) == 1 and comm.size == 1:
         return parts[0]
     # A part may look right by chance: so that no rank waits for one that refuses, all hear what each has found.
-    wrong = next(filter(None, comm.all_gather_object(_fault(parts, rows))), None)
+    wrong = next(filter(None, comm.all_gather_object(_fault(parts, rows, places, may_lack_samples))), None)
     if wrong:
         raise UsageError(f"predict: {wrong}")
     flat = [tree_flatten(part) for part in parts]
     leaves, spec = flat[0]
-    for place, leaf in enumerate(leaves):
-        if isinstance(leaf, torch.Tensor):
-            mine = torch.cat([each[place] for each, _ in flat])
-            leaves[place] = torch.cat(comm.all_gather(mine.contiguous(), uneven=True)) if comm.size > 1 else mine
+    for place, (leaf, where) in enumerate(zip(leaves, places, strict=True)):
+        if isinstance(leaf, torch.Tensor) and where is not None and (dim := where.dim) is not None:
+            mine = torch.cat([each[place] for each, _ in flat], dim)
+            if comm.size > 1:
+                everyone = comm.all_gather(mine.movedim(dim, 0).contiguous(), uneven=True)
+                mine = torch.cat(everyone).movedim(0, dim)
+            leaves[place] = mine
     return tree_unflatten(leaves, spec)
 
 
-def _fault(parts: Sequence[Any], rows: Sequence[int]) -> str:
+def _fault(
+    parts: Sequence[Any], rows: Sequence[int], places: Sequence[SampleDim | None], may_lack_samples: bool
+) -> str:
     """Why outputs cannot be joined; empty where they can."""
     if any(tree_flatten(part)[1] != tree_flatten(parts[0])[1] for part in parts):
         return "the structure of the model's output differs between microbatches"
     for part, count in zip(parts, rows, strict=True):
-        for path, leaf in tree_flatten_with_path(part)[0]:
-            if isinstance(leaf, torch.Tensor) and (not leaf.ndim or leaf.shape[0] != count):
+        for (path, leaf), where in zip(tree_flatten_with_path(part)[0], places, strict=True):
+            dim = None if where is None else where.dim
+            if isinstance(leaf, torch.Tensor) and dim is None and may_lack_samples:
+                continue
+            if isinstance(leaf, torch.Tensor) and (dim is None or leaf.shape[dim] != count):
                 return (
                     f"the model's output{keystr(path)} is of shape {tuple(leaf.shape)} for {count} samples; to join "
                     "the outputs of all ranks and microbatches, each must have a row a sample"

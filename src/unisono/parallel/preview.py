@@ -22,12 +22,12 @@ from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.survey import left_as_it_was
 from unisono.parallel.shapes import KnownShapes
-from unisono.parallel.share import rows_between, rows_of
+from unisono.parallel.share import BatchDim, first_rows, rows_between
 
 _SAMPLES = 2
 
 
-def require_fitting_loss(model: nn.Module, loss: Loss, example: tuple[Any, Any]) -> None:
+def require_fitting_loss(model: nn.Module, loss: Loss, example: tuple[Any, Any], batch_dim: BatchDim = 0) -> None:
     """UsageError where loss(outputs, targets) fails on what the model returns for the example."""
     if not isinstance(example, tuple | list) or len(example) != 2:
         raise UsageError(f"the example is a {type(example).__name__}; expected a batch: (inputs, targets)")
@@ -42,7 +42,7 @@ def require_fitting_loss(model: nn.Module, loss: Loss, example: tuple[Any, Any])
         with contextlib.suppress(Exception), no_side_effects(loss), torch.device("meta"), KnownShapes():
             asked(outputs, targets)
             return
-        samples = rows_between(tuple(example), 0, min(_SAMPLES, rows_of(example)))
+        samples = rows_between(tuple(example), 0, min(_SAMPLES, first_rows(example, batch_dim)), batch_dim)
         if any(parameter.is_meta for parameter in model.parameters()):
             made_up = _made_up(model, samples[0])
             if made_up is not None:

@@ -1,7 +1,8 @@
 """Layers of torch whose result depends on how a batch is cut, and which no strategy makes good: refused by name.
 
 BatchNorm is none of them (batchnorm.py), nor is dropout (mesh/random.py). These draw from torch's own generator inside
-a kernel, or keep statistics of the samples that they see, or change with every forward pass.
+a kernel, or keep statistics of the samples that they see, or change with every forward pass, or write their weights by
+the ids that they look up. What other layers do is seen when the model is tried on a few samples (samples.py).
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.nn.utils.parametrizations import _SpectralNorm
+from torch.nn.utils.spectral_norm import SpectralNorm
 
 from unisono.errors import UsageError
 from unisono.plan.plan import Plan
@@ -24,6 +26,8 @@ def require_separable(model: nn.Module, plan: Plan) -> None:
     is_recomputed = plan.recompute not in ("none", "selective")
     for name, module in model.named_modules():
         called = f"{name or 'the model'} ({type(module).__name__})"
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+            _require_plain_lookup(module, called, plan)
         if not module.training:
             continue
         if plan.world * plan.microbatches > 1 and _draws_by_itself(module):
@@ -36,10 +40,10 @@ def require_separable(model: nn.Module, plan: Plan) -> None:
                 f"{called} tracks running statistics, which would be those of the samples that a rank or a microbatch "
                 "sees; leave track_running_stats out, or use dp=1 and microbatches=1"
             )
-        if isinstance(module, _SpectralNorm) and (plan.microbatches > 1 or is_recomputed):
+        if _iterates(module) and (plan.microbatches > 1 or is_recomputed):
             raise UsageError(
-                f"{called} goes on in every forward pass, and microbatches or recomputation make more of them than one "
-                "device does; use microbatches=1 and recompute=none or selective"
+                f"{called} has a spectral norm that goes on in every forward pass, and microbatches or recomputation "
+                "make more of them than one device does; use microbatches=1 and recompute=none or selective"
             )
 
 
@@ -50,6 +54,25 @@ def _require_no_gradient_hooks(model: nn.Module) -> None:
                 f"{name} has a hook on its gradient (register_hook), which would be given a rank's or a microbatch's "
                 "part of the gradient; remove the hook, and change gradients in the loss, with clip= or in an optimizer"
             )
+
+
+def _require_plain_lookup(module: nn.Embedding | nn.EmbeddingBag, called: str, plan: Plan) -> None:
+    if module.max_norm is not None and plan.world * plan.microbatches > 1:
+        raise UsageError(
+            f"{called} has max_norm={module.max_norm}, so every lookup writes the weights of its ids, and ranks and "
+            "microbatches look up some of the ids only; leave max_norm out, or use one device"
+        )
+    if module.scale_grad_by_freq and plan.dp * plan.microbatches * plan.cp * plan.tp > 1:
+        raise UsageError(
+            f"{called} has scale_grad_by_freq=True, and a rank or a microbatch counts its own ids only; leave it out, "
+            "or use dp=1, cp=1, tp=1 and microbatches=1"
+        )
+
+
+def _iterates(module: nn.Module) -> bool:
+    """Whether a forward pass goes on with an estimate of its weights' norm: as a parametrization, or as hooks."""
+    hooks = module._forward_pre_hooks.values()
+    return isinstance(module, _SpectralNorm) or any(isinstance(hook, SpectralNorm) for hook in hooks)
 
 
 def _draws_by_itself(module: nn.Module) -> bool:

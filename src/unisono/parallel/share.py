@@ -1,4 +1,12 @@
-"""Cutting a batch: which samples a rank, or a microbatch, takes."""
+"""Sharding a batch: which samples a rank, or a microbatch, takes.
+
+Samples lie along dim 0 of every tensor of a batch unless `batch_dim` says otherwise, as `in_dims` does for
+torch.func.vmap:
+
+    batch_dim=1                               time-major, (seq, batch, ...); of a tensor with fewer dims the last one
+    batch_dim=(1, 0)                          of (inputs, targets): dim 1 of the inputs, dim 0 of the targets
+    batch_dim=({"x": 0, "edges": None}, 0)    None for a tensor without samples, which every rank gets in full
+"""
 
 from __future__ import annotations
 
@@ -7,10 +15,13 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from unisono.errors import UsageError
+from unisono.mesh.random import SampleDim
 from unisono.parallel.layout import Split
+
+BatchDim = Any  # an int or None for all tensors below, or the structure of a batch with such in the place of tensors
 
 
 class Share(NamedTuple):
@@ -19,23 +30,26 @@ class Share(NamedTuple):
     of: int  # rows of the whole
 
 
-def share(batch: Any, index: int, count: int) -> Share:
-    """Part `index` of `count` of a batch, cut along dim 0 of every tensor in it.
+def share(batch: Any, index: int, count: int, dim: BatchDim = 0) -> Share:
+    """Part `index` of `count` of a batch, cut along the batch dim of every tensor in it.
 
     Parts follow each other and differ by one row at most, the longer ones first; where there are fewer rows than parts
     the last ones are empty. The batch may be a tensor, or tuples, lists and dicts of them.
     """
     if not 0 <= index < count:
         raise UsageError(f"part {index} of {count} of a batch; expected 0 to {count - 1}")
-    rows = rows_of(batch)
+    if count == 1:  # nothing to shard: tensors without samples do no harm
+        rows = first_rows(batch, dim)
+        return Share(batch, range(rows), rows)
+    rows = rows_of(batch, dim)
     held = Split.even((), 0, rows, count).held[index]
     assert isinstance(held, range)
-    return Share(rows_between(batch, held.start, held.stop), held, rows)
+    return Share(rows_between(batch, held.start, held.stop, dim), held, rows)
 
 
-def shares(batch: Any, count: int) -> list[Share]:
+def shares(batch: Any, count: int, dim: BatchDim = 0) -> list[Share]:
     """All parts of a batch: its microbatches."""
-    return [share(batch, index, count) for index in range(count)]
+    return [share(batch, index, count, dim) for index in range(count)]
 
 
 @contextmanager
@@ -47,7 +61,7 @@ def run_on(part: Share) -> Iterator[None]:
     except UsageError:
         raise
     except Exception as error:
-        if rows_of(part.batch):
+        if len(part.positions):
             raise
         raise UsageError(
             "there are fewer samples in the batch than ranks and microbatches to share them, and the model cannot run "
@@ -55,23 +69,110 @@ def run_on(part: Share) -> Iterator[None]:
         ) from error
 
 
-def rows_of(batch: Any) -> int:
-    """How many samples a batch has: the length of dim 0, in which all its tensors must agree."""
-    lengths = {leaf.shape[0] for leaf in tree_leaves(batch) if isinstance(leaf, torch.Tensor) and leaf.ndim}
+def rows_of(batch: Any, dim: BatchDim = 0) -> int:
+    """How many samples a batch has: the length of the batch dim, in which all its tensors must agree."""
+    lengths = set(_lengths(batch, dim))
     if len(lengths) == 1:
         return lengths.pop()
-    found: dict[str, int] = {}
-    for path, leaf in tree_flatten_with_path(batch)[0]:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim:
-            found["batch" + "".join(map(str, path))] = leaf.shape[0]
+    paths, dims = tree_flatten_with_path(batch)[0], dims_of(batch, dim)
+    found = {
+        "batch" + keystr(path): f"{leaf.shape[along]} along dim {along}"
+        for (path, leaf), along in zip(paths, dims, strict=True)
+        if along is not None
+    }
     if not found:
         raise UsageError(f"a batch of {type(batch).__name__} without tensors that have rows cannot be cut")
     shown = ", ".join(f"{name} has {rows}" for name, rows in found.items())
-    raise UsageError(f"the batch's tensors differ in their number of rows (dim 0): {shown}; expected one a sample")
+    raise UsageError(
+        f"the batch's tensors differ in their number of rows: {shown}; expected one a sample: say where samples lie "
+        "with batch_dim=, as batch_dim=1 for time-major batches or batch_dim=((0, None), 0) for a second input "
+        "without samples"
+    )
 
 
-def rows_between(batch: Any, first: int, last: int) -> Any:
-    def piece(leaf: Any) -> Any:
-        return leaf[first:last] if isinstance(leaf, torch.Tensor) and leaf.ndim else leaf
+def first_rows(batch: Any, dim: BatchDim = 0) -> int:
+    """How many samples a batch has that is not sharded, whose tensors may differ: those of the first tensor; 1 where
+    none has samples."""
+    return next(_lengths(batch, dim), 1)
 
-    return tree_map(piece, batch)
+
+def rows_between(batch: Any, first: int, last: int, dim: BatchDim = 0) -> Any:
+    leaves, spec = tree_flatten(batch)
+    dims = dims_of(batch, dim)
+    return tree_unflatten(
+        [
+            leaf if along is None else leaf[(slice(None),) * along + (slice(first, last),)]
+            for leaf, along in zip(leaves, dims, strict=True)
+        ],
+        spec,
+    )
+
+
+def first_samples(batch: Any, count: int, dim: BatchDim = 0) -> Any:
+    """Some samples of a batch; all of it where its tensors differ in their number."""
+    return rows_between(batch, 0, count, dim) if len(set(_lengths(batch, dim))) == 1 else batch
+
+
+def samples_between(leaf: Any, where: SampleDim | None, rows: int, first: int, last: int) -> Any:
+    """Of a tensor for so many samples, those of some of them; what has no samples stays as it is."""
+    if where is None or where.dim is None or not rows or leaf.shape[where.dim] % rows:
+        return leaf
+    dim, times = where.dim, leaf.shape[where.dim] // rows
+    if where.alternates:
+        apart = leaf.unflatten(dim, (times, rows)).narrow(dim + 1, first, last - first)
+        return apart.flatten(dim, dim + 1)
+    return leaf.narrow(dim, first * times, (last - first) * times)
+
+
+def _lengths(batch: Any, dim: BatchDim) -> Iterator[int]:
+    for leaf, along in zip(tree_flatten(batch)[0], dims_of(batch, dim), strict=True):
+        if along is not None:
+            yield leaf.shape[along]
+
+
+def inputs_dim(dim: BatchDim) -> BatchDim:
+    """Of a batch dim of (inputs, targets), the inputs' one."""
+    return dim[0] if isinstance(dim, tuple | list) else dim
+
+
+def targets_dim(dim: BatchDim) -> BatchDim:
+    return dim[1] if isinstance(dim, tuple | list) else dim
+
+
+def require_batch_dim(dim: BatchDim) -> BatchDim:
+    """UsageError for what cannot be a batch dim of (inputs, targets)."""
+    is_pair = isinstance(dim, tuple | list) and len(dim) == 2
+    leaves = tree_flatten(dim, is_leaf=lambda leaf: leaf is None)[0]
+    if not (is_pair or isinstance(dim, int)) or not all(leaf is None or _is_dim(leaf) for leaf in leaves):
+        raise UsageError(
+            f"batch_dim={dim!r}: expected a dim, as 1 for time-major batches, or a pair for (inputs, targets), as "
+            "(1, 0), with None for tensors without samples"
+        )
+    return dim
+
+
+def _is_dim(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def dims_of(batch: Any, dim: BatchDim) -> list[int | None]:
+    """Along which dim samples lie, for every leaf of the batch; None for what has none."""
+    if isinstance(dim, int):
+        return [_fitting(leaf, dim) for leaf in tree_flatten(batch)[0]]
+    if dim is None:
+        return [None] * len(tree_flatten(batch)[0])
+    if isinstance(dim, dict) and isinstance(batch, dict) and set(dim) == set(batch):
+        return [each for key in batch for each in dims_of(batch[key], dim[key])]
+    if isinstance(dim, tuple | list) and isinstance(batch, tuple | list) and len(dim) == len(batch):
+        return [each for part, below in zip(batch, dim, strict=True) for each in dims_of(part, below)]
+    given = f"keys {', '.join(map(str, batch))}" if isinstance(batch, dict) else type(batch).__name__
+    if isinstance(batch, tuple | list):
+        given = f"{len(batch)} parts"
+    raise UsageError(f"batch_dim has {dim!r} where the batch has {given}; expected one dim, or None, for each of them")
+
+
+def _fitting(leaf: Any, dim: int) -> int | None:
+    """A tensor with fewer dims, as the labels of a time-major batch are, has its samples along the last one."""
+    if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
+        return None
+    return min(dim, leaf.ndim - 1)

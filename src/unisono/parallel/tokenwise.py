@@ -1,15 +1,18 @@
 """Whether a model works token by token where cp and sp give a rank some of the tokens only. Tried, before ranks talk.
 
 The model is run on two samples of the example, once on all tokens and once as a rank that holds every other token would
-run it. What that rank is given by others is taken from the first run: the outcome of attention under cp; under sp, what
-layers give that tp cuts by columns or by rows. Wherever tokens are looked at in another way (a convolution along the
-sequence, a shift, a mean, a norm over it), the second run parts from the first.
+run it; then again with the other half of the tokens, and with noise added to what enters the first block, so that a
+maximum or a median over tokens, which hangs on one of them, shows too. What that rank is given by others is taken from
+the first run: the outcome of attention under cp; under sp, what layers give that tp cuts by columns or by rows.
+Wherever tokens are looked at in another way (a convolution along the sequence, a shift, a mean, a norm over it), the
+second run parts from the first.
 
 Models that are large, or take long sequences, or cannot be run here, are taken to work token by token.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -76,17 +79,19 @@ def require_tokenwise(
     real = real.double().cpu().eval()
     samples = tree_map(_given, samples)
     gathers = word == "sp" or are_of_sequences(inputs, targets)
-    trial = _Trial(find_blocks(real), word, gathers, styles or {})
-    try:
-        with no_side_effects(model), torch.no_grad(), trial.recording():
-            outputs = trial.run(real, samples, model_loss)
-    except Exception:  # whatever a model says here, its first step will say too
-        return
-    if trial.without_attention and word == "cp":
-        raise without_attention(trial.without_attention)
-    if trial.is_conclusive:
-        with no_side_effects(model), torch.no_grad(), trial.repeating():
-            trial.compare_outputs(trial.run(real, samples, model_loss), outputs)
+    for first_held, noise in ((1, 0.0), (0, 4.0)):
+        tried = copy.deepcopy(real)
+        trial = _Trial(find_blocks(tried), word, gathers, styles or {}, first_held, noise)
+        try:
+            with no_side_effects(model), torch.no_grad(), trial.recording():
+                outputs = trial.run(tried, samples, model_loss)
+        except Exception:  # whatever a model says here, its first step will say too
+            return
+        if trial.without_attention and word == "cp":
+            raise without_attention(trial.without_attention)
+        if trial.is_conclusive:
+            with no_side_effects(model), torch.no_grad(), trial.repeating():
+                trial.compare_outputs(trial.run(tried, samples, model_loss), outputs)
 
 
 def _has_blocks(model: nn.Module) -> bool:
@@ -111,8 +116,11 @@ class _Over(Exception):
 class _Trial:
     """Two runs of one model; what the first one saw, by place and in order."""
 
-    def __init__(self, blocks: Blocks, word: str, gathers: bool, styles: Styles) -> None:
+    def __init__(self, blocks: Blocks, word: str, gathers: bool, styles: Styles, first_held: int, noise: float) -> None:
+        """first_held: of the tokens that the second run has, every other one. noise: how much of it, relative to what
+        enters the first block, is added there."""
         self._blocks = blocks
+        self._first_held, self._noise = first_held, noise
         self._word, self._gathers = word, gathers
         self._length, self._batch = 0, 0
         self._held: list[int] = []
@@ -157,7 +165,7 @@ class _Trial:
     def repeating(self) -> Iterator[None]:
         """The second run; what it raises says that some tokens alone do not do."""
         self._is_second = True
-        self._held = list(range(1, self._length, 2))
+        self._held = list(range(self._first_held, self._length, 2))
         try:
             with self._intercepted(), self._rest:
                 yield
@@ -187,6 +195,10 @@ class _Trial:
             raise _Over
         if is_first and not self._is_second:
             self._batch, self._length = hidden.shape[:2]
+        if is_first and self._noise:
+            noisy = self._with_noise(hidden)
+            args, kwargs = mapped((args, kwargs), partial(_replaced, hidden, noisy))
+            hidden = noisy
         if self._is_second:
             self._is_spread = True
             change = partial(self._cut_argument, hidden if is_first else None, hidden)
@@ -212,6 +224,10 @@ class _Trial:
             return hidden
         self._is_spread = False
         return self._next("gathered")
+
+    def _with_noise(self, hidden: torch.Tensor) -> torch.Tensor:
+        drawn = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0), dtype=hidden.dtype)
+        return hidden + drawn * self._noise * hidden.square().mean().sqrt().clamp_min(1e-3)
 
     def _cut_argument(self, first: torch.Tensor | None, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         if x is hidden:
@@ -321,6 +337,10 @@ class _Trial:
             f"on the way from {self._last or 'the first block'} {what}. {means}; expected no convolution, shift, sum, "
             f"norm or softmax along the sequence there, and positions as an argument of the blocks: {mend}"
         )
+
+
+def _replaced(old: torch.Tensor, new: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    return new if x is old else x
 
 
 def _first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor | None:

@@ -16,20 +16,20 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from unisono.comm.same_data import SameBatch
 from unisono.errors import UsageError
 from unisono.mesh.fused import fused
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.random import RandomState
+from unisono.mesh.random import Key, RandomState, SampleDim
 from unisono.parallel.batch_loss import GatheredLoss
 from unisono.parallel.clip import clip_by_norm, clip_by_value
 from unisono.parallel.context import Context
 from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import collect_aux
 from unisono.parallel.head_width import HeadWidth
-from unisono.parallel.layout import Split
+from unisono.parallel.layout import Split, layout_of
 from unisono.parallel.logits import Proof, in_pieces, whole_of_piece
 from unisono.parallel.loss import GlobalLoss
 from unisono.parallel.model_loss import ModelLoss, Recorded
@@ -41,7 +41,20 @@ from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.tied import TiedGradients
 from unisono.parallel.precision import FULL, LossScaler, Precision, autocast
 from unisono.parallel.reach import require_elementwise_hooks, run_own_hooks_last
-from unisono.parallel.share import Share, rows_of, run_on, share, shares
+from unisono.parallel.samples import Samples, find_samples
+from unisono.parallel.share import (
+    BatchDim,
+    Share,
+    dims_of,
+    first_rows,
+    inputs_dim,
+    rows_between,
+    rows_of,
+    run_on,
+    share,
+    shares,
+    targets_dim,
+)
 from unisono.parallel.snapshot import load_tensors, whole_optimizer, whole_tensors
 from unisono.parallel.state import load_whole_state
 from unisono.parallel.zero import Zero
@@ -79,6 +92,9 @@ class Trainer:
     reads: ParameterReads | None = None  # of parameters by other modules than their own, until a step has shown none
     batch: str = "global"  # what ranks give: "global", all of them the same batch, or "local", their own samples
     is_updating: bool = False  # whether the optimizer's step is one of this trainer's
+    batch_dim: BatchDim = 0  # where samples lie in (inputs, targets): see share.py
+    samples: Samples | None = None  # where they lie in what the model draws and returns, once that is known
+    tries_samples: bool = False  # whether the first step is to find out
     head_width: HeadWidth | None = None  # of the whole model, until a step has shown that tp has not cut through heads
     _whole: tuple[Any, Any] | None = None  # the global batch, where this rank was given all of it
     _microbatches: list[Share] = field(default_factory=list)
@@ -147,6 +163,8 @@ class Trainer:
             return self._backward(batch)
 
     def _backward(self, batch: Batch) -> torch.Tensor:
+        if self.tries_samples:
+            self._try_samples(batch)
         with self.heads_whole((batch.batch if isinstance(batch, Share) else batch)[0]), self._cut(batch):
             if self.pipeline is None:
                 self._run_microbatches()
@@ -235,9 +253,11 @@ class Trainer:
                 for number, part in enumerate(self._microbatches):
                     with self._microbatch(number), self.computing(), run_on(part):
                         outputs.append(call(self.model, self._inputs(part)))
-            rows = [rows_of(part.batch) for part in self._microbatches]
+            rows = [len(part.positions) for part in self._microbatches]
         outputs = [with_whole_sequences(part, self.context) for part in outputs]
-        return joined(outputs, rows, self.mesh.comm(*DATA))
+        places = self.output_places(outputs[0], rows[0])
+        is_known = self.samples is not None and places is self.samples.outputs
+        return joined(outputs, rows, self.mesh.comm(*DATA), places, may_lack_samples=is_known)
 
     @torch.no_grad()
     def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -278,7 +298,7 @@ class Trainer:
         """Take this rank's share of the batch, in microbatches, with the random numbers that belong to it."""
         mine = self._mine(batch)
         self._require_rows(mine)
-        self._microbatches = shares(mine.batch, self.plan.microbatches)
+        self._microbatches = shares(mine.batch, self.plan.microbatches, self.batch_dim)
         self._partials = []
         self._whole = None if isinstance(batch, Share) or self.batch == "local" else batch
         inputs, targets = mine.batch
@@ -289,10 +309,37 @@ class Trainer:
         if isinstance(self.loss, GatheredLoss):
             self.loss.lengths = [len(held) for held in Split.even((), 0, mine.of, self.part[1]).held]
         self._records = wants_loss and self.model_loss is not None
+        self.random.sample_dims = self.sample_dims
+        held: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if len(mine.positions) < mine.of:
+            held = self.random.samples(mine.positions, mine.of)
         # Who has targets is after a loss: it needs no whole logits.
         is_for_loss = targets is not None or self._records
-        with self.random, self.random.sharded(0, mine.positions, mine.of), in_pieces(is_for_loss):
+        with self.random, held, in_pieces(is_for_loss):
             yield
+
+    @property
+    def sample_dims(self) -> dict[Key, SampleDim] | None:
+        """Where samples lie in random numbers; in evaluation mode a model makes other calls than those tried."""
+        return self.samples.draws if self.samples is not None and self.model.training else None
+
+    def _try_samples(self, batch: Batch) -> None:
+        """Find out where samples lie, on the first samples of some ranks' parts; all ranks refuse alike."""
+        self.tries_samples = False
+        mine = self._mine(batch)
+        comm = self.mesh.comm(*DATA)
+        few = [rows_between(mine.batch, 0, 2, self.batch_dim)]
+        if comm.size > 1:
+            few = comm.all_gather_object(few[0])
+        refusal = None
+        try:
+            together = _joined_batches(few, self.batch_dim)
+            self.samples = find_samples(self.model, together, self.batch_dim, self.loss.loss, self.plan.microbatches)
+        except UsageError as error:
+            refusal = str(error)
+        for said in self.mesh.comm(*self.mesh.names).all_gather_object(refusal):
+            if said is not None:
+                raise UsageError(said)
 
     @contextlib.contextmanager
     def heads_whole(self, inputs: Any) -> Iterator[None]:
@@ -310,10 +357,10 @@ class Trainer:
             if self.batch == "local":
                 return self._share_of_local(batch)
             self._same_batch.require(batch)
-            return share(batch, *self.part)
+            return share(batch, *self.part, self.batch_dim)
         self._same_share.require(batch.batch)
         if len(batch.positions) == batch.of:
-            return share(batch.batch, *self.part)
+            return share(batch.batch, *self.part, self.batch_dim)
         index, count = self.part
         due = Split.even((), 0, batch.of, count).held[index]
         if batch.positions != due:
@@ -327,15 +374,16 @@ class Trainer:
         """The global batch is the local batches of the data ranks, one after the other."""
         self._same_share.require(batch)
         comm = self.mesh.comm(*DATA)
-        mine = torch.tensor([rows_of(batch)], device=comm.device)
+        mine = torch.tensor([rows_of(batch, self.batch_dim)], device=comm.device)
         counts = [int(count) for count in comm.all_gather(mine)] if comm.size > 1 else [int(mine)]
         before = sum(counts[: comm.rank])
         return Share(batch, range(before, before + counts[comm.rank]), sum(counts))
 
     def _require_rows(self, mine: Share) -> None:
-        if rows_of(mine.batch) != len(mine.positions):
+        rows = first_rows(mine.batch, self.batch_dim)
+        if rows != len(mine.positions):
             raise UsageError(
-                f"a share of {rows_of(mine.batch)} samples that says it holds {len(mine.positions)} of {mine.of}; "
+                f"a share of {rows} samples that says it holds {len(mine.positions)} of {mine.of}; "
                 "cut batches with unisono.parallel.share.share, or give the whole batch"
             )
         parts = self.mesh.size(*DATA) * self.plan.microbatches
@@ -432,21 +480,35 @@ class Trainer:
 
     def _rows(self, part: Share) -> int:
         """How many samples of the outputs for this part the rank has."""
-        rows = rows_of(part.batch)
+        rows = len(part.positions)
         return rows if self.context is None else self.context.rows(rows)
+
+    def output_places(self, outputs: Any, rows: int) -> Sequence[SampleDim | None]:
+        """Where samples lie in the model's outputs for so many, leaf by leaf; None where there are none."""
+        leaves = tree_flatten(outputs)[0]
+        if self.samples is not None and not self._records and len(self.samples.outputs) == len(leaves):
+            return self.samples.outputs
+        along = inputs_dim(self.batch_dim)
+        dims = dims_of(outputs, along if isinstance(along, int) else 0)
+        have = [dim is not None and x.shape[dim] == rows for x, dim in zip(leaves, dims, strict=True)]
+        return [SampleDim(x.ndim, d) if has else None for x, d, has in zip(leaves, dims, have, strict=True)]
 
     def _partial_loss(self, outputs: Any, number: int) -> torch.Tensor:
         """This microbatch's part of the loss. The first one counts what all of them will count."""
         part = self._microbatches[number]
         outputs = self.logits.fitting(outputs, self._targets(part))
+        _require_whole_parameters(outputs, are_gathered=self.plan.zero == 3)
         if number == 0:
             if self.context is not None:
                 self.loss.learn_shift(outputs, self._targets(part))
             rows = [self._rows(part) for part in self._microbatches]
-            likes = [_with_rows(outputs, rows[0], count) for count in rows]
+            places = self.output_places(outputs, rows[0])
+            self.loss.expect(places, targets_dim(self.batch_dim))
+            likes = [_with_rows(outputs, places, rows[0], count) for count in rows]
             whole = None
             if self.pipeline is None and self.context is None and self._whole is not None:
-                whole = (_with_rows(outputs, rows[0], rows_of(self._whole)), self._labelled(self._whole))
+                count = first_rows(self._whole, self.batch_dim)
+                whole = (_with_rows(outputs, places, rows[0], count), self._labelled(self._whole))
             pairs = [self._pairs(like, each) for like, each in zip(likes, self._microbatches, strict=True)]
             self.loss.prepare([pair for of_microbatch in pairs for pair in of_microbatch], whole)
         partials = [self.loss(*pair) for pair in self._pairs(outputs, part)]
@@ -510,17 +572,42 @@ def takes_closure(optimizer: Optimizer) -> bool:
     return closure is not None and closure.default is inspect.Parameter.empty
 
 
-def _with_rows(outputs: Any, rows: int, wanted: int) -> Any:
+def _with_rows(outputs: Any, places: Sequence[SampleDim | None], rows: int, wanted: int) -> Any:
     """Outputs as they will be for another number of samples; for their shapes only."""
     if rows == wanted:
         return outputs
+    leaves, spec = tree_flatten(outputs)
 
-    def resized(leaf: Any) -> Any:
-        if isinstance(leaf, torch.Tensor) and leaf.ndim and leaf.shape[0] == rows:
-            return leaf.new_zeros(()).expand(wanted, *leaf.shape[1:])
-        return leaf
+    def resized(leaf: Any, where: SampleDim | None) -> Any:
+        if where is None or where.dim is None or not rows or leaf.shape[where.dim] % rows:
+            return leaf
+        shape = list(leaf.shape)
+        shape[where.dim] = shape[where.dim] // rows * wanted
+        return leaf.new_zeros(()).expand(shape)
 
-    return tree_map(resized, outputs)
+    return tree_unflatten([resized(leaf, where) for leaf, where in zip(leaves, places, strict=True)], spec)
+
+
+def _joined_batches(parts: Sequence[Any], dim: BatchDim) -> Any:
+    """Parts of a batch as one; of what has no samples, the first."""
+    leaves = [tree_flatten(part)[0] for part in parts]
+    made = [
+        of_all[0] if along is None else torch.cat([leaf.to(of_all[0].device) for leaf in of_all], along)
+        for of_all, along in zip(zip(*leaves, strict=True), dims_of(parts[0], dim), strict=True)
+    ]
+    return tree_unflatten(made, tree_flatten(parts[0])[1])
+
+
+def _require_whole_parameters(outputs: Any, are_gathered: bool) -> None:
+    """are_gathered: for a forward pass only, by zero=3."""
+    if not any(isinstance(leaf, nn.Parameter) for leaf in tree_flatten(outputs)[0]):
+        return
+    for path, leaf in tree_flatten_with_path(outputs)[0]:
+        if isinstance(leaf, nn.Parameter) and (are_gathered or layout_of(leaf).splits):
+            raise UsageError(
+                f"the model's output{keystr(path)} is one of its parameters, of which a rank has a shard under this "
+                "plan; under zero=3 return a copy of it (parameter.clone()), else leave it out, or use tp=1 and zero=2"
+            )
 
 
 def _zero_of(outputs: Any) -> torch.Tensor:

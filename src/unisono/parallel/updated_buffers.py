@@ -28,19 +28,19 @@ from unisono.parallel.hollow import hollow, hollow_copy
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.recompute import recomputed_modules
 from unisono.parallel.shapes import KnownShapes
-from unisono.parallel.share import rows_between, rows_of
+from unisono.parallel.share import BatchDim, first_rows, rows_between
 from unisono.plan.plan import Plan
 
 _KNOWN = (_NormBase, MoE)  # modules whose buffers are kept right, or refused, elsewhere
 
 
-def require_steady_buffers(model: nn.Module, plan: Plan, example: tuple[Any, Any]) -> None:
+def require_steady_buffers(model: nn.Module, plan: Plan, example: tuple[Any, Any], batch_dim: BatchDim = 0) -> None:
     """UsageError where a buffer that the model updates would not be that of one device."""
     is_split = plan.dp * plan.cp * plan.microbatches > 1 or plan.sequence
     recomputed = _recomputed(model, plan)
     if not any(_updatable(model)) or not (is_split or recomputed):
         return
-    for name, depends_on_samples in _updates(model, example).items():
+    for name, depends_on_samples in _updates(model, example, batch_dim).items():
         if is_split and depends_on_samples:
             raise UsageError(
                 f"the forward pass updates the buffer {name} from the samples of a batch, but under plan {plan} a rank "
@@ -66,12 +66,12 @@ def _updatable(model: nn.Module) -> Iterator[str]:
                 yield name
 
 
-def _updates(model: nn.Module, example: tuple[Any, Any]) -> dict[str, bool]:
+def _updates(model: nn.Module, example: tuple[Any, Any], batch_dim: BatchDim) -> dict[str, bool]:
     """The buffers that a forward pass updates, and whether samples have a say in it; none where that needs values."""
-    samples = rows_of(example)
+    samples = first_rows(example, batch_dim)
     try:
         first = _Writes.of(model, example[0])
-        fewer = rows_between(tuple(example), 0, samples - 1)[0] if samples > 1 else example[0]
+        fewer = rows_between(tuple(example), 0, samples - 1, batch_dim)[0] if samples > 1 else example[0]
         second = _Writes.of(model, fewer)
     except Exception:
         return {}

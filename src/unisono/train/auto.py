@@ -18,6 +18,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UnisonoError, UsageError
 from unisono.graph.program import Model
 from unisono.parallel.loss import Loss
+from unisono.parallel.share import BatchDim
 from unisono.plan.explain import why_not
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import Plan
@@ -61,11 +62,12 @@ class Job:
     optimizer: Callable[[Any], Optimizer]
     example: tuple[Any, Any]
     rules: Any = None
+    batch_dim: BatchDim = 0
 
     def task(self) -> Task:
         model = self.model
         build = model if not isinstance(model, torch.nn.Module) else lambda: model
-        return Task(build, self.loss, self.optimizer, lambda seed: self.example, self.rules)
+        return Task(build, self.loss, self.optimizer, lambda seed: self.example, self.rules, batch_dim=self.batch_dim)
 
 
 def foresee(job: Job, comm: Communicator, device: torch.device, plan: Plan | None = None) -> Choice:

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 from torch.utils.data import DataLoader, default_collate
 
 from unisono.errors import UsageError
-from unisono.parallel.share import Share
+from unisono.parallel.share import BatchDim, Share, require_batch_dim
 from unisono.train.fetch import Collate, Cutter, Reader, Request, Stream, is_iterable_only
 from unisono.train.order import order, require_part, require_whole_number
 
@@ -35,7 +35,8 @@ class Loader:
     part: (index, count) of the rank, `trainer.part`. shuffle: by default for numbered samples. The last batch may be
     smaller, unless drop_last. collate: makes a batch of a list of samples. whole: whether ranks read and collate whole
     batches, of which the trainer takes its share; by default with a collate of your own, as one that pads looks at all
-    samples of a batch. pairs=False allows batches that are not (inputs, targets), for predictions.
+    samples of a batch. pairs=False allows batches that are not (inputs, targets), for predictions. batch_dim: along
+    which dim of a batch's tensors samples lie; a collate of your own puts them there itself.
     """
 
     def __init__(
@@ -53,8 +54,10 @@ class Loader:
         pairs: bool = True,
         device: torch.device | str | None = None,
         pin_memory: bool = False,
+        batch_dim: BatchDim = 0,
     ) -> None:
         self.dataset = dataset
+        require_batch_dim(batch_dim)
         self.batch_size = require_whole_number("batch_size", batch_size, 1)
         self.seed = require_whole_number("seed", seed, 0)
         self.workers = require_whole_number("workers", workers, 0)
@@ -69,7 +72,7 @@ class Loader:
             )
         self.shuffle = self.samples is not None if shuffle is None else shuffle
         whole = collate is not None if whole is None else whole
-        self._cutter = Cutter(require_part(part), collate or default_collate, whole, pairs)
+        self._cutter = Cutter(require_part(part), collate or default_collate, whole, pairs, batch_dim)
         self.epoch = 0
         self.position = 0  # in samples of the epoch's order, of all ranks
         self._last: Request | None = None

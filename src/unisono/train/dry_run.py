@@ -26,7 +26,7 @@ from unisono.mesh.random import RandomState
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.apply import applied, order_of, refuse_what_cannot_be_right
 from unisono.parallel.pipeline.message import is_hollow
-from unisono.parallel.share import rows_of, share, shares
+from unisono.parallel.share import BatchDim, dims_of, first_rows, share, shares
 from unisono.parallel.tensor import fitting_rules, require_shareable, shows_by_running
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import AXES, DATA, Plan
@@ -76,7 +76,7 @@ def run_here(task: Task, plan: Plan, rank: int, batch: int | None = None, steps:
         mesh = Mesh(plan.shape, AXES)
         mesh.connect()
         with Meter(device) as meter:
-            given = _on(_of_size(task.batch(0), batch), device)
+            given = _on(_of_size(task.batch(0), batch, task.batch_dim), device)
             trainer = built(task, plan, mesh, given, device)
             trainer.step(given)  # the optimizer makes its state
             gc.collect()
@@ -104,18 +104,20 @@ def built(task: Task, plan: Plan, mesh: Mesh, given: Any, device: torch.device) 
     if plan.tp > 1:
         if rules is None and shows_by_running(model):
             model = to_try_out(task, model)
-        rules = fitting_rules(model, plan.tp, rules, _of_size(task.batch(0), 2))
+        rules = fitting_rules(model, plan.tp, rules, _of_size(task.batch(0), 2, task.batch_dim))
         require_shareable(model, plan.tp, rules)
     random = RandomState(0)
     random.name_modules(model)
-    mine = shares(share(given, mesh.index(*DATA), mesh.size(*DATA)).batch, plan.microbatches)
+    mine = shares(
+        share(given, mesh.index(*DATA), mesh.size(*DATA), task.batch_dim).batch, plan.microbatches, task.batch_dim
+    )
     upstream, shown = None, None
     if plan.pp > 1:
         shown = foreseen_in(model, order_of(plan), mine[0].batch[0])
         upstream = Upstream(model, plan, mesh, rules)
     trainer = applied(
         model, plan, mesh, random, task.loss, task.optimizer, given, rules, task.clip,
-        fill=lambda made: give_memory(made, device), shown=shown,
+        fill=lambda made: give_memory(made, device), shown=shown, batch_dim=task.batch_dim,
     )  # fmt: skip
     trainer.loss.trust()
     if upstream is not None:
@@ -147,15 +149,18 @@ def give_memory(model: nn.Module, device: torch.device) -> None:
         torch.utils.swap_tensors(tensor, made)
 
 
-def _of_size(batch: Any, rows: int | None) -> Any:
+def _of_size(batch: Any, rows: int | None, dim: BatchDim) -> Any:
     """The batch with so many samples: those it has, again and again."""
-    has = rows_of(batch)
+    has = first_rows(batch, dim)
     if rows is None or rows == has:
         return batch
     places = torch.arange(rows) % has
-    return pytree.tree_map(
-        lambda leaf: leaf[places] if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == has else leaf, batch
-    )
+    leaves, spec = pytree.tree_flatten(batch)
+    resized = [
+        leaf.index_select(along, places.to(leaf.device)) if along is not None and leaf.shape[along] == has else leaf
+        for leaf, along in zip(leaves, dims_of(batch, dim), strict=True)
+    ]
+    return pytree.tree_unflatten(resized, spec)
 
 
 def _on(tree: Any, device: torch.device) -> Any:

@@ -28,7 +28,7 @@ from unisono.parallel.apply import Model
 from unisono.parallel.loss import Loss
 from unisono.parallel.pipeline.layers import build_whole
 from unisono.parallel.precision import Precision
-from unisono.parallel.share import Share, rows_of
+from unisono.parallel.share import BatchDim, Share, first_rows, require_batch_dim
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
 from unisono.train import evaluation, prediction, scheduling
@@ -54,7 +54,8 @@ class Engine:
     text. clip: the largest norm of the gradients. rules: which layers tp cuts, where the model does not say. device:
     where this rank computes; by default its GPU, where it has one, else the CPU. check: how the plan is proved on the
     model and the first batch before training, "auto", "full" or "off". batch: what ranks give to `run`: "global", all
-    of them the same batch, or "local", each data rank its own samples."""
+    of them the same batch, or "local", each data rank its own samples. batch_dim: along which dim of batches samples
+    lie, as for uni.parallelize: 1 for time-major ones, which the engine's loader then makes."""
 
     def __init__(
         self,
@@ -71,7 +72,9 @@ class Engine:
         device: torch.device | str | None = None,
         check: str = "auto",
         batch: str = "global",
+        batch_dim: BatchDim = 0,
     ) -> None:
+        self._batch_dim = require_batch_dim(batch_dim)
         if not isinstance(plan, str | Plan):
             raise UsageError(f'Engine(plan={plan!r}): expected "auto", a Plan or its text, as "dp=2,tp=2"')
         self._model: nn.Module | Callable[[], nn.Module] = _buildable(model, seed)
@@ -117,7 +120,7 @@ class Engine:
             assert isinstance(self._plan, Plan)
             plan = _fitting(self._plan, self.comm.size)
         if self.comm.rank == 0:  # now, as the plan cuts a module in place
-            self._page = ProgramPage(Job(self._model, self._loss, self._optimizer, example, self._rules))
+            self._page = ProgramPage(self._job(example))
         self.trainer = parallelize(
             self._placed(),
             plan,
@@ -130,6 +133,7 @@ class Engine:
             precision=self._precision,
             check=self._check,
             batch=self._batch,
+            batch_dim=self._batch_dim,
         )
         if self._scheduler is not None:
             self.schedule = scheduling.require_stepped(self._scheduler(self.trainer.optimizer))
@@ -142,9 +146,11 @@ class Engine:
             if example is None:
                 raise UsageError("the engine has seen no batch yet: call prepare(example) with one")
             plan = self._plan if isinstance(self._plan, Plan) else None
-            job = Job(self._model, self._loss, self._optimizer, example, self._rules)
-            self.choice = foresee(job, self.comm, self.device, plan)
+            self.choice = foresee(self._job(example), self.comm, self.device, plan)
         return self.choice
+
+    def _job(self, example: tuple[Any, Any]) -> Job:
+        return Job(self._model, self._loss, self._optimizer, example, self._rules, self._batch_dim)
 
     def program_page(self) -> str:
         """What the plan cuts, as a program; empty on ranks but 0, and for plans whose programs cannot be shown."""
@@ -236,7 +242,9 @@ class Engine:
         An engine that has no plan yet is prepared with the first batch. whole: every rank reads all of it.
         """
         self._require_global("fit and evaluate read one dataset")
-        given: dict[str, Any] = {"shuffle": shuffle, "seed": self.seed, "workers": workers}
+        given: dict[str, Any] = {
+            "shuffle": shuffle, "seed": self.seed, "workers": workers, "batch_dim": self._batch_dim
+        }  # fmt: skip
         if self.trainer is None:
             self._prepare_with(Loader(dataset, batch_size, device=self._elsewhere, **given))
         part = (0, 1) if whole else self.ready.part
@@ -269,7 +277,7 @@ class Engine:
         if self.trainer is None and self._batch == "global":
             SameBatch(self.comm).require(batch)
         self.prepare(batch)
-        if not rows_of(batch):
+        if not first_rows(batch, self._batch_dim):
             raise UsageError("run was given a batch without a sample; expected at least one")
         loss = self.ready.step(batch)
         if self.schedule is not None:

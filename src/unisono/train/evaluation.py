@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from unisono.errors import UsageError
-from unisono.parallel.share import Share, rows_of
+from unisono.parallel.share import Share, first_rows
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import REPLICAS
 from unisono.train.metrics import Function, Metric, number_of
@@ -25,7 +25,7 @@ def evaluate(trainer: Trainer, batches: Iterable[Any], metrics: dict[str, Metric
     totals = dict.fromkeys(("loss", *asked), 0.0)
     samples = 0
     for batch in batches:
-        rows = batch.of if isinstance(batch, Share) else rows_of(batch)
+        rows = batch.of if isinstance(batch, Share) else first_rows(batch, trainer.batch_dim)
         loss, parts = _sums_of(trainer, batch, summed)
         for name, part in parts.items():
             sums[name] = sums[name] + part if name in sums else part

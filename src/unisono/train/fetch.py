@@ -15,11 +15,12 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_collate
 
 from unisono.errors import UsageError
 from unisono.parallel.layout import Split
-from unisono.parallel.share import rows_between, rows_of
+from unisono.parallel.share import BatchDim, dims_of, first_rows, inputs_dim, rows_between, rows_of
 from unisono.train.order import number_of
 
 Collate = Callable[[list[Any]], Any]
@@ -43,6 +44,7 @@ class Cutter:
     collate: Collate
     whole: bool
     pairs: bool
+    batch_dim: BatchDim = 0
 
     def held(self, rows: int) -> range:
         """Which rows of a batch of so many are read here."""
@@ -77,10 +79,23 @@ class Cutter:
                     "or give uni.Loader(dataset, batch_size, collate=...), of a list of samples to (inputs, targets)"
                 )
             made = (made[0], made[1])
-        found = rows_of(made)
+        if self.collate is default_collate:
+            made = self._arranged(made)
+        found = first_rows(made, self._dim) if self.part[1] == 1 else rows_of(made, self._dim)
         if found not in (rows, 1):
             raise UsageError(f"collate gave a batch of {found} rows for {rows} samples; expected one row a sample")
-        return rows_between(made, 0, rows)
+        return made if found == rows else rows_between(made, 0, rows, self._dim)
+
+    @property
+    def _dim(self) -> BatchDim:
+        return self.batch_dim if self.pairs else inputs_dim(self.batch_dim)
+
+    def _arranged(self, made: Any) -> Any:
+        """A batch with samples first, with them along their own dim instead."""
+        leaves, spec = tree_flatten(made)
+        dims = dims_of(made, self._dim)
+        moved = [leaf.movedim(0, dim) if dim else leaf for leaf, dim in zip(leaves, dims, strict=True)]
+        return tree_unflatten(moved, spec)
 
 
 class Reader(Dataset[Any]):

@@ -16,7 +16,7 @@ import torch
 
 from unisono.errors import UnisonoError, UsageError
 from unisono.launch import environment, preload
-from unisono.parallel.share import Share, rows_of
+from unisono.parallel.share import Share, first_rows
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.train import evaluation, finite
 from unisono.train.callbacks import Callback
@@ -197,7 +197,7 @@ class Fit:
     def _step(self, batch: Any) -> bool:
         """One step and all that follows from it; whether a callback wants to end the run."""
         trainer, began = self.engine.ready, time.perf_counter()
-        rows = batch.of if isinstance(batch, Share) else rows_of(batch)
+        rows = batch.of if isinstance(batch, Share) else first_rows(batch, trainer.batch_dim)
         self._preemption.ask()
         with self._observed(trainer):
             loss, is_skipped = self._trained(trainer, batch)

@@ -75,6 +75,8 @@ class PlanProgram:
     def _microbatch(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         """The rows of all dp ranks in the first microbatch."""
         parts = self.plan.dp * self.plan.microbatches
+        if self.task.batch_dim != 0:
+            raise UsageError(f"batch_dim={self.task.batch_dim!r}: programs are shown of batches with samples first")
         if rows_of(batch) % parts:
             raise UsageError(
                 f"plan {self.plan}: the batch has {rows_of(batch)} samples for {self.plan.dp} data ranks x "

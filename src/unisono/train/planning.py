@@ -54,6 +54,11 @@ class Planner:
         """keeps_gathered: under sp, what a layer cut by columns has gathered stays until its backward."""
         self.task = task
         self.hardware = hardware
+        if task.batch_dim != 0:
+            raise UsageError(
+                f"batch_dim={task.batch_dim!r}: plans are searched for batches with samples first; give the plan, or "
+                "transpose the batch"
+            )
         self.model = without_memory(task)
         example = task.batch(0)
         self.batch = rows_of(example) if batch is None else batch

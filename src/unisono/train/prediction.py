@@ -9,7 +9,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from unisono.errors import UsageError
-from unisono.parallel.share import rows_between, rows_of
+from unisono.mesh.random import SampleDim
+from unisono.parallel.share import BatchDim, dims_of, inputs_dim, rows_between, rows_of, samples_between
 from unisono.parallel.trainer import Trainer
 from unisono.train.order import require_whole_number
 
@@ -21,7 +22,8 @@ def predict(trainer: Trainer, inputs: Any, batch_size: int, device: torch.device
             "predict was given a list of tuples, as datasets are; expected the inputs of all samples as the model "
             "takes them, as torch.stack([sample[0] for sample in dataset])"
         )
-    rows = rows_of(inputs)
+    dim = inputs_dim(trainer.batch_dim)
+    rows = rows_of(inputs, dim)
     require_whole_number("batch_size", batch_size, 1)
     if not rows:
         raise UsageError("predict was given no sample; expected at least one")
@@ -30,27 +32,42 @@ def predict(trainer: Trainer, inputs: Any, batch_size: int, device: torch.device
     batch_size = max(batch_size, least)
     parts = []
     for start in range(0, rows, batch_size):
-        part = rows_between(inputs, start, min(start + batch_size, rows))
-        parts.append(rows_between(trainer.predict(_with_rows(part, least)), 0, rows_of(part)))
-    return _joined(parts)
+        part = rows_between(inputs, start, min(start + batch_size, rows), dim)
+        held = rows_of(part, dim)
+        outputs = trainer.predict(_with_rows(part, least, dim))
+        places = trainer.output_places(outputs, max(held, least))
+        parts.append(_first_samples(outputs, places, max(held, least), held))
+    return _joined(parts, places)
 
 
-def _with_rows(inputs: Any, least: int) -> Any:
+def _with_rows(inputs: Any, least: int, dim: BatchDim) -> Any:
     """The inputs, with the last sample repeated where a pipeline needs more of them."""
-    missing = least - rows_of(inputs)
+    missing = least - rows_of(inputs, dim)
+    if missing <= 0:
+        return inputs
+    leaves, spec = tree_flatten(inputs)
 
-    def longer(leaf: Any) -> Any:
-        if not isinstance(leaf, torch.Tensor) or not leaf.ndim:
-            return leaf
-        return torch.cat([leaf, leaf[-1:].expand(missing, *leaf.shape[1:])])
+    def longer(leaf: torch.Tensor, along: int) -> torch.Tensor:
+        last = leaf.narrow(along, leaf.shape[along] - 1, 1)
+        return torch.cat([leaf, *[last] * missing], along)
 
-    return inputs if missing <= 0 else tree_map(longer, inputs)
+    dims = dims_of(inputs, dim)
+    return tree_unflatten(
+        [leaf if along is None else longer(leaf, along) for leaf, along in zip(leaves, dims, strict=True)], spec
+    )
 
 
-def _joined(parts: Sequence[Any]) -> Any:
+def _first_samples(outputs: Any, places: Sequence[SampleDim | None], rows: int, held: int) -> Any:
+    leaves, spec = tree_flatten(outputs)
+    pairs = zip(leaves, places, strict=True)
+    return tree_unflatten([samples_between(leaf, where, rows, 0, held) for leaf, where in pairs], spec)
+
+
+def _joined(parts: Sequence[Any], places: Sequence[SampleDim | None]) -> Any:
+    """The outputs of all parts; of those without samples, the first."""
     flat = [tree_flatten(part) for part in parts]
     leaves = [
-        torch.cat([each[place] for each, _ in flat]) if isinstance(leaf, torch.Tensor) else leaf
-        for place, leaf in enumerate(flat[0][0])
+        leaf if where is None or where.dim is None else torch.cat([each[place] for each, _ in flat], where.dim)
+        for place, (leaf, where) in enumerate(zip(flat[0][0], places, strict=True))
     ]
     return tree_unflatten(leaves, flat[0][1])

@@ -155,6 +155,7 @@ def planned_record(
             clip=task.clip,
             seed=seed,
             precision=precision,
+            batch_dim=task.batch_dim,
         )
     return trainer_record(trainer, task, steps, dtype, prepare, rounding)
 

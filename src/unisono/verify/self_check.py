@@ -41,7 +41,7 @@ from unisono.parallel.layout import layout_of
 from unisono.parallel.loss import Loss
 from unisono.parallel.precision import Precision
 from unisono.parallel.region import Region
-from unisono.parallel.share import Share, rows_between, rows_of, share
+from unisono.parallel.share import Share, first_rows, first_samples, share
 from unisono.parallel.snapshot import whole_tensors
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
@@ -97,7 +97,9 @@ def parallelize(
     or shows. clip: the largest norm of the gradients. precision: "fp32", "bf16" or "fp16", in which all is computed
     from float32 parameters; "fp32" leaves the model's own dtype. check: "auto", "full" or "off": how the plan is proved
     before the first step, on the example or, without one, on the first batch. batch: what ranks will give, "global",
-    all of them the same batch, of which each takes its part, or "local", each data rank its own samples.
+    all of them the same batch, of which each takes its part, or "local", each data rank its own samples. batch_dim:
+    along which dim of a batch's tensors samples lie: 1 for time-major batches, (1, 0) for time-major inputs with
+    targets that have samples first, None in the place of a tensor without samples, as in ({"x": 0, "edges": None}, 0).
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     precision = Precision.of(precision)
@@ -152,6 +154,7 @@ class _Proof:
         self._job = job
         self._level = level
         self._options = options
+        self._dim = options.get("batch_dim", 0)
         self._comm: Communicator = world.world() if world.is_initialized() else world.init()
         self._samples = 0  # of the batch, that are used
         self._is_quick = False  # whether a step on one device takes next to no time
@@ -214,15 +217,15 @@ class _Proof:
 
     def _take_plain_step(self, model: nn.Module, batch: tuple[Any, Any]) -> None:
         """On as many samples as take little time: a few first, to see how long they take."""
-        rows = rows_of(batch)
+        rows = first_rows(batch, self._dim)
         parts = self._plan.dp * self._plan.ep * self._plan.microbatches
         few = rows if self._level == "full" else min(rows, 2 * parts)
         started = time.perf_counter()
-        rounded = rounded_step(model, self._job, rows_between(batch, 0, few))
+        rounded = rounded_step(model, self._job, first_samples(batch, few, self._dim))
         seconds = (time.perf_counter() - started) * rows / max(few, 1)
         self._is_quick = seconds < _VERY_QUICK
         self._samples = rows if seconds < _QUICK else max(few, min(rows, int(rows * _STEPS / self._plan.world)))
-        some = rows_between(batch, 0, self._samples)
+        some = first_samples(batch, self._samples, self._dim)
         if self._samples > few:
             rounded = rounded_step(model, self._job, some)
         self._plain = plain_step(model, self._job, some, rounded)
@@ -292,7 +295,7 @@ class _Proof:
         plain = self._comm.broadcast_object(_without_activations(self._plain))
         self._dtype = plain.dtype
         some: Any = self._some_of(trainer, batch)
-        some = share(some, *trainer.part) if trainer.batch == "local" else some
+        some = share(some, *trainer.part, self._dim) if trainer.batch == "local" else some
         planned = planned_step(trainer, some, plain.rounding)
         found = self._comm.broadcast_object(differences(plain, planned, has_history=trainer.steps > 0))
         found.append(replica_difference(self._comm, planned))
@@ -303,7 +306,7 @@ class _Proof:
     def _some_of(self, trainer: Trainer, batch: tuple[Any, Any]) -> tuple[Any, Any]:
         """The samples that are used; of ranks that have samples of their own, all take part in a step on rank 0's."""
         batch = self._comm.broadcast_object(batch) if trainer.batch == "local" else batch
-        return rows_between(batch, 0, self._samples)
+        return first_samples(batch, self._samples, self._dim)
 
     def _in_float64(self, trainer: Trainer, batch: tuple[Any, Any], found: list[Difference]) -> list[Difference]:
         """For a small model, the same once more on copies of it, where rounding hides nothing."""
