@@ -15,11 +15,12 @@ from torch import nn
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.mesh.random import SampleDim
+from unisono.mesh.random import RandomState, SampleDim
 from unisono.parallel.apply import parallelize
 from unisono.parallel.samples import find_samples
 from unisono.parallel.separable import require_separable
 from unisono.plan.plan import Plan
+from unisono.train.engine import Engine
 from unisono.verify.task import Task
 from unisono.verify.verify import verify_here
 
@@ -142,6 +143,29 @@ def check_first_step(comm: Communicator) -> str:
 def test_the_first_step_finds_out_without_an_example(pools: Pools) -> None:
     for said in pools("gloo", 2).run(check_first_step):
         assert "it shows first in the input of last" in said
+
+
+def check_engine(comm: Communicator) -> None:
+    """The engine's loader makes time-major batches; predictions have samples where the model's outputs have them."""
+    samples = [tuple(pair) for pair in zip(*(each.t() for each in tokens(0, time_major=True)), strict=True)]
+    inputs, targets = tokens(0, time_major=True)
+    torch.manual_seed(0)
+    model, random = LanguageModel(False).double(), RandomState(0)
+    random.name_modules(model)
+    with random:
+        expected = by_token(model(inputs), targets).item()
+    torch.manual_seed(0)
+    engine = Engine(LanguageModel(False).double(), by_token, SGD, plan="dp=2", batch_dim=1)
+    history = engine.fit(samples, batch_size=4, shuffle=False, progress=False)
+    assert history.losses[0] == pytest.approx(expected, rel=1e-12)
+    predicted = engine.predict(inputs, batch_size=2)
+    model.load_state_dict(engine.ready.state_dict()["model"])
+    with torch.no_grad():
+        torch.testing.assert_close(predicted, model.eval()(inputs))
+
+
+def test_an_engine_trains_on_time_major_batches(pools: Pools) -> None:
+    pools("gloo", 2).run(check_engine)
 
 
 # ---- models that mix samples -----------------------------------------------------------------------------------------
