@@ -109,6 +109,28 @@ def test_tokens_that_are_mixed_are_found(name: str) -> None:
     assert refusal(apart, MIXES[name], "sp") == ""  # tokens are together again there
 
 
+class Folded(Block):
+    """Folds samples and tokens into one dim, as OPT does, and drops there."""
+
+    def __init__(self, mix: Mix) -> None:
+        super().__init__(mix)
+        self.drop = nn.Dropout(0.5)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = x + self.attention(self.norm(x))
+        return x + self.drop(self.fc2(F.gelu(self.fc1(y.flatten(0, 1))))).view_as(x)
+
+
+def test_dropout_of_folded_tokens_is_refused_under_cp() -> None:
+    model = Tower(apart, apart)
+    model.blocks = nn.ModuleList([Folded(apart), Folded(apart)])
+    with pytest.raises(UsageError, match=r"shape \(12, 8\), but cp draws its mask"):
+        require_tokenwise(model, (TOKENS, TOKENS), "cp")
+    for block in model.blocks:
+        block.drop.p = 0.0  # type: ignore[union-attr]
+    require_tokenwise(model, (TOKENS, TOKENS), "cp")
+
+
 class Skips(Tower):
     """Adds what the first block gives to what the last one gives."""
 

@@ -89,9 +89,18 @@ def require_tokenwise(
             return
         if trial.without_attention and word == "cp":
             raise without_attention(trial.without_attention)
+        if trial.misplaced:
+            raise _misplaced(trial.misplaced)
         if trial.is_conclusive:
             with no_side_effects(model), torch.no_grad(), trial.repeating():
                 trial.compare_outputs(trial.run(tried, samples, model_loss), outputs)
+
+
+def _misplaced(shape: tuple[int, ...]) -> UsageError:
+    return UsageError(
+        f"a dropout in or after the blocks is given a tensor of shape {shape}, but cp draws its mask for a rank's "
+        "tokens along dim 1 of (batch, tokens, ...); keep that shape, leave the dropout out, or use cp=1"
+    )
 
 
 def _has_blocks(model: nn.Module) -> bool:
@@ -126,6 +135,7 @@ class _Trial:
         self._held: list[int] = []
         self._is_second = self._is_spread = False
         self.without_attention = ""  # the first block in which there was none
+        self.misplaced: tuple[int, ...] = ()  # the shape of a tensor with dropout that has no tokens along dim 1
         self._last = ""  # the place up to which the two runs agreed
         self._seen: dict[str, list[Any]] = defaultdict(list)
         self._turn: dict[str, int] = defaultdict(int)
@@ -179,13 +189,15 @@ class _Trial:
     def _intercepted(self) -> Iterator[None]:
         fast = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
+        drop = F.dropout
         if self._word == "cp":
             F.scaled_dot_product_attention = self._attend
+            F.dropout = partial(self._drop, drop)
         try:
             yield
         finally:
             torch.backends.mha.set_fastpath_enabled(fast)
-            F.scaled_dot_product_attention = self._attention
+            F.scaled_dot_product_attention, F.dropout = self._attention, drop
 
     # ---- what is on the way ------------------------------------------------------------------------------------------
 
@@ -277,6 +289,13 @@ class _Trial:
             if whole[name].shape[-2] == self._length:
                 self._compare(f"{_ATTENTION} ({name})", tensor, self._cut(whole[name], -2))
         return self._cut(outcome, -2) if self._is_spread and outcome.shape[-2] == self._length else outcome
+
+    def _drop(self, drop: Forward, x: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Under cp masks are drawn by the rank's tokens, along dim 1: there they must be."""
+        is_among_tokens = self._length > 1 and not self._is_second and not self._seen["gathered"]
+        if p > 0 and is_among_tokens and (x.dim() < 2 or x.shape[1] != self._length):
+            self.misplaced = self.misplaced or tuple(x.shape)
+        return drop(x, p, *args, **kwargs)
 
     # ---- held against the first run ----------------------------------------------------------------------------------
 
