@@ -295,7 +295,8 @@ def _take_planned_step(trainer: Trainer, batch: Any, step: Step, before: ModelSt
     updates = {name: tensor.detach() - before.value(tensor) for name, tensor in changed.items() if tensor in before}
     step.parameters = _global(trainer, updates, changed)
     step.buffers = merged_over_stages(trainer.mesh, _fingerprints(trainer.model.named_buffers()))
-    step.replicas = _global(trainer, {name: tensor.detach() for name, tensor in changed.items()}, changed)
+    held = {name: p for name, p in trainer.model.named_parameters() if p in before}  # not the shards of their owners
+    step.replicas = _global(trainer, {name: p.detach() for name, p in held.items()}, held)
     step.replicas |= _fingerprints(trainer.model.named_buffers())
 
 
