@@ -564,7 +564,7 @@ class Counting(Reciprocal):
         self.register_buffer("met", torch.zeros((), dtype=torch.float64))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        self.met += x.detach().abs().sum()
+        self.met += 1
         return super().forward(x)
 
 
@@ -582,7 +582,7 @@ def spiked(comm: Any, plan: str) -> tuple[list[str], int, str]:
     """How the state of a skipped step differs from that before; how many were; and what stops where it is not asked."""
     samples = data(16)
     samples[13][0][0] = 11
-    one, kept = engine(plan, model=lambda: Spiked().double(), check="off"), Kept()  # each rank counts what it meets
+    one, kept = engine(plan, model=lambda: Spiked().double()), Kept()
     given: dict[str, Any] = {"batch_size": 8, "shuffle": False, "progress": False}
     skipped = one.fit(samples, **given, nonfinite="skip", callbacks=[kept]).skipped
     before, after = kept.states
@@ -593,7 +593,7 @@ def spiked(comm: Any, plan: str) -> tuple[list[str], int, str]:
     return faults, skipped, str(told.value)
 
 
-@pytest.mark.parametrize("plan", ["dp=2,tp=2,sp", "dp=2,pp=2,microbatches=2,zero=3"])
+@pytest.mark.parametrize("plan", ["dp=2,tp=2,sp", "dp=2,pp=2,zero=3"])
 def test_under_every_plan_the_same_module_is_named_and_the_same_state_kept(
     plan: str, pools: Callable[[str, int], RankPool]
 ) -> None:
