@@ -407,3 +407,29 @@ def check_sparse(comm: Communicator, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["tp=2", "pp=2,microbatches=2"])
 def test_sparse_gradients_are_compared(pools: Pools, plan: str) -> None:
     pools("gloo", 2).run(check_sparse, plan)
+
+
+class Recomputed(nn.Module):
+    """Drops in front of blocks that are recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.drop = nn.Linear(6, 8), nn.Dropout(0.5)
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.drop(self.first(x))
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def check_recomputed(comm: Communicator) -> None:
+    rules = {"blocks.*.0": "column", "blocks.*.2": "row"}
+    task = Task(Recomputed, F.cross_entropy, partial(torch.optim.SGD, lr=0.1), vectors, rules=rules)
+    verdict = verify_here(comm, task, Plan.parse("tp=2,microbatches=2,recompute=full"), 2)
+    assert verdict.equivalent, verdict
+
+
+def test_a_recomputation_inside_a_region_leaves_it_for_the_next_microbatch(pools: Pools) -> None:
+    pools("gloo", 2).run(check_recomputed)

@@ -183,6 +183,7 @@ class RandomState:
             if self._calls_before is None:
                 self._calls_before = self._calls.copy()
             self._calls = self._calls_before.copy()
+            self.locate = None  # a recomputation ends as soon as it can, within a tensor-parallel region
         self._microbatch_depth += 1
         try:
             with self.samples(positions, of):
