@@ -40,6 +40,11 @@ def require_separable(model: nn.Module, plan: Plan) -> None:
                 f"{called} tracks running statistics, which would be those of the samples that a rank or a microbatch "
                 "sees; leave track_running_stats out, or use dp=1 and microbatches=1"
             )
+        if isinstance(module, _SpectralNorm) and plan.tp > 1:
+            raise UsageError(
+                f"{called} goes on whenever its layer's weight is read, and tp reads weights to shard them; use tp=1, "
+                "or take the norm in the training loop"
+            )
         if _iterates(module) and (plan.microbatches > 1 or is_recomputed):
             raise UsageError(
                 f"{called} has a spectral norm that goes on in every forward pass, and microbatches or recomputation "
