@@ -53,12 +53,12 @@ def _forget_mean(module: Any, *_: Any) -> None:
 
 def draw_other_masks(trainer: Trainer) -> None:
     """A different mask: every data rank draws as if it had the first samples."""
-    sharded = trainer.random.sharded
+    samples = trainer.random.samples
 
-    def from_the_start(dim: int, positions: Any, of: int, **options: Any) -> Any:
-        return sharded(dim, range(len(positions)), of, **options)
+    def from_the_start(positions: Any, of: int) -> Any:
+        return samples(range(len(positions)), of)
 
-    trainer.random.sharded = from_the_start  # type: ignore[method-assign]
+    trainer.random.samples = from_the_start  # type: ignore[method-assign]
 
 
 def swap_microbatches(trainer: Trainer) -> None:

@@ -134,8 +134,8 @@ def go_on(comm: Communicator) -> None:
     second.load_state_dict(first.state_dict())
     got += [second(batch(step)).item() for step in range(2, 4)]
     local = second.state_dict(local=True)
-    options: dict[str, Any] = {"dtype": torch.float64, "check": "off"}  # each rank counts the samples that it has seen
-    trainer = uni.parallelize(Net, "dp=2", loss=loss, optimizer=adam, clip=0.1, **options)
+    rules = {"first": "column_gather"}  # under dp a rank would not see all samples that the buffer counts
+    trainer = uni.parallelize(Net, "tp=2", rules=rules, loss=loss, optimizer=adam, clip=0.1, dtype=torch.float64)
     trainer.load_state_dict(second.state_dict())
     got.append(trainer.step(batch(4)).item())
     first.load_state_dict(trainer.state_dict())

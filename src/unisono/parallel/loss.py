@@ -425,7 +425,10 @@ def _leaves_but(value: torch.Tensor, known: Sequence[Any]) -> list[torch.Tensor]
 
 
 def _has_gradient(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> bool:
-    gradients = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
+    try:
+        gradients = torch.autograd.grad(value, leaves, retain_graph=True, allow_unused=True)
+    except RuntimeError:
+        return True  # it passes a parameter that ZeRO 3 has freed
     return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
