@@ -100,7 +100,7 @@ class Relay(nn.Module):
 
 
 class AroundBlocks(nn.Module):
-    """What a pipeline cannot carry: the sum goes round the blocks."""
+    """The sum goes round the blocks."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -347,7 +347,7 @@ def applied(
         order = order_of(plan)
         with random:
             inputs = _example_inputs(plan, example, batch_dim, mesh.index(*DATA))
-            known = None if shown is None else by_names(model, require_stages(model, order), shown.users)
+            known = None if shown is None else by_names(model, require_stages(model, order), shown.users, shown.skips)
             if context is not None and shown is not None and shown.length is not None:
                 context.learn(inputs, shown.length)
             bounds = plan.boundaries or None

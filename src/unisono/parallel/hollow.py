@@ -20,12 +20,18 @@ def hollow(tree: Any) -> Any:
 def hollow_copy(model: nn.Module) -> nn.Module:
     """A copy, so that what a model keeps of a run (tables, masks) is kept elsewhere."""
     full = (tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
-    return copy.deepcopy(model, {id(tensor): _hollow(tensor) for tensor in full})
+    return copy.deepcopy(model, _computed(model) | {id(tensor): _hollow(tensor) for tensor in full})
+
+
+def _computed(model: nn.Module) -> dict[int, torch.Tensor]:
+    """For deepcopy, which refuses tensors with a history: those that hooks keep on modules, as torch.nn.utils.
+    weight_norm does, are computed anew before they are used, so that a copy needs only their shape."""
+    return {id(tensor): _hollow(tensor.detach()) for _, tensor in tensors_in(model) if tensor.grad_fn is not None}
 
 
 def realised_copy(module: nn.Module) -> nn.Module | None:
     """A copy with the values that a hollow module of a draft would have; None where nobody knows them."""
-    values: dict[int, torch.Tensor] = {}
+    values = {id(tensor): tensor.detach().clone() for _, tensor in tensors_in(module) if tensor.grad_fn is not None}
     for _, tensor in tensors_in(module):
         if tensor.is_meta and id(tensor) not in values:
             source = source_of(tensor)

@@ -135,7 +135,7 @@ class Clock:
         """The backward of a pipeline's stage, in halves or whole."""
         model = _model(FEW, self.device)
         x = torch.ones(2, _WIDTH, device=self.device)
-        form = Form((TensorForm(tuple(x.shape), x.dtype, True),), ((0,),), 1, None)
+        form = Form((TensorForm(tuple(x.shape), x.dtype, True),), ((0,),), 1, ())
 
         def call() -> tuple[float]:
             model.zero_grad()

@@ -9,10 +9,12 @@ masks and positions may be made of them on every rank, but are not reported eith
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
+from unisono.errors import UsageError
 from unisono.parallel.pipeline.message import TensorForm
 
 FOREIGN = "unisono_foreign"  # on modules whose parameters are of another stage
@@ -28,6 +30,8 @@ class Foreign:
 
     def __init__(self, model: nn.Module, owned: Container[int]) -> None:
         """`owned` are the ids of the parameters and buffers that stay."""
+        self.is_running = False  # a stage; the modules here cannot be called otherwise
+        self._model = type(model).__name__
         self._hollow: list[tuple[nn.Module, str]] = []
         self._buffers: list[tuple[nn.Module, str]] = []
         for module in model.modules():
@@ -42,8 +46,17 @@ class Foreign:
                     del module._buffers[name]
                     setattr(module, name, buffer)
                     self._buffers.append((module, name))
+        for module in {module for module, _ in self._hollow}:
+            module.register_forward_pre_hook(self._require_stage, prepend=True)
         self._reference = next((p for p in model.parameters() if p.is_floating_point()), None)
         self._lies = _lies(self._reference)
+
+    def _require_stage(self, module: nn.Module, args: Any) -> None:
+        if not self.is_running:
+            raise UsageError(
+                f"{type(module).__name__} was called on a rank that holds a part of {self._model} only, as a pipeline "
+                "does; use trainer.step, trainer.evaluate, trainer.predict or trainer.generate, which run every stage"
+            )
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """The hollow stand-ins."""

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_leaves, tree_map
 
+from unisono.parallel.pipeline.skips import Label
+
 _PLAIN = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.device)
 Key = tuple[Any, ...]
 
@@ -40,9 +42,10 @@ class Form:
     """How a message lies among the arguments of the block that it is for."""
 
     tensors: tuple[TensorForm, ...]
-    places: tuple[tuple[int, ...], ...]  # where each of them stands among the flattened arguments, perhaps twice
+    places: tuple[tuple[int, ...], ...]  # where each stands among the flattened arguments and `labels`, perhaps twice
     arguments: int  # how many flattened arguments there are
-    result: Any  # what the block before returns, with a TensorForm for each tensor
+    results: tuple[Any, ...]  # what each block before returns, with a TensorForm for each tensor
+    labels: tuple[Label, ...] = ()  # of tensors that are carried round the blocks
 
     @property
     def differentiable(self) -> tuple[TensorForm, ...]:
@@ -65,9 +68,15 @@ def form_of_result(result: Any) -> Any:
     return tree_map(leaf, result)
 
 
-def hollow_result(form: Any, device: torch.device) -> Any:
+def hollow_result(form: Any, device: torch.device, writable: bool = False) -> Any:
     """Something of that form to pass along where nobody looks at the numbers."""
-    return tree_map(lambda leaf: leaf.hollow(device) if isinstance(leaf, TensorForm) else leaf, form)
+
+    def made(leaf: Any) -> Any:
+        if not isinstance(leaf, TensorForm):
+            return leaf
+        return leaf.empty(device).zero_() if writable else leaf.hollow(device)
+
+    return tree_map(made, form)
 
 
 def kind_of(inputs: Any) -> Key:

@@ -25,6 +25,7 @@ from unisono.parallel.hollow import hollow, hollow_copy
 from unisono.parallel.pipeline.lending import Lending
 from unisono.parallel.pipeline.message import Form
 from unisono.parallel.pipeline.shadow import Shadow
+from unisono.parallel.pipeline.skips import Skips
 from unisono.parallel.pipeline.split import Cut, require_stages, split
 from unisono.parallel.pipeline.survey import Survey, Users, by_example
 from unisono.parallel.shapes import KnownShapes
@@ -66,6 +67,7 @@ class Foreseen:
 
     users: Users  # the segments of the forward that use each parameter and buffer
     length: int | None  # of the sequences that enter the first block, where they are such
+    skips: Skips
 
 
 def foreseen(model: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen | None:
@@ -104,7 +106,7 @@ def device_of(inputs: Any) -> torch.device:
 def _foreseen(copy: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen:
     with _lengths_entering(copy) as lengths:
         survey: Survey = _played(lambda: by_example(copy, require_stages(copy, schedule), inputs))
-    return Foreseen(survey.by_name(copy), lengths[0] if lengths else None)
+    return Foreseen(survey.by_name(copy), lengths[0] if lengths else None, survey.skips)
 
 
 @contextlib.contextmanager

@@ -137,7 +137,8 @@ def _keep(
         if len(ranks[id(parameter)]) > 1 and rank in ranks[id(parameter)]
     )
     foreign = Foreign(model, {key for key, holders in ranks.items() if rank in holders})
-    stages = tuple(Stage(model, blocks, number, spans[number], foreign) for number in schedule.stages_of(rank))
+    numbers = schedule.stages_of(rank)
+    stages = tuple(Stage(model, blocks, number, spans[number], foreign, survey.skips) for number in numbers)
     users = {
         name: tuple(stage.number for stage in stages if not survey.users[id(parameter)].isdisjoint(stage.span))
         for name, parameter in model.named_parameters()

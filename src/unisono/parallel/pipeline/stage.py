@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import nn
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from unisono.errors import UsageError
 from unisono.parallel.blocks import Blocks
@@ -41,6 +41,7 @@ from unisono.parallel.pipeline.message import (
     kind_of,
     places_of,
 )
+from unisono.parallel.pipeline.skips import Calls, Label, Skips
 
 
 @dataclass
@@ -69,14 +70,25 @@ class _Run:
     hollow: Dependence = field(default_factory=Dependence)  # depends on what is not here
     replaced: dict[int, torch.Tensor] = field(default_factory=dict)  # id of a hollow argument -> what was received
     kept: list[Any] = field(default_factory=list)  # the hollow arguments, so that no other tensor gets their id
-    result: Any = None  # the form of what the last block that ran returned
+    results: list[Any] = field(default_factory=list)  # the forms of what the blocks returned that ran
+    calls: Calls | None = None  # outside the blocks, where tensors are carried round them
     message: tuple[Any, Any] | None = None
 
 
 class Stage:
     """Stage `number` of a pipeline: the blocks `span` of the model, on this rank."""
 
-    def __init__(self, model: nn.Module, blocks: Blocks, number: int, span: range, foreign: Foreign) -> None:
+    def __init__(
+        self,
+        model: nn.Module,
+        blocks: Blocks,
+        number: int,
+        span: range,
+        foreign: Foreign,
+        skips: Skips | None = None,
+    ) -> None:
+        """skips: what the model carries round its blocks, where that is known."""
+        skips = skips or Skips()
         self.model = model
         self.number = number
         self.span = span
@@ -87,6 +99,10 @@ class Stage:
         self._gates = [_Gate(block, place, self) for place, block in enumerate(blocks.modules)]
         self._forms: dict[Key, Form | None] = {}  # of the messages handed on, by kind of microbatch
         self._run: _Run | None = None
+        self._skips_out = tuple(sorted(skips.into(span.stop)))
+        self._skips = frozenset(self._skips_out) | skips.into(span.start)
+        self._is_written = skips.writes
+        self._writes: bool | None = None  # whether the forward writes to its inputs; the first one shows
         self.run_model: Callable[[Any], Any] = lambda inputs: call(model, inputs)
 
     def __repr__(self) -> str:
@@ -106,8 +122,12 @@ class Stage:
         """Run on one microbatch: its inputs, and (but for the first stage) the message of the stage before."""
         self._foreign.follow()
         kind = kind_of(inputs)
+        inputs, versions = self._writable(inputs)
         watching = kind not in self._forms
         run = _Run(received, received_form, self._forms.get(kind), watching)
+        if self._skips:
+            run.calls = Calls(self._skips)
+            run.calls.replaced = run.replaced
         output, ended = None, False
         with self._running(run):
             try:
@@ -115,15 +135,18 @@ class Stage:
                 ended = True
             except _HandOver:
                 pass
+        if self._writes is None:
+            self._writes = any(leaf._version != version for leaf, version in versions)
         if ended != self.is_last:
             self._refuse(f"{self._name(self.span.stop)} was never run, but the forward ended")
         if ended:
+            output = output if run.calls is None else run.calls.real(output)
             if watching:
                 self._require_real(run, output, "the model's output")
                 self._forms[kind] = None
             return Outcome(output)
         assert run.message is not None
-        leaves, _ = tree_flatten(run.message)
+        leaves = self._travelling(run)
         form = self._form(run, leaves) if run.known is None else run.known
         tensors = [leaves[places[0]] for places in form.places]
         if watching:
@@ -135,6 +158,19 @@ class Stage:
             )
         return Outcome(None, tensors, form, watching)
 
+    def _writable(self, inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, int]]]:
+        """A copy of the inputs if the forward writes to them, as each stage runs it; and their versions before."""
+        if self._writes is False:
+            return inputs, []
+        inputs = tree_map(lambda leaf: leaf.clone() if isinstance(leaf, torch.Tensor) else leaf, inputs)
+        return inputs, [(leaf, leaf._version) for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+
+    def _travelling(self, run: _Run) -> list[Any]:
+        """The flattened arguments of the next stage's first block, and what is carried round the blocks to it."""
+        made = run.calls.made if run.calls is not None else {}
+        carried = [made.get(label) for label in self._skips_out]
+        return [*tree_leaves(run.message), *(run.replaced.get(id(tensor), tensor) for tensor in carried)]
+
     def forget(self) -> None:
         """Watch and announce messages anew, as after freezing parameters."""
         self._forms.clear()
@@ -144,7 +180,7 @@ class Stage:
         places = self._blocks.places(self.model)
         for (holder, key), gate in zip(places, self._gates, strict=True):
             holder[key] = gate
-        self._run = run
+        self._run, self._foreign.is_running = run, True
         try:
             with contextlib.ExitStack() as modes:
                 if run.watching:
@@ -155,9 +191,11 @@ class Stage:
                     run.flow.mark(list(run.received))
                     modes.enter_context(run.flow)
                     modes.enter_context(run.hollow)
+                if run.calls is not None:
+                    modes.enter_context(run.calls)
                 yield
         finally:
-            self._run = None
+            self._run, self._foreign.is_running = None, False
             for (holder, key), block in zip(places, self._blocks.modules, strict=True):
                 holder[key] = block
 
@@ -166,8 +204,17 @@ class Stage:
     def pass_gate(self, place: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         run = self._run
         assert run is not None
+        if run.calls is None:
+            return self._passed(run, place, block, args, kwargs)
+        run.calls.is_inside = True
+        result = self._passed(run, place, block, args, kwargs)
+        run.calls.is_inside = False
+        run.calls.label_block(place, result)
+        return result
+
+    def _passed(self, run: _Run, place: int, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if place < self.span.start:
-            return self._skip(run)
+            return self._skip(run, place)
         if self.span.start > 0:
             args, kwargs = self._replace(run, place, args, kwargs)
         if run.watching:
@@ -178,13 +225,12 @@ class Stage:
         result = block(*args, **kwargs)
         if run.watching:
             run.flow.mark(result)
-            if place == self.span.stop - 1:
-                run.result = form_of_result(result)
+            run.results.append(form_of_result(result))
         return result
 
-    def _skip(self, run: _Run) -> Any:
+    def _skip(self, run: _Run, place: int) -> Any:
         assert run.received_form is not None
-        result = hollow_result(run.received_form.result, self.device)
+        result = hollow_result(run.received_form.results[place], self.device, self._is_written)
         if run.watching:
             run.hollow.mark(result)
             run.flow.mark(result)
@@ -202,8 +248,11 @@ class Stage:
                 self._refuse(f"{self._name(place)} got {len(leaves)} arguments, but {form.arguments} were announced")
             for tensor, places in zip(run.received, form.places, strict=True):
                 for position in places:
-                    self._note(run, leaves[position], tensor)
-                    leaves[position] = tensor
+                    if position < form.arguments:
+                        self._note(run, leaves[position], tensor)
+                        leaves[position] = tensor
+                    else:
+                        self._note_carried(run, form.labels[position - form.arguments], tensor)
         else:
             leaves = [run.replaced.get(id(leaf), leaf) for leaf in leaves]
         return tree_unflatten(leaves, spec)
@@ -214,13 +263,24 @@ class Stage:
         if run.replaced.setdefault(id(hollow), tensor) is not tensor:
             del run.replaced[id(hollow)]  # two tensors look alike here: leave it, and have it found hollow later
 
+    def _note_carried(self, run: _Run, label: Label, tensor: torch.Tensor) -> None:
+        own = run.calls.made.get(label) if run.calls is not None else None
+        if own is None or own.shape != tensor.shape:
+            self._refuse(
+                f"{tuple(tensor.shape)} numbers are carried round the blocks to {self._name(self.span.start)}, but the "
+                "forward takes another way on this stage; pass the tensor through the blocks"
+            )
+        self._note(run, own, tensor)
+
     def _form(self, run: _Run, leaves: Sequence[Any]) -> Form:
         travels = [isinstance(leaf, torch.Tensor) and leaf in run.flow for leaf in leaves]
         places = places_of(leaves, travels)
         if not places:
             self._refuse(f"nothing that depends on parameters reaches {self._name(self.span.stop)}")
         tensors = tuple(TensorForm.of(leaves[positions[0]]) for positions in places)
-        return Form(tensors, places, len(leaves), run.result)
+        before = run.received_form.results if run.received_form is not None else ()
+        arguments = len(leaves) - len(self._skips_out)
+        return Form(tensors, places, arguments, (*before, *run.results), self._skips_out)
 
     # ---- what is refused -----------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -26,6 +26,7 @@ from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import Blocks
 from unisono.parallel.pipeline.dependence import Touch, storages_of
 from unisono.parallel.pipeline.inputs import call
+from unisono.parallel.pipeline.skips import Reads, Skips
 
 Users = dict[str, frozenset[int]]  # of a parameter or buffer, by name: the segments that use it
 
@@ -34,11 +35,12 @@ Users = dict[str, frozenset[int]]  # of a parameter or buffer, by name: the segm
 class Survey:
     users: dict[int, frozenset[int]]  # the id of a parameter or buffer -> the segments that use it
     operations: tuple[int, ...] | None = None  # floating-point operations of each segment, if they were counted
+    skips: Skips = field(default_factory=Skips)  # if the model was run
 
     def of_copy(self, model: nn.Module, copy: nn.Module) -> Survey:
         """The survey of a copy of the surveyed model."""
         pairs = zip(held_by(model), held_by(copy), strict=True)
-        return Survey({id(theirs): self.users[id(ours)] for ours, theirs in pairs}, self.operations)
+        return Survey({id(theirs): self.users[id(ours)] for ours, theirs in pairs}, self.operations, self.skips)
 
     def by_name(self, model: nn.Module) -> Users:
         """Of the surveyed model, the segments by the names of parameters and buffers, all of them."""
@@ -52,8 +54,9 @@ def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = 
     here = -1
     counter = FlopCounterMode(display=False)
     marks = [0] * (count_of + 1)
+    reads = Reads()
 
-    def enter(number: int) -> None:
+    def enter(number: int, arguments: Any) -> None:
         nonlocal here
         if number != here + 1:
             raise UsageError(
@@ -62,15 +65,20 @@ def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = 
                 "a pipeline can cut only between blocks that run once each, in order"
             )
         here = number
+        reads.enter_block(number, arguments)
         marks[number] = counter.get_total_flops()
 
     def touched(storage: StorageWeakRef) -> None:
         users.setdefault(storage, set()).add(max(here, 0))
 
-    hooks = [block.register_forward_pre_hook(_entering(enter, i)) for i, block in enumerate(blocks.modules)]
+    hooks = [
+        block.register_forward_pre_hook(_entering(enter, i), with_kwargs=True) for i, block in enumerate(blocks.modules)
+    ]
+    hooks += [block.register_forward_hook(lambda *given: reads.leave_block(given[-1])) for block in blocks.modules]
     try:
-        with left_as_it_was(model), torch.no_grad(), counter if count else contextlib.nullcontext(), Touch(touched):
-            call(model, example)
+        counting = counter if count else contextlib.nullcontext()
+        with left_as_it_was(model), torch.no_grad(), counting, Touch(touched), reads:
+            reads.read_tensors(call(model, example))
     finally:
         for hook in hooks:
             hook.remove()
@@ -80,7 +88,7 @@ def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = 
         )
     marks[0], marks[-1] = 0, counter.get_total_flops()
     operations = tuple(end - start for start, end in pairwise(marks)) if count else None
-    return Survey(_with_names(model, blocks, users), operations)
+    return Survey(_with_names(model, blocks, users), operations, reads.skips(count_of))
 
 
 def by_order(model: nn.Module, blocks: Blocks) -> Survey:
@@ -88,10 +96,10 @@ def by_order(model: nn.Module, blocks: Blocks) -> Survey:
     return Survey(_with_names(model, blocks, {}))
 
 
-def by_names(model: nn.Module, blocks: Blocks, known: Users) -> Survey:
+def by_names(model: nn.Module, blocks: Blocks, known: Users, skips: Skips) -> Survey:
     """Take it from a survey of a model with the same names, of which this one is a part."""
     users = {id(tensor): known[name] for name, tensor in _named(model) if name in known}
-    return Survey(by_order(model, blocks).users | users)
+    return Survey(by_order(model, blocks).users | users, skips=skips)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -100,8 +108,8 @@ def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _entering(enter: Any, number: int) -> Any:
-    def hook(module: nn.Module, args: Any) -> None:
-        enter(number)
+    def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+        enter(number, (args, kwargs))
 
     return hook
 

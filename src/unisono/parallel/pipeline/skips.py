@@ -1,0 +1,168 @@
+"""Skip connections: tensors that a model carries round its blocks, in its own variables.
+
+    x = x + block(x)                     the sum is outside the block
+    skips.append(x); ...; cat([x, skips.pop()])       a U-Net
+
+Every stage runs the model's whole forward, so all make the same calls of torch functions outside the blocks. A result
+of such a call is therefore known to all stages by its label: the instruction of the caller's code, how often it has
+been there before, and the place in what was returned. (Hooks of others, which may not be there in every forward, are
+other code, and do not change the labels of the model's.) Blocks are known by their numbers.
+
+The survey of a model notes which labels are read across each boundary (`Reads`); a stage sends their tensors along with
+the arguments of the next block, and the next one reads them in the place of its own, which have shapes only (`Calls`).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import FrameType
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+
+Call = tuple[str, int, int, int]  # file, first line of the function, instruction, how often; or ("", block, 0, 0)
+Label = tuple[Call, int]  # a call, and the place in its flattened result
+
+_ABOUT = frozenset(
+    ("size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "ndimension", "get_device")
+)  # what asks for the form of a tensor, and for none of its numbers
+_WRITING = frozenset(
+    ("__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ifloordiv__", "__imod__", "__ipow__",
+     "__iand__", "__ior__", "__ixor__", "__ilshift__", "__irshift__")
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Skips:
+    """What a forward does round its blocks."""
+
+    across: tuple[frozenset[Label], ...] = ()  # for each block: what a stage that begins there must be sent beside it
+    writes: bool = False  # whether tensors are written to outside the blocks
+
+    def into(self, block: int) -> frozenset[Label]:
+        return self.across[block] if block < len(self.across) else frozenset()
+
+
+class Calls(TorchFunctionMode):
+    """Counts the calls of torch functions outside the blocks of one forward, and keeps the results that are wanted."""
+
+    def __init__(self, wanted: frozenset[Label]) -> None:
+        super().__init__()
+        self.made: dict[Label, torch.Tensor] = {}
+        self.replaced: dict[int, torch.Tensor] = {}  # id of a tensor of this stage -> what is read in its place
+        self.is_inside = False  # a block
+        self._wanted = wanted
+        self._counts: Counter[tuple[str, int, int]] = Counter()
+
+    def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if self.is_inside:
+            return func(*args, **kwargs)
+        if self.replaced:
+            args, kwargs = self.real((tuple(args), kwargs))
+        self.read(func, (args, kwargs))
+        instruction = _instruction(sys._getframe(1))
+        self._counts[instruction] += 1
+        count = self._counts[instruction]
+        result = func(*args, **kwargs)
+        self.label((*instruction, count), result)
+        return result
+
+    def label_block(self, number: int, result: Any) -> None:
+        self.label(("", number, 0, 0), result)
+
+    def read(self, func: Any, tree: Any) -> None:
+        """A call reads these."""
+
+    def label(self, call: Call, result: Any) -> None:
+        """Give the tensors of a result their labels."""
+        for place, leaf in enumerate(tree_leaves(result)):
+            if isinstance(leaf, torch.Tensor):
+                self.keep((call, place), leaf)
+
+    def keep(self, label: Label, tensor: torch.Tensor) -> None:
+        if label in self._wanted:
+            self.made[label] = tensor
+
+    def real(self, tree: Any) -> Any:
+        """The tree with what was received in the place of this stage's own."""
+        return tree_map(lambda leaf: self.replaced.get(id(leaf), leaf), tree) if self.replaced else tree
+
+
+@dataclass
+class _Seen:
+    made: int  # the segment
+    read: int = -1  # the last one that reads it outside blocks
+    given: int = -1  # the last block that is given it
+
+
+def _instruction(frame: FrameType) -> tuple[str, int, int]:
+    """Where the code that is not torch's is, on whose behalf torch is called."""
+    caller: FrameType | None = frame
+    while caller is not None and caller.f_code.co_filename.startswith(_TORCH):
+        caller = caller.f_back
+    caller = caller or frame
+    return caller.f_code.co_filename, caller.f_code.co_firstlineno, caller.f_lasti
+
+
+_TORCH = os.path.dirname(torch.__file__)
+
+
+class Reads(Calls):
+    """Of a whole forward: the labels that are read in later segments than they were made in."""
+
+    def __init__(self) -> None:
+        super().__init__(frozenset())
+        self.segment = 0
+        self._writes = False
+        self._labels: dict[int, tuple[weakref.ref[torch.Tensor], Label]] = {}
+        self._seen: dict[Label, _Seen] = {}
+
+    def keep(self, label: Label, tensor: torch.Tensor) -> None:
+        known = self._label_of(tensor)
+        if known is None:
+            self._labels[id(tensor)] = (weakref.ref(tensor), label)
+            self._seen[label] = _Seen(self.segment)
+
+    def read(self, func: Any, tree: Any) -> None:
+        name = getattr(func, "__name__", "")
+        if name not in _ABOUT and name != "__get__":
+            self.read_tensors(tree)
+        self._writes |= name in _WRITING or (name.endswith("_") and not name.endswith("__"))
+
+    def read_tensors(self, tree: Any) -> None:
+        for label in map(self._label_of, tree_leaves(tree)):
+            if label is not None:
+                self._seen[label].read = self.segment
+
+    def enter_block(self, number: int, arguments: Any) -> None:
+        self.segment, self.is_inside = number, True
+        for label in map(self._label_of, tree_leaves(arguments)):
+            if label is not None:
+                self._seen[label].given = number
+
+    def leave_block(self, result: Any) -> None:
+        self.is_inside = False
+        self.label_block(self.segment, result)
+
+    def skips(self, blocks: int) -> Skips:
+        """Of a forward over so many blocks."""
+
+        def into(block: int) -> frozenset[Label]:
+            seen = self._seen.items()
+            return frozenset(
+                label for label, each in seen if each.made < block and (each.read >= block or each.given > block)
+            )
+
+        return Skips(tuple(map(into, range(blocks))), self._writes)
+
+    def _label_of(self, leaf: Any) -> Label | None:
+        refer, label = self._labels.get(id(leaf), (None, None))
+        return label if refer is not None and refer() is leaf else None
