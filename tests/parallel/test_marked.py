@@ -4,6 +4,7 @@ gives; and the same stages as a static program."""
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -282,3 +283,46 @@ def test_tensors_made_in_a_stage_are_made_where_it_runs() -> None:
     elsewhere = staged.to("meta")(inputs.to("meta"))
     assert (elsewhere.device.type, elsewhere.shape) == ("meta", (8, 4))
     elsewhere.sum().backward()
+
+
+class Sharing(nn.Module):
+    """Marks its inputs in the forward, as Paddle's users do, and a parameter when it is built."""
+
+    def __init__(self, mesh: Mesh, mark: bool = False) -> None:
+        super().__init__()
+        self.mesh, self.net = mesh, _net()
+        if mark:
+            uni.shard_tensor(self.net.enter.weight, mesh, [uni.Shard(0)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = uni.shard_tensor(x, self.mesh, [uni.Shard(0)])
+        return self.net(x)
+
+
+def marked_inputs(comm: Communicator) -> None:
+    mesh = uni.Mesh((2,), ("dp",))
+    trainer = uni.apply_marks(Sharing(mesh), mesh=mesh, **JOB)
+    loss = trainer.step(_batch(0))
+    inputs, targets = _batch(0)
+    assert loss.item() == pytest.approx(F.cross_entropy(_net()(inputs), targets).item(), rel=1e-9)
+
+
+def test_inputs_may_be_marked_in_the_forward(pools: Pools) -> None:
+    pools("gloo", 2).run(marked_inputs)
+
+
+def marked_and_called(comm: Communicator) -> list[str]:
+    mesh = uni.Mesh((2,), ("mp",))
+    model = Sharing(mesh, mark=True).net
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            model(_batch(0)[0])
+    return [str(warning.message) for warning in told]
+
+
+def test_a_mark_that_nothing_acts_on_warns_once(pools: Pools) -> None:
+    for told in pools("gloo", 2).run(marked_and_called):
+        assert len(told) == 1
+        assert "weight of Linear is marked" in told[0]
+        assert "uni.apply_marks" in told[0]

@@ -8,17 +8,22 @@
     y = uni.reshard(y, mesh, [uni.Shard(0), uni.Replicate()])                   # from here on
 
 A mark counts in every trace of a model that runs into it; run without a trace, a marked function is the function. What
-`shard` and `shard_op` return must be called: if it is dropped without, the next trace is an error.
+`shard` and `shard_op` return must be called: if it is dropped without, the next trace is an error. A module that is
+called while a mark on one of its parameters has not counted yet, and ranks are running, warns.
 """
 
 from __future__ import annotations
 
+import contextlib
+import warnings
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from unisono.comm import world as worlds
@@ -33,6 +38,47 @@ from unisono.mesh.placement import Placement, checked
 _tensors: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 _modules: weakref.WeakKeyDictionary[nn.Module, dict[str, Wish]] = weakref.WeakKeyDictionary()
 _stages: weakref.WeakKeyDictionary[nn.Module, dict[str, Wish]] = weakref.WeakKeyDictionary()
+_unread: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameters whose marks nothing has acted on yet
+_is_applied = 0  # how many blocks of `applied` are open
+_warning: Any = None  # the hook that warns, while it is needed
+
+
+@contextlib.contextmanager
+def applied() -> Iterator[None]:
+    """In the block a model runs under the plan that its marks made: those in its forward have nothing left to do."""
+    global _is_applied
+    _is_applied += 1
+    try:
+        yield
+    finally:
+        _is_applied -= 1
+
+
+def _warn_if_called(tensor: torch.Tensor, wish: Wish) -> None:
+    """The mark of a parameter changes nothing by itself."""
+    global _warning
+    if isinstance(tensor, nn.Parameter) and worlds.is_initialized() and worlds.world().size > 1:
+        _unread[tensor] = wish
+        if _warning is None:
+            _warning = register_module_forward_pre_hook(_require_read)
+
+
+def _require_read(module: nn.Module, args: Any) -> None:
+    global _warning
+    if not _is_applied and recorder() is None:
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in _unread:
+                warnings.warn(
+                    f"{_unread[parameter]}: {name} of {type(module).__name__} is marked, but nothing has acted on the "
+                    "mark, so this call computes with all of it on every rank; train with what uni.apply_marks or "
+                    "uni.to_static gives, or put what uni.shard_tensor returned in its place",
+                    RuntimeWarning,
+                    stacklevel=4,
+                )
+                del _unread[parameter]
+    if not len(_unread) and _warning is not None:
+        _warning.remove()
+        _warning = None
 
 
 def shard_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> torch.Tensor:
@@ -42,8 +88,11 @@ def shard_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placemen
     recording = recorder()
     if recording is not None:
         return tensor if recording.is_parameter(tensor, wish) else noted(tensor, Note(wish))
+    if _is_applied:
+        return tensor
     if not isinstance(tensor, DTensor):
         _tensors[tensor] = wish
+        _warn_if_called(tensor, wish)
         tensor.untyped_storage()._unisono_wish = (tensor.shape, wish)  # type: ignore[attr-defined]
     if not worlds.is_initialized():
         return tensor
@@ -56,7 +105,7 @@ def reshard(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -
     _require_tensor("reshard", tensor)
     if recorder() is not None:
         return noted(tensor, Note(Wish(mesh, checked(placements, mesh, tensor.dim()), line=calling_line())))
-    if not worlds.is_initialized():
+    if _is_applied or not worlds.is_initialized():
         checked(placements, mesh, tensor.dim())
         return tensor
     return moves.reshard(tensor, mesh, placements)
@@ -84,6 +133,7 @@ def mark(module: nn.Module, name: str, mesh: Mesh, placements: Sequence[Placemen
     wish = Wish(mesh, checked(placements, mesh, held[name].dim()), line=calling_line())
     marked = _modules.setdefault(module, {})
     add_wish(marked, name, wish)
+    _warn_if_called(held[name], wish)
 
 
 def _mark_stage(module: nn.Module, name: str, mesh: Mesh) -> None:
@@ -108,7 +158,9 @@ def stages_for(model: nn.Module) -> dict[str, Wish]:
 
 
 def wishes_for(model: nn.Module) -> dict[str, Wish]:
-    """What is marked among a model's parameters and buffers, by name."""
+    """What is marked among a model's parameters and buffers, by name. Who asks acts on it."""
+    for parameter in model.parameters():
+        _unread.pop(parameter, None)
     found: dict[str, Wish] = {}
     for listed in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in listed:

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment, producers
 from unisono.graph.finding import find
-from unisono.graph.marks import stages_for, wishes_for
+from unisono.graph.marks import applied, stages_for, wishes_for
 from unisono.graph.option import REPLICATE
 from unisono.graph.program import Model
 from unisono.graph.recording import dry_run
@@ -70,17 +70,20 @@ def apply_marks(
     whole = model if isinstance(model, nn.Module) else build(model, seed)
     plan, rules = plan_of_marks(whole, mesh, loss, example)
     plan = plan.but(zero=zero, microbatches=microbatches, schedule=schedule)
-    return parallelize(
-        whole if isinstance(model, nn.Module) else lambda: whole,
-        plan,
-        loss=loss,
-        optimizer=optimizer,
-        example=example,
-        rules=rules,
-        clip=clip,
-        seed=seed,
-        dtype=dtype,
-    )
+    with applied():
+        trainer = parallelize(
+            whole if isinstance(model, nn.Module) else lambda: whole,
+            plan,
+            loss=loss,
+            optimizer=optimizer,
+            example=example,
+            rules=rules,
+            clip=clip,
+            seed=seed,
+            dtype=dtype,
+        )
+    trainer.model.forward = applied()(trainer.model.forward)
+    return trainer
 
 
 def require_example(example: Any) -> None:
