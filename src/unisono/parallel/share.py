@@ -52,6 +52,17 @@ def shares(batch: Any, count: int, dim: BatchDim = 0) -> list[Share]:
     return [share(batch, index, count, dim) for index in range(count)]
 
 
+def whole_of(parts: list[Share], dim: BatchDim = 0) -> Any:
+    """The batch that was cut into these parts, in whatever order they come; on the device of the first of them."""
+    parts = sorted(parts, key=lambda part: part.positions.start)
+    columns = zip(*(tree_flatten(part.batch)[0] for part in parts), strict=True)
+    leaves = [
+        column[0] if along is None else torch.cat([leaf.to(column[0].device) for leaf in column], along)
+        for column, along in zip(columns, dims_of(parts[0].batch, dim), strict=True)
+    ]
+    return tree_unflatten(leaves, tree_flatten(parts[0].batch)[1])
+
+
 @contextmanager
 def run_on(part: Share) -> Iterator[None]:
     """The scope of a model's run on a part. One without rows is run as well, so that ranks stay in step; not every

@@ -41,10 +41,10 @@ from unisono.parallel.layout import layout_of
 from unisono.parallel.loss import Loss
 from unisono.parallel.precision import Precision
 from unisono.parallel.region import Region
-from unisono.parallel.share import Share, first_rows, first_samples, share
+from unisono.parallel.share import Share, first_rows, first_samples, share, whole_of
 from unisono.parallel.snapshot import whole_tensors
 from unisono.parallel.trainer import Trainer
-from unisono.plan.plan import Plan
+from unisono.plan.plan import DATA, Plan
 from unisono.verify.fingerprint import (
     TOLERANCE,
     Difference,
@@ -223,21 +223,22 @@ class _Proof:
         started = time.perf_counter()
         rounded = rounded_step(model, self._job, first_samples(batch, few, self._dim))
         seconds = (time.perf_counter() - started) * rows / max(few, 1)
-        self._is_quick = seconds < _VERY_QUICK
         self._samples = rows if seconds < _QUICK else max(few, min(rows, int(rows * _STEPS / self._plan.world)))
         some = first_samples(batch, self._samples, self._dim)
         if self._samples > few:
+            started = time.perf_counter()
             rounded = rounded_step(model, self._job, some)
+            seconds = (time.perf_counter() - started) * rows / self._samples
+        self._is_quick = seconds < _VERY_QUICK
         self._plain = plain_step(model, self._job, some, rounded)
 
     # ---- under the plan --------------------------------------------------------------------------------------------
 
     def end_on(self, trainer: Trainer, batch: Any) -> None:
         """For a trainer that was made without an example: its first batch is one."""
-        if isinstance(batch, Share) and len(batch.positions) < batch.of:
-            self._obstacle = self._obstacle or "ranks were given shares of the first batch; pass example="
-        batch = batch.batch if isinstance(batch, Share) else batch
         started = time.perf_counter()
+        if isinstance(batch, Share):
+            batch = whole_of(trainer.mesh.comm(*DATA).all_gather_object(batch), self._dim)
         if self._reduced is None and not self._obstacle:
             self._follow(trainer)
             failure = None
