@@ -47,10 +47,10 @@ from unisono.mesh.philox import Stream, words
 from unisono.mesh.region import Part, Positions, Runs, runs_of
 
 KINDS = ("dropout", "attention")
-# Set by a strategy that follows the forward pass and knows of each call, by its shape and kind, which part this rank
-# holds: given what the scopes say, it returns what holds.
-Locate = Callable[[Sequence[int], str, dict[int, Part]], dict[int, Part]]
 Key = tuple[str, int]  # a call for random numbers in a step: the module's name, and how often it has drawn before
+# Set by a strategy that follows the forward pass and knows of each call, by its shape, kind and key, which part this
+# rank holds: given what the scopes say, it returns what holds.
+Locate = Callable[[Sequence[int], str, dict[int, Part], Key | None], dict[int, Part]]
 _CALL = torch.nn.Module._call_impl.__code__
 # How many random bits a number in [0, 1) of each dtype has.
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
@@ -129,6 +129,9 @@ class RandomState:
         self._scopes: list[_Scope] = []
         self._microbatch_depth = 0
         self.sample_dims: Mapping[Key, SampleDim] | None = None
+        # The shapes of calls on one device, where they are known, and of how many samples
+        self.full_shapes: Mapping[Key, tuple[int, ...]] | None = None
+        self.full_samples = 1
         self.step = step
 
     @property
@@ -220,7 +223,7 @@ class RandomState:
                 dim = wanted % len(shape)
                 parts[dim] = scope.part.within(parts[dim]) if dim in parts else scope.part
         if self.locate is not None:
-            parts = self.locate(shape, kind, parts)
+            parts = self.locate(shape, kind, parts, key)
         return {
             dim: _fitted(part, shape, dim, samples.alternates and dim == samples.dim) for dim, part in parts.items()
         }
@@ -236,6 +239,15 @@ class RandomState:
                 "same numbers in every forward pass, or use dp=1 and microbatches=1"
             )
         return found
+
+    def full_shape(self, key: Key | None) -> tuple[int, ...] | None:
+        """The shape that a call has on one device, for a batch of `full_samples`."""
+        if self.full_shapes is None or key is None:
+            return None
+        if key in self.full_shapes:
+            return self.full_shapes[key]
+        calls = sum(site == key[0] for site, _ in self.full_shapes)
+        return self.full_shapes.get((key[0], key[1] % calls)) if calls else None
 
     def _of_call_before(self, key: Key) -> SampleDim | None:
         """What holds where the model is called several times in a step: each call draws as the first one."""

@@ -11,6 +11,7 @@ and the other way round:
     split            cut             all-gather          whole -> this rank's piece
     gather_to_use    all-gather      reduce-scatter      a piece -> whole, used by every rank in another way
     reduce_to_piece  reduce-scatter  all-gather          a part of a sum -> this rank's piece of the sum
+    count_once       (nothing)       zero, but on rank 0  whole, whose gradient all ranks compute and is summed later
 
 `lengths` are those of all ranks' pieces along `dim`; they may differ.
 
@@ -76,6 +77,10 @@ def gather_to_use(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicato
 
 def reduce_to_piece(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
     return x if comm.size == 1 else _ReduceToPiece.apply(x, dim % x.dim(), lengths, comm)
+
+
+def count_once(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
+    return x if comm.size == 1 else _CountOnce.apply(x, comm.rank == 0)
 
 
 def before_start(x: torch.Tensor) -> int | None:
@@ -203,6 +208,17 @@ class _ReduceToPiece(torch.autograd.Function):
         if torch.is_grad_enabled():
             return gather_to_use(grad, ctx.dim, ctx.lengths, ctx.comm), None, None, None
         return _joined(grad, ctx.dim, ctx.lengths, ctx.comm), None, None, None
+
+
+class _CountOnce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, counts: bool) -> torch.Tensor:
+        ctx.counts = counts
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return grad if ctx.counts else grad * 0, None
 
 
 def unlinked(x: torch.Tensor) -> torch.Tensor:

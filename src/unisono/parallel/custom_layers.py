@@ -58,7 +58,8 @@ Sharding = Mapping[str, int | str | None]  # of each tensor: the dim that is sha
 
 def is_plain(module: nn.Module) -> bool:
     """Whether a layer is what its class in torch says, and no more."""
-    is_known = type(module) in _PLAIN or (type(module).__name__ == "Conv1D" and "nf" in vars(module))
+    is_transposed = type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
+    is_known = type(module) in _PLAIN or is_transposed
     if not is_known or "forward" in vars(module) or weight_hooks(module):
         return False
     if isinstance(module, nn.MultiheadAttention):
@@ -169,7 +170,8 @@ class _OwnForward:
         y = self._own(self.region.enter(x))
         if self.style.kind == "column_gather":
             return conjugates.gather(y, -1, lengths_of(self.cut.split), self.region.comm)
-        self.region.locate_inside(sorted({self.cut.size, *part_lengths(self.cut.size, self.cut.parts)}))
+        totals = sorted({self.cut.size, *part_lengths(self.cut.size, self.cut.parts)})
+        self.region.locate_inside(totals, self.cut.split if len(self.cut.parts) > 1 else None)
         return y
 
     def _row(self, x: torch.Tensor) -> torch.Tensor:

@@ -2,13 +2,15 @@
 width, cuts through every head instead: `x.view(batch, tokens, self.heads, -1)` fits half the columns as well, and each
 rank then computes attention of the wrong kind, in the right shape. So the first step compares: what attentions sum over
 must be as wide as in the whole model, which is run hollow on the same inputs.
+
+That run also tells the full shape of every call for random numbers, and with it along which dim ranks share them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from unisono.errors import UsageError
+from unisono.mesh.random import Draw, Key, RandomState
+from unisono.mesh.region import Part
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.hollow import hollow, hollow_copy
 from unisono.parallel.pipeline.inputs import call
@@ -71,6 +75,21 @@ class HeadWidth:
             return in_attention, in_products
         return set(), set()
 
+    def drawn_shapes(self, inputs: Any) -> dict[Key, tuple[int, ...]] | None:
+        """Shapes of the full model's calls for random numbers in training; None where it cannot run hollow."""
+        if self._whole is None:
+            return None
+        shapes = _Shapes(self._whole)
+        self._whole.train()
+        try:
+            with no_side_effects(self._whole), torch.no_grad(), torch.device("meta"), KnownShapes(), shapes:
+                call(self._whole, hollow(inputs))
+            return shapes.found
+        except Exception:  # a branch that depends on data, a size that is not known
+            return None
+        finally:
+            self._whole.eval()
+
     def _require(self, allowed: set[int]) -> Tell:
         def require(width: int) -> None:
             if width not in allowed:
@@ -82,6 +101,32 @@ class HeadWidth:
                 )
 
         return require
+
+
+class _Shapes(RandomState):
+    """Notes the calls of a model's modules for random numbers."""
+
+    counts_meta = True
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(0)
+        self.name_modules(model)
+        self.found: dict[Key, tuple[int, ...]] = {}
+
+    def draw(
+        self,
+        shape: Sequence[int],
+        kind: str = "dropout",
+        parts: Mapping[int, Part] | None = None,
+        *,
+        like: torch.Tensor | None = None,
+        may_be_whole: bool = False,
+    ) -> Draw:
+        site = self._site()
+        key = (site, self._calls[site])
+        self._calls[site] += 1
+        self.found[key] = tuple(shape)
+        return Draw((0, 0, *key), tuple(shape), {})
 
 
 class _Widths(TorchFunctionMode):

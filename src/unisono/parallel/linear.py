@@ -149,6 +149,7 @@ class ColumnParallelLinear(_ParallelLinear):
         split = packed(int(self.transposed), part_lengths(self.out_features, parts), region.comm.size)
         self.lengths = lengths_of(split)
         self.totals = sorted({self.out_features, *part_lengths(self.out_features, parts)})
+        self.packed = split if len(parts) > 1 else None
         self.weight = pieces.cut(linear.weight, split)  # type: ignore[arg-type]
         whole_bias: Any = linear.bias
         bias_split = packed(0, part_lengths(self.out_features, parts), region.comm.size)
@@ -160,7 +161,7 @@ class ColumnParallelLinear(_ParallelLinear):
         y = deferred.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
         if self.gather_output:
             return conjugates.gather(y, -1, self.lengths, self.region.comm)
-        self.region.locate_inside(self.totals)
+        self.region.locate_inside(self.totals, self.packed)
         return y
 
 

@@ -5,12 +5,16 @@ user's loss is written for whole logits. So within `in_pieces()` the head return
 tensor of the whole shape, which reshapes and slices as one, and of which F.cross_entropy is taken piece by piece. Any
 other function is given the whole, gathered on the spot: slower, never wrong.
 
+An autograd.Function (a model's own, or that of a module's backward hook) would compute the gradient of the whole for
+what is a piece: in the block Function.apply is given whole logits.
+
 Code that reads a tensor past torch's Python functions would see the piece; whether a loss does is tried on one sample.
 """
 
 from __future__ import annotations
 
 import contextlib
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -27,6 +31,8 @@ from unisono.parallel.tensor_pieces import TP, lengths_of
 from unisono.parallel.vocabulary import vocab_parallel_cross_entropy
 
 _is_wanted = False
+_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that may give pieces
+_plain_apply: Any = None  # of torch.autograd.Function, while another is in its place
 _GATHERED = "unisono_gathered"
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -55,10 +61,31 @@ def in_pieces(wanted: bool = True) -> Iterator[None]:
     """In the block, heads give pieces: what reads their output is a loss."""
     global _is_wanted
     before, _is_wanted = _is_wanted, wanted
+    if wanted and len(_heads):
+        _give_functions_whole_logits()
     try:
         yield
     finally:
         _is_wanted = before
+        if not before:
+            _restore_functions()
+
+
+def _give_functions_whole_logits() -> None:
+    global _plain_apply
+    if _plain_apply is None:
+        _plain_apply = vars(torch.autograd.Function)["apply"]
+        torch.autograd.Function.apply = classmethod(_apply_to_whole)  # type: ignore[method-assign, assignment]
+
+
+def _apply_to_whole(cls: Any, *args: Any, **kwargs: Any) -> Any:
+    return _plain_apply.__get__(None, cls)(*map(whole_of_piece, args), **kwargs)
+
+
+def _restore_functions() -> None:
+    global _plain_apply
+    if _plain_apply is not None:
+        torch.autograd.Function.apply, _plain_apply = _plain_apply, None  # type: ignore[method-assign]
 
 
 def keep_in_pieces(head: nn.Module, vocabulary: int, comm: Communicator) -> None:
@@ -71,6 +98,7 @@ def keep_in_pieces(head: nn.Module, vocabulary: int, comm: Communicator) -> None
         return conjugates.gather(output, -1, lengths, comm)
 
     head.register_forward_hook(leave)
+    _heads.add(head)
 
 
 class LogitsPiece(torch.Tensor):

@@ -64,24 +64,24 @@ _PUBLISHED = {
     "replicate": "whole",
 }
 
-# Models that publish no plan, by the class of the module that the names are relative to.
-_KNOWN: dict[str, dict[str, str]] = {
-    "TransformerEncoderLayer": {"self_attn": "heads", "linear1": "column", "linear2": "row"},
-    "TransformerDecoderLayer": {
+# Models that publish no plan, by the package and class of the module that the names are relative to.
+_KNOWN: dict[tuple[str, str], dict[str, str]] = {
+    ("torch", "TransformerEncoderLayer"): {"self_attn": "heads", "linear1": "column", "linear2": "row"},
+    ("torch", "TransformerDecoderLayer"): {
         "self_attn": "heads",
         "multihead_attn": "heads",
         "linear1": "column",
         "linear2": "row",
     },
-    "GPT2Model": {"wte": "vocab"},
-    "GPT2Block": {
+    ("transformers", "GPT2Model"): {"wte": "vocab"},
+    ("transformers", "GPT2Block"): {
         "attn": "heads:num_heads,split_size",
         "attn.c_attn": "column:qkv",
         "attn.c_proj": "row",
         "mlp.c_fc": "column",
         "mlp.c_proj": "row",
     },
-    "BertLayer": {
+    ("transformers", "BertLayer"): {
         "attention.self": "heads:num_attention_heads,all_head_size",
         "attention.self.query": "column",
         "attention.self.key": "column",
@@ -183,11 +183,29 @@ def published(model: nn.Module) -> dict[str, str] | None:
 
 
 def known(model: nn.Module) -> dict[str, str]:
-    """Rules for the layers that unisono knows by their class."""
+    """Rules for the layers that unisono knows by their class, where its parts are of that package too: others may have
+    the same names and compute something else."""
     rules = {}
     for name, module in model.named_modules():
         if type(module) is nn.MultiheadAttention and "forward" not in vars(module) and name:
             rules[name] = "heads"
-        for relative, text in _KNOWN.get(type(module).__name__, {}).items():
-            rules[f"{name}.{relative}".lstrip(".")] = text
+        package = type(module).__module__.partition(".")[0]
+        for relative, text in _KNOWN.get((package, type(module).__name__), {}).items():
+            if _is_of_package(module, relative, package):
+                rules[f"{name}.{relative}".lstrip(".")] = text
     return rules
+
+
+def _is_of_package(module: nn.Module, relative: str, package: str) -> bool:
+    """Whether a module and those on the way to the one of the relative name run the forward of their own class in the
+    package; the last may be any layer, as rules for layers are checked by themselves."""
+    around = relative.split(".")[:-1]
+    modules = [module]
+    for child in around:
+        if not hasattr(modules[-1], child):
+            return False
+        modules.append(getattr(modules[-1], child))
+    last = getattr(modules[-1], relative.rpartition(".")[2], None)
+    if isinstance(last, nn.Module) and any(True for _ in last.children()):
+        modules.append(last)
+    return all(type(each).__module__.partition(".")[0] == package and "forward" not in vars(each) for each in modules)

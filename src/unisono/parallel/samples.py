@@ -319,7 +319,7 @@ class _Watch(RandomState):
             self._seen[key] = _Call.of(shape, like, self._rows)
         else:
             parts = self._compared(key, tuple(shape), like, self._part)
-        return parts if self.locate is None else self.locate(shape, kind, parts)
+        return parts if self.locate is None else self.locate(shape, kind, parts, key)
 
     def _compared(self, key: Key, shape: tuple[int, ...], like: torch.Tensor | None, part: range) -> dict[int, Part]:
         whole = self._seen.get(key)

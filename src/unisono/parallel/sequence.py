@@ -12,7 +12,9 @@ one's exit they are gathered. Parameters in between that are whole (norms, biase
 only, so their gradients add up along "tp", which their layouts say.
 
 A module in a block that needs all tokens but is not sharded by columns and rows (attention with a norm over all heads,
-layers without a rule) runs on the full sequence, as without sp: its input is gathered, its output sharded again.
+layers without a rule) runs on the full sequence, as without sp: its input is gathered, its output sharded again. What
+the block hands it besides, such as a bias made of the block's own parameters, gets its full gradient on every rank,
+of which one counts in the sum.
 
 The sequence's length need not be a multiple of tp.
 """
@@ -25,11 +27,13 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh import dropout
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.random import Key
 from unisono.mesh.region import Part
 from unisono.parallel import conjugates
 from unisono.parallel.blocks import Blocks, find_blocks
@@ -100,7 +104,9 @@ class SequenceRegion(Region):
         """Dropouts from here on are not in the blocks."""
         super().locate_outside()
 
-    def _outside(self, shape: Sequence[int], kind: str, parts: dict[int, Part]) -> dict[int, Part]:
+    def _outside(
+        self, shape: Sequence[int], kind: str, parts: dict[int, Part], key: Key | None = None
+    ) -> dict[int, Part]:
         if kind == "attention" or len(shape) < 3:
             raise UsageError(
                 f"sequence parallelism: a dropout outside the tensor-parallel regions works on a tensor of shape "
@@ -131,6 +137,7 @@ class SequenceParallel:
         self.blocks = blocks
         self._full = full
         self._inside = SequenceRegion(comm)
+        self._given: list[torch.Tensor] = []  # to the block that is running
         self._outside = Region(comm)
 
     @classmethod
@@ -157,10 +164,11 @@ class SequenceParallel:
                     add_up(parameter, "tp")
             for name, module in block.named_modules(prefix=self.blocks.name(number)):
                 if name in self._full:
-                    module.forward = partial(self._run_full, module.forward)
+                    module.forward = partial(self._run_full, name, module.forward)
 
     def _run_block(self, forward: Forward, is_first: bool, is_last: bool, *args: Any, **kwargs: Any) -> Any:
         region = self._inside
+        self._given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         if is_first and args:
             args = _first_replaced(args, region.cut)
         elif is_first:
@@ -170,20 +178,24 @@ class SequenceParallel:
         try:
             outputs = forward(*args, **kwargs)
         finally:
+            self._given = []
             region.locate_elsewhere()
         if not is_last:
             return outputs
         return region.join(outputs) if isinstance(outputs, torch.Tensor) else _first_replaced(outputs, region.join)
 
-    def _run_full(self, forward: Forward, *args: Any, **kwargs: Any) -> Any:
+    def _run_full(self, name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Hidden states, and others of their width beside them, are gathered; every rank computes the same."""
         region = self._inside
         hidden = next(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
         lengths = region._pieces_of(hidden.shape[DIM])
 
         def gathered(leaf: Any) -> Any:
-            is_hidden = isinstance(leaf, torch.Tensor) and leaf.shape == hidden.shape
-            return conjugates.gather(leaf, DIM, lengths, region.comm) if is_hidden else leaf
+            if not isinstance(leaf, torch.Tensor):
+                return leaf
+            if leaf.shape == hidden.shape:
+                return conjugates.gather(leaf, DIM, lengths, region.comm)
+            return conjugates.count_once(leaf, region.comm) if self._is_made_in_block(name, leaf) else leaf
 
         region.locate_elsewhere()
         try:
@@ -192,6 +204,37 @@ class SequenceParallel:
             region.locate_outside()
         sharded = partial(conjugates.split, dim=DIM, lengths=lengths, comm=region.comm)
         return sharded(outputs) if isinstance(outputs, torch.Tensor) else _first_replaced(outputs, sharded)
+
+    def _is_made_in_block(self, name: str, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is made of the running block's parameters, not of what the block was given."""
+        if not tensor.requires_grad or any(tensor is each for each in self._given):
+            return False
+        given = {each.grad_fn for each in self._given if each.grad_fn is not None}
+        leaves = {id(each) for each in self._given if each.is_leaf}
+        reached = _origins(tensor, given)
+        is_given = [node in given or id(getattr(node, "variable", None)) in leaves for node in reached]
+        if any(is_given) and not all(is_given):
+            raise UsageError(
+                f"sp runs {name} on the full sequence, and its block gives it a tensor of shape {tuple(tensor.shape)} "
+                "that is made of both the block's parameters and its inputs; make it inside that module, or leave sp out"
+            )
+        return not any(is_given)
+
+
+def _origins(tensor: torch.Tensor, stops: set[Any]) -> set[Any]:
+    """Nodes of autograd's graph in which the tensor's history ends: leaves, and those of `stops`."""
+    found, seen, left = set(), set(), [tensor.grad_fn]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        following = [each for each, _ in node.next_functions if each is not None]
+        if node in stops or not following:
+            found.add(node)
+        else:
+            left += following
+    return found
 
 
 def _first_replaced(values: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:

@@ -347,6 +347,8 @@ class Trainer:
         if self.head_width is None:
             yield
             return
+        self.random.full_shapes = self.head_width.drawn_shapes(inputs)
+        self.random.full_samples = first_rows(inputs, inputs_dim(self.batch_dim))
         with self.head_width.required(inputs):
             yield
         self.head_width = None

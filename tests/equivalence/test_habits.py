@@ -1,0 +1,41 @@
+"""Models with habits of their own under tensor parallelism: the result is that of one device, or a refusal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+import unisono as uni
+from tests.equivalence import habits
+from tests.equivalence.proof import prove, refused
+from tests.ranks import RankPool
+
+Pools = Callable[[str, int], RankPool]
+ALL = [name for name, value in vars(habits).items() if isinstance(value, uni.Task)]
+REFUSED = {
+    ("folded_heads", "tp=2"): "which of its dims tp=2 shards cannot be told",
+    ("folded_heads", "tp=2,sp"): "which of its dims tp=2 shards cannot be told",
+    ("own_encoder_layer", "tp=2,sp"): "inside a block does not go with sequence parallelism",
+    ("shared_blocks", "tp=2,sp"): "leave sp out",
+    ("gated_by_input", "tp=2,sp"): "would give blocks.0.gate a piece of the sequence",
+}
+CASES = [(name, plan) for name in ALL for plan in ("tp=2", "tp=2,sp")]
+
+
+@pytest.mark.parametrize(("name", "plan"), [case for case in CASES if case not in REFUSED])
+def test_the_result_is_that_of_one_device(pools: Pools, name: str, plan: str) -> None:
+    verdict = pools("gloo", 2).run(prove, "habits", name, plan)[0]
+    assert verdict.equivalent, verdict
+
+
+@pytest.mark.parametrize("name", ["late_heads", "packed_dropout", "scaled_heads", "shared_blocks"])
+def test_the_result_is_that_of_one_device_with_data_parallelism(pools: Pools, name: str) -> None:
+    verdict = pools("gloo", 4).run(prove, "habits", name, "dp=2,tp=2")[0]
+    assert verdict.equivalent, verdict
+
+
+@pytest.mark.parametrize(("name", "plan"), REFUSED)
+def test_what_cannot_be_right_is_refused(pools: Pools, name: str, plan: str) -> None:
+    for message in pools("gloo", 2).run(refused, "habits", name, plan):
+        assert REFUSED[name, plan] in message
