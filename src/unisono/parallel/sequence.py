@@ -216,7 +216,7 @@ class SequenceParallel:
         if any(is_given) and not all(is_given):
             raise UsageError(
                 f"sp runs {name} on the full sequence, and its block gives it a tensor of shape {tuple(tensor.shape)} "
-                "that is made of both the block's parameters and its inputs; make it inside that module, or leave sp out"
+                "that is made of both the block's parameters and its inputs; make it in that module, or leave sp out"
             )
         return not any(is_given)
 
