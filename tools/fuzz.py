@@ -27,7 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
-from random_models import FAMILIES, job  # noqa: E402
+from random_models import FAMILIES, Drawn, job  # noqa: E402
 from random_plans import plans  # noqa: E402
 
 from tests.pairs import EQUIVALENT, KINDS, Outcome, Pairs  # noqa: E402
@@ -36,7 +36,7 @@ from unisono.verify.record import Record  # noqa: E402
 from unisono.verify.task import Task  # noqa: E402
 
 MODELS_OF_A_SEED = 1_000_000
-PLANS_OF_A_MODEL = 4
+PLANS_OF_A_MODEL = 5
 
 
 class Pair(NamedTuple):
@@ -105,12 +105,13 @@ def _tried(ranks: Pairs, options: argparse.Namespace) -> Iterator[tuple[Any, Out
     faults = _faults(options.again) if options.again else None
     seeds = range(options.seed * MODELS_OF_A_SEED, (options.seed + 1) * MODELS_OF_A_SEED)
     for model in seeds if faults is None else faults:
-        source = job(model, options.family)
+        drawn = job(model, options.family)
+        source = drawn.text
         reference = _reference(ranks, source)
         if reference is None:
             yield None, Outcome(EQUIVALENT), 0.0
             continue
-        for pair in _pairs(model, source, options.only) if faults is None else faults[model]:
+        for pair in _pairs(model, drawn, options.only) if faults is None else faults[model]:
             began = time.monotonic()
             outcome = ranks.outcome(load, source, pair.plan, reference)
             yield pair, outcome, time.monotonic() - began
@@ -126,9 +127,8 @@ def _faults(log: Path) -> dict[int, list[Pair]]:
     return found
 
 
-def _pairs(model: int, source: str, only: str = "") -> list[Pair]:
-    drawn = plans(model, PLANS_OF_A_MODEL, only, "uni.nn.MoE" in source)
-    return [Pair(model, number, plan) for number, plan in enumerate(drawn)]
+def _pairs(model: int, drawn: Drawn, only: str = "") -> list[Pair]:
+    return [Pair(model, *each) for each in enumerate(plans(model, PLANS_OF_A_MODEL, drawn.traits, only))]
 
 
 def _reference(ranks: Pairs, source: str) -> Record | None:
@@ -142,9 +142,10 @@ def _reference(ranks: Pairs, source: str) -> Record | None:
 
 def _replay(options: argparse.Namespace) -> int:
     model, _, number = options.replay.partition("/")
-    source = job(int(model), options.family)
+    drawn = job(int(model), options.family)
+    source = drawn.text
     print(source)
-    pairs = _pairs(int(model), source, options.only)
+    pairs = _pairs(int(model), drawn, options.only)
     if options.plan:
         pairs = [Pair(int(model), 0, options.plan)]
     elif number:
@@ -182,7 +183,7 @@ def _note(options: argparse.Namespace, pair: Pair, outcome: Outcome, seconds: fl
         options.save.mkdir(parents=True, exist_ok=True)
         file = options.save / f"model_{pair.model}_{pair.number}.py"
         told = "\n".join(f"# {line}" for line in outcome.text.strip().splitlines()[-12:])
-        file.write_text(f"{job(pair.model, options.family)}\n# {outcome.kind} under {pair.plan}\n{told}\n")
+        file.write_text(f"{job(pair.model, options.family).text}\n# {outcome.kind} under {pair.plan}\n{told}\n")
 
 
 def _axes(plan: str) -> str:

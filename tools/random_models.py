@@ -1,15 +1,16 @@
 """Random training jobs, as source text: models, losses, optimizers and batches as strangers write them.
 
-`job(seed)` is the text of a Python file that defines `task`, a uni.Task. The same seed gives the same text. Sizes are
-tiny and come from a few numbers, so that samples, tokens, heads and widths are often equal: code that tells a dim by
-its size is found out.
+`job(seed)` has the text of a Python file that defines `task`, a uni.Task, and what plans should know of it. The same
+seed gives the same text. Sizes are tiny and come from a few numbers, so that samples, tokens, heads and widths are
+often equal: code that tells a dim by its size is found out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
-from random_parts import Source, activation, block, dropout, embedding, feed_forward, linear, module, norm
+from random_parts import Source, Traits, activation, block, dropout, embedding, feed_forward, linear, module, moe, norm
 from random_training import OPTIMIZERS, Job, add_odd_features, draw_loss, draw_optimizer
 
 _HEADER = '''"""Random job {seed} ({family})."""
@@ -24,7 +25,12 @@ import unisono as uni
 '''
 
 
-def job(seed: int, family: str | None = None) -> str:
+class Drawn(NamedTuple):
+    text: str  # of a Python file
+    traits: Traits
+
+
+def job(seed: int, family: str | None = None) -> Drawn:
     source = Source(seed)
     drawn = source.pick(*(name for name, weight in FAMILIES.items() for _ in range(weight)))
     family = family or drawn
@@ -42,7 +48,7 @@ def job(seed: int, family: str | None = None) -> str:
     lines.append(optimizer)
     lines.append(_batch(made))
     lines.append(f"task = uni.Task(model=model, loss=loss, optimizer=optimizer, batch=batch, clip={clip})\n")
-    return "\n".join(lines)
+    return Drawn("\n".join(lines), source.traits)
 
 
 def _class(made: Job) -> str:
@@ -67,7 +73,8 @@ def _model(source: Source) -> str:
         lines.append("    for p in net.parameters():\n        if p.ndim > 1:\n            nn.init.normal_(p, std=0.2)")
     if source.chance(0.05):
         lines.append("    net.apply(lambda m: m.register_forward_pre_hook(lambda module, args: None))")
-    if source.chance(0.05):
+    if not source.is_tame and source.chance(0.1):
+        source.unfit("dp cp zero microbatches")
         lines.append(
             "    for p in filter(lambda p: p.requires_grad, net.parameters()):\n"
             "        p.register_hook(lambda g: g.clamp(-0.5, 0.5))"
@@ -84,7 +91,8 @@ def _batch(made: Job) -> str:
 
 
 def _samples(source: Source) -> int:
-    return source.number(2, 4, 4, 4, 4, 5, 6, 8, 3)
+    source.traits.samples = source.number(2, 4, 4, 4, 4, 5, 6, 8, 3)
+    return source.traits.samples
 
 
 def _body(source: Source, count: int, layer: Callable[[], str]) -> tuple[list[str], list[str]]:
@@ -94,9 +102,13 @@ def _body(source: Source, count: int, layer: Callable[[], str]) -> tuple[list[st
     same = len(set(layers)) == 1
     made = f"nn.ModuleList({layers[0]} for _ in range({count}))" if same else f"nn.ModuleList([{', '.join(layers)}])"
     loop = [f"for layer in self.{name}:", "    x = layer(x)"]
-    match source.pick(
-        "list", "list", "list", "list", "sequential", "twice", "skips", "first", "weighted", "exit", "residual", "named"
-    ):
+    source.traits.blocks = count
+    if not same:
+        source.unfit("sp cp recompute")
+    kinds = ["list", "list", "list", "list", "sequential", "skips", "first", "weighted", "residual", "named"]
+    kind = source.pick(*kinds, *([] if source.is_tame else ["twice", "exit"]))
+    source.unfit({"twice": "pp", "exit": "pp zero3 microbatches dp cp", "named": "cp sp recompute"}.get(kind, ""))
+    match kind:
         case "sequential":
             return [f"self.{name} = nn.Sequential({', '.join(layers)})"], [f"x = self.{name}(x)"]
         case "twice":
@@ -130,7 +142,8 @@ def _language(source: Source) -> Job:
     heads = source.number(2, 2, 4)
     width = heads * source.number(2, 4, 4)
     length, samples, vocabulary = source.number(4, 6, 8), _samples(source), source.number(8, 11, 16)
-    has_experts = source.chance(0.15)
+    source.traits.length = length
+    has_experts = source.chance(0.25)
     init = [f"self.tokens = {embedding(source, vocabulary, width)}"]
     forward = ["x = self.tokens(x)"]
     match source.pick("embedding", "embedding", "parameter", "sines", "none", "dropped"):
@@ -146,18 +159,20 @@ def _language(source: Source) -> Job:
             )
             forward.append("x = x + self.sines[: x.shape[1]]")
         case "dropped":
+            source.unfit("cp")
             init += [f"self.positions = nn.Embedding({length}, {width})", "self.table_drop = nn.Dropout(0.2)"]
             forward.append("x = x + self.table_drop(self.positions.weight)")
     if source.chance(0.2):
         init.append("self.embed_drop = nn.Dropout(0.1)")
         forward.append("x = self.embed_drop(x)")
-    made_body = _body(source, source.number(2, 2, 3), lambda: block(source, width, heads, has_experts=has_experts))
+    made_body = _body(source, source.number(2, 2, 3, 4), lambda: block(source, width, heads, has_experts=has_experts))
     init, forward = init + made_body[0], forward + made_body[1]
     init.append(f"self.norm = {norm(source, str(width))}")
     forward.append("x = self.norm(x)")
     batch = [f"x = torch.randint({vocabulary}, ({samples}, {length}), generator=g)"]
     match source.pick("head", "head", "tied", "tied_weight", "pooled", "last", "scaled"):
         case "pooled" | "last" as kind:
+            source.unfit("cp")
             pooled = "x.mean(1)" if kind == "pooled" else source.pick("x[:, -1]", "x[:, 0]", "x.amax(1)")
             init.append(f"self.head = {linear(source, str(width), '4')}")
             forward.append(f"return self.head({pooled})")
@@ -197,6 +212,7 @@ def _vectors(source: Source) -> Job:
             case "mlp":
                 return hidden
             case "batch_norm":
+                source.unfit("microbatches")
                 options = source.pick("", ", momentum=None", ", affine=False", ", track_running_stats=False")
                 init[1] = f"self.norm = nn.BatchNorm1d({width}{options})"
             case "group_norm":
@@ -248,6 +264,7 @@ def _images(source: Source) -> Job:
                 "classes",
             )
         case "unet":
+            source.unfit("pp tp recompute")
             init = [
                 f"self.down1 = nn.Conv2d(3, {width}, 3, padding=1)",
                 f"self.down2 = nn.Conv2d({width}, {2 * width}, 3, stride=2, padding=1)",
@@ -279,6 +296,9 @@ def _images(source: Source) -> Job:
                 return {source.pick("x + ", "")}self.drop(y)
         """,
     )
+    if "Batch" in norms:
+        source.unfit("microbatches")
+    source.unfit("tp")
     body = _body(source, source.number(2, 3), lambda: "ConvBlock()")
     init = [f"self.stem = nn.Conv2d(3, {width}, 3, padding=1)", *body[0], f"self.head = nn.Linear({width}, 4)"]
     pool = source.pick("x.mean((2, 3))", "F.adaptive_avg_pool2d(x, 1).flatten(1)", "F.max_pool2d(x, 8).flatten(1)")
@@ -288,7 +308,9 @@ def _images(source: Source) -> Job:
 def _recurrent(source: Source) -> Job:
     samples, length, width, vocabulary = _samples(source), source.number(4, 6), source.number(4, 8), 11
     cell = source.pick("nn.RNN", "nn.GRU", "nn.LSTM")
-    options = source.pick("", ", num_layers=2", ", num_layers=2, dropout=0.2", ", bidirectional=True")
+    source.unfit("tp pp recompute")
+    dropped = [] if source.is_tame else [", num_layers=2, dropout=0.2"]
+    options = source.pick("", ", num_layers=2", ", bidirectional=True", *dropped)
     doubled = 2 * width if "bidirectional" in options else width
     init = [
         f"self.tokens = {embedding(source, vocabulary, width)}",
@@ -308,11 +330,12 @@ def _recurrent(source: Source) -> Job:
 def _time_major(source: Source) -> Job:
     """(tokens, samples, width) inside, as torch's recurrent layers and its language-model tutorial have it."""
     samples, length, width, vocabulary = _samples(source), source.number(4, 6, 8), source.number(4, 8), 11
+    source.unfit("tp pp recompute")
     rate = source.pick("0.0", "0.2")
     inner = source.pick(
         f"nn.TransformerEncoder(nn.TransformerEncoderLayer({width}, 2, {2 * width}, dropout={rate}), 2)",
         f"nn.GRU({width}, {width})",
-        f"nn.LSTM({width}, {width}, num_layers=2, dropout=0.2)",
+        f"nn.LSTM({width}, {width}, num_layers=2)",
     )
     init = [
         f"self.tokens = nn.Embedding({vocabulary}, {width})",
@@ -321,7 +344,7 @@ def _time_major(source: Source) -> Job:
         f"self.inner = {inner}",
         f"self.head = nn.Linear({width}, {vocabulary})",
     ]
-    turned = source.chance(0.5)
+    turned = source.is_tame or source.chance(0.5)
     forward = [f"x = self.tokens(x{'.t()' if turned else ''})", "x = self.drop(x + self.positions[: len(x)])"]
     forward.append("x = self.inner(x)" if "Transformer" in inner else "x, _ = self.inner(x)")
     forward.append(f"return self.head(x){'.transpose(0, 1)' if turned else ''}")
@@ -338,7 +361,9 @@ def _time_major(source: Source) -> Job:
 def _pair(source: Source) -> Job:
     samples, width, vocabulary = _samples(source), source.number(4, 8), 11
     there, here = source.number(4, 6), source.number(4, 6)
+    source.unfit("pp recompute")
     if source.chance(0.5):
+        source.unfit("tp")
         inner = f"nn.Transformer({width}, 2, 1, 1, {2 * width}, dropout={source.pick('0.0', '0.1')}, batch_first=True)"
         init = [f"self.inner = {inner}"]
         mask = "nn.Transformer.generate_square_subsequent_mask(b.shape[1])"
@@ -382,12 +407,91 @@ def _pair(source: Source) -> Job:
     return Job(init, [*forward, "return self.head(y)"], [*inputs, wrapped, y], "tokens", "a, b", vocabulary)
 
 
+def _decoder(source: Source) -> Job:
+    """As Hugging Face writes decoders: positions are computed once, and given to every block."""
+    heads, size = source.number(2, 4), source.number(2, 4)
+    width, length, samples = heads * size, source.number(4, 8, 8), _samples(source)
+    vocabulary, count, groups = source.number(8, 16), source.number(2, 3, 4), source.number(heads, heads, 2)
+    source.traits.length, source.traits.heads, source.traits.blocks = length, groups, count
+    given, passed = source.pick("x, cos, sin|cos, sin", "x, positions=None|positions=positions").split("|")
+    _define_decoder_layer(source, width, heads, groups, given, passed)
+    init = [
+        f"self.embed_tokens = {embedding(source, vocabulary, width)}",
+        f"self.layers = nn.ModuleList(DecoderLayer() for _ in range({count}))",
+        f"self.norm = {norm(source, str(width))}",
+        f"self.lm_head = nn.Linear({width}, {vocabulary}, bias=False)",
+        f'self.register_buffer("inverse", 100.0 ** (-torch.arange(0, {size}, 2).float() / {size}), persistent=False)',
+    ]
+    if source.chance(0.3) and "Sequential" not in init[0]:
+        init.append("self.lm_head.weight = self.embed_tokens.weight")
+    forward = [
+        "angle = torch.outer(torch.arange(x.shape[1], device=x.device).to(self.inverse.dtype), self.inverse)",
+        "angle = torch.cat((angle, angle), -1)" + source.pick("", "[None, None]"),
+        "x = self.embed_tokens(x)",
+        "cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)",
+        *(["positions = (cos, sin)"] if "positions" in passed else []),
+        "for layer in self.layers:",
+        f"    x = layer(x, {passed})",
+        "x = self.norm(x)",
+        "return self.lm_head(x)",
+    ]
+    batch = [f"{each} = torch.randint({vocabulary}, ({samples}, {length}), generator=g)" for each in "xy"]
+    return Job(init, forward, batch, "tokens", classes=vocabulary)
+
+
+def _define_decoder_layer(source: Source, width: int, heads: int, groups: int, given: str, passed: str) -> None:
+    size, bias, drop = width // heads, source.pick("True", "False"), source.pick("", "", "0.1")
+    mlp_layer = moe(source, width) if source.chance(0.25) else feed_forward(source, width)
+    init = [
+        f"self.{name}_proj = nn.Linear({width}, {outputs}, bias={bias})"
+        for name, outputs in (("q", width), ("k", groups * size), ("v", groups * size), ("o", width))
+    ]
+    body = ["cos, sin = positions"] if "positions" in passed else []
+    body.append(f"shape = (*x.shape[:-1], -1, {size})")
+    body += [f"{name} = self.{name}_proj(x).view(shape).transpose(1, 2)" for name in "qkv"]
+    body.append("q, k = q * cos + rotate(q) * sin, k * cos + rotate(k) * sin")
+    source.define(
+        "rotate",
+        """
+        def rotate(x):
+            a, b = x.chunk(2, -1)
+            return torch.cat((-b, a), -1)
+        """,
+    )
+    options = f", dropout_p={drop} if self.training else 0.0" if drop else ""
+    if groups != heads and source.chance(0.5):
+        body.append(f"k, v = (y.repeat_interleave({heads // groups}, dim=1) for y in (k, v))")
+    elif groups != heads:
+        options += ", enable_gqa=True"
+    body.append(f"y = F.scaled_dot_product_attention(q, k, v, is_causal=True{options})")
+    body.append("return self.o_proj(y.transpose(1, 2).reshape(*x.shape[:-1], -1))")
+    source.define("SelfAttention", module("SelfAttention", init, body, given))
+    init = [
+        "self.self_attn = SelfAttention()",
+        f"self.mlp = {mlp_layer}",
+        f"self.input_layernorm = {norm(source, str(width))}",
+        f"self.post_attention_layernorm = {norm(source, str(width))}",
+    ]
+    body = [f"x = x + self.self_attn(self.input_layernorm(x), {passed})"]
+    body.append("return x + self.mlp(self.post_attention_layernorm(x))")
+    source.define("DecoderLayer", module("DecoderLayer", init, body, given))
+
+
 _FAMILIES: dict[str, Callable[[Source], Job]] = {
     "language": _language,
+    "decoder": _decoder,
     "vectors": _vectors,
     "images": _images,
     "recurrent": _recurrent,
     "time_major": _time_major,
     "pair": _pair,
 }
-FAMILIES = {"language": 9, "vectors": 5, "images": 3, "recurrent": 2, "time_major": 1, "pair": 1}  # how often
+FAMILIES = {
+    "language": 8,
+    "decoder": 5,
+    "vectors": 5,
+    "images": 3,
+    "recurrent": 2,
+    "time_major": 1,
+    "pair": 1,
+}  # how often

@@ -8,6 +8,20 @@ from __future__ import annotations
 
 import random
 import textwrap
+from dataclasses import dataclass, field
+
+
+@dataclass
+class Traits:
+    """What is known of a model while it is drawn, for plans that it can be trained under."""
+
+    samples: int = 0
+    length: int = 0  # tokens of a sequence that runs through the blocks; 0: there is none
+    heads: int = 0
+    blocks: int = 0  # of which a pipeline makes stages
+    experts: bool = False
+    # Words of plans that are refused: dp, tp, pp, cp, sp, ep, zero, zero3, microbatches, recompute (that is, full).
+    unfit: set[str] = field(default_factory=set)
 
 
 class Source:
@@ -16,6 +30,12 @@ class Source:
     def __init__(self, seed: int | str) -> None:
         self._random = random.Random(seed)
         self.parts: dict[str, str] = {}  # definitions by name, in the order in which they are needed
+        self.traits = Traits()
+        self.is_tame = self.chance(0.7)  # without what most plans refuse
+
+    def unfit(self, words: str) -> None:
+        """Notes that plans with these words are refused for what was just drawn."""
+        self.traits.unfit.update(words.split())
 
     def pick(self, *options: str) -> str:
         return self._random.choice(options)
@@ -37,7 +57,7 @@ class Source:
 def linear(source: Source, inputs: str, outputs: str, odd: float = 0.12) -> str:
     """A linear layer; sometimes a subclass, a parametrized or a normed one."""
     plain = f"nn.Linear({inputs}, {outputs})"
-    if not source.chance(odd):
+    if not source.chance(odd / 4 if source.is_tame else odd):
         return plain if source.chance(0.8) else f"nn.Linear({inputs}, {outputs}, bias=False)"
     match source.pick(
         "scaled", "weight_norm", "old_weight_norm", "spectral", "old_spectral", "lora", "symmetric", "hook"
@@ -57,8 +77,10 @@ def linear(source: Source, inputs: str, outputs: str, odd: float = 0.12) -> str:
         case "old_weight_norm":
             return f"nn.utils.weight_norm({plain})"
         case "spectral":
+            source.unfit("tp microbatches recompute")
             return f"nn.utils.parametrizations.spectral_norm({plain})"
         case "old_spectral":
+            source.unfit("tp microbatches recompute")
             return f"nn.utils.spectral_norm({plain})"
         case "lora":
             source.define(
@@ -249,6 +271,8 @@ _BIAS = {
 def attention(source: Source, width: int, heads: int) -> str:
     """Self-attention in one of the spellings that people use."""
     spelling = source.pick("fused", "fused", "separate", "separate", "grouped", "torch", "einsum", "hand", "linear")
+    if spelling in ("torch", "einsum", "hand", "linear"):
+        source.unfit("cp")
     if spelling == "torch":
         source.define(
             "TorchAttention",
@@ -316,6 +340,10 @@ def _projected_attention(source: Source, spelling: str, width: int, heads: int) 
     name = f"Attention{len(source.parts)}"
     groups = source.number(1, 2) if spelling == "grouped" else heads
     positions = source.pick("", "", "rotary", "rotary", "bias") if width // heads % 2 == 0 else ""
+    if positions:
+        source.unfit("cp")  # they are counted inside the blocks
+    if groups == 1:
+        source.unfit("tp")
     if positions == "rotary":
         source.define("rotary", _ROTARY[source.pick(*_ROTARY)])
     bias = source.pick(*_BIAS, "relative") if positions == "bias" else ""
@@ -472,6 +500,7 @@ def block(source: Source, width: int, heads: int, mixer: str | None = None, has_
     """A residual block of attention (or another mixer of tokens) and a feed-forward layer."""
     name = f"Block{len(source.parts)}"
     mixer = mixer or attention(source, width, heads)
+    source.traits.heads = heads
     mlp_layer = moe(source, width) if has_experts else feed_forward(source, width)
     attn, mlp = source.pick("attn mlp", "attention feed_forward", "self_attn ffn", "mixer mlp").split()
     init = [
@@ -513,16 +542,67 @@ def block(source: Source, width: int, heads: int, mixer: str | None = None, has_
 
 def moe(source: Source, width: int) -> str:
     options = source.pick("", ", gated=True", ", aux_weight=0.01", ", capacity_factor=1.0", ", bias=False")
+    source.traits.experts = True
+    if "aux" in options or "capacity" in options:
+        source.unfit("microbatches pp sp cp" if "capacity" in options else "microbatches pp sp")
+    if source.chance(0.35):
+        return stacked_experts(source, width)
     return f"uni.nn.MoE({width}, {2 * width}, experts=4, top_k={source.number(1, 2)}{options})"
+
+
+def stacked_experts(source: Source, width: int) -> str:
+    """A router and experts whose weights are stacked, as transformers writes them."""
+    source.unfit("tp sp")
+    source.define(
+        "Experts",
+        """
+        class Experts(nn.Module):
+            _is_expert_parallel = False
+
+            def __init__(self, width, hidden, experts):
+                super().__init__()
+                self.num_experts = experts
+                self.gate_up_proj = nn.Parameter(torch.randn(experts, 2 * hidden, width) / width**0.5)
+                self.down_proj = nn.Parameter(torch.randn(experts, width, hidden) / hidden**0.5)
+
+            def forward(self, hidden_states, top_k_index, top_k_weights):
+                out = torch.zeros_like(hidden_states)
+                visited = F.one_hot(top_k_index, self.num_experts).permute(2, 1, 0)
+                for expert in range(self.num_experts):
+                    choice, token = torch.where(visited[expert])
+                    gate, up = F.linear(hidden_states[token], self.gate_up_proj[expert]).chunk(2, dim=-1)
+                    made = F.linear(F.silu(gate) * up, self.down_proj[expert])
+                    out.index_add_(0, token, (made * top_k_weights[token, choice, None]).to(out.dtype))
+                return out
+        """,
+    )
+    source.define(
+        "SparseMLP",
+        """
+        class SparseMLP(nn.Module):
+            def __init__(self, width, hidden, experts, top_k):
+                super().__init__()
+                self.top_k = top_k
+                self.gate = nn.Linear(width, experts, bias=False)
+                self.experts = Experts(width, hidden, experts)
+
+            def forward(self, x):
+                tokens = x.reshape(-1, x.shape[-1])
+                weights, chosen = self.gate(tokens).softmax(-1).topk(self.top_k, dim=-1)
+                weights = weights / weights.sum(-1, keepdim=True)
+                return self.experts(tokens, chosen, weights).view_as(x)
+        """,
+    )
+    return f"SparseMLP({width}, {2 * width}, 4, {source.number(1, 2)})"
 
 
 # ---- embeddings ------------------------------------------------------------------------------------------------------
 
 
 def embedding(source: Source, vocabulary: int, width: int) -> str:
-    match source.pick(
-        "plain", "plain", "plain", "plain", "scaled", "padding", "max_norm", "sparse", "by_freq", "small"
-    ):
+    kinds = ["plain", "plain", "plain", "plain", "scaled", "padding", "small"]
+    kind = source.pick(*kinds, *([] if source.is_tame else ["max_norm", "sparse", "by_freq"]))
+    match kind:
         case "scaled":
             source.define(
                 "ScaledEmbedding",
@@ -540,10 +620,13 @@ def embedding(source: Source, vocabulary: int, width: int) -> str:
         case "padding":
             return f"nn.Embedding({vocabulary}, {width}, padding_idx=0)"
         case "max_norm":
+            source.unfit("dp cp microbatches")
             return f"nn.Embedding({vocabulary}, {width}, max_norm=1.0)"
         case "sparse":
+            source.unfit("dp cp zero")
             return f"nn.Embedding({vocabulary}, {width}, sparse=True)"
         case "by_freq":
+            source.unfit("dp cp tp microbatches")
             return f"nn.Embedding({vocabulary}, {width}, scale_grad_by_freq=True)"
         case "small":
             return f"nn.Sequential(nn.Embedding({vocabulary}, 4), nn.Linear(4, {width}, bias=False))"

@@ -88,16 +88,32 @@ class Reverse(torch.autograd.Function):
 """
 
 
+_UNFIT = {  # words of plans that are refused for them
+    "mixes samples": "dp microbatches",
+    "reads the batch size": "dp microbatches",
+    "counts steps": "microbatches",
+    "running mean": "dp cp microbatches",
+    "branches by data": "dp cp microbatches zero3",
+    "branches by sample": "cp",
+    "vmap": "tp recompute",
+    "drops whole layers": "pp",
+    "max over dim 1": "cp",
+    "sum over dim 1": "cp",
+    "rolls": "cp",
+}
+
+
 def add_odd_features(source: Source, made: Job) -> None:
     last = made.forward[-1]
-    if source.chance(0.3) and ("(x" in last or "x @" in last):
+    if source.chance(0.1 if source.is_tame else 0.4) and ("(x" in last or "x @" in last):
         name = source.pick(*_ODD)
         init, lines = _ODD[name]
         if name == "gradient reversal":
             source.define("Reverse", _REVERSE)
+        source.unfit(_UNFIT.get(name, ""))
         made.init += init
         made.forward[-1:] = [f"# {name}" if lines else f"# ({name})", *lines, last]
-    if source.chance(0.15):
+    if source.chance(0.12):
         _more_outputs(source, made)
 
 
@@ -106,8 +122,11 @@ def _more_outputs(source: Source, made: Job) -> None:
     value = made.forward[-1].removeprefix("return ")
     made.plain = False
     weight = "sum(p.pow(2).sum() for p in self.parameters() if p.ndim > 1)"
-    kinds = ["dict", "tuple", "weights", "tasks", "entropy", "penalty", "own_loss"]
-    match source.pick(*kinds, *["input_penalty"] * (made.outputs == "numbers")):
+    kinds = ["dict", "tuple", "tasks", *([] if source.is_tame else ["weights", "entropy", "penalty", "own_loss"])]
+    kind = source.pick(*kinds, *["input_penalty"] * (made.outputs == "numbers" and not source.is_tame))
+    source.unfit({"weights": "tp zero3 pp", "tasks": "pp"}.get(kind, ""))
+    source.unfit("dp microbatches cp" if kind in ("entropy", "penalty", "own_loss") else "")
+    match kind:
         case "dict":
             made.forward[-1:] = [f"out = {value}", 'return {"logits": out}']
         case "tuple":
@@ -222,6 +241,7 @@ OPTIMIZERS = [
     "hooked_step(torch.optim.AdamW(parameters, lr=1e-2))",
     "torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)",
 ]
+_RARELY_SHARDED = ("torch.optim.LBFGS", "torch.optim.Adafactor", "hooked_step")
 _LION = """
 class Lion(torch.optim.Optimizer):
     def __init__(self, parameters, lr, betas=(0.9, 0.99)):
@@ -261,7 +281,9 @@ def hooked_step(optimizer):
 
 
 def draw_optimizer(source: Source, known: list[str]) -> str:
-    made = source.pick(*known)
+    made = source.pick(*(each for each in known if not source.is_tame or not each.startswith(_RARELY_SHARDED)))
+    if made.startswith(_RARELY_SHARDED):
+        source.unfit("zero zero3 tp pp ep")
     for name, code in (("Lion", _LION), ("grouped", _GROUPED), ("hooked_step", _HOOKED_STEP)):
         if made.startswith(name):
             source.define(name, code)

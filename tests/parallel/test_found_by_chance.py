@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -16,6 +17,8 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.graph.trace import trace
+from unisono.parallel.expert import MoE
+from unisono.parallel.samples import find_samples
 from unisono.parallel.sequence import require_sound_blocks
 from unisono.parallel.share import run_on, shares
 from unisono.parallel.tensor import require_shareable
@@ -23,6 +26,7 @@ from unisono.parallel.tokenwise import require_tokenwise
 from unisono.plan.plan import Plan
 from unisono.verify.float64 import InDouble
 from unisono.verify.on_mesh import OnMesh
+from unisono.verify.self_check import parallelize
 from unisono.verify.task import Task
 from unisono.verify.verify import verify_here
 
@@ -433,3 +437,61 @@ def check_recomputed(comm: Communicator) -> None:
 
 def test_a_recomputation_inside_a_region_leaves_it_for_the_next_microbatch(pools: Pools) -> None:
     pools("gloo", 2).run(check_recomputed)
+
+
+class Balanced(nn.Module):
+    """Experts with a capacity, which is of the whole batch under any plan, and an output made of all samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.experts, self.head = (
+            nn.Embedding(9, 8),
+            MoE(8, 16, experts=4, top_k=2, capacity_factor=1.0),
+            nn.Linear(8, 9),
+        )
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        out = self.head(self.experts(self.table(x)))
+        return out, out.softmax(-1).mean(0).log().sum()
+
+
+def with_balance(outputs: tuple[torch.Tensor, torch.Tensor], targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs[0].flatten(0, 1), targets.flatten()) + 0.1 * outputs[1]
+
+
+def test_outputs_of_all_samples_are_found_beside_experts_with_a_capacity() -> None:
+    torch.manual_seed(0)
+    model = Balanced().double()
+    with pytest.raises(UsageError, match=r"output\[1\] is of shape \(\) for any number of samples"):
+        find_samples(model, (TOKENS, TOKENS), loss=with_balance)
+    assert find_samples(model, (TOKENS, TOKENS), loss=lambda outputs, targets: outputs[0].sum()) is not None
+    assert model.experts.capacity_factor == 1.0
+
+
+class Normed(nn.Module):
+    """torch's first weight_norm keeps a tensor with a history on its layer, which copy.deepcopy refuses."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)
+            self.blocks = nn.ModuleList(nn.utils.weight_norm(nn.Linear(6, 6)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x).tanh()
+        return x
+
+
+def check_copies(comm: Communicator, plan: str) -> str:
+    torch.manual_seed(0)
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    trainer = parallelize(Normed(), plan, loss=F.cross_entropy, optimizer=optimizer, check="full")
+    trainer.step(vectors(0))
+    return trainer.proof
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+def test_tensors_with_a_history_are_copied_for_the_self_check(pools: Pools, plan: str) -> None:
+    for proof in pools("gloo", 2).run(check_copies, plan):
+        assert "proved on your model" in proof

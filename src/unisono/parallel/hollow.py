@@ -17,23 +17,26 @@ def hollow(tree: Any) -> Any:
     return tree_map(_hollow, tree)
 
 
+def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+    """As copy.deepcopy, also of modules that hold tensors with a history, which deepcopy refuses: torch.nn.utils.
+    weight_norm keeps the product of its parameters, and computes it anew before it is used."""
+    computed = {id(tensor): tensor.detach().clone() for _, tensor in tensors_in(module) if tensor.grad_fn is not None}
+    return copy.deepcopy(module, computed | (memo or {}))
+
+
 def hollow_copy(model: nn.Module) -> nn.Module:
     """A copy, so that what a model keeps of a run (tables, masks) is kept elsewhere."""
     full = (tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
-    return copy.deepcopy(model, _computed(model) | {id(tensor): _hollow(tensor) for tensor in full})
-
-
-def _computed(model: nn.Module) -> dict[int, torch.Tensor]:
-    """For deepcopy, which refuses tensors with a history: those that hooks keep on modules, as torch.nn.utils.
-    weight_norm does, are computed anew before they are used, so that a copy needs only their shape."""
-    return {id(tensor): _hollow(tensor.detach()) for _, tensor in tensors_in(model) if tensor.grad_fn is not None}
+    computed = (tensor for _, tensor in tensors_in(model) if tensor.grad_fn is not None)
+    memo = {id(tensor): _hollow(tensor.detach()) for tensor in computed}
+    return deep_copy(model, memo | {id(tensor): _hollow(tensor) for tensor in full})
 
 
 def realised_copy(module: nn.Module) -> nn.Module | None:
     """A copy with the values that a hollow module of a draft would have; None where nobody knows them."""
-    values = {id(tensor): tensor.detach().clone() for _, tensor in tensors_in(module) if tensor.grad_fn is not None}
+    values: dict[int, torch.Tensor] = {}
     for _, tensor in tensors_in(module):
-        if tensor.is_meta and id(tensor) not in values:
+        if tensor.is_meta and tensor.grad_fn is None and id(tensor) not in values:
             source = source_of(tensor)
             if source is None:
                 return None
@@ -41,7 +44,7 @@ def realised_copy(module: nn.Module) -> nn.Module | None:
             value = draft.value(name)
             is_parameter = isinstance(tensor, nn.Parameter)
             values[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-    return copy.deepcopy(module, values)
+    return deep_copy(module, values)
 
 
 def _hollow(leaf: Any) -> Any:

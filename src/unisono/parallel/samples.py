@@ -10,8 +10,9 @@ Between the runs
 - the halves, with the random numbers that belong to their samples, must give the halves of the outputs: else the model
   mixes samples or reads the size of the batch, and is refused by the name of the first module that shows it.
 
-BatchNorm, whose statistics the plan makes global, is left out of the comparison. Of a model without values only the
-shapes are compared; one that cannot be run here is taken to have samples along dim 0 of everything.
+BatchNorm, whose statistics the plan makes global, and the capacity of uni.nn.MoE, which it makes global too, are left
+out of the comparison. Of a model without values only the shapes are compared; one that cannot be run here is taken to
+have samples along dim 0 of everything.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from unisono.mesh.random import Key, RandomState, SampleDim
 from unisono.mesh.region import Part
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.even_experts import evenly_visited
-from unisono.parallel.expert import collect_aux, needs_whole_batch
+from unisono.parallel.expert import MoE, collect_aux
 from unisono.parallel.hollow import hollow_copy, realised_copy
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.rehearsal import device_of
@@ -142,7 +143,7 @@ class _Trial:
         places = _output_places(full, parts[0], self._job.rows, len(self._job.halves[0]))
         if not self._has_values:
             self._watch.require_certain_order(places)
-        elif not self._job.may_mix and not needs_whole_batch(self._model):
+        elif not self._job.may_mix:
             places = self._apart(full, parts, places)
         return Samples(self._watch.found, places)
 
@@ -156,6 +157,7 @@ class _Trial:
                     scopes.enter_context(scope)
             scopes.enter_context(_undisturbed(self._model))
             scopes.enter_context(_without_batch_statistics(self._model))
+            scopes.enter_context(_without_capacity(self._model))
             scopes.enter_context(torch.no_grad())
             scopes.enter_context(self._watch)
             before = self._buffers()
@@ -538,6 +540,19 @@ def _without_batch_statistics(model: nn.Module) -> Iterator[None]:
     finally:
         for module in changed:
             del module.forward
+
+
+@contextlib.contextmanager
+def _without_capacity(model: nn.Module) -> Iterator[None]:
+    """In the block, every MoE is dropless: which tokens exceed its capacity depends on the whole batch."""
+    limited = [(moe, moe.capacity_factor) for moe in model.modules() if isinstance(moe, MoE)]
+    for moe, _ in limited:
+        moe.capacity_factor = None
+    try:
+        yield
+    finally:
+        for moe, factor in limited:
+            moe.capacity_factor = factor
 
 
 def _normalised(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:

@@ -6,7 +6,6 @@ outputs and, as gradients, those of the inputs and of every parameter.
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,6 +15,7 @@ from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.mesh.draws import held_fast
+from unisono.parallel.hollow import deep_copy
 from unisono.parallel.layout import layout_of
 from unisono.parallel.rules import Rules
 
@@ -159,7 +159,7 @@ def together(full: nn.Module, rules: Rules, ranks: int, compute: Callable[[nn.Mo
     holder = nn.ModuleDict({"probed": full})
     named = {f"probed.{relative}".strip("."): text for relative, text in rules.items()}
     kept = {id(parameter): parameter for parameter in holder.parameters()}  # sharding copies what it needs of them
-    shared = [copy.deepcopy(holder, dict(kept)) for _ in range(ranks)]
+    shared = [deep_copy(holder, dict(kept)) for _ in range(ranks)]
     for rank, module in enumerate(shared):
         shard(module, named, _SimulatedRank(rank, meeting))
     outcomes: list[Any] = [None] * ranks

@@ -6,7 +6,6 @@ plan = choose(task, world, hardware)                   # what Engine(plan="auto"
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache, cached_property
@@ -24,6 +23,7 @@ from unisono.parallel.blocks import Blocks, find_blocks
 from unisono.parallel.cut_dims import cut_dims
 from unisono.parallel.even_experts import evenly_visited
 from unisono.parallel.expert import MoE
+from unisono.parallel.hollow import deep_copy
 from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.split import blocks_of
 from unisono.parallel.precision import HALVES
@@ -285,7 +285,7 @@ def _shortened(model: nn.Module, blocks: Blocks | None) -> tuple[nn.Module, int]
     """A model with two of its blocks, where all are alike, and how often the second of them stands in the whole."""
     if blocks is None or not blocks.path or len(blocks.modules) < 4 or len(set(map(_look, blocks.modules))) > 1:
         return model, 1
-    short = copy.deepcopy(model) if next(model.parameters()).is_meta else model
+    short = deep_copy(model) if next(model.parameters()).is_meta else model
     holder = short.get_submodule(blocks.path)
     if short is model or not isinstance(holder, nn.ModuleList):
         return model, 1

@@ -6,7 +6,6 @@ What a plan can get wrong in a block, it gets wrong in each block of its kind; s
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from unisono.errors import UsageError
 from unisono.mesh.draft import Draft, tensors_in
 from unisono.parallel.apply import order_of
 from unisono.parallel.blocks import find_blocks
+from unisono.parallel.hollow import deep_copy
 from unisono.plan.plan import Plan
 
 _LEAST = 2  # blocks: one that follows another of its kind
@@ -37,7 +37,7 @@ def reduced_model(draft: Draft, plan: Plan) -> tuple[nn.Module | None, str]:
     holder = model.get_submodule(blocks.path)._modules
     removed = {key: holder.pop(key) for key in list(holder)[count:]}
     try:
-        short = copy.deepcopy(model, _values(model, draft) if draft.is_hollow else {})
+        short = deep_copy(model, _values(model, draft) if draft.is_hollow else None)
     finally:
         holder.update(removed)
     _count_blocks_anew(short, len(blocks.modules), count)

@@ -37,6 +37,7 @@ from unisono.launch import environment
 from unisono.mesh.draft import Draft
 from unisono.parallel import apply
 from unisono.parallel.apply import Model
+from unisono.parallel.hollow import deep_copy
 from unisono.parallel.layout import layout_of
 from unisono.parallel.loss import Loss
 from unisono.parallel.precision import Precision
@@ -191,7 +192,7 @@ class _Proof:
         try:
             with alone():
                 if example is None:
-                    self._kept = draft.rebuilt("").model if draft.is_hollow else copy.deepcopy(draft.model)
+                    self._kept = draft.rebuilt("").model if draft.is_hollow else deep_copy(draft.model)
                 else:
                     self._take_plain_step(draft.rebuilt("").model if draft.is_hollow else draft.model, example)
         except torch.OutOfMemoryError:
@@ -405,10 +406,10 @@ def _is_small(model: nn.Module) -> bool:
 def _copies_of(model: nn.Module) -> Callable[[], nn.Module] | None:
     """A function that builds the model as it is now; None where it cannot be copied."""
     try:
-        kept = copy.deepcopy(model)
+        kept = deep_copy(model)
     except Exception:
         return None
-    return lambda: copy.deepcopy(kept)
+    return lambda: deep_copy(kept)
 
 
 def _available_memory() -> float:
