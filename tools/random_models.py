@@ -74,7 +74,7 @@ def _model(source: Source) -> str:
     if source.chance(0.05):
         lines.append("    net.apply(lambda m: m.register_forward_pre_hook(lambda module, args: None))")
     if not source.is_tame and source.chance(0.1):
-        source.unfit("dp cp zero microbatches")
+        source.unfit("dp tp cp zero microbatches")
         lines.append(
             "    for p in filter(lambda p: p.requires_grad, net.parameters()):\n"
             "        p.register_hook(lambda g: g.clamp(-0.5, 0.5))"
@@ -104,7 +104,7 @@ def _body(source: Source, count: int, layer: Callable[[], str]) -> tuple[list[st
     loop = [f"for layer in self.{name}:", "    x = layer(x)"]
     source.traits.blocks = count
     if not same:
-        source.unfit("sp cp recompute")
+        source.unfit("pp sp cp recompute")
     kinds = ["list", "list", "list", "list", "sequential", "skips", "first", "weighted", "residual", "named"]
     kind = source.pick(*kinds, *([] if source.is_tame else ["twice", "exit"]))
     source.unfit({"twice": "pp", "exit": "pp zero3 microbatches dp cp", "named": "cp sp recompute"}.get(kind, ""))

@@ -272,7 +272,7 @@ def attention(source: Source, width: int, heads: int) -> str:
     """Self-attention in one of the spellings that people use."""
     spelling = source.pick("fused", "fused", "separate", "separate", "grouped", "torch", "einsum", "hand", "linear")
     if spelling in ("torch", "einsum", "hand", "linear"):
-        source.unfit("cp")
+        source.unfit("cp sp" if spelling == "torch" else "cp")
     if spelling == "torch":
         source.define(
             "TorchAttention",

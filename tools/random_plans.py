@@ -29,13 +29,14 @@ _FOUR = {
 }
 _SCHEDULES = ["1f1b", "1f1b", "1f1b", "f-then-b", "zb1p", "interleaved", "zbv"]
 FOUR_RANKS = 0.15  # the share of plans for 4 ranks, which take longer
-UNSUITABLE = 0.06  # the share of plans that are drawn without a look at the model
+UNSUITABLE = 0.3  # the share of models that are given one plan which they cannot be expected to train under
 
 
 def plans(seed: int, count: int, traits: Traits, only: str = "") -> list[str]:
     """Different plans; only: those that contain this word, such as "tp"."""
     draw = random.Random(f"plans of {seed}")
     drawn: dict[str, None] = {}
+    has_unsuitable = draw.random() < UNSUITABLE
     for _ in range(300):
         shapes = _FOUR if draw.random() < FOUR_RANKS else _TWO
         shape = draw.choice(shapes[draw.choice([*shapes, "expert", "context", "pipeline"])])
@@ -44,7 +45,8 @@ def plans(seed: int, count: int, traits: Traits, only: str = "") -> list[str]:
             continue
         if shape == "dp=1" and draw.random() < 0.6:
             continue
-        if _suits(words, traits) or draw.random() < UNSUITABLE:
+        if _suits(words, traits) or has_unsuitable:
+            has_unsuitable = has_unsuitable and _suits(words, traits)
             drawn[",".join(words)] = None
         if len(drawn) == count:
             break
