@@ -85,6 +85,10 @@ class Pairs:
             ranks.close()
         return outcome
 
+    def answers(self, plan: str, function: Callable[..., Any], *args: Any) -> list[tuple[bool, Any] | None]:
+        """What a function of a rank answers on each of the plan's ranks; see RankPool.run_each."""
+        return self._ranks(Plan.parse(plan).world).run_each(function, *args)
+
     def _ranks(self, size: int) -> RankPool:
         self._tried += 1
         pool = self._pools.get(size)

@@ -4,10 +4,11 @@
     python tools/fuzz.py --pairs 2000 --seed 7       # models 7000000, 7000001, ...
     python tools/fuzz.py --only tp --save faults/    # plans with tp; the models of faults as files
     python tools/fuzz.py --again log.jsonl           # the pairs that were faults in this log
+    python tools/fuzz.py --self-check --minutes 5    # plants faults: the self-check must stop what verify finds wrong
     python tools/fuzz.py --replay 7000023            # one model again, with its source; 7000023/2: its plan number 2
 
 Exits 1 if a pair was wrong (it ran, and its result is not that of one device) or raw (any other error, a hang or a
-crash).
+crash), or if a planted fault was missed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import argparse
 import collections
 import json
 import os
+import pickle
 import sys
 import time
 from collections.abc import Iterator
@@ -27,6 +29,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "tools")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+import planted_faults  # noqa: E402
 from random_models import FAMILIES, Drawn, job  # noqa: E402
 from random_plans import plans  # noqa: E402
 
@@ -53,6 +56,8 @@ def main() -> int:
     options = _options()
     if options.replay:
         return _replay(options)
+    if options.self_check:
+        return _check_self_check(options)
     counts: collections.Counter[str] = collections.Counter()
     by_axis: dict[str, collections.Counter[str]] = collections.defaultdict(collections.Counter)
     deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
@@ -84,6 +89,7 @@ def _options() -> argparse.Namespace:
     add("--again", type=Path, metavar="FILE", help="try the pairs that were faults in this log")
     add("--log", type=Path, metavar="FILE", help="append a line of JSON for each pair")
     add("--save", type=Path, metavar="FOLDER", help="write the models of faults as files")
+    add("--self-check", action="store_true", help="plant a fault into each pair: does the self-check stop it?")
     add("--timeout", type=float, default=60, metavar="S", help="seconds after which a pair hangs")
     options = parser.parse_args()
     options.pairs = options.pairs or (10**9 if options.minutes else 2000)
@@ -159,6 +165,37 @@ def _replay(options: argparse.Namespace) -> int:
     for pair, outcome in zip(pairs, outcomes, strict=True):
         print(f"{pair.name} {pair.plan}: {outcome.kind} {outcome.text}")
     return 1 if any(outcome.is_fault for outcome in outcomes) else 0
+
+
+def _check_self_check(options: argparse.Namespace) -> int:
+    """One fault after the other in pairs that are equivalent without it."""
+    counts: collections.Counter[str] = collections.Counter()
+    faults = list(planted_faults.FAULTS)
+    deadline = time.monotonic() + 60 * options.minutes if options.minutes else float("inf")
+    with Pairs(options.timeout) as ranks:
+        for pair, outcome, _ in _tried(ranks, options):
+            if pair is None or outcome.kind != EQUIVALENT:
+                continue
+            source, fault = job(pair.model, options.family).text, faults[sum(counts.values()) % len(faults)]
+            record = pickle.dumps(_reference(ranks, source))
+            answers = ranks.answers(pair.plan, planted_faults.judge, load, source, pair.plan, fault, record)
+            said = {"raw" if answer is None or not answer[0] else answer[1] for answer in answers}
+            kind = said.pop() if len(said) == 1 else "ranks disagree"
+            counts[kind] += 1
+            _note_fault(options, pair, fault, kind, answers)
+            if time.monotonic() > deadline or sum(counts.values()) >= options.pairs:
+                break
+    print(f"{sum(counts.values())} pairs with a planted fault: {dict(counts)}")
+    return 1 if set(counts) - {planted_faults.CAUGHT, planted_faults.HARMLESS} else 0
+
+
+def _note_fault(options: argparse.Namespace, pair: Pair, fault: str, kind: str, answers: list[Any]) -> None:
+    if options.log:
+        with options.log.open("a") as file:
+            file.write(json.dumps({"pair": pair.name, "plan": pair.plan, "fault": fault, "kind": kind}) + "\n")
+    if kind not in (planted_faults.CAUGHT, planted_faults.HARMLESS):
+        last = [str(answer and answer[1]).strip().splitlines()[-1][:150] for answer in answers]
+        print(f"{kind.upper()} {pair.name} --plan {pair.plan}, {fault}: {last}", flush=True)
 
 
 # ---- what is shown ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -12,12 +12,15 @@ from torch.utils._pytree import tree_map
 from unisono.mesh.draft import source_of, tensors_in
 
 
+ModuleT = TypeVar("ModuleT", bound=nn.Module)
+
+
 def hollow(tree: Any) -> Any:
     """The same, with hollow tensors in the place of its tensors."""
     return tree_map(_hollow, tree)
 
 
-def deep_copy(module: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def deep_copy(module: ModuleT, memo: dict[int, Any] | None = None) -> ModuleT:
     """As copy.deepcopy, also of modules that hold tensors with a history, which deepcopy refuses: torch.nn.utils.
     weight_norm keeps the product of its parameters, and computes it anew before it is used."""
     computed = {id(tensor): tensor.detach().clone() for _, tensor in tensors_in(module) if tensor.grad_fn is not None}
