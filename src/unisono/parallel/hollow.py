@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_map
 
 from unisono.mesh.draft import source_of, tensors_in
 
-
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
