@@ -12,6 +12,7 @@ from unittest import mock
 
 import pytest
 import torch
+from torch import nn
 
 import unisono as uni
 from tests.equivalence.test_mutations import FAULTS
@@ -100,6 +101,53 @@ def test_a_planted_fault_stops_the_run(pools: Pools, fault: str) -> None:
     assert len(set(sentences)) == 1
     assert sentences[0].startswith(f"plan {FAULTS[fault].plan} does not give the result of one device on your model: ")
     assert 'check="off"' in sentences[0]
+
+
+class _Branch(nn.Module):
+    """Begins as nothing: its last layer is of zeros, and its gate of one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+        nn.init.zeros_(self.down.weight)
+        nn.init.zeros_(self.down.bias)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(torch.relu(self.up(x)))
+
+
+def _hidden_by_constants(comm: Communicator, fault: str) -> str:
+    """Faults that no first step from the initial parameters shows: every rank adds a bias; a gradient
+    that is zero is scaled."""
+    batch = (torch.randn(8, 8, generator=torch.Generator().manual_seed(1)), torch.zeros(8, 8))
+    original = self_check.planned_step
+
+    def faulty(trainer: Any, *args: Any) -> Any:
+        if fault == "bias":
+            down = trainer.model[0].down
+            down.register_forward_hook(lambda module, args, output: output + module.bias.detach())
+        if fault == "gradient":
+            trainer.model[0].up.weight.register_hook(lambda gradient: 2 * gradient)
+        return original(trainer, *args)
+
+    with mock.patch.object(self_check, "planned_step", faulty):
+        try:
+            return uni.parallelize(
+                lambda: nn.Sequential(_Branch(), nn.Linear(8, 8)),
+                "tp=2",
+                loss=nn.functional.mse_loss,
+                optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+                rules={"0.up": "column", "0.down": "row"},
+                example=batch,
+            ).proof
+        except PlanMismatch as error:
+            return f"stopped: {error}"
+
+
+@pytest.mark.parametrize("fault", ["none", "bias", "gradient"])
+def test_what_an_initialization_with_zeros_hides(pools: Pools, fault: str) -> None:
+    for outcome in pools("gloo", 2).run(_hidden_by_constants, fault):
+        assert outcome.startswith("stopped: " if fault != "none" else "plan tp=2 proved on your model"), outcome
 
 
 def _outcome(comm: Communicator, name: str, fixes: tuple[str, ...]) -> str:

@@ -29,6 +29,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import types
+import warnings
 import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -133,6 +134,8 @@ class OwnLoop:
         trains = torch.is_grad_enabled() or any(module.training for module in trainer.model.modules())
         if step is None:
             (self._same if trains else self._same_without_gradients).require(inputs)
+            if trains:
+                self._tell_unproved()
         if trainer.random.step != trainer.steps:
             trainer.random.step = trainer.steps
         trainer.random.sample_dims = trainer.sample_dims
@@ -157,6 +160,16 @@ class OwnLoop:
             )
         call.rows = rows_of(given)
         return self._with_local(call, given) if trainer.batch == "local" else self._sharded(call, given)
+
+    def _tell_unproved(self) -> None:
+        """Of a loop that computes its own loss, no batch with targets is seen that the plan could be proved on."""
+        trainer = self._trainer
+        if trainer.on_first_batch is None:
+            return
+        trainer.on_first_batch = None
+        trainer.proof = f"plan {trainer.plan} not proved: a loop of your own shows no batch; pass example= to parallelize"
+        if trainer.mesh.comm().rank == 0:
+            warnings.warn(trainer.proof, stacklevel=2)
 
     def _sharded(self, call: _Call, given: Any) -> Any:
         held = Split.even((), 0, call.rows, self._data.size).held

@@ -27,9 +27,10 @@ from torch.optim import Optimizer
 from unisono.comm.communicator import Communicator
 from unisono.mesh.random import RandomState
 from unisono.parallel.expert import collect_aux
-from unisono.parallel.layout import layout_of, wholes_of
+from unisono.parallel.layout import layout_of, local_of, wholes_of
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.precision import FULL, Precision, autocast
+from unisono.parallel.state import whole_shape
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.verify.record import (
     Record,
@@ -73,6 +74,7 @@ class Step(Record):
 
     replicas: Tensors = field(default_factory=dict)  # parameters and buffers after the step, as this rank holds them
     noise: dict[str, float] = field(default_factory=dict)  # deviations that rounding the parameters once would cause
+    constants: dict[str, float] = field(default_factory=dict)  # see `constants_of`
     rounding: float = 0.0  # gradients of single elements that are no larger do not reach the optimizer
     dtype: torch.dtype = torch.float32  # in which it was computed
 
@@ -145,6 +147,7 @@ def rounded_step(model: nn.Module, job: Job, batch: tuple[Any, Any]) -> Step:
     state = ModelState(model)
     with generators_kept():
         try:
+            vary_constants(model, constants_of(model))
             _round_anew(model, step.dtype)
             _evaluated(model, job, batch, step)
             step.gradients = [_fingerprints(_gradients(model))]
@@ -174,12 +177,55 @@ def _round_anew(model: nn.Module, dtype: torch.dtype) -> None:
             parameter.mul_(torch.where(drawn < 0.5, 1 - eps, 1 + eps).to(parameter.dtype))
 
 
+def constants_of(model: nn.Module) -> dict[str, float]:
+    """Trained parameters whose elements are all equal, with their value.
+
+    Biases and the last layers of residual branches begin as zeros, norms as ones. That hides faults from a first step:
+    a bias that every rank adds is 0 all the same, and nothing before a layer of zeros has a gradient. So the step that
+    is compared begins from other values of these.
+    """
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(parameter), []).append(name)
+    return {
+        name: float(parameter.detach().flatten()[0])
+        for name, parameter in model.named_parameters()
+        if len(names[id(parameter)]) == 1 and parameter.requires_grad and _is_constant(parameter.detach())
+    }
+
+
+def _is_constant(tensor: torch.Tensor) -> bool:
+    if not tensor.numel() or not tensor.is_floating_point() or tensor.is_sparse:
+        return False
+    flat = tensor.flatten()
+    if flat[0] != flat[-1] or (len(flat) == 1 and flat[0] != 0):  # a single number is a scale, as of logits, or zero
+        return False
+    return bool((flat == flat[0]).all())
+
+
+def _varied(name: str, value: float, shape: torch.Size) -> torch.Tensor:
+    """The same on every rank."""
+    generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+    return value + max(abs(value), 0.2) * (torch.rand(shape, generator=generator, dtype=torch.float32) - 0.5) / 5
+
+
+@torch.no_grad()
+def vary_constants(model: nn.Module, constants: dict[str, float]) -> list[torch.Tensor]:
+    """Give parameters random elements near their constant value; those that were changed."""
+    changed = [parameter for name, parameter in model.named_parameters() if name in constants]
+    for name, parameter in model.named_parameters():
+        if name in constants:
+            parameter.copy_(_varied(name, constants[name], parameter.shape))
+    return changed
+
+
 def plain_step(model: nn.Module, job: Job, batch: tuple[Any, Any], rounded: Step) -> Step:
     """The fingerprints of one step of the unsharded model on the whole batch; the model is left as it was."""
-    step = Step(dtype=computed_in(model, job.precision))
+    step = Step(dtype=computed_in(model, job.precision), constants=constants_of(model))
     state = ModelState(model)
     with generators_kept():
         try:
+            state.begin_from(vary_constants(model, step.constants))
             _take_plain_step(model, job, batch, step, state)
         finally:
             state.restore()
@@ -264,16 +310,30 @@ def _drop_rounding(limit: float, parameters: Iterable[torch.Tensor]) -> None:
 # ---- under the plan ------------------------------------------------------------------------------------------------
 
 
-def planned_step(trainer: Trainer, batch: Any, rounding: float) -> Step:
+def planned_step(trainer: Trainer, batch: Any, plain: Step) -> Step:
     """The fingerprints of one step under the plan; every rank calls it, and the trainer is left as it was."""
     step = Step(dtype=computed_in(trainer.model, trainer.precision))
     state = TrainerState(trainer)
     with generators_kept():
         try:
-            _take_planned_step(trainer, batch, step, state.model, rounding)
+            _vary_shards(trainer, plain.constants, state)
+            _take_planned_step(trainer, batch, step, state.model, plain.rounding)
         finally:
             state.restore()
     return step
+
+
+@torch.no_grad()
+def _vary_shards(trainer: Trainer, constants: dict[str, float], state: TrainerState) -> None:
+    """`vary_constants` where ranks hold shards; every rank calls it."""
+    parameters, optimized = dict(trainer.model.named_parameters()), dict(trainer.optimized())
+    for name, tensor in {**parameters, **optimized}.items():
+        if name in constants:
+            full = _varied(name, constants[name], whole_shape(tensor))
+            tensor.copy_(local_of(full, layout_of(tensor), trainer.mesh))
+    if state.zero is not None:
+        state.zero.publish()
+    state.model.begin_from(each[name] for name in constants for each in (parameters, optimized) if name in each)
 
 
 def _take_planned_step(trainer: Trainer, batch: Any, step: Step, before: ModelState, rounding: float) -> None:

@@ -65,8 +65,12 @@ class ModelState:
         return id(tensor) in self._by_id
 
     def value(self, tensor: torch.Tensor) -> torch.Tensor:
-        """What a tensor held when the state was taken."""
+        """What a tensor held when the state was taken, or when `begin_from` was called for it."""
         return self._by_id[id(tensor)]
+
+    def begin_from(self, tensors: Iterable[torch.Tensor]) -> None:
+        """A step begins from what these hold now; `restore` still puts back what they held before."""
+        self._by_id.update({id(tensor): tensor.detach().clone() for tensor in tensors if tensor in self})
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -130,7 +134,7 @@ class TrainerState:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         zero = trainer.replicas if isinstance(trainer.replicas, Zero) else None
-        self._zero = zero
+        self.zero = zero
         gathered = set(zero.pieces) if zero is not None and zero.stage == 3 else set()  # no values between two steps
         replicated = [p for name, p in trainer.model.named_parameters() if name not in gathered]
         self.model = ModelState(trainer.model, [*replicated, *(tensor for _, tensor in trainer.optimized())])
@@ -144,8 +148,8 @@ class TrainerState:
         trainer.zero_grad()
         trainer.loss.settle()
         self.model.restore()
-        if self._zero is not None:
-            self._zero.publish()
+        if self.zero is not None:
+            self.zero.publish()
         self._optimizer.restore()
         trainer.steps, trainer.skipped, trainer.norm = self._counters
         trainer.random.step = trainer.steps

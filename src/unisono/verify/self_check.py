@@ -51,11 +51,13 @@ from unisono.verify.fingerprint import (
     Difference,
     Job,
     Step,
+    constants_of,
     differences,
     plain_step,
     planned_step,
     replica_difference,
     rounded_step,
+    vary_constants,
 )
 from unisono.verify.first_divergence import first_parting, guess_fault
 from unisono.verify.reduced import reduced_model
@@ -298,7 +300,7 @@ class _Proof:
         self._dtype = plain.dtype
         some: Any = self._some_of(trainer, batch)
         some = share(some, *trainer.part, self._dim) if trainer.batch == "local" else some
-        planned = planned_step(trainer, some, plain.rounding)
+        planned = planned_step(trainer, some, plain)
         found = self._comm.broadcast_object(differences(plain, planned, has_history=trainer.steps > 0))
         found.append(replica_difference(self._comm, planned))
         if any(each.is_fault for each in found):
@@ -314,13 +316,19 @@ class _Proof:
         """For a small model, the same once more on copies of it, where rounding hides nothing."""
         if self.make is None or not self._is_quick or self._dtype != torch.float32 or trainer.steps:
             return found
-        some = self._some_of(trainer, batch)
+        some, make = self._some_of(trainer, batch), self.make
+
+        def varied() -> nn.Module:
+            model = make()
+            vary_constants(model, constants_of(model))
+            return model
+
         task = Task(
-            self.make, self._job.loss, self._job.optimizer, lambda step: some, self._options["rules"], self._job.clip
+            varied, self._job.loss, self._job.optimizer, lambda step: some, self._options["rules"], self._job.clip
         )
         try:
             with generators_kept():
-                verdict = verify_here(self._comm, task, self._plan, steps=1)
+                verdict = verify_here(self._comm, task, self._plan, steps=2)
         except UnisonoError:
             return found  # an operation without float64, say: what is proved in float32 stands
         worst = {each.kind: each for each in verdict.worst}
