@@ -72,7 +72,7 @@ def test_a_judged_plan_that_does_not_fit_says_so(tmp_path: Path, capsys: pytest.
         (["--devices", "8", "--hardware", "nowhere.toml"], "there is no file nowhere.toml"),
         (["--devices", "8", "--hardware", "h100", "--rank", "8"], "--rank 8: expected one of 0 to 7"),
         (["--devices", "8", "--hardware", "h100", "--plan", "dp=2"], "plan dp=2 needs 2 ranks"),
-        (["--devices", "8", "--hardware", "h100", "--plan", "dp=1,tp=8"], "tp=8 does not divide"),
+        (["--devices", "8", "--hardware", "h100", "--plan", "pp=8"], "the model has 2 blocks"),
     ],
 )
 def test_bad_words_are_refused(words: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -258,25 +258,25 @@ def _chosen(comm: Communicator) -> tuple[Choice, Hardware]:
 class _Uneven(nn.Module):
     """An embedding of as many parameters as four blocks, which costs next to no time."""
 
-    def __init__(self, skips: bool = False) -> None:
+    def __init__(self, repeats: bool = False) -> None:
         super().__init__()
-        self.skips = skips
+        self.repeats = repeats
         self.embedding = nn.Embedding(1024, 16)
         self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 128), nn.ReLU(), nn.Linear(128, 16)) for _ in range(6))
         self.head = nn.Linear(16, 4)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = x + block(x) if self.skips else block(x)
+        for block in (*self.blocks, *(self.blocks[:1] if self.repeats else ())):
+            x = block(x)
         return self.head(x)
 
 
-def _uneven(skips: bool = False) -> Task:
+def _uneven(repeats: bool = False) -> Task:
     def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
         return torch.zeros(8, 64, dtype=torch.long), torch.zeros(8, 64, 4)
 
-    return Task(lambda: _Uneven(skips), F.mse_loss, torch.optim.SGD, batch)
+    return Task(lambda: _Uneven(repeats), F.mse_loss, torch.optim.SGD, batch)
 
 
 def _pair() -> Task:
@@ -290,8 +290,8 @@ def _pair() -> Task:
 
 
 def test_plans_that_ranks_would_refuse_are_not_found() -> None:
-    """sp where there is no list of blocks, and a pipeline where residuals go round the blocks."""
-    for task, text, words in ((_pair(), "tp=2,sp", "no list of blocks"), (_uneven(True), "pp=2", "leads round")):
+    """sp where there is no list of blocks, and a pipeline where a block runs twice."""
+    for task, text, words in ((_pair(), "tp=2,sp", "no list of blocks"), (_uneven(True), "pp=2", "run once each")):
         search = Planner(task, Hardware.read("h100")).search(2)
         plan = Plan.parse(text)
         assert words in (search.refusal(plan) or "")

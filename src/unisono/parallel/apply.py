@@ -44,6 +44,7 @@ from unisono.parallel.loop import OwnLoop, refuse_calls
 from unisono.parallel.loss import GlobalLoss, Loss
 from unisono.parallel.model_loss import ModelLoss, NeedsValues, with_model_loss
 from unisono.parallel.parameter_reads import ParameterReads
+from unisono.parallel.pipeline.inputs import cloned
 from unisono.parallel.pipeline.layers import LayerSpec, build_whole
 from unisono.parallel.pipeline.rehearsal import Foreseen, foreseen, rehearse
 from unisono.parallel.pipeline.runtime import PipelineRuntime
@@ -109,6 +110,7 @@ def parallelize(
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     comm = world.world() if world.is_initialized() else world.init()
     plan.fit(comm.size)
+    example = cloned(example)
     if (plan.cp > 1 or plan.sequence) and batch_dim not in (0, (0, 0)):
         raise UsageError(
             f"batch_dim={batch_dim!r} with {'cp' if plan.cp > 1 else 'sp'}, which needs batches with samples first; "

@@ -409,8 +409,14 @@ def _cut_off(leaf: Any) -> Any:
 
 
 def _leaves_but(value: torch.Tensor, known: Sequence[Any]) -> list[torch.Tensor]:
-    """The leaves of autograd's graph that a value is computed from, but for those that are known."""
-    found: list[torch.Tensor] = []
+    """The leaves of autograd's graph that a value is computed from, but for those that known tensors come from."""
+    with torch._C.DisableTorchFunctionSubclass():  # logits in pieces are asked for themselves, not for the whole
+        expected = {id(leaf) for tensor in known if isinstance(tensor, torch.Tensor) for leaf in _leaves_of(tensor)}
+        return [leaf for leaf in _leaves_of(value) if id(leaf) not in expected]
+
+
+def _leaves_of(value: torch.Tensor) -> list[torch.Tensor]:
+    found = [value] if value.requires_grad and value.grad_fn is None else []
     seen: set[Any] = {None}
     pending: list[Any] = [value.grad_fn]
     while pending:
@@ -418,7 +424,7 @@ def _leaves_but(value: torch.Tensor, known: Sequence[Any]) -> list[torch.Tensor]
         if node in seen:
             continue
         seen.add(node)
-        if hasattr(node, "variable") and not any(node.variable is leaf for leaf in known):
+        if hasattr(node, "variable"):
             found.append(node.variable)
         pending.extend(each for each, _ in node.next_functions)
     return found

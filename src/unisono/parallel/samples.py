@@ -36,7 +36,7 @@ from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.even_experts import evenly_visited
 from unisono.parallel.expert import MoE, collect_aux
 from unisono.parallel.hollow import hollow_copy, realised_copy
-from unisono.parallel.pipeline.inputs import call
+from unisono.parallel.pipeline.inputs import call, cloned
 from unisono.parallel.pipeline.rehearsal import device_of
 from unisono.parallel.pipeline.shadow import Shadow
 from unisono.parallel.pipeline.survey import left_as_it_was
@@ -79,7 +79,7 @@ class _Job:
         return [range(middle), range(middle, self.rows)]
 
     def inputs(self, held: range) -> Any:
-        return rows_between(self.batch, held.start, held.stop, self.dim)[0]
+        return cloned(rows_between(self.batch, held.start, held.stop, self.dim)[0])
 
 
 def find_samples(
@@ -180,7 +180,7 @@ class _Trial:
         """A model that fails on a few samples must fail on all of them too: then its first step will tell why."""
         try:
             with _undisturbed(self._model), torch.no_grad():
-                call(self._model, self._job.all_inputs)
+                call(self._model, cloned(self._job.all_inputs))
         except Exception:
             return
         finally:

@@ -28,7 +28,7 @@ from unisono.comm.communicator import Communicator
 from unisono.mesh.random import RandomState
 from unisono.parallel.expert import collect_aux
 from unisono.parallel.layout import layout_of, local_of, wholes_of
-from unisono.parallel.pipeline.inputs import call
+from unisono.parallel.pipeline.inputs import call, cloned
 from unisono.parallel.precision import FULL, Precision, autocast
 from unisono.parallel.state import whole_shape
 from unisono.parallel.trainer import Trainer, takes_closure
@@ -262,7 +262,7 @@ def _evaluated_for_closure(model: nn.Module, job: Job, batch: tuple[Any, Any], s
 
 def _evaluated(model: nn.Module, job: Job, batch: tuple[Any, Any], step: Step) -> torch.Tensor:
     """Forward and backward with the random numbers of step 0."""
-    inputs, targets = batch
+    inputs, targets = cloned(batch)
     random = RandomState(job.seed, job.step)
     random.name_modules(model)
     device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -317,7 +317,7 @@ def planned_step(trainer: Trainer, batch: Any, plain: Step) -> Step:
     with generators_kept():
         try:
             _vary_shards(trainer, plain.constants, state)
-            _take_planned_step(trainer, batch, step, state.model, plain.rounding)
+            _take_planned_step(trainer, cloned(batch), step, state.model, plain.rounding)
         finally:
             state.restore()
     return step

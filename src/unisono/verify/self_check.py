@@ -271,7 +271,8 @@ class _Proof:
         started = time.perf_counter()
         subject = "your model"
         if self._reduced is not None:
-            with generators_kept():
+            with generators_kept(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")
                 trainer_of_reduced, subject = self._with_reduced(batch), f"a reduced model with {self._blocks}"
                 found = [] if self._obstacle else self._compared(trainer_of_reduced, batch)
         else:
@@ -327,7 +328,8 @@ class _Proof:
             varied, self._job.loss, self._job.optimizer, lambda step: some, self._options["rules"], self._job.clip
         )
         try:
-            with generators_kept():
+            with generators_kept(), warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # those of the plan were given for the user's own model
                 verdict = verify_here(self._comm, task, self._plan, steps=2)
         except UnisonoError:
             return found  # an operation without float64, say: what is proved in float32 stands
