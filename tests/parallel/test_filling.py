@@ -83,7 +83,8 @@ def big(kind: str = "Block", hidden: int = HIDDEN) -> nn.Module:
 
 def _peak(profile: torch.profiler.profile) -> int:
     """The most bytes that tensors had at once, beyond what they had at the start."""
-    assert profile.profiler is not None and profile.profiler.kineto_results is not None
+    assert profile.profiler is not None
+    assert profile.profiler.kineto_results is not None
     events = [each for each in profile.profiler.kineto_results.events() if each.name() == "[memory]"]
     held = itertools.accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns()))
     return max(held)

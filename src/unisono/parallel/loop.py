@@ -167,7 +167,9 @@ class OwnLoop:
         if trainer.on_first_batch is None:
             return
         trainer.on_first_batch = None
-        trainer.proof = f"plan {trainer.plan} not proved: a loop of your own shows no batch; pass example= to parallelize"
+        trainer.proof = (
+            f"plan {trainer.plan} not proved: a loop of your own shows no batch; pass example= to parallelize"
+        )
         if trainer.mesh.comm().rank == 0:
             warnings.warn(trainer.proof, stacklevel=2)
 
