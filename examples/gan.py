@@ -63,8 +63,10 @@ def train(g: Any, d: Any, steps: int) -> Iterator[tuple[float, float]]:
 
 def main(plan: str) -> None:
     comm = uni.init()
-    g = uni.parallelize(generator, plan, loss=F.mse_loss, optimizer=adam, seed=1)  # the loss is for step, not used here
-    d = uni.parallelize(discriminator, plan, loss=F.mse_loss, optimizer=adam, seed=2)
+    real, noise = ring(0)
+    # The loss and the example serve the proof of the plan; the loop below has losses of its own.
+    g = uni.parallelize(generator, plan, loss=F.mse_loss, optimizer=adam, seed=1, example=(noise, real))
+    d = uni.parallelize(discriminator, plan, loss=F.mse_loss, optimizer=adam, seed=2, example=(real, real[:, :1]))
     for step, (loss_d, loss_g) in enumerate(train(g, d, 40)):
         if comm.rank == 0 and step % 13 == 0:
             print(f"step {step}: discriminator {loss_d:.4f}, generator {loss_g:.4f}")
