@@ -210,7 +210,7 @@ def _varied(name: str, value: float, shape: torch.Size) -> torch.Tensor:
 
 
 @torch.no_grad()
-def vary_constants(model: nn.Module, constants: dict[str, float]) -> list[torch.Tensor]:
+def vary_constants(model: nn.Module, constants: dict[str, float]) -> list[nn.Parameter]:
     """Give parameters random elements near their constant value; those that were changed."""
     changed = [parameter for name, parameter in model.named_parameters() if name in constants]
     for name, parameter in model.named_parameters():
