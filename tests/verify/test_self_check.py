@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
+import pkgutil
 import random
 from collections.abc import Callable
 from typing import Any
@@ -150,13 +151,53 @@ def test_what_an_initialization_with_zeros_hides(pools: Pools, fault: str) -> No
         assert outcome.startswith("stopped: " if fault != "none" else "plan tp=2 proved on your model"), outcome
 
 
-def _outcome(comm: Communicator, name: str, fixes: tuple[str, ...]) -> str:
-    """What comes of a pair that once trained wrong, with some refusals and fixes switched off."""
+def _nothing(*_: Any, **__: Any) -> None:
+    """In the place of a refusal or of a step that makes a plan right."""
+
+
+def _unwatched(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    return func(*args, **(kwargs or {}))
+
+
+# What makes these pairs right, or refuses them: (module, name in it, what takes its place).
+SWITCHED_OFF: dict[str, list[tuple[str, str, Any]]] = {
+    "linear subclass": [("unisono.parallel.custom_layers", "is_plain", lambda module: True)],
+    "forward hooks": [
+        ("unisono.parallel.user_hooks", "carry_hooks", _nothing),
+        ("unisono.parallel.user_hooks", "show_full_tensors", _nothing),
+        ("unisono.parallel.user_hooks", "guard_hooks", _nothing),
+    ],
+    "weights beyond their layer, by rules": [
+        ("unisono.parallel.parameter_reads.ParameterReads", "__torch_function__", _unwatched)
+    ],
+    "step hook, tp": [
+        ("unisono.parallel.reach", "require_elementwise_hooks", _nothing),
+        ("unisono.parallel.trainer", "require_elementwise_hooks", _nothing),
+    ],
+    "step hook, zero": [
+        ("unisono.parallel.reach", "require_elementwise_hooks", _nothing),
+        ("unisono.parallel.trainer", "require_elementwise_hooks", _nothing),
+    ],
+    "time-major dropout": [("unisono.parallel.apply", "find_samples", _nothing)],
+    "table dropout": [("unisono.parallel.apply", "find_samples", _nothing)],
+    "mixed samples": [("unisono.parallel.apply", "find_samples", _nothing)],
+    "batch size": [("unisono.parallel.apply", "find_samples", _nothing)],
+    "task weights": [("unisono.parallel.loss.GlobalLoss", "_prove", _nothing)],
+    "max_norm": [
+        ("unisono.parallel.separable", "_require_plain_lookup", _nothing),
+        ("unisono.parallel.apply", "find_samples", _nothing),
+    ],
+    "scale_grad_by_freq": [("unisono.parallel.separable", "_require_plain_lookup", _nothing)],
+    "tokens mixed by a maximum": [("unisono.parallel.apply", "require_tokenwise", _nothing)],
+}
+
+
+def _outcome(comm: Communicator, name: str, is_switched_off: bool) -> str:
+    """What comes of a pair that once trained wrong; with what now prevents that switched off or not."""
     task, plan = WRONG[name]
     with contextlib.ExitStack() as stack:
-        for each in fixes:
-            module, _, function = each.rpartition(".")
-            stack.enter_context(mock.patch.object(importlib.import_module(module), function, _nothing))
+        for where, attribute, replacement in SWITCHED_OFF[name] if is_switched_off else ():
+            stack.enter_context(mock.patch.object(pkgutil.resolve_name(where), attribute, replacement))
         try:
             return _trained(comm, task, plan, "auto")[0]
         except PlanMismatch as error:
@@ -165,16 +206,18 @@ def _outcome(comm: Communicator, name: str, fixes: tuple[str, ...]) -> str:
             return f"refused: {error}"
 
 
-def _nothing(*_: Any, **__: Any) -> None:
-    pass
-
-
 @pytest.mark.parametrize("name", WRONG)
 def test_what_once_trained_wrong_is_right_refused_or_stopped(pools: Pools, name: str) -> None:
-    outcomes = pools("gloo", Plan.parse(WRONG[name][1]).world).run(_outcome, name, ())
+    outcomes = pools("gloo", Plan.parse(WRONG[name][1]).world).run(_outcome, name, False)
     kinds = {outcome.partition(":")[0] for outcome in outcomes}
     assert len(kinds) == 1, outcomes
     assert kinds <= {"refused", "stopped", f"plan {WRONG[name][1]} proved on your model"}, outcomes
+
+
+@pytest.mark.parametrize("name", SWITCHED_OFF)
+def test_without_what_prevents_it_a_wrong_run_is_stopped(pools: Pools, name: str) -> None:
+    outcomes = pools("gloo", Plan.parse(WRONG[name][1]).world).run(_outcome, name, True)
+    assert {outcome.partition(":")[0] for outcome in outcomes} == {"stopped"}, outcomes
 
 
 def _copied_at_the_first_batch(comm: Communicator, name: str) -> str:

@@ -252,6 +252,7 @@ WRONG: dict[str, tuple[uni.Task, str]] = {
     "linear subclass": (_task(functools.partial(Net, ScaledLinear), rules=_RULES), "tp=2"),
     "forward hooks": (_task(_with_hooks, rules=_RULES), "tp=2"),
     "weights beyond their layer": (_task(Regularised, loss=_regularised_loss), "tp=2"),
+    "weights beyond their layer, by rules": (_task(Regularised, loss=_regularised_loss, rules=_RULES), "tp=2"),
     "step hook, tp": (_task(Net, optimizer=_with_step_hook), "tp=2"),
     "step hook, zero": (_task(Net, optimizer=_with_step_hook), "dp=2,zero=1"),
     "time-major dropout": (_tokens(TimeMajor), "dp=2"),
