@@ -15,6 +15,7 @@ everything back. Where they differ by more than rounding, the run stops before a
 from __future__ import annotations
 
 import copy
+import logging
 import os
 import time
 import warnings
@@ -65,6 +66,7 @@ from unisono.verify.rewind import generators_kept
 from unisono.verify.task import Task
 from unisono.verify.verify import verify_here
 
+_log = logging.getLogger("unisono")
 CHECKS = ("auto", "full", "off")
 _QUICK = 1.0  # seconds that a step of one device on the whole batch may take, whatever a step under the plan takes
 _VERY_QUICK = 0.2  # seconds, likewise, for a proof in float64 beside
@@ -280,8 +282,12 @@ class _Proof:
             found = found and self._in_float64(trainer, batch, found)
         self._seconds += time.perf_counter() - started
         trainer.proof = self._report(found, subject)
-        if self._obstacle and self._comm.rank == 0:
-            warnings.warn(trainer.proof, stacklevel=4)
+        if self._comm.rank == 0:
+            _log.info(trainer.proof)
+            if trainer.coverage:
+                _log.info(trainer.coverage)
+            if self._obstacle:
+                warnings.warn(trainer.proof, stacklevel=4)
 
     def _with_reduced(self, batch: tuple[Any, Any]) -> Trainer:
         model, self._reduced = self._reduced, None
