@@ -14,6 +14,7 @@ from tests.parallel.training import check_training
 from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.parallel.derive import _candidates
+from unisono.parallel.rules import known
 from unisono.parallel.tensor import _require_sound, styles_of
 
 Pools = Callable[[str, int], RankPool]
@@ -139,3 +140,25 @@ def test_rules_that_cannot_be_right(rules: dict[str, str], ranks: int, message: 
         return
     with pytest.raises(UsageError, match=message):
         check()
+
+
+class BringsPlan(nn.Module):
+    """A model with a tensor-parallel plan of its own, as those of Hugging Face have."""
+
+    def __init__(self, **options: bool) -> None:
+        super().__init__()
+        self.tp_plan = {"tokens": "embedding_rowwise", "up": "colwise", "down": "rowwise"}
+        self.tokens, self.up, self.down = nn.Embedding(8, 4, **options), nn.Linear(4, 8), nn.Linear(8, 4)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("option", ["sparse", "scale_grad_by_freq"])
+def test_an_embedding_that_cannot_be_sharded_stays_replicated_under_the_plan_of_its_model(option: str) -> None:
+    assert styles_of(BringsPlan(), 2)["tokens"].kind == "vocab"
+    assert sorted(styles_of(BringsPlan(**{option: True}), 2)) == ["down", "up"]
+
+
+def test_rules_of_known_classes_go_by_package_too() -> None:
+    own = type("TransformerEncoderLayer", (nn.Module,), {"__module__": "mine"})()
+    own.linear1, own.linear2 = nn.Linear(4, 8), nn.Linear(8, 4)
+    assert known(nn.Sequential(own)) == {}
+    assert known(nn.Sequential(nn.TransformerEncoderLayer(4, 2, 8)))["0.linear1"] == "column"

@@ -34,6 +34,12 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(capsys.readouterr().out)
     assert told["equivalent"] is True
     assert {each["kind"] for each in told["worst"]} >= {"loss", "gradients", "parameters", "optimizer state"}
+    assert told["coverage"].startswith("tp=2 shards ")
+
+
+def test_how_much_tp_shards_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", f"{TASKS}:mlp", "--plan", "tp=2", "--steps", "1"]) == 0
+    assert "tp=2 shards " in capsys.readouterr().out
 
 
 def test_a_refused_plan_gives_1_and_says_why(capsys: pytest.CaptureFixture[str]) -> None:

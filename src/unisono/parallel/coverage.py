@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from unisono.parallel import vocabulary
 from unisono.parallel.cut_dims import cut_dims
 from unisono.parallel.dataflow import INPUT, TOKENS, Flow, recorded
 from unisono.parallel.linear import features, is_linear
@@ -100,6 +101,9 @@ def _reason(name: str, model: nn.Module, styles: Styles, ranks: int, flow: Flow 
     if isinstance(module, nn.Embedding):
         if flow is not None and name in flow.sources and TOKENS not in flow.sources[name]:
             return "nn.Embedding whose rows are positions"
+        option = vocabulary.option_beyond_lookup(module)
+        if option:
+            return f"nn.Embedding with {option}, which changes or reads its weight beyond looking rows up"
         return f"{type(module).__name__} without a rule"
     if is_linear(module):
         inputs, outputs = features(module)

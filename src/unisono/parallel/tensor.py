@@ -101,7 +101,14 @@ def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Style
 
 def _brought(model: nn.Module) -> Styles:
     theirs = published(model)
-    return matched(model, theirs if theirs is not None else known(model), every=False)
+    styles = matched(model, theirs if theirs is not None else known(model), every=False)
+    return {name: style for name, style in styles.items() if style.kind != "vocab" or _is_sharded(model, name)}
+
+
+def _is_sharded(model: nn.Module, name: str) -> bool:
+    """Whether an embedding can be sharded; one that cannot stays replicated."""
+    module = model.get_submodule(name)
+    return not isinstance(module, nn.Embedding) or not vocabulary.option_beyond_lookup(module)
 
 
 @contextlib.contextmanager

@@ -99,14 +99,21 @@ class VocabParallelEmbedding(nn.Module):
         return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self.comm.size}"
 
 
-def require_plain(embedding: nn.Embedding) -> None:
-    """An option that changes or reads the weight beyond looking rows up has no parallel form here."""
+def option_beyond_lookup(embedding: nn.Embedding) -> str:
+    """An option that changes or reads the weight beyond looking rows up, which has no parallel form here; or ""."""
     for option in ("max_norm", "scale_grad_by_freq", "sparse"):
         if getattr(embedding, option):
-            raise UsageError(
-                f"an nn.Embedding with {option}={getattr(embedding, option)} cannot be shared by ranks; leave {option} "
-                "out, or leave the embedding whole"
-            )
+            return f"{option}={getattr(embedding, option)}"
+    return ""
+
+
+def require_plain(embedding: nn.Embedding) -> None:
+    option = option_beyond_lookup(embedding)
+    if option:
+        raise UsageError(
+            f"an nn.Embedding with {option} cannot be shared by ranks; leave {option.partition('=')[0]} out, or leave "
+            "the embedding whole"
+        )
 
 
 def vocab_parallel_cross_entropy(

@@ -142,8 +142,8 @@ def _show(verdict: Verdict) -> None:
         shown = "bit for bit" if each.deviation == 0 else f"{each.deviation:.1e}"
         table.add_row(each.kind, str(each.compared), shown, each.name)
     console.print(table)
-    if verdict.note:
-        console.print(verdict.note, markup=False)
+    for line in filter(None, (verdict.note, verdict.coverage)):
+        console.print(line, markup=False)
     console.print("[green]equivalent[/]" if verdict.equivalent else "[red]NOT equivalent[/]")
     if verdict.parting:
         console.print(f"  first divergence: {verdict.parting}", markup=False)

@@ -47,6 +47,7 @@ class Record:
     activations: Tensors = field(default_factory=dict)  # of the first step: by module, in forward order
     replaced: set[str] = field(default_factory=set)  # kernels without float64, for the proof
     settings: dict[str, float] = field(default_factory=dict)  # the optimizer's: lr, weight_decay, ...
+    coverage: str = ""  # how much of the model tp shards
 
 
 def batch_of(task: Task, step: int, dtype: torch.dtype) -> tuple[Any, Any]:
@@ -169,7 +170,7 @@ def trainer_record(
     rounding: float = 0.0,
 ) -> Record:
     """The steps of a trainer that has not taken any."""
-    record = Record(initial=_whole(trainer, _parameters(trainer)))
+    record = Record(initial=_whole(trainer, _parameters(trainer)), coverage=trainer.coverage)
     if prepare is not None:
         prepare(trainer)
     for step in range(steps):

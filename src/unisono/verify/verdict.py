@@ -49,6 +49,7 @@ class Verdict:
     refusal: str = ""  # why the plan was refused, before it ran
     failure: str = ""  # how the run ended, where it neither was refused nor came to an end
     note: str = ""  # what was done for the proof that was not asked for
+    coverage: str = ""  # how much of the model tp shards
 
     @property
     def ran(self) -> bool:
@@ -85,7 +86,7 @@ def compared(plan: object, plain: Record, planned: Record, dtype: str) -> Verdic
         _worst("optimizer state", _state(plain), _state(planned), dtype, noise=noise),
     ]
     is_equivalent = all(each.deviation <= _allowed(each.kind, dtype) for each in worst)
-    return Verdict(str(plan), is_equivalent, worst, note=_note(plain))
+    return Verdict(str(plan), is_equivalent, worst, note=_note(plain), coverage=planned.coverage)
 
 
 def _note(plain: Record) -> str:
