@@ -12,6 +12,12 @@ modules; what is not in one, or in several, belongs to the root, which works as 
 In a pipeline units are the rank's own blocks. The model never runs as a whole there, so what is outside the blocks is
 whole while a stage that uses it is `at_work` on a microbatch.
 
+Note: ranks that take different ways. Gathering is collective, but a rank whose samples all leave a branch out never
+calls the modules in it. So in the first step ranks announce the unit that they need next, and all gather the first of
+them, in the order of the units, until each has its own; in a backward they also send zeros for it. Where all ranks went
+the same way, and no value of a tensor was looked at that could send them different ways later, the announcements end
+with that step, and gathers run ahead from then on.
+
 Note: freeing. Autograd keeps views of parameters for the backward. So a whole parameter keeps one storage for life:
 freeing shrinks it to nothing, gathering grows and fills it again, and the views are right once more when they are used.
 Filling goes through `.data`, which autograd does not count as a change.
@@ -25,8 +31,10 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
+from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
 from unisono.parallel.layout import lay
@@ -133,8 +141,10 @@ class Units:
         model: nn.Module,
         chosen: list[nn.Module] | None = None,
         users: Mapping[str, tuple[int, ...]] | None = None,
+        comm: Communicator | None = None,
     ) -> None:
-        """`users`: in a pipeline, the stages here that use a parameter; `chosen` are then the blocks here."""
+        """`comm`: the ranks that the parameters are spread over. `users`: in a pipeline, the stages here that use a
+        parameter; `chosen` are then the blocks here."""
         modules = listed_units(model) if chosen is None else chosen
         homes: dict[int, list[nn.Module]] = {}
         for module in modules:
@@ -154,6 +164,8 @@ class Units:
         self._stage: int | None = None  # of a pipeline: the one at work
         self._orders: dict[int | None, list[Unit]] = {}  # of the forward, as far as it is known
         self._is_under_way = False
+        self._is_pipeline = users is not None
+        self._turns = Turns(comm)
 
     @property
     def _order(self) -> list[Unit]:
@@ -177,7 +189,7 @@ class Units:
         for unit in self._units:
             if unit.stages is None:
                 unit.module.register_forward_pre_hook(self._before_forward(unit), prepend=True)
-                unit.module.register_forward_hook(self._after_forward(unit), always_call=True)
+                unit.module.register_forward_hook(self._after_forward(unit), with_kwargs=True, always_call=True)
             for bucket in unit.buckets:
                 for name, parameter in zip(bucket.names, bucket.parameters, strict=True):
                     parameter.register_post_accumulate_grad_hook(self._arrived(unit, name))
@@ -196,9 +208,12 @@ class Units:
             if root not in elsewhere:
                 root.is_in_backward = is_backward
                 root.gather()
+        self._turns.is_backward = is_backward
         self._start_first(-1 if is_backward else 1)
-        yield
+        with self._turns.watched():
+            yield
         self._end_of_backward()
+        self._take_turn(None)
         for root in elsewhere:
             root.fill()
         self._stage = None
@@ -207,6 +222,9 @@ class Units:
 
     def _before_forward(self, unit: Unit) -> Any:
         def hook(*_: Any) -> None:
+            if unit in self.roots:
+                self._turns.start_watching()
+            self._take_turn(unit)
             unit.gather()
             if not unit.is_in_backward:
                 self._ahead(unit, 1)
@@ -214,20 +232,45 @@ class Units:
         return hook
 
     def _after_forward(self, unit: Unit) -> Any:
-        def hook(_module: nn.Module, _inputs: Any, outputs: Any) -> None:
+        def hook(_module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+            given = {id(leaf) for leaf in tree_leaves((args, kwargs))}  # what is handed on is of another unit
             for leaf in tree_leaves(outputs):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in given:
                     leaf.register_hook(self._before_backward(unit))
             if unit.is_in_backward:  # a recomputation: the backward that follows needs the parameters
                 return
             unit.free()
             if unit in self.roots:
+                self._take_turn(None)
+                self._turns.stop_watching()
                 for other in self._units:
                     other.free()
 
         return hook
 
+    def _take_turn(self, unit: Unit | None) -> None:
+        """Gather what other ranks need before this unit, or before the end of the pass."""
+        if not self._turns.are_announced or (unit is not None and (unit.is_whole or unit in self.roots)):
+            return
+        mine = len(self._units) if unit is None else self._units.index(unit)
+        while (first := self._turns.first(mine)) != mine:
+            other = self._units[first]
+            was_whole = other.is_whole
+            other.free()
+            other.gather()
+            if self._turns.is_backward:
+                for bucket in other.buckets:
+                    self._send(bucket)
+            if not was_whole:
+                other.free()
+
+    def settle(self) -> None:
+        """The end of a step."""
+        self._turns.settle()
+
     def _start_first(self, direction: int) -> None:
+        if self._turns.are_announced:
+            return
         for first in self._order[:1] if direction > 0 else self._order[-1:]:
             first.start_gather()
 
@@ -236,6 +279,8 @@ class Units:
         if unit in self.roots:
             self._start_first(direction)
         elif unit in self._order:
+            if self._turns.are_announced:
+                return
             place = self._order.index(unit) + direction
             for other in self._order[max(place, 0) : place + 1]:
                 other.start_gather()
@@ -248,7 +293,13 @@ class Units:
         def hook(_gradient: torch.Tensor) -> None:
             if not self._is_under_way:
                 self._is_under_way = True
+                self._turns.is_backward = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+            if torch.is_grad_enabled():
+                raise UsageError(
+                    "zero=3: a backward with create_graph=True, as a gradient penalty runs, keeps parameters for a "
+                    "second backward, but those of other ranks are freed after the first; use zero=2"
+                )
             if unit.is_in_backward:
                 return
             if unit not in self.roots:
@@ -256,6 +307,7 @@ class Units:
                 for other in self._units:
                     if other.is_in_backward and other not in self.roots:
                         self._done(other)
+            self._take_turn(unit)
             unit.is_in_backward = True
             unit.put_gradients_aside()
             unit.gather()
@@ -284,12 +336,94 @@ class Units:
         self._ended()
 
     def _end_of_backward(self) -> None:
-        self._is_under_way = False
+        is_under_way, self._is_under_way = self._is_under_way, False
         for unit in self._units:
-            if unit.is_in_backward:
+            if unit.is_in_backward and unit not in self.roots:
                 self._done(unit)
+        if is_under_way and not self._is_pipeline:
+            self._take_turn(None)
+            self._turns.is_backward = False
+        for root in self.roots:
+            if root.is_in_backward:
+                self._done(root)
         for unit in self._units:
             unit.free()
+
+
+class Turns:
+    """Announcements of the unit that each rank needs next."""
+
+    def __init__(self, comm: Communicator | None) -> None:
+        self.are_announced = comm is not None and comm.size > 1
+        self.is_backward = False
+        self._comm = comm
+        self._differed = False
+        self._looks = _Looks()
+        self._watching: contextlib.ExitStack | None = None
+
+    def first(self, mine: int) -> int:
+        """The first unit that some rank needs."""
+        wanted = self._of_all_ranks(mine)
+        self._differed |= len(set(wanted)) > 1
+        return min(wanted)
+
+    def settle(self) -> None:
+        """End the announcements if no rank has a reason for them; all ranks end them together."""
+        if self.are_announced and not self._differed:
+            self.are_announced = any(self._of_all_ranks(int(self._looks.has_seen_values)))
+
+    def _of_all_ranks(self, number: int) -> list[int]:
+        assert self._comm is not None
+        with torch._C.DisableTorchFunction():  # these values are not the model's
+            announced = torch.empty(self._comm.size, dtype=torch.int64, device=self._comm.device)
+            self._comm.all_gather_into(announced, torch.tensor([number], device=self._comm.device))
+            numbers: list[int] = announced.tolist()
+        return numbers
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """In the block a forward runs; values that it looks at are noticed while units are announced."""
+        self.start_watching()
+        try:
+            yield
+        finally:
+            self.stop_watching()
+
+    def start_watching(self) -> None:
+        if self.are_announced and self._watching is None:
+            self._watching = contextlib.ExitStack()
+            self._watching.enter_context(self._looks)
+
+    def stop_watching(self) -> None:
+        if self._watching is not None:
+            self._watching.close()
+            self._watching = None
+
+
+class _Looks(TorchFunctionMode):
+    """Notices whether Python sees the value of a tensor, or a shape that depends on values: it may branch on them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.has_seen_values = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        self.has_seen_values |= name in _VALUES or (name == "__getitem__" and _has_mask(args[1]))
+        self.has_seen_values |= name == "where" and len(args) + len(kwargs or {}) == 1
+        return func(*args, **(kwargs or {}))
+
+
+_VALUES = frozenset(
+    ("__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__", "__format__", "__repr__",
+     "__array__", "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "nonzero", "argwhere", "masked_select",
+     "unique", "unique_consecutive", "bincount", "repeat_interleave")
+)  # fmt: skip
+
+
+def _has_mask(index: Any) -> bool:
+    leaves = tree_leaves(index)
+    return any(isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves)
 
 
 def listed_units(model: nn.Module) -> list[nn.Module]:

@@ -43,7 +43,7 @@ from unisono.parallel.precision import HALVES
 from unisono.parallel.reach import Reach, require_whole
 from unisono.parallel.reducer import Reducer
 from unisono.parallel.units import Units
-from unisono.plan.plan import COPIES
+from unisono.plan.plan import COPIES, REPLICAS
 
 _MESSAGES = 2  # of gradients that may be on their way while the next is filled, where gradients are spread
 
@@ -99,7 +99,7 @@ class Zero(Reducer[PieceBucket]):
         self._kept: set[int] = set()  # what the optimizer sees, that had gradients before the last backward
         named = list(model.named_parameters())
         if stage == 3:
-            self._units = Units(model, units, users)
+            self._units = Units(model, units, users, mesh.comm(*(axis for axis in REPLICAS if axis in mesh.names)))
             buckets = [
                 bucket
                 for unit in self._units
@@ -287,6 +287,8 @@ class Zero(Reducer[PieceBucket]):
         """Wait until all gradients are summed; then each rank has those of its pieces."""
         self._kept.clear()
         super().finish()
+        if self.stage == 3:
+            self._units.settle()
         self._give_to_copies()
         if not self._is_elementwise:  # whoever owns nothing of a parameter has nothing to optimize
             for piece in self.pieces.values():

@@ -1,0 +1,158 @@
+"""ZeRO's third stage where ranks take different ways through a model, or run a backward of a backward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from tests.ranks import RankPool
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.plan.plan import Plan
+from unisono.verify.task import Task
+from unisono.verify.verify import verify_here
+
+Pools = Callable[[str, int], RankPool]
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(WIDTH, 12), nn.Linear(12, WIDTH)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.fc2(self.fc1(x).tanh())
+
+
+class Chosen(nn.Module):
+    """Each sample goes through some of the blocks: a block that no sample here needs is not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList(Block() for _ in range(4)), nn.Linear(WIDTH, WIDTH)
+
+    def order(self, x: torch.Tensor) -> Any:
+        return enumerate(self.blocks)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        choice = x[:, :4].detach()
+        for number, block in self.order(x):
+            chosen = choice[:, number] > 0
+            if bool(chosen.any()):
+                x = torch.where(chosen[:, None], block(x), x)
+        return self.head(x)
+
+
+class Sorted(Chosen):
+    """The sums of all blocks, which each rank takes in an order of its own."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        order = x[0, :4].argsort().tolist()
+        parts = {number: self.blocks[number](x) for number in order}
+        return self.head(sum(parts[number] for number in range(4)))  # type: ignore[arg-type]
+
+
+class Exit(Chosen):
+    """Ends before the last blocks where no sample here needs more."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        depth = (x[:, 0].detach() * 2).abs().clamp(max=3).long()
+        for number, block in enumerate(self.blocks):
+            if bool((depth < number).all()):
+                break
+            x = torch.where((depth >= number)[:, None], block(x), x)
+        return self.head(x)
+
+
+class Picked(Chosen):
+    """Blocks see the samples that a mask picks; a block for which there are none is not called."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        inputs = x
+        for number, block in enumerate(self.blocks):
+            mask = inputs[:, number] > 0
+            picked = x[mask]
+            if len(picked):
+                x = x.masked_scatter(mask[:, None], block(picked))
+        return self.head(x)
+
+
+class Handing(nn.Module):
+    """The first block makes a bias of its own parameter, and all hand it on, as those of T5 do."""
+
+    class Layer(Block):
+        def __init__(self, has_bias: bool) -> None:
+            super().__init__()
+            self.bias = nn.Parameter(torch.randn(WIDTH)) if has_bias else None
+
+        def forward(self, x: torch.Tensor, bias: Any = None) -> Any:  # type: ignore[override]
+            bias = self.bias.tanh() if bias is None and self.bias is not None else bias
+            return super().forward(x + bias), bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Layer(number == 0) for number in range(4))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        bias = None
+        for block in self.blocks:
+            x, bias = block(x, bias)
+        return x
+
+
+class Penalised(Chosen):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        y = x
+        for block in self.blocks:
+            y = block(y)
+        y = self.head(y)
+        if torch.is_grad_enabled():
+            (slope,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+            y = y + slope
+        return y
+
+
+MODELS: dict[str, type[nn.Module]] = {
+    each.__name__: each for each in (Chosen, Sorted, Exit, Picked, Handing, Penalised)
+}
+
+
+def task_of(name: str) -> Task:
+    def batch(seed: int) -> Any:
+        generator = torch.Generator().manual_seed(seed)
+        inputs, targets = torch.randn(4, WIDTH, generator=generator), torch.randn(4, WIDTH, generator=generator)
+        return (inputs.abs() if seed == 0 else inputs), targets  # Chosen and Picked call all blocks in the first step
+
+    return Task(
+        model=MODELS[name],
+        loss=F.mse_loss,
+        optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
+        batch=batch,
+    )
+
+
+def proved(comm: Communicator, name: str, plan: str) -> str:
+    try:
+        verdict = verify_here(comm, task_of(name), Plan.parse(plan), steps=3)
+    except UsageError as error:
+        return str(error)
+    return "" if verdict.equivalent else str(verdict)
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "dp=2,zero=3,recompute=full,microbatches=2"])
+@pytest.mark.parametrize("name", ["Chosen", "Sorted", "Exit", "Picked", "Handing"])
+def test_ranks_may_take_different_ways(pools: Pools, name: str, plan: str) -> None:
+    assert pools("gloo", 2).run(proved, name, plan) == ["", ""]
+
+
+def test_a_backward_of_a_backward_is_refused(pools: Pools) -> None:
+    for told in pools("gloo", 2).run(proved, "Penalised", "dp=2,zero=3"):
+        assert "create_graph=True" in told
+        assert "use zero=2" in told
