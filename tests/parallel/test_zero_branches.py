@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -13,6 +15,7 @@ from torch import nn
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.parallel.apply import parallelize
 from unisono.plan.plan import Plan
 from unisono.verify.task import Task
 from unisono.verify.verify import verify_here
@@ -154,5 +157,53 @@ def test_ranks_may_take_different_ways(pools: Pools, name: str, plan: str) -> No
 
 def test_a_backward_of_a_backward_is_refused(pools: Pools) -> None:
     for told in pools("gloo", 2).run(proved, "Penalised", "dp=2,zero=3"):
+        assert "computes gradients during the forward" in told
+        assert "use zero=2" in told
+
+
+def penalty_of_own(comm: Communicator) -> str:
+    """A gradient penalty after the forward, in a loop of one's own."""
+    torch.manual_seed(0)
+    trainer = parallelize(MODELS["Handing"](), "dp=2,zero=3", loss=F.mse_loss, optimizer=torch.optim.SGD)
+    inputs = torch.randn(4, WIDTH, requires_grad=True)
+    try:
+        torch.autograd.grad(trainer.model(inputs).square().sum(), inputs, create_graph=True)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_penalty_in_a_loop_of_ones_own_is_refused(pools: Pools) -> None:
+    for told in pools("gloo", 2).run(penalty_of_own):
         assert "create_graph=True" in told
         assert "use zero=2" in told
+
+
+class ExitInEvaluation(Exit):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if not self.training:
+            return super().forward(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+def predicted_after_training(comm: Communicator) -> float:
+    torch.manual_seed(0)
+    plain = ExitInEvaluation().double()
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    trainer = parallelize(copy.deepcopy(plain), "dp=2,zero=3", loss=F.mse_loss, optimizer=optimizer)
+    stepping = optimizer(plain.parameters())
+    for seed in range(2):
+        inputs, targets = (each.double() for each in task_of("Exit").batch(seed))
+        trainer.step((inputs, targets))
+        stepping.zero_grad()
+        F.mse_loss(plain(inputs), targets).backward()
+        stepping.step()
+    shallow = torch.cat([torch.zeros(2, WIDTH), torch.full((2, WIDTH), 2.0)]).double()  # rank 0 leaves early
+    with torch.no_grad():
+        return float((trainer.predict(shallow) - plain.eval()(shallow)).abs().max())
+
+
+def test_an_early_exit_in_evaluation_only(pools: Pools) -> None:
+    assert max(pools("gloo", 2).run(predicted_after_training)) < 1e-12

@@ -97,11 +97,15 @@ def _parameters(values: Any) -> Iterator[nn.Parameter]:
 
 
 def _is_ours() -> bool:
-    """Whether torch was called by unisono itself."""
+    """Whether torch was called by unisono itself, other than from a mode that passes on a call of the user's."""
     frame: Any = sys._getframe(1)
-    while frame is not None and (_package(frame) == "torch" or frame.f_globals.get("__name__") == __name__):
+    while frame is not None and (_package(frame) == "torch" or _passes_calls_on(frame)):
         frame = frame.f_back
     return frame is not None and _package(frame) == "unisono"
+
+
+def _passes_calls_on(frame: Any) -> bool:
+    return frame.f_globals.get("__name__") == __name__ or frame.f_code.co_name == "__torch_function__"
 
 
 def _package(frame: Any) -> str:

@@ -16,7 +16,8 @@ Note: ranks that take different ways. Gathering is collective, but a rank whose 
 calls the modules in it. So in the first step ranks announce the unit that they need next, and all gather the first of
 them, in the order of the units, until each has its own; in a backward they also send zeros for it. Where all ranks went
 the same way, and no value of a tensor was looked at that could send them different ways later, the announcements end
-with that step, and gathers run ahead from then on.
+with that step, and gathers run ahead from then on. Training and evaluation are judged apart, as models may branch in
+one of them only.
 
 Note: freeing. Autograd keeps views of parameters for the backward. So a whole parameter keeps one storage for life:
 freeing shrinks it to nothing, gathering grows and fills it again, and the views are right once more when they are used.
@@ -165,7 +166,13 @@ class Units:
         self._orders: dict[int | None, list[Unit]] = {}  # of the forward, as far as it is known
         self._is_under_way = False
         self._is_pipeline = users is not None
-        self._turns = Turns(comm)
+        self._model, self._comm = model, comm
+        self._turns_in: dict[tuple[bool, bool], Turns] = {}  # of training or evaluation, with or without gradients
+        self._turns = self._turns_now()
+
+    def _turns_now(self) -> Turns:
+        mode = (self._model.training, torch.is_grad_enabled())
+        return self._turns_in.setdefault(mode, Turns(self._comm))
 
     @property
     def _order(self) -> list[Unit]:
@@ -208,6 +215,7 @@ class Units:
             if root not in elsewhere:
                 root.is_in_backward = is_backward
                 root.gather()
+        self._turns = self._turns_now()
         self._turns.is_backward = is_backward
         self._start_first(-1 if is_backward else 1)
         with self._turns.watched():
@@ -222,7 +230,8 @@ class Units:
 
     def _before_forward(self, unit: Unit) -> Any:
         def hook(*_: Any) -> None:
-            if unit in self.roots:
+            if unit in self.roots and not unit.is_in_backward:
+                self._turns = self._turns_now()
                 self._turns.start_watching()
             self._take_turn(unit)
             unit.gather()
@@ -236,7 +245,7 @@ class Units:
             given = {id(leaf) for leaf in tree_leaves((args, kwargs))}  # what is handed on is of another unit
             for leaf in tree_leaves(outputs):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in given:
-                    leaf.register_hook(self._before_backward(unit))
+                    leaf.register_hook(self._before_backward(unit, self._turns))
             if unit.is_in_backward:  # a recomputation: the backward that follows needs the parameters
                 return
             unit.free()
@@ -245,6 +254,8 @@ class Units:
                 self._turns.stop_watching()
                 for other in self._units:
                     other.free()
+                if not torch.is_grad_enabled():
+                    self._turns.settle()
 
         return hook
 
@@ -289,10 +300,11 @@ class Units:
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
-    def _before_backward(self, unit: Unit) -> Any:
+    def _before_backward(self, unit: Unit, turns: Turns) -> Any:
         def hook(_gradient: torch.Tensor) -> None:
             if not self._is_under_way:
                 self._is_under_way = True
+                self._turns = turns
                 self._turns.is_backward = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
             if torch.is_grad_enabled():
