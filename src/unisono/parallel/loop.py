@@ -53,6 +53,7 @@ from unisono.parallel.logits import in_pieces
 from unisono.parallel.precision import HALVES
 from unisono.parallel.reducer import current_step
 from unisono.parallel.share import rows_of
+from unisono.parallel.units import refuse_create_graph
 from unisono.parallel.zero import Zero
 from unisono.plan.plan import DATA, REPLICAS
 
@@ -265,6 +266,8 @@ class OwnLoop:
         if self._is_in_backward or current_step() is self._trainer.replicas:
             return
         self._refuse_autograd_grad()
+        if isinstance(self._trainer.replicas, Zero) and self._trainer.replicas.units is not None:
+            refuse_create_graph()
         self._is_in_backward = True
         self._trainer.random.__enter__()  # for what is recomputed
         torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)

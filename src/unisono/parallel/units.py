@@ -302,16 +302,12 @@ class Units:
 
     def _before_backward(self, unit: Unit, turns: Turns) -> Any:
         def hook(_gradient: torch.Tensor) -> None:
+            refuse_create_graph()
             if not self._is_under_way:
                 self._is_under_way = True
                 self._turns = turns
                 self._turns.is_backward = True
                 torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
-            if torch.is_grad_enabled():
-                raise UsageError(
-                    "zero=3: a backward with create_graph=True, as a gradient penalty runs, keeps parameters for a "
-                    "second backward, but those of other ranks are freed after the first; use zero=2"
-                )
             if unit.is_in_backward:
                 return
             if unit not in self.roots:
@@ -360,6 +356,15 @@ class Units:
                 self._done(root)
         for unit in self._units:
             unit.free()
+
+
+def refuse_create_graph() -> None:
+    """In a backward."""
+    if torch.is_grad_enabled():
+        raise UsageError(
+            "zero=3: a backward with create_graph=True, as a gradient penalty runs, keeps parameters for a second "
+            "backward, but those of other ranks are freed after the first; use zero=2"
+        )
 
 
 class Turns:
