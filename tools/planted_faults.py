@@ -39,13 +39,15 @@ def judge(comm: Communicator, load: Callable[[Any], Task], name: Any, plan: str,
 
 
 def _is_stopped(task: Task, plan: str, plant: Plant) -> bool:
-    original = self_check.planned_step
+    """The fault is in the step that is compared and, where the check has a second one in float64, in that."""
+    step = self_check.planned_step
 
     def with_fault(trainer: Trainer, *args: Any) -> Any:
         plant(trainer)
-        return original(trainer, *args)
+        return step(trainer, *args)
 
     self_check.planned_step = with_fault
+    self_check.verify_here = partial(verify_here, prepare=plant)
     try:
         uni.parallelize(
             task.model,
@@ -60,7 +62,7 @@ def _is_stopped(task: Task, plan: str, plant: Plant) -> bool:
     except PlanMismatch:
         return True
     finally:
-        self_check.planned_step = original
+        self_check.planned_step, self_check.verify_here = step, verify_here
     return False
 
 

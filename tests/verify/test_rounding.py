@@ -56,3 +56,73 @@ def test_rounding_that_adam_blows_up_is_no_fault_and_hides_none(pools: Pools) ->
         assert {each.kind: each.deviation for each in verdict.worst}["buffers"] < 1e-12
     assert not forgotten.equivalent
     assert not moved.equivalent
+
+
+class Sensitive(torch.optim.Optimizer):
+    """In its first step moves parameters by the digits of their gradients from the tenth on: rounding grows to 1e-8."""
+
+    def __init__(self, parameters: Any, factor: float) -> None:
+        super().__init__(parameters, {"factor": factor})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter -= 0.1 * (parameter.grad + (group["factor"] * parameter.grad).sin())
+            group["factor"] = 1.0
+
+
+def few(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(3, 16, generator=generator), torch.randint(4, (3,), generator=generator)
+
+
+def scaled(trainer: Any) -> None:
+    for parameter in trainer.model.parameters():
+        parameter.register_hook(lambda gradient: gradient * (1 + 3e-8))
+
+
+def prove_sensitive(comm: Communicator) -> list[Verdict]:
+    def task(factor: float) -> Task:
+        return Task(lambda: nn.Linear(16, 4), F.cross_entropy, lambda p: Sensitive(p, factor), few)
+
+    sound = verify_here(comm, task(1e9), Plan(dp=2), 2)
+    return [sound, *(verify_here(comm, task(factor), Plan(dp=2), 2, prepare=scaled) for factor in (1.0, 1e3))]
+
+
+def test_rounding_that_grows_on_one_device_too_is_no_fault_and_hides_none(pools: Pools) -> None:
+    sound, calm, lively = pools("gloo", 2).run(prove_sensitive)[0]
+    assert sound.equivalent, sound
+    assert "rounding alone moves this job on one device" in sound.note
+    assert not calm.equivalent
+    assert not lively.equivalent
+
+
+class Centred(nn.Module):
+    """Keeps a running mean of what a norm has centred: nothing but rounding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.norm, self.head = (
+            nn.Linear(16, 32),
+            nn.Linear(32, 16),
+            nn.LayerNorm(16, elementwise_affine=False),
+            nn.Linear(16, 4),
+        )
+        self.register_buffer("running", torch.zeros(()))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.norm(x + self.down(self.up(x).tanh()))
+        with torch.no_grad():
+            self.running.lerp_(x.mean(), 0.1)  # type: ignore[operator]
+        return self.head(x)
+
+
+def prove_centred(comm: Communicator) -> Verdict:
+    task = Task(Centred, F.cross_entropy, lambda p: torch.optim.SGD(p, lr=0.1), batch, {"up": "column", "down": "row"})
+    return verify_here(comm, task, Plan(tp=2), 2)
+
+
+def test_a_buffer_of_nothing_but_rounding_is_no_fault(pools: Pools) -> None:
+    verdict = pools("gloo", 2).run(prove_centred)[0]
+    assert verdict.equivalent, verdict

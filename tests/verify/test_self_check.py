@@ -8,6 +8,7 @@ import os
 import pkgutil
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -102,6 +103,30 @@ def test_a_planted_fault_stops_the_run(pools: Pools, fault: str) -> None:
     assert len(set(sentences)) == 1
     assert sentences[0].startswith(f"plan {FAULTS[fault].plan} does not give the result of one device on your model: ")
     assert 'check="off"' in sentences[0]
+
+
+def _with_gradient_of_another_rank(comm: Communicator) -> str:
+    """A fault that one step of a scale-free optimizer does not show in parameters, and on rank 1 only."""
+    original = self_check.planned_step
+
+    def faulty(trainer: Any, *args: Any) -> Any:
+        if comm.rank == 1:
+            trainer.model.get_parameter("last.weight").register_hook(lambda gradient: gradient * 1.5)
+        return original(trainer, *args)
+
+    task = importlib.import_module("tests.equivalence.tasks").mlp
+    with mock.patch.object(self_check, "planned_step", faulty), pytest.raises(PlanMismatch) as stopped:
+        _trained(comm, replace(task, clip=None, optimizer=_scale_free), "tp=2", "auto")
+    return str(stopped.value)
+
+
+def _scale_free(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.Adamax(parameters, lr=1e-2)
+
+
+def test_a_gradient_that_is_wrong_on_another_rank_stops_the_run(pools: Pools) -> None:
+    for sentence in pools("gloo", 2).run(_with_gradient_of_another_rank):
+        assert "the gradient of last.weight is off by" in sentence
 
 
 class _Branch(nn.Module):

@@ -14,8 +14,9 @@ Both steps leave the model as it was (`rewind`).
 from __future__ import annotations
 
 import contextlib
+import math
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -89,6 +90,11 @@ class Difference:
     @property
     def is_fault(self) -> bool:
         return not self.deviation <= self.allowed
+
+    @property
+    def excess(self) -> float:
+        """The deviation beside what is allowed."""
+        return math.inf if math.isnan(self.deviation) else self.deviation / self.allowed
 
 
 def fingerprint(name: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -399,6 +405,12 @@ def differences(plain: Step, planned: Step, has_history: bool = False) -> list[D
         found.append(_worst("update", updates[0], updates[1], {}, allowed, negligible))
     found.append(_worst("buffer", plain.buffers, planned.buffers, plain.noise, tolerance, 0.0))
     return found
+
+
+def farthest(of_ranks: Sequence[Sequence[Difference]]) -> list[Difference]:
+    """Of the differences that each rank finds, kind by kind, the worst: copies of a gradient may differ, of which only
+    one is that of one device."""
+    return [max(each, key=lambda found: found.excess) for each in zip(*of_ranks, strict=True)]
 
 
 def replica_difference(comm: Communicator, planned: Step) -> Difference:

@@ -69,11 +69,13 @@ def plain_record(
     seed: int = 0,
     precision: str | Precision = "fp32",
     rounding: float = 0.0,
+    noise: float = 0.0,
 ) -> Record:
     """One device, one process, the plain model on the whole batch; in half precision as torch itself does it. A rank of
     a job may call it: the task then sees a world of one.
 
-    rounding: gradients of elements that are no larger are recorded, but 0 for the optimizer."""
+    rounding: gradients of elements that are no larger are recorded, but 0 for the optimizer. noise: of this size,
+    relative to each gradient's largest element, is added to gradients, as if sums were taken in another order."""
     precision = Precision.of(precision)
     model = in_dtype(build(task.model, seed), dtype)
     random = RandomState(seed)
@@ -98,6 +100,7 @@ def plain_record(
                 loss = loss if aux is None else loss + aux
             model.zero_grad()
             scaler.scale(loss).backward()
+        _disturb(model.parameters(), noise, step)
         record.replaced |= in_double.replaced
         return loss.detach()
 
@@ -200,6 +203,14 @@ def leave_out(rounding: float, parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters if rounding else ():
         if parameter.grad is not None and not parameter.grad.is_sparse:
             parameter.grad.masked_fill_(parameter.grad.abs() <= rounding, 0)
+
+
+def _disturb(parameters: Iterable[torch.Tensor], noise: float, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters if noise else ():
+        if parameter.grad is not None and not parameter.grad.is_sparse and parameter.grad.numel():
+            drawn = torch.randn(parameter.grad.shape, generator=generator, dtype=torch.float64).to(parameter.grad)
+            parameter.grad += noise * parameter.grad.abs().max() * drawn
 
 
 def _parameters(trainer: Trainer) -> Tensors:

@@ -24,11 +24,12 @@ from unisono.verify.ending import Ending
 from unisono.verify.record import Record
 
 _PAUSE = 0.01  # seconds between looks for a file
-Compute = Callable[[float], Record]  # rounding -> the plain model's record
+Compute = Callable[[float, float], Record]  # rounding, noise -> the plain model's record
 
 
 class Reference:
-    """Records of the plain model by the size of gradients that count as rounding, for all ranks of a machine."""
+    """Records of the plain model by the size of gradients that count as rounding, and of noise in gradients, for all
+    ranks of a machine."""
 
     def __init__(self, folder: Path, compute: Compute) -> None:
         self._folder = folder
@@ -38,7 +39,7 @@ class Reference:
 
     def start(self) -> None:
         """Fork the process, which begins with the record without rounding. By one rank, before it joins its world."""
-        self._request(0.0)
+        self._request(0.0, 0.0)
         parent = os.getpid()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # of threads that the child does without
@@ -57,15 +58,15 @@ class Reference:
                 os.waitpid(self._process, 0)
             self._process = None
 
-    def wait(self, rounding: float = 0.0) -> None:
+    def wait(self, rounding: float = 0.0, noise: float = 0.0) -> None:
         """Until the record is there to be read."""
-        self._request(rounding)
-        self._wait(rounding)
+        self._request(rounding, noise)
+        self._wait(rounding, noise)
 
-    def record(self, rounding: float = 0.0) -> Record:
+    def record(self, rounding: float = 0.0, noise: float = 0.0) -> Record:
         """Waits for it. OneDeviceError or UsageError, on every rank that asks, where the plain model fails."""
-        self.wait(rounding)
-        found = self._read(rounding)
+        self.wait(rounding, noise)
+        found = self._read(rounding, noise)
         if isinstance(found, Ending):
             raise found.as_error()
         return found
@@ -73,25 +74,25 @@ class Reference:
     def failure(self, within: float) -> UnisonoError | None:
         """How the plain model fails, if that is known in so many seconds."""
         with contextlib.suppress(TimeoutError):
-            self._wait(0.0, within)
-            found = self._read(0.0)
+            self._wait(0.0, 0.0, within)
+            found = self._read(0.0, 0.0)
             if isinstance(found, Ending):
                 return found.as_error()
         return None
 
-    def _request(self, rounding: float) -> None:
-        self._path(rounding, "wanted").touch()
+    def _request(self, rounding: float, noise: float) -> None:
+        self._path(rounding, noise, "wanted").touch()
 
-    def _wait(self, rounding: float, within: float = float("inf")) -> None:
-        path, deadline = self._path(rounding, "record"), time.monotonic() + within
+    def _wait(self, rounding: float, noise: float, within: float = float("inf")) -> None:
+        path, deadline = self._path(rounding, noise, "record"), time.monotonic() + within
         while not path.exists():
             if time.monotonic() > deadline:
                 raise TimeoutError
             self._require_process()
             time.sleep(_PAUSE)
 
-    def _read(self, rounding: float) -> Record | Ending:
-        found: Record | Ending = pickle.loads(self._path(rounding, "record").read_bytes())
+    def _read(self, rounding: float, noise: float) -> Record | Ending:
+        found: Record | Ending = pickle.loads(self._path(rounding, noise, "record").read_bytes())
         return found
 
     def _require_process(self) -> None:
@@ -104,23 +105,23 @@ class Reference:
             how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
             raise LaunchError(f"the process that trains the plain model on one device {how} before it was done")
 
-    def _path(self, rounding: float, suffix: str) -> Path:
-        return self._folder / f"reference-{rounding!r}.{suffix}"
+    def _path(self, rounding: float, noise: float, suffix: str) -> Path:
+        return self._folder / f"reference-{rounding!r}_{noise!r}.{suffix}"
 
     def _serve(self) -> None:
         while True:
             for wanted in self._folder.glob("reference-*.wanted"):
                 path = wanted.with_suffix(".record")
                 if not path.exists():
-                    rounding = float(wanted.name.removeprefix("reference-").removesuffix(".wanted"))
+                    sizes = wanted.name.removeprefix("reference-").removesuffix(".wanted").split("_")
                     aside = path.with_suffix(".part")
-                    aside.write_bytes(pickle.dumps(self._computed(rounding)))
+                    aside.write_bytes(pickle.dumps(self._computed(*map(float, sizes))))
                     aside.rename(path)
             time.sleep(_PAUSE)
 
-    def _computed(self, rounding: float) -> Record | Ending:
+    def _computed(self, rounding: float, noise: float) -> Record | Ending:
         try:
             with alone():
-                return self._compute(rounding)
+                return self._compute(rounding, noise)
         except Exception as error:
             return Ending.of(error)

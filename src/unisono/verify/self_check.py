@@ -54,6 +54,7 @@ from unisono.verify.fingerprint import (
     Step,
     constants_of,
     differences,
+    farthest,
     plain_step,
     planned_step,
     replica_difference,
@@ -308,7 +309,7 @@ class _Proof:
         some: Any = self._some_of(trainer, batch)
         some = share(some, *trainer.part, self._dim) if trainer.batch == "local" else some
         planned = planned_step(trainer, some, plain)
-        found = self._comm.broadcast_object(differences(plain, planned, has_history=trainer.steps > 0))
+        found = farthest(self._comm.all_gather_object(differences(plain, planned, has_history=trainer.steps > 0)))
         found.append(replica_difference(self._comm, planned))
         if any(each.is_fault for each in found):
             raise PlanMismatch(self._diagnosis(plain, planned, found))

@@ -29,6 +29,13 @@ _NOISE = 1e-3
 _NOISE_OF_ELEMENTS = {"float64": _NOISE * TOLERANCE["float64"], "float32": 1e-6}
 
 
+# The size of rounding in sums of a few terms, relative to their result; how far beyond what it does to a job on one
+# device a plan may be off, and up to which deviation it is asked at all.
+ROUNDING = 4 * 2.0**-52
+_AS_FAR = 10
+_MOST_SENSITIVE = 1e-6
+
+
 @dataclass(frozen=True)
 class Worst:
     """The largest relative deviation among the tensors of one kind."""
@@ -82,7 +89,7 @@ def compared(plan: object, plain: Record, planned: Record, dtype: str) -> Verdic
         _worst("loss", _by_step(plain.losses), _by_step(planned.losses), dtype),
         _worst("gradients", _gradients(plain), _gradients(planned), dtype),
         _worst("parameters", plain.parameters, _less_rounding(plain, planned, dtype), dtype, noise=noise),
-        _worst("buffers", plain.buffers, planned.buffers, dtype),
+        _worst("buffers", plain.buffers, planned.buffers, dtype, least=_largest(plain.parameters)),
         _worst("optimizer state", _state(plain), _state(planned), dtype, noise=noise),
     ]
     is_equivalent = all(each.deviation <= _allowed(each.kind, dtype) for each in worst)
@@ -111,6 +118,24 @@ def without_rounding(verdict: Verdict, quiet: Verdict) -> Verdict:
     later = [each for each in quiet.worst if each.kind in _AFTER_AN_UPDATE]
     earlier = [each for each in verdict.worst if each.kind not in _AFTER_AN_UPDATE]
     return replace(verdict, equivalent=quiet.equivalent, worst=[*earlier, *later])
+
+
+def may_be_sensitive(verdict: Verdict, dtype: str) -> bool:
+    """Whether all deviations are so small that a job which multiplies rounding, as L-BFGS does where it divides by the
+    change of a gradient, could have them on one device too."""
+    off = [each for each in verdict.worst if each.deviation > _allowed(each.kind, dtype)]
+    return dtype == "float64" and bool(off) and all(each.deviation <= _MOST_SENSITIVE for each in off)
+
+
+def within_sensitivity(verdict: Verdict, plain: Record, disturbed: Record, dtype: str) -> Verdict:
+    """The verdict, given a second run on one device in which rounding moved the gradients."""
+    moved = {each.kind: each.deviation for each in compared(verdict.plan, plain, disturbed, dtype).worst}
+    allowed = {kind: max(_allowed(kind, dtype), _AS_FAR * moved.get(kind, 0.0)) for kind in KINDS}
+    if max(moved.values()) > _MOST_SENSITIVE or any(each.deviation > allowed[each.kind] for each in verdict.worst):
+        return verdict
+    farthest = max(moved.values())
+    note = f"rounding alone moves this job on one device by {farthest:.0e}: the limit is {_AS_FAR} times that"
+    return replace(verdict, equivalent=True, note="; ".join(filter(None, (verdict.note, note))))
 
 
 def _allowed(kind: str, dtype: str) -> float:
@@ -192,14 +217,17 @@ def _worst(
     dtype: str,
     exact: bool = False,
     noise: frozenset[str] = frozenset(),
+    least: float = 0.0,
 ) -> Worst:
+    """least: the scale of tensors of this kind, where all of them are smaller: the mean of what a norm has centred is 0
+    but for rounding."""
     missing = sorted(set(plain) ^ set(planned))
     if missing:
         where = "under the plan" if missing[0] in plain else "on one device"
         return Worst(kind, float("inf"), f"{missing[0]} is missing {where}", len(plain))
     scales: dict[str, float] = {}  # of an optimizer's states of each name, of other kinds altogether
     for key, reference in plain.items():
-        scales[_family(key)] = max(scales.get(_family(key), 0.0), _largest_of(reference))
+        scales[_family(key)] = max(scales.get(_family(key), least), _largest_of(reference))
     worst, name = 0.0, ""
     for key, reference in plain.items():
         if exact:

@@ -43,11 +43,14 @@ from unisono.verify.reference import Reference
 from unisono.verify.task import Task, load_task
 from unisono.verify.verdict import (
     HALVES,
+    ROUNDING,
     TOLERANCE,
     Verdict,
     compared,
     may_be_rounding,
+    may_be_sensitive,
     rounding_of,
+    within_sensitivity,
     without_rounding,
 )
 
@@ -167,8 +170,8 @@ def _on_rank(
         world.shutdown()
 
 
-def _plain_of(task: Task | str, steps: int, dtype: str, rounding: float) -> Record:
-    return _plain(load_task(task) if isinstance(task, str) else task, steps, dtype, rounding)
+def _plain_of(task: Task | str, steps: int, dtype: str, rounding: float, noise: float) -> Record:
+    return _plain(load_task(task) if isinstance(task, str) else task, steps, dtype, rounding, noise)
 
 
 def _timeout(given: float | None) -> float | None:
@@ -210,6 +213,8 @@ def verify_here(
         rounding = comm.broadcast_object(rounding_of(plain or one_device.record(), dtype) if comm.rank == 0 else 0.0)
         quiet = _planned(task, plan, steps, dtype, prepare, rounding)
         verdict = without_rounding(verdict, _judged(comm, plan, one_device, rounding, quiet, dtype))
+    if may_be_sensitive(verdict, dtype):
+        verdict = _beside_rounding(comm, verdict, one_device, dtype, plain)
     if verdict.equivalent:
         return verdict
     if isinstance(plan, OnMesh):
@@ -220,18 +225,29 @@ def verify_here(
     return replace(verdict, parting=parting, guess=guess_fault(plan, first, planned))
 
 
+def _beside_rounding(
+    comm: Communicator, verdict: Verdict, reference: Reference | _Own, dtype: str, plain: Record | None
+) -> Verdict:
+    """The verdict beside what rounding does to the job on one device; every rank calls it."""
+    reference.wait(noise=ROUNDING)
+    if comm.rank == 0:
+        first = plain or reference.record()
+        verdict = within_sensitivity(verdict, first, reference.record(noise=ROUNDING), dtype)
+    return comm.broadcast_object(verdict)
+
+
 class _Own:
     """The reference of ranks that have no process for it."""
 
     def __init__(self, task: Task, steps: int, dtype: str) -> None:
         self._compute = cache(partial(_plain, task, steps, dtype))
 
-    def wait(self, rounding: float = 0.0) -> None:
+    def wait(self, rounding: float = 0.0, noise: float = 0.0) -> None:
         pass
 
-    def record(self, rounding: float = 0.0) -> Record:
+    def record(self, rounding: float = 0.0, noise: float = 0.0) -> Record:
         try:
-            return self._compute(rounding)
+            return self._compute(rounding, noise)
         except Exception as error:
             raise Ending.of(error).as_error() from error
 
@@ -279,8 +295,9 @@ def _program_parting(comm: Communicator, task: Task, plan: OnMesh, dtype: str, p
         return program_parting(comm, program, batch, 10 * TOLERANCE[dtype])
 
 
-def _plain(task: Task, steps: int, dtype: str, rounding: float = 0.0) -> Record:
-    return plain_record(task, steps, _kept(dtype), precision=HALVES.get(dtype, "fp32"), rounding=rounding)
+def _plain(task: Task, steps: int, dtype: str, rounding: float = 0.0, noise: float = 0.0) -> Record:
+    precision = HALVES.get(dtype, "fp32")
+    return plain_record(task, steps, _kept(dtype), precision=precision, rounding=rounding, noise=noise)
 
 
 def _kept(dtype: str) -> torch.dtype:
