@@ -216,6 +216,15 @@ def test_a_loss_that_cannot_be_cut_is_refused(loss: Any) -> None:
         normaliser(*pieces[0])
 
 
+def test_a_loss_that_fails_on_fewer_samples_is_told_what_to_do() -> None:
+    outputs, targets = batch()
+    pieces = list(zip(outputs.split([3, 4]), targets.split([3, 4]), strict=True))
+    normaliser = GlobalLoss(lambda o, t: o.flatten(1).sum(1).topk(3).values.mean())
+    normaliser.prepare(pieces)
+    with pytest.raises(UsageError, match=r"but not for a half of them .*uni\.BatchLoss"):
+        normaliser(*pieces[0])
+
+
 def test_a_single_sample_a_part_hides_no_loss_that_compares_samples() -> None:
     def similar(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         return (outputs.flatten(1) @ outputs.flatten(1).T * 0.1).logsumexp(1).mean()

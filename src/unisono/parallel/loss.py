@@ -282,7 +282,15 @@ class GlobalLoss:
             halves = self._halves(outputs, targets, dim)
             if halves is None:
                 continue
-            whole, parts = self._in_halves(outputs, targets, halves)
+            try:
+                whole, parts = self._in_halves(outputs, targets, halves)
+            except UsageError as error:
+                self._evaluated(outputs, targets)  # raises where it fails on all of them, too
+                raise UsageError(
+                    f"the loss {name_of(self._loss)} takes the outputs for the samples of a rank, but not for a half "
+                    f"of them ({error.__cause__ or error}): a loss that compares samples with each other is given all "
+                    "of them by loss=uni.BatchLoss(loss); else use dp=1, cp=1, microbatches=1"
+                ) from error
             if not bool(whole.isfinite()):
                 return  # proves nothing; the next call may
             if not _is_near(whole, parts, extra):
