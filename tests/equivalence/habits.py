@@ -317,3 +317,65 @@ scaled_heads = task("scaled_heads", lambda: Model(lambda: Block(ScaledHeads())))
 parallel_block = task("parallel_block", lambda: Model(ParallelBlock))
 shared_blocks = task("shared_blocks", lambda: Shared(ParallelBlock))
 gated_by_input = task("gated_by_input", lambda: Model(GatedByInput))
+
+
+# ---- convolutions and state-space models -----------------------------------------------------------------------------
+
+
+class Convolutions(nn.Module):
+    """A pair, one through a depthwise convolution, and one that ends in a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.widen = nn.Conv2d(3, 8, 3, padding=1), nn.Conv2d(8, 24, 1)
+        self.depthwise, self.narrow = nn.Conv2d(24, 24, 3, padding="same", groups=24), nn.Conv2d(24, 8, 1)
+        self.drop, self.norm = nn.Dropout2d(0.2), nn.GroupNorm(2, 8)
+        self.last, self.head = nn.Conv2d(8, 6, 3, stride=2, padding=1, bias=False), nn.Linear(6 * 9, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = F.relu(self.stem(x))
+        x = self.norm(x + self.narrow(self.drop(F.gelu(self.depthwise(self.widen(x))))))
+        return self.head(F.relu(self.last(x)).flatten(1))
+
+
+class Mixer(nn.Module):
+    """Mamba as one writes it by hand: all layers are called, the state is kept in a loop over tokens."""
+
+    def __init__(self, inner: int = 48, state: int = 4, rank: int = 2) -> None:
+        super().__init__()
+        self.inner, self.state, self.rank = inner, state, rank
+        self.in_proj, self.conv = nn.Linear(WIDTH, 2 * inner), nn.Conv1d(inner, inner, 3, groups=inner, padding=2)
+        self.x_proj, self.dt_proj = nn.Linear(inner, rank + 2 * state, bias=False), nn.Linear(rank, inner)
+        self.a, self.d = nn.Parameter(torch.rand(inner, state)), nn.Parameter(torch.ones(inner))
+        self.out_proj, self.drop = nn.Linear(inner, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x, gate = self.in_proj(x).chunk(2, -1)
+        x = F.silu(self.conv(x.mT)[..., : x.shape[1]].mT)
+        dt, b, c = self.x_proj(x).split([self.rank, self.state, self.state], -1)
+        dt = F.softplus(self.dt_proj(dt))
+        decay = torch.exp(-dt[..., None] * self.a)
+        added = (dt * x)[..., None] * b[:, :, None]
+        state, found = torch.zeros_like(added[:, 0]), []
+        for token in range(x.shape[1]):
+            state = decay[:, token] * state + added[:, token]
+            found.append((state * c[:, token, None]).sum(-1))
+        return self.out_proj(self.drop((torch.stack(found, 1) + self.d * x) * F.silu(gate)))
+
+
+class MixerBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.mixer = nn.LayerNorm(WIDTH), Mixer()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.mixer(self.norm(x))
+
+
+def _images(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(4, 3, 6, 6, generator=generator), torch.randint(10, (4,), generator=generator)
+
+
+convolutions = uni.Task(model=Convolutions, loss=F.cross_entropy, optimizer=adam, batch=_images, name="convolutions")
+state_space = task("state_space", lambda: Model(MixerBlock))

@@ -54,6 +54,13 @@ def _llama() -> nn.Module:
     return LlamaForCausalLM(LlamaConfig(**GROUPED, use_cache=False))
 
 
+def _gpt2() -> nn.Module:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 16, "n_layer": 2, "n_head": 4, "n_positions": LENGTH}
+    return GPT2LMHeadModel(GPT2Config(**sizes, use_cache=False))
+
+
 def _bert_of(head: str, **options: Any) -> nn.Module:
     import transformers
 
@@ -144,6 +151,7 @@ def _lengths(seed: int) -> tuple[dict[str, Any], None]:
 lengths = uni.Task(_llama, own_loss, _adam, _lengths)
 llama = uni.Task(_llama, own_loss, _adam, _labelled)
 llama_with_targets = uni.Task(_llama, own_loss, _adam, _with_targets)
+gpt2 = uni.Task(_gpt2, own_loss, _adam, _labelled)
 bert = uni.Task(lambda: _bert_of("MaskedLM"), own_loss, _adam, _labelled)
 classifier = uni.Task(lambda: _bert_of("SequenceClassification", num_labels=3), own_loss, _adam, _sentences)
 regression = uni.Task(lambda: _bert_of("SequenceClassification", num_labels=1), own_loss, _adam, _scores)

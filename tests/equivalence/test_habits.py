@@ -10,6 +10,7 @@ import unisono as uni
 from tests.equivalence import habits
 from tests.equivalence.proof import prove, refused
 from tests.ranks import RankPool
+from unisono.parallel.tensor import fitting_rules
 
 Pools = Callable[[str, int], RankPool]
 ALL = [name for name, value in vars(habits).items() if isinstance(value, uni.Task)]
@@ -17,6 +18,7 @@ REFUSED = {
     ("folded_heads", "tp=2"): "which of its dims tp=2 shards cannot be told",
     ("folded_heads", "tp=2,sp"): "which of its dims tp=2 shards cannot be told",
     ("own_encoder_layer", "tp=2,sp"): "inside a block does not go with sequence parallelism",
+    ("convolutions", "tp=2,sp"): "has none; leave sequence out",
     ("shared_blocks", "tp=2,sp"): "leave sp out",
     ("gated_by_input", "tp=2,sp"): "would give blocks.0.gate a piece of the sequence",
 }
@@ -29,10 +31,30 @@ def test_the_result_is_that_of_one_device(pools: Pools, name: str, plan: str) ->
     assert verdict.equivalent, verdict
 
 
-@pytest.mark.parametrize("name", ["late_heads", "packed_dropout", "scaled_heads", "shared_blocks"])
+@pytest.mark.parametrize(
+    "name", ["late_heads", "packed_dropout", "scaled_heads", "shared_blocks", "convolutions", "state_space"]
+)
 def test_the_result_is_that_of_one_device_with_data_parallelism(pools: Pools, name: str) -> None:
     verdict = pools("gloo", 4).run(prove, "habits", name, "dp=2,tp=2")[0]
     assert verdict.equivalent, verdict
+
+
+def rules_of(name: str) -> dict[str, str]:
+    task = getattr(habits, name)
+    return dict(fitting_rules(task.model(), 2, None, task.batch(0)) or {})
+
+
+def test_convolutions_are_sharded_by_channels() -> None:
+    expected = {"widen": "column", "depthwise": "channels", "narrow": "row", "last": "column", "head": "row"}
+    assert rules_of("convolutions") == expected
+
+
+def test_a_state_space_model_is_sharded_by_channels() -> None:
+    found = {name.removeprefix("blocks.*.mixer."): rule for name, rule in rules_of("state_space").items()}
+    assert found.items() >= {
+        "in_proj": "column:1+1", "conv": "channels", "x_proj": "row_sum", "dt_proj": "column_inside", "a": "channels",
+        "d": "channels", "out_proj": "row",
+    }.items()  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "plan"), REFUSED)

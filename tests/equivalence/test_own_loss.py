@@ -26,6 +26,7 @@ PLANS = {
         "cp=2,context=ulysses,microbatches=2",
         "dp=2,cp=2",
     ],
+    "gpt2": ["tp=2,microbatches=2", "dp=2,tp=2"],
     "bert": ["dp=2", "cp=2"],
     "classifier": ["dp=2,microbatches=2", "cp=2"],
     "regression": ["dp=2,microbatches=3"],

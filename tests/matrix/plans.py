@@ -19,7 +19,7 @@ PLANS = (
 )
 EXPERTS = ("dp=2,ep=2",)
 HYBRIDS = ("dp=2,tp=2", "tp=2,pp=2,microbatches=2", "dp=2,zero=3,tp=2")
-WITH_HYBRIDS = ("bert", "gpt2", "llama", "gemma2", "qwen3-moe", "t5", "vit")
+WITH_HYBRIDS = ("bert", "gpt2", "llama", "gemma2", "qwen3-moe", "t5", "vit", "mamba", "mamba2")
 
 
 def plans_of(name: str) -> tuple[str, ...]:

@@ -14,12 +14,13 @@ from torch import nn
 
 from unisono.parallel import vocabulary
 from unisono.parallel.cut_dims import cut_dims
-from unisono.parallel.dataflow import INPUT, TOKENS, Flow, recorded
+from unisono.parallel.dataflow import INPUT, PARAMETER, TOKENS, Flow, recorded
 from unisono.parallel.linear import features, is_linear
 from unisono.parallel.rules import Styles
 
 _LITTLE = 0.5  # of the parameters: below, the user is warned
-_SHARDED = ("column", "column_gather", "row", "row_split", "logits", "vocab_head", "heads")
+_INSIDE = ("column", "column_inside", "row_sum")  # layers whose output is used inside a region
+_SHARDED = (*_INSIDE, "column_gather", "row", "row_split", "logits", "vocab_head", "heads")
 
 
 @dataclass(frozen=True)
@@ -85,8 +86,8 @@ def _flops(flow: Flow | None, styles: Styles) -> float | None:
     total = sum(flow.layer_flops.values()) + sum(flops for _, flops in flow.other_flops)
     sharded = sum(flops for name, flops in flow.layer_flops.items() if kinds.get(name) in _SHARDED)
     for origins, flops in flow.other_flops:
-        layers = origins - {INPUT, TOKENS}
-        if layers and all(kinds.get(each) == "column" for each in layers):
+        layers = origins - {INPUT, TOKENS, PARAMETER}
+        if layers and all(kinds.get(each) in _INSIDE for each in layers):
             sharded += flops
     return sharded / total if total else None
 

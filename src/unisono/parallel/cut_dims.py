@@ -29,6 +29,8 @@ def cut_dims(model: nn.Module, styles: Styles) -> dict[str, CutDim]:
         module = modules.get(name)
         if module is not None:
             dims |= {id(parameter): cut for parameter, cut in _of_module(module, style)}
+        elif style.kind == "channels":
+            dims[id(model.get_parameter(name))] = CutDim(style.dim)
         elif style.kind in ("column", "row"):  # expert weights: (experts, outputs, inputs)
             is_packed = len(style.parts) > 1
             dims[id(model.get_parameter(name))] = CutDim(1 if style.kind == "column" else 2, is_packed)
@@ -41,6 +43,10 @@ def _of_module(module: Any, style: Style) -> Iterator[tuple[torch.Tensor, CutDim
         yield from _of_linear(module, style)
     elif style.kind == "vocab":
         yield module.weight, CutDim(0)
+    elif isinstance(module, nn.modules.conv._ConvNd) and style.kind in ("column", "row", "channels"):
+        yield module.weight, CutDim(int(style.kind == "row"))
+        if module.bias is not None and style.kind != "row":
+            yield module.bias, CutDim(0)
     elif style.kind == "heads" and isinstance(module, nn.MultiheadAttention):
         for parameter in (module.in_proj_weight, module.in_proj_bias):
             if parameter is not None:
@@ -54,9 +60,9 @@ def _of_module(module: Any, style: Style) -> Iterator[tuple[torch.Tensor, CutDim
 def _of_linear(module: Any, style: Style) -> Iterator[tuple[torch.Tensor, CutDim]]:
     is_transposed = tuple(module.weight.shape) == features(module) and type(module).__name__ == "Conv1D"
     is_packed = len(style.parts) > 1
-    if style.kind in ("column", "column_gather", "vocab_head", "logits"):
+    if style.kind in ("column", "column_gather", "vocab_head", "logits", "column_inside"):
         yield module.weight, CutDim(1 if is_transposed else 0, is_packed)
         if module.bias is not None:
             yield module.bias, CutDim(0, is_packed)
-    elif style.kind in ("row", "row_split"):
+    elif style.kind in ("row", "row_split", "row_sum"):
         yield module.weight, CutDim(0 if is_transposed else 1)

@@ -26,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.mesh.draws import held_fast
+from unisono.parallel.convolution import is_convolution
 from unisono.parallel.hollow import hollow, hollow_copy, realised_copy
 from unisono.parallel.linear import features, is_linear
 from unisono.parallel.pipeline.inputs import call
@@ -65,6 +66,7 @@ class Flow:
     layer_flops: dict[str, int] = field(default_factory=dict)
     other_flops: list[tuple[Origins, int]] = field(default_factory=list)
     used_elsewhere: set[str] = field(default_factory=set)  # parameters used outside their own layer's forward
+    met: dict[str, Origins] = field(default_factory=dict)  # whose outputs such a parameter is computed with
     has_values: bool = False  # whether the calls' tensors are those of a real run, or on the meta device
 
 
@@ -129,7 +131,12 @@ def _is_tensor(leaf: Any) -> bool:
 
 
 def is_layer(module: nn.Module) -> bool:
-    return is_linear(module) or isinstance(module, nn.Embedding)
+    return is_product(module) or isinstance(module, nn.Embedding)
+
+
+def is_product(module: nn.Module) -> bool:
+    """Whether each output feature is made of all input features: a linear layer or convolution."""
+    return is_linear(module) or is_convolution(module)
 
 
 class _Recorder(TorchFunctionMode):
@@ -139,7 +146,10 @@ class _Recorder(TorchFunctionMode):
         super().__init__()
         self.flow = Flow()
         self._origins: dict[int, Origins] = {}
-        self._layer_of: dict[int, str] = {}  # tensors that are a layer's output, feature by feature
+        self._layer_of: dict[
+            int, tuple[str, int]
+        ] = {}  # of a layer's output: its name, the dim of features from the end
+        self._made_of: dict[int, set[str]] = {}  # tensors that are made of parameters only
         self._kept: list[torch.Tensor] = []  # so that no other tensor takes their ids
         self._depth = 0  # of layers that are running
         self._slices: dict[str, set[int]] = defaultdict(set)  # bounds of slices of a layer's output
@@ -187,12 +197,25 @@ class _Recorder(TorchFunctionMode):
             return outcome
         self.flow.used_elsewhere |= {self._parameters[id(each)] for each in given if id(each) in self._parameters}
         origins = self.origins_of(given)
-        if any(id(each) in self._parameters for each in given):
+        parameters = set().union(*(self._parameters_in(each) for each in given))
+        if parameters:
             origins |= {PARAMETER}
+        self._note_meeting(parameters, origins - {PARAMETER}, results)
         for each in results:
             self._note(each, origins)
         self._look(name, args, kwargs, given, results, origins)
         return outcome
+
+    def _parameters_in(self, tensor: torch.Tensor) -> set[str]:
+        name = self._parameters.get(id(tensor))
+        return {name} if name is not None else self._made_of.get(id(tensor), set())
+
+    def _note_meeting(self, parameters: set[str], others: Origins, results: list[torch.Tensor]) -> None:
+        """Parameters that are computed with other tensors, or with none but parameters so far."""
+        if not others and parameters:
+            self._made_of |= {id(each): parameters for each in results}
+        for name in parameters if others else ():
+            self.flow.met[name] = self.flow.met.get(name, frozenset()) | others
 
     # ---- layers and modules ------------------------------------------------------------------------------------------
 
@@ -205,9 +228,10 @@ class _Recorder(TorchFunctionMode):
         if not _is_tensor(output):
             return
         self._note(output, frozenset([name]))
-        self._layer_of[id(output)] = name
         if is_linear(layer):
-            flops = 2 * output.numel() * features(layer)[0]
+            self._layer_of[id(output)] = (name, -1)
+        if is_product(layer):
+            flops = 2 * output.numel() * _products(layer)
             self.flow.layer_flops[name] = self.flow.layer_flops.get(name, 0) + flops
 
     def _leave_attention(self, name: str, module: nn.MultiheadAttention, args: Any, kwargs: Any, output: Any) -> None:
@@ -244,25 +268,42 @@ class _Recorder(TorchFunctionMode):
                 has_parts = 1 < sizes[index] <= 3 and index + 2 < len(sizes)  # q, k and v before the heads
                 for place in range(index, index + 1 + has_parts):
                     self.flow.sizes.append(Size(origins, sizes[place], place - len(sizes)))
-        layer = self._layer_of.get(id(first))
+        layer, dim = self._layer_of.get(id(first), (None, -1))
         if layer is None:
             return
-        if sizes is not None and len(sizes) > first.dim() and tuple(sizes[: first.dim() - 1]) == first.shape[:-1]:
+        if name in ("transpose", "permute", "movedim", "swapaxes", "t") and len(results) == 1:
+            self._follow_features(layer, first, dim, results[0])
+        elif (
+            sizes is not None
+            and dim == -1
+            and len(sizes) > first.dim()
+            and tuple(sizes[: first.dim() - 1]) == first.shape[:-1]
+        ):
             count = sizes[first.dim() - 1]
             if 1 < count <= 8:
                 self._propose(layer, [1] * count)
         elif name in ("chunk", "split", "tensor_split", "__getitem__", "narrow"):
-            self._look_at_split(layer, name, first, results, args)
+            self._look_at_split(layer, dim, name, first, results, args)
         elif len(results) == 1 and results[0].shape == first.shape:
-            self._layer_of[id(results[0])] = layer
+            self._layer_of[id(results[0])] = (layer, dim)
 
-    def _look_at_split(self, layer: str, name: str, first: Any, results: Any, args: Any) -> None:
-        lengths = [each.shape[-1] for each in results]
-        if name in ("chunk", "split", "tensor_split") and sum(lengths) == first.shape[-1]:
+    def _follow_features(self, layer: str, before: torch.Tensor, dim: int, after: torch.Tensor) -> None:
+        """Of a tensor whose dims were reordered: where its features are, if their stride and length tell."""
+        found = [
+            place - after.dim()
+            for place in range(after.dim())
+            if (after.stride(place), after.shape[place]) == (before.stride(dim), before.shape[dim])
+        ]
+        if len(found) == 1:
+            self._layer_of[id(after)] = (layer, found[0])
+
+    def _look_at_split(self, layer: str, dim: int, name: str, first: Any, results: Any, args: Any) -> None:
+        lengths = [each.shape[dim] for each in results]
+        if name in ("chunk", "split", "tensor_split") and sum(lengths) == first.shape[dim]:
             self._propose(layer, lengths)
             if name == "split":
                 self.flow.sizes.append(Size(frozenset([layer]), lengths[0], 0))
-        elif name == "__getitem__" and isinstance(args[1], tuple) and isinstance(args[1][-1], slice):
+        elif name == "__getitem__" and dim == -1 and isinstance(args[1], tuple) and isinstance(args[1][-1], slice):
             start, stop, _ = args[1][-1].indices(first.shape[-1])
             self._slices[layer] |= {0, start, stop, first.shape[-1]}
 
@@ -272,6 +313,11 @@ class _Recorder(TorchFunctionMode):
         known = self.flow.parts.setdefault(layer, [])
         if len(parts) > 1 and parts not in known:
             known.append(parts)
+
+
+def _products(layer: Any) -> int:
+    """Multiplications for an element of the output."""
+    return features(layer)[0] if is_linear(layer) else math.prod(layer.weight.shape[1:])
 
 
 def _sizes(name: str, args: Any, kwargs: Any, first: torch.Tensor) -> list[int] | None:

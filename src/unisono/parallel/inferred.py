@@ -4,7 +4,11 @@ Where the outputs of some linear layers reach other linear layers and nothing el
 and the second by rows, if what lies between treats shards of the features alike: an activation, a product with a gate,
 attention head by head. Such a set is a stretch:
 
-    q, k, v -> o        up, gate -> down        (see dataflow)
+    q, k, v -> o        up, gate -> down        convolution -> convolution        (see dataflow)
+
+A layer inside a stretch that takes its features and gives some to it, as Mamba's projection to B, C and time steps, is
+sharded by rows, its output summed and used on (row_sum), or by columns (column_inside). Parameters that meet only the
+stretch's tensors, such as Mamba's A and D, a depthwise convolution or a scale for each head, are sharded by channels.
 
 Whether a stretch can be sharded is not guessed from the ops in between: the module that contains it is sharded between
 simulated ranks and must give the outputs and gradients of the full one (see trial), on the inputs that it was called
@@ -32,11 +36,15 @@ from torch.utils._pytree import tree_map
 from unisono.errors import UsageError
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel import vocabulary
-from unisono.parallel.dataflow import TOKENS, Flow, Parts, as_double, is_layer, recorded, synthetic
+from unisono.parallel.convolution import is_convolution, is_depthwise
+from unisono.parallel.custom_layers import is_plain
+from unisono.parallel.dataflow import INPUT, TOKENS, Flow, Parts, as_double, is_layer, recorded, synthetic
 from unisono.parallel.hollow import realised_copy
 from unisono.parallel.linear import features, is_linear
 from unisono.parallel.trial import Shard, Trial
+from unisono.parallel.user_hooks import has_hooks
 
+_INNER = 3  # layers inside a stretch
 _LARGE = 0.02  # of a model's parameters: a layer worth gathering for
 _EMBEDDING = 0.01  # of a model's parameters: an embedding worth sharding
 _NUMBERS = 6  # numbers of a module of which all subsets are tried
@@ -52,10 +60,15 @@ class Stretch:
 
     columns: tuple[str, ...]
     rows: tuple[str, ...]
+    inner: tuple[str, ...] = ()  # layers that it both reaches and passes
+
+    @property
+    def sides(self) -> tuple[tuple[str, ...], ...]:
+        return self.columns, self.rows, self.inner
 
     @property
     def layers(self) -> tuple[str, ...]:
-        return self.columns + self.rows
+        return self.columns + self.inner + self.rows
 
     def conflicts(self, other: Stretch) -> bool:
         return bool({*self.layers} & {*other.layers})
@@ -84,6 +97,7 @@ class _Inferring:
     def __init__(self, model: nn.Module, ranks: int, flow: Flow, shard: Shard, given: Rules) -> None:
         self._model, self._ranks, self._flow, self._shard = model, ranks, flow, shard
         self._modules = dict(model.named_modules())
+        self._parameters = dict(model.named_parameters())
         self._rules: Rules = dict(given)
         self._given = given
         self._reasons: dict[str, str] = {}
@@ -136,13 +150,18 @@ class _Inferring:
             columns = [name for side, name in group if side == "out"]
             rows = [name for side, name in group if side == "in"]
             order = list(self._flow.sources)
-            if rows and columns and all(self._can_shard(name) for name in (*columns, *rows)):
-                stretch = Stretch(*(tuple(sorted(set(names), key=order.index)) for names in (columns, rows)))
-                if self._divides(stretch) and not {*columns} & {*rows}:
+            inner = {*columns} & {*rows}
+            sides = ({*columns} - inner, {*rows} - inner, inner)
+            if all(sides[:2]) and len(inner) <= _INNER and all(self._can_shard(name) for name in (*columns, *rows)):
+                stretch = Stretch(*(tuple(sorted(names, key=order.index)) for names in sides))
+                if self._divides(stretch) and all(is_plain(self._modules[name]) for name in inner):
                     yield stretch
 
     def _can_shard(self, name: str) -> bool:
-        return name in self._owned and is_linear(self._modules[name]) and name not in self._given
+        module = self._modules.get(name)
+        if name not in self._owned or module is None or name in self._given:
+            return False
+        return is_linear(module) or (is_convolution(module) and not has_hooks(module))
 
     def _divides(self, stretch: Stretch) -> bool:
         outputs = [features(self._modules[name])[1] for name in stretch.columns]
@@ -175,8 +194,7 @@ class _Inferring:
 
     def _shard_group(self, host: str, stretches: list[Stretch]) -> bool:
         relative = [
-            Stretch(*(tuple(_relative(host, name) for name in names) for names in (each.columns, each.rows)))
-            for each in stretches
+            Stretch(*(tuple(_relative(host, name) for name in names) for names in each.sides)) for each in stretches
         ]
         key = (_form(self._modules[host]), tuple(relative))
         if key not in self._proved:
@@ -211,20 +229,56 @@ class _Inferring:
     def _attempts(self, host: str, module: nn.Module, stretches: list[Stretch]) -> Iterator[Rules]:
         columns = [name for each in stretches for name in each.columns]
         rows = [name for each in stretches for name in each.rows]
-        full = frozenset(f"{host}.{name}".strip(".") for name in columns)
+        within = [name for each in stretches for name in each.inner]
+        full = frozenset(f"{host}.{name}".strip(".") for name in (*columns, *within))
         sizes = [size for size in self._flow.sizes if size.origins & full and not size.origins & self._others(full)]
         layers = [self._layer_rules(host, name) for name in columns]
         owners = [""] if module is not self._model else []
         inner = _relative(host, self._called([f"{host}.{name}".strip(".") for name in columns]))
         owners = [inner, *owners] if inner else owners
+        channels = self._channel_rules(host, full, [*columns, *rows, *within], sizes)
+        ways = [
+            dict(zip(within, kinds, strict=True)) | chosen
+            for chosen in ([{}, channels] if channels else [{}])
+            for kinds in itertools.product(*(self._inner_rules(host, name) for name in within))
+        ]
         for owner, divided in self._divisions(module, owners, sizes, [*columns, *rows]):
-            for texts in itertools.product(*layers):
-                rules = {**dict(zip(columns, texts, strict=True)), **dict.fromkeys(rows, "row")}
+            for texts, way in itertools.product(itertools.product(*layers), ways):
+                rules = {**dict(zip(columns, texts, strict=True)), **dict.fromkeys(rows, "row"), **way}
                 for inside, attributes in divided.items():
                     rules[inside] = f"sizes:{','.join(attributes)}"
                 if owner is not None:
                     rules[owner] = f"heads:{','.join(divided.get(owner, []))}".removesuffix(":")
                 yield {name: rules[name] for name in sorted(rules)}
+
+    def _inner_rules(self, host: str, name: str) -> list[str]:
+        inputs, outputs = features(self._modules[f"{host}.{name}".strip(".")])
+        kinds = (("row_sum", inputs), ("column_inside", outputs))
+        return [kind for kind, length in kinds if length % self._ranks == 0]
+
+    def _channel_rules(self, host: str, stretch: frozenset[str], layers: list[str], sizes: list[Any]) -> Rules:
+        """Rules for parameters that meet nothing but the stretch's tensors, and have a dim as long as they."""
+        lengths = {size.value for size in sizes if size.value > 1}
+        for name in layers:
+            full = f"{host}.{name}".strip(".")
+            inputs, outputs = features(self._modules[full])
+            lengths |= {inputs} if full not in stretch else {outputs}
+            for parts in self._flow.parts.get(full, []) if full in stretch else ():
+                lengths |= {outputs // sum(parts) * part for part in parts}
+        rules: Rules = {}
+        for name, others in self._flow.met.items():
+            layer, _, _ = name.rpartition(".")
+            if not others & stretch or others - stretch - {INPUT, TOKENS} or layer in stretch:
+                continue
+            parameter, relative = self._parameters.get(name), _relative(host, name)
+            if parameter is None or not f"{name}.".startswith(f"{host}." if host else ""):
+                continue
+            dims = [dim for dim, size in enumerate(parameter.shape) if size in lengths and size % self._ranks == 0]
+            if dims and is_depthwise(self._modules[layer]):
+                rules[_relative(host, layer)] = "channels"
+            elif dims:
+                rules[relative] = f"channels:{dims[0]}" if dims[0] else "channels"
+        return rules
 
     def _others(self, names: frozenset[str]) -> frozenset[str]:
         return frozenset(self._flow.sources) - names
@@ -253,7 +307,7 @@ class _Inferring:
         numbers = _numbers(module, {length for length in lengths if self._can_divide(length)})
         subsets = [some for count in range(len(numbers)) for some in itertools.combinations(numbers, count)]
         for some in (tuple(numbers), *subsets):
-            for owner in (*owners, None):
+            for owner in (*owners, None) if some else (None, *owners):
                 divided: dict[str, list[str]] = defaultdict(list)
                 for inside, attribute in some:
                     divided[inside].append(attribute)
@@ -278,7 +332,7 @@ class _Inferring:
                 self._shard_embedding(name, module, share)
             elif name not in self._owned:
                 self._reasons[name] = "its weight is used outside its own forward"
-            elif name in self._flow.sources:
+            elif name in self._flow.sources and is_linear(module):
                 self._shard_linear(name, module, share)
 
     def _shard_linear(self, name: str, module: nn.Module, share: float) -> None:

@@ -37,8 +37,8 @@ def _is_transposed(module: nn.Module) -> bool:
 
 
 def features(linear: nn.Module) -> tuple[int, int]:
-    """The numbers of inputs and outputs."""
-    outputs, inputs = linear.weight.shape  # type: ignore[misc]
+    """The numbers of inputs and outputs; of a convolution, its channels."""
+    outputs, inputs = linear.weight.shape[:2]  # type: ignore[index]
     return (outputs, inputs) if _is_transposed(linear) else (inputs, outputs)
 
 
@@ -99,6 +99,8 @@ class ColumnParallelLinear(_ParallelLinear):
     given the whole tensors. Without `comm` all ranks of the world share the layer.
     """
 
+    is_inside = False
+
     def __init__(
         self,
         in_features: int,
@@ -125,11 +127,14 @@ class ColumnParallelLinear(_ParallelLinear):
         gather_output: bool = False,
         parts: Sequence[int] = (1,),
         pieces: Pieces | None = None,
+        is_inside: bool = False,
     ) -> ColumnParallelLinear:
         """The same layer, cut. `parts` are the relative sizes of what its outputs consist of: (1, 1, 1) for q, k, v
-        in one, each of which is then cut. Layers that share parameters are given the same `pieces`."""
+        in one, each of which is then cut. Layers that share parameters are given the same `pieces`. is_inside: the
+        input comes from a RowParallelLinear that is inside too."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
+        layer.is_inside = is_inside
         layer._cut(linear, _region(comm), gather_output, parts, pieces)
         return layer
 
@@ -156,7 +161,7 @@ class ColumnParallelLinear(_ParallelLinear):
         self.register_parameter("bias", None if whole_bias is None else pieces.cut(whole_bias, bias_split))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.region.enter(x)
+        x = x if self.is_inside else self.region.enter(x)
         self._require_width(x, self.in_features, "the whole of the input features")
         y = deferred.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
         if self.gather_output:
@@ -171,6 +176,8 @@ class RowParallelLinear(_ParallelLinear):
     The input is this rank's piece, or without `input_is_parallel` whole on every rank; the output is whole on every
     rank. The bias is whole, and added once, after the sum. Otherwise as ColumnParallelLinear.
     """
+
+    is_inside = False
 
     def __init__(
         self,
@@ -197,10 +204,13 @@ class RowParallelLinear(_ParallelLinear):
         *,
         input_is_parallel: bool = True,
         pieces: Pieces | None = None,
+        is_inside: bool = False,
     ) -> RowParallelLinear:
-        """The same layer, cut."""
+        """The same layer, cut. is_inside: every rank uses the output with its own part of the features, so that the
+        output's gradients are summed as well."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
+        layer.is_inside = is_inside
         layer._cut(linear, _region(comm), input_is_parallel, pieces)
         return layer
 
@@ -220,6 +230,9 @@ class RowParallelLinear(_ParallelLinear):
         else:
             self._require_width(x, self.in_features, "the whole of the input features")
             x = conjugates.split(x, -1, self.lengths, comm)
+        if self.is_inside:
+            y = conjugates.reduce(self._linear(x, None), comm)
+            return conjugates.copy(y if self.bias is None else y + self.bias, comm)
         y = self.region.leave(self._linear(x, None))
         return y if self.bias is None else y + self.bias
 

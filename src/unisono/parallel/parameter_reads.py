@@ -21,6 +21,7 @@ from unisono.errors import UsageError
 from unisono.parallel.layout import layout_of
 from unisono.parallel.units import Unit, Units
 
+READ_BY_PARENT = "unisono_read_by_parent"  # on shards that their module's parent reads as well, as was tried
 BORROWS = "unisono_borrows"  # on modules that hold a parameter of a sharded layer, and do not know that it is a shard
 
 _SAME_OF_A_SHARD = {
@@ -45,10 +46,13 @@ class ParameterReads(TorchFunctionMode):
         self._modules = set(model.modules())
         self._names = {id(parameter): name for name, parameter in model.named_parameters()}
         self._owners: dict[int, list[nn.Module]] = {}
+        parents = {child: parent for parent in model.modules() for child in parent.children()}
         for module in model.modules():
             for parameter in module._parameters.values():
                 if parameter is not None and {"tp", "ep"} & set(layout_of(parameter).axes):
                     self._owners.setdefault(id(parameter), []).append(module)
+                    if getattr(parameter, READ_BY_PARENT, False) and module in parents:
+                        self._owners[id(parameter)].append(parents[module])
         self._units: dict[int, Unit] = {}
         if units is not None and not is_pipeline:
             self._units = {id(parameter): unit for unit in units for _, parameter in unit.named}

@@ -5,13 +5,19 @@
 Patterns match module names as in a shell ("*.fc1" also matches a top-level fc1, "" the model itself); of several that
 match the first counts. Values:
 
-    column           nn.Linear (or Conv1D) cut by columns: its output is this rank's piece
+    column           nn.Linear (or Conv1D, or a convolution by its channels) cut by columns: its output is this rank's
+                     piece
     column:qkv       ... whose output is queries, keys, values one after the other; column:gate_up likewise two, and
                      column:4+1+1 parts of those proportions. Each part is cut.
     column_gather    cut by columns, output gathered to be whole
-    row              nn.Linear cut by rows: its input is this rank's piece, its output whole
+    row              nn.Linear or a convolution cut by rows: its input is this rank's piece, its output whole
     row:gate_up      expert weights (experts, inputs, outputs) whose last dim is two parts one after the other
     row_split        cut by rows; its input is whole
+    row_sum          cut by rows between a column and a row layer: its input is this rank's piece, its output whole and
+                     used by every rank with its own pieces
+    column_inside    cut by columns, of an input that row_sum gave: its gradient is summed there
+    channels         a parameter, or a depthwise convolution, of which each rank has its channels (dim 0; channels:1 is
+                     dim 1), between a column and a row layer
     vocab            nn.Embedding cut by rows of the vocabulary
     logits           the layer whose output is the model's, sharded by columns: F.cross_entropy in a loss is computed
                      from the shards, everything else is given gathered logits
@@ -43,7 +49,7 @@ Rules = Mapping[str, str]
 
 KINDS = (
     "column", "column_gather", "row", "row_split", "vocab", "vocab_head", "logits", "heads", "sizes", "experts",
-    "mla_kv", "summed", "whole",
+    "mla_kv", "summed", "whole", "row_sum", "column_inside", "channels",
 )  # fmt: skip
 _PARTS = {"": (1,), "qkv": (1, 1, 1), "gate_up": (1, 1)}
 
@@ -108,13 +114,26 @@ class Style:
             raise UsageError(f"rule {pattern!r}: {text!r}; expected one of {', '.join(KINDS)}")
         if kind in ("heads", "sizes"):
             return cls(kind, attributes=tuple(filter(None, detail.split(","))))
+        if kind == "channels":
+            return cls(kind, attributes=_dim(pattern, text, detail))
         if detail and kind not in ("column", "row"):
             raise UsageError(f"rule {pattern!r}: {text!r}; only column, row and heads take more after a colon")
         return cls(kind, parts=_parts(pattern, text, detail))
 
+    @property
+    def dim(self) -> int:
+        """Of `channels`: which dim they are."""
+        return int(self.attributes[0]) if self.attributes else 0
+
     def __str__(self) -> str:
         detail = ",".join(self.attributes) or "+".join(map(str, self.parts)) * (len(self.parts) > 1)
         return f"{self.kind}:{detail}" if detail else self.kind
+
+
+def _dim(pattern: str, text: str, detail: str) -> tuple[str, ...]:
+    if detail and not detail.isdigit():
+        raise UsageError(f"rule {pattern!r}: {text!r}; expected channels or, for another dim, channels:1")
+    return (detail,) if detail else ()
 
 
 def _parts(pattern: str, text: str, detail: str) -> tuple[int, ...]:

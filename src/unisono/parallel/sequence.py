@@ -303,6 +303,10 @@ def _require_sound(block_name: str, block: nn.Module, styles: Styles, full: Sequ
         style = styles.get(inner_name)
         if style is not None and style.kind in ("column_gather", "row_split", "vocab", "mla_kv"):
             raise UsageError(f"{inner_name}: {style} inside a block does not go with sequence parallelism")
+        if style is not None and isinstance(module, nn.modules.conv._ConvNd) and style.kind in ("column", "row"):
+            raise UsageError(
+                f"{inner_name}: {style} of a convolution does not go with sequence parallelism; leave sp out"
+            )
         if isinstance(module, nn.modules.batchnorm._BatchNorm):
             raise UsageError(
                 f"{inner_name} takes means over all tokens, and sequence parallelism gives it some of them"

@@ -25,14 +25,14 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel import attention, custom_layers, user_hooks, vocabulary
+from unisono.parallel import attention, convolution, custom_layers, user_hooks, vocabulary
 from unisono.parallel.attention import ParallelMultiheadAttention
 from unisono.parallel.derive import derived
 from unisono.parallel.inferred import compressed, inferred
 from unisono.parallel.layout import Split
 from unisono.parallel.linear import ColumnParallelLinear, RowParallelLinear, features, is_linear, part_lengths
 from unisono.parallel.logits import keep_in_pieces
-from unisono.parallel.parameter_reads import BORROWS
+from unisono.parallel.parameter_reads import BORROWS, READ_BY_PARENT
 from unisono.parallel.region import Region
 from unisono.parallel.rules import Rules, Style, Styles, known, matched, only_exceptions, published
 from unisono.parallel.searched import searched_rules
@@ -40,7 +40,8 @@ from unisono.parallel.sequence import SequenceParallel
 from unisono.parallel.tensor_pieces import Pieces, add_up, packed
 from unisono.parallel.vocabulary import VocabParallelEmbedding
 
-_LINEAR_KINDS = ("column", "column_gather", "vocab_head", "logits", "row", "row_split")
+INSIDE = ("row_sum", "column_inside")
+_LINEAR_KINDS = ("column", "column_gather", "vocab_head", "logits", "row", "row_split", *INSIDE)
 _HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
 
 Regions = Callable[[str], Region]
@@ -212,7 +213,7 @@ def _is_embedding(module: nn.Module) -> bool:
 
 
 def _rowwise(style: Style) -> bool:
-    return style.kind in ("row", "row_split")
+    return style.kind in ("row", "row_split", "row_sum")
 
 
 # ---- what cannot be right --------------------------------------------------------------------------------------------
@@ -223,7 +224,9 @@ def _require_sound(model: nn.Module, styles: Styles, ranks: int) -> None:
     for name, style in styles.items():
         module = modules.get(name)
         if module is None:
-            _require_expert_weight(name, model.get_parameter(name), style)
+            _require_shardable_parameter(name, model.get_parameter(name), style, ranks)
+        elif isinstance(module, nn.modules.conv._ConvNd) and style.kind in (*_LINEAR_KINDS, "channels"):
+            convolution.require_shardable(name, module, style, ranks)
         elif style.kind in _LINEAR_KINDS:
             _require(is_linear(module), name, style, module, "an nn.Linear")
             part_lengths(features(module)[1], style.parts)
@@ -252,15 +255,20 @@ def _require_kept(name: str, module: nn.Module, style: Style, ranks: int) -> Non
     if ranks == 1:
         return
     user_hooks.require_hooks_kept(name, module, style)
+    if style.kind in INSIDE and not custom_layers.is_plain(module):
+        raise UsageError(f"the rule for {name} says {style}, but its forward is not torch's own; expected an nn.Linear")
     if not custom_layers.is_plain(module):
         custom_layers.require_sharding(name, module, style, ranks)
 
 
-def _require_expert_weight(name: str, weight: torch.Tensor, style: Style) -> None:
+def _require_shardable_parameter(name: str, weight: torch.Tensor, style: Style, ranks: int) -> None:
+    if style.kind == "channels" and style.dim < weight.dim() and weight.shape[style.dim] % ranks == 0:
+        return
     if style.kind not in ("column", "row", "summed") or (style.kind != "summed" and weight.dim() != 3):
         raise UsageError(
             f"the rule for {name} says {style}, but it is a parameter of shape {tuple(weight.shape)}; "
-            "expected column or row for expert weights (experts, outputs, inputs), summed, or a rule for its module"
+            "expected column or row for expert weights (experts, outputs, inputs), channels for a dim that tp divides, "
+            "summed, or a rule for its module"
         )
 
 
@@ -295,6 +303,11 @@ def _cut(model: nn.Module, styles: Styles, comm: Communicator, region_of: Region
             layer.register_forward_hook(_leaving(region_of(name)))
             keep_in_pieces(layer, features(module)[1], comm)
             made[module] = _in_place_of(module, layer)
+        elif isinstance(module, nn.modules.conv._ConvNd) and style.kind in convolution.KINDS:
+            convolution.shard(module, style, region_of(name), pieces)
+            setattr(module.weight, READ_BY_PARENT, style.kind == "channels")
+            if module.bias is not None:
+                setattr(module.bias, READ_BY_PARENT, style.kind == "channels")
         elif module not in made and style.kind in (*_LINEAR_KINDS, "vocab"):
             style = Style("column_gather") if style.kind == "logits" else style
             made[module] = _sharded(name, module, style, region_of(name), pieces)
@@ -361,14 +374,16 @@ def _leaving(region: Region) -> Callable[..., None]:
 
 def _parallel_layer(module: nn.Module, style: Style, region: Region, pieces: Pieces) -> nn.Module:
     match style.kind:
-        case "column" | "column_gather" | "vocab_head":
-            gathers = style.kind == "column_gather"
+        case "column" | "column_gather" | "vocab_head" | "column_inside":
+            gathers, is_inside = style.kind == "column_gather", style.kind == "column_inside"
             return ColumnParallelLinear.from_linear(
-                module, region, gather_output=gathers, parts=style.parts, pieces=pieces
+                module, region, gather_output=gathers, parts=style.parts, pieces=pieces, is_inside=is_inside
             )
-        case "row" | "row_split":
-            parallel = style.kind == "row"
-            return RowParallelLinear.from_linear(module, region, input_is_parallel=parallel, pieces=pieces)
+        case "row" | "row_split" | "row_sum":
+            parallel, is_inside = style.kind != "row_split", style.kind == "row_sum"
+            return RowParallelLinear.from_linear(
+                module, region, input_is_parallel=parallel, pieces=pieces, is_inside=is_inside
+            )
     assert isinstance(module, nn.Embedding)
     return VocabParallelEmbedding.from_embedding(module, region.comm, pieces=pieces)
 
@@ -391,12 +406,17 @@ def _replacement(module: nn.Module, style: Style, region: Region, pieces: Pieces
 
 
 def _cut_parameter(name: str, modules: dict[str, nn.Module], style: Style, pieces: Pieces) -> None:
-    """Expert weights: (experts, outputs, inputs)."""
+    """Expert weights: (experts, outputs, inputs); parameters by channel."""
     owner_name, _, parameter_name = name.rpartition(".")
     owner = modules[owner_name]
     whole: Any = getattr(owner, parameter_name)
     if style.kind == "summed":
         add_up(whole, "tp")
+        return
+    if style.kind == "channels":
+        piece = pieces.cut(whole, packed(style.dim, [whole.shape[style.dim]], pieces.ranks))
+        setattr(piece, READ_BY_PARENT, True)
+        setattr(owner, parameter_name, piece)
         return
     dim = 1 if style.kind == "column" else 2
     split = packed(dim, part_lengths(whole.shape[dim], style.parts), pieces.ranks)

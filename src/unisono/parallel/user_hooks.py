@@ -34,8 +34,8 @@ _DICTIONARIES = (
     "_backward_pre_hooks",
     "_is_full_backward_hook",
 )
-_SHARDED_OUTPUT = ("column", "vocab_head")
-_SHARDED_INPUT = ("row",)
+_SHARDED_OUTPUT = ("column", "vocab_head", "column_inside")
+_SHARDED_INPUT = ("row", "row_sum")
 
 
 def has_hooks(module: nn.Module) -> bool:

@@ -1,0 +1,94 @@
+"""Convolutions under tensor parallelism: output channels as the columns of a linear layer, input channels as its rows.
+
+    column     y_r = conv(x; filters of rank r)                          its output is this rank's channels
+    row        y = sum of conv(x_r; this rank's slice of each filter)    its input is this rank's channels
+    channels   y_r = conv(x_r; filters of rank r)                        depthwise: both are
+
+A layer keeps its class, and with it padding, stride and dilation: its parameters are sharded in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.errors import UsageError
+from unisono.parallel.custom_layers import weight_hooks
+from unisono.parallel.region import Region
+from unisono.parallel.rules import Style
+from unisono.parallel.tensor_pieces import Pieces, packed
+
+_CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+KINDS = ("column", "row", "channels")
+
+
+def is_convolution(module: nn.Module) -> bool:
+    """Whether every output channel of a convolution is made of all its input channels."""
+    return _is_plain(module) and bool(module.groups == 1)
+
+
+def is_depthwise(module: nn.Module) -> bool:
+    """Whether every channel is convolved by itself."""
+    return _is_plain(module) and bool(module.groups == module.in_channels == module.out_channels)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    if type(module) not in _CLASSES or "forward" in vars(module) or weight_hooks(module):
+        return False
+    return {name for name, _ in module.named_parameters()} <= {"weight", "bias"}
+
+
+def require_shardable(name: str, module: Any, style: Style, ranks: int) -> None:
+    """UsageError where a rule does not fit a convolution."""
+    fits = is_depthwise(module) if style.kind == "channels" else is_convolution(module)
+    if not fits or style.kind not in KINDS or len(style.parts) > 1 or style.dim:
+        raise UsageError(
+            f"the rule for {name} says {style}, but it is a {type(module).__name__} of {module.in_channels} to "
+            f"{module.out_channels} channels in {module.groups} groups; expected column or row for one group, channels "
+            "for a depthwise convolution, and a layer whose forward is torch's own"
+        )
+    shared = module.in_channels if style.kind == "row" else module.out_channels
+    if shared % ranks:
+        raise UsageError(f"{name} has {shared} channels, which tp={ranks} does not divide; use a tp that does")
+    if module._forward_hooks or module._forward_pre_hooks or module._backward_hooks or module._backward_pre_hooks:
+        raise UsageError(
+            f"tp: {name} has a hook, and the rule {style} gives it a part of the channels; keep it full with the rule "
+            f'{{"{name}": "whole"}}, or remove the hook'
+        )
+
+
+def shard(module: Any, style: Style, region: Region, pieces: Pieces) -> None:
+    """Leave the layer this rank's channels."""
+    ranks = region.comm.size
+    by_rows = style.kind == "row"
+    channels = module.in_channels if by_rows else module.out_channels
+    module.weight = pieces.cut(module.weight, packed(int(by_rows), [channels], ranks))
+    if module.bias is not None and not by_rows:
+        module.bias = pieces.cut(module.bias, packed(0, [channels], ranks))
+    if style.kind != "column":
+        module.in_channels //= ranks
+    if not by_rows:
+        module.out_channels //= ranks
+    module.groups = max(module.groups // ranks, 1)
+    run = {"column": _column, "row": _row}.get(style.kind)
+    if run is not None:
+        module.forward = partial(run, module, module.forward, region, channels)
+
+
+def _column(
+    module: Any, forward: Callable[..., torch.Tensor], region: Region, channels: int, x: torch.Tensor
+) -> torch.Tensor:
+    y = forward(region.enter(x))
+    region.locate_inside([channels])
+    return y
+
+
+def _row(
+    module: Any, forward: Callable[..., torch.Tensor], region: Region, channels: int, x: torch.Tensor
+) -> torch.Tensor:
+    y = region.leave(module._conv_forward(x, module.weight, None))
+    return y if module.bias is None else y + module.bias.view(-1, *[1] * (module.weight.dim() - 2))
