@@ -189,11 +189,11 @@ def test_attention_of_another_class_is_not_replaced() -> None:
     layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
     layer.self_attn = OwnAttention(8, 2, batch_first=True)
     model = nn.Sequential(layer)
-    with pytest.raises(UsageError, match="self_attn is a OwnAttention"):
-        require_shareable(model, 2)
-    styles = require_shareable(model, 2, {"*.self_attn": "whole"})
-    assert styles["0.self_attn"].kind == "whole"
+    styles = require_shareable(model, 2)
+    assert "0.self_attn" not in styles
     assert styles["0.linear1"].kind == "column"
+    with pytest.raises(UsageError, match="self_attn is a OwnAttention"):
+        require_shareable(model, 2, {"*.self_attn": "heads"})
 
 
 def test_a_layer_is_left_as_it_was_by_the_trial() -> None:

@@ -94,6 +94,26 @@ class WithDtype(Net):
         return y.to(self.head.weight.dtype).to(next(self.parameters()).device)
 
 
+class _Kernel(torch.autograd.Function):
+    """As a kernel outside of torch, which its modes do not see."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, weight)
+        with torch._C.DisableTorchFunction():
+            return x * weight.sum()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return grads[0] * weight.sum(), (grads[0] * x).sum() * torch.ones_like(weight)
+
+
+class Fused(Net):
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return _Kernel.apply(super().forward(tokens), self.blocks[0].up.weight)
+
+
 def tokens(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
     drawn = torch.Generator().manual_seed(seed)
     return torch.randint(11, (4, 5), generator=drawn), torch.randint(11, (4, 5), generator=drawn)
@@ -121,6 +141,7 @@ def check_reads(comm: Communicator) -> dict[str, str]:
         "tied": came(comm, TiedByHand, "tp=2", without_head),
         "borrowed": came(comm, Borrowing, "tp=2", without_head),
         "tied, full": came(comm, TiedByHand, "tp=2", with_table_full),
+        "fused": came(comm, Fused, "tp=2", RULES),
         "dtype": came(comm, WithDtype, "tp=2", RULES),
         "zero 3": came(comm, Regularised, "dp=2,zero=3"),
         "zero 2": came(comm, WithDtype, "dp=2,zero=3"),
@@ -132,6 +153,7 @@ def test_a_shard_is_not_taken_for_the_full_parameter(pools: Pools) -> None:
         assert "Regularised reads table.weight, of which each rank holds a shard" in outcomes["regularised"]
         assert "TiedByHand reads table.weight" in outcomes["tied"]
         assert '{"table": "whole"}' in outcomes["tied"]
+        assert "Fused reads blocks.0.up.weight" in outcomes["fused"]
         assert "head (Scores) reads table.weight" in outcomes["borrowed"]
         assert "which ZeRO 3 gathers for its own module only; use zero=2 or less" in outcomes["zero 3"]
         assert outcomes["tied, full"] == outcomes["dtype"] == outcomes["zero 2"] == ""

@@ -23,8 +23,8 @@ def test_layers_are_cut_where_little_travels() -> None:
     rules = fitting_rules(model, 2, None, unnamed.tower.batch(0))
     assert rules is not None
     assert (rules["alpha"], rules["beta"]) == ("column", "row")  # nothing is said in between
-    assert rules["gamma"] in ("column_gather", "row_split")  # its result meets a whole parameter
-    assert {"alpha", "beta", "gamma", "delta", "odd"} == set(rules)
+    assert (rules["gamma"], rules["tilt"], rules["delta"]) == ("column", "channels", "row")
+    assert {"alpha", "beta", "gamma", "tilt", "delta", "odd"} == set(rules)
     assert fitting_rules(model, 5, None, unnamed.tower.batch(0)) is None  # no layer that five ranks divide
     assert fitting_rules(nn.Linear(4, 4), 2, None, None) is None  # nothing to search with
     with pytest.raises(UsageError, match=r"the model is one Linear.*wrap it: nn.Sequential\(layer\)"):

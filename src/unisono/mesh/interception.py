@@ -1,10 +1,12 @@
-"""A block in which every operation on tensors passes through one method."""
+"""Blocks in which every operation on tensors, or the arguments of every autograd function, pass through one method."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+from torch.autograd import Function
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
@@ -23,3 +25,19 @@ class Interception(TorchDispatchMode):
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What the operation gives; here, what it gives by itself."""
         return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def function_arguments(change: Callable[[Any], Any]) -> Iterator[None]:
+    """In the block, autograd functions are applied to change(argument) of each argument. Torch's modes do not see them,
+    so that kernels that come as such functions would get tensors that are not what they look like."""
+    plain = vars(Function)["apply"]
+
+    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
+        return plain.__get__(None, cls)(*map(change, args), **kwargs)
+
+    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        Function.apply = plain  # type: ignore[method-assign]

@@ -236,6 +236,7 @@ class _Inferring:
         owners = [""] if module is not self._model else []
         inner = _relative(host, self._called([f"{host}.{name}".strip(".") for name in columns]))
         owners = [inner, *owners] if inner else owners
+        owners = [] if within else owners
         channels = self._channel_rules(host, full, [*columns, *rows, *within], sizes)
         ways = [
             dict(zip(within, kinds, strict=True)) | chosen
@@ -307,7 +308,7 @@ class _Inferring:
         numbers = _numbers(module, {length for length in lengths if self._can_divide(length)})
         subsets = [some for count in range(len(numbers)) for some in itertools.combinations(numbers, count)]
         for some in (tuple(numbers), *subsets):
-            for owner in (*owners, None) if some else (None, *owners):
+            for owner in (*owners, None):
                 divided: dict[str, list[str]] = defaultdict(list)
                 for inside, attribute in some:
                     divided[inside].append(attribute)

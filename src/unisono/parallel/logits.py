@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.mesh.interception import function_arguments
 from unisono.parallel import conjugates
 from unisono.parallel.layout import Split
 from unisono.parallel.tensor_pieces import TP, lengths_of
@@ -32,7 +33,6 @@ from unisono.parallel.vocabulary import vocab_parallel_cross_entropy
 
 _is_wanted = False
 _heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that may give pieces
-_plain_apply: Any = None  # of torch.autograd.Function, while another is in its place
 _GATHERED = "unisono_gathered"
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
@@ -61,31 +61,11 @@ def in_pieces(wanted: bool = True) -> Iterator[None]:
     """In the block, heads give pieces: what reads their output is a loss."""
     global _is_wanted
     before, _is_wanted = _is_wanted, wanted
-    if wanted and len(_heads):
-        _give_functions_whole_logits()
     try:
-        yield
+        with function_arguments(whole_of_piece) if wanted and len(_heads) else contextlib.nullcontext():
+            yield
     finally:
         _is_wanted = before
-        if not before:
-            _restore_functions()
-
-
-def _give_functions_whole_logits() -> None:
-    global _plain_apply
-    if _plain_apply is None:
-        _plain_apply = vars(torch.autograd.Function)["apply"]
-        torch.autograd.Function.apply = classmethod(_apply_to_whole)  # type: ignore[method-assign, assignment]
-
-
-def _apply_to_whole(cls: Any, *args: Any, **kwargs: Any) -> Any:
-    return _plain_apply.__get__(None, cls)(*map(whole_of_piece, args), **kwargs)
-
-
-def _restore_functions() -> None:
-    global _plain_apply
-    if _plain_apply is not None:
-        torch.autograd.Function.apply, _plain_apply = _plain_apply, None  # type: ignore[method-assign]
 
 
 def keep_in_pieces(head: nn.Module, vocabulary: int, comm: Communicator) -> None:

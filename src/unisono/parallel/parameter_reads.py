@@ -9,6 +9,7 @@ a read is refused.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from unisono.errors import UsageError
+from unisono.mesh.interception import function_arguments
 from unisono.parallel.layout import layout_of
 from unisono.parallel.units import Unit, Units
 
@@ -34,6 +36,7 @@ _SAME_OF_A_SHARD = {
     torch.Tensor.dim, torch.Tensor.element_size, torch.Tensor.is_complex, torch.Tensor.is_floating_point,
     torch.Tensor.requires_grad_, torch.is_complex, torch.is_floating_point,
 }  # fmt: skip
+_WATCHING = (__name__, function_arguments.__module__)
 _DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
@@ -56,6 +59,24 @@ class ParameterReads(TorchFunctionMode):
         self._units: dict[int, Unit] = {}
         if units is not None and not is_pipeline:
             self._units = {id(parameter): unit for unit in units for _, parameter in unit.named}
+
+        self._functions: list[contextlib.AbstractContextManager[None]] = []
+
+    def __enter__(self) -> ParameterReads:
+        self._functions.append(function_arguments(self._argument))
+        self._functions[-1].__enter__()
+        super().__enter__()
+        return self
+
+    def __exit__(self, *failure: Any) -> None:
+        super().__exit__(*failure)
+        self._functions.pop().__exit__(*failure)
+
+    def _argument(self, given: Any) -> Any:
+        """Of an autograd function, such as a kernel that does the work of several layers at once."""
+        if isinstance(given, nn.Parameter):
+            self._require_owned(given)
+        return given
 
     @property
     def is_needed(self) -> bool:
@@ -109,7 +130,7 @@ def _is_ours() -> bool:
 
 
 def _passes_calls_on(frame: Any) -> bool:
-    return frame.f_globals.get("__name__") == __name__ or frame.f_code.co_name == "__torch_function__"
+    return frame.f_globals.get("__name__") in _WATCHING or frame.f_code.co_name == "__torch_function__"
 
 
 def _package(frame: Any) -> str:
