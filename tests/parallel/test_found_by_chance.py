@@ -495,3 +495,32 @@ def check_copies(comm: Communicator, plan: str) -> str:
 def test_tensors_with_a_history_are_copied_for_the_self_check(pools: Pools, plan: str) -> None:
     for proof in pools("gloo", 2).run(check_copies, plan):
         assert "proved on your model" in proof
+
+
+def by_tokens(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum") / targets.numel()
+
+
+def by_samples(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum") / len(targets)
+
+
+def sequences(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.randint(9, (2, 5, 8), generator=torch.Generator().manual_seed(seed)).unbind(0)  # type: ignore[return-value]
+
+
+def check_sizes(comm: Communicator, plan: str) -> None:
+    for loss in (by_tokens, by_samples):
+        rules = RULES if "tp" in plan else None
+        task = Task(partial(Tower, apart, apart), loss, partial(torch.optim.SGD, lr=0.1), sequences, rules)
+        if "cp" in plan and loss is by_samples:
+            with pytest.raises(UsageError, match="along dim 1"):
+                verify_here(comm, task, Plan.parse(plan), 2)
+            continue
+        verdict = verify_here(comm, task, Plan.parse(plan), 2)
+        assert verdict.equivalent, verdict
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3,microbatches=2", "tp=2,microbatches=2", "pp=2,microbatches=3", "cp=2"])
+def test_losses_may_divide_sums_by_sizes_of_the_batch(pools: Pools, plan: str) -> None:
+    pools("gloo", 2).run(check_sizes, plan)

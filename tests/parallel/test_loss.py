@@ -107,6 +107,9 @@ LOSSES = {
     "only_sums": only_sums,
     "a_term_without_samples": lambda o, t: o.square().mean() + WEIGHT.square().sum(),
     "nothing_but_weights": nothing_but_weights,
+    "sum_by_samples": lambda o, t: o.square().sum() / len(o),
+    "sum_by_tokens": lambda o, t: flat(F.cross_entropy, reduction="sum")(o, t) / t.numel(),
+    "sums_by_sizes_and_constants": lambda o, t: -0.5 * (o.sum() + o.exp().sum()) / o.shape[0] + o.abs().mean() / 2,
 }
 
 
@@ -199,7 +202,11 @@ def test_the_whole_batch_on_one_rank_meets_the_loss_as_it_is() -> None:
 @pytest.mark.parametrize(
     "loss",
     [
-        lambda o, t: o.square().sum() / len(o),
+        lambda o, t: o.square().sum() / len(o) ** 2,
+        lambda o, t: o.square().sum() * (1 / len(o)),
+        lambda o, t: o.square().sum().sqrt() / len(o),
+        lambda o, t: (o.square().sum(-1) * (t > 1)).sum() / max((t > 1).sum().item(), 1),
+        lambda o, t: (o.square().sum(-1) * (t > 1)).sum() / len(t[t > 1]),
         lambda o, t: o.mean().square(),
         lambda o, t: o.flatten(1).var(0).sum(),
         lambda o, t: (o.flatten(1) @ o.flatten(1).T * 0.1).logsumexp(1).mean(),

@@ -53,6 +53,7 @@ class GlobalLoss:
         self._sum: tuple[torch.Tensor, Handle | None] | None = None  # of the partial losses, on its way
         self._next = 0
         self._is_proved = False
+        self._sizes: frozenset[int] | None = None  # see _learn_sizes
         self.shift: int | None = None  # by how many tokens targets are ahead of outputs, if dims has 1; see learn_shift
         self._has_constant = False
         self.sees_whole_parameters = True  # whether parameters that the loss reads are those of one device
@@ -66,7 +67,7 @@ class GlobalLoss:
 
     def _means(self, totals: Any = None, dry: bool = False) -> Means:
         known = [where.dim for where in self._outputs_have or () if where is not None]
-        return Means(totals, dry, known[0] or 0 if known else 0)
+        return Means(totals, dry, known[0] or 0 if known else 0, self._sizes or frozenset())
 
     def _require_no_surprise(self) -> None:
         flags, self._astray = self._astray, []
@@ -99,6 +100,8 @@ class GlobalLoss:
         self._totals, self._whole, self._sum = None, None, None
         if self.ranks == 1 and len(microbatches) == 1:
             return  # the batch is whole here: the user's loss serves as it is
+        if microbatches:
+            self._learn_sizes(*microbatches[0])
         if self._foretells and whole is not None:
             self._whole = self._totals = Foretold(self._counted(_blank(whole[0]), whole[1]))
             return
@@ -209,8 +212,44 @@ class GlobalLoss:
                 f"the loss {name_of(self._loss)} takes {len(means.counts)} means; expected at most {MOST_MEANS}: "
                 "take one mean over the batch, not one a sample"
             )
+        self._require_sizes(means, outputs, targets)
         self._made = means.made
         return means.counts
+
+    def _learn_sizes(self, outputs: Any, targets: Any) -> None:
+        """Find which of the numbers of Python that the loss divides sums by are sizes of the batch: those of two halves
+        add up to that of both. The first call proves the loss with these as counts."""
+        if self._sizes is not None:
+            return
+        batch = (_blank(outputs), targets)
+        try:
+            if not self._divisors(*batch):
+                self._sizes = frozenset()
+                return
+            if self._rows(*batch) < 2:
+                batch = self._two_made_up(*batch)
+            halves = self._halves(*batch, 0)
+            found = [self._divisors(*each) for each in (batch, *(halves or ()))]
+        except Exception:  # whatever the loss raises here, its first call will raise too
+            return
+        numbers = zip(*found, strict=True) if halves and len(set(map(len, found))) == 1 else ()
+        self._sizes = frozenset(place for place, (whole, *two) in enumerate(numbers) if whole == sum(two))
+
+    def _divisors(self, outputs: Any, targets: Any) -> list[float]:
+        means = self._means(dry=True)
+        with means:
+            self._evaluated(outputs, targets)
+        return [] if means.reads_values else means.divisors
+
+    def _require_sizes(self, means: Means, outputs: Any, targets: Any) -> None:
+        """A number that is a size of the batch is 0 where there are no samples: one that is at least 1, as of
+        `max(len(targets), 1)`, would be counted too often."""
+        sizes = [number for place, number in enumerate(means.divisors) if place in (self._sizes or ())]
+        if any(sizes) and not self._rows(outputs, targets):
+            raise UsageError(
+                f"the loss {name_of(self._loss)} divides by {max(sizes):g} where a rank has no samples; divide by the "
+                "size of the batch itself, or use a batch with a sample for every rank and microbatch"
+            )
 
     def _compare(self, counts: list[Count], predicted: list[Count]) -> None:
         """A count that follows from shapes is checked now; one on the device at `total`: nobody waits for it."""
@@ -228,6 +267,7 @@ class GlobalLoss:
         if self.shift is not None or 1 not in self.dims:
             return
         outputs = tree_map(_cut_off, outputs)
+        self._learn_sizes(outputs, targets)
         few = (_first_tokens(outputs), tree_map(_counted_target, _first_tokens(targets)))
         fits = [all(self._separates(*batch, 1, shift) for batch in (few, (outputs, targets))) for shift in (0, 1)]
         if self._comm is not None:
@@ -370,6 +410,22 @@ class GlobalLoss:
         dims += dims_of(targets, self._targets_dim)
         sizes = [x.shape[dim] for x, dim in zip([*made, *given], dims, strict=True) if dim is not None]
         return min(sizes, default=0)
+
+    def _two_made_up(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
+        """Zeros for two samples, where there are fewer."""
+
+        def zeros(leaf: Any, dim: int | None) -> Any:
+            if dim is None:
+                return leaf
+            shape = list(leaf.shape)
+            shape[dim] = 2 * max(shape[dim], 1)
+            return leaf.new_zeros(shape, requires_grad=leaf.requires_grad)
+
+        made, spec = tree_flatten(outputs)
+        given, targets_spec = tree_flatten(targets)
+        made = [zeros(x, None if at is None else at.dim) for x, at in zip(made, self._places(made), strict=True)]
+        given = [zeros(x, dim) for x, dim in zip(given, dims_of(targets, self._targets_dim), strict=True)]
+        return tree_unflatten(made, spec), tree_unflatten(given, targets_spec)
 
     def _with_another_sample(self, outputs: Any, targets: Any) -> tuple[Any, Any]:
         """Outputs of one sample and of another one, made up: one alone cannot show whether it can be separated."""

@@ -11,7 +11,9 @@ torch's own means do so. It sees, in the order of the calls:
 - `mean` of a tensor that still has the batch (dim 0, or `batch_dim`, is not reduced away yet), over dims that include
   it;
 - every loss of torch.nn.functional with reduction="mean", as the sum of its reduction="none", and kl_div's "batchmean";
-- a sum divided by a sum that needs no gradient, as in `(loss * mask).sum() / mask.sum()`.
+- a sum divided by a sum that needs no gradient, as in `(loss * mask).sum() / mask.sum()`;
+- a sum divided by a number of Python that is a size of the batch, as in `loss.sum() / len(targets)`. Whether it is one
+  cannot be seen here: `divisors` lists all such numbers, and `sizes` tells which of them are counts.
 
 Sums stay sums. A tensor from which the batch was summed away is marked, so that further means over it are plain ones.
 """
@@ -65,6 +67,12 @@ _ELEMENTWISE = (
     F.binary_cross_entropy_with_logits,
 )
 _HALVES = (torch.float16, torch.bfloat16)
+# With these, a number of Python or a shape may tell of values, and not of the batch's size.
+_READS = {
+    torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__, torch.Tensor.__int__,
+    torch.Tensor.__float__, torch.Tensor.__index__, torch.Tensor.__bool__, torch.nonzero, torch.Tensor.nonzero,
+    torch.masked_select, torch.Tensor.masked_select, torch.unique, torch.Tensor.unique, torch.argwhere,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -73,14 +81,15 @@ class _Mark:
 
     is_sum: bool  # a plain sum over the batch, so that it may be a count
     floor: float | None = None  # such a count, but at least this
+    is_mean: bool = False  # it was divided by a count
 
 
 def _mark_of(value: Any) -> _Mark | None:
     return getattr(value, "_unisono_mark", None) if isinstance(value, torch.Tensor) else None
 
 
-def _marked(tensor: torch.Tensor, is_sum: bool, floor: float | None = None) -> torch.Tensor:
-    tensor._unisono_mark = _Mark(is_sum, floor)  # type: ignore[attr-defined]
+def _marked(tensor: torch.Tensor, is_sum: bool) -> torch.Tensor:
+    tensor._unisono_mark = _Mark(is_sum, is_mean=not is_sum)  # type: ignore[attr-defined]
     return tensor
 
 
@@ -92,8 +101,18 @@ class Means(TorchFunctionMode):
     are counted and, where that needs no values, not computed.
     """
 
-    def __init__(self, totals: Totals | None = None, dry: bool = False, batch_dim: int = 0) -> None:
+    def __init__(
+        self,
+        totals: Totals | None = None,
+        dry: bool = False,
+        batch_dim: int = 0,
+        sizes: frozenset[int] = frozenset(),
+    ) -> None:
+        """sizes: which of the numbers that sums are divided by, in the order of the calls, are sizes of the batch."""
         super().__init__()
+        self._sizes = sizes
+        self.divisors: list[float] = []
+        self.reads_values = False  # whether divisors may depend on more than the batch's shapes
         self._batch_dim = batch_dim
         self.counts: list[Count] = []
         self.made = 0  # with dry: how many elements were computed all the same
@@ -103,6 +122,7 @@ class Means(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        self.reads_values |= func in _READS or (func is torch.Tensor.__getitem__ and _is_mask(args[1]))
         out = self._handled(func, args, kwargs or {})
         if self._dry and isinstance(out, torch.Tensor):
             self.made += _made(out, _tensors_in(args, kwargs or {}))
@@ -114,6 +134,10 @@ class Means(TorchFunctionMode):
             mark = _mark_of(args[1])
             if mark is not None and mark.is_sum and not args[1].requires_grad:
                 return self._divided(args[0], args[1].detach(), mark.floor)
+            if isinstance(args[1], int | float) and any(not each.is_mean for each in marks):
+                self.divisors.append(args[1])
+                if len(self.divisors) - 1 in self._sizes:
+                    return self._divided(args[0], args[1])
         if marks:
             return _passed_on(func, args, kwargs, marks)
         if func in _MEANS and _takes_batch(args, kwargs, self._batch_dim):
@@ -178,6 +202,11 @@ class Means(TorchFunctionMode):
         return self._divided(part, values.numel() if count is None else count).to(values.dtype)
 
 
+def _is_mask(index: Any) -> bool:
+    parts = index if isinstance(index, tuple) else (index,)
+    return any(isinstance(part, torch.Tensor) and part.dtype in (torch.bool, torch.uint8) for part in parts)
+
+
 def _tensors_in(args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
     found: list[Any] = []
     for value in (*args, *kwargs.values()):
@@ -208,7 +237,8 @@ def _passed_on(func: Callable[..., Any], args: Sequence[Any], kwargs: dict[str, 
             return counted
     out = func(*args, **kwargs)
     if isinstance(out, torch.Tensor):
-        out._unisono_mark = only if func in _CASTS else _Mark(is_sum=False)  # type: ignore[attr-defined]
+        mark = only if func in _CASTS else _Mark(is_sum=False, is_mean=any(each.is_mean for each in marks))
+        out._unisono_mark = mark  # type: ignore[attr-defined]
     return out
 
 
