@@ -524,3 +524,52 @@ def check_sizes(comm: Communicator, plan: str) -> None:
 @pytest.mark.parametrize("plan", ["dp=2,zero=3,microbatches=2", "tp=2,microbatches=2", "pp=2,microbatches=3", "cp=2"])
 def test_losses_may_divide_sums_by_sizes_of_the_batch(pools: Pools, plan: str) -> None:
     pools("gloo", 2).run(check_sizes, plan)
+
+
+class Positions(nn.Embedding):
+    """Is given tokens, of which it counts the positions."""
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch.arange(tokens.shape[1], device=self.weight.device).expand(tokens.shape) + 2)
+
+
+class Counting(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(16, 8), Positions(16, 8)
+        self.fc1, self.fc2, self.head = nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 16)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tokens(tokens) + self.positions(tokens)
+        return self.head(x + self.fc2(F.gelu(self.fc1(x)))).transpose(1, 2)
+
+
+class Neighbours(nn.Module):
+    """Divides by the number of near samples, of which few samples have none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(6, 16), nn.Linear(16, 6)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        distances = torch.cdist(x, x)
+        near = (distances < distances.median()).to(x.dtype)
+        return self.fc2((near / near.sum(1, keepdim=True)) @ self.fc1(x).relu())
+
+
+def check_shared_by_inference(comm: Communicator, model: type[nn.Module], batch: Any) -> None:
+    task = Task(model, F.cross_entropy, partial(torch.optim.SGD, lr=0.1), batch)
+    verdict = verify_here(comm, task, Plan.parse("tp=2"), 2)
+    assert verdict.equivalent, verdict
+
+
+def sentences(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(16, (4, 6), generator=torch.Generator().manual_seed(seed))
+    return tokens, tokens
+
+
+@pytest.mark.parametrize(("model", "batch"), [(Counting, "sentences"), (Neighbours, "vectors")])
+def test_a_layer_that_does_not_work_on_shards_stays_replicated(
+    pools: Pools, model: type[nn.Module], batch: str
+) -> None:
+    pools("gloo", 2).run(check_shared_by_inference, model, globals()[batch])

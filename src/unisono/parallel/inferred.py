@@ -35,12 +35,18 @@ from torch.utils._pytree import tree_map
 
 from unisono.errors import UsageError
 from unisono.mesh.side_effects import no_side_effects
+<<<<<<< HEAD
 from unisono.parallel import vocabulary
 from unisono.parallel.convolution import is_convolution, is_depthwise
 from unisono.parallel.custom_layers import is_plain
 from unisono.parallel.dataflow import INPUT, TOKENS, Flow, Parts, as_double, is_layer, recorded, synthetic
+=======
+from unisono.parallel import custom_layers, vocabulary
+from unisono.parallel.dataflow import TOKENS, Flow, Parts, as_double, is_layer, recorded, synthetic
+>>>>>>> b200fd5 (tp: inferred rules are tried on layers with a forward of their own, which else stay replicated (BART and Whisper under tp); losses that need all samples are told of uni.BatchLoss)
 from unisono.parallel.hollow import realised_copy
 from unisono.parallel.linear import features, is_linear
+from unisono.parallel.rules import Style
 from unisono.parallel.trial import Shard, Trial
 from unisono.parallel.user_hooks import has_hooks
 
@@ -339,11 +345,22 @@ class _Inferring:
     def _shard_linear(self, name: str, module: nn.Module, share: float) -> None:
         inputs, outputs = features(module)
         if self._is_head(name) and outputs >= self._ranks and share >= _LARGE:
-            self._rules[name] = "logits"
+            self._shard_alone(name, module, "logits")
         elif share >= _LARGE and outputs % self._ranks == 0:
-            self._rules[name] = "column_gather"
+            self._shard_alone(name, module, "column_gather")
         elif share >= _LARGE and inputs % self._ranks == 0:
-            self._rules[name] = "row_split"
+            self._shard_alone(name, module, "row_split")
+
+    def _shard_alone(self, name: str, module: nn.Module, rule: str) -> None:
+        """Give one layer a rule, unless what a user has made of it (a forward of its own) does not work on shards."""
+        try:
+            if isinstance(module, nn.Embedding):
+                vocabulary.require_plain(module)
+            if not custom_layers.is_plain(module):
+                custom_layers.require_sharding(name, module, Style(rule), self._ranks)
+            self._rules[name] = rule
+        except UsageError as error:
+            self._reasons[name] = str(error)
 
     def _is_head(self, name: str) -> bool:
         """Whether its output reaches the model's output and no other layer."""
@@ -357,11 +374,7 @@ class _Inferring:
         elif share < _EMBEDDING:
             self._reasons[name] = "nn.Embedding that is small"
         else:
-            try:
-                vocabulary.require_plain(module)
-                self._rules[name] = "vocab"
-            except UsageError as error:
-                self._reasons[name] = str(error)
+            self._shard_alone(name, module, "vocab")
 
     def _shard_tied(self) -> set[str]:
         """An embedding and the heads that share its weight, where nothing else uses it; names that are tied."""

@@ -187,6 +187,12 @@ class GlobalLoss:
             self._foretells = False
             raise UsageError(_ASTRAY)
 
+    @property
+    def _advice(self) -> str:
+        if self.ranks == 1 and self._microbatches <= 1:
+            return ""
+        return "; if it needs the outputs for all samples of the batch, pass loss=uni.BatchLoss(loss)"
+
     def _evaluated(self, outputs: Any, targets: Any) -> torch.Tensor:
         try:
             value = self._loss(outputs, targets)
@@ -195,7 +201,7 @@ class GlobalLoss:
         except Exception as error:
             raise UsageError(
                 f"the loss {name_of(self._loss)} cannot take what the model returns, {_shown(outputs)}, "
-                f"with the targets {_shown(targets)}: {type(error).__name__}: {error}"
+                f"with the targets {_shown(targets)}: {type(error).__name__}: {error}{self._advice}"
             ) from error
         if not isinstance(value, torch.Tensor) or value.numel() != 1:
             raise UsageError(
