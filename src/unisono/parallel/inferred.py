@@ -35,15 +35,10 @@ from torch.utils._pytree import tree_map
 
 from unisono.errors import UsageError
 from unisono.mesh.side_effects import no_side_effects
-<<<<<<< HEAD
 from unisono.parallel import vocabulary
 from unisono.parallel.convolution import is_convolution, is_depthwise
-from unisono.parallel.custom_layers import is_plain
+from unisono.parallel.custom_layers import is_plain, require_sharding
 from unisono.parallel.dataflow import INPUT, TOKENS, Flow, Parts, as_double, is_layer, recorded, synthetic
-=======
-from unisono.parallel import custom_layers, vocabulary
-from unisono.parallel.dataflow import TOKENS, Flow, Parts, as_double, is_layer, recorded, synthetic
->>>>>>> b200fd5 (tp: inferred rules are tried on layers with a forward of their own, which else stay replicated (BART and Whisper under tp); losses that need all samples are told of uni.BatchLoss)
 from unisono.parallel.hollow import realised_copy
 from unisono.parallel.linear import features, is_linear
 from unisono.parallel.rules import Style
@@ -356,8 +351,8 @@ class _Inferring:
         try:
             if isinstance(module, nn.Embedding):
                 vocabulary.require_plain(module)
-            if not custom_layers.is_plain(module):
-                custom_layers.require_sharding(name, module, Style(rule), self._ranks)
+            if not is_plain(module):
+                require_sharding(name, module, Style(rule), self._ranks)
             self._rules[name] = rule
         except UsageError as error:
             self._reasons[name] = str(error)
