@@ -482,3 +482,17 @@ def test_the_gpu_draws_the_same() -> None:
                 torch.testing.assert_close(dropped.cpu(), here, rtol=1e-2 if dtype.itemsize == 2 else 1e-6, atol=0)
                 dropped.sum().backward()
                 assert torch.equal(there.grad.cpu() == 0, here == 0)
+
+
+def test_numbers_that_may_be_of_sharded_tokens_are_refused_in_another_shape() -> None:
+    """Of (samples * tokens, experts), as routers have them, no dim is that of tokens, but one may be as long."""
+    state = RandomState(seed=3)
+    with state, state.sharded(1, range(4, 8), of=8, only="dropout", rows=2):
+        assert torch.rand(2, 4, 6).shape == (2, 4, 6)
+        torch.rand(3)  # without tokens: the same on every rank
+        torch.empty(2, 1, 1).uniform_()
+        for shape in ((8, 4), (8, 6), (4, 6)):
+            with pytest.raises(UsageError, match="expected samples along dim 0 and tokens along dim 1"):
+                torch.rand(shape)
+            with pytest.raises(UsageError, match="expected samples along dim 0 and tokens along dim 1"):
+                F.dropout(torch.ones(shape), 0.5)

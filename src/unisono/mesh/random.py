@@ -161,16 +161,19 @@ class RandomState:
     # ---- which part of the whole ---------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def sharded(self, dim: int, positions: Positions, of: int, *, only: str | None = None) -> Iterator[None]:
+    def sharded(
+        self, dim: int, positions: Positions, of: int, *, only: str | None = None, rows: int | None = None
+    ) -> Iterator[None]:
         """In the block, this rank's tensors hold these positions, of so many, along `dim`.
 
         A dim that is k times as long as the positions counts k elements a position, as after folding (batch, seq)
         into one dim. only: "dropout" for dropout calls and the state's own methods, "attention" for attention weights
-        (batch, heads, queries, keys); by default both.
+        (batch, heads, queries, keys); by default both. rows: the length of dim 0 of tensors that are sharded so; of
+        others with a dim that could be the sharded one, nothing is known, and they are refused.
         """
         if only not in (None, *KINDS):
             raise UsageError(f"sharded(only={only!r}): expected one of {', '.join(KINDS)}")
-        with self._scope(_Scope(dim, Part(positions, of), only)):
+        with self._scope(_Scope(dim, Part(positions, of), only, rows)):
             yield
 
     @contextlib.contextmanager
@@ -221,6 +224,7 @@ class RandomState:
                 if not -len(shape) <= wanted < len(shape):
                     raise UsageError(f"random numbers of shape {tuple(shape)} have no dim {wanted}, which is sharded")
                 dim = wanted % len(shape)
+                scope.require_rows(shape, dim)
                 parts[dim] = scope.part.within(parts[dim]) if dim in parts else scope.part
         if self.locate is not None:
             parts = self.locate(shape, kind, parts, key)
@@ -290,6 +294,8 @@ class RandomState:
         """Which part of the whole numbers a call draws; `like` is for those who look at what it is for."""
         try:
             return self._parts(shape, kind, key)
+        except _Misplaced:
+            raise
         except UsageError:
             if may_be_whole and self.sample_dims is None:
                 return {}
@@ -367,6 +373,21 @@ class _Scope:
     dim: int | None  # None: where samples lie
     part: Part
     only: str | None
+    rows: int | None = None
+
+    def require_rows(self, shape: Sequence[int], dim: int) -> None:
+        if self.rows is None or shape[0] == self.rows:
+            return
+        if any(length > 1 and length % max(len(self.part), 1) == 0 for length in shape):
+            raise _Misplaced(
+                f"random numbers of shape {tuple(shape)} are drawn where a rank has {len(self.part)} of "
+                f"{self.part.total} tokens, and {self.rows} samples; expected samples along dim 0 and tokens along dim "
+                f"{dim}: keep that shape, or use cp=1"
+            )
+
+
+class _Misplaced(UsageError):
+    """Numbers of which it is not known whether they are sharded."""
 
 
 _WHOLE = _Scope(0, Part(range(0), 0), None)

@@ -240,7 +240,7 @@ class Context:
                 return self._cut_argument(x, hidden.shape[0], name, spread.tokens)
             return spread.tokens.cut(x, self.comm.rank, 1) if is_first else x
 
-        self._keep_for_rest_of_model(spread)
+        self._keep_for_rest_of_model(spread, hidden.shape[0])
         return mapped((args, kwargs), cut)
 
     def _run_block(self, forward: Forward, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -272,7 +272,7 @@ class Context:
 
         return tree_map(gathered, outputs)
 
-    def _keep_for_rest_of_model(self, spread: SpreadAttention) -> None:
+    def _keep_for_rest_of_model(self, spread: SpreadAttention, rows: int) -> None:
         """From the first block that runs to the end of the model, tensors are of this rank's tokens."""
         if self._rest_of_model is None or self._is_spread:
             return
@@ -282,7 +282,8 @@ class Context:
         if state is not None:
             tokens = spread.tokens
             held = tokens.held(self.comm.rank)
-            self._rest_of_model.enter_context(state.sharded(1, held, of=tokens.length, only="dropout"))
+            scope = state.sharded(1, held, of=tokens.length, only="dropout", rows=rows)
+            self._rest_of_model.enter_context(scope)
 
     def _cut_argument(self, x: torch.Tensor, batch: int, name: str, tokens: Tokens) -> torch.Tensor:
         dim = sequence_dim(x, tokens.length, batch)

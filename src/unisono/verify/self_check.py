@@ -69,7 +69,8 @@ from unisono.verify.verify import verify_here
 
 _log = logging.getLogger("unisono")
 CHECKS = ("auto", "full", "off")
-_QUICK = 1.0  # seconds that a step of one device on the whole batch may take, whatever a step under the plan takes
+_QUICK = 1.0  # seconds that a step of one device on the whole batch may take, whatever a step under the plan takes; and
+# that applying the plan may, for a proof in float64 beside
 _VERY_QUICK = 0.2  # seconds, likewise, for a proof in float64 beside
 _STEPS = 2.0  # steps under the plan that the step of one device may take
 _COPIES = 5  # of the parameters: values to restore, gradients, two of an Adam, and one for activations
@@ -116,6 +117,7 @@ def parallelize(
     proof = _Proof(plan, Job(loss, optimizer, clip, seed, precision), level, {**given, **options})
     proof.make = model if callable(model) and not isinstance(model, nn.Module) else None
     first = example if example is None or dtype is None else _in_dtype(example, dtype)
+    started = time.perf_counter()
     trainer = apply.parallelize(
         model,
         plan,
@@ -126,6 +128,7 @@ def parallelize(
         **options,
         on_ready=lambda draft: proof.begin(draft, first),
     )
+    proof.seconds_to_apply = time.perf_counter() - started
     if first is None:
         trainer.on_first_batch = lambda batch: proof.end_on(trainer, batch)
     else:
@@ -171,6 +174,7 @@ class _Proof:
         self._blocks = ""  # how many it has
         self._obstacle = ""  # why nothing can be proved
         self.make: Callable[[], nn.Module] | None = None  # builds the model once more
+        self.seconds_to_apply = 0.0  # that the plan took, which a proof in float64 applies again
         self._seconds = 0.0
 
     # ---- before the plan is applied --------------------------------------------------------------------------------
@@ -322,7 +326,9 @@ class _Proof:
 
     def _in_float64(self, trainer: Trainer, batch: tuple[Any, Any], found: list[Difference]) -> list[Difference]:
         """For a small model, the same once more on copies of it, where rounding hides nothing."""
-        if self.make is None or not self._is_quick or self._dtype != torch.float32 or trainer.steps:
+        if self.make is None or self._dtype != torch.float32 or trainer.steps:
+            return found
+        if not self._comm.broadcast_object(self._is_quick and self.seconds_to_apply < _QUICK):
             return found
         some, make = self._some_of(trainer, batch), self.make
 
