@@ -573,3 +573,34 @@ def test_a_layer_that_does_not_work_on_shards_stays_replicated(
     pools: Pools, model: type[nn.Module], batch: str
 ) -> None:
     pools("gloo", 2).run(check_shared_by_inference, model, globals()[batch])
+
+
+class Carried(nn.Module):
+    """Adds its first hidden state after every block, round the blocks; a block drops, and is recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.mix = nn.Linear(6, 8), nn.Parameter(torch.full((3,), 0.1))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.5), nn.Linear(8, 8), nn.Dropout(0.5))
+            for _ in range(3)
+        )
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = first = self.first(x)
+        for block, weight in zip(self.blocks, self.mix, strict=True):
+            x = block(x) + weight * first
+        return self.head(x)
+
+
+def check_carried(comm: Communicator) -> None:
+    """Several times: what a recomputation must not meet is a tensor with the id of one that is gone."""
+    task = Task(Carried, F.cross_entropy, partial(torch.optim.SGD, lr=0.1), vectors)
+    for _ in range(3):
+        verdict = verify_here(comm, task, Plan.parse("pp=2,microbatches=4,recompute=full"), 3)
+        assert verdict.equivalent, verdict
+
+
+def test_a_recomputation_takes_no_tensor_for_one_that_was_carried_round_the_blocks(pools: Pools) -> None:
+    pools("gloo", 2).run(check_carried)

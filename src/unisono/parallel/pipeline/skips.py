@@ -57,6 +57,7 @@ class Calls(TorchFunctionMode):
         super().__init__()
         self.made: dict[Label, torch.Tensor] = {}
         self.replaced: dict[int, torch.Tensor] = {}  # id of a tensor of this stage -> what is read in its place
+        self.kept: list[Any] = []  # those tensors: a recomputation runs under this mode when the forward is long over
         self.is_inside = False  # a block
         self._wanted = wanted
         self._counts: Counter[tuple[str, int, int]] = Counter()

@@ -127,7 +127,7 @@ class Stage:
         run = _Run(received, received_form, self._forms.get(kind), watching)
         if self._skips:
             run.calls = Calls(self._skips)
-            run.calls.replaced = run.replaced
+            run.calls.replaced, run.calls.kept = run.replaced, run.kept
         output, ended = None, False
         with self._running(run):
             try:
