@@ -604,3 +604,20 @@ def check_carried(comm: Communicator) -> None:
 
 def test_a_recomputation_takes_no_tensor_for_one_that_was_carried_round_the_blocks(pools: Pools) -> None:
     pools("gloo", 2).run(check_carried)
+
+
+def frozen_in_part() -> nn.Module:
+    model = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 4))
+    model[0].bias.requires_grad_(False)
+    return model
+
+
+def check_frozen(comm: Communicator) -> None:
+    task = Task(frozen_in_part, F.cross_entropy, partial(torch.optim.Adagrad, lr=0.1), vectors)
+    for plan in ("dp=2", "dp=2,zero=1", "dp=2,zero=3"):
+        verdict = verify_here(comm, task, Plan.parse(plan), 2)
+        assert verdict.equivalent, verdict
+
+
+def test_states_of_frozen_parameters_are_no_result(pools: Pools) -> None:
+    pools("gloo", 2).run(check_frozen)

@@ -129,9 +129,8 @@ def plain_record(
     record.parameters = _copied(model.named_parameters())
     record.buffers = _copied(model.named_buffers())
     record.settings = settings_of(optimizer)
-    record.optimizer = flat_state(
-        {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
-    )
+    state = {name: optimizer.state.get(parameter, {}) for name, parameter in model.named_parameters()}
+    record.optimizer = flat_state(_trained(state, model))
     return record
 
 
@@ -193,7 +192,7 @@ def trainer_record(
     record.parameters = _whole(trainer, _parameters(trainer))
     record.buffers = merged_over_stages(trainer.mesh, _copied(trainer.model.named_buffers()))
     state = whole_state(trainer.optimizer, trainer.optimized(), trainer.mesh)["state"]
-    record.optimizer = merged_over_stages(trainer.mesh, flat_state(state))
+    record.optimizer = merged_over_stages(trainer.mesh, flat_state(_trained(state, trainer.model)))
     record.settings = settings_of(trainer.optimizer)
     return record
 
@@ -259,6 +258,12 @@ def _gradients(named: Any) -> Tensors:
 
 def _dense(gradient: torch.Tensor) -> torch.Tensor:
     return gradient.detach().to_dense() if gradient.is_sparse else gradient.detach()
+
+
+def _trained(state: dict[str, dict[str, Any]], model: nn.Module) -> dict[str, dict[str, Any]]:
+    """Without frozen parameters: Adagrad makes states for them, which nothing reads, and ZeRO does not."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name: each for name, each in state.items() if name not in frozen}
 
 
 def flat_state(state: dict[str, dict[str, Any]]) -> Tensors:
