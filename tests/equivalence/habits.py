@@ -312,6 +312,36 @@ class GatedByInput(Block):
         return x + gate * self.attention(self.norm1(x)) + self.mlp(self.norm2(x))
 
 
+class HeadsByParity(Attention):
+    """Every second head is sharper."""
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = self.projected(x)
+        sharper = 1 + (torch.arange(q.shape[1], device=x.device) % 2).to(x.dtype).view(-1, 1, 1)
+        return self.o(((q @ k.mT * sharper).softmax(-1) @ v).transpose(1, 2).flatten(2))
+
+
+class SometimesMixed(Attention):
+    """With a flag, heads add the mean of all heads' weights."""
+
+    def __init__(self, is_mixed: bool) -> None:
+        super().__init__()
+        self.is_mixed = is_mixed
+
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        q, k, v = self.projected(x)
+        weights = (q @ k.mT).softmax(-1)
+        weights = weights + weights.mean(1, keepdim=True) if self.is_mixed else weights
+        return self.o((weights @ v).transpose(1, 2).flatten(2))
+
+
+def _second_mixed() -> nn.Module:
+    flags = iter((False, True))
+    return Model(lambda: Block(SometimesMixed(next(flags))))
+
+
+heads_by_parity = task("heads_by_parity", lambda: Model(lambda: Block(HeadsByParity())))
+second_mixed = task("second_mixed", _second_mixed)
 multi_query = task("multi_query", lambda: Model(lambda: Block(MultiQuery())))
 scaled_heads = task("scaled_heads", lambda: Model(lambda: Block(ScaledHeads())))
 parallel_block = task("parallel_block", lambda: Model(ParallelBlock))

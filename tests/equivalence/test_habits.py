@@ -39,6 +39,11 @@ def test_the_result_is_that_of_one_device_with_data_parallelism(pools: Pools, na
     assert verdict.equivalent, verdict
 
 
+def test_rules_are_proved_for_as_many_ranks_as_there_are(pools: Pools) -> None:
+    verdict = pools("gloo", 4).run(prove, "habits", "heads_by_parity", "tp=4")[0]
+    assert verdict.equivalent, verdict
+
+
 def rules_of(name: str) -> dict[str, str]:
     task = getattr(habits, name)
     return dict(fitting_rules(task.model(), 2, None, task.batch(0)) or {})

@@ -18,9 +18,10 @@ from unisono.errors import UsageError
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import Blocks, find_blocks
 from unisono.parallel.hollow import realised_copy
+from unisono.parallel.inferred import form
 from unisono.parallel.linear import features, is_linear
 from unisono.parallel.rules import Rules
-from unisono.parallel.trial import together
+from unisono.parallel.trial import simulated_ranks, together
 
 _HEADS = ("heads", "num_heads", "n_head", "n_heads", "num_attention_heads", "nhead")
 _KEY_HEADS = ("kv_heads", "num_kv_heads", "n_kv_head", "n_kv_heads", "num_key_value_heads")
@@ -34,13 +35,22 @@ def derived(model: nn.Module, ranks: int, cut: Any) -> dict[str, str]:
     blocks = _blocks(model)
     if blocks is None:
         return {}
+    proved: dict[Any, dict[str, str]] = {}  # by what blocks that are built alike have in common
     found: dict[str, str] = {}
-    for name, module, rules in _candidates(blocks.modules[0]):
-        if _holds(module, rules, _smallest_factor(ranks), cut):
+    for number, block in enumerate(blocks.modules):
+        kind = form(block)
+        if kind not in proved:
+            proved[kind] = _proved(block, ranks, cut)
+        found |= {f"{blocks.name(number)}.{name}": text for name, text in proved[kind].items()}
+    return found
+
+
+def _proved(block: nn.Module, ranks: int, cut: Any) -> dict[str, str]:
+    found: dict[str, str] = {}
+    for name, module, rules in _candidates(block):
+        if _holds(module, rules, simulated_ranks(ranks), cut):
             found |= {f"{name}.{relative}".strip("."): text for relative, text in rules.items()}
-    return {
-        f"{blocks.name(number)}.{name}": text for number in range(len(blocks.modules)) for name, text in found.items()
-    }
+    return found
 
 
 def _blocks(model: nn.Module) -> Blocks | None:
@@ -48,11 +58,6 @@ def _blocks(model: nn.Module) -> Blocks | None:
         return find_blocks(model)
     except UsageError:
         return None
-
-
-def _smallest_factor(number: int) -> int:
-    """As few ranks as show whether a module can be shared: where they divide something, `number` does."""
-    return next((factor for factor in range(2, number + 1) if number % factor == 0), 1)
 
 
 # ---- what shapes suggest -------------------------------------------------------------------------------------------

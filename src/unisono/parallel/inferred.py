@@ -27,6 +27,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from types import BuiltinFunctionType, FunctionType
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ from unisono.parallel.dataflow import INPUT, TOKENS, Flow, Parts, as_double, is_
 from unisono.parallel.hollow import realised_copy
 from unisono.parallel.linear import features, is_linear
 from unisono.parallel.rules import Style
-from unisono.parallel.trial import Shard, Trial
+from unisono.parallel.trial import Shard, Trial, simulated_ranks
 from unisono.parallel.user_hooks import has_hooks
 
 _INNER = 3  # layers inside a stretch
@@ -197,7 +198,7 @@ class _Inferring:
         relative = [
             Stretch(*(tuple(_relative(host, name) for name in names) for names in each.sides)) for each in stretches
         ]
-        key = (_form(self._modules[host]), tuple(relative))
+        key = (form(self._modules[host]), tuple(relative))
         if key not in self._proved:
             self._proved[key] = self._proof(host, relative)
         rules = self._proved[key]
@@ -215,7 +216,7 @@ class _Inferring:
             return None
         real = real.double().cpu().eval()
         given = synthetic(self._flow.calls[host], torch.Generator().manual_seed(0))
-        trial = Trial(real, _smallest_factor(self._ranks), tree_map(as_double, given), self._shard)
+        trial = Trial(real, simulated_ranks(self._ranks), tree_map(as_double, given), self._shard)
         for rules in itertools.islice(self._attempts(host, module, stretches), _ATTEMPTS):
             sums = trial.needed_sums(rules)
             if sums is None:
@@ -417,25 +418,29 @@ class _Groups:
         return list(found.values())
 
 
-def _smallest_factor(number: int) -> int:
-    """As few ranks as show whether a module can be sharded: where they divide something, `number` does."""
-    return next((factor for factor in range(2, number + 1) if number % factor == 0), 1)
-
-
 def _relative(host: str, name: str) -> str:
     return name[len(host) :].strip(".")
 
 
-def _form(module: nn.Module) -> Any:
+def form(module: nn.Module) -> Any:
     """What modules that are built alike have in common."""
     shapes = tuple((name, tuple(each.shape)) for name, each in module.named_parameters())
     classes = tuple((name, type(each)) for name, each in module.named_modules())
-    numbers = tuple((name, *_integers(each)) for name, each in module.named_modules())
-    return shapes, classes, numbers
+    settings = tuple((name, *_settings(each)) for name, each in module.named_modules())
+    return shapes, classes, settings
 
 
-def _integers(module: nn.Module) -> list[tuple[str, int]]:
-    return [(key, value) for key, value in vars(module).items() if type(value) is int and key != "layer_idx"]
+def _settings(module: nn.Module) -> list[tuple[str, Any]]:
+    """Attributes by which a module may compute something else than another of its class: numbers, flags, functions."""
+    found: list[tuple[str, Any]] = []
+    for key, value in vars(module).items():
+        if key in ("layer_idx", "training") or isinstance(value, nn.Module | torch.Tensor):
+            continue
+        if value is None or isinstance(value, int | float | str | FunctionType | BuiltinFunctionType):
+            found.append((key, value))
+        elif isinstance(value, tuple | list) and all(isinstance(each, int | float | str) for each in value):
+            found.append((key, tuple(value)))
+    return found
 
 
 # ---- numbers that a module counts by ---------------------------------------------------------------------------------

@@ -23,8 +23,16 @@ from unisono.parallel.rules import Rules
 _PATIENCE = 300.0  # seconds until a rank that waits for others gives up
 _OWN, _OVERALL = 1e-5, 1e-7  # of a tensor's largest element, of the largest gradient: modules may compute in float32
 
+_MOST_RANKS = 16  # that are simulated
+
 Shard = Callable[[nn.Module, Rules, Any], None]
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def simulated_ranks(ranks: int) -> int:
+    """How many ranks a trial simulates: as many as there will be, as fewer may hold by chance what more do not (every
+    second head on each of two ranks); of very many, a divisor."""
+    return max(factor for factor in range(1, min(ranks, _MOST_RANKS) + 1) if ranks % factor == 0)
 
 
 class Trial:
