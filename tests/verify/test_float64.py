@@ -13,12 +13,29 @@ from torch import nn
 import unisono as uni
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
+from unisono.mesh.interception import Interception
 from unisono.verify.float64 import InDouble
 from unisono.verify.task import Task
 from unisono.verify.verdict import Verdict
 from unisono.verify.verify import verify, verify_all, verify_here
 
 GROUPED = [function for function in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if function]
+
+
+@torch.jit.script
+def scale(x: torch.Tensor) -> torch.Tensor:
+    """As DeBERTa scales its attention."""
+    return torch.sqrt(torch.tensor(x.size(-1), dtype=torch.float))
+
+
+def test_a_script_function_gives_the_same_when_operations_are_watched() -> None:
+    x = torch.zeros(2, 8, dtype=torch.float64)
+    with InDouble():
+        plain = scale(x)
+        with Interception():
+            watched = scale(x)
+    assert plain.dtype == watched.dtype
+    assert plain == watched
 
 
 @pytest.mark.parametrize("grouped_mm", GROUPED)

@@ -8,7 +8,8 @@ may round to two float32 numbers that differ in theirs, a billion times more. So
 
 where every request for float32 is one for float64, and new tensors are float64 if nothing else is said. Models need not
 know. torch's grouped matrix product, with which Hugging Face's mixtures of experts run, has no float64 kernel: it is
-replaced by the single products that it stands for. For any other dtype nothing happens.
+replaced by the single products that it stands for. For any other dtype nothing happens. Functions of torch.jit.script
+keep the dtypes that they were compiled with.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
@@ -49,6 +51,10 @@ class InDouble(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if isinstance(
+            func, OpOverload
+        ):  # in a dispatch mode: on behalf of a call that was here, or of a script function
+            return func(*args, **(kwargs or {}))
         if func is torch.Tensor.float:
             return args[0].double()
         if func is torch.Tensor.cfloat:  # type: ignore[attr-defined]
