@@ -273,7 +273,7 @@ def _judged(
     if isinstance(found, Exception):
         raise found
     assert found is not None
-    return with_agreement(comm, planned, found, TOLERANCE[dtype])
+    return comm.broadcast_object(with_agreement(comm, planned, found, TOLERANCE[dtype]))
 
 
 def _planned(task: Task, plan: Subject, steps: int, dtype: str, prepare: Any, rounding: float = 0.0) -> Record:
