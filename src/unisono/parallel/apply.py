@@ -46,7 +46,7 @@ from unisono.parallel.model_loss import ModelLoss, NeedsValues, with_model_loss
 from unisono.parallel.parameter_reads import ParameterReads
 from unisono.parallel.pipeline.inputs import cloned
 from unisono.parallel.pipeline.layers import LayerSpec, build_whole
-from unisono.parallel.pipeline.rehearsal import Foreseen, foreseen, rehearse
+from unisono.parallel.pipeline.rehearsal import Foreseen, foreseen, rehearse, rehearse_with_values
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import require_stages, split
 from unisono.parallel.pipeline.survey import by_names
@@ -143,7 +143,8 @@ def parallelize(
                 require_sound_blocks(whole, styles)
                 require_tokenwise(whole, example, "sp", styles)
         if example is not None:
-            require_fitting_loss(whole, loss, example, batch_dim)
+            of_loss = ParameterReads(whole, str(plan), None, is_pipeline=True) if plan.pp > 1 else None
+            require_fitting_loss(whole, loss, example, batch_dim, of_loss)
             require_steady_buffers(whole, plan, example, batch_dim)
             if is_batch_sharded:
                 samples = find_samples(
@@ -154,7 +155,8 @@ def parallelize(
                 require_tokenwise(whole, example, "cp", model_loss=model_loss)
         if plan.pp > 1:
             inputs = _example_inputs(plan, example, batch_dim)
-            rehearse(whole, order_of(plan), inputs)
+            if not rehearse(whole, order_of(plan), inputs):
+                rehearse_with_values(whole, order_of(plan), inputs)
             shown = foreseen(whole, order_of(plan), inputs) if draft.is_hollow else None
     if plan.pp > 1 and draft.is_hollow and shown is None:
         draft = draft.rebuilt("its forward cannot be run tensor by tensor, to see what each stage of it uses")

@@ -19,6 +19,7 @@ from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.expert import collect_aux
 from unisono.parallel.hollow import hollow, hollow_copy
 from unisono.parallel.loss import GlobalLoss, Loss
+from unisono.parallel.parameter_reads import ParameterReads
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.survey import left_as_it_was
 from unisono.parallel.shapes import KnownShapes
@@ -27,26 +28,35 @@ from unisono.parallel.share import BatchDim, first_rows, rows_between
 _SAMPLES = 2
 
 
-def require_fitting_loss(model: nn.Module, loss: Loss, example: tuple[Any, Any], batch_dim: BatchDim = 0) -> None:
-    """UsageError where loss(outputs, targets) fails on what the model returns for the example."""
+def require_fitting_loss(
+    model: nn.Module,
+    loss: Loss,
+    example: tuple[Any, Any],
+    batch_dim: BatchDim = 0,
+    reads: ParameterReads | None = None,
+) -> None:
+    """UsageError where loss(outputs, targets) fails on what the model returns for the example, or where it reads
+    parameters in a way that `reads` refuses."""
     if not isinstance(example, tuple | list) or len(example) != 2:
         raise UsageError(f"the example is a {type(example).__name__}; expected a batch: (inputs, targets)")
-    asked = GlobalLoss(loss)
+    asked, watched = GlobalLoss(loss), reads or contextlib.nullcontext()
     with torch.no_grad():
         try:
             with no_side_effects(model), torch.device("meta"), KnownShapes():
                 inputs, targets = hollow(tuple(example))
                 outputs = call(hollow_copy(model), inputs)
         except Exception:
-            return  # a model that needs values: its first step will tell
-        with contextlib.suppress(Exception), no_side_effects(loss), torch.device("meta"), KnownShapes():
-            asked(outputs, targets)
-            return
+            if reads is None:
+                return  # a model that needs values: its first step will tell
+        else:
+            with contextlib.suppress(Exception), no_side_effects(loss), torch.device("meta"), KnownShapes(), watched:
+                asked(outputs, targets)
+                return
         samples = rows_between(tuple(example), 0, min(_SAMPLES, first_rows(example, batch_dim)), batch_dim)
         if any(parameter.is_meta for parameter in model.parameters()):
             made_up = _made_up(model, samples[0])
             if made_up is not None:
-                with no_side_effects(loss):
+                with no_side_effects(loss), watched:
                     asked(made_up, samples[1])
             return
         try:
@@ -56,7 +66,7 @@ def require_fitting_loss(model: nn.Module, loss: Loss, example: tuple[Any, Any],
             return
         finally:
             collect_aux(model)  # nobody else will
-        with no_side_effects(loss):
+        with no_side_effects(loss), watched:
             asked(outputs, samples[1])
 
 
@@ -70,8 +80,11 @@ def _made_up(model: nn.Module, inputs: Any) -> Any:
         numbers = torch.rand(leaf.shape, generator=generator, device="cpu", dtype=torch.float32)
         return numbers.to(leaf.dtype)
 
-    with no_side_effects(model), torch.device("meta"), KnownShapes():
-        outputs = call(hollow_copy(model), hollow(inputs))
+    try:
+        with no_side_effects(model), torch.device("meta"), KnownShapes():
+            outputs = call(hollow_copy(model), hollow(inputs))
+    except Exception:
+        return None
     if not all(isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in tree_leaves(outputs)):
         return None
     return tree_map(made_up, outputs)

@@ -40,6 +40,7 @@ from unisono.comm.handle import Handle
 from unisono.errors import UsageError
 from unisono.parallel.layout import lay
 from unisono.parallel.pieces import Piece, PieceBucket
+from unisono.parallel.value_reads import reads_values
 
 
 class Unit:
@@ -375,7 +376,7 @@ class Turns:
         self.is_backward = False
         self._comm = comm
         self._differed = False
-        self._looks = _Looks()
+        self._values = _ValueReads()
         self._watching: contextlib.ExitStack | None = None
 
     def first(self, mine: int) -> int:
@@ -387,7 +388,7 @@ class Turns:
     def settle(self) -> None:
         """End the announcements if no rank has a reason for them; all ranks end them together."""
         if self.are_announced and not self._differed:
-            self.are_announced = any(self._of_all_ranks(int(self._looks.has_seen_values)))
+            self.are_announced = any(self._of_all_ranks(int(self._values.were_seen)))
 
     def _of_all_ranks(self, number: int) -> list[int]:
         assert self._comm is not None
@@ -409,7 +410,7 @@ class Turns:
     def start_watching(self) -> None:
         if self.are_announced and self._watching is None:
             self._watching = contextlib.ExitStack()
-            self._watching.enter_context(self._looks)
+            self._watching.enter_context(self._values)
 
     def stop_watching(self) -> None:
         if self._watching is not None:
@@ -417,30 +418,16 @@ class Turns:
             self._watching = None
 
 
-class _Looks(TorchFunctionMode):
-    """Notices whether Python sees the value of a tensor, or a shape that depends on values: it may branch on them."""
+class _ValueReads(TorchFunctionMode):
+    """Notices whether Python sees values, on which it may branch."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.has_seen_values = False
+        self.were_seen = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        name = getattr(func, "__name__", "")
-        self.has_seen_values |= name in _VALUES or (name == "__getitem__" and _has_mask(args[1]))
-        self.has_seen_values |= name == "where" and len(args) + len(kwargs or {}) == 1
+        self.were_seen = self.were_seen or reads_values(func, args, kwargs)
         return func(*args, **(kwargs or {}))
-
-
-_VALUES = frozenset(
-    ("__bool__", "__float__", "__int__", "__index__", "__complex__", "__contains__", "__format__", "__repr__",
-     "__array__", "item", "tolist", "numpy", "equal", "allclose", "is_nonzero", "nonzero", "argwhere", "masked_select",
-     "unique", "unique_consecutive", "bincount", "repeat_interleave")
-)  # fmt: skip
-
-
-def _has_mask(index: Any) -> bool:
-    leaves = tree_leaves(index)
-    return any(isinstance(leaf, torch.Tensor) and leaf.dtype in (torch.bool, torch.uint8) for leaf in leaves)
 
 
 def listed_units(model: nn.Module) -> list[nn.Module]:

@@ -51,6 +51,11 @@ class Form:
     def differentiable(self) -> tuple[TensorForm, ...]:
         return tuple(form for form in self.tensors if form.differentiable)
 
+    def carried(self, tensors: Sequence[torch.Tensor]) -> dict[Label, torch.Tensor]:
+        """What of a message of this form is carried round the blocks, by label."""
+        pairs = ((tensor, position) for tensor, places in zip(tensors, self.places, strict=True) for position in places)
+        return {self.labels[at - self.arguments]: tensor for tensor, at in pairs if at >= self.arguments}
+
 
 def is_hollow(tensor: torch.Tensor) -> bool:
     """Whether it has a shape only, and one number in memory."""

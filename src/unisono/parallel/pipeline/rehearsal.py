@@ -2,7 +2,7 @@
 
 A stage that finds a model impossible to cut is one rank's stage; the others would wait for its message. So every rank
 first plays all of them, on torch's "meta" device, where tensors have shapes and no numbers, and all refuse alike. A
-model that needs numbers cannot be rehearsed: then the first step tells.
+model that needs numbers is played with a copy of its own, if it is small; else the first step tells.
 """
 
 from __future__ import annotations
@@ -21,19 +21,21 @@ from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import find_blocks
 from unisono.parallel.context import hidden_states
 from unisono.parallel.even_experts import evenly_visited
-from unisono.parallel.hollow import hollow, hollow_copy
+from unisono.parallel.hollow import hollow, hollow_copy, realised_copy
 from unisono.parallel.pipeline.lending import Lending
 from unisono.parallel.pipeline.message import Form
 from unisono.parallel.pipeline.shadow import Shadow
 from unisono.parallel.pipeline.skips import Skips
 from unisono.parallel.pipeline.split import Cut, require_stages, split
-from unisono.parallel.pipeline.survey import Survey, Users, by_example
+from unisono.parallel.pipeline.survey import Survey, Users, by_example, left_as_it_was
 from unisono.parallel.shapes import KnownShapes
 from unisono.plan.schedule import Schedule
 
+_SMALL = 5 * 10**7  # parameters of a model of which a copy is made
 
-def rehearse(model: nn.Module, schedule: Schedule, inputs: Any) -> None:
-    """UsageError where one of the stages could not run on a microbatch of such inputs."""
+
+def rehearse(model: nn.Module, schedule: Schedule, inputs: Any) -> bool:
+    """UsageError where one of the stages could not run on a microbatch of such inputs; False where it takes values."""
     with contextlib.ExitStack() as experts:
         experts.enter_context(contextlib.suppress(_NeedsNumbers))
         experts.enter_context(no_side_effects(model))
@@ -52,6 +54,43 @@ def rehearse(model: nn.Module, schedule: Schedule, inputs: Any) -> None:
         for stage in stages:
             outcome = _played(lambda stage=stage, told=message, form=form: stage.forward(inputs, told, form))
             message = [torch.empty_like(tensor, requires_grad=tensor.requires_grad) for tensor in outcome.tensors]
+            form = outcome.form
+        return True
+    return False
+
+
+def rehearse_with_values(model: nn.Module, schedule: Schedule, inputs: Any) -> None:
+    """The same with values, stage by stage, of a model that is small."""
+    if sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
+        return
+    with left_as_it_was(model), torch.enable_grad():
+        try:
+            full = realised_copy(model)
+            if full is None:
+                return
+            survey = by_example(full, require_stages(full, schedule), inputs)
+        except UsageError:
+            raise
+        except Exception:
+            return  # fails by itself: not for being a pipeline
+        message: list[torch.Tensor] = []
+        form: Form | None = None
+        for number, rank in enumerate(schedule.placement):
+            part = realised_copy(full)
+            assert part is not None
+            cut = split(part, schedule, rank, survey=survey.of_copy(full, part))
+            (stage,) = (each for each in cut.stages if each.number == number)
+            try:
+                outcome = stage.forward(inputs, message, form)
+            except UsageError:
+                raise
+            except Exception as error:
+                raise UsageError(
+                    f"pipeline: stage {number} of {type(model).__name__} fails without the blocks of the other stages "
+                    f"({type(error).__name__}: {' '.join(str(error).split())}); let blocks hand on all that they "
+                    "compute as arguments and results, or use pp=1"
+                ) from error
+            message = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outcome.tensors]
             form = outcome.form
 
 

@@ -125,9 +125,12 @@ class Stage:
         inputs, versions = self._writable(inputs)
         watching = kind not in self._forms
         run = _Run(received, received_form, self._forms.get(kind), watching)
-        if self._skips:
+        if self._skips or watching:
             run.calls = Calls(self._skips)
             run.calls.replaced, run.calls.kept = run.replaced, run.kept
+            run.calls.received = {} if received_form is None else received_form.carried(received)
+            if watching:
+                run.calls.require_value = lambda tensor: self._require_value(run, tensor)
         output, ended = None, False
         with self._running(run):
             try:
@@ -292,6 +295,13 @@ class Stage:
             f"{what} ({', '.join(path or 'itself' for path in paths)}) depends on layers of other stages by a way that "
             "leads round the blocks; pass it through the blocks, as an argument or a result, or keep it in one stage"
         )
+
+    def _require_value(self, run: _Run, tensor: torch.Tensor) -> None:
+        if tensor in run.hollow:
+            self._refuse(
+                "the forward reads the value of a tensor that depends on layers of other stages; pass that tensor "
+                "through the blocks, as an argument or a result, and read it there"
+            )
 
     def _refuse(self, why: str) -> NoReturn:
         raise UsageError(f"pipeline: stage {self.number} of {type(self.model).__name__}: {why}")

@@ -24,7 +24,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from unisono.errors import UsageError
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import Blocks
-from unisono.parallel.pipeline.dependence import Touch, storages_of
+from unisono.parallel.pipeline.dependence import Dependence, Touch, storages_of
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.skips import Reads, Skips
 
@@ -54,7 +54,11 @@ def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = 
     here = -1
     counter = FlopCounterMode(display=False)
     marks = [0] * (count_of + 1)
-    reads = Reads()
+    flow = Dependence()
+    flow.mark(list(model.parameters()))
+    reads = Reads(flow, lambda storage: touched(storage))
+
+    writes = _Writes(model, flow)
 
     def enter(number: int, arguments: Any) -> None:
         nonlocal here
@@ -64,6 +68,7 @@ def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = 
                 f"{blocks.name(here) if here >= 0 else 'nothing'}; "
                 "a pipeline can cut only between blocks that run once each, in order"
             )
+        writes.end_of_segment(max(here, 0))
         here = number
         reads.enter_block(number, arguments)
         marks[number] = counter.get_total_flops()
@@ -77,8 +82,9 @@ def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = 
     hooks += [block.register_forward_hook(lambda *given: reads.leave_block(given[-1])) for block in blocks.modules]
     try:
         counting = counter if count else contextlib.nullcontext()
-        with left_as_it_was(model), torch.no_grad(), counting, Touch(touched), reads:
+        with left_as_it_was(model), torch.no_grad(), counting, Touch(touched), flow, reads:
             reads.read_tensors(call(model, example))
+            writes.end_of_segment(max(here, 0))
     finally:
         for hook in hooks:
             hook.remove()
@@ -86,9 +92,51 @@ def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = 
         raise UsageError(
             f"{type(model).__name__} did not run {blocks.name(here + 1)} on the example; all blocks must run"
         )
+    writes.require_kept_in_place(blocks, users)
     marks[0], marks[-1] = 0, counter.get_total_flops()
     operations = tuple(end - start for start, end in pairwise(marks)) if count else None
     return Survey(_with_names(model, blocks, users), operations, reads.skips(count_of))
+
+
+class _Writes:
+    """Buffers that get values which depend on parameters: only the stage that computes them has them."""
+
+    def __init__(self, model: nn.Module, flow: Dependence) -> None:
+        self._model, self._flow = type(model).__name__, flow
+        self._places = list(_buffers(model))
+        self._before = [_state(module, key) for _, module, key in self._places]
+        self._written: dict[str, tuple[int, list[StorageWeakRef]]] = {}  # the last segment that did, and which memory
+
+    def end_of_segment(self, segment: int) -> None:
+        for position, (name, module, key) in enumerate(self._places):
+            now, before = _state(module, key), self._before[position]
+            if now[0] is not before[0] or now[1] != before[1]:
+                self._before[position] = now
+                if now[0] is not None and now[0] in self._flow:
+                    self._written[name] = (segment, storages_of(now[0]))
+
+    def require_kept_in_place(self, blocks: Blocks, users: dict[StorageWeakRef, set[int]]) -> None:
+        """UsageError where another segment, which may be on another stage, reads what one has written."""
+        for name, (segment, memory) in self._written.items():
+            others = {user for storage in memory for user in users.get(storage, ())} - {segment}
+            if others:
+                raise UsageError(
+                    f"pipeline: {self._model} writes to the buffer {name} in or after {blocks.name(segment)}, and also "
+                    f"uses it in or after {blocks.name(max(others))}, perhaps on another stage; pass its value through "
+                    "the blocks as an argument and a result, or use pp=1"
+                )
+
+
+def _buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    for path, module in model.named_modules():
+        for key, buffer in module._buffers.items():
+            if buffer is not None:
+                yield f"{path}.{key}" if path else key, module, key
+
+
+def _state(module: nn.Module, key: str) -> tuple[torch.Tensor | None, int]:
+    tensor = module._buffers.get(key)
+    return tensor, -1 if tensor is None else tensor._version
 
 
 def by_order(model: nn.Module, blocks: Blocks) -> Survey:
