@@ -27,6 +27,7 @@ from unisono.parallel.pipeline.message import Form
 from unisono.parallel.pipeline.shadow import Shadow
 from unisono.parallel.pipeline.skips import Skips
 from unisono.parallel.pipeline.split import Cut, require_stages, split
+from unisono.parallel.pipeline.stage import Outcome, Stage
 from unisono.parallel.pipeline.survey import Survey, Users, by_example, left_as_it_was
 from unisono.parallel.shapes import KnownShapes
 from unisono.plan.schedule import Schedule
@@ -60,38 +61,44 @@ def rehearse(model: nn.Module, schedule: Schedule, inputs: Any) -> bool:
 
 
 def rehearse_with_values(model: nn.Module, schedule: Schedule, inputs: Any) -> None:
-    """The same with values, stage by stage, of a model that is small."""
+    """The same with values, of a model that is small; of a draft's, with a few tensors' at a time."""
     if sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
         return
-    with left_as_it_was(model), torch.enable_grad():
-        try:
-            full = realised_copy(model)
-            if full is None:
-                return
-            survey = by_example(full, require_stages(full, schedule), inputs)
-        except UsageError:
-            raise
-        except Exception:
-            return  # fails by itself: not for being a pipeline
+    with left_as_it_was(model), contextlib.suppress(_NeedsNumbers), torch.no_grad():
+        full, values = _played(lambda: _with_values(model, inputs))
+        with values:
+            survey: Survey = _played(lambda: by_example(full, require_stages(full, schedule), inputs))
         message: list[torch.Tensor] = []
         form: Form | None = None
         for number, rank in enumerate(schedule.placement):
-            part = realised_copy(full)
-            assert part is not None
+            part, values = _with_values(model, inputs)
             cut = split(part, schedule, rank, survey=survey.of_copy(full, part))
             (stage,) = (each for each in cut.stages if each.number == number)
-            try:
-                outcome = stage.forward(inputs, message, form)
-            except UsageError:
-                raise
-            except Exception as error:
-                raise UsageError(
-                    f"pipeline: stage {number} of {type(model).__name__} fails without the blocks of the other stages "
-                    f"({type(error).__name__}: {' '.join(str(error).split())}); let blocks hand on all that they "
-                    "compute as arguments and results, or use pp=1"
-                ) from error
-            message = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in outcome.tensors]
+            with values:
+                outcome = _played(lambda stage=stage, told=message, form=form: _run(stage, inputs, told, form))
+            message = outcome.tensors
             form = outcome.form
+
+
+def _with_values(model: nn.Module, inputs: Any) -> tuple[nn.Module, contextlib.AbstractContextManager[Any]]:
+    """A copy, and a block in which it has values."""
+    if any(parameter.is_meta for parameter in model.parameters()):
+        copy = hollow_copy(model)
+        return copy, Lending(model, copy, device_of(inputs))
+    full = realised_copy(model)
+    assert full is not None
+    return full, contextlib.nullcontext()
+
+
+def _run(stage: Stage, inputs: Any, message: Sequence[torch.Tensor], form: Form | None) -> Outcome:
+    try:
+        return stage.forward(inputs, message, form)
+    except (AttributeError, LookupError, NameError, TypeError) as error:
+        raise UsageError(
+            f"pipeline: stage {stage.number} of {type(stage.model).__name__} fails without the blocks of the other "
+            f"stages ({type(error).__name__}: {' '.join(str(error).split())}); let blocks hand on all that they "
+            "compute as arguments and results, or use pp=1"
+        ) from error
 
 
 def _cut(watched: nn.Module, survey: Survey, schedule: Schedule, rank: int) -> Cut:

@@ -20,6 +20,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NoReturn
 
 import torch
@@ -127,10 +128,11 @@ class Stage:
         run = _Run(received, received_form, self._forms.get(kind), watching)
         if self._skips or watching:
             run.calls = Calls(self._skips)
-            run.calls.replaced, run.calls.kept = run.replaced, run.kept
+            if self._skips:
+                run.calls.replaced, run.calls.kept = run.replaced, run.kept
             run.calls.received = {} if received_form is None else received_form.carried(received)
             if watching:
-                run.calls.require_value = lambda tensor: self._require_value(run, tensor)
+                run.calls.require_value = partial(self._require_value, run.hollow)
         output, ended = None, False
         with self._running(run):
             try:
@@ -296,8 +298,8 @@ class Stage:
             "leads round the blocks; pass it through the blocks, as an argument or a result, or keep it in one stage"
         )
 
-    def _require_value(self, run: _Run, tensor: torch.Tensor) -> None:
-        if tensor in run.hollow:
+    def _require_value(self, hollow: Dependence, tensor: torch.Tensor) -> None:
+        if tensor in hollow:
             self._refuse(
                 "the forward reads the value of a tensor that depends on layers of other stages; pass that tensor "
                 "through the blocks, as an argument or a result, and read it there"
