@@ -261,6 +261,22 @@ def test_a_loss_that_cannot_be_cut_along_the_sequence_is_refused() -> None:
         normaliser(*pieces[0])
 
 
+def test_an_output_without_tokens_hides_behind_no_zeros() -> None:
+    """As many weights of terms as samples, and zeros: every rank of a sequence would add them."""
+    outputs, targets = batch()
+    weights = torch.zeros(3, requires_grad=True)
+
+    def weighted(given: Any, targets: torch.Tensor) -> torch.Tensor:
+        outputs, weights = given
+        return flat(F.cross_entropy)(outputs, targets) * torch.exp(-weights[0]) + weights.sum()
+
+    pieces = [((each, weights), of) for each, of in zip(outputs.split(3), targets.split(3), strict=True)][:2]
+    normaliser = GlobalLoss(weighted, dims=(0, 1))
+    normaliser.prepare(pieces)
+    with pytest.raises(UsageError, match="not made of sums and means"):
+        normaliser(*pieces[0])
+
+
 def test_a_count_that_depends_on_the_outputs_is_refused() -> None:
     outputs, targets = batch()
 

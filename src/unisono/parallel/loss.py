@@ -381,7 +381,9 @@ class GlobalLoss:
         leaves, spec = tree_flatten(outputs)
         for place, where in enumerate(self._places(leaves)):
             leaf = leaves[place]
-            if where is None and isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            if not isinstance(leaf, torch.Tensor) or not leaf.is_floating_point():
+                continue
+            if where is None or (1 in self.dims and leaf.ndim < 2):  # of no samples, or of no tokens
                 leaves[place] = (leaf.detach() * 1.1 + 0.05).requires_grad_(leaf.requires_grad)
         return tree_unflatten(leaves, spec)
 
