@@ -22,6 +22,7 @@ from unisono.errors import UsageError
 from unisono.mesh.interception import function_arguments
 from unisono.parallel.layout import layout_of
 from unisono.parallel.units import Unit, Units
+from unisono.parallel.value_reads import is_ours
 
 READ_BY_PARENT = "unisono_read_by_parent"  # on shards that their module's parent reads as well, as was tried
 BORROWS = "unisono_borrows"  # on modules that hold a parameter of a sharded layer, and do not know that it is a shard
@@ -36,7 +37,6 @@ _SAME_OF_A_SHARD = {
     torch.Tensor.dim, torch.Tensor.element_size, torch.Tensor.is_complex, torch.Tensor.is_floating_point,
     torch.Tensor.requires_grad_, torch.is_complex, torch.is_floating_point,
 }  # fmt: skip
-_WATCHING = (__name__, function_arguments.__module__)
 _DERIVATIVES = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 
 
@@ -86,7 +86,7 @@ class ParameterReads(TorchFunctionMode):
         if function not in _SAME_OF_A_SHARD:
             for parameter in _parameters((*args, *(kwargs or {}).values())):
                 self._require_owned(parameter)
-            if function in _DERIVATIVES and self._units and not _is_ours():
+            if function in _DERIVATIVES and self._units and not is_ours():
                 raise UsageError(
                     f"plan {self._plan}: {_caller(self._model)} computes gradients during the forward, when ZeRO 3 has "
                     "freed parameters that they need; use zero=2 or less"
@@ -95,7 +95,7 @@ class ParameterReads(TorchFunctionMode):
 
     def _require_owned(self, parameter: nn.Parameter) -> None:
         name = self._names.get(id(parameter))
-        if name is None or _is_ours():
+        if name is None or is_ours():
             return
         owners = self._owners.get(id(parameter))
         unit = self._units.get(id(parameter))
@@ -119,22 +119,6 @@ def _parameters(values: Any) -> Iterator[nn.Parameter]:
             yield value
         elif isinstance(value, tuple | list):
             yield from _parameters(value)
-
-
-def _is_ours() -> bool:
-    """Whether torch was called by unisono itself, other than from a mode that passes on a call of the user's."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and (_package(frame) == "torch" or _passes_calls_on(frame)):
-        frame = frame.f_back
-    return frame is not None and _package(frame) == "unisono"
-
-
-def _passes_calls_on(frame: Any) -> bool:
-    return frame.f_globals.get("__name__") in _WATCHING or frame.f_code.co_name == "__torch_function__"
-
-
-def _package(frame: Any) -> str:
-    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def _running() -> Iterator[nn.Module]:

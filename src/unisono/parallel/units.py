@@ -40,7 +40,7 @@ from unisono.comm.handle import Handle
 from unisono.errors import UsageError
 from unisono.parallel.layout import lay
 from unisono.parallel.pieces import Piece, PieceBucket
-from unisono.parallel.value_reads import reads_values
+from unisono.parallel.value_reads import is_ours, reads_values
 
 
 class Unit:
@@ -419,14 +419,14 @@ class Turns:
 
 
 class _ValueReads(TorchFunctionMode):
-    """Notices whether Python sees values, on which it may branch."""
+    """Notices whether the user's code sees values, on which it may branch."""
 
     def __init__(self) -> None:
         super().__init__()
         self.were_seen = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.were_seen = self.were_seen or reads_values(func, args, kwargs)
+        self.were_seen = self.were_seen or (reads_values(func, args, kwargs) and not is_ours())
         return func(*args, **(kwargs or {}))
 
 
