@@ -109,6 +109,31 @@ class Handing(nn.Module):
         return x
 
 
+class Viewed(Handing):
+    """Blocks hand on a view of a parameter, another one weighs them, and the model returns a third."""
+
+    class Layer(Handing.Layer):
+        def forward(self, x: torch.Tensor, bias: Any = None) -> Any:  # type: ignore[override]
+            bias = self.bias[None, :] if bias is None and self.bias is not None else bias
+            return Block.forward(self, x + bias), bias
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mix, self.scale = nn.Parameter(torch.rand(4)), nn.Parameter(torch.tensor([1.0, 2.0]))
+
+    def forward(self, x: torch.Tensor) -> Any:  # type: ignore[override]
+        bias = None
+        for block, weight in zip(self.blocks, self.mix, strict=True):
+            y, bias = block(x, bias)
+            x = x + weight * y
+        return x, self.scale[1]
+
+
+def scaled_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+    x, scale = outputs if isinstance(outputs, tuple) else (outputs, 1.0)
+    return F.mse_loss(x * scale, targets)
+
+
 class Penalised(Chosen):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.detach().requires_grad_()
@@ -123,7 +148,7 @@ class Penalised(Chosen):
 
 
 MODELS: dict[str, type[nn.Module]] = {
-    each.__name__: each for each in (Chosen, Sorted, Exit, Picked, Handing, Penalised)
+    each.__name__: each for each in (Chosen, Sorted, Exit, Picked, Handing, Viewed, Penalised)
 }
 
 
@@ -135,7 +160,7 @@ def task_of(name: str) -> Task:
 
     return Task(
         model=MODELS[name],
-        loss=F.mse_loss,
+        loss=scaled_loss,
         optimizer=lambda parameters: torch.optim.AdamW(parameters, lr=1e-2),
         batch=batch,
     )
@@ -153,6 +178,12 @@ def proved(comm: Communicator, name: str, plan: str) -> str:
 @pytest.mark.parametrize("name", ["Chosen", "Sorted", "Exit", "Picked", "Handing"])
 def test_ranks_may_take_different_ways(pools: Pools, name: str, plan: str) -> None:
     assert pools("gloo", 2).run(proved, name, plan) == ["", ""]
+
+
+@pytest.mark.parametrize("plan", ["dp=2,zero=3", "dp=2,zero=3,recompute=full", "dp=2,pp=2,zero=3"])
+def test_views_of_parameters_outlive_their_unit(pools: Pools, plan: str) -> None:
+    size = 4 if "pp" in plan else 2
+    assert pools("gloo", size).run(proved, "Viewed", plan) == [""] * size
 
 
 def test_a_backward_of_a_backward_is_refused(pools: Pools) -> None:

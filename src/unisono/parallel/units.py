@@ -21,7 +21,8 @@ one of them only.
 
 Note: freeing. Autograd keeps views of parameters for the backward. So a whole parameter keeps one storage for life:
 freeing shrinks it to nothing, gathering grows and fills it again, and the views are right once more when they are used.
-Filling goes through `.data`, which autograd does not count as a change.
+Filling goes through `.data`, which autograd does not count as a change. What a unit returns is used after it was freed,
+so a view of a parameter among it becomes a copy.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
@@ -58,6 +59,10 @@ class Unit:
         self._coming: list[Handle] | None = None
         self._whole: dict[str, torch.Tensor] = {}
         self._local: dict[str, torch.Tensor] = {}
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.named]
 
     def adopt(self, bucket: PieceBucket) -> bool:
         self.buckets.append(bucket)
@@ -242,13 +247,14 @@ class Units:
         return hook
 
     def _after_forward(self, unit: Unit) -> Any:
-        def hook(_module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> None:
+        def hook(_module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
+            outputs = without_views(outputs, unit.parameters)
             given = {id(leaf) for leaf in tree_leaves((args, kwargs))}  # what is handed on is of another unit
             for leaf in tree_leaves(outputs):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in given:
                     leaf.register_hook(self._before_backward(unit, self._turns))
             if unit.is_in_backward:  # a recomputation: the backward that follows needs the parameters
-                return
+                return outputs
             unit.free()
             if unit in self.roots:
                 self._take_turn(None)
@@ -257,6 +263,7 @@ class Units:
                     other.free()
                 if not torch.is_grad_enabled():
                     self._turns.settle()
+            return outputs
 
         return hook
 
@@ -357,6 +364,19 @@ class Units:
                 self._done(root)
         for unit in self._units:
             unit.free()
+
+
+def without_views(value: Any, parameters: Iterable[nn.Parameter]) -> Any:
+    """`value` with a copy in the place of every tensor that lies in a parameter's memory."""
+    memory = {parameter.untyped_storage()._cdata for parameter in parameters}
+
+    def is_view(leaf: Any) -> bool:
+        is_strided = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
+        return is_strided and leaf.untyped_storage()._cdata in memory
+
+    if not any(map(is_view, tree_leaves(value))):
+        return value
+    return tree_map(lambda leaf: leaf.clone() if is_view(leaf) else leaf, value)
 
 
 def refuse_create_graph() -> None:

@@ -43,6 +43,7 @@ from unisono.parallel.pipeline.message import (
     places_of,
 )
 from unisono.parallel.pipeline.skips import Calls, Label, Skips
+from unisono.parallel.units import without_views
 
 
 @dataclass
@@ -149,7 +150,7 @@ class Stage:
             if watching:
                 self._require_real(run, output, "the model's output")
                 self._forms[kind] = None
-            return Outcome(output)
+            return Outcome(self._apart(output))
         assert run.message is not None
         leaves = self._travelling(run)
         form = self._form(run, leaves) if run.known is None else run.known
@@ -161,7 +162,11 @@ class Stage:
                 f"the tensors for {self._name(self.span.stop)} were announced as {form.tensors}, but now are "
                 f"{tuple(map(TensorForm.of, tensors))}; if parameters were frozen or freed, call forget() on all ranks"
             )
-        return Outcome(None, tensors, form, watching)
+        return Outcome(None, self._apart(tensors), form, watching)
+
+    def _apart(self, value: Any) -> Any:
+        """Without views of parameters, which ZeRO 3 frees before a message is sent or an output is used."""
+        return without_views(value, self.model.parameters())
 
     def _writable(self, inputs: Any) -> tuple[Any, list[tuple[torch.Tensor, int]]]:
         """A copy of the inputs if the forward writes to them, as each stage runs it; and their versions before."""
