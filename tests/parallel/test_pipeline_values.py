@@ -129,6 +129,28 @@ class BufferOfBlock(Net):
         return 1 + self.blocks[0].running  # type: ignore[operator,union-attr]
 
 
+class BufferBefore(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("seen", torch.zeros(()))
+
+    def before(self, x: torch.Tensor) -> Any:
+        self.seen += self.embed.weight.detach().mean()
+        return 1.0
+
+    def after(self) -> Any:
+        return 1 + self.seen.item()
+
+
+class BufferOfHead(BufferBefore):
+    def before(self, x: torch.Tensor) -> Any:
+        self.seen += self.head.weight.detach().mean()
+        return 1.0
+
+    def after(self) -> Any:
+        return 1 + self.seen
+
+
 class Keeping(Block):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.kept = float(x.detach().mean())
@@ -148,6 +170,8 @@ RIGHT = (
 )  # fmt: skip
 REFUSED = {
     BufferOfBlock: "writes to the buffer blocks.0.running in or after blocks.0",
+    BufferBefore: "writes to the buffer seen in or after blocks.0, and also uses it in or after blocks.3",
+    BufferOfHead: "writes to the buffer seen",
     AttributeOfBlock: "stage 1 of AttributeOfBlock fails without the blocks of the other stages",
 }
 

@@ -53,8 +53,20 @@ class Dependence(Interception):
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         outcome = func(*args, **kwargs)
         if func.overloadpacket not in LIKES and (args, kwargs) in self:
-            self.mark(outcome)
+            self.mark((outcome, _mutated(func, args, kwargs)))
         return outcome
+
+
+def _mutated(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """The arguments that an operation writes to, which are not always among its results (running statistics)."""
+    if not func._schema.is_mutable:
+        return []
+    written = [
+        (place, argument.name)
+        for place, argument in enumerate(func._schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return [args[place] if place < len(args) else kwargs.get(name) for place, name in written]
 
 
 class Touch(Interception):
