@@ -1,39 +1,27 @@
-"""Tensors' own memory as MPI moves it, remembered from call to call. Imports mpi4py: import it late.
-
-Note: why it is remembered. Right after a megabyte has been moved the caches are cold, and a dozen questions to tensors
-take a fifth of the whole operation. A tensor that was seen before is not asked at all while it lies where it lay
-(unisono.comm.snapshot).
-"""
+"""Tensors' own memory as MPI moves it. Imports mpi4py: import it late."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 
 import torch
 from mpi4py import MPI
 
-from unisono.comm import snapshot
-
 _SHORT = 2**31 - 1  # bytes that every MPI takes in one call
-_WORTH = 2**16  # bytes from which on remembering pays
 _address = MPI.memory.fromaddress
 
 
 class Memory:
     """Where a tensor lies, and how MPI is told so."""
 
-    __slots__ = ("address", "buffer", "dtype", "nbytes", "reference", "shape", "snapshot")
+    __slots__ = ("address", "buffer", "dtype", "nbytes", "shape")
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self.address = tensor.data_ptr()
-        self.shape = tuple(tensor.shape)  # a torch.Size would bring torch's code back into the cache
+        self.shape = tuple(tensor.shape)
         self.dtype = tensor.dtype
         self.nbytes = tensor.nbytes
         self.buffer = (_address(self.address, self.nbytes), MPI.BYTE)
-        # Of one that is remembered:
-        self.reference: weakref.ref[torch.Tensor] | None = None
-        self.snapshot: snapshot.Snapshot | snapshot.Questions
 
 
 class Pair:
@@ -64,37 +52,8 @@ def _parts(whole: Memory, part: Memory) -> int:
     return 0 if rest else parts
 
 
-_seen: dict[int, Memory] = {}  # by id of the tensor, as long as that lives
-_pairs: dict[tuple[int, int], Pair] = {}  # of tensors in `_seen`
-
-
 def memory_of(tensor: torch.Tensor) -> Memory | None:
     """A tensor's own memory, or None where MPI cannot use it as it lies."""
-    memory = _seen.get(id(tensor))
-    if memory is not None and memory.snapshot.is_true(tensor):
-        return memory
-    return _new_memory(tensor)
-
-
-def pair_of(received: torch.Tensor, sent: torch.Tensor) -> Pair | None:
-    """The memory of both, or None where MPI cannot use them as they lie, one beside the other."""
-    pair = _pairs.get((id(received), id(sent)))
-    if pair is not None and pair.received.snapshot.is_true(received) and pair.sent.snapshot.is_true(sent):
-        return pair
-    return _new_pair(received, sent)
-
-
-def _new_pair(received: torch.Tensor, sent: torch.Tensor) -> Pair | None:
-    into, of = memory_of(received), memory_of(sent)
-    if into is None or of is None or into.dtype != of.dtype or not _apart(into, of):
-        return None
-    pair = Pair(into, of)
-    if into.reference is not None and of.reference is not None:
-        _pairs[id(received), id(sent)] = pair
-    return pair
-
-
-def _new_memory(tensor: torch.Tensor) -> Memory | None:
     if (
         not isinstance(tensor, torch.Tensor)
         or not tensor.is_cpu
@@ -104,21 +63,15 @@ def _new_memory(tensor: torch.Tensor) -> Memory | None:
     ):
         return None
     memory = Memory(tensor)
-    if memory.nbytes > _SHORT:
+    return memory if memory.nbytes <= _SHORT else None
+
+
+def pair_of(received: torch.Tensor, sent: torch.Tensor) -> Pair | None:
+    """The memory of both, or None where MPI cannot use them as they lie, one beside the other."""
+    into, of = memory_of(received), memory_of(sent)
+    if into is None or of is None or into.dtype != of.dtype or not _apart(into, of):
         return None
-    # A complex tensor may become its own conjugate where it lies (x.data = x.data.conj()): it is asked every time.
-    if memory.nbytes >= _WORTH and not memory.dtype.is_complex:
-        key = id(tensor)
-        memory.reference = weakref.ref(tensor, lambda _: _forget(key))
-        memory.snapshot = snapshot.take(tensor)
-        _seen[key] = memory
-    return memory
-
-
-def _forget(key: int) -> None:
-    _seen.pop(key, None)
-    for pair in [pair for pair in _pairs if key in pair]:
-        del _pairs[pair]
+    return Pair(into, of)
 
 
 def _apart(one: Memory, other: Memory) -> bool:
