@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -394,3 +396,19 @@ def objects_later(comm: Communicator) -> None:
 
 def test_objects_later(ranks4: RankPool) -> None:
     ranks4.run(objects_later)
+
+
+def first_bytes(comm: Communicator | None = None) -> dict[str, bytes]:
+    """The machine code with which libc's functions begin."""
+    if comm is not None:
+        comm.all_reduce(torch.ones(1 << 17))
+    libc = ctypes.CDLL(None)
+    return {
+        name: ctypes.string_at(ctypes.cast(getattr(libc, name), ctypes.c_void_p).value, 12)  # type: ignore[arg-type]
+        for name in ("mmap", "munmap", "madvise")
+    }
+
+
+@pytest.mark.skipif(Path("/sys/class/infiniband").is_dir(), reason="memory is registered with a network card")
+def test_libc_is_left_as_it_is(ranks4: RankPool) -> None:
+    assert ranks4.run(first_bytes) == [first_bytes()] * 4

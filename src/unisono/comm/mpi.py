@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 BACKEND = "mpi4py"
 _FEW = 16  # ranks among which everybody may send to everybody
 _TAGS = 32768  # as many as every MPI has
+_RDMA = Path("/sys/class/infiniband")  # network cards that read and write memory by themselves
 
 
 def register() -> None:
@@ -41,6 +43,10 @@ def load() -> Any:
     if seat.find_seat().size <= _FEW:
         # Of MPICH's ways to reduce and scatter without blocking, the one it chooses at 1 MiB is four times slower.
         os.environ.setdefault("MPIR_CVAR_IREDUCE_SCATTER_BLOCK_INTRA_ALGORITHM", "sched_pairwise")
+    if not _RDMA.is_dir():
+        # UCX, below MPICH, rewrites libc's munmap in the running process to keep its cache of memory that is registered
+        # with a network card. Where there is none it gains nothing, and a thread that frees memory meanwhile may crash.
+        os.environ.setdefault("UCX_MEM_EVENTS", "n")
     try:
         from mpi4py import MPI
     except ModuleNotFoundError as error:
