@@ -19,6 +19,7 @@ from tests.equivalence import tasks
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.mesh import dropout
 from unisono.mesh.initial import build
 from unisono.mesh.random import RandomState
 from unisono.parallel.apply import parallelize
@@ -458,6 +459,58 @@ def an_engine_on_local_batches(comm: Communicator) -> None:
 
 def test_an_engine_on_local_batches(pools: Pools) -> None:
     pools("gloo", 2).run(an_engine_on_local_batches)
+
+
+# ---- exceptions ------------------------------------------------------------------------------------------------------
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        raise ArithmeticError("a gradient that cannot be taken")
+
+
+class FailsOnce(nn.Sequential):
+    is_failing = True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self[0](x)
+        return self[1](Fails.apply(x) if self.is_failing else x)
+
+
+def backward_fails(comm: Communicator, plan: str) -> None:
+    drawn_by = torch.rand
+    rules = {"0": "column", "1": "row"} if plan == "tp=2" else None
+    trainer = parallelize(
+        lambda: FailsOnce(nn.Linear(4, 4), nn.Linear(4, 4)),
+        plan,
+        loss=F.mse_loss,
+        optimizer=torch.optim.SGD,
+        rules=rules,
+    )
+    x = torch.ones(4, 4)
+    with pytest.raises(ArithmeticError):
+        trainer.model(x).sum().backward()
+    assert dropout.active() is None
+    assert torch.rand is drawn_by
+    if plan == "dp=2":
+        with pytest.raises(UsageError, match="the last backward ended with an error"):
+            trainer.model(x)
+        return
+    trainer.model.is_failing = False  # type: ignore[assignment]
+    trainer.optimizer.zero_grad()
+    trainer.model(x).sum().backward()
+    trainer.optimizer.step()
+    assert dropout.active() is None
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
+def test_random_functions_are_restored_after_a_backward_that_fails(pools: Pools, plan: str) -> None:
+    pools("gloo", 2).run(backward_fails, plan)
 
 
 # ---- several models --------------------------------------------------------------------------------------------------

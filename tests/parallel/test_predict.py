@@ -84,19 +84,21 @@ class Odd(nn.Module):
 
     def forward(self, x: torch.Tensor) -> dict[str, Any]:
         y = self.linear(x)
-        odd = {"sum": y.sum(), "object": object(), "number": 7, "flipped": y.t()}[self.kind]
-        return {"rows": y, "odd": odd}
+        odd = {"sum": y.sum(), "object": object(), "number": 7, "flipped": y.t(), "similarity": y @ y.t()}
+        return {"rows": y, "odd": odd[self.kind]}
 
 
 def odd_outputs(comm: Communicator) -> None:
     x = torch.randn(5, 3, generator=torch.Generator().manual_seed(0))
-    for kind, words in (("sum", "is of shape"), ("object", "is a object"), ("flipped", "is of shape")):
+    for kind, words in (("sum", "is made of all samples"), ("object", "is a object"), ("similarity", "made of all")):
         trainer = parallelize(
             lambda kind=kind: Odd(kind), "dp=2", loss=lambda y, _: y["rows"].sum(), optimizer=torch.optim.SGD
         )
         with pytest.raises(UsageError, match=words):
             trainer.predict(x)
         comm.barrier()
+    trainer = parallelize(lambda: Odd("flipped"), "dp=2", loss=lambda y, _: y["rows"].sum(), optimizer=torch.optim.SGD)
+    assert trainer.predict(x)["odd"].shape == (2, 5)
     trainer = parallelize(lambda: Odd("number"), "dp=2", loss=lambda y, _: y["rows"].sum(), optimizer=torch.optim.SGD)
     outputs = trainer.predict(x)
     assert outputs["odd"] == 7
@@ -106,3 +108,60 @@ def odd_outputs(comm: Communicator) -> None:
 
 def test_what_cannot_be_joined_is_refused(pools: Pools) -> None:
     pools("gloo", 2).run(odd_outputs)
+
+
+class Compares(nn.Module):
+    """Returns similarities of samples: in evaluation mode only, or always, as the second of two outputs."""
+
+    def __init__(self, always: bool) -> None:
+        super().__init__()
+        self.linear, self.always = nn.Linear(3, 2), always
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.linear(x)
+        if self.always:
+            return y, y @ y.t()
+        return y if self.training else y @ y.t()
+
+
+def similarities(comm: Communicator, plan: str) -> None:
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+
+    def trainer(always: bool, loss: Any) -> Trainer:
+        return parallelize(lambda: Compares(always), plan, loss=loss, optimizer=torch.optim.SGD, example=(x, x[:, :2]))
+
+    trained = trainer(False, nn.functional.mse_loss)
+    assert torch.isfinite(trained.step((x, x[:, :2])))
+    with pytest.raises(UsageError, match="made of all samples"):
+        trained.predict(x)
+    comm.barrier()
+    with pytest.raises(UsageError, match="compares samples with each other"):
+        trainer(True, lambda out, y: (out[0] - y).pow(2).mean() + out[1].pow(2).mean())
+    comm.barrier()
+    trained = trainer(True, lambda out, y: (out[0] - y).pow(2).mean())
+    assert torch.isfinite(trained.step((x, x[:, :2])))
+    with pytest.raises(UsageError, match="made of all samples"):
+        trained.predict(x)
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2,microbatches=2"])
+def test_outputs_of_samples_by_samples_are_refused(pools: Pools, plan: str) -> None:
+    pools("gloo", 2).run(similarities, plan)
+
+
+def mixes_in_evaluation(comm: Communicator) -> None:
+    """Complex values count too."""
+
+    class Centres(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = super().forward(x)
+            return y if self.training else torch.complex(y, y - y.mean(0))
+
+    x = torch.randn(4, 3, generator=torch.Generator().manual_seed(0))
+    trainer = parallelize(lambda: Centres(3, 2), "dp=2", loss=nn.functional.mse_loss, optimizer=torch.optim.SGD)
+    with pytest.raises(UsageError, match="depend on the other samples"):
+        trainer.predict(x)
+
+
+def test_predictions_that_mix_samples_are_refused(pools: Pools) -> None:
+    pools("gloo", 2).run(mixes_in_evaluation)

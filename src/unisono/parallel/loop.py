@@ -245,9 +245,6 @@ class OwnLoop:
     def _require_sound(self, is_nested: bool) -> None:
         trainer = self._trainer
         if torch._C._current_graph_task_id() == -1:
-            if self._is_in_backward:  # which an exception ended
-                self._is_in_backward = False
-                trainer.random.__exit__()
             trainer.replicas.require_idle()
         if trainer.scaler is not None and torch.is_grad_enabled():
             raise UsageError(
@@ -270,14 +267,14 @@ class OwnLoop:
             refuse_create_graph()
         self._is_in_backward = True
         self._trainer.random.__enter__()  # for what is recomputed
-        torch.autograd.Variable._execution_engine.queue_callback(self._end_backward)
+        torch.autograd.Variable._execution_engine.queue_callback(
+            _BackwardEnd(self._leave_backward, self._require_equal_counts)
+        )
         self._trainer.replicas.expect_backward()
 
-    def _end_backward(self) -> None:
-        if self._is_in_backward:
-            self._is_in_backward = False
-            self._trainer.random.__exit__()
-        self._require_equal_counts()
+    def _leave_backward(self) -> None:
+        self._is_in_backward = False
+        self._trainer.random.__exit__()
 
     def _refuse_autograd_grad(self) -> None:
         """torch.autograd.grad gives a rank's part of a parameter's gradient, which nobody sums."""
@@ -330,6 +327,20 @@ def refuse_calls(trainer: Trainer) -> None:
             )
 
     trainer.model.register_forward_pre_hook(before, prepend=True)
+
+
+class _BackwardEnd:
+    """What autograd calls when a backward has ended. It drops it unused where an exception ended the backward: then
+    `leave` is run all the same."""
+
+    def __init__(self, leave: Callable[[], None], end: Callable[[], None]) -> None:
+        self._leave = weakref.finalize(self, leave)
+        self._leave.atexit = False
+        self._end = end
+
+    def __call__(self) -> None:
+        self._leave()
+        self._end()
 
 
 class _Call:

@@ -25,8 +25,8 @@ def joined(
 ) -> Any:
     """`parts` are this rank's outputs for its microbatches of `rows` samples; `comm` joins the data ranks.
 
-    places: where samples lie in each leaf. Of what is no tensor, and with `may_lack_samples` of tensors without
-    them, the first is taken: they must not depend on the samples.
+    places: where samples lie in each leaf; one that is made of all samples (dim=None) is refused. Of what is no tensor,
+    and with `may_lack_samples` of tensors without samples, the first is taken: they must not depend on the samples.
     """
     if len(parts) == 1 and comm.size == 1:
         return parts[0]
@@ -55,6 +55,12 @@ def _fault(
     for part, count in zip(parts, rows, strict=True):
         for (path, leaf), where in zip(tree_flatten_with_path(part)[0], places, strict=True):
             dim = None if where is None else where.dim
+            if isinstance(leaf, torch.Tensor) and where is not None and dim is None:
+                return (
+                    f"the model's output{keystr(path)} of shape {tuple(leaf.shape)} is made of all samples of a batch, "
+                    "of which a rank or a microbatch has some only; have the model return values for each sample and "
+                    "put them together after predict, or use dp=1 and microbatches=1"
+                )
             if isinstance(leaf, torch.Tensor) and dim is None and may_lack_samples:
                 continue
             if isinstance(leaf, torch.Tensor) and (dim is None or leaf.shape[dim] != count):

@@ -139,10 +139,11 @@ class _Trial:
             raise
         except Exception:  # whatever a model raises here, its first step will raise too
             return None
-        self._watch.require_found()
+        self._require_draws_found()
         places = _output_places(full, parts[0], self._job.rows, len(self._job.halves[0]))
         if not self._has_values:
             self._watch.require_certain_order(places)
+            self._require_no_comparison(full, parts[0], places)
         elif not self._job.may_mix:
             places = self._apart(full, parts, places)
         return Samples(self._watch.found, places)
@@ -223,15 +224,31 @@ class _Trial:
         for held, part in zip(self._job.halves, parts, strict=True):
             pairs = zip(tree_flatten_with_path(full)[0], tree_leaves(part), places, strict=len(places) > 0)
             for number, ((path, whole), mine, where) in enumerate(pairs):
-                if not isinstance(whole, torch.Tensor) or not whole.is_floating_point():
+                if not isinstance(whole, torch.Tensor) or not _is_inexact(whole):
                     continue
-                if where is None and not _are_close(mine, whole):
+                if where is not None and where.dim is not None:
+                    if not _matches(mine, whole, held, self._job.rows):
+                        raise self._mixing()
+                elif not _are_close(mine, whole):
                     found[number] = SampleDim(whole.ndim, None)
                     if self._is_used(full, number):
-                        raise self._made_of_all(keystr(path), whole)
-                if where is not None and not _matches(mine, whole, held, self._job.rows):
-                    raise self._mixing()
+                        raise self._made_of_all(keystr(path), whole, mine)
         return tuple(found)
+
+    def _require_draws_found(self) -> None:
+        try:
+            self._watch.require_found()
+        except UsageError:
+            if self._has_values and self._is_time_major():
+                raise _time_major() from None
+            raise
+
+    def _require_no_comparison(self, full: Any, part: Any, places: tuple[SampleDim | None, ...]) -> None:
+        """UsageError where the loss reads an output of samples by samples."""
+        pairs = zip(tree_flatten_with_path(full)[0], tree_leaves(part), places, strict=len(places) > 0)
+        for number, ((path, whole), mine, where) in enumerate(pairs):
+            if where is not None and where.dim is None and self._is_used(full, number):
+                raise self._made_of_all(keystr(path), whole, mine)
 
     def _is_used(self, outputs: Any, place: int) -> bool:
         """Whether the loss depends on a leaf of the outputs."""
@@ -248,7 +265,14 @@ class _Trial:
         except Exception:
             return True
 
-    def _made_of_all(self, path: str, output: torch.Tensor) -> UsageError:
+    def _made_of_all(self, path: str, output: torch.Tensor, part: torch.Tensor) -> UsageError:
+        if part.shape != output.shape:
+            return UsageError(
+                f"the model's output{path} is of shape {tuple(output.shape)} for {self._job.rows} samples: it compares "
+                "samples with each other, and a rank or a microbatch has some of them only; return an embedding for "
+                "every sample and compare them in the loss, given as loss=uni.BatchLoss(loss), or use dp=1 and "
+                "microbatches=1"
+            )
         return UsageError(
             f"the model's output{path} is of shape {tuple(output.shape)} for any number of samples, but its values "
             "depend on the samples, of which a rank or a microbatch has some only; return a value for every sample "
@@ -409,8 +433,11 @@ def _output_places(full: Any, part: Any, rows: int, held: int) -> tuple[SampleDi
         if whole.ndim != mine.ndim:
             return ()
         changed = [dim for dim, size in enumerate(mine.shape) if size != whole.shape[dim]]
-        if len(changed) > 1 or any(mine.shape[dim] * rows != whole.shape[dim] * held for dim in changed):
+        if any(mine.shape[dim] * rows != whole.shape[dim] * held for dim in changed):
             return ()
+        if len(changed) > 1:  # samples by samples, as a matrix of similarities is
+            found.append(SampleDim(whole.ndim, None))
+            continue
         found.append(_first_fitting(mine, whole, changed[0], rows, held) if changed else None)
     return tuple(found)
 
@@ -435,14 +462,18 @@ def _matches(mine: torch.Tensor, whole: torch.Tensor, held: range, rows: int) ->
     return any(_are_close(mine, samples_between(whole, order, rows, held.start, held.stop)) for order in orders)
 
 
+def _is_inexact(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
 def _are_close(mine: torch.Tensor, expected: torch.Tensor) -> bool:
     if mine.shape != expected.shape or mine.dtype != expected.dtype:
         return False
-    if not mine.numel() or not mine.is_floating_point():
+    if not mine.numel() or not _is_inexact(mine):
         return True
     finite = expected[expected.isfinite()].abs()
     scale = float(finite.max()) if finite.numel() else 0.0
-    tolerance = _TOLERANCE.get(mine.dtype, 2e-3)
+    tolerance = _TOLERANCE.get(mine.real.dtype, 2e-3)
     return torch.allclose(mine, expected, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
 
 
@@ -513,7 +544,7 @@ def _noting(model: nn.Module, note: Callable[[str, list[torch.Tensor]], None]) -
 
 
 def _floats(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.is_floating_point()]
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and _is_inexact(leaf)]
 
 
 def _copied(values: list[torch.Tensor]) -> list[torch.Tensor]:

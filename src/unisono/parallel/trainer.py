@@ -95,6 +95,8 @@ class Trainer:
     batch_dim: BatchDim = 0  # where samples lie in (inputs, targets): see share.py
     samples: Samples | None = None  # where they lie in what the model draws and returns, once that is known
     tries_samples: bool = False  # whether the first step is to find out
+    _predicts: Samples | None = None  # where samples lie in what the model returns in evaluation mode
+    _tries_predictions: bool = True  # whether the next prediction is to find out
     head_width: HeadWidth | None = None  # of the whole model, until a step has shown that tp has not cut through heads
     _whole: tuple[Any, Any] | None = None  # the global batch, where this rank was given all of it
     _microbatches: list[Share] = field(default_factory=list)
@@ -164,7 +166,8 @@ class Trainer:
 
     def _backward(self, batch: Batch) -> torch.Tensor:
         if self.tries_samples:
-            self._try_samples(batch)
+            self.tries_samples = False
+            self.samples = self._tried_samples(batch, self.loss.loss)
         with self.heads_whole((batch.batch if isinstance(batch, Share) else batch)[0]), self._cut(batch):
             if self.pipeline is None:
                 self._run_microbatches()
@@ -245,19 +248,29 @@ class Trainer:
     def predict(self, inputs: Any) -> Any:
         """The model's outputs for a global batch of inputs, in its order, on every rank; in evaluation mode."""
         batch = Share((inputs.batch, None), *inputs[1:]) if isinstance(inputs, Share) else (inputs, None)
-        with self.replicas.stepping(), self._evaluating(), self._cut(batch, wants_loss=False):
-            if self.pipeline is not None:
-                outputs = self.pipeline.predict([self._inputs(part) for part in self._microbatches])
-            else:
-                outputs = []
-                for number, part in enumerate(self._microbatches):
-                    with self._microbatch(number), self.computing(), run_on(part):
-                        outputs.append(call(self.model, self._inputs(part)))
-            rows = [len(part.positions) for part in self._microbatches]
+        with self.replicas.stepping(), self._evaluating():
+            self._try_prediction(batch)
+            with self._cut(batch, wants_loss=False):
+                rows = [len(part.positions) for part in self._microbatches]
+                if self.pipeline is not None:
+                    outputs = self.pipeline.predict([self._inputs(part) for part in self._microbatches])
+                else:
+                    outputs = []
+                    for number, part in enumerate(self._microbatches):
+                        with self._microbatch(number), self.computing(), run_on(part):
+                            outputs.append(call(self.model, self._inputs(part)))
         outputs = [with_whole_sequences(part, self.context) for part in outputs]
-        places = self.output_places(outputs[0], rows[0])
-        is_known = self.samples is not None and places is self.samples.outputs
-        return joined(outputs, rows, self.mesh.comm(*DATA), places, may_lack_samples=is_known)
+        places = self.prediction_places(outputs[0], rows[0])
+        are_known = any(known is not None and places is known.outputs for known in (self._predicts, self.samples))
+        return joined(outputs, rows, self.mesh.comm(*DATA), places, may_lack_samples=are_known)
+
+    def _try_prediction(self, batch: Batch) -> None:
+        """In evaluation mode a model may return other outputs than those that were tried before training."""
+        is_sharded = self.part[1] * self.plan.microbatches > 1 and self.pipeline is None and self.context is None
+        samples = batch.of if isinstance(batch, Share) else first_rows(batch, self.batch_dim)
+        if self._tries_predictions and is_sharded and samples > 1:
+            self._tries_predictions = False
+            self._predicts = self._tried_samples(batch, None)
 
     @torch.no_grad()
     def generate(self, input_ids: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -323,23 +336,23 @@ class Trainer:
         """Where samples lie in random numbers; in evaluation mode a model makes other calls than those tried."""
         return self.samples.draws if self.samples is not None and self.model.training else None
 
-    def _try_samples(self, batch: Batch) -> None:
+    def _tried_samples(self, batch: Batch, loss: Callable[[Any, Any], torch.Tensor] | None) -> Samples | None:
         """Find out where samples lie, on the first samples of some ranks' parts; all ranks refuse alike."""
-        self.tries_samples = False
         mine = self._mine(batch)
         comm = self.mesh.comm(*DATA)
         few = [rows_between(mine.batch, 0, 2, self.batch_dim)]
         if comm.size > 1:
             few = comm.all_gather_object(few[0])
-        refusal = None
+        samples, refusal = None, None
         try:
             together = _joined_batches(few, self.batch_dim)
-            self.samples = find_samples(self.model, together, self.batch_dim, self.loss.loss, self.plan.microbatches)
+            samples = find_samples(self.model, together, self.batch_dim, loss, self.plan.microbatches)
         except UsageError as error:
             refusal = str(error)
         for said in self.mesh.comm(*self.mesh.names).all_gather_object(refusal):
             if said is not None:
                 raise UsageError(said)
+        return samples
 
     @contextlib.contextmanager
     def heads_whole(self, inputs: Any) -> Iterator[None]:
@@ -487,9 +500,16 @@ class Trainer:
 
     def output_places(self, outputs: Any, rows: int) -> Sequence[SampleDim | None]:
         """Where samples lie in the model's outputs for so many, leaf by leaf; None where there are none."""
+        return self._places(outputs, rows, None if self._records else self.samples)
+
+    def prediction_places(self, outputs: Any, rows: int) -> Sequence[SampleDim | None]:
+        """The same for the outputs of `predict`."""
+        return self._places(outputs, rows, self._predicts or self.samples)
+
+    def _places(self, outputs: Any, rows: int, known: Samples | None) -> Sequence[SampleDim | None]:
         leaves = tree_flatten(outputs)[0]
-        if self.samples is not None and not self._records and len(self.samples.outputs) == len(leaves):
-            return self.samples.outputs
+        if known is not None and len(known.outputs) == len(leaves):
+            return known.outputs
         along = inputs_dim(self.batch_dim)
         dims = dims_of(outputs, along if isinstance(along, int) else 0)
         have = [dim is not None and x.shape[dim] == rows for x, dim in zip(leaves, dims, strict=True)]

@@ -35,7 +35,7 @@ def predict(trainer: Trainer, inputs: Any, batch_size: int, device: torch.device
         part = rows_between(inputs, start, min(start + batch_size, rows), dim)
         held = rows_of(part, dim)
         outputs = trainer.predict(_with_rows(part, least, dim))
-        places = trainer.output_places(outputs, max(held, least))
+        places = trainer.prediction_places(outputs, max(held, least))
         parts.append(_first_samples(outputs, places, max(held, least), held))
     return _joined(parts, places)
 
