@@ -263,3 +263,15 @@ def test_a_constructor_that_keeps_tensors_is_built_from_a_clean_state() -> None:
     assert not draft.is_hollow  # the cache holds a tensor that is none of the model's
     assert not of_cache(WIDTH)[0].is_meta
     assert torch.equal(draft.model.table, table(WIDTH))
+
+
+def test_modules_that_name_each_other_are_followed_once() -> None:
+    one, other = types.ModuleType("one"), types.ModuleType("other")
+    source = "def use(): return one.other.one.kept\nkept = []"
+    for module in (one, other):
+        module.__dict__.update(one=one, other=other)
+        exec(source, module.__dict__)
+    with no_side_effects(one.use):
+        other.kept.append(1)
+        one.use().append(2)
+    assert one.use() == other.kept == []

@@ -78,6 +78,7 @@ class _State:
     def __init__(self, *roots: Any) -> None:
         self._seen: dict[int, Any] = {}  # by id; kept, so that no other object gets the id
         self._globals: dict[tuple[int, str], tuple[dict[str, Any], Any]] = {}
+        self._modules: set[tuple[int, frozenset[str]]] = set()  # with the names that were followed
         self._caches: list[tuple[Any, Any]] = []
         self._containers: list[tuple[Any, Any, list[Any]]] = []
         self._classes: list[tuple[type, dict[str, Any]]] = []
@@ -127,8 +128,9 @@ class _State:
 
     def _visit(self, value: Any, names: frozenset[str]) -> None:
         """`names` are those that the code uses that led here."""
-        if isinstance(value, types.ModuleType):  # comes once for each function that uses it
-            if _is_followed(value.__name__):
+        if isinstance(value, types.ModuleType):  # comes for each function that uses it; modules may name each other
+            if _is_followed(value.__name__) and (id(value), names) not in self._modules:
+                self._modules.add((id(value), names))
                 self._follow_names(vars(value), names)
             return
         if isinstance(value, _PLAIN) or id(value) in self._seen:
