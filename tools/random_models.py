@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import NamedTuple
 
+from random_architectures import MORE_FAMILIES
 from random_parts import Source, Traits, activation, block, dropout, embedding, feed_forward, linear, module, moe, norm
 from random_training import OPTIMIZERS, Job, add_odd_features, draw_loss, draw_optimizer
 
@@ -47,7 +48,9 @@ def job(seed: int, family: str | None = None) -> Drawn:
     lines.append(loss)
     lines.append(optimizer)
     lines.append(_batch(made))
-    lines.append(f"task = uni.Task(model=model, loss=loss, optimizer=optimizer, batch=batch, clip={clip})\n")
+    options = f"clip={clip}" if made.batch_dim == "0" else f"clip={clip}, batch_dim={made.batch_dim}"
+    given = f"{made.wrapper}(loss)" if made.wrapper else "loss"
+    lines.append(f"task = uni.Task(model=model, loss={given}, optimizer=optimizer, batch=batch, {options})\n")
     return Drawn("\n".join(lines), source.traits)
 
 
@@ -106,13 +109,31 @@ def _body(source: Source, count: int, layer: Callable[[], str]) -> tuple[list[st
     if not same:
         source.unfit("pp sp cp recompute")
     kinds = ["list", "list", "list", "list", "sequential", "skips", "first", "weighted", "residual", "named"]
+    kinds += ["shared", "shared_part"]
     kind = source.pick(*kinds, *([] if source.is_tame else ["twice", "exit"]))
-    source.unfit({"twice": "pp", "exit": "pp zero3 microbatches dp cp", "named": "cp sp recompute"}.get(kind, ""))
+    source.unfit(
+        {
+            "twice": "pp",
+            "shared": "pp",
+            "shared_part": "pp",
+            "exit": "pp zero3 microbatches dp cp",
+            "named": "cp sp recompute",
+        }.get(kind, "")
+    )
     match kind:
         case "sequential":
             return [f"self.{name} = nn.Sequential({', '.join(layers)})"], [f"x = self.{name}(x)"]
         case "twice":
             return [f"self.{name} = {made}"], [f"for layer in [*self.{name}, *self.{name}]:", "    x = layer(x)"]
+        case "shared":  # one layer several times
+            return [f"shared = {layers[0]}", f"self.{name} = nn.ModuleList([shared] * {count})"], loop
+        case "shared_part" if same and layers[0].startswith(("Block", "Layer", "MLP")):  # the first layer's, in all
+            shared = [
+                "for layer in self.{0}:",
+                "    child = next(iter(layer._modules))",
+                "    layer._modules[child] = self.{0}[0]._modules[child]",
+            ]
+            return [f"self.{name} = {made}", *(line.format(name) for line in shared)], loop
         case "skips":
             skips = ["saved = []", f"for layer in self.{name}:", "    saved.append(x)", "    x = layer(x)"]
             return [f"self.{name} = {made}"], [*skips, "while saved:", "    x = x + 0.1 * saved.pop()"]
@@ -485,6 +506,7 @@ _FAMILIES: dict[str, Callable[[Source], Job]] = {
     "recurrent": _recurrent,
     "time_major": _time_major,
     "pair": _pair,
+    **MORE_FAMILIES,
 }
 FAMILIES = {
     "language": 8,
@@ -494,4 +516,5 @@ FAMILIES = {
     "recurrent": 2,
     "time_major": 1,
     "pair": 1,
+    **dict.fromkeys(MORE_FAMILIES, 1),
 }  # how often

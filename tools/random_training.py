@@ -14,10 +14,13 @@ class Job:
     init: list[str]
     forward: list[str]
     batch: list[str]  # lines that define x and y from the generator g
-    outputs: str  # "tokens", "classes" or "numbers": what losses fit
+    outputs: str  # "tokens", "classes", "numbers" or "own": what losses fit
     arguments: str = "x"
     classes: int = 4
     plain: bool = True  # whether the model gives one tensor
+    losses: tuple[str, ...] = ()  # instead of those for these outputs
+    wrapper: str = ""  # a function that the loss is given to
+    batch_dim: str = "0"
 
 
 # ---- odd features ----------------------------------------------------------------------------------------------------
@@ -114,7 +117,7 @@ def add_odd_features(source: Source, made: Job) -> None:
         source.unfit(_UNFIT.get(name, ""))
         made.init += init
         made.forward[-1:] = [f"# {name}" if lines else f"# ({name})", *lines, last]
-    if source.chance(0.12):
+    if source.chance(0.12) and made.outputs != "own" and not made.losses:
         _more_outputs(source, made)
 
 
@@ -123,9 +126,16 @@ def _more_outputs(source: Source, made: Job) -> None:
     value = made.forward[-1].removeprefix("return ")
     made.plain = False
     weight = "sum(p.pow(2).sum() for p in self.parameters() if p.ndim > 1)"
-    kinds = ["dict", "tuple", "tasks", *([] if source.is_tame else ["weights", "entropy", "penalty", "own_loss"])]
+    kinds = [
+        "dict",
+        "tuple",
+        "tasks",
+        "weight_view",
+        "input_view",
+        *([] if source.is_tame else ["weights", "entropy", "penalty", "own_loss"]),
+    ]
     kind = source.pick(*kinds, *["input_penalty"] * (made.outputs == "numbers" and not source.is_tame))
-    source.unfit({"weights": "tp zero3 pp", "tasks": "pp"}.get(kind, ""))
+    source.unfit({"weights": "tp zero3 pp", "tasks": "pp", "weight_view": "pp", "input_view": "pp cp"}.get(kind, ""))
     source.unfit("dp microbatches cp" if kind in ("entropy", "penalty", "own_loss") else "")
     match kind:
         case "dict":
@@ -137,6 +147,16 @@ def _more_outputs(source: Source, made: Job) -> None:
         case "tasks":
             made.init.append("self.log_variance = nn.Parameter(torch.zeros(2))")
             made.forward[-1:] = [f"out = {value}", "return out, self.log_variance"]
+        case "weight_view":
+            made.init.append("self.table = nn.Parameter(torch.randn(4, 3) * 0.1)")
+            made.forward[-1:] = [
+                f"out = {value}",
+                f"return out, {source.pick('self.table', 'self.table[0]', 'self.table.T')}",
+            ]
+        case "input_view":
+            argument = made.arguments.split(",")[0]
+            made.forward[:0] = [f"given = {argument}"]
+            made.forward[-1:] = [f"out = {value}", "return out, given.flatten(1)[:, :2]"]
         case "entropy":
             made.forward[-1:] = [f"out = {value}", "return out, out.softmax(-1).mean(0).log().sum()"]
         case "penalty":
@@ -204,7 +224,8 @@ _LOSSES = {
 
 
 def draw_loss(source: Source, made: Job) -> str:
-    value = source.pick(*_LOSSES[made.outputs]).format(classes=made.classes)
+    value = source.pick(*(made.losses or _LOSSES[made.outputs]))
+    value = value if made.losses else value.format(classes=made.classes)
     lines = ["def loss(out, y):"]
     last = made.forward[-1]
     if '"logits"' in last:
@@ -216,6 +237,10 @@ def draw_loss(source: Source, made: Job) -> str:
                 value = f"({value}) * torch.exp(-extra[0]) + extra.sum()"
             case "return out, out.detach().mean()":
                 pass
+            case _ if "self.table" in last:
+                value = f"{value} + 0.1 * extra.pow(2).sum()"
+            case _ if "given.flatten" in last:
+                value = f"{value} + 0.1 * extra.to(out).mean()"
             case _:
                 value = f"{value} + 0.1 * extra.mean()"
     return "\n".join([*lines, f"    return {value}\n\n"])
@@ -239,6 +264,7 @@ OPTIMIZERS = [
     "torch.optim.LBFGS(parameters, lr=0.1, max_iter=3)",
     "Lion(parameters, lr=1e-2)",
     "grouped(parameters)",
+    "three_groups(parameters)",
     "hooked_step(torch.optim.AdamW(parameters, lr=1e-2))",
     "torch.optim.SGD([p for p in parameters if p.requires_grad], lr=0.1)",
 ]
@@ -268,6 +294,13 @@ def grouped(parameters):
     rest = [p for p in parameters if p.ndim <= 1]
     return torch.optim.AdamW([{"params": matrices, "weight_decay": 0.1}, {"params": rest, "lr": 2e-2}], lr=1e-2)
 """
+_THREE_GROUPS = """
+def three_groups(parameters):
+    parameters = list(parameters)
+    options = ({"lr": 0.0}, {"lr": 0.1, "momentum": 0.9}, {"weight_decay": 0.1})
+    groups = [{"params": parameters[n::3], **options[n]} for n in range(min(3, len(parameters)))]
+    return torch.optim.SGD(groups, lr=0.05)
+"""
 _HOOKED_STEP = """
 def hooked_step(optimizer):
     def shrink(optimizer, args, kwargs):
@@ -281,11 +314,19 @@ def hooked_step(optimizer):
 """
 
 
+_OWN_OPTIMIZERS = (
+    ("Lion", _LION),
+    ("grouped", _GROUPED),
+    ("three_groups", _THREE_GROUPS),
+    ("hooked_step", _HOOKED_STEP),
+)
+
+
 def draw_optimizer(source: Source, known: list[str]) -> str:
     made = source.pick(*(each for each in known if not source.is_tame or not each.startswith(_RARELY_SHARDED)))
     if made.startswith(_RARELY_SHARDED):
         source.unfit("zero zero3 tp pp ep")
-    for name, code in (("Lion", _LION), ("grouped", _GROUPED), ("hooked_step", _HOOKED_STEP)):
+    for name, code in _OWN_OPTIMIZERS:
         if made.startswith(name):
             source.define(name, code)
     return f"def optimizer(parameters):\n    return {made}\n\n"
