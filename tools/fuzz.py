@@ -65,6 +65,8 @@ def main() -> int:
         for pair, outcome, seconds in _tried(ranks, options):
             if pair is None:
                 counts["unfit models"] += 1
+                if time.monotonic() > deadline:
+                    break
                 continue
             counts[outcome.kind] += 1
             by_axis[_axes(pair.plan)][outcome.kind] += 1

@@ -228,7 +228,7 @@ def draw_loss(source: Source, made: Job) -> str:
     value = value if made.losses else value.format(classes=made.classes)
     lines = ["def loss(out, y):"]
     last = made.forward[-1]
-    if '"logits"' in last:
+    if '"logits"' in last and not made.losses:
         lines.append('    out = out["logits"]')
     elif not made.plain:
         lines.append("    out, extra = out")

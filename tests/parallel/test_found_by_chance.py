@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -621,3 +622,80 @@ def check_frozen(comm: Communicator) -> None:
 
 def test_states_of_frozen_parameters_are_no_result(pools: Pools) -> None:
     pools("gloo", 2).run(check_frozen)
+
+
+# ---- outputs in containers, gradients in the forward pass ------------------------------------------------------------
+
+
+@dataclass
+class Inner:
+    score: torch.Tensor
+
+
+@dataclass
+class Answer:
+    logits: torch.Tensor
+    inner: Inner
+
+
+class Answers(nn.Module):
+    def __init__(self, contain: Callable[[torch.Tensor, torch.Tensor], Any] = lambda x, y: Answer(x, Inner(y))) -> None:
+        super().__init__()
+        self.blocks, self.contain = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), contain
+
+    def forward(self, x: torch.Tensor) -> Any:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.contain(x, x.sum(1))
+
+
+def of_answer(out: Any, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out.logits, y) + out.inner.score.pow(2).mean()
+
+
+def answers(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(5, 4, generator=g), torch.randint(4, (5,), generator=g)
+
+
+def in_dataclasses(comm: Communicator) -> None:
+    task = Task(Answers, of_answer, partial(torch.optim.SGD, lr=0.1), answers)
+    for plan in ("dp=2", "dp=2,zero=3", "pp=2,microbatches=2", "dp=2,microbatches=2"):
+        verdict = verify_here(comm, task, Plan.parse(plan), 2)
+        assert verdict.equivalent, (plan, verdict)
+    x, y = answers(0)
+    trainer = parallelize(Answers, "dp=2", loss=of_answer, optimizer=task.optimizer, example=(x, y))
+    assert trainer.predict(x).inner.score.shape == (5,)
+    assert trainer.model(x).logits.shape == (5, 4)
+    hidden = partial(Answers, lambda x, y: SimpleNamespace(logits=x, inner=SimpleNamespace(score=y)))
+    trainer = parallelize(hidden, "dp=2", loss=of_answer, optimizer=task.optimizer)
+    with pytest.raises(UsageError, match="is a SimpleNamespace, and tensors in it are those of a data rank's"):
+        trainer.model(x)
+
+
+def test_outputs_in_dataclasses(pools: Pools) -> None:
+    pools("gloo", 2).run(in_dataclasses)
+
+
+class Penalised(Answers):
+    def forward(self, x: torch.Tensor) -> Any:
+        given = x.detach().requires_grad_()
+        out = super().forward(given)
+        return out, torch.autograd.grad(out.sum(), given, create_graph=True)[0].pow(2).sum(1)
+
+
+def penalised(out: Any, y: torch.Tensor) -> torch.Tensor:
+    return F.cross_entropy(out[0], y) + out[1].mean()
+
+
+def gradients_in_forward(comm: Communicator) -> None:
+    task = Task(
+        partial(Penalised, lambda x, _: x), penalised, partial(torch.optim.SGD, lr=0.1), answers, name="penalised"
+    )
+    with pytest.raises(UsageError, match="takes gradients in its forward pass"):
+        verify_here(comm, task, Plan.parse("pp=2"), 1)
+    assert verify_here(comm, task, Plan.parse("dp=2"), 1).equivalent
+
+
+def test_gradients_in_the_forward_pass_of_a_pipeline_are_refused(pools: Pools) -> None:
+    pools("gloo", 2).run(gradients_in_forward)

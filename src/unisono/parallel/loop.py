@@ -50,6 +50,7 @@ from unisono.parallel.clip import refuse_torch_clipping
 from unisono.parallel.expert import MoE, needs_whole_batch
 from unisono.parallel.layout import Split, layout_of
 from unisono.parallel.logits import in_pieces
+from unisono.parallel.pipeline.inputs import register_dataclasses
 from unisono.parallel.precision import HALVES
 from unisono.parallel.reducer import current_step
 from unisono.parallel.share import rows_of
@@ -197,6 +198,7 @@ class OwnLoop:
         call.scope.close()
         if not call.is_own or outputs is None:
             return outputs
+        register_dataclasses(outputs)
         self._trainer.reads = None  # the forward has shown that there are none
         if call.leave is not None:
             outputs = _mapped(outputs, call.leave)
@@ -362,7 +364,19 @@ def _without_samples(outputs: Any, rows: int) -> str | None:
                 "expected one row a sample, so that outputs can be gathered: compute losses and means outside the "
                 'model, or use trainer.step(batch), or parallelize(..., batch="local") to average over ranks'
             )
+        if _hides_tensors(leaf):
+            return (
+                f"the model's output{keystr(path)} is a {type(leaf).__name__}, and tensors in it are those of a data "
+                "rank's samples: nobody gathers them; return tensors in tuples, dicts or dataclasses"
+            )
     return None
+
+
+def _hides_tensors(leaf: Any) -> bool:
+    """Whether an object has tensors that a loss may read; those of a cache of keys and values it does not."""
+    if isinstance(leaf, torch.Tensor) or hasattr(leaf, "get_seq_length"):
+        return False
+    return any(isinstance(each, torch.Tensor) for each in tree_leaves(list(getattr(leaf, "__dict__", {}).values())))
 
 
 def _mapped(tree: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:

@@ -34,6 +34,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
+from unisono.errors import UsageError
 from unisono.parallel.pipeline.dependence import Dependence, storages_of
 from unisono.parallel.value_reads import reads_values
 
@@ -41,6 +42,7 @@ Span = tuple[int, ...]  # of an expression: first and last line, first and last 
 Call = tuple[str, int, Span, int]  # file, first line of the function, where in it, how often; or ("", block, (), 0)
 Label = tuple[Call, int]  # a call, and the place in its flattened result; below 0, of an argument whose value it reads
 
+_GRADIENTS = (torch.autograd.grad, torch.autograd.backward, torch.Tensor.backward)
 _ABOUT = frozenset(
     ("size", "dim", "numel", "nelement", "stride", "is_floating_point", "is_complex", "ndimension", "get_device")
 )  # what asks for the form of a tensor, and for none of its numbers
@@ -77,6 +79,7 @@ class Calls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        self.require_forward(func)
         are_values_read = reads_values(func, args, kwargs)
         if are_values_read:
             self.use((args, kwargs))
@@ -107,6 +110,9 @@ class Calls(TorchFunctionMode):
 
     def label_block(self, number: int, result: Any) -> None:
         self.label(("", number, (), 0), result)
+
+    def require_forward(self, func: Any) -> None:
+        """UsageError where a call computes gradients that a pipeline cannot."""
 
     def read(self, func: Any, tree: Any) -> None:
         """A call reads these."""
@@ -177,6 +183,13 @@ class Reads(Calls):
         if known is None:
             self._labels[id(tensor)] = (weakref.ref(tensor), label)
             self._seen[label] = _Seen(self.segment)
+
+    def require_forward(self, func: Any) -> None:
+        if func in _GRADIENTS and not (self.is_inside and torch.is_grad_enabled()):
+            raise UsageError(
+                "the model takes gradients in its forward pass (torch.autograd.grad), which a pipeline cannot: they "
+                "lead through blocks of other stages; take them inside a block, within torch.enable_grad(), or use pp=1"
+            )
 
     def read(self, func: Any, tree: Any) -> None:
         name = getattr(func, "__name__", "")
