@@ -699,3 +699,64 @@ def gradients_in_forward(comm: Communicator) -> None:
 
 def test_gradients_in_the_forward_pass_of_a_pipeline_are_refused(pools: Pools) -> None:
     pools("gloo", 2).run(gradients_in_forward)
+
+
+class PartsOfBlocks(Tower):
+    """Never calls its blocks, but what is in them."""
+
+    def __init__(self) -> None:
+        super().__init__(apart, apart)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.table(x)
+        for block in self.blocks:
+            x = x + block.attention(block.norm(x))  # type: ignore[operator]
+            x = x + block.fc2(F.gelu(block.fc1(x)))  # type: ignore[operator]
+        return self.head(x)
+
+
+class ListsOfParts(PartsOfBlocks):
+    """Its blocks are lists, which cannot be called, as those of x-transformers are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.ModuleList([nn.LayerNorm(8), Attention(), nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))])
+            for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.table(x)
+        for norm, attention, mlp in self.blocks:  # type: ignore[misc]
+            x = x + attention(norm(x))
+            x = x + mlp(x)
+        return self.head(x)
+
+
+def came_of(comm: Communicator, model: type[nn.Module], plan: str) -> str:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    task = Task(model, loss, partial(torch.optim.SGD, lr=0.1), lambda seed: (TOKENS, TOKENS))
+    try:
+        verdict = verify_here(comm, task, Plan.parse(plan), 2)
+    except UsageError as error:
+        return str(error)
+    return "equivalent" if verdict.equivalent else str(verdict)
+
+
+@pytest.mark.parametrize(
+    ("model", "plan", "outcome"),
+    [
+        (PartsOfBlocks, "tp=2", "equivalent"),
+        (PartsOfBlocks, "tp=2,sp", "does not call blocks.0 to blocks.1 as modules"),
+        (PartsOfBlocks, "cp=2", "does not call blocks.0 to blocks.1 as modules"),
+        (ListsOfParts, "tp=2", "equivalent"),
+        (ListsOfParts, "dp=2,zero=3", "equivalent"),
+        (ListsOfParts, "tp=2,sp", "ListsOfParts has none; leave sequence out"),
+        (ListsOfParts, "cp=2", "has no list of repeated blocks"),
+    ],
+)
+def test_blocks_that_are_not_called(pools: Pools, model: type[nn.Module], plan: str, outcome: str) -> None:
+    for told in pools("gloo", 2).run(came_of, model, plan):
+        assert outcome in told

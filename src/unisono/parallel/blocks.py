@@ -65,13 +65,32 @@ def find_blocks(model: nn.Module, mend: str = _MEND) -> Blocks:
     return max(outermost, key=lambda blocks: (len(blocks.modules), _weight(blocks)))
 
 
+def not_called(blocks: Blocks, model: nn.Module, word: str) -> UsageError:
+    """Of a plan with cp or sp, where the forward passes the blocks by."""
+    return UsageError(
+        f"{word} gives a rank some of the tokens from the first block of a model to its last, but "
+        f"{type(model).__name__} does not call {blocks.name(0)} to {blocks.name(len(blocks.modules) - 1)} as modules, "
+        f"in that order; let its forward call them, not their parts, or use a plan without {word}"
+    )
+
+
 def _is_inside(inner: Blocks, outer: Blocks) -> bool:
     return inner.path != outer.path and f"{inner.path}.".startswith(f"{outer.path}." if outer.path else "")
 
 
 def _is_repeated(module: nn.Module) -> bool:
     children = list(module.children())
-    return len(children) > 1 and len({type(child) for child in children}) == 1 and _weight_of(module) > 0
+    return (
+        len(children) > 1
+        and len({type(child) for child in children}) == 1
+        and not any(map(is_container, children))
+        and _weight_of(module) > 0
+    )
+
+
+def is_container(module: nn.Module) -> bool:
+    """Whether a module only holds others, as nn.ModuleList does: it has no forward, so it never runs itself."""
+    return type(module).forward is nn.Module.forward
 
 
 def _weight(blocks: Blocks) -> int:

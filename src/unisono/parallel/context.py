@@ -36,7 +36,7 @@ from unisono.errors import UnisonoError, UsageError
 from unisono.mesh import dropout
 from unisono.mesh.mesh import Mesh
 from unisono.parallel import conjugates
-from unisono.parallel.blocks import find_blocks
+from unisono.parallel.blocks import find_blocks, not_called
 from unisono.parallel.loss import part_of, shifted
 from unisono.parallel.share import share
 from unisono.parallel.spread_attention import SpreadAttention
@@ -81,6 +81,7 @@ def context_parallelize(model: nn.Module, mesh: Mesh, kind: str = "ring") -> Con
             block.forward = partial(context._run_block, block.forward, name)
         blocks.modules[-1].register_forward_hook(context._leave_blocks)
         model.forward = partial(context._run_model, model.forward)
+        context._blocks_not_called = partial(not_called, blocks, model, "cp")
     return context
 
 
@@ -97,6 +98,7 @@ class Context:
         self._rest_of_model: contextlib.ExitStack | None = None  # open while the model runs
         self._is_spread = False  # whether the model's run has reached the blocks
         self._is_past_blocks = False
+        self._blocks_not_called: Callable[[], UsageError]
         self.is_whole = False  # whether the tokens are gathered after the blocks
         self._has_targets = True
 
@@ -210,6 +212,8 @@ class Context:
                 raise
             finally:
                 self._rest_of_model = None
+        if not self._is_past_blocks:
+            raise self._blocks_not_called()
         if self.is_whole and not self._has_targets:
             return outputs
         if self.is_whole:

@@ -36,7 +36,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import Key
 from unisono.mesh.region import Part
 from unisono.parallel import conjugates
-from unisono.parallel.blocks import Blocks, find_blocks
+from unisono.parallel.blocks import Blocks, find_blocks, not_called
 from unisono.parallel.layout import Split, layout_of
 from unisono.parallel.linear import is_linear
 from unisono.parallel.region import Region
@@ -50,9 +50,11 @@ Forward = Callable[..., Any]
 class SequenceRegion(Region):
     """Outside, every rank has its piece of the sequence."""
 
-    def __init__(self, comm: Communicator) -> None:
+    def __init__(self, comm: Communicator, outside_blocks: Callable[[], UsageError] | None = None) -> None:
+        """outside_blocks: why a layer of the blocks may not run outside them; None on a stage of a pipeline."""
         super().__init__(comm)
-        self.length: int | None = None  # of the whole sequence that is in the blocks now
+        self._outside_blocks = outside_blocks
+        self.length: int | None = None  # of the full sequence that entered the blocks last
         self._tokens: list[int] = []
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
@@ -85,6 +87,8 @@ class SequenceRegion(Region):
         A stage of a pipeline that does not have the first block has not seen the whole: there the ranks ask each other.
         """
         if self.length is None:
+            if self._outside_blocks is not None:
+                raise self._outside_blocks()
             return [int(length) for length in self.comm.all_gather(torch.tensor([mine], device=self.comm.device))]
         pieces = self.pieces(self.length)
         if pieces[self.comm.rank] != mine:
@@ -132,18 +136,26 @@ class SequenceRegion(Region):
 class SequenceParallel:
     """Sequence parallelism in a model's blocks."""
 
-    def __init__(self, blocks: Blocks, comm: Communicator, full: Sequence[str] = ()) -> None:
+    def __init__(
+        self,
+        blocks: Blocks,
+        comm: Communicator,
+        full: Sequence[str] = (),
+        outside_blocks: Callable[[], UsageError] | None = None,
+    ) -> None:
         """full: modules in the blocks that run on the full sequence."""
         self.blocks = blocks
         self._full = full
-        self._inside = SequenceRegion(comm)
+        self._inside = SequenceRegion(comm, outside_blocks)
         self._given: list[torch.Tensor] = []  # to the block that is running
         self._outside = Region(comm)
 
     @classmethod
     def of(cls, model: nn.Module, styles: Styles, mesh: Mesh) -> SequenceParallel:
         blocks = require_sound_blocks(model, styles)
-        return cls(blocks, mesh.comm("tp"), full_sequence_modules(blocks, styles))
+        is_pipeline = "pp" in mesh.names and mesh.size("pp") > 1
+        outside = None if is_pipeline else partial(not_called, blocks, model, "sp")
+        return cls(blocks, mesh.comm("tp"), full_sequence_modules(blocks, styles), outside)
 
     def region_of(self, name: str) -> Region:
         """The region of the layer of that name."""

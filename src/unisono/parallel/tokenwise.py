@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.errors import UsageError
 from unisono.mesh.side_effects import no_side_effects
-from unisono.parallel.blocks import Blocks, find_blocks
+from unisono.parallel.blocks import Blocks, find_blocks, not_called
 from unisono.parallel.context import are_of_sequences, hidden_states, mapped, sequence_dim, without_attention
 from unisono.parallel.hollow import realised_copy
 from unisono.parallel.model_loss import ModelLoss
@@ -87,6 +87,8 @@ def require_tokenwise(
                 outputs = trial.run(tried, samples, model_loss)
         except Exception:  # whatever a model says here, its first step will say too
             return
+        if not trial.ran_blocks:
+            raise not_called(trial.blocks, model, word)
         if trial.without_attention and word == "cp":
             raise without_attention(trial.without_attention)
         if trial.misplaced:
@@ -128,7 +130,8 @@ class _Trial:
     def __init__(self, blocks: Blocks, word: str, gathers: bool, styles: Styles, first_held: int, noise: float) -> None:
         """first_held: of the tokens that the second run has, every other one. noise: how much of it, relative to what
         enters the first block, is added there."""
-        self._blocks = blocks
+        self.blocks = blocks
+        self.ran_blocks = False
         self._first_held, self._noise = first_held, noise
         self._word, self._gathers = word, gathers
         self._length, self._batch = 0, 0
@@ -223,6 +226,7 @@ class _Trial:
         self._met(name, hidden)
         if not is_last:
             return outputs
+        self.ran_blocks = self._length > 0
         if self._gathers:
             return tree_map(lambda x: self._gathered(x) if x is hidden else x, outputs)
         if self._is_second:

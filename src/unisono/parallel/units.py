@@ -39,6 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
+from unisono.parallel.blocks import is_container
 from unisono.parallel.layout import lay
 from unisono.parallel.pieces import Piece, PieceBucket
 from unisono.parallel.value_reads import is_ours, reads_values
@@ -457,7 +458,7 @@ def listed_units(model: nn.Module) -> list[nn.Module]:
     def walk(module: nn.Module) -> None:
         children = list(module.children())
         is_list = isinstance(module, nn.ModuleList) and len({type(child) for child in children}) == 1
-        if children and (is_list or isinstance(module, nn.Sequential)):
+        if children and (is_list or isinstance(module, nn.Sequential)) and not any(map(is_container, children)):
             found.extend(child for child in children if any(True for _ in child.parameters()))
             return
         for child in children:
