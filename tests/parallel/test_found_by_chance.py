@@ -760,3 +760,36 @@ def came_of(comm: Communicator, model: type[nn.Module], plan: str) -> str:
 def test_blocks_that_are_not_called(pools: Pools, model: type[nn.Module], plan: str, outcome: str) -> None:
     for told in pools("gloo", 2).run(came_of, model, plan):
         assert outcome in told
+
+
+class Phase(nn.Module):
+    """All its parameters are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, dtype=torch.complex64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.fft.irfft(torch.fft.rfft(x) * self.weight, n=4)
+
+
+class Phases(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 4), nn.ModuleList(Phase() for _ in range(3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def complex_stage(comm: Communicator) -> None:
+    task = Task(Phases, F.cross_entropy, partial(torch.optim.AdamW, lr=0.1), answers)
+    verdict = verify_here(comm, task, Plan.parse("pp=2,microbatches=2"), 2)
+    assert verdict.equivalent, verdict
+
+
+def test_a_stage_whose_parameters_are_all_complex(pools: Pools) -> None:
+    pools("gloo", 2).run(complex_stage)

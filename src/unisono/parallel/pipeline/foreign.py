@@ -48,7 +48,7 @@ class Foreign:
                     self._buffers.append((module, name))
         for module in {module for module, _ in self._hollow}:
             module.register_forward_pre_hook(self._require_stage, prepend=True)
-        self._reference = next((p for p in model.parameters() if p.is_floating_point()), None)
+        self._reference = next((p for p in model.parameters() if p.is_floating_point() or p.is_complex()), None)
         self._lies = _lies(self._reference)
 
     def _require_stage(self, module: nn.Module, args: Any) -> None:
@@ -70,7 +70,7 @@ class Foreign:
             return
         for module, name in self._hollow + self._buffers:
             tensor = getattr(module, name)
-            dtype = reference.dtype if (tensor.device, tensor.dtype) == before else tensor.dtype
+            dtype = _as_precise(tensor.dtype, reference.dtype) if _lies(tensor) == before else tensor.dtype
             if (module, name) in self._hollow:
                 moved = TensorForm(tuple(tensor.shape), dtype).hollow(reference.device)
             else:
@@ -79,5 +79,11 @@ class Foreign:
         self._lies = _lies(reference)
 
 
-def _lies(parameter: torch.Tensor | None) -> tuple[torch.device, torch.dtype] | None:
-    return None if parameter is None else (parameter.device, parameter.dtype)
+def _lies(tensor: torch.Tensor | None) -> tuple[torch.device, torch.dtype] | None:
+    """The device, and the dtype of real numbers or of the parts of complex ones."""
+    return None if tensor is None else (tensor.device, tensor.dtype.to_real())
+
+
+def _as_precise(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Real or complex as the one dtype, with the precision of the other."""
+    return other.to_complex() if dtype.is_complex else other.to_real()
