@@ -122,6 +122,28 @@ def _t5() -> nn.Module:
     return T5ForConditionalGeneration(config)
 
 
+def _bart() -> nn.Module:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    config = BartConfig(
+        vocab_size=VOCABULARY,
+        d_model=16,
+        encoder_layers=2,
+        decoder_layers=2,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=24,
+        decoder_ffn_dim=24,
+        max_position_embeddings=32,
+        dropout=0.1,
+        attention_dropout=0.1,
+        decoder_start_token_id=0,
+        pad_token_id=0,
+        use_cache=False,
+    )
+    return BartForConditionalGeneration(config)
+
+
 def _sentences(seed: int) -> tuple[dict[str, Any], torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     tokens = torch.randint(VOCABULARY, (5, LENGTH), generator=generator)
@@ -133,6 +155,13 @@ def _sentences(seed: int) -> tuple[dict[str, Any], torch.Tensor]:
 def _pairs_of_sentences(seed: int) -> tuple[dict[str, Any], torch.Tensor]:
     inputs, targets = _sentences(seed)
     return inputs | {"decoder_input_ids": inputs["input_ids"].flip(1)[:, :9], "use_cache": False}, targets[:, :9]
+
+
+def _padded_pairs_of_sentences(seed: int) -> tuple[dict[str, Any], torch.Tensor]:
+    inputs, targets = _pairs_of_sentences(seed)
+    mask = torch.ones_like(inputs["input_ids"])
+    mask[1, LENGTH - 4 :] = 0
+    return inputs | {"attention_mask": mask}, targets
 
 
 def _labelled_sentences(seed: int) -> tuple[dict[str, Any], torch.Tensor]:
@@ -174,6 +203,7 @@ bert_classifier = uni.Task(
 )
 vit = uni.Task(model=_vit, loss=_label_loss, optimizer=_adam, batch=_images, name="vit")
 t5 = uni.Task(model=_t5, loss=_token_loss, optimizer=_adam, batch=_pairs_of_sentences, name="t5")
+bart = uni.Task(model=_bart, loss=_token_loss, optimizer=_adam, batch=_padded_pairs_of_sentences, name="bart")
 
 
 def _next_token_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:

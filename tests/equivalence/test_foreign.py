@@ -14,7 +14,7 @@ from unisono.verify.float64 import InDouble
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 # Imported here, so that ranks that are forked later need not.
-for _name in ("Llama", "Qwen2", "Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss", "GPT2", "Bert", "ViT", "T5"):
+for _name in ("Llama", "Qwen2", "Mixtral", "Qwen3Moe", "DeepseekV3", "GptOss", "GPT2", "Bert", "ViT", "T5", "Bart"):
     getattr(transformers, f"{_name}Model")
 
 Pools = Callable[[str, int], RankPool]
@@ -31,7 +31,8 @@ PLANS = {
     "bert": ["tp=2,sp", "cp=2"],
     "bert_classifier": ["dp=2,zero=2", "cp=2"],
     "vit": ["dp=2,zero=3", "tp=2", "cp=2,microbatches=3", "dp=2,cp=2"],
-    "t5": ["dp=2", "dp=2,zero=1", "tp=2", "dp=2,zero=3", "pp=2,microbatches=2"],
+    "t5": ["dp=2", "dp=2,zero=1", "tp=2", "dp=2,zero=3", "pp=2,microbatches=2", "dp=2,zero=3,tp=2"],
+    "bart": ["tp=2,sp", "dp=2,tp=2,sp", "tp=2,pp=2,sp,microbatches=2"],
 }
 REFUSED = {
     ("t5", "cp=2"): "expected a mask of the whole sequence",

@@ -122,6 +122,102 @@ def test_activations_between_regions_are_pieces(pools: Pools) -> None:
     assert shapes[1] == [(2, 2, 24), (2, 5, 48), (2, 5, 24), (2, 5, 24)]
 
 
+class Translator(nn.Module):
+    """torch's decoder, which attends to what another layer makes of a second sequence; both are one batch here."""
+
+    def __init__(self, source: int) -> None:
+        super().__init__()
+        self.source = source
+        self.read = nn.Linear(24, 24)
+        layer = nn.TransformerDecoderLayer(24, 4, 30, dropout=0.1, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = self.decoder(x[:, self.source :], memory=self.read(x[:, : self.source]))
+        return y
+
+
+class Conditioned(nn.Module):
+    """Blocks that add a condition of the sample to every token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.condition = nn.Linear(24, 24)
+        self.blocks = nn.ModuleList(ConditionedBlock() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        condition = self.condition(x.mean(1))
+        for block in self.blocks:
+            x = block(x, condition)
+        return x
+
+
+class ConditionedBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(24), nn.Linear(24, 48), nn.Linear(48, 24)
+
+    def forward(self, x: torch.Tensor, condition: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.fc2(self.fc1(self.norm(x)).relu()) * condition[:, None]
+        return y
+
+
+def twelve_of_the_source() -> nn.Module:
+    return Translator(12)
+
+
+def as_many_of_the_source_as_a_rank_has() -> nn.Module:
+    return Translator(4)
+
+
+def twelve_tokens() -> torch.Tensor:
+    return torch.randn(3, 12, 24, dtype=torch.float64)
+
+
+def nineteen_tokens() -> torch.Tensor:
+    return torch.randn(3, 19, 24, dtype=torch.float64)
+
+
+def test_a_second_sequence(pools: Pools) -> None:
+    """It is not sharded, also where its length is that of a rank's shard."""
+    pools("gloo", 2).run(check_training, twelve_of_the_source, nineteen_tokens, squares, None, True)
+    pools("gloo", 2).run(check_training, as_many_of_the_source_as_a_rank_has, twelve_tokens, squares, None, True)
+
+
+def test_tensors_beside_the_tokens_get_their_gradients_of_all_ranks(pools: Pools) -> None:
+    pools("gloo", 2).run(check_training, Conditioned, twelve_tokens, squares, MLP_ONLY, True)
+
+
+class NormedMemory(nn.Module):
+    """Blocks that make something of the second sequence before they attend to it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.read = nn.Linear(24, 24)
+        self.blocks = nn.ModuleList(NormedMemoryBlock() for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        memory, x = self.read(x[:, :4]), x[:, 4:]
+        for block in self.blocks:
+            x = block(x, memory)
+        return x
+
+
+class NormedMemoryBlock(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.fc1, self.fc2 = nn.LayerNorm(24), nn.Linear(24, 48), nn.Linear(48, 24)
+
+    def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        y: torch.Tensor = x + self.fc2(self.fc1(self.norm(memory)).mean(1, keepdim=True) * self.fc1(x))
+        return y
+
+
+def test_what_is_made_of_a_second_sequence_is_not_taken_for_tokens(pools: Pools) -> None:
+    with pytest.raises(RemoteError, match="could not be told apart; pad it to another length, or leave sp out"):
+        pools("gloo", 2).run(check_training, NormedMemory, twelve_tokens, squares, MLP_ONLY, True)
+
+
 class Stack(nn.Module):
     def __init__(self, *middle: nn.Module) -> None:
         super().__init__()

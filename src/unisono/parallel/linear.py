@@ -163,7 +163,9 @@ class ColumnParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x if self.is_inside else self.region.enter(x)
         self._require_width(x, self.in_features, "the whole of the input features")
-        y = deferred.linear(x, self.weight.t() if self.transposed else self.weight, self.bias)
+        weight = self.weight.t() if self.transposed else self.weight
+        can_wait = self.is_inside or self.region.has_just_entered(x)
+        y = deferred.linear(x, weight, self.bias) if can_wait else F.linear(x, weight, self.bias)
         if self.gather_output:
             return conjugates.gather(y, -1, self.lengths, self.region.comm)
         self.region.locate_inside(self.totals, self.packed)

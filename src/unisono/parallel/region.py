@@ -7,7 +7,8 @@ It also tells the random numbers where the forward pass is: a dropout inside dra
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ class Region:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self.is_inside = False  # whether the forward pass is between a column and a row layer
+        self._last_entered: Callable[[], torch.Tensor | None] = lambda: None  # since the region was left
         # Of each call for random numbers inside: the dim that ranks share and its size, or None where they share none
         self._sharded_dims: dict[Key, tuple[int, int] | None] = {}
 
@@ -51,10 +53,17 @@ class Region:
         if entered is None or before != now:
             entered = self._entered(x)
             setattr(x, _ENTERED, (now, entered))
+            self._last_entered = weakref.ref(entered)
         return entered
+
+    def has_just_entered(self, x: torch.Tensor) -> bool:
+        """Whether this passage through the region, not an earlier one (in another block, of an input that several
+        blocks share), has made x: autograd then sums x's gradient as soon as it is done with this passage."""
+        return self._last_entered() is x
 
     def leave(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' parts, where a layer cut by rows ends the region."""
+        self._last_entered = lambda: None
         self.locate_outside()
         return conjugates.reduce(part, self.comm)
 

@@ -16,18 +16,24 @@ layers without a rule) runs on the full sequence, as without sp: its input is ga
 the block hands it besides, such as a bias made of the block's own parameters, gets its full gradient on every rank,
 of which one counts in the sum.
 
+Tensors that a block takes besides its tokens (an encoder's output that it attends to, a bias, a condition) are not
+sharded. A rank uses them for its own tokens or heads, so that their gradients too are summed over ranks, where they
+enter the block.
+
 The sequence's length need not be a multiple of tp.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_map
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
@@ -46,6 +52,11 @@ from unisono.parallel.tensor_pieces import TP, add_up, lengths_of
 DIM = 1  # of the sequence
 Forward = Callable[..., Any]
 
+# Attributes of tensors in and between blocks
+_FULL = "unisono_full"  # not sharded, in a block: the tensor that it is outside of the blocks
+_USED = "unisono_used"  # outside: what blocks use in its place
+_SHARDED = "unisono_sharded"  # returned by a block, beside its hidden states
+
 
 class SequenceRegion(Region):
     """Outside, every rank has its piece of the sequence."""
@@ -56,6 +67,55 @@ class SequenceRegion(Region):
         self._outside_blocks = outside_blocks
         self.length: int | None = None  # of the full sequence that entered the blocks last
         self._tokens: list[int] = []
+        self._own: torch.Tensor | None = None  # tokens of the block that runs
+        self._like_own: list[torch.Tensor] = []  # tensors beside them with as many tokens, which are not sharded
+
+    def enter(self, x: torch.Tensor) -> torch.Tensor:
+        if hasattr(x, _FULL):
+            return x  # its gradient is summed where it enters the block
+        if self._like_own:
+            self._require_own(x)
+        return super().enter(x)
+
+    def use(self, x: torch.Tensor) -> torch.Tensor:
+        """In the place of x, which is not sharded, in a block: ranks use it in different ways."""
+        if hasattr(x, _FULL):
+            return x
+        now = (self, x._version, torch.is_grad_enabled())
+        before, used = getattr(x, _USED, (None, None))
+        if used is None or before != now:
+            used = conjugates.copy(x, self.comm) if x.requires_grad else x.detach()
+            setattr(used, _FULL, weakref.ref(x))
+            if not x.is_inference():
+                setattr(x, _USED, (now, used))
+        return used
+
+    def full(self, x: torch.Tensor) -> torch.Tensor:
+        """What a tensor that is not sharded is outside of the blocks, where all ranks compute its full gradient."""
+        outside = getattr(x, _FULL, lambda: None)()
+        return conjugates.count_once(x, self.comm) if outside is None else outside
+
+    @contextmanager
+    def block(self, hidden: torch.Tensor, others: Sequence[torch.Tensor]) -> Iterator[None]:
+        self._own = hidden
+        self._like_own = [x for x in others if x.shape[:2] == hidden.shape[:2] and hidden.shape[DIM] != self.length]
+        self.locate_outside()
+        try:
+            yield
+        finally:
+            self._own, self._like_own = None, []
+            self.locate_elsewhere()
+
+    def _require_own(self, x: torch.Tensor) -> None:
+        """UsageError where x is made only of tensors that are not sharded, and as long as this rank's tokens. Tokens
+        without a gradient, in the first block, leave no trace in x: there the next block tells."""
+        own = None if self._own is None else self._own.grad_fn
+        others = {each.grad_fn for each in self._like_own if each.grad_fn is not None}
+        if own is None or not others or not x.requires_grad:
+            return
+        reached = _origins(x, others | {own})
+        if reached & others and own not in reached:
+            raise _not_told_apart(x, self.length)
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
         """This rank's piece of what is whole on every rank; the sequence enters the blocks."""
@@ -75,6 +135,7 @@ class SequenceRegion(Region):
         return lengths_of(Split.even(TP, DIM, length, self.comm.size))
 
     def leave(self, part: torch.Tensor) -> torch.Tensor:
+        self._last_entered = lambda: None
         self.locate_outside()
         return conjugates.reduce_to_piece(part, DIM, self.pieces(part.shape[DIM]), self.comm)
 
@@ -93,8 +154,8 @@ class SequenceRegion(Region):
         pieces = self.pieces(self.length)
         if pieces[self.comm.rank] != mine:
             raise UsageError(
-                f"sequence parallelism: a layer inside the blocks was given {mine} tokens; expected this rank's piece, "
-                f"{pieces[self.comm.rank]} of {self.length}"
+                f"sequence parallelism: a layer inside the blocks was given {mine} tokens; expected this rank's "
+                f"{pieces[self.comm.rank]} of {self.length}, or a tensor as the block was given it; leave sp out"
             )
         return pieces
 
@@ -147,7 +208,6 @@ class SequenceParallel:
         self.blocks = blocks
         self._full = full
         self._inside = SequenceRegion(comm, outside_blocks)
-        self._given: list[torch.Tensor] = []  # to the block that is running
         self._outside = Region(comm)
 
     @classmethod
@@ -180,57 +240,108 @@ class SequenceParallel:
 
     def _run_block(self, forward: Forward, is_first: bool, is_last: bool, *args: Any, **kwargs: Any) -> Any:
         region = self._inside
-        self._given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        if is_first and args:
-            args = _first_replaced(args, region.cut)
-        elif is_first:
-            key = next(key for key, value in kwargs.items() if isinstance(value, torch.Tensor))
-            kwargs = kwargs | {key: region.cut(kwargs[key])}
-        region.locate_outside()
-        try:
+        given = _first_tensor((*args, *kwargs.values()))
+        hidden = region.cut(given) if is_first else given
+        others: list[torch.Tensor] = []
+
+        def entered(leaf: Any) -> Any:
+            if leaf is given:
+                return hidden
+            if not self._is_used_in_full(leaf, hidden, is_first):
+                return leaf
+            others.append(region.use(leaf))
+            return others[-1]
+
+        args, kwargs = tree_map(entered, (args, kwargs))
+        with region.block(hidden, others):
             outputs = forward(*args, **kwargs)
-        finally:
-            self._given = []
-            region.locate_elsewhere()
-        if not is_last:
-            return outputs
-        return region.join(outputs) if isinstance(outputs, torch.Tensor) else _first_replaced(outputs, region.join)
+        return self._left(outputs, is_last)
+
+    def _is_used_in_full(self, x: Any, hidden: torch.Tensor, is_first: bool) -> bool:
+        """Whether what a block is given beside its tokens is a tensor that is not sharded, and must be used as such."""
+        if not isinstance(x, torch.Tensor) or not x.is_floating_point() or hasattr(x, _SHARDED):
+            return False
+        if x.dim() != 3 or is_first or hasattr(x, _USED):
+            return x.requires_grad or x.dim() == 3
+        if x.shape[:2] == hidden.shape[:2] and hidden.shape[DIM] != self._inside.length:
+            raise _not_told_apart(x, self._inside.length)
+        return True
+
+    def _left(self, outputs: Any, is_last: bool) -> Any:
+        """What a block returns: its tokens, gathered after the last block, and others, as they are between blocks."""
+        hidden = _first_tensor(outputs if isinstance(outputs, tuple | list) else (outputs,))
+
+        def left(leaf: Any) -> Any:
+            if leaf is hidden:
+                return self._inside.join(hidden) if is_last else hidden
+            if isinstance(leaf, torch.Tensor) and hasattr(leaf, _FULL):
+                return self._inside.full(leaf)
+            if isinstance(leaf, torch.Tensor):
+                setattr(leaf, _SHARDED, True)
+            return leaf
+
+        return tree_map(left, outputs)
 
     def _run_full(self, name: str, forward: Forward, *args: Any, **kwargs: Any) -> Any:
         """Hidden states, and others of their width beside them, are gathered; every rank computes the same."""
         region = self._inside
-        hidden = next(leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor))
-        lengths = region._pieces_of(hidden.shape[DIM])
+        tensors = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
+        hidden = next((each for each in tensors if not hasattr(each, _FULL)), None)
+        lengths = [] if hidden is None else region._pieces_of(hidden.shape[DIM])
 
         def gathered(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):
                 return leaf
-            if leaf.shape == hidden.shape:
+            if hasattr(leaf, _FULL):
+                return region.full(leaf)
+            if hidden is not None and leaf.shape == hidden.shape:
                 return conjugates.gather(leaf, DIM, lengths, region.comm)
-            return conjugates.count_once(leaf, region.comm) if self._is_made_in_block(name, leaf) else leaf
+            return self._counted_once(name, leaf)
 
         region.locate_elsewhere()
         try:
             outputs = forward(*map(gathered, args), **{key: gathered(value) for key, value in kwargs.items()})
         finally:
             region.locate_outside()
-        sharded = partial(conjugates.split, dim=DIM, lengths=lengths, comm=region.comm)
-        return sharded(outputs) if isinstance(outputs, torch.Tensor) else _first_replaced(outputs, sharded)
+        first = None if hidden is None else _first_tensor(outputs if isinstance(outputs, tuple | list) else (outputs,))
 
-    def _is_made_in_block(self, name: str, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is made of the running block's parameters, not of what the block was given."""
-        if not tensor.requires_grad or any(tensor is each for each in self._given):
-            return False
-        given = {each.grad_fn for each in self._given if each.grad_fn is not None}
-        leaves = {id(each) for each in self._given if each.is_leaf}
-        reached = _origins(tensor, given)
-        is_given = [node in given or id(getattr(node, "variable", None)) in leaves for node in reached]
-        if any(is_given) and not all(is_given):
+        def returned(leaf: Any) -> Any:
+            if leaf is first and first is not None:
+                return conjugates.split(first, DIM, lengths, region.comm)
+            is_used = isinstance(leaf, torch.Tensor) and leaf.is_floating_point()
+            return _kept(region.use(leaf), leaf) if is_used else leaf
+
+        return tree_map(returned, outputs)
+
+    def _counted_once(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor made of the running block's parameters, for a module that runs on the full sequence."""
+        own = self._inside._own
+        if not tensor.requires_grad or own is None:
+            return tensor
+        if own.grad_fn is not None and own.grad_fn in _origins(tensor, {own.grad_fn}):
             raise UsageError(
                 f"sp runs {name} on the full sequence, and its block gives it a tensor of shape {tuple(tensor.shape)} "
-                "that is made of both the block's parameters and its inputs; make it in that module, or leave sp out"
+                "that is made of this rank's tokens; make it in that module, or leave sp out"
             )
-        return not any(is_given)
+        return conjugates.count_once(tensor, self._inside.comm)
+
+
+def _kept(used: torch.Tensor, outside: torch.Tensor) -> torch.Tensor:
+    """Keeps the tensor alive that `used` stands for: nobody else does."""
+    setattr(used, _FULL, lambda: outside)
+    return used
+
+
+def _not_told_apart(x: torch.Tensor, length: int | None) -> UsageError:
+    return UsageError(
+        f"sequence parallelism: a block was given a tensor of shape {tuple(x.shape)} beside its hidden states, and "
+        f"{x.shape[DIM]} tokens are also this rank's share of {length or 'the sequence'}, so that the two could not be "
+        "told apart; pad it to another length, or leave sp out"
+    )
+
+
+def _first_tensor(values: Sequence[Any]) -> torch.Tensor:
+    return next(value for value in values if isinstance(value, torch.Tensor))
 
 
 def _origins(tensor: torch.Tensor, stops: set[Any]) -> set[Any]:
@@ -247,11 +358,6 @@ def _origins(tensor: torch.Tensor, stops: set[Any]) -> set[Any]:
         else:
             left += following
     return found
-
-
-def _first_replaced(values: tuple[Any, ...], change: Callable[[torch.Tensor], torch.Tensor]) -> tuple[Any, ...]:
-    place = next(place for place, value in enumerate(values) if isinstance(value, torch.Tensor))
-    return (*values[:place], change(values[place]), *values[place + 1 :])
 
 
 def _blocks(model: nn.Module) -> Blocks:
@@ -304,8 +410,6 @@ _TOKEN_MIXERS = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvNd)
 
 def _require_sound(block_name: str, block: nn.Module, styles: Styles, full: Sequence[str]) -> None:
     """Outside its regions a block must work token by token."""
-    if isinstance(block, nn.TransformerDecoderLayer):
-        raise UsageError(f"{block_name} attends to a second sequence, which sequence parallelism does not serve")
     tokenwise: set[nn.Module] = set()  # modules that say of themselves that they work token by token
     for inner_name, module in block.named_modules(prefix=block_name):
         if getattr(module, "is_tokenwise", False):
