@@ -17,7 +17,6 @@ import argparse
 import collections
 import json
 import os
-import pickle
 import sys
 import time
 from collections.abc import Iterator
@@ -179,8 +178,7 @@ def _check_self_check(options: argparse.Namespace) -> int:
             if pair is None or outcome.kind != EQUIVALENT:
                 continue
             source, fault = job(pair.model, options.family).text, faults[sum(counts.values()) % len(faults)]
-            record = pickle.dumps(_reference(ranks, source))
-            answers = ranks.answers(pair.plan, planted_faults.judge, load, source, pair.plan, fault, record)
+            answers = ranks.answers(pair.plan, planted_faults.judge, load, source, pair.plan, fault)
             said = {"raw" if answer is None or not answer[0] else answer[1] for answer in answers}
             kind = said.pop() if len(said) == 1 else "ranks disagree"
             counts[kind] += 1
