@@ -80,7 +80,7 @@ class Pairs:
         """Tries one pair. Without a reference the task is trained for one beside rank 0."""
         ranks = self._ranks(Plan.parse(plan).world)
         answers = ranks.run_each(_try, load, name, plan, reference and pickle.dumps(reference))
-        outcome = agreed([_answered(answer) for answer in answers])
+        outcome = agreed([answered(answer) for answer in answers])
         if outcome.kind == RAW and not ranks.closed:
             ranks.close()
         return outcome
@@ -100,7 +100,8 @@ class Pairs:
         return pool
 
 
-def _answered(answer: tuple[bool, Any] | None) -> Outcome:
+def answered(answer: tuple[bool, Any] | None) -> Outcome:
+    """What one rank says."""
     if answer is None:
         return _NO_ANSWER
     came_to_a_result, value = answer
