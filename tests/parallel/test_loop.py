@@ -461,6 +461,55 @@ def test_an_engine_on_local_batches(pools: Pools) -> None:
     pools("gloo", 2).run(an_engine_on_local_batches)
 
 
+# ---- where samples lie in the outputs --------------------------------------------------------------------------------
+
+
+class Tasks(nn.Module):
+    """For a data rank's two samples, everything that it returns is of shape (2, ...)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc, self.weights = nn.Linear(3, 2), nn.Parameter(torch.tensor([0.5, -0.5]))
+
+    def forward(self, x: torch.Tensor) -> Any:
+        y = self.fc(x)
+        return y, self.weights, y.t()
+
+
+class Centred(Tasks):
+    def forward(self, x: torch.Tensor) -> Any:
+        return super().forward(x - x.mean(0))
+
+
+def of_tasks(outputs: Any, y: torch.Tensor) -> torch.Tensor:
+    out, weights, turned = outputs
+    return (weights.exp() * (out - y).pow(2).mean(0) - weights).sum() + turned.pow(2).sum(0).mean()
+
+
+def tasks_agree(comm: Communicator, plan: str, has_example: bool) -> None:
+    def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        g = torch.Generator().manual_seed(seed)
+        return torch.randn(4, 3, generator=g, dtype=torch.float64), torch.randn(4, 2, generator=g, dtype=torch.float64)
+
+    task = Task(Tasks, of_tasks, smooth.optimizer, batch)
+    losses, expected = on_one_device(task, plain)
+    options: dict[str, Any] = {"loss": of_tasks, "optimizer": task.optimizer, "dtype": torch.float64}
+    example = batch(0) if has_example else None
+    trainer = parallelize(Tasks, plan, example=example, **options)
+    got = [float(plain(trainer, task, *batch(step)).detach()) for step in range(STEPS)]
+    assert got == pytest.approx(losses, rel=1e-9)
+    compare(trainer.state_dict()["model"], expected)
+    trainer = parallelize(Centred, plan, **options)
+    with pytest.raises(UsageError, match="depend on the other samples"):
+        trainer.model(batch(0)[0])
+
+
+@pytest.mark.parametrize("has_example", [True, False])
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3"])
+def test_outputs_are_gathered_where_samples_lie(pools: Pools, plan: str, has_example: bool) -> None:
+    pools("gloo", 2).run(tasks_agree, plan, has_example)
+
+
 # ---- exceptions ------------------------------------------------------------------------------------------------------
 
 

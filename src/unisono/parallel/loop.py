@@ -38,12 +38,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_unflatten
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.comm.same_data import SameBatch
 from unisono.errors import UsageError
+from unisono.mesh.random import SampleDim
 from unisono.parallel import conjugates
 from unisono.parallel.bucket import summed_axes
 from unisono.parallel.clip import refuse_torch_clipping
@@ -53,6 +54,7 @@ from unisono.parallel.logits import in_pieces
 from unisono.parallel.pipeline.inputs import register_dataclasses
 from unisono.parallel.precision import HALVES
 from unisono.parallel.reducer import current_step
+from unisono.parallel.samples import Samples, find_samples
 from unisono.parallel.share import rows_of
 from unisono.parallel.units import refuse_create_graph
 from unisono.parallel.zero import Zero
@@ -75,6 +77,8 @@ class OwnLoop:
         self._cp = None if trainer.context is None or trainer.context.comm.size == 1 else trainer.context.comm
         self._calls: list[_Call] = []  # of the model that are under way
         self._kinds: set[Any] = set()  # of outputs that all ranks have found to have samples
+        self._tries_samples = True  # whether the next call is to find out where samples lie in the outputs
+        self._samples: Samples | None = None
         self._counting: list[tuple[Handle, int]] = []  # numbers of samples, on their way
         self._is_in_backward = False
         everyone, peers = mesh.comm(), mesh.comm(*(axis for axis in mesh.names if axis not in DATA))
@@ -138,6 +142,7 @@ class OwnLoop:
             (self._same if trains else self._same_without_gradients).require(inputs)
             if trains:
                 self._tell_unproved()
+            self._try_samples(args, kwargs)
         if trainer.random.step != trainer.steps:
             trainer.random.step = trainer.steps
         trainer.random.sample_dims = trainer.sample_dims
@@ -162,6 +167,24 @@ class OwnLoop:
             )
         call.rows = rows_of(given)
         return self._with_local(call, given) if trainer.batch == "local" else self._sharded(call, given)
+
+    def _try_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Find out where samples lie in the outputs, where no example has shown it: on a few of the global batch."""
+        trainer = self._trainer
+        is_sharded = self._data.size > 1 and trainer.batch == "global" and trainer.batch_dim == 0
+        if not self._tries_samples or not is_sharded or not torch.is_grad_enabled() or (args and kwargs):
+            return
+        inputs = kwargs or args
+        if len({leaf.shape[0] for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.ndim}) != 1:
+            return
+        self._tries_samples = False
+        self._samples = trainer.samples
+        if self._samples is None and self._cp is None:
+            self._calls.append(_Call(is_own=True))  # so that the runs of the trial are none of the user's
+            try:
+                self._samples = find_samples(trainer.model, (inputs, None))
+            finally:
+                self._calls.pop()
 
     def _tell_unproved(self) -> None:
         """Of a loop that computes its own loss, no batch with targets is seen that the plan could be proved on."""
@@ -235,6 +258,9 @@ class OwnLoop:
     def _gathered(self, outputs: Any, lengths: Lengths) -> Any:
         mine = lengths[self._data.rank]
         leaves, spec = tree_flatten(outputs)
+        known = self._samples
+        if known is not None and len(known.outputs) == len(leaves):
+            return self._gathered_where(outputs, known.outputs, lengths)
         kind = (spec, tuple(leaf.shape[1:] if isinstance(leaf, torch.Tensor) else None for leaf in leaves))
         if kind not in self._kinds:  # one rank's shape may look right by chance: all hear what each has found
             refusal = next(filter(None, self._data.all_gather_object(_without_samples(outputs, mine))), None)
@@ -243,6 +269,26 @@ class OwnLoop:
             self._kinds.add(kind)
         gather = _Gather(0, lengths, self._data)
         return tree_map(lambda leaf: gather(leaf) if isinstance(leaf, torch.Tensor) else leaf, outputs)
+
+    def _gathered_where(self, outputs: Any, places: Sequence[SampleDim | None], lengths: Lengths) -> Any:
+        """The outputs of all data ranks, of which it is known where samples lie; what has none is the same on each."""
+        leaves, spec = tree_flatten(outputs)
+        for number, ((path, leaf), where) in enumerate(zip(tree_flatten_with_path(outputs)[0], places, strict=True)):
+            if _hides_tensors(leaf):
+                raise _hidden(keystr(path), leaf)
+            if not isinstance(leaf, torch.Tensor) or where is None:
+                continue
+            rows = sum(lengths)
+            held = leaf.shape[where.dim] if where.dim is not None else 0
+            times, rest = divmod(held, max(lengths[self._data.rank], 1))
+            if where.dim is None or where.alternates or rest:
+                raise UsageError(
+                    f"the model's output{keystr(path)} of shape {tuple(leaf.shape)} cannot be gathered from the data "
+                    f"ranks for {rows} samples: it is made of all of them, or does not have them one after the other; "
+                    "expected one row a sample: compute losses and means outside the model, or use trainer.step(batch)"
+                )
+            leaves[number] = _Gather(where.dim, [times * each for each in lengths], self._data)(leaf)
+        return tree_unflatten(leaves, spec)
 
     def _require_sound(self, is_nested: bool) -> None:
         trainer = self._trainer
@@ -365,11 +411,15 @@ def _without_samples(outputs: Any, rows: int) -> str | None:
                 'model, or use trainer.step(batch), or parallelize(..., batch="local") to average over ranks'
             )
         if _hides_tensors(leaf):
-            return (
-                f"the model's output{keystr(path)} is a {type(leaf).__name__}, and tensors in it are those of a data "
-                "rank's samples: nobody gathers them; return tensors in tuples, dicts or dataclasses"
-            )
+            return str(_hidden(keystr(path), leaf))
     return None
+
+
+def _hidden(path: str, leaf: Any) -> UsageError:
+    return UsageError(
+        f"the model's output{path} is a {type(leaf).__name__}, and tensors in it are those of a data rank's samples: "
+        "nobody gathers them; return tensors in tuples, dicts or dataclasses"
+    )
 
 
 def _hides_tensors(leaf: Any) -> bool:
