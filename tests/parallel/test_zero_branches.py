@@ -134,6 +134,23 @@ def scaled_loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
     return F.mse_loss(x * scale, targets)
 
 
+class Written(nn.Module):
+    """Writes to what its layers return, which is a view of something else where nn.Linear was given three dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.places = nn.Parameter(torch.rand(2, WIDTH))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.stack([x, x.sin()], 1)
+        for block in self.blocks:
+            x = block(x)
+            x += self.places
+            x = x.tanh()
+        return x.sum(1)
+
+
 class Penalised(Chosen):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x.detach().requires_grad_()
@@ -148,7 +165,7 @@ class Penalised(Chosen):
 
 
 MODELS: dict[str, type[nn.Module]] = {
-    each.__name__: each for each in (Chosen, Sorted, Exit, Picked, Handing, Viewed, Penalised)
+    each.__name__: each for each in (Chosen, Sorted, Exit, Picked, Handing, Viewed, Written, Penalised)
 }
 
 
@@ -184,6 +201,10 @@ def test_ranks_may_take_different_ways(pools: Pools, name: str, plan: str) -> No
 def test_views_of_parameters_outlive_their_unit(pools: Pools, plan: str) -> None:
     size = 4 if "pp" in plan else 2
     assert pools("gloo", size).run(proved, "Viewed", plan) == [""] * size
+
+
+def test_outputs_may_be_written_to(pools: Pools) -> None:
+    assert pools("gloo", 2).run(proved, "Written", "dp=2,zero=3") == ["", ""]
 
 
 def test_a_backward_of_a_backward_is_refused(pools: Pools) -> None:

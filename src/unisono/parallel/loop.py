@@ -56,7 +56,7 @@ from unisono.parallel.precision import HALVES
 from unisono.parallel.reducer import current_step
 from unisono.parallel.samples import Samples, find_samples
 from unisono.parallel.share import rows_of
-from unisono.parallel.units import refuse_create_graph
+from unisono.parallel.units import on_gradient, refuse_create_graph
 from unisono.parallel.zero import Zero
 from unisono.plan.plan import DATA, REPLICAS
 
@@ -236,7 +236,7 @@ class OwnLoop:
                 moe.aux_loss = _Summed.apply(moe.aux_loss, self._replicas)
         for leaf in tree_leaves(outputs):
             if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                leaf.register_hook(self._begin_backward)
+                on_gradient(leaf, self._begin_backward)
         return outputs
 
     def _with_whole_sequences(self, outputs: Any) -> Any:

@@ -28,7 +28,7 @@ so a view of a parameter among it becomes a copy.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -250,10 +250,11 @@ class Units:
     def _after_forward(self, unit: Unit) -> Any:
         def hook(_module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
             outputs = without_views(outputs, unit.parameters)
-            given = {id(leaf) for leaf in tree_leaves((args, kwargs))}  # what is handed on is of another unit
+            given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            others = {id(each) for leaf in given for each in (leaf, leaf._base)}  # handed on, they are of another unit
             for leaf in tree_leaves(outputs):
-                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in given:
-                    leaf.register_hook(self._before_backward(unit, self._turns))
+                if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in others:
+                    on_gradient(leaf, self._before_backward(unit, self._turns), others)
             if unit.is_in_backward:  # a recomputation: the backward that follows needs the parameters
                 return outputs
             unit.free()
@@ -365,6 +366,19 @@ class Units:
                 self._done(root)
         for unit in self._units:
             unit.free()
+
+
+def on_gradient(
+    tensor: torch.Tensor, hook: Callable[[Any], None], others: Collection[int] = frozenset()
+) -> None:
+    """Call `hook` when autograd comes to the tensor, perhaps twice. others: ids of tensors that are not hooked.
+
+    A view that is written to loses its own hooks; what it is a view of keeps its node of the graph.
+    """
+    tensor.register_hook(hook)
+    base = tensor._base
+    if base is not None and base.grad_fn is not None and id(base) not in others:
+        base.grad_fn.register_prehook(hook)
 
 
 def without_views(value: Any, parameters: Iterable[nn.Parameter]) -> Any:
