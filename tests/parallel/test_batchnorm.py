@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from tests.ranks import RankPool
@@ -16,6 +18,9 @@ from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.batchnorm import convert, has_batchnorm
 from unisono.parallel.data import sum_gradients
+from unisono.plan.plan import Plan
+from unisono.verify.task import Task
+from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]
 SHAPES = {nn.BatchNorm1d: (3,), nn.BatchNorm2d: (3, 4, 2), nn.BatchNorm3d: (3, 2, 2, 3)}
@@ -64,6 +69,51 @@ def test_as_one_process(pools: Pools, options: dict[str, Any]) -> None:
     pools("gloo", 4).run(normed, [3, 1, 0, 2], options)
 
 
+class Centred(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return input - input.mean(0)
+
+
+class Synced(nn.SyncBatchNorm):
+    pass
+
+
+class Activated(nn.BatchNorm1d):
+    """As timm's are: a copy of torch's forward, and an activation."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.num_batches_tracked.add_(1)  # type: ignore[union-attr]
+        x = F.batch_norm(
+            input, self.running_mean, self.running_var, self.weight, self.bias, self.training, self.momentum or 0.0,
+            self.eps,
+        )  # fmt: skip
+        return F.relu(x)
+
+
+class Doubled(nn.BatchNorm1d):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return 2 * super().forward(input)
+
+
+def subclasses(comm: Communicator, plan: str) -> None:
+    def model() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 6), Activated(6), nn.Linear(6, 6), Doubled(6), nn.Linear(6, 3))
+
+    def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+        drawn = torch.Generator().manual_seed(seed)
+        return torch.randn(6, 4, generator=drawn), torch.randint(3, (6,), generator=drawn)
+
+    task = Task(model, F.cross_entropy, partial(torch.optim.SGD, lr=0.1), batch)
+    verdict = verify_here(comm, task, Plan.parse(plan), 2)
+    assert verdict.equivalent, verdict
+
+
+@pytest.mark.parametrize("plan", ["dp=2", "dp=2,zero=3", "tp=2"])
+def test_subclasses_keep_their_forward(pools: Pools, plan: str) -> None:
+    pools("gloo", 2).run(subclasses, plan)
+
+
 def odd_cases(comm: Communicator) -> None:
     mesh = Mesh((comm.size,), ("dp",))
     tiny = convert(nn.BatchNorm1d(2), mesh)
@@ -73,11 +123,10 @@ def odd_cases(comm: Communicator) -> None:
         tiny(torch.ones(2, 2, 2, 2))
     assert convert(tiny, mesh) is tiny  # once more changes nothing
 
-    class Own(nn.BatchNorm1d):
-        pass
-
-    with pytest.raises(UsageError, match=r"0 is a Own; known are BatchNorm1d"):
-        convert(nn.Sequential(Own(2)), mesh)
+    with pytest.raises(UsageError, match=r"0 is a Centred, whose forward does not call F.batch_norm"):
+        convert(nn.Sequential(Centred(2)), mesh)(torch.ones(2, 2))
+    with pytest.raises(UsageError, match=r"a subclass of SyncBatchNorm; use nn.BatchNorm"):
+        convert(nn.Sequential(Synced(2)), mesh)
     half = convert(nn.BatchNorm1d(2).half(), mesh)
     x = torch.randn(64, 2, generator=torch.Generator().manual_seed(comm.rank)).half()
     assert half(x).dtype == torch.float16

@@ -11,12 +11,15 @@ batch, (dy - mean(dy) - x mean(dy x)) / deviation: two sums a channel cross the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
@@ -32,14 +35,47 @@ def convert(model: nn.Module, mesh: Mesh) -> nn.Module:
         return model
     comm = mesh.comm(*axes)
     for name, module in model.named_modules():
-        if isinstance(module, _BatchNorm) and not isinstance(module, _Global):
-            if type(module) not in _GLOBAL:
-                raise UsageError(
-                    f"{name} is a {type(module).__name__}; known are {', '.join(cls.__name__ for cls in _GLOBAL)}"
-                )
+        if not isinstance(module, _BatchNorm) or isinstance(module, _Global) or _runs_as_subclass(module):
+            continue
+        if type(module) in _GLOBAL:
             module.__class__ = _GLOBAL[type(module)]
             setattr(module, "_comm", comm)  # noqa: B010 (mypy still takes the module for what it was)
+        elif isinstance(module, nn.SyncBatchNorm):
+            raise UsageError(f"{name} is a {type(module).__name__}, a subclass of SyncBatchNorm; use nn.BatchNorm")
+        else:
+            module.forward = partial(_run_subclass, module, name, module.forward, comm)
     return model
+
+
+def _runs_as_subclass(module: _BatchNorm) -> bool:
+    return isinstance(module.forward, partial) and module.forward.func is _run_subclass
+
+
+def _run_subclass(module: _BatchNorm, name: str, forward: Callable[..., Any], comm: Communicator, *args: Any) -> Any:
+    """A subclass runs its own forward, in which F.batch_norm is that of the global batch."""
+    calls = _Calls(comm)
+    with calls:
+        outputs = forward(*args)
+    if _uses_batch(module) and not calls.count:
+        raise UsageError(
+            f"{name} is a {type(module).__name__}, whose forward does not call F.batch_norm, so its statistics would "
+            "be those of a rank's samples; call it there, use nn.BatchNorm, or a plan without dp"
+        )
+    return outputs
+
+
+class _Calls(TorchFunctionMode):
+    """While active, batch_norm takes the statistics of the global batch."""
+
+    def __init__(self, comm: Communicator) -> None:
+        super().__init__()
+        self._comm, self.count = comm, 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.batch_norm:
+            return func(*args, **(kwargs or {}))
+        self.count += 1
+        return _batch_norm(self._comm, *args, **(kwargs or {}))
 
 
 def has_batchnorm(model: nn.Module) -> bool:
@@ -61,26 +97,40 @@ class _Global(_BatchNorm):
             mean, variance = self.running_mean, self.running_var
             return F.batch_norm(input, mean, variance, self.weight, self.bias, eps=self.eps)
         self._check_input_dim(input)
-        channels = input.shape[1]
-        output, mean, deviations, count = _Normalise.apply(input, self.eps, self._comm)
-        if self.training and self.track_running_stats:
-            self._track(mean, deviations, count)
-        shape = (1, channels, *[1] * (input.ndim - 2))
-        if self.affine:
-            output = output * self.weight.to(output.dtype).view(shape) + self.bias.to(output.dtype).view(shape)
-        return output.to(input.dtype)
-
-    @torch.no_grad()
-    def _track(self, mean: torch.Tensor, deviations: torch.Tensor, count: torch.Tensor) -> None:
-        if self.num_batches_tracked is not None:
+        tracks = self.training and self.track_running_stats
+        if tracks and self.num_batches_tracked is not None:
             self.num_batches_tracked.add_(1)
-        if self.running_mean is None or self.running_var is None:
-            return
         factor: Any = self.momentum
-        if factor is None:  # the average of all batches so far
+        if tracks and factor is None:  # the average of all batches so far
             factor = 1.0 / float(torch.as_tensor(self.num_batches_tracked))
-        self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
-        self.running_var.lerp_((deviations / (count - 1)).to(self.running_var.dtype), factor)
+        mean, variance = (self.running_mean, self.running_var) if tracks else (None, None)
+        return _batch_norm(self._comm, input, mean, variance, self.weight, self.bias, True, factor, self.eps)
+
+
+def _batch_norm(
+    comm: Communicator,
+    input: torch.Tensor,
+    running_mean: torch.Tensor | None,
+    running_var: torch.Tensor | None,
+    weight: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    training: bool = False,
+    momentum: float = 0.1,
+    eps: float = 1e-5,
+) -> torch.Tensor:
+    """F.batch_norm of a batch that lies on several ranks."""
+    if not training:
+        return F.batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
+    output, mean, deviations, count = _Normalise.apply(input, eps, comm)
+    if running_mean is not None and running_var is not None:
+        with torch.no_grad():
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_((deviations / (count - 1)).to(running_var.dtype), momentum)
+    if weight is not None:
+        output = output * _wide_as(weight.to(output.dtype), output)
+    if bias is not None:
+        output = output + _wide_as(bias.to(output.dtype), output)
+    return output.to(input.dtype)
 
 
 class _Normalise(torch.autograd.Function):
