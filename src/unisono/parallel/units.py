@@ -368,9 +368,7 @@ class Units:
             unit.free()
 
 
-def on_gradient(
-    tensor: torch.Tensor, hook: Callable[[Any], None], others: Collection[int] = frozenset()
-) -> None:
+def on_gradient(tensor: torch.Tensor, hook: Callable[[Any], None], others: Collection[int] = frozenset()) -> None:
     """Call `hook` when autograd comes to the tensor, perhaps twice. others: ids of tensors that are not hooked.
 
     A view that is written to loses its own hooks; what it is a view of keeps its node of the graph.
