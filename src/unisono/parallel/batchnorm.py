@@ -43,7 +43,7 @@ def convert(model: nn.Module, mesh: Mesh) -> nn.Module:
         elif isinstance(module, nn.SyncBatchNorm):
             raise UsageError(f"{name} is a {type(module).__name__}, a subclass of SyncBatchNorm; use nn.BatchNorm")
         else:
-            module.forward = partial(_run_subclass, module, name, module.forward, comm)
+            setattr(module, "forward", partial(_run_subclass, module, name, module.forward, comm))  # noqa: B010
     return model
 
 
