@@ -31,11 +31,26 @@ PLANS = {
     "bert": ["tp=2,sp", "cp=2"],
     "bert_classifier": ["dp=2,zero=2", "cp=2"],
     "vit": ["dp=2,zero=3", "tp=2", "cp=2,microbatches=3", "dp=2,cp=2"],
-    "t5": ["dp=2", "dp=2,zero=1", "tp=2", "dp=2,zero=3", "pp=2,microbatches=2", "dp=2,zero=3,tp=2"],
-    "bart": ["tp=2,sp", "dp=2,tp=2,sp", "tp=2,pp=2,sp,microbatches=2"],
+    "t5": [
+        "dp=2",
+        "dp=2,zero=1",
+        "tp=2",
+        "dp=2,zero=3",
+        "pp=2,microbatches=2",
+        "dp=2,zero=3,tp=2",
+        "cp=2",
+        "cp=2,context=ulysses",
+    ],
+    "bart": [
+        "cp=2",
+        "dp=2,cp=2,context=ulysses",
+        "cp=2,pp=2,microbatches=2",
+        "tp=2,sp",
+        "dp=2,tp=2,sp",
+        "tp=2,pp=2,sp,microbatches=2",
+    ],
 }
 REFUSED = {
-    ("t5", "cp=2"): "expected a mask of the whole sequence",
     ("llama", "dp=2,ep=2"): "has no uni.nn.MoE, and no experts of Hugging Face",
 }
 

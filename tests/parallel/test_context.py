@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -9,10 +10,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.ranks import RankPool
+from tests.ranks import RankPool, RemoteError
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.parallel.context import attention
 from unisono.parallel.ring_attention import ring_attention
 from unisono.parallel.tokens import Tokens, require_fit
 from unisono.parallel.ulysses import ulysses_attention
@@ -142,6 +144,46 @@ def test_masks(pools: Pools, kind: str) -> None:
     masks[1][..., 0] = True
     for mask in masks:
         pools("gloo", 4).run(check_attention, kind, tokens, (4, 2), False, None, mask)
+
+
+def check_one_token_a_rank(comm: Communicator, kind: str, length: int) -> None:
+    """As Hugging Face's models call it: a single query needs no mask."""
+    tokens = ORDERS["consecutive"](length, comm.size)
+    whole = shapes(length, 4, 4)
+    expected = plain(whole, True, None, None)[0]
+    q, k, v = (tokens.cut(x, comm.rank, 2) for x in whole[:3])
+    with attention(comm, kind, tokens):
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] > 1)
+    torch.testing.assert_close(out, tokens.cut(expected, comm.rank, 2), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_rank_with_one_token_attends_as_the_others(pools: Pools, kind: str) -> None:
+    for length in (5, 7):
+        pools("gloo", 4).run(check_one_token_a_rank, kind, length)
+    with pytest.raises(RemoteError, match="models leave is_causal out for one query, and no rank has more"):
+        pools("gloo", 4).run(check_one_token_a_rank, kind, 3)
+
+
+def check_learned_bias(comm: Communicator, kind: str) -> None:
+    tokens = ORDERS["zigzag"](9, comm.size)
+    whole = shapes(9, 4, 4)
+    bias = torch.randn(1, 4, 9, 9, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    gradients = []
+    for parts in (whole, [tokens.cut(x, comm.rank, 2) for x in whole]):
+        learned, q, k, v = (x.clone().requires_grad_() for x in (bias, *parts[:3]))
+        with attention(comm, kind, tokens) if parts is not whole else contextlib.nullcontext():
+            F.scaled_dot_product_attention(q, k, v, learned).backward(parts[3])
+        gradients.append([x.grad for x in (learned, q, k, v)])
+    comm.all_reduce(gradients[1][0])
+    torch.testing.assert_close(gradients[1][0], gradients[0][0], rtol=1e-10, atol=1e-12)
+    for found, expected in zip(gradients[1][1:], gradients[0][1:], strict=True):
+        torch.testing.assert_close(found, tokens.cut(expected, comm.rank, 2), rtol=1e-10, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_learned_biases(pools: Pools, kind: str) -> None:
+    pools("gloo", 2).run(check_learned_bias, kind)
 
 
 def test_over_mpi(pools: Pools) -> None:

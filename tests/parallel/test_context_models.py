@@ -178,20 +178,23 @@ def test_other_strategies_see_the_cut_sequence(pools: Pools) -> None:
 
 
 class WithMemory(nn.Module):
-    """Blocks that are given another sequence, as long as a rank's share of the first."""
+    """Blocks that are given another sequence, which may be as long as a rank's share of the first. prefix: they attend
+    to their own tokens as well, in one call."""
 
     class Block(nn.Module):
-        def __init__(self) -> None:
+        def __init__(self, prefix: bool) -> None:
             super().__init__()
             self.linear = nn.Linear(8, 8)
+            self.prefix = prefix
 
         def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+            memory = torch.cat([memory, x], 1) if self.prefix else memory
             return self.linear(x) + F.scaled_dot_product_attention(x[:, None], memory[:, None], memory[:, None])[:, 0]
 
-    def __init__(self, share: int) -> None:
+    def __init__(self, share: int, prefix: bool = False) -> None:
         super().__init__()
         self.share = share
-        self.blocks = nn.ModuleList(self.Block() for _ in range(2))
+        self.blocks = nn.ModuleList(self.Block(prefix) for _ in range(2))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         memory = x[:, : self.share]
@@ -203,13 +206,13 @@ class WithMemory(nn.Module):
 def check_refusals(comm: Communicator) -> None:
     mesh = Mesh((2,), ("cp",))
     tokens = torch.ones(2, 8, dtype=torch.long)
-    hidden = torch.ones(2, 8, 8)
+    hidden = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(0))
     refused: list[tuple[nn.Module, Any, str]] = [
         (models.Pooled(), tokens, "as the targets are of tokens"),
         (models.Counting(), tokens, "expected layers that work token by token"),
         (models.HandWritten(), tokens, r"block blocks.0 did not call F.scaled_dot_product_attention"),
         (WithMemory(4), hidden, "could not be told apart"),
-        (WithMemory(3), hidden, "expected its own tokens in both"),
+        (WithMemory(3, prefix=True), hidden, "keys that differ between ranks"),
     ]
     for model, inputs, words in refused:
         model.double()

@@ -213,6 +213,8 @@ class RandomState:
 
     def _parts(self, shape: Sequence[int], kind: str, key: Key | None = None) -> dict[int, Part]:
         parts: dict[int, Part] = {}
+        if not shape:
+            return parts  # one number for all samples and tokens, such as whether a layer is skipped
         samples = self._sample_dim(shape, key)
         for scope in self._scopes:
             if scope is _WHOLE:

@@ -51,18 +51,38 @@ def find_blocks(model: nn.Module, mend: str = _MEND) -> Blocks:
     A list inside a block of another (its experts, say) is a part of that block, however long it is. `mend` tells the
     user what to do where there are none.
     """
-    found = [
-        Blocks(path, tuple(module.children()))
-        for path, module in model.named_modules()
-        if isinstance(module, nn.ModuleList | nn.Sequential) and _is_repeated(module)
-    ]
+    found = _lists(model)
     if not found:
         raise UsageError(
             f"{type(model).__name__} has no list of repeated blocks (an nn.ModuleList or nn.Sequential of one class); "
             f"{mend}"
         )
-    outermost = [each for each in found if not any(_is_inside(each, other) for other in found)]
-    return max(outermost, key=lambda blocks: (len(blocks.modules), _weight(blocks)))
+    return max(_outermost(found), key=lambda blocks: (len(blocks.modules), _weight(blocks)))
+
+
+def find_output_blocks(model: nn.Module, mend: str = _MEND) -> Blocks:
+    """As `find_blocks`; of an encoder and a decoder, the decoder's, through which the sequence of the outputs runs."""
+    blocks = find_blocks(model, mend)
+    names = blocks.path.split(".")
+    if "encoder" not in names:
+        return blocks
+    place = names.index("encoder")
+    beside = [
+        each for each in _outermost(_lists(model)) if each.path.split(".")[: place + 1] == [*names[:place], "decoder"]
+    ]
+    return max(beside, key=lambda blocks: (len(blocks.modules), _weight(blocks)), default=blocks)
+
+
+def _lists(model: nn.Module) -> list[Blocks]:
+    return [
+        Blocks(path, tuple(module.children()))
+        for path, module in model.named_modules()
+        if isinstance(module, nn.ModuleList | nn.Sequential) and _is_repeated(module)
+    ]
+
+
+def _outermost(found: list[Blocks]) -> list[Blocks]:
+    return [each for each in found if not any(_is_inside(each, other) for other in found)]
 
 
 def not_called(blocks: Blocks, model: nn.Module, word: str) -> UsageError:

@@ -18,11 +18,15 @@ the outcome to the loss. `Context.expect` tells the two apart by a batch.
 
 Each rank then has a part of the loss, and its gradients are a part of the whole, to be summed over "cp" as over the
 data axis. Parameters before the blocks need no care: tokens that were cut away give them no gradient here.
+
+Of an encoder-decoder model the decoder's sequence is sharded. The encoder stands before these blocks: it runs on its
+whole sequence on every rank, and each rank's queries attend to all of its output.
 """
 
 from __future__ import annotations
 
 import contextlib
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -36,7 +40,7 @@ from unisono.errors import UnisonoError, UsageError
 from unisono.mesh import dropout
 from unisono.mesh.mesh import Mesh
 from unisono.parallel import conjugates
-from unisono.parallel.blocks import find_blocks, not_called
+from unisono.parallel.blocks import find_output_blocks, not_called
 from unisono.parallel.loss import part_of, shifted
 from unisono.parallel.share import share
 from unisono.parallel.spread_attention import SpreadAttention
@@ -72,9 +76,12 @@ def context_parallelize(model: nn.Module, mesh: Mesh, kind: str = "ring") -> Con
         raise UsageError(f"context parallelism of kind {kind!r}; expected one of {', '.join(CONTEXT)}")
     context = Context(mesh.comm("cp"), kind)
     if context.comm.size > 1:
-        blocks = find_blocks(model, NEEDS)
+        blocks = find_output_blocks(model, NEEDS)
         for number, block in enumerate(blocks.modules):
             name = blocks.name(number)
+            use_global_positions(
+                block, lambda: (context.tokens(context.length).count(context.comm.rank), context.length)
+            )
             # Before the hooks of other strategies: what they see is this rank's sequence.
             enter = partial(context._enter_block, name, number == 0)
             block.register_forward_pre_hook(enter, prepend=True, with_kwargs=True)
@@ -219,7 +226,12 @@ class Context:
         if self.is_whole:
             return tree_map(lambda leaf: self._cut_rows(leaf) if _has_rows(leaf, batch) else leaf, outputs)
         self._require_tokens(outputs)
-        return outputs
+        return tree_map(partial(self._cut_output, batch), outputs) if self._is_spread else outputs
+
+    def _cut_output(self, batch: int, leaf: Any) -> Any:
+        """This rank's tokens of an output that is of all of them, such as an encoder's of a sequence as long."""
+        is_of_all = _has_rows(leaf, batch) and leaf.dim() > 1 and leaf.shape[1] == self._length
+        return self.cut(leaf) if is_of_all else leaf
 
     def _needs_whole_sequence(self, error: RuntimeError) -> UsageError:
         mine = self.tokens(self._length).count(self.comm.rank)
@@ -238,10 +250,11 @@ class Context:
         if is_first:
             self._length = self._lengths[self._kind_of_inputs] = hidden.shape[1]
         spread = self._attention(self._length)
+        second = of_second_sequence(block, args, kwargs)
 
         def cut(x: torch.Tensor) -> torch.Tensor:
             if x is not hidden:
-                return self._cut_argument(x, hidden.shape[0], name, spread.tokens)
+                return self._cut_argument(x, hidden.shape[0], name, spread.tokens, id(x) in second)
             return spread.tokens.cut(x, self.comm.rank, 1) if is_first else x
 
         self._keep_for_rest_of_model(spread, hidden.shape[0])
@@ -289,8 +302,8 @@ class Context:
             scope = state.sharded(1, held, of=tokens.length, only="dropout", rows=rows)
             self._rest_of_model.enter_context(scope)
 
-    def _cut_argument(self, x: torch.Tensor, batch: int, name: str, tokens: Tokens) -> torch.Tensor:
-        dim = sequence_dim(x, tokens.length, batch)
+    def _cut_argument(self, x: torch.Tensor, batch: int, name: str, tokens: Tokens, is_second: bool) -> torch.Tensor:
+        dim = sequence_dim(x, tokens.length, batch, is_second)
         if dim is not None:
             return tokens.cut(x, self.comm.rank, dim)
         if x.dim() == 3 and x.is_floating_point() and x.shape[1] != tokens.length and x.shape[1] in tokens.counts:
@@ -332,13 +345,56 @@ def _has_rows(leaf: Any, batch: int) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == batch
 
 
-def sequence_dim(x: torch.Tensor, length: int, batch: int) -> int | None:
+_SECOND = ("encoder", "memory", "cross", "key_value_states")  # in names of arguments
+
+
+def of_second_sequence(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    """Ids of the tensors that a block is given of a second sequence, such as an encoder's output, by the arguments'
+    names: its length may be that of the hidden states."""
+    parameters = list(inspect.signature(type(block).forward).parameters)[1:]
+    named = [*zip(parameters, args, strict=False), *kwargs.items()]
+    return {id(x) for name, given in named if any(word in name for word in _SECOND) for x in _tensors(given)}
+
+
+def use_global_positions(block: nn.Module, lengths: Callable[[], tuple[int, int]]) -> None:
+    """Attention of Hugging Face's T5 and models like it makes a bias, and a causal mask, of positions that it counts
+    from 0; both are to be those of the whole sequence. lengths: how many tokens this rank holds, and of how many."""
+    for module in block.modules():
+        own = getattr(module, "compute_bias", None)
+        if own is not None:
+            module.compute_bias = partial(_global_bias, own, lengths)  # type: ignore[assignment]
+            module.forward = partial(_with_global_mask, module.forward, module, lengths)
+
+
+def _with_global_mask(
+    forward: Forward, module: nn.Module, lengths: Callable[[], tuple[int, int]], *args: Any, **kwargs: Any
+) -> Any:
+    names = list(inspect.signature(type(module).forward).parameters)[1:]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    mask = "mask" if "mask" in names else "attention_mask"
+    is_own = not any(word in name and given[name] is not None for name in given for word in _SECOND)
+    hidden = hidden_states(given)
+    if not getattr(module, "is_causal", False) or not is_own or given.get(mask) is not None or hidden is None:
+        return forward(*args, **kwargs)
+    length = lengths()[1]
+    return forward(**given | {mask: hidden.new_ones((1, 1, length, length), dtype=torch.bool).tril()})
+
+
+def _global_bias(own: Forward, lengths: Callable[[], tuple[int, int]], *args: Any, **kwargs: Any) -> Any:
+    mine, length = lengths()
+    return own(length, length, *args[2:], **kwargs) if args[:2] == (mine, mine) else own(*args, **kwargs)
+
+
+def sequence_dim(x: torch.Tensor, length: int, batch: int, is_second: bool = False) -> int | None:
     """Along which dim an argument of a block runs with the sequence; None for others, and for masks (see attention).
+    is_second: it is of a second sequence; only a mask (batch, heads, queries, keys) of it runs along this one too.
 
     Known forms: positions (seq) and (batch, seq), tables (seq, width), (batch, seq, width), (batch, heads, seq, width)
     and (batch, seq, heads, width). A mask has the length in its last two dims, or in the last one behind a 1.
     """
     runs = [size == length for size in x.shape]
+    if is_second:
+        return 2 if x.dim() == 4 and runs[2] else None
     is_table = x.is_floating_point()
     if x.dim() == 1:
         return 0 if runs[0] else None

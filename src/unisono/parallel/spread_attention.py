@@ -5,8 +5,9 @@
     spread.calls                # how often it was asked for
 
 The exchange is by name in torch.nn.functional, so nn.MultiheadAttention and everything else that looks the function up
-there takes part; the fused paths of torch's transformer layers, which do not, are switched off meanwhile. Attention
-dropout draws the weights' mask by global positions, from the RandomState that is active.
+there takes part; the fused paths of torch's transformer layers, which do not, are switched off meanwhile. Keys that are
+not as many as this rank's tokens are those of a second sequence, which every rank has all of: no rank needs another's.
+Attention dropout draws the weights' mask by global positions, from the RandomState that is active.
 """
 
 from __future__ import annotations
@@ -24,11 +25,14 @@ from unisono.errors import UsageError
 from unisono.mesh import dropout
 from unisono.mesh.random import Draw, RandomState
 from unisono.mesh.region import Part
+from unisono.parallel import conjugates
 from unisono.parallel.partial_attention import merging_dtype
 from unisono.parallel.ring_attention import Noise, ring_attention
 from unisono.parallel.tokens import Tokens
 from unisono.parallel.ulysses import heads_of, ulysses_attention
 from unisono.plan.plan import CONTEXT
+
+_CHECKS = 100  # calls in which ranks compare the keys of a second sequence
 
 _entered: list[SpreadAttention] = []
 
@@ -46,6 +50,7 @@ class SpreadAttention:
             raise UsageError(f"context parallelism of kind {kind!r}; expected one of {', '.join(CONTEXT)}")
         self.comm, self.kind, self.tokens = comm, kind, tokens
         self.calls = 0
+        self._checks_left = _CHECKS
         self._before: list[tuple[Callable[..., torch.Tensor], bool]] = []
 
     def __enter__(self) -> SpreadAttention:
@@ -78,10 +83,103 @@ class SpreadAttention:
         q, k, v = (_cast_as_torch_would(x) for x in (query, key, value))
         if q.dim() == 3:
             q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-        mask = None if attn_mask is None else self._of_global_positions(attn_mask)
-        run = self._ring if self.kind == "ring" else self._ulysses
-        out = run(q, k, v, mask, dropout_p, is_causal, scale)
+        is_own = k.shape[2] == self.tokens.count(self.comm.rank)
+        if not is_own:
+            self._require_same_keys(k, v)
+        run = self._own_tokens if is_own else self._second_sequence
+        out = run(q, k, v, attn_mask, dropout_p, is_causal, scale)
         return out if query.dim() == 4 else out.squeeze(0)
+
+    def _require_same_keys(self, k: torch.Tensor, v: torch.Tensor) -> None:
+        """UsageError where keys other than this rank's tokens differ between ranks, which shows that they are made of
+        its tokens. Compared in the first calls."""
+        if not self._checks_left or self.comm.is_simulated or k.is_meta:
+            return
+        self._checks_left -= 1
+        doubles = [x.detach().double() for x in (k, v)]
+        sums = [float(each) for x in doubles for each in (x.sum(), x.abs().sum())]
+        mine = torch.tensor([k.shape[2], *sums], dtype=torch.float64, device=self.comm.device)
+        all_ranks = torch.stack(list(self.comm.all_gather(mine)))
+        scale = all_ranks[:, [0, 2, 2, 4, 4]].abs().amax(0)
+        if ((all_ranks - all_ranks[0]).abs() > 1e-4 * scale).any():
+            raise UsageError(
+                f"attention to {k.shape[2]} keys that differ between ranks, while this rank holds "
+                f"{self.tokens.count(self.comm.rank)} of {self.tokens.length} tokens; expected its own tokens as keys, "
+                "or a second sequence that does not depend on them: use a plan with cp=1"
+            )
+
+    def _own_tokens(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        attn_mask: torch.Tensor | None,
+        dropout_p: float,
+        causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        mask = None if attn_mask is None else self._of_global_positions(attn_mask)
+        causal = self._is_causal(causal) if mask is None else causal
+        if self.kind == "ulysses":
+            return self._ulysses(q, k, v, mask, dropout_p, causal, scale)
+        if mask is None or not mask.requires_grad:
+            return self._ring(q, k, v, mask, dropout_p, causal, scale)
+        # The ring's backward makes no gradient of a mask; torch's attention to the keys of all ranks does.
+        keys, values = (
+            self.tokens.ordered(conjugates.gather_to_use(x, 2, self.tokens.counts, self.comm), 2) for x in (k, v)
+        )
+        return self._second_sequence(q, keys, values, mask, dropout_p, causal, scale)
+
+    def _is_causal(self, causal: bool) -> bool:
+        """What is_causal is where there are several tokens: models leave it out where they see one query, as a rank
+        with a single token of the sequence does."""
+        tokens = self.tokens
+        if min(tokens.counts) > 1 or tokens.length == 1 or self.comm.is_simulated:
+            return causal
+        flags = [bool(flag) for flag in self.comm.all_gather(torch.tensor([int(causal)], device=self.comm.device))]
+        told = [flag for flag, count in zip(flags, tokens.counts, strict=True) if count > 1]
+        if told or all(flags):
+            return all(flags) or any(told)
+        raise UsageError(
+            f"attention without a mask and without is_causal to a sequence of {tokens.length} tokens under "
+            f"cp={self.comm.size}: models leave is_causal out for one query, and no rank has more; use longer "
+            "sequences, or a plan with a smaller cp"
+        )
+
+    def _second_sequence(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | None,
+        dropout_p: float,
+        causal: bool,
+        scale: float | None,
+    ) -> torch.Tensor:
+        """Attention of this rank's queries to keys that every rank has all of."""
+        tokens, rank = self.tokens, self.comm.rank
+        mine = tokens.count(rank)
+        if q.shape[2] != mine or causal:
+            what = "is_causal" if q.shape[2] == mine else f"{q.shape[2]} queries"
+            raise UsageError(
+                f"attention with {what} to {k.shape[2]} keys while this rank holds {mine} of {tokens.length} tokens; "
+                f"expected its {mine} as queries, and a mask instead of is_causal, or use a plan with cp=1"
+            )
+        rows = mask.shape[-2] if mask is not None and mask.dim() > 1 else 1
+        if mask is not None and rows == tokens.length != mine:
+            mask = tokens.cut(mask, rank, mask.dim() - 2)
+        elif rows not in (1, mine):
+            raise UsageError(
+                f"attention to {k.shape[2]} keys with a mask of {rows} rows while this rank holds {mine} of "
+                f"{tokens.length} tokens; expected a row for each of either, or use a plan with cp=1"
+            )
+        scope: Any = contextlib.nullcontext()
+        if dropout_p > 0:
+            held = tokens.held(rank)
+            scope = _random_state(dropout_p).sharded(2, held, of=tokens.length, only="attention")
+        with scope:
+            gqa = k.shape[1] != q.shape[1]
+            return self._before[0][0](q, k, v, mask, dropout_p, scale=scale, enable_gqa=gqa)
 
     def _of_global_positions(self, mask: torch.Tensor) -> torch.Tensor:
         """The mask for the whole sequence. One that hides some of this rank's own keys is gathered from all ranks."""

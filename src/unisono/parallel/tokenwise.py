@@ -26,8 +26,16 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.errors import UsageError
 from unisono.mesh.side_effects import no_side_effects
-from unisono.parallel.blocks import Blocks, find_blocks, not_called
-from unisono.parallel.context import are_of_sequences, hidden_states, mapped, sequence_dim, without_attention
+from unisono.parallel.blocks import Blocks, find_blocks, find_output_blocks, not_called
+from unisono.parallel.context import (
+    are_of_sequences,
+    hidden_states,
+    mapped,
+    of_second_sequence,
+    sequence_dim,
+    use_global_positions,
+    without_attention,
+)
 from unisono.parallel.hollow import realised_copy
 from unisono.parallel.model_loss import ModelLoss
 from unisono.parallel.pipeline.inputs import call
@@ -81,7 +89,8 @@ def require_tokenwise(
     gathers = word == "sp" or are_of_sequences(inputs, targets)
     for first_held, noise in ((1, 0.0), (0, 4.0)):
         tried = copy.deepcopy(real)
-        trial = _Trial(find_blocks(tried), word, gathers, styles or {}, first_held, noise)
+        blocks = find_output_blocks(tried) if word == "cp" else find_blocks(tried)
+        trial = _Trial(blocks, word, gathers, styles or {}, first_held, noise)
         try:
             with no_side_effects(model), torch.no_grad(), trial.recording():
                 outputs = trial.run(tried, samples, model_loss)
@@ -147,7 +156,10 @@ class _Trial:
         last = len(blocks.modules) - 1
         full = full_sequence_modules(blocks, styles) if word == "sp" else ()
         for number, block in enumerate(blocks.modules):
-            block.forward = partial(self._run_block, block.forward, blocks.name(number), number == 0, number == last)
+            place = (blocks.name(number), number == 0, number == last)
+            block.forward = partial(self._run_block, block.forward, block, *place)
+            if word == "cp":
+                use_global_positions(block, lambda: (len(self._held) if self._is_second else 0, self._length))
             for name, module in block.named_modules(prefix=blocks.name(number)):
                 kind = styles[name].kind if word == "sp" and name in styles else ""
                 if any(f"{name}.".startswith(f"{each}.") for each in full):
@@ -204,7 +216,9 @@ class _Trial:
 
     # ---- what is on the way ------------------------------------------------------------------------------------------
 
-    def _run_block(self, forward: Forward, name: str, is_first: bool, is_last: bool, *args: Any, **kwargs: Any) -> Any:
+    def _run_block(
+        self, forward: Forward, block: nn.Module, name: str, is_first: bool, is_last: bool, *args: Any, **kwargs: Any
+    ) -> Any:
         hidden = hidden_states((args, kwargs))
         if hidden is None:
             raise _Over
@@ -216,7 +230,8 @@ class _Trial:
             hidden = noisy
         if self._is_second:
             self._is_spread = True
-            change = partial(self._cut_argument, hidden if is_first else None, hidden)
+            second = of_second_sequence(block, args, kwargs)
+            change = partial(self._cut_argument, hidden if is_first else None, hidden, second)
             args, kwargs = mapped((args, kwargs), change)
         before = len(self._seen["attention"])
         outputs = forward(*args, **kwargs)
@@ -245,10 +260,12 @@ class _Trial:
         drawn = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0), dtype=hidden.dtype)
         return hidden + drawn * self._noise * hidden.square().mean().sqrt().clamp_min(1e-3)
 
-    def _cut_argument(self, first: torch.Tensor | None, hidden: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+    def _cut_argument(
+        self, first: torch.Tensor | None, hidden: torch.Tensor, second: set[int], x: torch.Tensor
+    ) -> torch.Tensor:
         if x is hidden:
             return self._cut(x, 1) if first is not None else x
-        dim = sequence_dim(x, self._length, self._batch) if self._word == "cp" else None
+        dim = sequence_dim(x, self._length, self._batch, id(x) in second) if self._word == "cp" else None
         return x if dim is None else self._cut(x, dim)
 
     def _run_layer(self, forward: Forward, name: str, kind: str, *args: Any, **kwargs: Any) -> Any:
@@ -290,8 +307,9 @@ class _Trial:
             return outcome
         outcome, whole = self._next("attention"), self._next("attended")
         for name, tensor in given.items() if self._is_spread else ():
-            if whole[name].shape[-2] == self._length:
-                self._compare(f"{_ATTENTION} ({name})", tensor, self._cut(whole[name], -2))
+            expected = whole[name]
+            is_second = name != "query" and (tensor.shape == expected.shape or expected.shape[-2] != self._length)
+            self._compare(f"{_ATTENTION} ({name})", tensor, expected if is_second else self._piece_of_heads(expected))
         return self._cut(outcome, -2) if self._is_spread and outcome.shape[-2] == self._length else outcome
 
     def _drop(self, drop: Forward, x: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -330,6 +348,9 @@ class _Trial:
             return self._cut(whole.unflatten(0, (self._batch, self._length)), 1).flatten(0, 1)
         return whole
 
+    def _piece_of_heads(self, whole: torch.Tensor) -> torch.Tensor:
+        return self._cut(whole, -2) if whole.shape[-2] == self._length else whole
+
     def _cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
         return whole.index_select(dim, torch.tensor(self._held))
 
@@ -337,7 +358,8 @@ class _Trial:
         pairs = zip(tree_leaves(got), tree_leaves(expected), strict=False)
         for mine, whole in pairs:
             if isinstance(mine, torch.Tensor) and isinstance(whole, torch.Tensor) and mine.is_floating_point():
-                self._compare(_OUTPUT, mine, whole if self._gathers else self._piece(whole))
+                is_full = self._gathers or mine.shape == whole.shape
+                self._compare(_OUTPUT, mine, whole if is_full else self._piece(whole))
 
     def _compare(self, place: str, mine: torch.Tensor, expected: torch.Tensor) -> None:
         if mine.shape != expected.shape or not torch.allclose(mine, expected, rtol=1e-6, atol=1e-9, equal_nan=True):
