@@ -793,3 +793,27 @@ def complex_stage(comm: Communicator) -> None:
 
 def test_a_stage_whose_parameters_are_all_complex(pools: Pools) -> None:
     pools("gloo", 2).run(complex_stage)
+
+
+class TokenDropping(Tower):
+    """In training its blocks see some of the tokens, and attention written out multiplies by as many."""
+
+    class Written(Attention):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = (t.unflatten(-1, (-1, 4)).transpose(1, 2) for t in self.qkv(x).chunk(3, -1))
+            return self.out((q @ k.transpose(-1, -2)).softmax(-1).matmul(v).transpose(1, 2).flatten(2))
+
+    def __init__(self) -> None:
+        super().__init__(apart, apart)
+        for block in self.blocks:
+            block.attention = self.Written()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.table(x)
+        for block in self.blocks:
+            x = block(x[:, :5] if self.training else x)
+        return F.pad(self.head(x), (0, 0, 0, 6 - x.shape[1]))
+
+
+def test_a_model_may_leave_tokens_out_in_training(pools: Pools) -> None:
+    assert pools("gloo", 2).run(came_of, TokenDropping, "tp=2") == ["equivalent"] * 2

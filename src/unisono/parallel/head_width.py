@@ -63,17 +63,21 @@ class HeadWidth:
             return set(), set()
         in_attention: set[int] = set()
         in_products: set[int] = set()
-        with (
-            contextlib.suppress(Exception),
-            no_side_effects(self._whole),
-            torch.no_grad(),
-            torch.device("meta"),
-            KnownShapes(),
-        ):
-            with _Widths(in_attention.add, in_products.add):
-                call(self._whole, hollow(inputs))
-            return in_attention, in_products
-        return set(), set()
+        can_run = False
+        for training in (False, True):  # a model may leave tokens out in training
+            self._whole.train(training)
+            with (
+                contextlib.suppress(Exception),
+                no_side_effects(self._whole),
+                torch.no_grad(),
+                torch.device("meta"),
+                KnownShapes(),
+            ):
+                with _Widths(in_attention.add, in_products.add):
+                    call(self._whole, hollow(inputs))
+                can_run = True
+        self._whole.eval()
+        return (in_attention, in_products) if can_run else (set(), set())
 
     def drawn_shapes(self, inputs: Any) -> dict[Key, tuple[int, ...]] | None:
         """Shapes of the full model's calls for random numbers in training; None where it cannot run hollow."""
