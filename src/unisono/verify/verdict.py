@@ -20,7 +20,7 @@ KINDS = ("initial parameters", "loss", "gradients", "parameters", "buffers", "op
 _AFTER_AN_UPDATE = frozenset({"parameters", "buffers", "optimizer state"})
 # A tensor this much smaller than the largest of its kind is zero but for rounding; its relative deviation says nothing.
 # In float32 that of a bias which BatchNorm cancels is 1e-7 of the largest: times the tolerance, this is 1e-6.
-_NEGLIGIBLE = {"float64": 1e-6, "float32": 1e-2, "bfloat16": 0.05, "float16": 0.05}
+_NEGLIGIBLE = {"float64": 1e-5, "float32": 1e-2, "bfloat16": 0.05, "float16": 0.05}
 # A gradient this much smaller than the largest (in units of the tolerance) is nothing but rounding: that of a key's
 # bias, which softmax cancels, is one. What Adam makes of it, and of its parameter, is of no size of its own.
 _NOISE = 1e-3
