@@ -817,3 +817,106 @@ class TokenDropping(Tower):
 
 def test_a_model_may_leave_tokens_out_in_training(pools: Pools) -> None:
     assert pools("gloo", 2).run(came_of, TokenDropping, "tp=2") == ["equivalent"] * 2
+
+
+# ---- rounding, random numbers ----------------------------------------------------------------------------------------
+
+
+class Separable(nn.Module):
+    """Convolutions with biases that BatchNorm takes away again: their gradients are rounding."""
+
+    def __init__(self, inputs: int, outputs: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = (
+            nn.Sequential(nn.Conv2d(inputs, inputs, 3, stride, 1, groups=inputs), nn.Conv2d(inputs, outputs, 1)),
+            nn.BatchNorm2d(outputs),
+        )
+        self.conv2, self.norm2 = nn.Conv2d(outputs, outputs, 3, 1, 1), nn.BatchNorm2d(outputs)
+        self.drop = nn.Dropout(0.2)
+        self.short = nn.Identity() if stride == 1 else nn.Conv2d(inputs, outputs, 1, stride)
+        self.squeeze = nn.Linear(outputs, outputs)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        y = self.drop(self.norm2(self.conv2(y)))
+        y = y * torch.sigmoid(self.squeeze(y.mean((2, 3))))[:, :, None, None]
+        y += self.short(x)
+        return y.relu_()
+
+
+class Separables(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3, padding=1)
+        self.stages = nn.ModuleList([Separable(8, 8), Separable(8, 16, 2), Separable(16, 16)])
+        self.head = nn.Linear(16, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(x.mean((2, 3)))
+
+
+def seven_images(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    return torch.randn(7, 3, 8, 8, generator=g), torch.randint(4, (7,), generator=g)
+
+
+def rounding_is_no_fault(comm: Communicator) -> None:
+    task = Task(
+        Separables,
+        partial(F.cross_entropy, reduction="sum"),
+        partial(torch.optim.AdamW, lr=1e-2),
+        seven_images,
+    )
+    verdict = verify_here(comm, task, Plan.parse("dp=2,zero=2"), 2)
+    assert verdict.equivalent, verdict
+
+
+def test_gradients_that_are_rounding_are_no_fault(pools: Pools) -> None:
+    pools("gloo", 2).run(rounding_is_no_fault)
+
+
+DRAWS: dict[str, Mix] = {
+    "cauchy_": lambda x: x + torch.tanh(torch.empty_like(x).cauchy_(0.5, 2)),
+    "log_normal_": lambda x: x + torch.empty_like(x).log_normal_(0.1, 0.5).tanh(),
+    "geometric_": lambda x: x + 0.1 * torch.empty_like(x).geometric_(0.3),
+}
+UNFOLLOWED: dict[str, Mix] = {
+    "poisson": lambda x: x + 0.1 * torch.poisson(x.detach().abs()),
+    "binomial": lambda x: x + torch.binomial(torch.full_like(x, 4), torch.full_like(x, 0.5)),
+    "_standard_gamma": lambda x: x * torch.distributions.Gamma(2.0, 1.0).sample(),
+    "_sample_dirichlet": lambda x: x * torch.distributions.Beta(2.0, 1.0).sample(),
+}
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Mix) -> None:
+        super().__init__()
+        self.blocks, self.draw = nn.ModuleList(nn.Linear(4, 4) for _ in range(2)), draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.draw(x)
+
+
+def draws(comm: Communicator) -> None:
+    optimizer = partial(torch.optim.SGD, lr=0.1)
+    for name, draw in DRAWS.items():
+        task = Task(partial(Drawing, draw), F.cross_entropy, optimizer, answers)
+        for plan in ("dp=2", "dp=2,zero=3", "pp=2,microbatches=2"):
+            verdict = verify_here(comm, task, Plan.parse(plan), 2)
+            assert verdict.equivalent, (name, plan, verdict)
+    for name, draw in UNFOLLOWED.items():
+        task = Task(partial(Drawing, draw), F.cross_entropy, optimizer, answers)
+        for plan in ("dp=2", "pp=2,microbatches=2"):
+            with pytest.raises(UsageError, match=f"torch.{name} draws from torch's own generator"):
+                verify_here(comm, task, Plan.parse(plan), 1)
+            comm.barrier()
+        assert torch.isfinite(F.cross_entropy(task.model()(answers(0)[0]), answers(0)[1]))
+
+
+def test_random_functions_of_torch_are_followed_or_refused(pools: Pools) -> None:
+    pools("gloo", 2).run(draws)

@@ -1,8 +1,9 @@
 """torch's draws on a RandomState's numbers: torch.rand, torch.randn and their kin, in a model that runs.
 
 Four functions draw (torch.rand, torch.randn and their `_like`s); others are spelled out by them, in a running model as
-in a trace of it, so that both draw the same. A draw with a generator of its own is left to torch, and so is what cannot
-be spelled out so (torch.poisson, gamma distributions).
+in a trace of it, so that both draw the same. A draw with a generator of its own is left to torch. What cannot be
+spelled out so (torch.poisson, gamma distributions) is refused where a plan splits the model or its batches, and left to
+torch on one device.
 
 Which part of a whole tensor is drawn, the RandomState's scopes say, as of dropout. Where it does not know along which
 dim samples lie, it is the first; a tensor that the scopes do not fit, such as noise for a weight, is then the same on
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import math
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -22,6 +24,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from unisono.errors import UsageError
 from unisono.mesh import dropout
 from unisono.mesh.random import DTYPES, Draw, RandomState
 
@@ -37,7 +40,7 @@ _installed: list[contextlib.ExitStack] = []
 def install() -> None:
     """Puts them in the place of torch's own, to draw from the RandomState that is active."""
     stack = contextlib.ExitStack()
-    stack.enter_context(_in_place({**_DRAWING, **_SPELLED}, threading.get_ident()))
+    stack.enter_context(_in_place({**_DRAWING, **_SPELLED, **_UNFOLLOWED}, threading.get_ident()))
     _installed.append(stack)
 
 
@@ -189,6 +192,41 @@ def _exponential(like: torch.Tensor) -> torch.Tensor:
     return -torch.log1p(-torch.rand_like(like)).clamp(max=-tiny)  # never 0, as some divide by it
 
 
+def _cauchy_(self: torch.Tensor, median: float = 0, sigma: float = 1) -> torch.Tensor:
+    return self.copy_(torch.tan(torch.pi * (torch.rand_like(self) - 0.5)) * sigma + median)
+
+
+def _log_normal_(self: torch.Tensor, mean: float = 1, std: float = 2) -> torch.Tensor:
+    return self.copy_(torch.exp(torch.randn_like(self) * std + mean))
+
+
+def _geometric_(self: torch.Tensor, p: float) -> torch.Tensor:
+    return self.copy_((torch.log1p(-torch.rand_like(_floating(self))) / math.log1p(-p)).ceil().clamp(min=1))
+
+
+def _require_followed(name: str) -> None:
+    state = _state()
+    if state is not None and state.refuses_unfollowed:
+        raise UsageError(
+            f"torch.{name} draws from torch's own generator, so that every rank would draw numbers of its own, other "
+            "than one device's; use torch.rand, torch.randn, torch.bernoulli or what is made of them, or one device"
+        )
+
+
+def _unfollowed(name: str) -> Callable[[Function], Function]:
+    """torch's own; UsageError where a plan splits the model or its batches."""
+
+    def make(original: Function) -> Function:
+        def replacement(*args: Any, **more: Any) -> Any:
+            if more.get("generator") is None:
+                _require_followed(name)
+            return original(*args, **more)
+
+        return replacement
+
+    return make
+
+
 def _normal(mean: Any, std: Any = 1.0, size: Any = None, **more: Any) -> torch.Tensor:
     if size is not None:
         return torch.randn(size, **more) * std + mean
@@ -260,6 +298,10 @@ _SPELLED: dict[Place, Callable[[Function], Function]] = {
     (F, "rrelu"): _spelled(_rrelu),
 }
 
+_UNFOLLOWED: dict[Place, Callable[[Function], Function]] = {
+    (torch, name): _unfollowed(name) for name in ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
+}
+
 _METHODS: dict[str, Function] = {
     "bernoulli": _bernoulli,
     "multinomial": _multinomial,
@@ -267,6 +309,11 @@ _METHODS: dict[str, Function] = {
     "uniform_": _uniform_,
     "normal_": _normal_,
     "exponential_": _exponential_,
+    "cauchy_": _cauchy_,
+    "log_normal_": _log_normal_,
+    "geometric_": _geometric_,
 }
 
-_OWN: dict[Place, Function] = {(holder, name): getattr(holder, name) for holder, name in (*_DRAWING, *_SPELLED)}
+_OWN: dict[Place, Function] = {
+    (holder, name): getattr(holder, name) for holder, name in (*_DRAWING, *_SPELLED, *_UNFOLLOWED)
+}

@@ -132,6 +132,7 @@ class RandomState:
         # The shapes of calls on one device, where they are known, and of how many samples
         self.full_shapes: Mapping[Key, tuple[int, ...]] | None = None
         self.full_samples = 1
+        self.refuses_unfollowed = False  # whether draws from torch's own generator are refused; see draws.py
         self.step = step
 
     @property

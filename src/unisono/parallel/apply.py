@@ -172,6 +172,7 @@ def parallelize(
     if on_ready is not None:
         on_ready(draft)
     random = RandomState(seed)
+    random.refuses_unfollowed = plan.world * plan.microbatches > 1
     random.name_modules(whole)
 
     def under_plan() -> Trainer:

@@ -118,6 +118,8 @@ class _Trial:
         versions = {name: parameter._version for name, parameter in self._model.named_parameters()}
         try:
             full = self._run(range(self._job.rows))
+        except UsageError:
+            raise
         except Exception as error:
             self._require_failing_on_all(error)
             return None
@@ -327,6 +329,7 @@ class _Watch(RandomState):
         super().__init__(seed=0)
         self.name_modules(model)
         self.counts_meta = not has_values
+        self.refuses_unfollowed = True
         self.found: dict[Key, SampleDim] = {}
         self._rows = rows
         self._part: range | None = None
