@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+import random
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -375,3 +377,23 @@ def test_tensors_without_samples_count_once_or_are_refused(pools: Pools) -> None
     for auxiliary, graph in pools("gloo", 2).run(check_outputs):
         assert "the model's output[1] is of shape () for any number of samples" in auxiliary
         assert "batch_dim=" in graph
+
+
+class DrawnOutside(nn.Module):
+    def __init__(self, draw: Callable[[], float]) -> None:
+        super().__init__()
+        self.layer, self.draw = nn.Linear(4, 3), draw
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layer(x) * (1 + self.draw())
+
+
+@pytest.mark.parametrize(("draw", "name"), [(random.random, "Python's random"), (numpy.random.rand, "numpy.random")])
+def test_draws_outside_torch_are_refused(draw: Callable[[], float], name: str) -> None:
+    batch = torch.randn(4, 4), torch.tensor([0, 1, 2, 0])
+    with pytest.raises(UsageError, match=f"draws numbers with {name}, of which every rank"):
+        find_samples(DrawnOutside(draw), batch, 0, F.cross_entropy, 1)
+    random.seed(0)
+    state = random.getstate()
+    assert find_samples(DrawnOutside(lambda: 0.5), batch, 0, F.cross_entropy, 1) is not None
+    assert random.getstate() == state

@@ -18,6 +18,8 @@ have samples along dim 0 of everything.
 from __future__ import annotations
 
 import contextlib
+import random
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -108,6 +110,16 @@ def find_samples(
     return _Trial(tried, job).found()
 
 
+def _states_outside_torch() -> dict[str, Any]:
+    """Of generators of random numbers whose draws cannot be followed."""
+    states: dict[str, Any] = {"Python's random": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy.random"] = (kind, keys.tobytes(), *rest)
+    return states
+
+
 class _Trial:
     def __init__(self, model: nn.Module, job: _Job, has_values: bool = True) -> None:
         self._model, self._job, self._has_values = model, job, has_values
@@ -163,10 +175,16 @@ class _Trial:
             scopes.enter_context(_without_capacity(self._model))
             scopes.enter_context(torch.no_grad())
             scopes.enter_context(self._watch)
-            before = self._buffers()
+            before, generators = self._buffers(), _states_outside_torch()
             for _ in range(times):
                 outputs = call(self._model, self._job.inputs(held))
                 self._written, before = self._changed(before), self._buffers()
+            for name, state in _states_outside_torch().items():
+                if state != generators[name]:
+                    raise UsageError(
+                        f"the forward pass draws numbers with {name}, of which every rank and microbatch would draw "
+                        "its own; draw them with torch, which a plan follows, or use dp=1 and microbatches=1"
+                    )
         collect_aux(self._model)
         return outputs
 
