@@ -164,7 +164,7 @@ class ColumnParallelLinear(_ParallelLinear):
         x = x if self.is_inside else self.region.enter(x)
         self._require_width(x, self.in_features, "the whole of the input features")
         weight = self.weight.t() if self.transposed else self.weight
-        can_wait = self.is_inside or self.region.has_just_entered(x)
+        can_wait = self.is_inside or self.region.has_just_entered(x, self)
         y = deferred.linear(x, weight, self.bias) if can_wait else F.linear(x, weight, self.bias)
         if self.gather_output:
             return conjugates.gather(y, -1, self.lengths, self.region.comm)

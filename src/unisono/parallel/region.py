@@ -25,6 +25,7 @@ from unisono.parallel.tensor_pieces import TP
 
 _ENTERED = "unisono_entered"
 _STANDS_FOR = "unisono_stands_for"
+_ANSWERS = "unisono_just_entered"
 
 
 class Region:
@@ -56,10 +57,14 @@ class Region:
             self._last_entered = weakref.ref(entered)
         return entered
 
-    def has_just_entered(self, x: torch.Tensor) -> bool:
+    def has_just_entered(self, x: torch.Tensor, layer: object) -> bool:
         """Whether this passage through the region, not an earlier one (in another block, of an input that several
-        blocks share), has made x: autograd then sums x's gradient as soon as it is done with this passage."""
-        return self._last_entered() is x
+        blocks share), has made x: autograd then sums x's gradient as soon as it is done with this passage.
+
+        A layer that asks again, as in a recomputation, gets the answer of the first time.
+        """
+        answers: dict[int, bool] = x.__dict__.setdefault(_ANSWERS, {})
+        return answers.setdefault(id(layer), self._last_entered() is x)
 
     def leave(self, part: torch.Tensor) -> torch.Tensor:
         """The sum of all ranks' parts, where a layer cut by rows ends the region."""

@@ -251,7 +251,8 @@ class Units:
         def hook(_module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
             outputs = without_views(outputs, unit.parameters)
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            others = {id(each) for leaf in given for each in (leaf, leaf._base)}  # handed on, they are of another unit
+            with torch._C.DisableTorchFunctionSubclass():
+                others = {id(each) for leaf in given for each in (leaf, leaf._base)}  # of another unit, handed on
             for leaf in tree_leaves(outputs):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in others:
                     on_gradient(leaf, self._before_backward(unit, self._turns), others)
@@ -374,7 +375,8 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[Any], None], others: Colle
     A view that is written to loses its own hooks; what it is a view of keeps its node of the graph.
     """
     tensor.register_hook(hook)
-    base = tensor._base
+    with torch._C.DisableTorchFunctionSubclass():  # a piece of the logits is not to become the whole for this
+        base = tensor._base
     if base is not None and base.grad_fn is not None and id(base) not in others:
         base.grad_fn.register_prehook(hook)
 
@@ -384,8 +386,8 @@ def without_views(value: Any, parameters: Iterable[nn.Parameter]) -> Any:
     memory = {parameter.untyped_storage()._cdata for parameter in parameters}
 
     def is_view(leaf: Any) -> bool:
-        is_strided = isinstance(leaf, torch.Tensor) and leaf.layout is torch.strided
-        return is_strided and leaf.untyped_storage()._cdata in memory
+        is_plain = type(leaf) in (torch.Tensor, nn.Parameter) and leaf.layout is torch.strided
+        return is_plain and leaf.untyped_storage()._cdata in memory
 
     if not any(map(is_view, tree_leaves(value))):
         return value
