@@ -18,6 +18,7 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.graph.trace import trace
+from unisono.parallel.apply import fitting_rules
 from unisono.parallel.expert import MoE
 from unisono.parallel.samples import find_samples
 from unisono.parallel.sequence import require_sound_blocks
@@ -920,3 +921,28 @@ def draws(comm: Communicator) -> None:
 
 def test_random_functions_of_torch_are_followed_or_refused(pools: Pools) -> None:
     pools("gloo", 2).run(draws)
+
+
+class BranchingByFeature(nn.Module):
+    """Asks for one feature between two layers, with the same answer for all that it is given at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(6, 12), nn.Linear(12, 4)
+        with torch.no_grad():
+            self.first.bias.fill_(8.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.last(torch.where(x[:, :1] > 0, x * 1.5, x))
+
+
+def rules_of_branching(comm: Communicator) -> dict[str, str]:
+    torch.manual_seed(0)
+    return dict(fitting_rules(BranchingByFeature(), 2, None, vectors(0)))
+
+
+def test_a_feature_that_decides_is_not_left_to_each_rank(pools: Pools) -> None:
+    for rules in pools("gloo", 2).run(rules_of_branching):
+        assert rules.get("first") != "column", rules
+        assert rules, "layers may be sharded and gathered"

@@ -222,7 +222,7 @@ class _Inferring:
             if sums is None:
                 continue
             proved = rules | dict.fromkeys(sums, "summed")
-            if not sums or trial.needed_sums(proved) == []:
+            if (not sums or trial.needed_sums(proved) == []) and trial.holds_with_other_values(proved):
                 return proved
         return None
 

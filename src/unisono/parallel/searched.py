@@ -31,7 +31,7 @@ from unisono.mesh.draws import held_fast
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.hollow import realised_copy
-from unisono.parallel.trial import together
+from unisono.parallel.trial import together, varied
 
 _SMALL = 5 * 10**7  # parameters of a model that is tried
 _FEW = 400  # nodes of a graph that is searched exactly
@@ -177,16 +177,21 @@ def _holds(model: nn.Module, rules: dict[str, str], ranks: int, inputs: Any, cut
         outputs = module(*args, **kwargs)
         return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
-    try:
-        with no_side_effects(model), torch.no_grad(), held_fast():
-            expected = run(whole)
-            outcomes = together(whole, rules, ranks, run, cut)
-    except Exception:  # whatever a model says to a size that is not its own
-        return False
-    return all(
-        len(got) == len(expected) and all(_is_close(a, b) for a, b in zip(got, expected, strict=True))
-        for got in outcomes
-    )
+    for tried in (whole, *varied(whole)):
+        try:
+            with no_side_effects(model), torch.no_grad(), held_fast():
+                expected = run(tried)
+                if tried is not whole and not all(bool(leaf.isfinite().all()) for leaf in expected):
+                    continue
+                outcomes = together(tried, rules, ranks, run, cut)
+        except Exception:  # whatever a model says to a size that is not its own
+            return False
+        if not all(
+            len(got) == len(expected) and all(_is_close(a, b) for a, b in zip(got, expected, strict=True))
+            for got in outcomes
+        ):
+            return False
+    return True
 
 
 def _is_close(got: torch.Tensor, expected: torch.Tensor) -> bool:

@@ -6,9 +6,10 @@ outputs and, as gradients, those of the inputs and of every parameter.
 
 from __future__ import annotations
 
+import copy
 import math
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from unisono.parallel.rules import Rules
 _PATIENCE = 300.0  # seconds until a rank that waits for others gives up
 _OWN, _OVERALL = 1e-5, 1e-7  # of a tensor's largest element, of the largest gradient: modules may compute in float32
 
+_VARIATIONS = 4  # of a module's parameters
 _MOST_RANKS = 16  # that are simulated
 
 Shard = Callable[[nn.Module, Rules, Any], None]
@@ -59,6 +61,38 @@ class Trial:
                 if hasattr(parameter, "unisono_layout"):
                     del parameter.unisono_layout
         return _compared(self._expected, results)
+
+    def holds_with_other_values(self, rules: Rules) -> bool:
+        """Whether the rules hold whatever the parameters are: `x[:, 0] > 0`, of sharded features, is another question
+        on every rank, to which a few samples may have the same answer by chance."""
+        for module in varied(self._module):
+            other = Trial(module, self._ranks, self._given, self._shard)
+            if other.needed_sums(rules) != [] and other.is_finite:
+                return False
+        return True
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the module has run, and has given numbers."""
+        if self._expected is None:
+            return False
+        outputs, of_inputs, of_parameters = self._expected
+        found = [*outputs, *of_inputs, *(each for each, _ in of_parameters.values())]
+        return all(bool(each.isfinite().all()) for each in found if each is not None)
+
+
+def varied(module: nn.Module) -> Iterator[nn.Module]:
+    """Copies of a module with other parameters, of a size that lets samples differ."""
+    for seed in range(_VARIATIONS):
+        other = copy.deepcopy(module)
+        generator = torch.Generator().manual_seed(seed)
+        with torch.no_grad():
+            for parameter in other.parameters():
+                if parameter.is_floating_point():
+                    size = parameter.square().mean().sqrt().clamp_min(0.3) if parameter.numel() else 1.0
+                    noise = torch.randn(parameter.shape, dtype=torch.float64, generator=generator)
+                    parameter.add_(size * noise.to(parameter.dtype))
+        yield other
 
 
 def _weights(number: int, output: torch.Tensor) -> torch.Tensor:
