@@ -17,6 +17,7 @@ import torch
 import unisono as uni
 from unisono.comm import traffic
 from unisono.plan.plan import Plan
+from unisono.train.ledger import SavedActivations
 from unisono.verify.task import load_task
 
 HERE = Path(__file__).resolve().parent
@@ -32,35 +33,6 @@ class Cost(NamedTuple):
     activations: int  # the most that autograd kept at any time for the backward, parameters not counted
     sent: float
     calls: dict[str, int]
-
-
-class Kept:
-    """What autograd keeps between forward and backward; `most` is the peak."""
-
-    def __init__(self, model: torch.nn.Module) -> None:
-        self.model = model
-        self.users: dict[int, int] = {}  # storages, each with how many saved tensors lie in it
-        self.now = self.most = 0
-
-    def pack(self, tensor: torch.Tensor) -> Held:
-        return Held(tensor, self)
-
-
-class Held:
-    def __init__(self, tensor: torch.Tensor, kept: Kept) -> None:
-        self.tensor, self.kept = tensor, kept
-        self.where, self.size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        self.counts = all(self.where != parameter.untyped_storage().data_ptr() for parameter in kept.model.parameters())
-        users = kept.users.get(self.where, 0)
-        kept.users[self.where] = users + 1
-        if self.counts and not users:
-            kept.now += self.size
-            kept.most = max(kept.most, kept.now)
-
-    def __del__(self) -> None:
-        self.kept.users[self.where] -= 1
-        if self.counts and not self.kept.users[self.where]:
-            self.kept.now -= self.size
 
 
 def size(tensors: Iterable[Any]) -> int:
@@ -86,15 +58,15 @@ def cost(address: str, plan: str) -> Cost:
     )
     trainer.step(task.batch(0))
     trainer.zero_grad()
-    kept = Kept(trainer.model)
-    with traffic.counted() as seen, torch.autograd.graph.saved_tensors_hooks(kept.pack, lambda held: held.tensor):
+    saved = SavedActivations(trainer.model)
+    with traffic.counted() as seen, torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
         loss = trainer.backward(task.batch(1))
         optimized = [tensor for _, tensor in trainer.optimized()]
         gradients = size(tensor.grad for tensor in [*trainer.model.parameters(), *optimized])
         trainer.update()
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     return Cost(
-        loss.item(), size([*trainer.model.parameters(), *optimized]), gradients, size(states), kept.most,
+        loss.item(), size([*trainer.model.parameters(), *optimized]), gradients, size(states), saved.most,
         seen.sent, dict(seen.calls),
     )  # fmt: skip
 

@@ -7,11 +7,13 @@ when each action of a pipeline ran. What it costs, it costs that step only.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+from torch import nn
 
 from unisono.comm import traffic
 from unisono.parallel.trainer import Trainer
@@ -22,7 +24,7 @@ class Ledger:
     """Watch one step with `watching`; afterwards `held` tells."""
 
     def __init__(self) -> None:
-        self._kept = Kept()
+        self._saved: SavedActivations | None = None
         self._spans: list[tuple[str, int, int, float, float]] = []
         self._said: traffic.Traffic | None = None
         self._began = self._ended = 0.0
@@ -38,14 +40,11 @@ class Ledger:
         def note(action: Action, start: float, end: float) -> None:
             self._spans.append((action.kind, action.stage, action.microbatch, start, end))
 
-        own = {
-            tensor.untyped_storage().data_ptr() for tensor in (*trainer.model.parameters(), *trainer.model.buffers())
-        }
-        self._kept.ignored = own
+        saved = self._saved = SavedActivations(trainer.model)
         trainer.on_action = note
         self._began = time.time()
         try:
-            with traffic.counted() as said, torch.autograd.graph.saved_tensors_hooks(self._kept.pack, Kept.unpack):
+            with traffic.counted() as said, torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
                 yield
             self._said = said
         finally:
@@ -57,7 +56,7 @@ class Ledger:
         said = self._said or traffic.Traffic()
         return {
             "coordinate": dict(zip(trainer.mesh.names, map(int, trainer.mesh.coordinate()), strict=True)),
-            "memory": memory_by_kind(trainer) | {"activations": self._kept.most},
+            "memory": memory_by_kind(trainer) | {"activations": self._saved.most if self._saved else 0},
             "collectives": {
                 op: {"calls": said.calls[op], "payload": said.payload[op], "sent": said.sent_by[op]}
                 for op in said.calls
@@ -67,48 +66,57 @@ class Ledger:
         }
 
 
-class Kept:
-    """Bytes that autograd keeps for the backward, now and at most; a tensor kept twice counts once."""
+class SavedActivations:
+    """Bytes of the tensors that autograd saves for the backward, now and at most; `model`'s own tensors do not count.
 
-    def __init__(self) -> None:
+    Storages are told apart by identity, not by address: ZeRO 3 frees the storage of a parameter while autograd still
+    has a tensor in it, and an activation may then lie at the same address.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
         self.now = 0
         self.most = 0
-        self.ignored: set[int] = set()
-        self._holders: dict[int, int] = {}
+        self._model = model
+        self._saved: dict[int, int] = {}  # storages, each with the number of saved tensors in it
 
-    def pack(self, tensor: torch.Tensor) -> Holder:
-        pointer, size = tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()
-        if pointer in self.ignored:
-            return Holder(None, 0, 0, tensor)
-        count = self._holders.get(pointer, 0)
-        self._holders[pointer] = count + 1
+    def pack(self, tensor: torch.Tensor) -> SavedTensor:
+        storage, size = _storage_of(tensor), tensor.untyped_storage().nbytes()
+        own = itertools.chain(self._model.parameters(), self._model.buffers())
+        if any(_storage_of(each) == storage for each in own):
+            return SavedTensor(None, 0, 0, tensor)
+        count = self._saved.get(storage, 0)
+        self._saved[storage] = count + 1
         if not count:
             self.now += size
             self.most = max(self.most, self.now)
-        return Holder(self, pointer, size, tensor)
+        return SavedTensor(self, storage, size, tensor)
 
     @staticmethod
-    def unpack(holder: Holder) -> torch.Tensor:
-        return holder.tensor
+    def unpack(saved: SavedTensor) -> torch.Tensor:
+        return saved.tensor
 
-    def let_go(self, pointer: int, size: int) -> None:
-        self._holders[pointer] -= 1
-        if not self._holders[pointer]:
-            del self._holders[pointer]
+    def release(self, storage: int, size: int) -> None:
+        self._saved[storage] -= 1
+        if not self._saved[storage]:
+            del self._saved[storage]
             self.now -= size
 
 
-class Holder:
-    """What autograd keeps instead of a tensor; gone when autograd lets go of it."""
+class SavedTensor:
+    """What autograd holds in place of a tensor; deleted when autograd no longer needs it."""
 
-    __slots__ = ("_kept", "_pointer", "_size", "tensor")
+    __slots__ = ("_all", "_size", "_storage", "tensor")
 
-    def __init__(self, kept: Kept | None, pointer: int, size: int, tensor: torch.Tensor) -> None:
-        self._kept, self._pointer, self._size, self.tensor = kept, pointer, size, tensor
+    def __init__(self, all_saved: SavedActivations | None, storage: int, size: int, tensor: torch.Tensor) -> None:
+        self._all, self._storage, self._size, self.tensor = all_saved, storage, size, tensor
 
     def __del__(self) -> None:
-        if self._kept is not None:
-            self._kept.let_go(self._pointer, self._size)
+        if self._all is not None:
+            self._all.release(self._storage, self._size)
+
+
+def _storage_of(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage()._cdata
 
 
 def memory_by_kind(trainer: Trainer) -> dict[str, int]:
