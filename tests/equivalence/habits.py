@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -368,6 +369,32 @@ class Convolutions(nn.Module):
         return self.head(F.relu(self.last(x)).flatten(1))
 
 
+class NormedBlock(nn.Module):
+    def __init__(self, norm: Callable[[int], nn.Module]) -> None:
+        super().__init__()
+        self.conv1, self.norm1 = nn.Conv2d(8, 12, 3, padding=1, bias=False), norm(12)
+        self.conv2, self.norm2 = nn.Conv2d(12, 8, 3, padding=1, bias=False), norm(8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.relu(x + self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)), inplace=True))))
+
+
+class ResidualNet(nn.Module):
+    """As ResNets are built: a norm between the convolutions of each block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        norms = nn.BatchNorm2d, partial(nn.GroupNorm, 2), partial(nn.InstanceNorm2d, affine=True)
+        self.stem, self.blocks = nn.Conv2d(3, 8, 3, padding=1), nn.ModuleList(map(NormedBlock, norms))
+        self.head = nn.Linear(8, 10)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x.mean((2, 3)))
+
+
 class Mixer(nn.Module):
     """Mamba as one writes it by hand: all layers are called, the state is kept in a loop over tokens."""
 
@@ -408,4 +435,5 @@ def _images(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 convolutions = uni.Task(model=Convolutions, loss=F.cross_entropy, optimizer=adam, batch=_images, name="convolutions")
+residual_net = uni.Task(model=ResidualNet, loss=F.cross_entropy, optimizer=adam, batch=_images, name="residual_net")
 state_space = task("state_space", lambda: Model(MixerBlock))

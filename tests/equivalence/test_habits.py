@@ -10,7 +10,8 @@ import unisono as uni
 from tests.equivalence import habits
 from tests.equivalence.proof import prove, refused
 from tests.ranks import RankPool
-from unisono.parallel.tensor import fitting_rules
+from unisono.errors import UsageError
+from unisono.parallel.tensor import fitting_rules, require_shareable
 
 Pools = Callable[[str, int], RankPool]
 ALL = [name for name, value in vars(habits).items() if isinstance(value, uni.Task)]
@@ -19,6 +20,7 @@ REFUSED = {
     ("folded_heads", "tp=2,sp"): "which of its dims tp=2 shards cannot be told",
     ("own_encoder_layer", "tp=2,sp"): "inside a block does not go with sequence parallelism",
     ("convolutions", "tp=2,sp"): "has none; leave sequence out",
+    ("residual_net", "tp=2,sp"): "column of a convolution does not go with sequence parallelism; leave sp out",
     ("shared_blocks", "tp=2,sp"): "leave sp out",
     ("gated_by_input", "tp=2,sp"): "would give blocks.0.gate a piece of the sequence",
 }
@@ -32,7 +34,8 @@ def test_the_result_is_that_of_one_device(pools: Pools, name: str, plan: str) ->
 
 
 @pytest.mark.parametrize(
-    "name", ["late_heads", "packed_dropout", "scaled_heads", "shared_blocks", "convolutions", "state_space"]
+    "name",
+    ["late_heads", "packed_dropout", "scaled_heads", "shared_blocks", "convolutions", "residual_net", "state_space"],
 )
 def test_the_result_is_that_of_one_device_with_data_parallelism(pools: Pools, name: str) -> None:
     verdict = pools("gloo", 4).run(prove, "habits", name, "dp=2,tp=2")[0]
@@ -52,6 +55,21 @@ def rules_of(name: str) -> dict[str, str]:
 def test_convolutions_are_sharded_by_channels() -> None:
     expected = {"widen": "column", "depthwise": "channels", "narrow": "row", "last": "column", "head": "row"}
     assert rules_of("convolutions") == expected
+
+
+def test_norms_between_convolutions_are_sharded_by_channels() -> None:
+    block = {"conv1": "column", "norm1": "channels", "conv2": "row"}
+    assert {name.removeprefix("blocks.*."): rule for name, rule in rules_of("residual_net").items()}.items() >= (
+        block.items()
+    )
+
+
+def test_a_rule_that_does_not_fit_a_norm_is_refused() -> None:
+    task = habits.residual_net
+    with pytest.raises(UsageError, match=r"the rule for blocks\.0\.norm1 says row, but it is a BatchNorm2d; expected"):
+        require_shareable(task.model(), 2, {"blocks.0.norm1": "row"})
+    with pytest.raises(UsageError, match=r"blocks\.1\.norm1 has 2 groups, which tp=3 does not divide"):
+        require_shareable(task.model(), 3, {"blocks.1.norm1": "channels"})
 
 
 def test_a_state_space_model_is_sharded_by_channels() -> None:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from unisono.parallel import vocabulary
+from unisono.parallel.convolution import is_convolution
 from unisono.parallel.cut_dims import cut_dims
 from unisono.parallel.dataflow import INPUT, PARAMETER, TOKENS, Flow, recorded
 from unisono.parallel.linear import features, is_linear
@@ -111,4 +112,6 @@ def _reason(name: str, model: nn.Module, styles: Styles, ranks: int, flow: Flow 
         if inputs % ranks and outputs % ranks:
             return f"tp={ranks} divides neither its {inputs} inputs nor its {outputs} outputs"
         return f"{type(module).__name__} without a rule; give it one, such as column_gather"
+    if is_convolution(module):
+        return f"{type(module).__name__} that no trial could shard together with the layers that read its output"
     return f"no rule shards a {type(module).__name__}"

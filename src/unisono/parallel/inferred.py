@@ -8,7 +8,8 @@ attention head by head. Such a set is a stretch:
 
 A layer inside a stretch that takes its features and gives some to it, as Mamba's projection to B, C and time steps, is
 sharded by rows, its output summed and used on (row_sum), or by columns (column_inside). Parameters that meet only the
-stretch's tensors, such as Mamba's A and D, a depthwise convolution or a scale for each head, are sharded by channels.
+stretch's tensors, such as Mamba's A and D, a depthwise convolution, a BatchNorm or a scale for each head, are sharded
+by channels.
 
 Whether a stretch can be sharded is not guessed from the ops in between: the module that contains it is sharded between
 simulated ranks and must give the outputs and gradients of the full one (see trial), on the inputs that it was called
@@ -37,7 +38,7 @@ from torch.utils._pytree import tree_map
 from unisono.errors import UsageError
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel import vocabulary
-from unisono.parallel.convolution import is_convolution, is_depthwise
+from unisono.parallel.convolution import is_channelwise, is_convolution
 from unisono.parallel.custom_layers import is_plain, require_sharding
 from unisono.parallel.dataflow import INPUT, TOKENS, Flow, Parts, as_double, is_layer, recorded, synthetic
 from unisono.parallel.hollow import realised_copy
@@ -277,7 +278,7 @@ class _Inferring:
             if parameter is None or not f"{name}.".startswith(f"{host}." if host else ""):
                 continue
             dims = [dim for dim, size in enumerate(parameter.shape) if size in lengths and size % self._ranks == 0]
-            if dims and is_depthwise(self._modules[layer]):
+            if dims and is_channelwise(self._modules[layer]):
                 rules[_relative(host, layer)] = "channels"
             elif dims:
                 rules[relative] = f"channels:{dims[0]}" if dims[0] else "channels"

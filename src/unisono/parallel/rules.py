@@ -16,8 +16,8 @@ match the first counts. Values:
     row_sum          cut by rows between a column and a row layer: its input is this rank's piece, its output whole and
                      used by every rank with its own pieces
     column_inside    cut by columns, of an input that row_sum gave: its gradient is summed there
-    channels         a parameter, or a depthwise convolution, of which each rank has its channels (dim 0; channels:1 is
-                     dim 1), between a column and a row layer
+    channels         a parameter, a depthwise convolution or a norm of channels (BatchNorm, GroupNorm): each rank
+                     has its channels (dim 0; channels:1 is dim 1), between a column and a row layer
     vocab            nn.Embedding cut by rows of the vocabulary
     logits           the layer whose output is the model's, sharded by columns: F.cross_entropy in a loss is computed
                      from the shards, everything else is given gathered logits

@@ -225,7 +225,7 @@ def _require_sound(model: nn.Module, styles: Styles, ranks: int) -> None:
         module = modules.get(name)
         if module is None:
             _require_shardable_parameter(name, model.get_parameter(name), style, ranks)
-        elif isinstance(module, nn.modules.conv._ConvNd) and style.kind in (*_LINEAR_KINDS, "channels"):
+        elif convolution.is_shardable(module) and style.kind in (*_LINEAR_KINDS, "channels"):
             convolution.require_shardable(name, module, style, ranks)
         elif style.kind in _LINEAR_KINDS:
             _require(is_linear(module), name, style, module, "an nn.Linear")
@@ -303,11 +303,11 @@ def _cut(model: nn.Module, styles: Styles, comm: Communicator, region_of: Region
             layer.register_forward_hook(_leaving(region_of(name)))
             keep_in_pieces(layer, features(module)[1], comm)
             made[module] = _in_place_of(module, layer)
-        elif isinstance(module, nn.modules.conv._ConvNd) and style.kind in convolution.KINDS:
+        elif convolution.is_shardable(module) and style.kind in convolution.KINDS:
             convolution.shard(module, style, region_of(name), pieces)
-            setattr(module.weight, READ_BY_PARENT, style.kind == "channels")
-            if module.bias is not None:
-                setattr(module.bias, READ_BY_PARENT, style.kind == "channels")
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    setattr(parameter, READ_BY_PARENT, style.kind == "channels")
         elif module not in made and style.kind in (*_LINEAR_KINDS, "vocab"):
             style = Style("column_gather") if style.kind == "logits" else style
             made[module] = _sharded(name, module, style, region_of(name), pieces)
