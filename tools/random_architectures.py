@@ -15,6 +15,18 @@ def _samples(source: Source) -> int:
     return source.traits.samples
 
 
+def _stack_of_numbers(layer: str, width: int, count: int, samples: int) -> tuple[list[str], list[str], list[str]]:
+    """Lines of __init__, forward and batch: linear layers around a list of layers of one class."""
+    init = [
+        f"self.first = nn.Linear(5, {width})",
+        f"self.layers = nn.ModuleList({layer}() for _ in range({count}))",
+        f"self.last = nn.Linear({width}, 4)",
+    ]
+    forward = ["x = self.first(x)", "for layer in self.layers:", "    x = layer(x)", "return self.last(x)"]
+    batch = [f"x = torch.randn({samples}, 5, generator=g)", f"y = torch.randn({samples}, 4, generator=g)"]
+    return init, forward, batch
+
+
 def _masked(source: Source) -> Job:
     """torch's encoder layers on padded sequences, with a mask among the inputs and the targets."""
     samples, length, heads, vocabulary = _samples(source), source.number(4, 6), 2, 11
@@ -226,13 +238,7 @@ def _spectral(source: Source) -> Job:
         init[0] = f"self.weight = nn.Parameter(torch.randn({modes}, {modes}, dtype=torch.complex64) / {modes})"
         body[0] = f"y = torch.fft.irfft(torch.fft.rfft(x) @ self.weight, n={width})"
     source.define("Spectral", module("Spectral", init, body))
-    init = [
-        f"self.first = nn.Linear(5, {width})",
-        f"self.layers = nn.ModuleList(Spectral() for _ in range({count}))",
-        f"self.last = nn.Linear({width}, 4)",
-    ]
-    forward = ["x = self.first(x)", "for layer in self.layers:", "    x = layer(x)", "return self.last(x)"]
-    batch = [f"x = torch.randn({samples}, 5, generator=g)", f"y = torch.randn({samples}, 4, generator=g)"]
+    init, forward, batch = _stack_of_numbers("Spectral", width, count, samples)
     if source.chance(0.3):
         init[-1] = f"self.last = nn.Linear({width}, 4, dtype=torch.complex64)"
         forward[-1] = "return self.last(torch.complex(x, x.flip(-1)).to(self.last.weight.dtype))"
@@ -291,14 +297,7 @@ def _updating(source: Source) -> Job:
     init = [f"self.inner = nn.Linear({w}, {w})", f"self.drop = {dropout(source)}", *(line.format(w=w) for line in init)]
     made = module("Updating", init, [*body, f"return x + self.drop({activation(source)}(self.inner(x)))"])
     source.define("Updating", made)
-    init = [
-        f"self.first = nn.Linear(5, {w})",
-        f"self.layers = nn.ModuleList(Updating() for _ in range({count}))",
-        f"self.last = nn.Linear({w}, 4)",
-    ]
-    forward = ["x = self.first(x)", "for layer in self.layers:", "    x = layer(x)", "return self.last(x)"]
-    batch = [f"x = torch.randn({samples}, 5, generator=g)", f"y = torch.randn({samples}, 4, generator=g)"]
-    return Job(init, forward, batch, "numbers")
+    return Job(*_stack_of_numbers("Updating", width, count, samples), "numbers")
 
 
 _HEADS = """

@@ -211,7 +211,7 @@ def check_refusals(comm: Communicator) -> None:
         (models.Pooled(), tokens, "as the targets are of tokens"),
         (models.Counting(), tokens, "expected layers that work token by token"),
         (models.HandWritten(), tokens, r"block blocks.0 did not call F.scaled_dot_product_attention"),
-        (WithMemory(4), hidden, "could not be told apart"),
+        (WithMemory(4), hidden, "could not be distinguished"),
         (WithMemory(3, prefix=True), hidden, "keys that differ between ranks"),
     ]
     for model, inputs, words in refused:

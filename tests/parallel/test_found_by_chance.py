@@ -759,8 +759,8 @@ def came_of(comm: Communicator, model: type[nn.Module], plan: str) -> str:
     ],
 )
 def test_blocks_that_are_not_called(pools: Pools, model: type[nn.Module], plan: str, outcome: str) -> None:
-    for told in pools("gloo", 2).run(came_of, model, plan):
-        assert outcome in told
+    for got in pools("gloo", 2).run(came_of, model, plan):
+        assert outcome in got
 
 
 class Phase(nn.Module):
@@ -794,6 +794,28 @@ def complex_stage(comm: Communicator) -> None:
 
 def test_a_stage_whose_parameters_are_all_complex(pools: Pools) -> None:
     pools("gloo", 2).run(complex_stage)
+
+
+class ComplexHead(nn.Module):
+    """A complex layer whose input needs a gradient: both products of its backward take a conjugate."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.head = nn.Linear(4, 4), nn.Linear(4, 4, dtype=torch.complex64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        return self.head(torch.complex(x, x.flip(-1)).to(self.head.weight.dtype)).abs()
+
+
+def complex_head(comm: Communicator) -> None:
+    task = Task(ComplexHead, F.cross_entropy, partial(torch.optim.AdamW, lr=0.1), answers)
+    verdict = verify_here(comm, task, Plan.parse("tp=2"), 2)
+    assert verdict.equivalent, verdict
+
+
+def test_a_complex_layer_that_is_sharded(pools: Pools) -> None:
+    pools("gloo", 2).run(complex_head)
 
 
 class TokenDropping(Tower):

@@ -203,18 +203,14 @@ class NormedMemory(nn.Module):
         return x
 
 
-class NormedMemoryBlock(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.fc1, self.fc2 = nn.LayerNorm(24), nn.Linear(24, 48), nn.Linear(48, 24)
-
+class NormedMemoryBlock(ConditionedBlock):
     def forward(self, x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = x + self.fc2(self.fc1(self.norm(memory)).mean(1, keepdim=True) * self.fc1(x))
         return y
 
 
 def test_what_is_made_of_a_second_sequence_is_not_taken_for_tokens(pools: Pools) -> None:
-    with pytest.raises(RemoteError, match="could not be told apart; pad it to another length, or leave sp out"):
+    with pytest.raises(RemoteError, match="could not be distinguished; pad it to another length, or leave sp out"):
         pools("gloo", 2).run(check_training, NormedMemory, twelve_tokens, squares, MLP_ONLY, True)
 
 

@@ -309,7 +309,7 @@ class Context:
         if x.dim() == 3 and x.is_floating_point() and x.shape[1] != tokens.length and x.shape[1] in tokens.counts:
             raise UsageError(
                 f"block {name} was given a tensor {tuple(x.shape)} beside the hidden states of a sequence of "
-                f"{tokens.length}: its length is that of a rank's share, so the two could not be told apart; "
+                f"{tokens.length}: its length is that of a rank's share, so the two could not be distinguished; "
                 "pad it to another length, or use a plan with cp=1"
             )
         return x

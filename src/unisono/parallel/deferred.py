@@ -64,7 +64,7 @@ class _Linear(torch.autograd.Function):
         if torch.is_grad_enabled():  # create_graph=True: the input's gradient depends on the weight itself
             weight = ctx.source[0]
         (towards_x, _), (towards_token, _), *_ = ctx.next_functions
-        dx = grad @ weight if _is_wanted(towards_x) else None
+        dx = grad @ weight.conj() if _is_wanted(towards_x) else None
         if _is_wanted(towards_token):
             ctx.kept.append((grad, x))
         return dx, grad.new_zeros(()), None, None, None, None
@@ -82,7 +82,7 @@ class _Late(torch.autograd.Function):
     def backward(ctx: Any, _: torch.Tensor) -> tuple[Any, ...]:
         grad, x = ctx.kept.pop()
         grad, x = _samples(grad), _samples(x)
-        dw = grad.t() @ x
+        dw = grad.t() @ x.conj()
         return dw, grad.sum(0) if ctx.needs_input_grad[1] else None, None
 
 

@@ -336,7 +336,7 @@ def _not_told_apart(x: torch.Tensor, length: int | None) -> UsageError:
     return UsageError(
         f"sequence parallelism: a block was given a tensor of shape {tuple(x.shape)} beside its hidden states, and "
         f"{x.shape[DIM]} tokens are also this rank's share of {length or 'the sequence'}, so that the two could not be "
-        "told apart; pad it to another length, or leave sp out"
+        "distinguished; pad it to another length, or leave sp out"
     )
 
 

@@ -137,9 +137,9 @@ class SpreadAttention:
         if min(tokens.counts) > 1 or tokens.length == 1 or self.comm.is_simulated:
             return causal
         flags = [bool(flag) for flag in self.comm.all_gather(torch.tensor([int(causal)], device=self.comm.device))]
-        told = [flag for flag, count in zip(flags, tokens.counts, strict=True) if count > 1]
-        if told or all(flags):
-            return all(flags) or any(told)
+        of_several = [flag for flag, count in zip(flags, tokens.counts, strict=True) if count > 1]
+        if of_several or all(flags):
+            return all(flags) or any(of_several)
         raise UsageError(
             f"attention without a mask and without is_causal to a sequence of {tokens.length} tokens under "
             f"cp={self.comm.size}: models leave is_causal out for one query, and no rank has more; use longer "

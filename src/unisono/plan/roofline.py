@@ -1,7 +1,7 @@
 """What one op takes: the longer of computing and of moving its bytes, at measured efficiencies.
 
 On a device that its host runs ahead of, an op takes time twice: that of the device, and that of the host, which
-launches it. The two go on at the same time, so they are told apart here, and the longer counts for a whole stage.
+launches it. The two go on at the same time, so they are distinguished here, and the longer counts for a whole stage.
 Elsewhere the time to launch is part of the op's.
 """
 

@@ -46,7 +46,7 @@ def activation_rows(planner: Planner, ranks: int) -> list[ActivationRow]:
     """One sample on one device, with tp over `ranks`, with sp, with selective and with full recomputation."""
     portrait = planner.portrait
     if not portrait.blocks:
-        raise UsageError(f"--activations: {portrait.name} has no repeated blocks, whose layers could be told apart")
+        raise UsageError(f"--activations: {portrait.name} has no repeated blocks, whose layers could be distinguished")
     plans = [Plan()]
     if ranks > 1:
         refusal = planner.allows(Plan(tp=ranks))

@@ -69,7 +69,7 @@ class Ledger:
 class SavedActivations:
     """Bytes of the tensors that autograd saves for the backward, now and at most; `model`'s own tensors do not count.
 
-    Storages are told apart by identity, not by address: ZeRO 3 frees the storage of a parameter while autograd still
+    Storages are distinguished by identity, not by address: ZeRO 3 frees the storage of a parameter while autograd still
     has a tensor in it, and an activation may then lie at the same address.
     """
 
