@@ -796,6 +796,39 @@ def test_a_stage_whose_parameters_are_all_complex(pools: Pools) -> None:
     pools("gloo", 2).run(complex_stage)
 
 
+class Gated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = nn.Linear(4, 8), nn.Linear(4, 8), nn.Linear(8, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(F.leaky_relu(self.gate(x)) * self.up(x))
+
+
+class OddVocabulary(nn.Module):
+    """tp=2 gives one rank six rows of the embedding and the other five, which tips the balance of two stages."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.body, self.head = nn.Embedding(11, 4), Gated(), nn.Linear(4, 11, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(self.body(self.tokens(x)))
+
+
+def odd_vocabulary(comm: Communicator) -> None:
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    task = Task(OddVocabulary, loss, partial(torch.optim.AdamW, lr=0.1), lambda seed: (TOKENS % 11, TOKENS % 11))
+    verdict = verify_here(comm, task, Plan.parse("tp=2,pp=2,microbatches=2"), 2)
+    assert verdict.equivalent, verdict
+
+
+def test_stages_are_the_same_for_ranks_with_uneven_shards(pools: Pools) -> None:
+    pools("gloo", 4).run(odd_vocabulary)
+
+
 class ComplexHead(nn.Module):
     """A complex layer whose input needs a gradient: both products of its backward take a conjugate."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from unisono.errors import UsageError
+from unisono.parallel.layout import full_numel
 
 
 @dataclass(frozen=True)
@@ -118,4 +119,4 @@ def _weight(blocks: Blocks) -> int:
 
 
 def _weight_of(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+    return sum(map(full_numel, module.parameters()))

@@ -96,7 +96,9 @@ def whole_of(local: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
 def wholes_of(held: Sequence[torch.Tensor], layouts: Sequence[Layout], mesh: Mesh) -> list[torch.Tensor]:
     """The whole tensors; many pieces travel in one message. Ranks give the same tensors in the same order."""
     wholes: list[torch.Tensor] = []
-    for begin, end in _bunches([_whole_bytes(*each) for each in zip(held, layouts, strict=True)]):
+    for begin, end in _bunches(
+        [_full_numel(*each) * each[0].element_size() for each in zip(held, layouts, strict=True)]
+    ):
         wholes += _gathered(held[begin:end], layouts[begin:end], mesh)
     return wholes
 
@@ -151,11 +153,16 @@ def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:
     return changed
 
 
-def _whole_bytes(local: torch.Tensor, layout: Layout) -> int:
+def full_numel(local: torch.Tensor) -> int:
+    """Elements of the full tensor: the same number on every rank, however unevenly they share it."""
+    return _full_numel(local, layout_of(local))
+
+
+def _full_numel(local: torch.Tensor, layout: Layout) -> int:
     shape: Sequence[int] = local.shape
     for split in reversed(layout.splits):
         shape = _with(shape, split.dim, split.length)
-    return math.prod(shape) * local.element_size()
+    return math.prod(shape)
 
 
 def _bunches(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:

@@ -22,6 +22,7 @@ from unisono.parallel.blocks import find_blocks
 from unisono.parallel.context import hidden_states
 from unisono.parallel.even_experts import evenly_visited
 from unisono.parallel.hollow import hollow, hollow_copy, realised_copy
+from unisono.parallel.layout import full_numel
 from unisono.parallel.pipeline.lending import Lending
 from unisono.parallel.pipeline.message import Form
 from unisono.parallel.pipeline.shadow import Shadow
@@ -62,7 +63,7 @@ def rehearse(model: nn.Module, schedule: Schedule, inputs: Any) -> bool:
 
 def rehearse_with_values(model: nn.Module, schedule: Schedule, inputs: Any) -> None:
     """The same with values, of a model that is small; of a draft's, with a few tensors' at a time."""
-    if sum(parameter.numel() for parameter in model.parameters()) > _SMALL:
+    if sum(map(full_numel, model.parameters())) > _SMALL:
         return
     with left_as_it_was(model), contextlib.suppress(_NeedsNumbers), torch.no_grad():
         full, values = _played(lambda: _with_values(model, inputs))

@@ -23,6 +23,7 @@ from torch import nn
 
 from unisono.errors import UsageError
 from unisono.parallel.blocks import Blocks, find_blocks, layers_of
+from unisono.parallel.layout import full_numel
 from unisono.parallel.pipeline.foreign import Foreign
 from unisono.parallel.pipeline.stage import Stage
 from unisono.parallel.pipeline.survey import Survey, by_example, by_order
@@ -121,7 +122,7 @@ def _costs(model: nn.Module, blocks: Blocks, survey: Survey, cost: Cost) -> list
     costs = [0.0] * count
     for parameter in model.parameters():
         for segment in survey.users[id(parameter)]:
-            costs[segment] += parameter.numel()
+            costs[segment] += full_numel(parameter)
     return costs
 
 
