@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,10 +13,15 @@ from torch import nn
 
 from tests.parallel.training import check_training
 from tests.ranks import RankPool
+from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.parallel import published_rules
 from unisono.parallel.rules import published
-from unisono.parallel.tensor import _require_sound, styles_of
+from unisono.parallel.tensor import _require_sound, fitting_rules, styles_of
+from unisono.plan.plan import Plan
 from unisono.verify.float64 import InDouble
+from unisono.verify.task import Task
+from unisono.verify.verify import verify_here
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 
@@ -167,3 +173,79 @@ def test_a_plan_that_is_not_known() -> None:
     model._tp_plan = {"model.layers.*.self_attn.q_proj": "all_reduce"}
     with pytest.raises(UsageError, match=r"own tensor-parallel plan says 'all_reduce' of .* pass rules"):
         styles_of(model, 2)
+
+
+# ---- plans that leave something out, or do not hold ------------------------------------------------------------------
+
+
+class LearnedActivation(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.slope = nn.Parameter(torch.tensor(0.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x) + self.slope * x
+
+
+def with_a_learned_activation() -> nn.Module:
+    """As Apertus has it: between layers of the published plan, which does not name it."""
+    model = llama()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = LearnedActivation()
+    return model
+
+
+def doge() -> nn.Module:
+    """Its attention adds a mask that it makes of the values of all heads."""
+    return transformers.DogeForCausalLM(transformers.DogeConfig(**GROUPED))
+
+
+def proved(comm: Communicator, build: Callable[[], nn.Module], plan: str) -> None:
+    def batch(seed: int) -> tuple[Any, torch.Tensor]:
+        tokens = torch.randint(VOCABULARY, (2, 9), generator=torch.Generator().manual_seed(seed))
+        return {"input_ids": tokens, "use_cache": False}, tokens
+
+    def loss(outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        return F.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
+
+    task = Task(build, loss, partial(torch.optim.AdamW, lr=1e-2), batch)
+    verdict = verify_here(comm, task, Plan.parse(plan), 2)
+    assert verdict.equivalent, verdict
+
+
+@pytest.mark.parametrize("build", [with_a_learned_activation, doge])
+def test_a_published_plan_is_tried(pools: Pools, build: Callable[[], nn.Module]) -> None:
+    pools("gloo", 2).run(proved, build, "tp=2")
+
+
+def test_a_learned_activation_in_a_large_model_is_found_by_its_data_flow(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, example = with_a_learned_activation(), ({"input_ids": sentences(), "use_cache": False}, sentences())
+    by_trial = fitting_rules(model, 2, None, example)
+    assert by_trial is not None
+    assert by_trial["model.layers.1.mlp.act_fn.slope"] == "summed"
+    monkeypatch.setattr(published_rules, "_FLOPS", 0)
+    assert fitting_rules(model, 2, None, example) == by_trial
+
+
+def test_a_plan_that_holds_is_used_as_it_is() -> None:
+    assert fitting_rules(qwen3(), 2, None, ({"input_ids": sentences(), "use_cache": True}, sentences())) is None
+
+
+def deepseek_v4() -> nn.Module:
+    """Its first layers choose experts by the ids of all tokens."""
+    options = {"head_dim": 8, "num_experts_per_tok": 2, "n_routed_experts": 4, "moe_intermediate_size": 12}
+    return transformers.DeepseekV4ForCausalLM(transformers.DeepseekV4Config(**SIZES | EAGER | options))
+
+
+def refusal(comm: Communicator, build: Callable[[], nn.Module], plan: str) -> str:
+    try:
+        proved(comm, build, plan)
+    except UsageError as error:
+        return str(error)
+    return ""
+
+
+def test_a_block_that_fails_on_a_share_of_the_tokens_is_refused(pools: Pools) -> None:
+    for text in pools("gloo", 2).run(refusal, deepseek_v4, "tp=2,sp"):
+        assert "sequence parallelism: block model.layers.0 fails with" in text
+        assert "leave sp out" in text

@@ -36,7 +36,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from unisono.comm.communicator import Communicator
-from unisono.errors import UsageError
+from unisono.errors import UnisonoError, UsageError
 from unisono.mesh import dropout
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import Key
@@ -230,7 +230,7 @@ class SequenceParallel:
         last = len(self.blocks.modules) - 1
         for number, block in enumerate(self.blocks.modules):
             # What wraps a block from now on is outside, and sees pieces between blocks.
-            block.forward = partial(self._run_block, block.forward, number == 0, number == last)
+            block.forward = partial(self._run_block, block.forward, number, number == last)
             for name, parameter in block.named_parameters(prefix=self.blocks.name(number)):
                 if "tp" not in layout_of(parameter).axes and not self._is_full(name):
                     add_up(parameter, "tp")
@@ -238,8 +238,8 @@ class SequenceParallel:
                 if name in self._full:
                     module.forward = partial(self._run_full, name, module.forward)
 
-    def _run_block(self, forward: Forward, is_first: bool, is_last: bool, *args: Any, **kwargs: Any) -> Any:
-        region = self._inside
+    def _run_block(self, forward: Forward, number: int, is_last: bool, *args: Any, **kwargs: Any) -> Any:
+        region, is_first = self._inside, number == 0
         given = _first_tensor((*args, *kwargs.values()))
         hidden = region.cut(given) if is_first else given
         others: list[torch.Tensor] = []
@@ -254,7 +254,16 @@ class SequenceParallel:
 
         args, kwargs = tree_map(entered, (args, kwargs))
         with region.block(hidden, others):
-            outputs = forward(*args, **kwargs)
+            try:
+                outputs = forward(*args, **kwargs)
+            except (UnisonoError, torch.OutOfMemoryError):
+                raise
+            except (RuntimeError, ValueError, IndexError) as error:
+                raise UsageError(
+                    f"sequence parallelism: block {self.blocks.name(number)} fails with {hidden.shape[DIM]} of "
+                    f"{region.length} tokens on this rank ({type(error).__name__}: {' '.join(str(error).split())}); "
+                    "if it runs on the full sequence, leave sp out"
+                ) from error
         return self._left(outputs, is_last)
 
     def _is_used_in_full(self, x: Any, hidden: torch.Tensor, is_first: bool) -> bool:

@@ -25,7 +25,7 @@ from torch import nn
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel import attention, convolution, custom_layers, user_hooks, vocabulary
+from unisono.parallel import attention, convolution, custom_layers, published_rules, user_hooks, vocabulary
 from unisono.parallel.attention import ParallelMultiheadAttention
 from unisono.parallel.derive import derived
 from unisono.parallel.inferred import compressed, inferred
@@ -149,7 +149,7 @@ def fitting_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tu
             "wrap it: nn.Sequential(layer)"
         )
     if published(model) is not None:
-        return rules
+        return _tried_rules(model, ranks, rules, example)
     brought = _brought(model) | matched(model, rules or {})
     found = inferred(model, ranks, example[0], _cut_alone, {name: str(style) for name, style in brought.items()})
     if found is not None and any(text != "whole" for text in found.rules.values()):
@@ -163,6 +163,22 @@ def fitting_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tu
             return {**(rules or {}), **searched} if searched else rules
         except UsageError as untraceable:
             raise UsageError(f"{error} (its graph cannot be searched: {untraceable})") from None
+
+
+def _tried_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tuple[Any, Any]) -> Rules | None:
+    """What a model publishes; with sums of gradients that it left out, or inferred rules where it does not hold."""
+    try:
+        styles = require_shareable(model, ranks, rules)
+    except UsageError:
+        return rules
+    tried = published_rules.tried(model, ranks, styles, example[0], _cut_alone)
+    if tried.fails:
+        given = {name: str(style) for name, style in matched(model, rules or {}).items()}
+        found = inferred(model, ranks, example[0], _cut_alone, given)
+        return rules if found is None or not found.rules else compressed(found.rules, model)
+    if not tried.sums:
+        return rules
+    return {name: str(style) for name, style in styles.items()} | dict.fromkeys(tried.sums, "summed")
 
 
 def _cut_alone(module: nn.Module, rules: Rules, comm: Any) -> None:
