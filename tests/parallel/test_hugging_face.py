@@ -178,6 +178,14 @@ def test_a_plan_that_is_not_known() -> None:
 # ---- plans that leave something out, or do not hold ------------------------------------------------------------------
 
 
+def test_a_plan_that_is_not_known_gives_way_to_inferred_rules() -> None:
+    model = llama()
+    model._tp_plan = {"model.layers.*.mlp": "all_reduce"}
+    rules = fitting_rules(model, 2, None, ({"input_ids": sentences(), "use_cache": False}, sentences()))
+    assert rules is not None
+    assert rules["model.layers.*.mlp.down_proj"] == rules["model.layers.*.self_attn.o_proj"] == "row"
+
+
 class LearnedActivation(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -213,7 +221,19 @@ def proved(comm: Communicator, build: Callable[[], nn.Module], plan: str) -> Non
     assert verdict.equivalent, verdict
 
 
-@pytest.mark.parametrize("build", [with_a_learned_activation, doge])
+def mimo() -> nn.Module:
+    """Its plan shards a number for each head, the attention's sinks."""
+    options = {
+        "head_dim": 4,
+        "v_head_dim": 4,
+        "n_routed_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 12,
+    }
+    return transformers.MiMoV2FlashForCausalLM(transformers.MiMoV2FlashConfig(**GROUPED | EAGER | options))
+
+
+@pytest.mark.parametrize("build", [with_a_learned_activation, doge, mimo])
 def test_a_published_plan_is_tried(pools: Pools, build: Callable[[], nn.Module]) -> None:
     pools("gloo", 2).run(proved, build, "tp=2")
 

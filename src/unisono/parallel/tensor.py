@@ -103,6 +103,9 @@ def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Style
 def _brought(model: nn.Module) -> Styles:
     theirs = published(model)
     styles = matched(model, theirs if theirs is not None else known(model), every=False)
+    vectors = {name for name, parameter in model.named_parameters() if parameter.dim() == 1}
+    by_channel = {name: Style("channels") for name in styles.keys() & vectors if styles[name].kind == "column"}
+    styles |= by_channel  # a number for each head, such as an attention sink
     return {name: style for name, style in styles.items() if style.kind != "vocab" or _is_sharded(model, name)}
 
 
@@ -148,10 +151,16 @@ def fitting_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tu
             f"tp: the model is one {type(model).__name__}, and a layer is cut within a module that has it; "
             "wrap it: nn.Sequential(layer)"
         )
-    if published(model) is not None:
+    try:
+        is_published = published(model) is not None
+    except UsageError as unknown:
+        found = inferred(model, ranks, example[0], _cut_alone, _named(matched(model, rules or {})))
+        if found is None or not found.rules:
+            raise unknown from None
+        return compressed(found.rules, model)
+    if is_published:
         return _tried_rules(model, ranks, rules, example)
-    brought = _brought(model) | matched(model, rules or {})
-    found = inferred(model, ranks, example[0], _cut_alone, {name: str(style) for name, style in brought.items()})
+    found = inferred(model, ranks, example[0], _cut_alone, _named(_brought(model) | matched(model, rules or {})))
     if found is not None and any(text != "whole" for text in found.rules.values()):
         return compressed(found.rules, model)
     try:
@@ -173,12 +182,15 @@ def _tried_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tup
         return rules
     tried = published_rules.tried(model, ranks, styles, example[0], _cut_alone)
     if tried.fails:
-        given = {name: str(style) for name, style in matched(model, rules or {}).items()}
-        found = inferred(model, ranks, example[0], _cut_alone, given)
+        found = inferred(model, ranks, example[0], _cut_alone, _named(matched(model, rules or {})))
         return rules if found is None or not found.rules else compressed(found.rules, model)
     if not tried.sums:
         return rules
-    return {name: str(style) for name, style in styles.items()} | dict.fromkeys(tried.sums, "summed")
+    return _named(styles) | dict.fromkeys(tried.sums, "summed")
+
+
+def _named(styles: Styles) -> dict[str, str]:
+    return {name: str(style) for name, style in styles.items()}
 
 
 def _cut_alone(module: nn.Module, rules: Rules, comm: Any) -> None:
