@@ -263,6 +263,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         "Swin",
         {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
     ),
+    "resnet": _image("ResNet", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic"}),
     "convnext": _image("ConvNext", {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2, "patch_size": 2}),
     "clip": Architecture(
         IMAGES,
