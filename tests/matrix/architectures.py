@@ -264,6 +264,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         {"image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2], "num_heads": [2, 4], "window_size": 4},
     ),
     "resnet": _image("ResNet", {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 2], "layer_type": "basic"}),
+    "mobilenet-v2": _image("MobileNetV2", {"image_size": 16}),  # its last BatchNorms normalise four values each
     "convnext": _image("ConvNext", {"hidden_sizes": [8, 16], "depths": [1, 2], "num_stages": 2, "patch_size": 2}),
     "clip": Architecture(
         IMAGES,

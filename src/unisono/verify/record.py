@@ -74,8 +74,9 @@ def plain_record(
     """One device, one process, the plain model on the whole batch; in half precision as torch itself does it. A rank of
     a job may call it: the task then sees a world of one.
 
-    rounding: gradients of elements that are no larger are recorded, but 0 for the optimizer. noise: of this size,
-    relative to each gradient's largest element, is added to gradients, as if sums were taken in another order."""
+    rounding: gradients of elements that are no larger are recorded, but 0 for the optimizer. noise: of this size, it is
+    added to parameters (relative to each element) and to gradients (relative to the largest element), as if sums were
+    taken in another order."""
     precision = Precision.of(precision)
     model = in_dtype(build(task.model, seed), dtype)
     random = RandomState(seed)
@@ -93,6 +94,7 @@ def plain_record(
         inputs, targets = batch_of(task, step, dtype)
         random.step = step
         in_double = InDouble(dtype)
+        _round(model.parameters(), noise, step)
         with in_double, random, watched(model, record.activations if step == 0 else None):
             with autocast(precision.dtype, torch.device("cpu")):
                 loss = task.loss(call(model, inputs), targets)
@@ -202,6 +204,14 @@ def leave_out(rounding: float, parameters: Iterable[torch.Tensor]) -> None:
     for parameter in parameters if rounding else ():
         if parameter.grad is not None and not parameter.grad.is_sparse:
             parameter.grad.masked_fill_(parameter.grad.abs() <= rounding, 0)
+
+
+def _round(parameters: Iterable[torch.Tensor], noise: float, seed: int) -> None:
+    """Moves every element by about one rounding, which BatchNorm over a few almost equal samples multiplies."""
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in parameters if noise else ():
+        drawn = torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+        parameter.data.mul_((1 + noise * drawn).to(parameter.dtype))
 
 
 def _disturb(parameters: Iterable[torch.Tensor], noise: float, seed: int) -> None:

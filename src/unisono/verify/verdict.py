@@ -33,7 +33,7 @@ _NOISE_OF_ELEMENTS = {"float64": _NOISE * TOLERANCE["float64"], "float32": 1e-6}
 # device a plan may be off, and up to which deviation it is asked at all.
 ROUNDING = 4 * 2.0**-52
 _AS_FAR = 10
-_MOST_SENSITIVE = 1e-6
+_MOST_SENSITIVE = 1e-4
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ def may_be_sensitive(verdict: Verdict, dtype: str) -> bool:
 
 
 def within_sensitivity(verdict: Verdict, plain: Record, disturbed: Record, dtype: str) -> Verdict:
-    """The verdict, given a second run on one device in which rounding moved the gradients."""
+    """The verdict, given a second run on one device in which rounding moved parameters and gradients."""
     moved = {each.kind: each.deviation for each in compared(verdict.plan, plain, disturbed, dtype).worst}
     allowed = {kind: max(_allowed(kind, dtype), _AS_FAR * moved.get(kind, 0.0)) for kind in KINDS}
     if max(moved.values()) > _MOST_SENSITIVE or any(each.deviation > allowed[each.kind] for each in verdict.worst):
