@@ -247,8 +247,11 @@ def test_a_learned_activation_in_a_large_model_is_found_by_its_data_flow(monkeyp
     assert fitting_rules(model, 2, None, example) == by_trial
 
 
-def test_a_plan_that_holds_is_used_as_it_is() -> None:
-    assert fitting_rules(qwen3(), 2, None, ({"input_ids": sentences(), "use_cache": True}, sentences())) is None
+@pytest.mark.parametrize("build", [llama, qwen3, gemma2, mixtral])
+@pytest.mark.parametrize("caches", [True, False])
+def test_a_plan_that_holds_is_used_as_it_is(build: Callable[[], nn.Module], caches: bool) -> None:
+    """Eager attention (gemma2) returns its weights as well; a cache is written to whenever a module runs."""
+    assert fitting_rules(build(), 2, None, ({"input_ids": sentences(), "use_cache": caches}, sentences())) is None
 
 
 def deepseek_v4() -> nn.Module:

@@ -94,7 +94,7 @@ def _needed(module: nn.Module, ranks: int, rules: Rules, given: Any, shard: Shar
     if real is None:
         return []
     given = tree_map(as_double, synthetic(given, torch.Generator().manual_seed(0)))
-    trial = Trial(real.double().cpu().eval(), simulated_ranks(ranks), given, shard)
+    trial = Trial(real.double().cpu().eval(), simulated_ranks(ranks), given, shard, is_of_first=True)
     sums = trial.needed_sums(rules)
     if sums is None and trial.needed_sums({}) is None:
         return []

@@ -38,10 +38,17 @@ def simulated_ranks(ranks: int) -> int:
 
 
 class Trial:
-    """One module in float64 and the arguments of one call of it, held against simulated ranks."""
+    """One module in float64 and the arguments of one call of it, held against simulated ranks.
 
-    def __init__(self, module: nn.Module, ranks: int, given: Arguments, shard: Shard) -> None:
+    is_of_first: of its outputs, only the first tensor is compared. Attention may return its weights beside the hidden
+    states, of which a rank has those of its heads.
+    """
+
+    def __init__(
+        self, module: nn.Module, ranks: int, given: Arguments, shard: Shard, *, is_of_first: bool = False
+    ) -> None:
         self._module, self._ranks, self._given, self._shard = module, ranks, given, shard
+        self._is_of_first = is_of_first
         self._expected: _Computed | None = None
 
     def needed_sums(self, rules: Rules) -> list[str] | None:
@@ -50,10 +57,8 @@ class Trial:
         try:
             with held_fast():
                 if self._expected is None:
-                    self._expected = _computed(self._module, self._given)
-                results = together(
-                    self._module, rules, self._ranks, lambda shared: _computed(shared, self._given), self._shard
-                )
+                    self._expected = self._computed(self._module)
+                results = together(self._module, rules, self._ranks, self._computed, self._shard)
         except Exception:  # sizes that do not fit, arguments that cannot be differentiated: not a way to shard it
             return None
         finally:
@@ -62,11 +67,14 @@ class Trial:
                     del parameter.unisono_layout
         return _compared(self._expected, results)
 
+    def _computed(self, module: nn.Module) -> _Computed:
+        return _computed(module, self._given, is_of_first=self._is_of_first)
+
     def holds_with_other_values(self, rules: Rules) -> bool:
         """Whether the rules hold whatever the parameters are: `x[:, 0] > 0`, of sharded features, is another question
         on every rank, to which a few samples may have the same answer by chance."""
         for module in varied(self._module):
-            other = Trial(module, self._ranks, self._given, self._shard)
+            other = Trial(module, self._ranks, self._given, self._shard, is_of_first=self._is_of_first)
             if other.needed_sums(rules) != [] and other.is_finite:
                 return False
         return True
@@ -104,7 +112,7 @@ def _weights(number: int, output: torch.Tensor) -> torch.Tensor:
 _Computed = tuple[list[torch.Tensor], list[torch.Tensor | None], dict[str, tuple[torch.Tensor | None, Any]]]
 
 
-def _computed(module: nn.Module, given: Arguments) -> _Computed:
+def _computed(module: nn.Module, given: Arguments, *, is_of_first: bool) -> _Computed:
     """Outputs, gradients of inputs, and gradients of parameters with their layouts."""
     inputs: list[torch.Tensor] = []
 
@@ -120,7 +128,7 @@ def _computed(module: nn.Module, given: Arguments) -> _Computed:
     with torch.enable_grad():
         args, kwargs = tree_map(fresh, given)
         found = [leaf for leaf in tree_leaves(module(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
-        outputs = [leaf for leaf in found if leaf.is_floating_point()]
+        outputs = [leaf for leaf in found if leaf.is_floating_point()][: 1 if is_of_first else None]
         total = sum((each * _weights(number, each)).sum() for number, each in enumerate(outputs))
         named = {name: each for name, each in module.named_parameters() if each.requires_grad}
         if not isinstance(total, torch.Tensor) or not total.requires_grad:
