@@ -350,6 +350,36 @@ shared_blocks = task("shared_blocks", lambda: Shared(ParallelBlock))
 gated_by_input = task("gated_by_input", lambda: Model(GatedByInput))
 
 
+# ---- attention that returns its weights, too -------------------------------------------------------------------------
+
+
+class WithWeights(Attention):
+    def forward(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        q, k, v = self.projected(x)
+        weights = (q @ k.mT / HEAD**0.5).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).flatten(2)), weights
+
+
+class IgnoresWeights(Block):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attended, _ = self.attention(self.norm1(x))
+        x = x + attended
+        return x + self.mlp(self.norm2(x))
+
+
+class UsesWeights(Block):
+    """The weights of all heads: a rank that has some of them would see others."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        attended, weights = self.attention(self.norm1(x))
+        x = x + attended * weights.amax((1, 3))[..., None]
+        return x + self.mlp(self.norm2(x))
+
+
+weights_ignored = task("weights_ignored", lambda: Model(lambda: IgnoresWeights(WithWeights())))
+weights_used = task("weights_used", lambda: Model(lambda: UsesWeights(WithWeights())))
+
+
 # ---- convolutions and state-space models -----------------------------------------------------------------------------
 
 

@@ -22,6 +22,7 @@ REFUSED = {
     ("convolutions", "tp=2,sp"): "has none; leave sequence out",
     ("residual_net", "tp=2,sp"): "column of a convolution does not go with sequence parallelism; leave sp out",
     ("shared_blocks", "tp=2,sp"): "leave sp out",
+    ("weights_used", "tp=2,sp"): "the model fails where it has some of the tokens",
     ("gated_by_input", "tp=2,sp"): "would give blocks.0.gate a piece of the sequence",
 }
 CASES = [(name, plan) for name in ALL for plan in ("tp=2", "tp=2,sp")]
@@ -70,6 +71,11 @@ def test_a_rule_that_does_not_fit_a_norm_is_refused() -> None:
         require_shareable(task.model(), 2, {"blocks.0.norm1": "row"})
     with pytest.raises(UsageError, match=r"blocks\.1\.norm1 has 2 groups, which tp=3 does not divide"):
         require_shareable(task.model(), 3, {"blocks.1.norm1": "channels"})
+
+
+def test_attention_whose_weights_nobody_uses_is_sharded_by_heads() -> None:
+    assert rules_of("weights_ignored")["blocks.*.attention.o"] == "row"
+    assert rules_of("weights_used").get("blocks.*.attention.o") != "row"
 
 
 def test_a_state_space_model_is_sharded_by_channels() -> None:

@@ -61,6 +61,7 @@ class Flow:
     sources: dict[str, Origins] = field(default_factory=dict)  # whose outputs reach a layer, in order of first calls
     outputs: Origins = frozenset()  # whose outputs reach the model's output
     calls: dict[str, Arguments] = field(default_factory=dict)  # the first call of each module that has children
+    used: dict[str, set[int]] = field(default_factory=dict)  # of the tensors that such a module returns: which are used
     parts: dict[str, list[Parts]] = field(default_factory=dict)  # proportions in which layers' outputs are split
     sizes: list[Size] = field(default_factory=list)
     layer_flops: dict[str, int] = field(default_factory=dict)
@@ -114,6 +115,7 @@ def _recorded(model: nn.Module, samples: Any) -> Flow:
     finally:
         torch.backends.mha.set_fastpath_enabled(fast)
     recorder.flow.outputs = recorder.origins_of(outputs)
+    recorder.note_use(outputs)
     return recorder.flow
 
 
@@ -150,6 +152,7 @@ class _Recorder(TorchFunctionMode):
             int, tuple[str, int]
         ] = {}  # of a layer's output: its name, the dim of features from the end
         self._made_of: dict[int, set[str]] = {}  # tensors that are made of parameters only
+        self._returned: dict[int, list[tuple[str, int]]] = defaultdict(list)  # by which modules, at which place
         self._kept: list[torch.Tensor] = []  # so that no other tensor takes their ids
         self._depth = 0  # of layers that are running
         self._slices: dict[str, set[int]] = defaultdict(set)  # bounds of slices of a layer's output
@@ -163,6 +166,7 @@ class _Recorder(TorchFunctionMode):
                 module.register_forward_hook(partial(self._leave_layer, name))
             elif next(module.children(), None) is not None:
                 module.register_forward_pre_hook(partial(self._enter_module, name), with_kwargs=True)
+                module.register_forward_hook(partial(self._leave_module, name))
             if isinstance(module, nn.MultiheadAttention):
                 module.register_forward_hook(partial(self._leave_attention, name), with_kwargs=True)
 
@@ -189,6 +193,7 @@ class _Recorder(TorchFunctionMode):
         if self._depth:
             return outcome
         given = [leaf for leaf in tree_leaves((args, kwargs)) if _is_tensor(leaf)]
+        self.note_use(given)
         results = [leaf for leaf in tree_leaves(outcome) if _is_tensor(leaf)]
         name = getattr(function, "__name__", "")
         if name == "__setitem__":
@@ -219,8 +224,19 @@ class _Recorder(TorchFunctionMode):
 
     # ---- layers and modules ------------------------------------------------------------------------------------------
 
+    def note_use(self, tree: Any) -> None:
+        for leaf in tree_leaves(tree):
+            for name, place in self._returned.get(id(leaf), ()):
+                self.flow.used.setdefault(name, set()).add(place)
+
+    def _leave_module(self, name: str, module: nn.Module, args: Any, output: Any) -> None:
+        for place, leaf in enumerate(leaf for leaf in tree_leaves(output) if _is_tensor(leaf)):
+            self._returned[id(leaf)].append((name, place))
+            self._kept.append(leaf)
+
     def _enter_layer(self, name: str, layer: nn.Module, args: Any, kwargs: Any) -> None:
         self._depth += 1
+        self.note_use((args, kwargs))
         self.flow.sources[name] = self.flow.sources.get(name, frozenset()) | self.origins_of((args, kwargs))
 
     def _leave_layer(self, name: str, layer: nn.Module, args: Any, output: Any) -> None:

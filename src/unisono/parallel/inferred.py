@@ -217,7 +217,8 @@ class _Inferring:
             return None
         real = real.double().cpu().eval()
         given = synthetic(self._flow.calls[host], torch.Generator().manual_seed(0))
-        trial = Trial(real, simulated_ranks(self._ranks), tree_map(as_double, given), self._shard)
+        used = self._flow.used.get(host)
+        trial = Trial(real, simulated_ranks(self._ranks), tree_map(as_double, given), self._shard, used)
         for rules in itertools.islice(self._attempts(host, module, stretches), _ATTEMPTS):
             sums = trial.needed_sums(rules)
             if sums is None:

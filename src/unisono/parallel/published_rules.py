@@ -60,7 +60,7 @@ def tried(model: nn.Module, ranks: int, styles: Styles, inputs: Any, shard: Shar
             if key not in known and _is_large(host, module, flow):
                 known[key] = _partial(host, inside, flow)
             elif key not in known:
-                known[key] = _needed(module, ranks, rules, flow.calls[host], shard)
+                known[key] = _needed(module, ranks, rules, flow.calls[host], shard, flow.used.get(host))
             sums = known[key]
             if sums is None:
                 found.fails.append(host)
@@ -87,14 +87,16 @@ def _is_large(host: str, module: nn.Module, flow: Flow) -> bool:
     return flops > _FLOPS or sum(map(torch.numel, module.parameters())) > _PARAMETERS
 
 
-def _needed(module: nn.Module, ranks: int, rules: Rules, given: Any, shard: Shard) -> list[str] | None:
+def _needed(
+    module: nn.Module, ranks: int, rules: Rules, given: Any, shard: Shard, used: set[int] | None
+) -> list[str] | None:
     """Parameters whose gradients must be summed; None where the rules do not hold. A module that does not even repeat
     its own result (it writes to a cache that it is given) says nothing about its rules."""
     real = realised_copy(module)
     if real is None:
         return []
     given = tree_map(as_double, synthetic(given, torch.Generator().manual_seed(0)))
-    trial = Trial(real.double().cpu().eval(), simulated_ranks(ranks), given, shard, is_of_first=True)
+    trial = Trial(real.double().cpu().eval(), simulated_ranks(ranks), given, shard, used)
     sums = trial.needed_sums(rules)
     if sums is None and trial.needed_sums({}) is None:
         return []

@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from typing import Any
 
 import torch
@@ -40,15 +40,14 @@ def simulated_ranks(ranks: int) -> int:
 class Trial:
     """One module in float64 and the arguments of one call of it, held against simulated ranks.
 
-    is_of_first: of its outputs, only the first tensor is compared. Attention may return its weights beside the hidden
-    states, of which a rank has those of its heads.
+    used: which of the tensors that it returns are compared; by default all. Attention may return its weights beside the
+    hidden states, of which a rank has those of its heads, and which nobody uses.
     """
 
     def __init__(
-        self, module: nn.Module, ranks: int, given: Arguments, shard: Shard, *, is_of_first: bool = False
+        self, module: nn.Module, ranks: int, given: Arguments, shard: Shard, used: Set[int] | None = None
     ) -> None:
-        self._module, self._ranks, self._given, self._shard = module, ranks, given, shard
-        self._is_of_first = is_of_first
+        self._module, self._ranks, self._given, self._shard, self._used = module, ranks, given, shard, used
         self._expected: _Computed | None = None
 
     def needed_sums(self, rules: Rules) -> list[str] | None:
@@ -68,13 +67,13 @@ class Trial:
         return _compared(self._expected, results)
 
     def _computed(self, module: nn.Module) -> _Computed:
-        return _computed(module, self._given, is_of_first=self._is_of_first)
+        return _computed(module, self._given, self._used)
 
     def holds_with_other_values(self, rules: Rules) -> bool:
         """Whether the rules hold whatever the parameters are: `x[:, 0] > 0`, of sharded features, is another question
         on every rank, to which a few samples may have the same answer by chance."""
         for module in varied(self._module):
-            other = Trial(module, self._ranks, self._given, self._shard, is_of_first=self._is_of_first)
+            other = Trial(module, self._ranks, self._given, self._shard, self._used)
             if other.needed_sums(rules) != [] and other.is_finite:
                 return False
         return True
@@ -112,7 +111,7 @@ def _weights(number: int, output: torch.Tensor) -> torch.Tensor:
 _Computed = tuple[list[torch.Tensor], list[torch.Tensor | None], dict[str, tuple[torch.Tensor | None, Any]]]
 
 
-def _computed(module: nn.Module, given: Arguments, *, is_of_first: bool) -> _Computed:
+def _computed(module: nn.Module, given: Arguments, used: Set[int] | None) -> _Computed:
     """Outputs, gradients of inputs, and gradients of parameters with their layouts."""
     inputs: list[torch.Tensor] = []
 
@@ -128,7 +127,8 @@ def _computed(module: nn.Module, given: Arguments, *, is_of_first: bool) -> _Com
     with torch.enable_grad():
         args, kwargs = tree_map(fresh, given)
         found = [leaf for leaf in tree_leaves(module(*args, **kwargs)) if isinstance(leaf, torch.Tensor)]
-        outputs = [leaf for leaf in found if leaf.is_floating_point()][: 1 if is_of_first else None]
+        compared = [leaf for number, leaf in enumerate(found) if not used or number in used]
+        outputs = [leaf for leaf in compared if leaf.is_floating_point()]
         total = sum((each * _weights(number, each)).sum() for number, each in enumerate(outputs))
         named = {name: each for name, each in module.named_parameters() if each.requires_grad}
         if not isinstance(total, torch.Tensor) or not total.requires_grad:
