@@ -23,15 +23,7 @@ from unisono.parallel.inferred import form
 from unisono.parallel.rules import Rules, Style, Styles
 from unisono.parallel.trial import Shard, Trial, simulated_ranks
 
-_KINDS = (
-    "column",
-    "row",
-    "heads",
-    "sizes",
-    "summed",
-    "whole",
-    "channels",
-)  # those whose modules can be tried by themselves
+_KINDS = ("column", "row", "heads", "sizes", "summed", "whole", "channels")  # of modules that can be tried alone
 _PARAMETERS, _FLOPS = 2 * 10**6, 10**9  # of a module that is tried
 
 
