@@ -796,6 +796,30 @@ def test_a_stage_whose_parameters_are_all_complex(pools: Pools) -> None:
     pools("gloo", 2).run(complex_stage)
 
 
+class RepeatsBeforeItsBlocks(nn.Module):
+    """A call that may read values, before the blocks: later stages are sent its arguments."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.blocks = nn.Linear(4, 2), nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x).repeat_interleave(2, dim=-1)
+        for block in self.blocks:
+            x = x + block(x)
+        return x
+
+
+def repeats_before_its_blocks(comm: Communicator) -> None:
+    task = Task(RepeatsBeforeItsBlocks, F.cross_entropy, partial(torch.optim.AdamW, lr=0.1), answers)
+    verdict = verify_here(comm, task, Plan.parse("pp=2,microbatches=2"), 2)
+    assert verdict.equivalent, verdict
+
+
+def test_calls_that_read_values_before_the_blocks_keep_their_gradients(pools: Pools) -> None:
+    pools("gloo", 2).run(repeats_before_its_blocks)
+
+
 class Gated(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -102,8 +102,10 @@ class Calls(TorchFunctionMode):
         leaves, spec = tree_flatten(arguments)
         for place, leaf in enumerate(leaves):
             label = (call, -1 - place)
-            if isinstance(leaf, torch.Tensor) and label in self._wanted:
-                self.made[label] = leaves[place] = self.received[label] if label in self.received else _copy(leaf)
+            if isinstance(leaf, torch.Tensor) and label in self.received:
+                self.made[label] = leaves[place] = self.received[label]
+            elif isinstance(leaf, torch.Tensor) and label in self._wanted:
+                self.made[label] = _copy(leaf)  # to be sent; the call itself is given the tensor, with its gradient
             elif isinstance(leaf, torch.Tensor):
                 self.require_value(leaf)
         return tree_unflatten(leaves, spec)
