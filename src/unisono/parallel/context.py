@@ -265,7 +265,16 @@ class Context:
         spread = self._attention(self._length)
         before = spread.calls
         with spread:
-            outputs = forward(*args, **kwargs)
+            try:
+                outputs = forward(*args, **kwargs)
+            except (UnisonoError, torch.OutOfMemoryError):
+                raise
+            except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+                raise UsageError(
+                    f"context parallelism: block {name} fails where this rank has some of the {self._length} tokens "
+                    f"({type(error).__name__}: {' '.join(str(error).split())}); if it runs on the full sequence, use "
+                    "cp=1"
+                ) from error
         if spread.calls == before:
             raise without_attention(name)
         return outputs

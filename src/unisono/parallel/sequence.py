@@ -258,7 +258,7 @@ class SequenceParallel:
                 outputs = forward(*args, **kwargs)
             except (UnisonoError, torch.OutOfMemoryError):
                 raise
-            except (RuntimeError, ValueError, IndexError) as error:
+            except (RuntimeError, ValueError, IndexError, AssertionError) as error:
                 raise UsageError(
                     f"sequence parallelism: block {self.blocks.name(number)} fails with {hidden.shape[DIM]} of "
                     f"{region.length} tokens on this rank ({type(error).__name__}: {' '.join(str(error).split())}); "
