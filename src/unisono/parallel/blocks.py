@@ -6,11 +6,14 @@ pipeline cuts between blocks, and context parallelism shards the sequence inside
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 
+import torch
 from torch import nn
 
-from unisono.errors import UsageError
+from unisono.errors import UnisonoError, UsageError
 from unisono.parallel.layout import full_numel
 
 
@@ -120,3 +123,17 @@ def _weight(blocks: Blocks) -> int:
 
 def _weight_of(module: nn.Module) -> int:
     return sum(map(full_numel, module.parameters()))
+
+
+@contextlib.contextmanager
+def some_of_the_tokens(what: str, length: int | None, remedy: str) -> Iterator[None]:
+    """In the block of `with`, a module runs on this rank's tokens; UsageError where it fails."""
+    try:
+        yield
+    except (UnisonoError, torch.OutOfMemoryError):
+        raise
+    except (RuntimeError, ValueError, IndexError, AssertionError) as error:
+        raise UsageError(
+            f"{what} fails where this rank has some of the {length} tokens ({type(error).__name__}: "
+            f"{' '.join(str(error).split())}); if it runs on the full sequence, {remedy}"
+        ) from error

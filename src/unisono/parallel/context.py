@@ -40,7 +40,7 @@ from unisono.errors import UnisonoError, UsageError
 from unisono.mesh import dropout
 from unisono.mesh.mesh import Mesh
 from unisono.parallel import conjugates
-from unisono.parallel.blocks import find_output_blocks, not_called
+from unisono.parallel.blocks import find_output_blocks, not_called, some_of_the_tokens
 from unisono.parallel.loss import part_of, shifted
 from unisono.parallel.share import share
 from unisono.parallel.spread_attention import SpreadAttention
@@ -264,17 +264,8 @@ class Context:
         # Within the block once more: a backward that runs it again does so without the model around it.
         spread = self._attention(self._length)
         before = spread.calls
-        with spread:
-            try:
-                outputs = forward(*args, **kwargs)
-            except (UnisonoError, torch.OutOfMemoryError):
-                raise
-            except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-                raise UsageError(
-                    f"context parallelism: block {name} fails where this rank has some of the {self._length} tokens "
-                    f"({type(error).__name__}: {' '.join(str(error).split())}); if it runs on the full sequence, use "
-                    "cp=1"
-                ) from error
+        with spread, some_of_the_tokens(f"cp: block {name}", self._length, "use cp=1"):
+            outputs = forward(*args, **kwargs)
         if spread.calls == before:
             raise without_attention(name)
         return outputs

@@ -36,13 +36,13 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from unisono.comm.communicator import Communicator
-from unisono.errors import UnisonoError, UsageError
+from unisono.errors import UsageError
 from unisono.mesh import dropout
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import Key
 from unisono.mesh.region import Part
 from unisono.parallel import conjugates
-from unisono.parallel.blocks import Blocks, find_blocks, not_called
+from unisono.parallel.blocks import Blocks, find_blocks, not_called, some_of_the_tokens
 from unisono.parallel.layout import Split, layout_of
 from unisono.parallel.linear import is_linear
 from unisono.parallel.region import Region
@@ -253,17 +253,9 @@ class SequenceParallel:
             return others[-1]
 
         args, kwargs = tree_map(entered, (args, kwargs))
-        with region.block(hidden, others):
-            try:
-                outputs = forward(*args, **kwargs)
-            except (UnisonoError, torch.OutOfMemoryError):
-                raise
-            except (RuntimeError, ValueError, IndexError, AssertionError) as error:
-                raise UsageError(
-                    f"sequence parallelism: block {self.blocks.name(number)} fails with {hidden.shape[DIM]} of "
-                    f"{region.length} tokens on this rank ({type(error).__name__}: {' '.join(str(error).split())}); "
-                    "if it runs on the full sequence, leave sp out"
-                ) from error
+        name = f"sp: block {self.blocks.name(number)}"
+        with region.block(hidden, others), some_of_the_tokens(name, region.length, "leave sp out"):
+            outputs = forward(*args, **kwargs)
         return self._left(outputs, is_last)
 
     def _is_used_in_full(self, x: Any, hidden: torch.Tensor, is_first: bool) -> bool:
