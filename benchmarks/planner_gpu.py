@@ -30,7 +30,7 @@ import unisono as uni
 from unisono.plan.hardware import Hardware, Link
 from unisono.plan.hardware_file import written
 from unisono.plan.plan import Plan
-from unisono.train.dry_run import run_here
+from unisono.simulate.dry_run import run_here
 from unisono.train.measure_command import measured_gpu
 from unisono.train.planning import Planner
 

@@ -16,9 +16,9 @@ import torch
 
 import unisono as uni
 from unisono.comm import traffic
+from unisono.parallel.task import load_task
 from unisono.plan.plan import Plan
 from unisono.train.ledger import SavedActivations
-from unisono.verify.task import load_task
 
 HERE = Path(__file__).resolve().parent
 

@@ -25,9 +25,9 @@ import torch
 from tests.ranks import RankPool, RemoteError
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.parallel.task import Task
 from unisono.plan.plan import Plan
 from unisono.verify.record import Record, plain_record
-from unisono.verify.task import Task
 from unisono.verify.verdict import Verdict
 from unisono.verify.verify import verify_here
 

@@ -37,8 +37,8 @@ from random_plans import plans  # noqa: E402
 
 from tests.pairs import EQUIVALENT, KINDS, Outcome, Pairs, agreed, answered  # noqa: E402
 from tests.ranks import RemoteError  # noqa: E402
+from unisono.parallel.task import Task  # noqa: E402
 from unisono.verify.record import Record  # noqa: E402
-from unisono.verify.task import Task  # noqa: E402
 
 MODELS_OF_A_SEED = 1_000_000
 PLANS_OF_A_MODEL = 5

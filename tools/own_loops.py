@@ -21,10 +21,10 @@ from unisono.errors import UsageError
 from unisono.parallel.apply import parallelize
 from unisono.parallel.expert import collect_aux
 from unisono.parallel.pipeline.inputs import call
+from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.verify.float64 import InDouble
 from unisono.verify.record import Record, batch_of
-from unisono.verify.task import Task
 
 _TOLERANCE = 1e-8
 

@@ -16,10 +16,10 @@ import torch
 import unisono as uni
 from unisono.comm.communicator import Communicator
 from unisono.errors import PlanMismatch
+from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
 from unisono.verify import self_check
-from unisono.verify.task import Task
 from unisono.verify.verify import verify_here
 
 CAUGHT, MISSED, HARMLESS = "caught", "missed", "harmless"

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from unisono.parallel.marked import apply_marks as apply_marks
     from unisono.parallel.static import StagedProgram as StagedProgram
     from unisono.parallel.static import to_static as to_static
+    from unisono.parallel.task import Task as Task
     from unisono.parallel.trainer import Trainer as Trainer
     from unisono.plan.plan import Plan as Plan
     from unisono.train.callbacks import Callback as Callback
@@ -48,7 +49,6 @@ if TYPE_CHECKING:
     from unisono.train.partition import split_data as split_data
     from unisono.train.sampler import DistributedBatchSampler as DistributedBatchSampler
     from unisono.verify.self_check import parallelize as parallelize
-    from unisono.verify.task import Task as Task
 
 __version__ = "0.1.0"
 
@@ -66,7 +66,7 @@ _HOME = {
     "Loader": "unisono.train.data",
     "Plan": "unisono.plan.plan",
     "Program": "unisono.graph.program",
-    "Task": "unisono.verify.task",
+    "Task": "unisono.parallel.task",
     "Trainer": "unisono.parallel.trainer",
     "parallelize": "unisono.verify.self_check",
     "Mesh": "unisono.mesh.mesh",

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils._pytree import tree_map
 
 from tests.equivalence import tasks
-from unisono.verify.task import Task
+from unisono.parallel.task import Task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt import GPT, Config

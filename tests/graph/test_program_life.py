@@ -21,10 +21,10 @@ from unisono.graph.lowering import Compute
 from unisono.graph.program import Program
 from unisono.mesh.initial import build
 from unisono.mesh.random import RandomState
+from unisono.parallel.task import Task
 from unisono.verify.on_mesh import OnMesh
 from unisono.verify.program_record import program_record
 from unisono.verify.record import plain_record
-from unisono.verify.task import Task
 from unisono.verify.verdict import compared
 from unisono.verify.verify import verify_here
 

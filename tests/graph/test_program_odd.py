@@ -21,8 +21,8 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.graph.trace import trace
+from unisono.parallel.task import Task
 from unisono.verify.on_mesh import OnMesh
-from unisono.verify.task import Task
 from unisono.verify.verdict import Verdict
 from unisono.verify.verify import parsed, verify_here
 

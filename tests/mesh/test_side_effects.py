@@ -18,8 +18,8 @@ from unisono.comm.communicator import Communicator
 from unisono.mesh.draft import drafted
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.apply import parallelize
+from unisono.parallel.task import Task
 from unisono.plan.plan import Plan
-from unisono.verify.task import Task
 from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]

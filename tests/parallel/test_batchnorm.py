@@ -18,8 +18,8 @@ from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.batchnorm import convert, has_batchnorm
 from unisono.parallel.data import sum_gradients
+from unisono.parallel.task import Task
 from unisono.plan.plan import Plan
-from unisono.verify.task import Task
 from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]

@@ -15,9 +15,9 @@ from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.parallel.task import Task
 from unisono.parallel.tensor import require_shareable
 from unisono.plan.plan import Plan
-from unisono.verify.task import Task
 from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]

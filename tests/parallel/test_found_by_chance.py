@@ -23,13 +23,13 @@ from unisono.parallel.expert import MoE
 from unisono.parallel.samples import find_samples
 from unisono.parallel.sequence import require_sound_blocks
 from unisono.parallel.share import run_on, shares
+from unisono.parallel.task import Task
 from unisono.parallel.tensor import require_shareable
 from unisono.parallel.tokenwise import require_tokenwise
 from unisono.plan.plan import Plan
 from unisono.verify.float64 import InDouble
 from unisono.verify.on_mesh import OnMesh
 from unisono.verify.self_check import parallelize
-from unisono.verify.task import Task
 from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]

@@ -17,10 +17,10 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel import published_rules
 from unisono.parallel.rules import published
+from unisono.parallel.task import Task
 from unisono.parallel.tensor import _require_sound, fitting_rules, styles_of
 from unisono.plan.plan import Plan
 from unisono.verify.float64 import InDouble
-from unisono.verify.task import Task
 from unisono.verify.verify import verify_here
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")

@@ -26,9 +26,9 @@ from unisono.parallel.apply import parallelize
 from unisono.parallel.expert import collect_aux
 from unisono.parallel.layout import layout_of, whole_of
 from unisono.parallel.pipeline.inputs import call
+from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer
 from unisono.verify.float64 import InDouble
-from unisono.verify.task import Task
 
 Pools = Callable[[str, int], RankPool]
 Job = Any  # a Trainer, or what a plain model has of one

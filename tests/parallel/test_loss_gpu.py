@@ -13,10 +13,10 @@ from unisono.comm import world
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.counts import Foretold, Told
+from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import AXES, Plan
-from unisono.train.dry_run import built
-from unisono.verify.task import Task
+from unisono.simulate.rank import build_trainer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -43,7 +43,7 @@ def trainer(request: pytest.FixtureRequest) -> Iterator[Trainer]:
         mesh = Mesh(plan.shape, AXES)
         mesh.connect()
         given = tuple(leaf.to(device) for leaf in _batch(0))
-        made = built(task, plan, mesh, (given[0], given[1]), device)
+        made = build_trainer(task, plan, mesh, (given[0], given[1]), device)
         made.given = given  # type: ignore[attr-defined]
         yield made
 

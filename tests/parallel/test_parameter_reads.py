@@ -14,8 +14,8 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.apply import parallelize
+from unisono.parallel.task import Task
 from unisono.plan.plan import Plan
-from unisono.verify.task import Task
 from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]

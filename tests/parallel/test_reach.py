@@ -20,8 +20,8 @@ from unisono.mesh.mesh import Mesh
 from unisono.parallel.apply import parallelize
 from unisono.parallel.layout import Layout, Split, lay
 from unisono.parallel.reach import BY_TENSOR, ELEMENTWISE, Reach, reach_of, require_whole
+from unisono.parallel.task import Task
 from unisono.plan.plan import Plan
-from unisono.verify.task import Task
 from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]

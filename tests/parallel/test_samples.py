@@ -21,9 +21,9 @@ from unisono.mesh.random import RandomState, SampleDim
 from unisono.parallel.apply import parallelize
 from unisono.parallel.samples import find_samples
 from unisono.parallel.separable import require_separable
+from unisono.parallel.task import Task
 from unisono.plan.plan import Plan
 from unisono.train.engine import Engine
-from unisono.verify.task import Task
 from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]

@@ -18,8 +18,8 @@ from tests.equivalence import foreign, tasks
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.graph.account import Account, account
+from unisono.parallel.task import load_task
 from unisono.train.plan_program import PlanProgram
-from unisono.verify.task import load_task
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPT = f"{EXAMPLES / 'gpt.py'}:tiny"

@@ -35,8 +35,8 @@ from unisono.cli import main
 from unisono.errors import UsageError
 from unisono.graph.account import account
 from unisono.graph.drawing import as_svg
+from unisono.parallel.task import load_task
 from unisono.train.plan_program import PlanProgram
-from unisono.verify.task import load_task
 
 
 @pytest.mark.parametrize("name", ["gathering", "t5", "vit"])

@@ -26,6 +26,7 @@ from unisono.launch.spawn import spawn
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.apply import parallelize
 from unisono.parallel.pipeline.split import split
+from unisono.parallel.task import Task, load_task
 from unisono.plan.hardware import Hardware
 from unisono.plan.matrices import Matrices
 from unisono.plan.plan import AXES, Plan
@@ -33,12 +34,12 @@ from unisono.plan.roofline import IN_CACHE, OUTSIDE, Roofline
 from unisono.plan.schedule import schedule
 from unisono.plan.setting import Setting
 from unisono.plan.time import TimeModel
+from unisono.simulate.dry_run import dry_run, run_here
+from unisono.simulate.memory_meter import Meter
+from unisono.simulate.rank import build_trainer, state_of
 from unisono.train import auto, brief, copies
 from unisono.train.auto import Choice, Job, foresee
-from unisono.train.dry_run import built, dry_run, run_here, state_of
-from unisono.train.meter import Meter
 from unisono.train.planning import Planner, choose
-from unisono.verify.task import Task, load_task
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 TASK = "examples/gpt.py:tiny"
@@ -221,7 +222,7 @@ def _allocated() -> list[tuple[str, float, float]]:
         expected = Planner(task, Hardware.read("h100")).search(8).judged(plan).footprint.total
         with world.simulated(0, plan.world), Meter(torch.device("cpu")) as meter:
             mesh, given = Mesh(plan.shape, AXES).connect(), task.batch(0)
-            trainer = built(task, plan, mesh, given, torch.device("cpu"))
+            trainer = build_trainer(task, plan, mesh, given, torch.device("cpu"))
             for _ in range(2):
                 trainer.step(given)
             del trainer, given
@@ -331,7 +332,7 @@ def test_what_is_not_trained_has_neither_gradients_nor_state() -> None:
         assert parameters == 4 * (every if plan.zero < 3 else every - trained + state.sharded)
     with world.simulated(1, 4):
         plan = Plan.parse("dp=4,zero=3")
-        trainer = built(task, plan, _mesh(plan), task.batch(0), torch.device("cpu"))
+        trainer = build_trainer(task, plan, _mesh(plan), task.batch(0), torch.device("cpu"))
         held = sum(p.untyped_storage().nbytes() for p in trainer.model.parameters())
     assert held <= search.memory._state(plan, search.stages(plan), 0).bytes(plan, search.portrait.optimizer)[0]
     assert held > 4 * (every - trained)

@@ -17,8 +17,8 @@ from torch import nn
 import unisono as uni
 from unisono.cli import main
 from unisono.errors import UsageError
+from unisono.parallel.task import Task
 from unisono.verify import verify as verifying
-from unisono.verify.task import Task
 from unisono.verify.verify import verify, verify_all
 
 

@@ -14,8 +14,8 @@ import unisono as uni
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.mesh.interception import Interception
+from unisono.parallel.task import Task
 from unisono.verify.float64 import InDouble
-from unisono.verify.task import Task
 from unisono.verify.verdict import Verdict
 from unisono.verify.verify import verify, verify_all, verify_here
 

@@ -13,8 +13,8 @@ from torch import nn
 import unisono as uni
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
+from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer
-from unisono.verify.task import Task
 from unisono.verify.verdict import Verdict
 from unisono.verify.verify import verify_here
 

@@ -16,7 +16,7 @@ from torch import nn
 import unisono as uni
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
-from unisono.verify.task import Task
+from unisono.parallel.task import Task
 from unisono.verify.verdict import Verdict
 from unisono.verify.verify import verify, verify_here
 

@@ -12,9 +12,9 @@ from torch import nn
 
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
+from unisono.parallel.task import Task
 from unisono.plan.plan import Plan
 from unisono.verify.on_mesh import OnMesh
-from unisono.verify.task import Task
 from unisono.verify.verdict import Verdict
 from unisono.verify.verify import verify_here
 

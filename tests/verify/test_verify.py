@@ -14,9 +14,9 @@ from torch import nn
 
 from unisono.cli import main
 from unisono.errors import UsageError
+from unisono.parallel.task import load_task
 from unisono.plan.plan import Plan
 from unisono.verify.plan_shapes import plans_for
-from unisono.verify.task import load_task
 from unisono.verify.verify import verify_all
 
 TASKS = Path(__file__).parents[1] / "equivalence" / "tasks.py"

@@ -19,14 +19,14 @@ from unisono.errors import UnisonoError, UsageError
 from unisono.graph.program import Model
 from unisono.parallel.loss import Loss
 from unisono.parallel.share import BatchDim
+from unisono.parallel.task import Task
 from unisono.plan.explain import why_not
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import Plan
 from unisono.plan.search import Candidate, Search
+from unisono.simulate.sketch import without_memory
 from unisono.train.brief import measured_briefly
 from unisono.train.planning import Planner
-from unisono.train.sketch import without_memory
-from unisono.verify.task import Task
 
 HARDWARE = "UNISONO_HARDWARE"  # a hardware file, as `unisono bench hardware` writes it
 

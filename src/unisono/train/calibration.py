@@ -25,13 +25,13 @@ from torch import nn
 from unisono.comm import world
 from unisono.launch.spawn import spawn
 from unisono.parallel.apply import parallelize
+from unisono.parallel.task import Task
 from unisono.plan.action import Action
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import Plan
 from unisono.plan.search import Search
 from unisono.plan.time import Duration
 from unisono.train.planning import Planner
-from unisono.verify.task import Task
 
 STEPS, _WARM_UP = 40, 4
 _CLASSES = 100

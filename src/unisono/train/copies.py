@@ -19,10 +19,10 @@ from torch import nn
 
 from unisono.comm.communicator import Communicator
 from unisono.parallel.apply import parallelize
+from unisono.parallel.task import Task
 from unisono.plan.hardware import Hardware
 from unisono.plan.plan import Plan
 from unisono.train.planning import Planner
-from unisono.verify.task import Task
 
 _WIDTH, _BETWEEN, _BLOCKS = 768, 1536, 2
 _STAGES = (0, 1, 3)  # of ZeRO; the second copies what the first does

@@ -11,8 +11,8 @@ from unisono.plan.plan import Plan
 
 if TYPE_CHECKING:
     from unisono.graph.lowering import Lowered
+    from unisono.parallel.task import Task
     from unisono.verify.on_mesh import OnMesh
-    from unisono.verify.task import Task
 
 
 def add_parser(subparsers: Any) -> None:
@@ -59,8 +59,8 @@ def _write(lowered: Lowered, chosen: argparse.Namespace, title: str, *, numbered
 
 def _of_mesh(chosen: argparse.Namespace, name: str) -> list[tuple[str, Lowered]]:
     from unisono.graph.saving import save
+    from unisono.parallel.task import load_task
     from unisono.verify.on_mesh import OnMesh
-    from unisono.verify.task import load_task
 
     on_mesh = OnMesh.parse(chosen.mesh)
     if not 0 <= chosen.rank < on_mesh.world:
@@ -73,8 +73,8 @@ def _of_mesh(chosen: argparse.Namespace, name: str) -> list[tuple[str, Lowered]]
 
 def _of_plan(chosen: argparse.Namespace, name: str) -> list[tuple[str, Lowered]]:
     from unisono.graph.saving import save
+    from unisono.parallel.task import load_task
     from unisono.train.plan_program import PlanProgram
-    from unisono.verify.task import load_task
 
     plan = Plan.parse(chosen.plan)
     if not 0 <= chosen.rank < plan.world:
@@ -95,7 +95,7 @@ def lowered_task(task: Task, on_mesh: OnMesh) -> Lowered:
     from unisono.graph.lowering import lower
     from unisono.graph.trace import trace
     from unisono.graph.zero import in_pieces, require_stage
-    from unisono.train.sketch import without_memory
+    from unisono.simulate.sketch import without_memory
 
     mesh = on_mesh.described()
     traced = trace(without_memory(task), task.batch(0), task.loss, unpacked=on_mesh.unpack)

@@ -12,9 +12,9 @@ from unisono.graph.lowering import Lowered
 from unisono.graph.trace import Trace
 from unisono.mesh.placement import shard_dim
 from unisono.parallel.layout import Layout, Split, lay
+from unisono.parallel.task import Task
 from unisono.plan.plan import REPLICAS, Plan
-from unisono.train.sketch import without_memory
-from unisono.verify.task import Task
+from unisono.simulate.sketch import without_memory
 
 _CUTTING = ("ep", "tp")  # axes whose ranks have pieces of parameters
 

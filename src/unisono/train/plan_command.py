@@ -14,7 +14,7 @@ from unisono.plan.words import shortfall, told_bytes, told_count, told_seconds
 if TYPE_CHECKING:
     from unisono.plan.explain import Rejection
     from unisono.plan.search import Candidate, Result, Search
-    from unisono.train.dry_run import DryRun
+    from unisono.simulate.dry_run import DryRun
     from unisono.train.planning import Planner
 
 _FEW_STAGES = 8  # whose boundaries a table shows
@@ -41,11 +41,11 @@ def add_parser(subparsers: Any) -> None:
 
 def run(chosen: argparse.Namespace) -> int:
     _require_sense(chosen)
+    from unisono.parallel.task import load_task
     from unisono.plan.explain import why_not
     from unisono.plan.hardware import Hardware
     from unisono.plan.search import Result
     from unisono.train.planning import Planner
-    from unisono.verify.task import load_task
 
     hardware = Hardware.read(chosen.hardware).with_devices(chosen.devices)
     task = load_task(chosen.task)
@@ -67,7 +67,7 @@ def run(chosen: argparse.Namespace) -> int:
     seconds = time.perf_counter() - began
     tried = None
     if chosen.dry_run:
-        from unisono.train.dry_run import dry_run
+        from unisono.simulate.dry_run import dry_run
 
         tried = dry_run(task, result.best.plan, chosen.rank, planner.batch)
     if chosen.json:

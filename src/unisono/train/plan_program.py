@@ -27,9 +27,11 @@ from unisono.parallel.expert import require_experts
 from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.split import require_stages
 from unisono.parallel.share import rows_of, shares
+from unisono.parallel.task import Task
 from unisono.parallel.tokenwise import require_tokenwise
 from unisono.plan.balance import balanced, checked
 from unisono.plan.plan import AXES, REPLICAS, Plan
+from unisono.simulate.sketch import to_try_out, without_memory
 from unisono.train.closing import closing, replica_sums
 from unisono.train.context_cuts import AXIS as CP
 from unisono.train.context_cuts import ContextCuts, blocks_of
@@ -46,10 +48,8 @@ from unisono.train.norms_said import show_norms
 from unisono.train.recompute_shown import show_recompute
 from unisono.train.rule_marks import AXIS, RuleMarks, is_marked
 from unisono.train.sequence_marks import SequenceMarks, summed_by_blocks
-from unisono.train.sketch import to_try_out, without_memory
 from unisono.train.walk import Walk, walked
 from unisono.train.zero_shown import with_zero
-from unisono.verify.task import Task
 
 _ALWAYS = ("pp", "dp", "tp")  # axes of which a rank's place is told, though nothing lies along them
 

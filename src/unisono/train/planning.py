@@ -30,6 +30,7 @@ from unisono.parallel.precision import HALVES
 from unisono.parallel.reach import Reach, reach_of
 from unisono.parallel.rules import Styles
 from unisono.parallel.share import rows_of
+from unisono.parallel.task import Task
 from unisono.parallel.tensor import deriving_once, fitting_rules, heads_of, require_shareable
 from unisono.plan import search
 from unisono.plan.cutting import chunks_of
@@ -39,8 +40,7 @@ from unisono.plan.portrait import OptimizerState, Portrait, Segment, Weight
 from unisono.plan.reading import Subject, read
 from unisono.plan.schedule import schedule
 from unisono.plan.search import Search
-from unisono.train.sketch import to_try_out, without_memory
-from unisono.verify.task import Task
+from unisono.simulate.sketch import to_try_out, without_memory
 
 _TRACED_ROWS = 2  # of the batch: some models treat a single sample in another way
 

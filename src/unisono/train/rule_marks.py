@@ -17,11 +17,11 @@ from unisono.graph.wish import Mark, Wish
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.cut_dims import CutDim, cut_dims
 from unisono.parallel.sequence import full_sequence_modules, require_sound_blocks
+from unisono.parallel.task import Task
 from unisono.parallel.tensor import deriving_once, fitting_rules, require_shareable
 from unisono.parallel.tokenwise import require_tokenwise
+from unisono.simulate.sketch import require_tried, to_try_out
 from unisono.train.layer_marks import LayerMarks, kinds_of_weights
-from unisono.train.sketch import require_tried, to_try_out
-from unisono.verify.task import Task
 
 AXIS = "tp"
 

@@ -26,12 +26,12 @@ from unisono.graph.talk import Talk
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.bucket import summed_axes
 from unisono.parallel.pieces import PieceBucket
+from unisono.parallel.task import Task
 from unisono.parallel.units import Unit
 from unisono.parallel.zero import Zero
 from unisono.plan.plan import Plan
 from unisono.train.held_model import held_model
 from unisono.train.seats import SeatedMesh
-from unisono.verify.task import Task
 
 _FLAG = torch.uint8  # a parameter's, in the question which have gradients
 _ONCE = "once a step"

@@ -10,8 +10,8 @@ from unisono.errors import UsageError
 from unisono.plan.plan import Plan
 
 if TYPE_CHECKING:
+    from unisono.parallel.task import Task
     from unisono.verify.on_mesh import OnMesh
-    from unisono.verify.task import Task
     from unisono.verify.verdict import Verdict
 
 
@@ -63,7 +63,7 @@ def _on_mesh(text: str) -> OnMesh:
 
 
 def _run_one(chosen: argparse.Namespace, plan: Plan | OnMesh) -> int:
-    from unisono.verify.task import load_task
+    from unisono.parallel.task import load_task
     from unisono.verify.verify import verify
 
     load_task(chosen.task)  # a bad address is an error before ranks start
@@ -78,9 +78,9 @@ def _run_one(chosen: argparse.Namespace, plan: Plan | OnMesh) -> int:
 def _run_all(chosen: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from unisono.parallel.task import load_task
     from unisono.verify.plan_grid import Matrix
     from unisono.verify.plan_shapes import plans_for
-    from unisono.verify.task import load_task
     from unisono.verify.verify import verify_all
 
     plans = plans_for(chosen.n, _has_experts(load_task(chosen.task)))

@@ -11,9 +11,9 @@ from unisono.graph.program import Program
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.static import StagedProgram, to_static
+from unisono.parallel.task import Task
 from unisono.verify.float64 import InDouble
 from unisono.verify.record import Record, batch_of, flat_state, leave_out, trainer_record
-from unisono.verify.task import Task
 
 Tensors = dict[str, torch.Tensor]
 

@@ -27,10 +27,10 @@ from unisono.parallel.pipeline.foreign import is_foreign
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.precision import Precision, autocast
 from unisono.parallel.state import whole_state
+from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.plan.plan import Plan
 from unisono.verify.float64 import InDouble
-from unisono.verify.task import Task
 
 Tensors = dict[str, torch.Tensor]
 

@@ -45,6 +45,7 @@ from unisono.parallel.precision import Precision
 from unisono.parallel.region import Region
 from unisono.parallel.share import Share, first_rows, first_samples, share, whole_of
 from unisono.parallel.snapshot import whole_tensors
+from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import DATA, Plan
 from unisono.verify.fingerprint import (
@@ -64,7 +65,6 @@ from unisono.verify.fingerprint import (
 from unisono.verify.first_divergence import first_parting, guess_fault
 from unisono.verify.reduced import reduced_model
 from unisono.verify.rewind import generators_kept
-from unisono.verify.task import Task
 from unisono.verify.verify import verify_here
 
 _log = logging.getLogger("unisono")

@@ -29,6 +29,7 @@ from unisono.errors import LaunchError, UsageError
 from unisono.launch import environment
 from unisono.launch.spawn import spawn
 from unisono.parallel.static import StagedProgram
+from unisono.parallel.task import Task, load_task
 from unisono.plan.plan import Plan
 from unisono.verify.agreement import with_agreement
 from unisono.verify.ending import REFUSAL, Ending, Endings, OneDeviceError, in_float32
@@ -40,7 +41,6 @@ from unisono.verify.program_divergence import program_parting
 from unisono.verify.program_record import made_program, program_record
 from unisono.verify.record import Record, batch_of, plain_record, planned_record
 from unisono.verify.reference import Reference
-from unisono.verify.task import Task, load_task
 from unisono.verify.verdict import (
     HALVES,
     ROUNDING,

@@ -13,8 +13,8 @@ from unisono.mesh.initial import build
 from unisono.mesh.recording import CannotRecord
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import find_blocks
+from unisono.parallel.task import Task
 from unisono.parallel.tensor import shows_by_running
-from unisono.verify.task import Task
 
 _SMALL = 2 * 10**8  # parameters that a model may have to be built for a look at it
 _SMALL_BLOCK = 5 * 10**8  # and a block of one that is not built

@@ -1,0 +1,11 @@
+"""One rank of any plan, run in this process with simulated communication.
+
+Read in this order:
+    sketch        models built with little or no memory
+    upstream      shapes of the messages that earlier pipeline stages would send
+    rank          the trainer of one rank of a plan, on a simulated communicator
+    memory_meter  peak memory of a block of code
+    dry_run       peak memory and time of a step (`plan --dry-run`)
+
+Used by explain, by `plan --dry-run` and by the planner.
+"""

@@ -1,0 +1,128 @@
+"""The trainer of one rank of a plan, in a process that is alone: every other rank is simulated.
+
+torch's "fake" process group completes every collective at once, so that one process can be any rank of any world: its
+shapes, memory and computation are real, its numbers are not. The model is built on the meta device and gets memory for
+the part that the plan leaves this rank. A rank of a later pipeline stage is given the shapes of what earlier stages
+would send (upstream.py), and receives random numbers of those shapes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from unisono.comm import world
+from unisono.errors import UsageError
+from unisono.mesh.draft import tensors_in
+from unisono.mesh.mesh import Mesh
+from unisono.mesh.random import RandomState
+from unisono.mesh.side_effects import no_side_effects
+from unisono.parallel.apply import applied, order_of, refuse_what_cannot_be_right
+from unisono.parallel.pipeline.message import is_hollow
+from unisono.parallel.share import BatchDim, dims_of, first_rows, share, shares
+from unisono.parallel.task import Task
+from unisono.parallel.tensor import fitting_rules, require_shareable, shows_by_running
+from unisono.parallel.trainer import Trainer
+from unisono.plan.plan import AXES, DATA, Plan
+from unisono.simulate.sketch import to_try_out
+from unisono.simulate.upstream import Upstream, foreseen_in
+
+
+@contextlib.contextmanager
+def simulated_mesh(plan: Plan, rank: int) -> Iterator[Mesh]:
+    """In the block this process, which must not have joined a world, is `rank` of the plan."""
+    if not 0 <= rank < plan.world:
+        raise UsageError(f"rank {rank} of plan {plan}: expected one of 0 to {plan.world - 1}")
+    with world.simulated(rank, plan.world):
+        mesh = Mesh(plan.shape, AXES)
+        mesh.connect()
+        yield mesh
+
+
+def build_trainer(task: Task, plan: Plan, mesh: Mesh, given: Any, device: torch.device) -> Trainer:
+    """This rank's trainer for batches like `given`. Its parameters have random values."""
+    with no_side_effects(task.model), torch.device("meta"):
+        model = task.model()
+    refuse_what_cannot_be_right(plan, model)
+    rules = task.rules
+    if plan.tp > 1:
+        if rules is None and shows_by_running(model):
+            model = to_try_out(task, model)
+        rules = fitting_rules(model, plan.tp, rules, resized(task.batch(0), 2, task.batch_dim))
+        require_shareable(model, plan.tp, rules)
+    random = RandomState(0)
+    random.name_modules(model)
+    mine = shares(
+        share(given, mesh.index(*DATA), mesh.size(*DATA), task.batch_dim).batch, plan.microbatches, task.batch_dim
+    )
+    upstream, shown = None, None
+    if plan.pp > 1:
+        shown = foreseen_in(model, order_of(plan), mine[0].batch[0])
+        upstream = Upstream(model, plan, mesh, rules)
+    trainer = applied(
+        model, plan, mesh, random, task.loss, task.optimizer, given, rules, task.clip,
+        fill=lambda made: give_memory(made, device), shown=shown, batch_dim=task.batch_dim,
+    )  # fmt: skip
+    trainer.loss.trust()
+    if upstream is not None:
+        _announce_messages(trainer, upstream, [part.batch for part in mine], device)
+    return trainer
+
+
+def _announce_messages(trainer: Trainer, upstream: Upstream, microbatches: list[Any], device: torch.device) -> None:
+    """Give the pipeline the shapes of its messages, and cp the length of its sequences."""
+    assert trainer.pipeline is not None
+    for stage in trainer.pipeline.stages.values():
+        if not stage.is_first:
+            trainer.pipeline.forms[stage.number].update(upstream.forms(stage.span.start, microbatches, device))
+            if trainer.context is not None and upstream.context is not None:
+                trainer.context.learn_lengths(upstream.context)
+
+
+@torch.no_grad()
+def give_memory(model: nn.Module, device: torch.device) -> None:
+    """Allocate every tensor of the model that is on meta; parameters keep their identity and attributes."""
+    for _, tensor in list(tensors_in(model)):
+        if not tensor.is_meta or is_hollow(tensor):  # placeholders of other stages' parameters stay on meta
+            continue
+        made = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
+        if tensor.is_floating_point() and tensor.dim() > 1:
+            made.normal_(std=0.02)
+        made = nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        vars(made).update(vars(tensor))
+        torch.utils.swap_tensors(tensor, made)
+
+
+def resized(batch: Any, rows: int | None, dim: BatchDim) -> Any:
+    """The batch with `rows` samples: those it has, repeated."""
+    has = first_rows(batch, dim)
+    if rows is None or rows == has:
+        return batch
+    places = torch.arange(rows) % has
+    leaves, spec = pytree.tree_flatten(batch)
+    resized = [
+        leaf.index_select(along, places.to(leaf.device)) if along is not None and leaf.shape[along] == has else leaf
+        for leaf, along in zip(leaves, dims_of(batch, dim), strict=True)
+    ]
+    return pytree.tree_unflatten(resized, spec)
+
+
+def on_device(tree: Any, device: torch.device) -> Any:
+    return pytree.tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def state_of(trainer: Trainer) -> float:
+    """Bytes of this rank's parameters and of the optimizer's state."""
+    held = sum(p.untyped_storage().nbytes() for p in trainer.model.parameters())
+    kept = sum(
+        value.numel() * value.itemsize
+        for each in trainer.optimizer.state.values()
+        for value in each.values()
+        if isinstance(value, torch.Tensor)
+    )
+    return float(held + kept)
