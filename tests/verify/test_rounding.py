@@ -82,20 +82,28 @@ def scaled(trainer: Any) -> None:
         parameter.register_hook(lambda gradient: gradient * (1 + 3e-8))
 
 
+def scaled_later(trainer: Any) -> None:
+    """From the second step on."""
+    for parameter in trainer.model.parameters():
+        parameter.register_hook(lambda gradient: gradient * (1.5 if trainer.steps else 1.0))
+
+
 def prove_sensitive(comm: Communicator) -> list[Verdict]:
     def task(factor: float) -> Task:
         return Task(lambda: nn.Linear(16, 4), F.cross_entropy, lambda p: Sensitive(p, factor), few)
 
-    sound = verify_here(comm, task(1e9), Plan(dp=2), 2)
-    return [sound, *(verify_here(comm, task(factor), Plan(dp=2), 2, prepare=scaled) for factor in (1.0, 1e3))]
+    faults = ((1.0, scaled), (1e3, scaled), (3e13, scaled), (3e13, scaled_later))
+    sound = [verify_here(comm, task(factor), Plan(dp=2), 2) for factor in (1e9, 3e13)]
+    return [*sound, *(verify_here(comm, task(factor), Plan(dp=2), 2, prepare=fault) for factor, fault in faults)]
 
 
 def test_rounding_that_grows_on_one_device_too_is_no_fault_and_hides_none(pools: Pools) -> None:
-    sound, calm, lively = pools("gloo", 2).run(prove_sensitive)[0]
-    assert sound.equivalent, sound
-    assert "rounding alone moves this job on one device" in sound.note
-    assert not calm.equivalent
-    assert not lively.equivalent
+    little, much, *faulty = pools("gloo", 2).run(prove_sensitive)[0]
+    for sound in (little, much):
+        assert sound.equivalent, sound
+        assert "rounding alone moves this job on one device" in sound.note
+    assert max(each.deviation for each in little.worst) < 1e-4 < max(each.deviation for each in much.worst)
+    assert [verdict.equivalent for verdict in faulty] == [False] * 4
 
 
 class Centred(nn.Module):

@@ -209,12 +209,13 @@ def verify_here(
     one_device = reference or _Own(task, steps, dtype)
     planned = _planned(task, plan, steps, dtype, prepare)
     verdict = _judged(comm, plan, one_device, 0.0, planned, dtype, plain)
+    rounding = 0.0
     if may_be_rounding(verdict, dtype):
         rounding = comm.broadcast_object(rounding_of(plain or one_device.record(), dtype) if comm.rank == 0 else 0.0)
         quiet = _planned(task, plan, steps, dtype, prepare, rounding)
         verdict = without_rounding(verdict, _judged(comm, plan, one_device, rounding, quiet, dtype))
     if may_be_sensitive(verdict, dtype):
-        verdict = _beside_rounding(comm, verdict, one_device, dtype, plain)
+        verdict = _beside_rounding(comm, verdict, one_device, dtype, rounding, plain if not rounding else None)
     if verdict.equivalent:
         return verdict
     if isinstance(plan, OnMesh):
@@ -226,13 +227,21 @@ def verify_here(
 
 
 def _beside_rounding(
-    comm: Communicator, verdict: Verdict, reference: Reference | _Own, dtype: str, plain: Record | None
+    comm: Communicator,
+    verdict: Verdict,
+    reference: Reference | _Own,
+    dtype: str,
+    rounding: float,
+    plain: Record | None,
 ) -> Verdict:
-    """The verdict beside what rounding does to the job on one device; every rank calls it."""
-    reference.wait(noise=ROUNDING)
+    """The verdict beside what rounding does to the job on one device; every rank calls it.
+
+    rounding: that of the runs that the verdict is on (see plain_record)."""
+    reference.wait(rounding)
+    reference.wait(rounding, noise=ROUNDING)
     if comm.rank == 0:
-        first = plain or reference.record()
-        verdict = within_sensitivity(verdict, first, reference.record(noise=ROUNDING), dtype)
+        first = plain or reference.record(rounding)
+        verdict = within_sensitivity(verdict, first, reference.record(rounding, noise=ROUNDING), dtype)
     return comm.broadcast_object(verdict)
 
 
