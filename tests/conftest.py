@@ -52,7 +52,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def no_world_is_left() -> Iterator[None]:
     """A test that joins a world in this process leaves it, for those after it to start ranks from here."""
     yield
-    from unisono.comm import world
+    from unisono.comm.rendezvous import world
 
     if world.is_initialized():
         world.shutdown()

@@ -17,10 +17,10 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 TOGETHER = "tests/quantum/"
-WAITING = ("tests/launch/", "tests/faults/", "tests/comm/test_watch.py", "tests/comm/test_world.py")
+WAITING = ("tests/launch/", "tests/faults/", "tests/comm/test_watchdog.py", "tests/comm/test_world.py")
 LONG = (  # the longest files, longest first, those that wait among them
     "equivalence/test_plans.py",
-    "comm/test_watch.py",
+    "comm/test_watchdog.py",
     "quantum/",
     "examples/",
     "launch/test_remote.py",

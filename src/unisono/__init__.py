@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from unisono import nn as nn
     from unisono.comm.communicator import Communicator as Communicator
+    from unisono.comm.rendezvous.world import init as init
+    from unisono.comm.rendezvous.world import is_initialized as is_initialized
+    from unisono.comm.rendezvous.world import rank as rank
+    from unisono.comm.rendezvous.world import shutdown as shutdown
+    from unisono.comm.rendezvous.world import world as world
+    from unisono.comm.rendezvous.world import world_size as world_size
     from unisono.comm.ring import ring_all_reduce as ring_all_reduce
-    from unisono.comm.world import init as init
-    from unisono.comm.world import is_initialized as is_initialized
-    from unisono.comm.world import rank as rank
-    from unisono.comm.world import shutdown as shutdown
-    from unisono.comm.world import world as world
-    from unisono.comm.world import world_size as world_size
     from unisono.graph.marks import mark as mark
     from unisono.graph.marks import reshard as reshard
     from unisono.graph.marks import shard_tensor as shard_tensor
@@ -75,23 +75,23 @@ _HOME = {
     "Shard": "unisono.mesh.placement",
     "export_weights": "unisono.train.export",
     "import_weights": "unisono.train.export",
-    "init": "unisono.comm.world",
-    "is_initialized": "unisono.comm.world",
-    "rank": "unisono.comm.world",
+    "init": "unisono.comm.rendezvous.world",
+    "is_initialized": "unisono.comm.rendezvous.world",
+    "rank": "unisono.comm.rendezvous.world",
     "mark": "unisono.graph.marks",
     "reshard": "unisono.graph.marks",
     "ring_all_reduce": "unisono.comm.ring",
     "shard": "unisono.graph.sharded",
     "shard_op": "unisono.graph.sharded",
     "shard_tensor": "unisono.graph.marks",
-    "shutdown": "unisono.comm.world",
+    "shutdown": "unisono.comm.rendezvous.world",
     "spawn": "unisono.launch.spawn",
     "split_data": "unisono.train.partition",
     "StagedProgram": "unisono.parallel.static",
     "apply_marks": "unisono.parallel.marked",
     "to_static": "unisono.parallel.static",
-    "world": "unisono.comm.world",
-    "world_size": "unisono.comm.world",
+    "world": "unisono.comm.rendezvous.world",
+    "world_size": "unisono.comm.rendezvous.world",
 }
 
 __all__ = ["__version__", "nn", *_HOME]

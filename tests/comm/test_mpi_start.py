@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from tests.comm.mpiexec import MPIS, ROOT, run_under
 from tests.processes import run_forked
-from unisono.comm import mpi
+from unisono.comm.mpi import library
 from unisono.errors import MissingPackageError
 
 GIB = 1024**3
@@ -32,9 +32,9 @@ def run_alone(code: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_registers_once_and_may_be_asked_again() -> None:
-    mpi.register()
+    library.register()
     plugin = dist.Backend._plugins["MPI4PY"]
-    mpi.register()
+    library.register()
     assert dist.Backend._plugins["MPI4PY"] is plugin
     assert dist.Backend.backend_capability["mpi4py"] == ["cpu", "cuda"]
 
@@ -42,36 +42,36 @@ def test_registers_once_and_may_be_asked_again() -> None:
 def test_missing_mpi4py_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(MissingPackageError, match=r"the MPI backend needs .*'mpi4py'.*unisono\[mpi\]"):
-        mpi.load()
+        library.load()
 
 
 def test_registering_does_not_import_mpi4py() -> None:
     done = run_alone("""
 import sys
-from unisono.comm import mpi
-mpi.register()
+from unisono.comm.mpi import library
+library.register()
 assert 'mpi4py' not in sys.modules
 """)
     assert done.returncode == 0, done.stderr
 
 
 def alone() -> None:
-    mpi.register()
-    assert mpi.world() == (0, 1)
-    dist.init_process_group(mpi.BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+    library.register()
+    assert library.world() == (0, 1)
+    dist.init_process_group(library.BACKEND, store=dist.HashStore(), rank=0, world_size=1)
     x = torch.arange(3.0)
     dist.all_reduce(x)
     out = torch.empty(3)
     dist.all_gather_into_tensor(out, x)
     assert out.tolist() == [0.0, 1.0, 2.0]
     dist.destroy_process_group()
-    dist.init_process_group(mpi.BACKEND, store=dist.HashStore(), rank=0, world_size=1)
+    dist.init_process_group(library.BACKEND, store=dist.HashStore(), rank=0, world_size=1)
     dist.barrier()
 
 
 def two_without_mpiexec() -> None:
-    mpi.register()
-    dist.init_process_group(mpi.BACKEND, store=dist.HashStore(), rank=1, world_size=2)
+    library.register()
+    dist.init_process_group(library.BACKEND, store=dist.HashStore(), rank=1, world_size=2)
 
 
 def test_without_mpiexec_the_world_has_one_rank_and_no_other_is_joined(tmp_path: Path) -> None:

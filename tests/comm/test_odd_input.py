@@ -116,12 +116,12 @@ def refused_on_one_rank(comm: Communicator) -> None:
     assert comm._log.count == before + 1
 
 
-def patience(comm: Communicator) -> None:
-    """A group's operations may take as long as the world's: torch must not end them before the watch does."""
+def group_timeout(comm: Communicator) -> None:
+    """A group's operations may take as long as the world's: torch must not end them before the watchdog does."""
     pair = comm.split([[0, 1], [2, 3]])
     assert pair is not None
     given = pair.group if comm.backend == "mpi" else pair.group._get_backend(torch.device("cpu")).options
-    assert given._timeout.total_seconds() == comm._watch.timeout + 60
+    assert given._timeout.total_seconds() == comm._watchdog.timeout + 60
 
 
 def modules_that_differ_unseen(comm: Communicator) -> None:
@@ -188,7 +188,7 @@ def interrupted(comm: Communicator) -> None:
         messages_as_handles,
         messages_beside_a_gather,
         refused_on_one_rank,
-        patience,
+        group_timeout,
         modules_that_differ_unseen,
         dropped_handle,
         interrupted,
@@ -207,7 +207,7 @@ def short_messages(comm: Communicator) -> None:
         lambda place: comm.exchange(recvs=[(place, 0)]),
         lambda place: comm.exchange(recvs=[(place, 0)], async_op=True).wait(),
     ]
-    how_many = "3" if comm.backend == "mpi" or comm._labels.is_used else "fewer; --check tells how many"
+    how_many = "3" if comm.backend == "mpi" else "fewer"
     for dtype in (torch.float32, torch.int16):
         for receive in receives:
             if comm.rank == 0:
@@ -223,97 +223,8 @@ def short_messages(comm: Communicator) -> None:
                 assert place.tolist() == [1, 1, 1]
 
 
-def labelled_messages(comm: Communicator) -> None:
-    """As with --check: a label tells what a mark of eight bytes at the end of the place cannot."""
-    comm._labels.is_used = True  # as with --check
-    short_messages(comm)
-    if comm.rank == 0:
-        comm.send(torch.ones(3, dtype=torch.int8), 1)
-        torch.distributed.send(torch.ones(3), 1)  # torch's own have none
-        comm.send(torch.ones(3), 1, tag=5)
-    elif comm.rank == 1:
-        with pytest.raises(MessageError, match=r"expected 4 elements .* sent 3"):
-            comm.recv(torch.zeros(4, dtype=torch.int8), 0)
-        assert comm.recv(torch.zeros(3), 0) == 0
-        assert comm.recv(torch.zeros(3), 0, tag=5) == 0
-    comm._labels.is_used = False
-
-
-def messages_half_torch_s(comm: Communicator) -> None:
-    """torch.distributed takes what a Communicator sends, and the other way round: labels are left over, or missing."""
-    comm._labels.is_used = True  # as with --check
-    lengths = [3, 8, 1, 5]
-    places = [torch.zeros(length) for length in lengths]
-    for ours in (True, False):
-        if comm.rank == 0:
-            for length in lengths:
-                if ours:
-                    comm.send(torch.ones(length), 1)
-                else:
-                    torch.distributed.send(torch.ones(length), 1)
-            handles = [comm.isend(torch.ones(length), 1) for length in reversed(lengths)]
-            for handle in handles:
-                handle.wait()
-            comm.send(torch.ones(2), 1)
-        elif comm.rank == 1:
-            for place in places:
-                if ours:
-                    torch.distributed.recv(place, 0)
-                else:
-                    comm.recv(place, 0)
-            time.sleep(0.2)  # all labels that may come have come
-            handles = [comm.irecv(place, 0) for place in reversed(places)]
-            for handle in reversed(handles):
-                handle.wait()
-            assert [place.sum().item() for place in places] == lengths
-            with pytest.raises(MessageError, match=r"expected 7 elements .* sent 2$"):
-                comm.recv(torch.zeros(7), 0)
-    if comm.rank == 0:
-        torch.distributed.send(torch.ones(3), 1)
-    elif comm.rank == 1:
-        began = time.monotonic()
-        assert comm.recv(torch.zeros(3)) == 0
-        assert time.monotonic() - began < 1.5, "it waited for a label that never comes"
-    comm._labels.is_used = False
-
-
-def messages_taken_by_torch(comm: Communicator) -> None:
-    """However many labels are left over, the next message that a Communicator takes comes."""
-    comm._labels.is_used = True
-    for count in (300, 10):
-        for _ in range(count):
-            if comm.rank == 0:
-                comm.send(torch.ones(3), 1)
-            elif comm.rank == 1:
-                torch.distributed.recv(torch.zeros(3), 0)
-        if comm.rank == 0:
-            comm.send(torch.ones(2), 1)
-        elif comm.rank == 1:
-            with pytest.raises(MessageError, match=r"expected 5 elements .* sent 2$"):
-                comm.recv(torch.zeros(5), 0)
-    comm._labels.is_used = False
-
-
-def labels_kept(comm: Communicator) -> int:
-    """After 1,000 messages that a Communicator takes."""
-    comm._labels.is_used = True
-    for _ in range(1000):
-        if comm.rank == 0:
-            comm.send(torch.ones(3), 1, tag=9)
-        elif comm.rank == 1:
-            comm.recv(torch.zeros(3), 0, tag=9)
-    comm._labels.is_used = False
-    line = comm._labels._sent.get((1, 9))
-    return len(line._untaken) if line else 0
-
-
 def test_a_message_that_is_too_short(ranks4: RankPool) -> None:
     ranks4.run(short_messages)
-    if ranks4.backend == "gloo":
-        ranks4.run(labelled_messages)
-        ranks4.run(messages_half_torch_s)
-        ranks4.run(messages_taken_by_torch)
-        assert 0 < ranks4.run(labels_kept)[0] < 200
 
 
 def long_message(comm: Communicator) -> None:

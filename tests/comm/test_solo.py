@@ -14,7 +14,7 @@ from torch.distributed import get_world_size as asked_by_name
 import unisono as uni
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
-from unisono.comm.solo import alone
+from unisono.comm.rendezvous.solo import alone
 
 VARIABLES = {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2", "SLURM_PROCID": "1"}
 

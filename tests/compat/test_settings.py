@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from unisono.comm import world
+from unisono.comm.rendezvous import world
 from unisono.compat.vqnet import nn, optim
 from unisono.compat.vqnet.distributed import (
     ColumnParallelLinear,

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from unisono.comm import world
+from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.counts import Foretold, Told

@@ -159,7 +159,7 @@ def said(comm: Communicator, name: str, plan: str) -> Heard:
     )
     heard: Heard = Counter()
 
-    def hear(each: traffic.Said) -> None:
+    def hear(each: traffic.CommRecord) -> None:
         tensor, op = each.tensor, each.op.removeprefix("i").removesuffix("_into")
         assert tensor is not None
         is_norm = op == "all_reduce" and tensor.dtype == torch.float64 and each.ranks == comm.ranks and not tensor.dim()

@@ -19,8 +19,9 @@ from torch import nn
 from tests.equivalence import tasks
 from tests.ranks import RankPool
 from unisono.cli import main
-from unisono.comm import traffic, world
+from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
+from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
 from unisono.launch.spawn import spawn
 from unisono.mesh.mesh import Mesh

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unisono.comm import seat as seats
-from unisono.comm.reduction import DTYPES, HALVES, INTEGERS, Reduction, plan_reduction
+from unisono.comm.reduction import HALVES, INTEGERS, Reduction, plan_reduction
+from unisono.comm.rendezvous import launcher_env
 from unisono.errors import CommError, MissingPackageError, UsageError
 
 NAMES = ("gloo", "nccl", "mpi")
@@ -62,8 +62,6 @@ class Carrier:
 # Stock gloo also claims halves and complex numbers, but not for every collective, and rounds halves at every hop.
 GLOO = Carrier("gloo", False, _PLAIN | HALVES, _PLAIN, _ARITHMETIC | _BITWISE)
 NCCL = Carrier("nccl", True, _PLAIN | HALVES, _PLAIN | HALVES, _ARITHMETIC)
-# comm/mpi.py brings CUDA tensors to where MPI can read them by itself.
-MPI = Carrier("mpi", True, DTYPES, _PLAIN | {torch.int16}, _ARITHMETIC | _BITWISE)
 
 
 @dataclass(frozen=True)
@@ -136,7 +134,7 @@ def choose(given: str | None, requested: str | None, how: str, local_size: int) 
 def _suitable(how: str, local_size: int) -> str:
     if torch.cuda.is_available() and dist.is_nccl_available() and torch.cuda.device_count() >= local_size:
         return "nccl"
-    if how == seats.MPIEXEC and importlib.util.find_spec("mpi4py") is not None:
+    if how == launcher_env.MPIEXEC and importlib.util.find_spec("mpi4py") is not None:
         return "mpi"
     return "gloo"
 
@@ -150,7 +148,7 @@ def _require(name: str, how: str) -> None:
     if name == "mpi":
         if importlib.util.find_spec("mpi4py") is None:
             raise MissingPackageError("mpi4py", "backend mpi", "mpi")
-        if how not in (seats.MPIEXEC, seats.SRUN, seats.ALONE):
+        if how not in (launcher_env.MPIEXEC, launcher_env.SRUN, launcher_env.ALONE):
             raise CommError(
                 "backend mpi: this process was not started by mpiexec, so MPI knows only itself; "
                 "use `unisono run --backend mpi` or mpiexec"

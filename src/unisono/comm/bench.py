@@ -1,4 +1,4 @@
-"""How fast ranks talk: every collective, every size, against the raw library in the same run.
+"""How fast ranks communicate: every collective, every size, against the raw library in the same run.
 
 On each backend the contenders take turns: unisono's Communicator, and the library it stands on, called by hand (raw
 torch.distributed for gloo and NCCL; raw mpi4py for MPI, and torch.distributed over unisono's MPI backend). A figure is
@@ -16,9 +16,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from unisono.comm import world
-from unisono.comm.collectives import _all_gather_single, _reduce_scatter_single
+from unisono.comm.c10d import all_gather_single, reduce_scatter_single
 from unisono.comm.communicator import Communicator
+from unisono.comm.rendezvous import world
 from unisono.launch.spawn import spawn
 
 Call = Callable[[], Any]
@@ -176,8 +176,8 @@ def _raw_torch(comm: Communicator, op: str, buffers: Buffers) -> Call:
         "all_reduce": lambda: dist.all_reduce(whole, largest),
         "reduce": lambda: dist.reduce(whole, 0, largest),
         "broadcast": lambda: dist.broadcast(whole, 0),
-        "all_gather": lambda: _all_gather_single(received, part),
-        "reduce_scatter": lambda: _reduce_scatter_single(part, whole, op=largest),
+        "all_gather": lambda: all_gather_single(received, part),
+        "reduce_scatter": lambda: reduce_scatter_single(part, whole, op=largest),
         "all_to_all": lambda: dist.all_to_all_single(received, whole),
         "gather": lambda: dist.gather(part, places),
         "scatter": lambda: dist.scatter(part, chunks),

@@ -42,8 +42,8 @@ def run(chosen: argparse.Namespace) -> int:
     figures = bench.bench(chosen.n, backends, sizes, ops, chosen.rounds)
     _show([figure.as_json() for figure in figures])
     if chosen.json:
-        told = {"machine": _machine(), "rounds": chosen.rounds, "figures": [f.as_json() for f in figures]}
-        Path(chosen.json).write_text(json.dumps(told, indent=1) + "\n")
+        data = {"machine": _machine(), "rounds": chosen.rounds, "figures": [f.as_json() for f in figures]}
+        Path(chosen.json).write_text(json.dumps(data, indent=1) + "\n")
     return 0
 
 

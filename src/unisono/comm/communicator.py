@@ -1,9 +1,12 @@
-"""The Communicator: one group of ranks, and everything they can say to each other."""
+"""The Communicator: one group of ranks and the operations between them.
+
+Read in this order: operation.py (how every operation runs), collectives.py, p2p.py, objects.py, then this file, which
+makes groups.
+"""
 
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from itertools import zip_longest
@@ -12,17 +15,23 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from unisono.comm import traffic
-from unisono.comm.backends import GLOO
-from unisono.comm.departures import ANY_SOURCE
-from unisono.comm.handle import Awaited, Handle
-from unisono.comm.labels import Labels, Message, Place, Received, require_tag
-from unisono.comm.log import MESSAGES, describe
+from unisono.comm.c10d import C10dTransport
 from unisono.comm.objects import Objects
-from unisono.comm.operation import Finish, Outcome
-from unisono.comm.watch import MARGIN, Watch
-from unisono.errors import MessageError, UsageError
+from unisono.comm.operation import Transport
+from unisono.comm.watchdog.op_log import P2P, describe
+from unisono.comm.watchdog.watchdog import MARGIN, Watchdog
+from unisono.errors import UsageError
 from unisono.launch import turns
+
+MakeTransport = Callable[[dist.ProcessGroup, str], Transport]
+
+
+def make_transport(group: dist.ProcessGroup, backend: str) -> Transport:
+    if backend != "mpi":
+        return C10dTransport(group, backend)
+    from unisono.comm.mpi.transport import MPITransport  # imports mpi4py
+
+    return MPITransport(group)
 
 
 @contextlib.contextmanager
@@ -40,32 +49,25 @@ def _group_named(name: str) -> Iterator[None]:
         distributed_c10d._process_group_name = original
 
 
-def _batched(ops: list[dist.P2POp]) -> list[dist.Work]:
-    return dist.batch_isend_irecv(ops) if ops else []
-
-
-Piece = tuple[torch.Tensor, int]  # a tensor, and the rank it goes to or comes from
-
-
 class Communicator(Objects):
-    """A group of ranks that talk over one backend.
+    """A group of ranks that communicate over one backend.
 
-    `rank` and `size` are this rank's place in the group and the group's size; `ranks` are the group's members as
-    ranks of the world. All ranks that methods take or return are ranks of the group.
+    `rank` is this rank's index in the group, `size` the group's size; `ranks` are the group's members as ranks of the
+    world. All ranks that methods take or return are ranks of the group. `is_simulated`: the other ranks do not exist,
+    and the values they would send mean nothing.
     """
-
-    is_simulated = False  # whether the other ranks are not there, and what they would bring means nothing
 
     def __init__(
         self,
         group: dist.ProcessGroup,
         backend: str,
-        watch: Watch,
+        watchdog: Watchdog,
         *,
         local_rank: int,
         local_size: int,
         hosts: Sequence[str],
         name: str = "world",
+        make_transport: MakeTransport = make_transport,
     ) -> None:
         self.group = group
         self.backend = backend
@@ -76,12 +78,19 @@ class Communicator(Objects):
         self.local_size = local_size
         self.host = hosts[dist.get_rank()]
         self._hosts = tuple(hosts)
-        self._watch = watch
-        self._log = watch.new_log(name, self.ranks)
-        watch.group_logs[group] = self._log
         self._children: dict[str, int] = {}
-        self._letters = watch.new_log(name + MESSAGES, self.ranks)
-        self._labels = Labels(group, watch.check is not None)
+        self._watchdog = watchdog
+        self._log = watchdog.new_log(name, self.ranks)
+        self._p2p_log = watchdog.new_log(name + P2P, self.ranks)
+        watchdog.group_logs[group] = self._log
+        self._make_transport = make_transport
+        self._transport = make_transport(group, backend)
+        self.is_simulated = self._transport.is_simulated
+        self._fast_path = None
+        if backend == "mpi" and not watchdog.checks:
+            from unisono.comm.mpi.fast_path import FastPath  # imports mpi4py
+
+            self._fast_path = FastPath(group, watchdog, self._log, self._p2p_log)
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, backend={self.backend!r}, host={self.host!r})"
@@ -93,172 +102,13 @@ class Communicator(Objects):
 
     @property
     def device(self) -> torch.device:
-        """Where this rank's tensors live best."""
+        """The device for this rank's tensors."""
         return torch.device("cuda", torch.cuda.current_device()) if self.backend == "nccl" else torch.device("cpu")
 
     @property
     def device_count(self) -> int:
         """How many GPUs this host has."""
         return torch.cuda.device_count()
-
-    # ---- point to point ------------------------------------------------------------------------------------------
-
-    def send(self, tensor: torch.Tensor, to: int, tag: int = 0) -> None:
-        """Send a tensor; returns when it may be changed again."""
-        self._send("send", tensor, to, tag).wait()
-
-    def recv(self, tensor: torch.Tensor, source: int | None = None, tag: int = 0) -> int:
-        """Receive into a tensor, from one rank or (None) from any; returns the rank it came from."""
-        if source is not None:
-            self._receive("recv", tensor, source, tag).wait()
-            return source
-        require_tag(tag)
-        wire, finish = self._moving(tensor)
-        place = Place(self._labels, tensor, wire) if self._is_mute(tensor) else None
-        self._letters.enter(ANY_SOURCE, "", tensor, 2)
-        self._note_receipt(ANY_SOURCE, tensor, 2)
-        try:
-            sender = dist.get_group_rank(self.group, dist.recv(wire, group=self.group, tag=tag))
-        except MessageError:
-            raise
-        except RuntimeError as error:
-            raise self._watch.explained(error) from error
-        finally:
-            self._letters.left = self._letters.entered
-        if place is not None:
-            place.check_from(sender, tag)
-        finish()
-        return sender
-
-    def isend(self, tensor: torch.Tensor, to: int, tag: int = 0) -> Handle:
-        """Begin to send; the tensor must not change until the handle is waited for."""
-        return self._send("isend", tensor, to, tag)
-
-    def irecv(self, tensor: torch.Tensor, source: int, tag: int = 0) -> Handle:
-        """Begin to receive; the tensor must not be read until the handle is waited for."""
-        return self._receive("irecv", tensor, source, tag)
-
-    def exchange(self, sends: Sequence[Piece] = (), recvs: Sequence[Piece] = (), *, async_op: bool = False) -> Outcome:
-        """Send and receive many tensors at once, in any pattern, without deadlock.
-
-        `sends` are (tensor, to) and `recvs` are (tensor, source); between two ranks they pair up in order.
-        """
-        for _, peer in (*sends, *recvs):
-            self._require_peer(peer)
-        receiving = [self._moving(tensor) for tensor, _ in recvs]
-        sending = [(self._moving(tensor)[0], to) for tensor, to in sends]
-        peers = ",".join(str(peer) for peer in sorted({peer for _, peer in (*sends, *recvs)}))
-        if traffic.counters:
-            for tensor, to in sends:
-                traffic.note("send", self.size, tensor, (self.ranks[to],))
-            for tensor, source in recvs:
-                traffic.note_arrival(tensor, self.ranks[source])
-        self._letters.enter(f"exchange with ranks {peers}", "", None, 2)
-        self._note_receipt(f"exchange with ranks {peers}", None, 2)
-
-        def finish() -> list[torch.Tensor]:
-            return [finish_one() for _, finish_one in receiving]
-
-        is_mute = self._is_mute(*(tensor for tensor, _ in (*sends, *recvs)))
-        try:
-            begin = self._exchange_labelled if is_mute else self._exchange_batched
-            works: Sequence[Awaited] = begin(sending, receiving, recvs)
-        except RuntimeError as error:
-            raise self._watch.explained(error) from error
-        finally:
-            self._letters.left = self._letters.entered
-        handle = Handle(works, finish, self._watch.waiter(self._letters), is_mute=is_mute)
-        return handle if async_op else handle.wait()
-
-    def _exchange_batched(
-        self, sending: Sequence[Piece], receiving: Sequence[tuple[torch.Tensor, Finish]], recvs: Sequence[Piece]
-    ) -> list[dist.Work]:
-        ops = [dist.P2POp(dist.isend, wire, group=self.group, group_peer=to) for wire, to in sending]
-        ops += [
-            dist.P2POp(dist.irecv, wire, group=self.group, group_peer=source)
-            for (wire, _), (_, source) in zip(receiving, recvs, strict=True)
-        ]
-        return _batched(ops)
-
-    def _exchange_labelled(
-        self, sending: Sequence[Piece], receiving: Sequence[tuple[torch.Tensor, Finish]], recvs: Sequence[Piece]
-    ) -> list[Message]:
-        """Over gloo. Messages are expected before any is sent: one that is finds its place, and need not ask for it."""
-        came = []
-        for (tensor, source), (wire, _) in zip(recvs, receiving, strict=True):
-            place = Place(self._labels, tensor, wire)
-            place.expect_label(source, 0)
-            came.append(Received(self.group.recv([wire], source, 0), place, source))
-        sent = []
-        for wire, to in sending:
-            label = self._labels.send(wire, to, 0)
-            sent.append(Message(self.group.send([wire], to, 0), label))
-        return [*came, *sent]
-
-    def block(self, what: str, until: Callable[[], None]) -> None:
-        """Wait for other ranks in a way of one's own, where the watch sees it: `until` returns, or raises RuntimeError
-        where what is waited for will not come."""
-        self._letters.enter(what, "", None, 2)
-        try:
-            self._watch.waiter(self._letters)(until)
-        finally:
-            self._letters.left = self._letters.entered
-
-    def _send(self, op: str, tensor: torch.Tensor, to: int, tag: int) -> Handle:
-        self._require_peer(to)
-        require_tag(tag)
-        wire, _ = self._moving(tensor)
-        is_mute = self._is_mute(tensor)
-        if traffic.counters:
-            traffic.note("send", self.size, tensor, (self.ranks[to],))
-        self._letters.enter(f"{op} to rank {to}", "", tensor, 3)
-        try:
-            label = self._labels.send(wire, to, tag) if is_mute else None
-            work = dist.isend(wire, group=self.group, group_dst=to, tag=tag)
-        except RuntimeError as error:
-            raise self._watch.explained(error) from error
-        finally:
-            self._letters.left = self._letters.entered
-        waiter = self._watch.waiter(self._letters)
-        return Handle([Message(work, label) if label else work] if work else [], lambda: wire, waiter, is_mute=is_mute)
-
-    def _receive(self, op: str, tensor: torch.Tensor, source: int, tag: int) -> Handle:
-        self._require_peer(source)
-        require_tag(tag)
-        wire, finish = self._moving(tensor)
-        is_mute = self._is_mute(tensor)
-        if traffic.counters:
-            traffic.note_arrival(tensor, self.ranks[source])
-        self._letters.enter(f"{op} from rank {source}", "", tensor, 3)
-        self._note_receipt(f"{op} from rank {source}", tensor, 3)
-        try:
-            place = Place(self._labels, tensor, wire) if is_mute else None
-            if place is not None:
-                place.expect_label(source, tag)
-            work = dist.irecv(wire, group=self.group, group_src=source, tag=tag)
-        except RuntimeError as error:
-            raise self._watch.explained(error) from error
-        finally:
-            self._letters.left = self._letters.entered
-        waiter = self._watch.waiter(self._letters)
-        works: list[Awaited] = []
-        if work is not None:
-            works.append(work if place is None else Received(work, place, source))
-        return Handle(works, finish, waiter, is_mute=is_mute)
-
-    def _note_receipt(self, what: str, tensor: torch.Tensor | None, depth: int) -> None:
-        """In the black box: gloo ends a rank that is sent more than it expects."""
-        if self._watch.box is not None:
-            self._watch.box.write_message(self._letters, what, tensor, sys._getframe(depth))
-
-    def _is_mute(self, *tensors: torch.Tensor) -> bool:
-        """Whether messages of these tensors go over gloo, which does not tell that one has arrived."""
-        return any(self._carrier(tensor) is GLOO for tensor in tensors)
-
-    def _require_peer(self, peer: int) -> None:
-        self._require_rank("peer", peer)
-        if peer == self.rank:
-            raise UsageError(f"rank {peer} would send to or receive from itself; copy the tensor instead")
 
     # ---- groups and modules --------------------------------------------------------------------------------------
 
@@ -274,14 +124,11 @@ class Communicator(Objects):
         if len(set(members)) != len(members):
             twice = sorted({rank for rank in members if members.count(rank) > 1})
             raise UsageError(f"split: rank {twice[0]} is in two groups; groups of one split must not overlap")
-        if self._watch.check is not None:
-            self._log.enter("split", str([list(group) for group in groups]), None, 2)
-            try:
-                self._watch.check.agree(self._log)
-            finally:
-                self._log.left = self._log.entered
+        if self._watchdog.checks:
+            self._watchdog.begin(self._log, "split", str([list(group) for group in groups]), None)
+            self._log.left = self._log.entered
         mine = next((group for group in groups if self.rank in group), None)
-        return None if mine is None else self._subgroup(mine, 3)
+        return None if mine is None else self._subgroup(mine)
 
     def subgroup(self, ranks: Sequence[int]) -> Communicator:
         """The communicator of some ranks of this one, in their order here. All of them call it, and only they."""
@@ -291,31 +138,33 @@ class Communicator(Objects):
             self._require_rank("rank", rank)
         if self.rank not in ranks or len(set(ranks)) != len(ranks):
             raise UsageError(f"subgroup {list(ranks)}: expected different ranks, this rank ({self.rank}) among them")
-        return self._subgroup(ranks, 3)
+        return self._subgroup(ranks)
 
-    def _subgroup(self, ranks: Sequence[int], depth: int) -> Communicator:
+    def _subgroup(self, ranks: Sequence[int]) -> Communicator:
         world_ranks = sorted(self.ranks[rank] for rank in ranks)
         name = self._child_name(world_ranks)
-        self._letters.enter(f"the making of the group of ranks {','.join(map(str, sorted(ranks)))}", "", None, depth)
+        members = ",".join(map(str, sorted(ranks)))
+        self._watchdog.begin(self._p2p_log, f"the making of the group of ranks {members}", "", None)
         try:
             group = self._new_group(name, world_ranks)
         finally:
-            self._letters.left = self._letters.entered
+            self._p2p_log.left = self._p2p_log.entered
         here = [rank for rank in world_ranks if self._hosts[rank] == self.host]
-        return type(self)(
+        return Communicator(
             group,
             self.backend,
-            self._watch,
+            self._watchdog,
             local_rank=here.index(self.ranks[self.rank]),
             local_size=len(here),
             hosts=self._hosts,
             name=name,
+            make_transport=self._make_transport,
         )
 
     def _new_group(self, name: str, world_ranks: list[int]) -> dist.ProcessGroup:
         with _group_named(name):
-            patience = timedelta(seconds=self._watch.timeout + MARGIN)
-            group: dist.ProcessGroup = dist.new_group(world_ranks, patience, use_local_synchronization=True)
+            timeout = timedelta(seconds=self._watchdog.timeout + MARGIN)
+            group: dist.ProcessGroup = dist.new_group(world_ranks, timeout, use_local_synchronization=True)
         if self.backend != "mpi":
             turns.let_gloo_give_way()
         if self.backend == "gloo":  # a member that ended now would close lines that another is still connecting

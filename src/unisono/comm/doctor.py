@@ -1,4 +1,4 @@
-"""`unisono doctor`: what of this machine unisono can use, and how to mend what it cannot."""
+"""`unisono doctor`: what of this machine unisono can use, and how to fix what it cannot."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ _MARKS = {GOOD: "[green]✓[/]", BAD: "[red]✗[/]", ABSENT: "[yellow]–[/]"}
 class Finding:
     what: str
     state: str
-    told: str
-    mend: str = ""
+    text: str
+    fix: str = ""
 
 
 def add_parser(subparsers: Any) -> None:
@@ -42,10 +42,10 @@ def run(_: argparse.Namespace) -> int:
     bad = 0
     for finding in examine():
         bad += finding.state == BAD
-        console.print(f" {_MARKS[finding.state]} [bold]{finding.what:<14}[/] {finding.told}")
-        if finding.mend:
-            console.print(f"   {'':14} → {finding.mend}")
-    console.print("all good" if not bad else f"{bad} to mend")
+        console.print(f" {_MARKS[finding.state]} [bold]{finding.what:<14}[/] {finding.text}")
+        if finding.fix:
+            console.print(f"   {'':14} → {finding.fix}")
+    console.print("all good" if not bad else f"{bad} to fix")
     return 1 if bad else 0
 
 
@@ -70,8 +70,8 @@ def _versions() -> Iterator[Finding]:
     yield Finding("python", GOOD if fits else BAD, f"{python} at {sys.executable}", "" if fits else "use Python 3.11+")
     version = tuple(int(part) for part in torch.__version__.split("+")[0].split(".")[:2])
     fits = version >= (2, 11)
-    mend = "" if fits else "pip install 'torch>=2.11'"
-    yield Finding("torch", GOOD if fits else BAD, torch.__version__, mend)
+    fix = "" if fits else "pip install 'torch>=2.11'"
+    yield Finding("torch", GOOD if fits else BAD, torch.__version__, fix)
     yield Finding("unisono", GOOD, unisono.__version__)
 
 
@@ -86,8 +86,8 @@ def _gpus() -> Iterator[Finding]:
 
     if not torch.cuda.is_available():
         built = torch.version.cuda
-        told = "none visible" if built else "none: this torch is a CPU build"
-        yield Finding("gpu", ABSENT, told)
+        text = "none visible" if built else "none: this torch is a CPU build"
+        yield Finding("gpu", ABSENT, text)
         yield Finding("nccl", ABSENT, "needs a GPU")
         return
     names = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
@@ -124,10 +124,10 @@ def _mpi() -> Finding:
         return Finding("mpi", BAD, f"mpi4py finds no MPI library: {last}", "pip install mpich, or set MPI4PY_LIBMPI")
     library, rest = done.stdout.strip().splitlines()[:2]
     version, multiple = rest.split()
-    told = f"{' '.join(library.split())}, mpi4py {version}"
+    text = f"{' '.join(library.split())}, mpi4py {version}"
     if multiple != "True":
-        return Finding("mpi", BAD, f"{told}, without THREAD_MULTIPLE", "use an MPI built with MPI_THREAD_MULTIPLE")
-    return Finding("mpi", GOOD, told)
+        return Finding("mpi", BAD, f"{text}, without THREAD_MULTIPLE", "use an MPI built with MPI_THREAD_MULTIPLE")
+    return Finding("mpi", GOOD, text)
 
 
 def _mpiexec() -> Finding:
@@ -155,8 +155,8 @@ def _host_name() -> Finding:
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        told = f"{name!r} does not resolve: other hosts could not be told where rank 0 is"
-        return Finding("host name", BAD, told, f"add '127.0.1.1 {name}' to /etc/hosts")
+        text = f"{name!r} does not resolve: other hosts could not find rank 0"
+        return Finding("host name", BAD, text, f"add '127.0.1.1 {name}' to /etc/hosts")
     return Finding("host name", GOOD, f"{name} is {address}")
 
 
@@ -176,7 +176,7 @@ def _shared_memory() -> Finding:
         free = shutil.disk_usage("/dev/shm").free
     except OSError:
         return Finding("/dev/shm", BAD, "missing: MPI and data loaders exchange data there", "mount a tmpfs there")
-    told = f"{free / (1 << 30):.1f} GiB free"
+    text = f"{free / (1 << 30):.1f} GiB free"
     if free < 64 << 20:
-        return Finding("/dev/shm", BAD, f"{told}: MPI and data loaders need more", "in a container: --shm-size=1g")
-    return Finding("/dev/shm", GOOD, told)
+        return Finding("/dev/shm", BAD, f"{text}: MPI and data loaders need more", "in a container: --shm-size=1g")
+    return Finding("/dev/shm", GOOD, text)

@@ -14,16 +14,16 @@ Finish = Callable[[], Any]
 
 
 class Awaited(Protocol):
-    """What a Handle needs of torch's Work. One that is mute is never asked whether it is over."""
+    """What a Handle needs of torch's Work. Of a mute one, is_completed is not called."""
 
     def wait(self) -> Any: ...
     def is_completed(self) -> bool: ...
 
 
 class Leftovers:
-    """Messages whose handles were dropped before they were over: gloo would never send them.
+    """Messages whose handles were dropped before they were over: gloo sends them only while their work lives.
 
-    A thread, started on first need, waits for them, one after the other. Those that it has not come to are kept.
+    A thread, started on first need, waits for them, one after the other.
     """
 
     def __init__(self) -> None:
@@ -41,7 +41,7 @@ class Leftovers:
         while True:
             works, finish = self._arrivals.get()
             for work in works:
-                with contextlib.suppress(RuntimeError):  # nobody asks how it ended
+                with contextlib.suppress(RuntimeError):  # its handle is gone
                     work.wait()
             del works, finish
 
@@ -65,7 +65,7 @@ class Handle:
         *,
         is_mute: bool = False,
     ) -> None:
-        """`is_mute`: the works do not say when they are over, and can be waited for only once."""
+        """`is_mute`: the works do not report that they are over, and can be waited for only once."""
         self._works = works
         self._finish = finish
         self._waiting = waiting
@@ -82,7 +82,6 @@ class Handle:
             with self._turn:
                 if not self._done:
                     self._wait()
-                    self._complete()
         return self._result
 
     def __del__(self) -> None:
@@ -100,10 +99,10 @@ class Handle:
         if self._turn.acquire(blocking=False):  # else another thread is about to finish
             try:
                 if not self._done:
-                    self._wait_for_works()  # they are over: this says how they ended
+                    self._wait_for_works()  # they are over: this raises where they failed
                     self._complete()
             except RuntimeError:
-                return True  # `wait` says why
+                return True  # `wait` raises it
             finally:
                 self._turn.release()
         return self._done
@@ -132,6 +131,7 @@ class Handle:
                 self._wait_for_works()
             else:
                 self._waiting(self._wait_for_works)
+            self._complete()
         except Exception as error:
             self._error = error
             raise

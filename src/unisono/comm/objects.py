@@ -1,9 +1,8 @@
-"""Collectives on Python values: they travel pickled, as bytes, and are unpickled where they arrive.
+"""Collectives on Python values: they are sent pickled, as bytes, over torch.distributed on any backend.
 
-The lengths are told first, and that much blocks even with async_op=True; then the bytes travel. So ranks that wait at
-once and ranks that wait later say the same things in the same order. Use these among your own ranks only: unpickling
-runs what the sender says. A value that cannot be pickled is an error on every rank, which no rank waits for in vain:
-in its place travels the reason.
+The lengths are sent first, which blocks even with async_op=True; then the bytes. So ranks that wait at once and ranks
+that wait later run the same collectives in the same order. Use these among your own ranks only: unpickling runs code
+that the sender chooses. A value that cannot be pickled is an error on every rank: the reason is sent in its place.
 """
 
 from __future__ import annotations
@@ -16,14 +15,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unisono.comm.collectives import Collectives, _all_gather_single
-from unisono.comm.log import detail_of_root
-from unisono.comm.operation import Outcome
+from unisono.comm.c10d import all_gather_single
+from unisono.comm.operation import Outcome, Transfer
+from unisono.comm.p2p import PointToPoint
+from unisono.comm.watchdog.op_log import root_detail
 from unisono.errors import UsageError
 
 
-class Objects(Collectives):
-    """Operations on values of any kind that can be pickled."""
+class Objects(PointToPoint):
+    """Collectives on values of any kind that can be pickled."""
 
     def broadcast_object(self, value: Any, root: int = 0, *, async_op: bool = False) -> Outcome:
         """The root's value, on every rank."""
@@ -41,7 +41,7 @@ class Objects(Collectives):
         def finish() -> Any:
             return unpacked(room[0]) if sent is None or sent.is_refused else value
 
-        return self._travel("broadcast_object", root, start, finish, async_op)
+        return self._run_objects("broadcast_object", root, start, finish, async_op)
 
     def all_gather_object(self, value: Any, *, async_op: bool = False) -> Outcome:
         """Every rank's value, on every rank."""
@@ -50,9 +50,9 @@ class Objects(Collectives):
         def start() -> list[dist.Work]:
             room.take(self._all_lengths(sent))
             mine, room.bytes = room.row(sent.bytes), room.table()
-            return [_all_gather_single(room.bytes, mine, group=self.group, async_op=True)]
+            return [all_gather_single(room.bytes, mine, group=self.group, async_op=True)]
 
-        return self._travel("all_gather_object", 0, start, room.values, async_op)
+        return self._run_objects("all_gather_object", 0, start, room.values, async_op)
 
     def gather_object(self, value: Any, root: int = 0, *, async_op: bool = False) -> Outcome:
         """On the root every rank's value; None elsewhere."""
@@ -75,7 +75,7 @@ class Objects(Collectives):
                 raise UsageError(f"gather_object: what rank {room.refused[0]} gave cannot be pickled; it says why")
             return None
 
-        return self._travel("gather_object", root, start, finish, async_op)
+        return self._run_objects("gather_object", root, start, finish, async_op)
 
     def scatter_object(self, values: Sequence[Any] | None = None, root: int = 0, *, async_op: bool = False) -> Outcome:
         """values[rank] of the root; only the root passes `values`."""
@@ -97,20 +97,20 @@ class Objects(Collectives):
             rows = [room.row(each) for each in sent] or None
             return [dist.scatter(room.bytes, rows, group=self.group, group_src=root, async_op=True)]
 
-        return self._travel(
+        return self._run_objects(
             "scatter_object", root, start, lambda: unpacked(room.bytes[: room.lengths[self.rank]]), async_op
         )
 
-    def _travel(
+    def _run_objects(
         self, op: str, root: int, start: Callable[[], list[dist.Work]], finish: Callable[[], Any], async_op: bool
     ) -> Outcome:
-        return self._run(op, None, start, finish, async_op, detail_of_root(root), depth=4, blocks=True)
+        return self._run(op, None, Transfer(start, finish), None, async_op, root_detail(root))
 
     def _all_lengths(self, mine: Parcel) -> list[int]:
         """Of every rank's parcel; below zero where it holds a refusal."""
         lengths = torch.empty(self.size, dtype=torch.int64)
         length = -len(mine.bytes) if mine.is_refused else len(mine.bytes)
-        _all_gather_single(lengths, torch.tensor([length]), group=self.group)
+        all_gather_single(lengths, torch.tensor([length]), group=self.group)
         return lengths.tolist()
 
 
@@ -140,7 +140,7 @@ class Rows:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Travels in the place of a value that cannot."""
+    """Sent in place of a value that cannot be pickled."""
 
     reason: str
 

@@ -1,31 +1,79 @@
-"""One operation from the caller's tensors to the wire and back: what all of a Communicator's methods share."""
+"""One operation: validated by a Communicator's method, logged, started on a transport, finished.
+
+A `Transport` turns an operation on tensors into a `Transfer`: how to start it on a library, and how to bring what
+arrives into the caller's tensors. There are three: c10d (gloo and NCCL, comm/c10d.py), MPI (comm/mpi/transport.py) and
+a simulated one (comm/rendezvous/simulated.py). A transfer is built before anything is logged or sent, so an argument
+that the transport refuses is an error on this rank alone.
+"""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, SupportsIndex
+from dataclasses import dataclass
+from typing import Any, Protocol, SupportsIndex
 
 import torch
 import torch.distributed as dist
 
 from unisono.comm import traffic
-from unisono.comm.backends import GLOO, MPI, NCCL, Carriage, Carrier, carry, movable
-from unisono.comm.handle import Handle
-from unisono.comm.log import Log
-from unisono.comm.reduction import Factor, require_op
-from unisono.comm.watch import Watch
-from unisono.errors import CommError, UnisonoError, UsageError
+from unisono.comm.handle import Awaited, Handle
+from unisono.comm.reduction import Factor, plan_reduction, require_op
+from unisono.comm.watchdog.op_log import OpLog
+from unisono.comm.watchdog.watchdog import Watchdog
+from unisono.errors import CommError, UsageError
 
 # A tensor, a list of tensors or None, as the method says; with async_op=True a Handle on it.
 Outcome = Any
-Start = Callable[[], Sequence[dist.Work]]
-Finish = Callable[[], Any]
+Tensor = torch.Tensor
+Message = tuple[torch.Tensor, int]  # a tensor, and the rank it goes to or comes from
 
 
-def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A CUDA tensor's data in pinned host memory."""
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor)
+@dataclass
+class Transfer:
+    """One operation, ready to start."""
+
+    start: Callable[[], Sequence[Awaited]]  # begin; all of what it returns must be waited for
+    finish: Callable[[], Any] = lambda: None  # once, after the waiting
+    run: Callable[[], None] | None = None  # start and wait in one, where the library is quicker at that
+    is_mute: bool = False  # the works do not report that they are over: see Handle
+
+
+class Transport(Protocol):
+    """Moves tensors between the ranks of one group. Arguments have been validated; roots and peers are group ranks.
+
+    Tensors of `outs`, and `out`, receive; all else is only read, but for the tensors of broadcast, all_reduce and (on
+    the root) reduce, which are changed in place.
+    """
+
+    is_simulated: bool
+
+    def broadcast(self, tensor: Tensor, root: int) -> Transfer: ...
+    def all_reduce(self, tensor: Tensor, op: str, factor: Factor | None) -> Transfer: ...
+    def reduce(self, tensor: Tensor, root: int, op: str, factor: Factor | None) -> Transfer: ...
+    def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> Transfer: ...
+    def all_gather_into(self, out: Tensor, tensor: Tensor) -> Transfer: ...
+
+    def gather(self, outs: Sequence[Tensor], tensor: Tensor, root: int, even: bool) -> Transfer:
+        """`outs` are empty but on the root. even: all shapes are equal."""
+
+    def scatter(self, out: Tensor, chunks: Sequence[Tensor], root: int) -> Transfer:
+        """`chunks` are empty but on the root."""
+
+    def reduce_scatter(
+        self, out: Tensor, tensor: Tensor, sizes: Sequence[int], op: str, factor: Factor | None
+    ) -> Transfer: ...
+
+    def all_to_all(
+        self, out: Tensor, tensor: Tensor, recv_sizes: Sequence[int], send_sizes: Sequence[int], even: bool
+    ) -> Transfer: ...
+
+    def barrier(self) -> Transfer: ...
+    def send(self, tensor: Tensor, to: int, tag: int) -> Transfer: ...
+
+    def recv(self, tensor: Tensor, source: int | None, tag: int) -> Transfer:
+        """source None: from any rank; then only run(), not start(). `finish` returns the source."""
+
+    def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Transfer: ...
 
 
 def whole_numbers(what: str, given: Sequence[int]) -> list[int]:
@@ -36,7 +84,7 @@ def whole_numbers(what: str, given: Sequence[int]) -> list[int]:
 
 
 class Operations:
-    """Runs operations on torch's process group `group`, in the log and under the eye of the watch."""
+    """What all methods of a Communicator share: running a transfer, and validating arguments."""
 
     rank: int
     size: int
@@ -44,116 +92,83 @@ class Operations:
     backend: str
     is_simulated: bool
     group: dist.ProcessGroup
-    _log: Log
-    _watch: Watch
+    _log: OpLog
+    _p2p_log: OpLog
+    _watchdog: Watchdog
+    _transport: Transport
 
     def _run(
         self,
         op: str,
-        tensor: torch.Tensor | None,
-        start: Start,
-        finish: Finish,
+        tensor: Tensor | None,
+        transfer: Transfer,
+        result: Any,
         async_op: bool,
         detail: str = "",
-        depth: int = 3,
-        blocks: bool = False,
-        is_mute: bool = False,
+        log: OpLog | None = None,
     ) -> Outcome:
-        """`start` begins the operation (one that `blocks` also ends it), and `finish` gives its outcome.
+        """Log an operation, start it, and wait for it or return its handle.
 
-        `is_mute`: of gloo's messages between two ranks, see Handle.
+        The outcome is `result`, or where that is None what the transfer's finish returns. log: where not `_log`.
         """
-        log, watch = self._log, self._watch
-        if traffic.counters:
-            traffic.note(op, self.size, tensor, self.ranks)
+        watchdog = self._watchdog
+        if log is None:
+            log = self._log
+            if traffic.counters:
+                traffic.note(op, self.size, tensor, self.ranks)
+        watchdog.begin(log, op, detail, tensor)
         try:
-            if self.backend == "gloo" and watch.check is None and not blocks:
-                if watch.box is not None:
-                    frame = sys._getframe(depth - 1)
-                    watch.box.write(log, op, detail, tensor, frame.f_code, frame.f_lineno)
-                works = self._started(op, start)
-                log.enter(op, detail, tensor, depth)  # while the message travels, which hides what it costs
+            if async_op or transfer.run is None:
+                try:
+                    works = transfer.start()
+                except RuntimeError as error:  # the backend refused before it talked to anyone
+                    raise CommError(f"{op} was refused by {self.backend}: {str(error).splitlines()[0]}") from error
+                if async_op:
+                    finish = transfer.finish if result is None else _then(transfer.finish, result)
+                    return Handle(works, finish, watchdog.waiter(log), is_mute=transfer.is_mute)
+                watchdog.guarded(lambda: _wait_for(works))
             else:
-                log.enter(op, detail, tensor, depth)
-                if watch.check is not None:
-                    watch.check.agree(log)
-                works = self._started(op, start)
-            if async_op:
-                return Handle(works, finish, watch.waiter(log), is_mute=is_mute)
-            for work in works:
-                work.wait()
-        except UnisonoError:
-            raise
-        except RuntimeError as error:
-            raise watch.explained(error) from error
+                watchdog.guarded(transfer.run)
         finally:
             log.left = log.entered
-        return finish()
+        value = transfer.finish()
+        return value if result is None else result
 
-    def _started(self, op: str, start: Start) -> Sequence[dist.Work]:
-        """Begin an operation. An error here is this rank's own: the backend refused before it talked to anyone."""
-        try:
-            return start()
-        except RuntimeError as error:
-            raise CommError(f"{op} was refused by {self.backend}: {str(error).splitlines()[0]}") from error
+    # ---- validation ----------------------------------------------------------------------------------------------
 
-    def _carrier(self, tensor: torch.Tensor) -> Carrier:
-        if self.backend == "mpi":
-            return MPI
-        return NCCL if tensor.is_cuda and self.backend == "nccl" else GLOO
-
-    def _prepared(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The tensor's data contiguous, where the carrier reads it; its own memory where that is possible."""
-        self._require_numbers(tensor)
-        data = tensor.detach().resolve_conj().resolve_neg()
-        if data.is_cuda and not self._carrier(tensor).takes_cuda:
-            data = host_copy(data)
-        return data.contiguous()
-
-    def _moving(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Finish]:
-        """What travels for `tensor` in an operation that moves data, and how to bring it back."""
-        data = self._prepared(tensor)
-
-        def finish() -> torch.Tensor:
-            if data.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(data)
-            return tensor
-
-        return movable(self._carrier(tensor), data), finish
-
-    def _require_numbers(self, tensor: torch.Tensor) -> None:
-        """Of what is to be carried. UsageError where it is no tensor, not dense, or without data."""
+    def _require_tensor(self, tensor: Tensor) -> None:
+        """UsageError where it is no tensor, not dense, or without data."""
         if isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.layout is torch.strided:
-            return  # nearly always, and MPI's operations feel each microsecond
+            return
         if not isinstance(tensor, torch.Tensor):
             raise UsageError(f"expected a tensor, but was given {tensor!r}; torch.as_tensor makes one")
         if tensor.layout is not torch.strided:
-            raise UsageError(f"a tensor of layout {tensor.layout} cannot be carried; pass a dense one (x.to_dense())")
+            raise UsageError(f"a tensor of layout {tensor.layout} cannot be sent; pass a dense one (x.to_dense())")
         if tensor.device.type not in ("cpu", "cuda") and not (tensor.is_meta and self.is_simulated):
-            raise UsageError(f"a tensor on {tensor.device} cannot be carried; pass one on cpu or cuda")
+            raise UsageError(f"a tensor on {tensor.device} cannot be sent; pass one on cpu or cuda")
 
-    def _carriage(self, tensor: torch.Tensor, op: str) -> Carriage:
-        self._require_numbers(tensor)
+    def _require_reduction(self, tensor: Tensor, op: str, factor: Factor | None) -> None:
+        self._require_tensor(tensor)
         require_op(op)
-        return carry(self._carrier(tensor), op, tensor.dtype)
+        plan_reduction(op, tensor.dtype).require_factor(tensor, factor)
 
-    def _reducing(self, carriage: Carriage, tensor: torch.Tensor, factor: Factor | None) -> torch.Tensor:
-        """What travels for `tensor` in a reduction."""
-        if carriage.is_plain and factor is None and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
-            return tensor.detach() if tensor.requires_grad else tensor
-        return carriage.to_wire(self._prepared(tensor), factor)
+    def _require_rank(self, what: str, rank: int) -> None:
+        if rank.__class__ is int and 0 <= rank < self.size:
+            return
+        if not isinstance(rank, SupportsIndex) or not 0 <= rank.__index__() < self.size:
+            raise UsageError(f"{what} {rank!r} is not in this group of {self.size}: expected 0 to {self.size - 1}")
 
-    def _shapes(self, tensor: torch.Tensor) -> list[tuple[int, ...]]:
-        """The shapes of all ranks' tensors; a call of its own."""
+    def _shapes(self, tensor: Tensor) -> list[tuple[int, ...]]:
+        """The shapes of all ranks' tensors; a collective of its own."""
         shapes: list[Any] = [None] * self.size
         dist.all_gather_object(shapes, tuple(tensor.shape), group=self.group)
         if any(len(shape) != tensor.dim() for shape in shapes):
             raise UsageError(f"the ranks' tensors have different numbers of dimensions: {shapes}")
         return shapes
 
-    def _parts(self, op: str, tensor: torch.Tensor, sizes: Sequence[int] | None) -> list[int]:
-        """How dim 0 is cut into one part a rank."""
-        self._require_numbers(tensor)
+    def _split_sizes(self, op: str, tensor: Tensor, sizes: Sequence[int] | None) -> list[int]:
+        """How dim 0 is split into one part per rank."""
+        self._require_tensor(tensor)
         if tensor.dim() == 0:
             raise UsageError(f"{op}: the tensor has no dimensions; expected dim 0 to be cut into {self.size} parts")
         length = tensor.shape[0]
@@ -166,18 +181,24 @@ class Operations:
             raise UsageError(f"{op}: sizes {whole} do not cut length {length} into {self.size} parts")
         return whole
 
-    def _room(self, op: str, out: torch.Tensor | None, tensor: torch.Tensor, rows: int) -> torch.Tensor:
-        """The place for an outcome of `rows` rows of `tensor`."""
-        shape = (rows, *tensor.shape[1:])
+    def _output(self, op: str, out: Tensor | None, tensor: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """The tensor for an outcome of this shape: `out` where it is given and fits."""
         if out is None:
             return tensor.new_empty(shape)
-        self._require_numbers(out)
+        self._require_tensor(out)
         if tuple(out.shape) != shape or out.dtype != tensor.dtype:
             raise UsageError(f"{op}: out is {out.dtype} {tuple(out.shape)}; expected {tensor.dtype} {shape}")
         return out
 
-    def _require_rank(self, what: str, rank: int) -> None:
-        if rank.__class__ is int and 0 <= rank < self.size:
-            return  # the protocol below is asked for microseconds
-        if not isinstance(rank, SupportsIndex) or not 0 <= rank.__index__() < self.size:
-            raise UsageError(f"{what} {rank!r} is not in this group of {self.size}: expected 0 to {self.size - 1}")
+
+def _then(finish: Callable[[], Any], result: Any) -> Callable[[], Any]:
+    def finished() -> Any:
+        finish()
+        return result
+
+    return finished
+
+
+def _wait_for(works: Sequence[Awaited]) -> None:
+    for work in works:
+        work.wait()

@@ -1,11 +1,11 @@
-"""Traffic: what this rank has said to others, counted. For tests, reports and estimates; costs nothing when unused.
+"""Traffic: the communication of this rank, counted. For tests, reports and estimates; costs nothing when unused.
 
     with traffic.counted() as seen:
         step()
     seen.calls["all_reduce"], seen.payload["all_reduce"], seen.sent
 
-Counts the operations of unisono's communicators, not those of torch's own functions. Whoever passes `told` also hears
-of each of them, and of what arrives from single ranks, one by one.
+Counts the operations of unisono's communicators, not those of torch's own functions. A callback passed to `counted`
+gets a record of each of them, and of each point-to-point receive.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _SHARES = {
 
 
 @dataclass(frozen=True)
-class Said:
+class CommRecord:
     """One operation, as this rank began it."""
 
     op: str
@@ -42,7 +42,7 @@ class Traffic:
     calls: Counter[str] = field(default_factory=Counter)
     payload: Counter[str] = field(default_factory=Counter)
     sent_by: dict[str, float] = field(default_factory=dict)
-    told: Callable[[Said], None] = lambda said: None
+    on_record: Callable[[CommRecord], None] = lambda record: None
 
     @property
     def sent(self) -> float:
@@ -61,23 +61,23 @@ counters: list[Traffic] = []
 
 
 def note(op: str, size: int, tensor: torch.Tensor | None, ranks: tuple[int, ...]) -> None:
-    """Called by communicators while anyone counts."""
+    """Called by communicators while there are counters."""
     payload = 0 if tensor is None else tensor.numel() * tensor.element_size()
     for counter in counters:
         counter.note(op, size, payload)
-        counter.told(Said(op, ranks, tensor))
+        counter.on_record(CommRecord(op, ranks, tensor))
 
 
 def note_arrival(tensor: torch.Tensor, source: int) -> None:
     """Of a message from one rank, whose bytes count where they were sent."""
     for counter in counters:
-        counter.told(Said("recv", (source,), tensor))
+        counter.on_record(CommRecord("recv", (source,), tensor))
 
 
 @contextlib.contextmanager
-def counted(told: Callable[[Said], None] = lambda said: None) -> Iterator[Traffic]:
-    """Count what is said in the block."""
-    counter = Traffic(told=told)
+def counted(on_record: Callable[[CommRecord], None] = lambda record: None) -> Iterator[Traffic]:
+    """Count the communication in the block."""
+    counter = Traffic(on_record=on_record)
     counters.append(counter)
     try:
         yield counter

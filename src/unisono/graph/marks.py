@@ -26,7 +26,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from unisono.comm import world as worlds
+from unisono.comm.rendezvous import world as worlds
 from unisono.errors import UsageError
 from unisono.graph.recorder import noted, recorder
 from unisono.graph.source import calling_line

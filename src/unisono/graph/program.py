@@ -25,8 +25,8 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from unisono.comm import world
 from unisono.comm.communicator import Communicator
+from unisono.comm.rendezvous import world
 from unisono.comm.same_data import SameBatch
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment

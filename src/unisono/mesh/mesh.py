@@ -21,8 +21,8 @@ import numpy as np
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from unisono.comm import world as worlds
 from unisono.comm.communicator import Communicator
+from unisono.comm.rendezvous import world as worlds
 from unisono.errors import UsageError
 
 # The groups of a world by their ranks, so that meshes over the same ranks share them.

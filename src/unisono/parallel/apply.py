@@ -21,8 +21,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.comm import world
 from unisono.comm.communicator import Communicator
+from unisono.comm.rendezvous import world
 from unisono.errors import TaskError, UsageError
 from unisono.mesh.draft import Draft, drafted, whole_draft
 from unisono.mesh.initial import in_dtype

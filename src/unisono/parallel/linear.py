@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from unisono.comm import world as worlds
 from unisono.comm.communicator import Communicator
+from unisono.comm.rendezvous import world as worlds
 from unisono.errors import UsageError
 from unisono.parallel import conjugates, deferred
 from unisono.parallel.region import Region

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from unisono.comm import world
+from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
 from unisono.graph import program as programs
 from unisono.graph.assignment import Assignment

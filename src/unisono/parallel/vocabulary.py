@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from unisono.comm import world as worlds
 from unisono.comm.communicator import Communicator
+from unisono.comm.rendezvous import world as worlds
 from unisono.errors import UsageError
 from unisono.parallel import conjugates
 from unisono.parallel.layout import Split

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from unisono.comm import world
 from unisono.comm.communicator import Communicator
+from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
 from unisono.quantum import outputs, storage
 from unisono.quantum.circuit import Circuit

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from unisono.comm import world
+from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
 from unisono.mesh.draft import tensors_in
 from unisono.mesh.mesh import Mesh

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from unisono.comm import world
+from unisono.comm.rendezvous import world
 from unisono.launch.spawn import spawn
 from unisono.parallel.apply import parallelize
 from unisono.parallel.task import Task

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from unisono.comm import world
+from unisono.comm.rendezvous import world
 from unisono.errors import CheckpointError, UsageError
 from unisono.parallel.trainer import Trainer
 from unisono.train.inventory import Inventory, Shapes, collect, shapes_here

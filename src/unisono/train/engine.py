@@ -19,8 +19,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.comm import world
 from unisono.comm.communicator import Communicator
+from unisono.comm.rendezvous import world
 from unisono.comm.same_data import SameBatch, require_same_batch
 from unisono.errors import UsageError
 from unisono.launch import environment

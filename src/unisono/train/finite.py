@@ -13,7 +13,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves
 
-from unisono.comm import world
+from unisono.comm.rendezvous import world
 from unisono.parallel.share import Share
 from unisono.parallel.trainer import Trainer
 from unisono.plan.action import Action

@@ -75,7 +75,7 @@ def _with_zero(count: int) -> list[list[float]]:
     """On a rank: seconds of steps with ZeRO and without."""
     import torch
 
-    from unisono.comm import world
+    from unisono.comm.rendezvous import world
     from unisono.train.copies import steps_with_zero
 
     torch.set_num_threads(1)
@@ -89,7 +89,7 @@ def _with_zero(count: int) -> list[list[float]]:
 def _on_rank(is_gpu: bool, brief: bool) -> dict[str, Any]:
     import torch
 
-    from unisono.comm import world
+    from unisono.comm.rendezvous import world
     from unisono.plan.links import BRIEF, Care
     from unisono.plan.measure import measured
 
@@ -109,7 +109,7 @@ def measured_gpu(care: Any = None, rounds: _Rounds = _MANY) -> dict[str, Any]:
     """The figures of this process's GPU; it must not have joined a world. Links are not measured."""
     import torch
 
-    from unisono.comm import world
+    from unisono.comm.rendezvous import world
     from unisono.plan.measure import measured
     from unisono.train.overheads import overheads
 
@@ -132,7 +132,7 @@ def _step_overhead(device: Any, microbatches: int, steps: int) -> float:
     import torch
     import torch.nn.functional as F
 
-    from unisono.comm import world
+    from unisono.comm.rendezvous import world
     from unisono.parallel.apply import parallelize
 
     comm = world.world()

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch.utils.data import Dataset
 
-from unisono.comm import world
+from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
 from unisono.parallel.layout import Split
 from unisono.train.order import order

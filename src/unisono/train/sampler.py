@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 from torch.utils.data import Sampler
 
-from unisono.comm import world
+from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
 from unisono.parallel.layout import Split
 from unisono.train.order import order, require_part, require_whole_number

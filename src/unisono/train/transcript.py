@@ -82,7 +82,7 @@ class Transcript:
         if shape or phase == UPDATE:  # an optimizer's ops change what they are given
             self._write({"kind": "op", "phase": phase, "name": name, "path": path, "shape": shape})
 
-    def _hear(self, said: traffic.Said) -> None:
+    def _hear(self, said: traffic.CommRecord) -> None:
         phase, path = _place(self._names, in_comm=True) or (FORWARD, "")
         if self._microbatch and path:
             return  # of a microbatch like the first

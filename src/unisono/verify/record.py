@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from unisono.comm.solo import alone
+from unisono.comm.rendezvous.solo import alone
 from unisono.mesh.initial import build, in_dtype
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState

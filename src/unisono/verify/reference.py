@@ -17,7 +17,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
-from unisono.comm.solo import alone
+from unisono.comm.rendezvous.solo import alone
 from unisono.errors import LaunchError, UnisonoError
 from unisono.launch import proctree
 from unisono.verify.ending import Ending

@@ -30,9 +30,9 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 
-from unisono.comm import world
 from unisono.comm.communicator import Communicator
-from unisono.comm.solo import alone
+from unisono.comm.rendezvous import world
+from unisono.comm.rendezvous.solo import alone
 from unisono.errors import PlanMismatch, UnisonoError, UsageError
 from unisono.launch import environment
 from unisono.mesh.draft import Draft

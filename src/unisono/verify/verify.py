@@ -22,9 +22,9 @@ from typing import Any
 
 import torch
 
-from unisono.comm import world
 from unisono.comm.communicator import Communicator
-from unisono.comm.seat import find_seat
+from unisono.comm.rendezvous import world
+from unisono.comm.rendezvous.launcher_env import find_rank_info
 from unisono.errors import LaunchError, UsageError
 from unisono.launch import environment
 from unisono.launch.spawn import spawn
@@ -151,7 +151,7 @@ def _on_rank(
 ) -> None:
     torch.set_num_threads(1)
     reference = Reference(Path(folder) / dtype, partial(_plain_of, task, steps, dtype))
-    if find_seat().rank == 0:
+    if find_rank_info().rank == 0:
         reference.start()
     comm = world.init(timeout=_timeout(timeout))
     try:

@@ -1,17 +1,18 @@
-"""Every collective, dtype and op, through torch.distributed and through the short way, on real ranks."""
+"""Every collective, dtype and op, through torch.distributed and as a Communicator makes it, on real ranks."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
 import torch.distributed as dist
+from mpi4py import MPI
 
 from tests.comm.expectation import DTYPES, FACTOR, OPS, has_meaning, reduced, sample
 from tests.comm.mpi_programs import harness
-from unisono.comm import mpi_buffer, mpi_calls, mpi_fold
+from unisono.comm.mpi import buffers, calls
 from unisono.errors import CommError, UsageError
 
 warnings.filterwarnings("ignore", category=FutureWarning)  # 2.13 renamed some calls, 2.11 knows the old names
@@ -30,6 +31,46 @@ def size() -> int:
 
 def group():  # type: ignore[no-untyped-def]
     return dist.group.WORLD
+
+
+def now(call: calls.Call) -> None:
+    """The way of a Communicator's transport."""
+    group().run([call])
+
+
+def all_reduce_now(x: torch.Tensor, op: str = "sum", factor: float | None = None) -> None:
+    now(calls.all_reduce(x, op, factor, size()))
+
+
+def broadcast_now(x: torch.Tensor, root: int) -> None:
+    now(calls.broadcast(x, root, rank()))
+
+
+def all_gather_now(out: torch.Tensor, x: torch.Tensor) -> None:
+    now(calls.all_gather_single(out, x, rank(), size()))
+
+
+def all_gather_parts_now(outs: list[torch.Tensor], x: torch.Tensor) -> None:
+    now(calls.all_gather(outs, x, rank(), size()))
+
+
+def reduce_scatter_parts_now(out: torch.Tensor, chunks: Sequence[torch.Tensor], op: str, by: float | None) -> None:
+    now(calls.reduce_scatter(out, chunks, op, by, rank(), size()))
+
+
+def all_to_all_now(
+    out: torch.Tensor, x: torch.Tensor, out_splits: Sequence[int] = (), in_splits: Sequence[int] = ()
+) -> None:
+    if out_splits or in_splits:
+        now(calls.all_to_all_single(out, x, out_splits, in_splits, size()))
+    else:
+        now(calls.all_to_all_even(out, x, size()))
+
+
+def recv_now(x: torch.Tensor, source: int, tag: int = 0) -> int:
+    call = calls.receive(x, source, tag)
+    now(call)
+    return call.status.Get_source()
 
 
 def everybodys(dtype: torch.dtype, shape: tuple[int, ...] = SHAPE) -> list[torch.Tensor]:
@@ -83,7 +124,7 @@ def check_all_reduce() -> None:
         ways: list[Callable[[torch.Tensor], object]] = [
             lambda x, op=op: c10d_all_reduce(x, op, async_op=False),
             lambda x, op=op: c10d_all_reduce(x, op, async_op=True).wait(),
-            lambda x, op=op: group().all_reduce_now(x, op, factor(op)),
+            lambda x, op=op: all_reduce_now(x, op, factor(op)),
         ]
         for way, call in enumerate(ways):
             mine = everybodys(dtype)[rank()]
@@ -97,7 +138,7 @@ def check_meaningless_reductions() -> None:
             if has_meaning(op, dtype):
                 continue
             mine = everybodys(dtype)[rank()]
-            for call in (c10d_all_reduce, group().all_reduce_now):
+            for call in (c10d_all_reduce, all_reduce_now):
                 with pytest.raises(UsageError, match=f"{op} has no meaning for {dtype}"):
                     call(mine, op)
 
@@ -107,7 +148,7 @@ def check_reduce() -> None:
         for root in (0, size() - 1):
             for call in (
                 lambda x, op=op, root=root: dist.reduce(x, root, c10d_op(op)),
-                lambda x, op=op, root=root: group().reduce_now(x, root, op, factor(op)),
+                lambda x, op=op, root=root: now(calls.reduce(x, root, op, factor(op), rank(), size())),
             ):
                 mine = everybodys(dtype)[rank()]
                 call(mine)
@@ -123,8 +164,8 @@ def check_reduce_scatter() -> None:
             lambda out, x, op=op: dist.reduce_scatter_tensor(out, x, c10d_op(op)),
             lambda out, x, op=op: dist.reduce_scatter(out, list(x.chunk(size())), c10d_op(op)),
             lambda out, x, op=op: dist.reduce_scatter(out, [c.clone() for c in x.chunk(size())], c10d_op(op)),
-            lambda out, x, op=op: group().reduce_scatter_now(out, x, op, factor(op)),
-            lambda out, x, op=op: group().reduce_scatter_parts_now(out, x.chunk(size()), op, factor(op)),
+            lambda out, x, op=op: now(calls.reduce_scatter_single(out, x, op, factor(op), rank(), size())),
+            lambda out, x, op=op: reduce_scatter_parts_now(out, x.chunk(size()), op, factor(op)),
         ]
         for way, call in enumerate(ways):
             mine = everybodys(dtype, shape)[rank()]
@@ -136,34 +177,34 @@ def check_reduce_scatter() -> None:
 
 def check_reductions_that_torch_folds() -> None:
     """What is done with GPU memory where MPI takes it, done here on the host: MPI moves, torch computes."""
-    usual, mpi_fold.pays = mpi_fold.pays, lambda wire, ranks: True
+    usual, buffers.folds = buffers.folds, lambda wire, ranks: True
     try:
         for op, dtype in meaningful():
             everything = everybodys(dtype, (2 * size(), 3))
             expected = reduced(op, everything)
             mine = everything[rank()].clone()
-            group().run_now(mpi_calls.all_reduce(mine.t(), op, factor(op), size()))
+            now(calls.all_reduce(mine.t(), op, factor(op), size()))
             equal(mine, expected, ("folded all_reduce", op, dtype))
             mine = everything[rank()].clone()
-            group().start(mpi_calls.reduce(mine, 1, op, factor(op), rank(), size())).wait()
+            group().start(calls.reduce(mine, 1, op, factor(op), rank(), size())).wait()
             equal(mine, expected if rank() == 1 else everything[rank()], ("folded reduce", op, dtype))
             counts = [1, *[2] * (size() - 2), 3]
             out = torch.empty(counts[rank()], 3, dtype=dtype)
             chunks = everything[rank()].split(counts)
-            group().run_now(mpi_calls.reduce_scatter(out, chunks, op, factor(op), rank(), size()))
+            now(calls.reduce_scatter(out, chunks, op, factor(op), rank(), size()))
             equal(out, expected.split(counts)[rank()], ("folded reduce_scatter", op, dtype))
         inexact = [torch.randn(999, generator=torch.Generator().manual_seed(r)) for r in range(size())]
         mine = inexact[rank()].clone()
-        group().run_now(mpi_calls.all_reduce(mine, "sum", None, size()))
+        now(calls.all_reduce(mine, "sum", None, size()))
         assert torch.equal(mine, sum(inexact[1:], start=inexact[0])), "not in the order of ranks"
     finally:
-        mpi_fold.pays = usual
+        buffers.folds = usual
 
 
 def check_gpu_memory_is_not_for_this_mpi() -> None:
-    assert mpi_buffer._loaded_library("mpi(?:ch)?") is not None
-    assert not mpi_buffer.cuda_aware()
-    assert not mpi_fold.pays(torch.empty(1), 1)
+    assert buffers._loaded_library("mpi(?:ch)?") is not None
+    assert not buffers.cuda_aware()
+    assert not buffers.folds(torch.empty(1), 1)
 
 
 def check_reduce_scatter_in_place_and_uneven() -> None:
@@ -175,14 +216,14 @@ def check_reduce_scatter_in_place_and_uneven() -> None:
         counts = [r + 1 for r in range(size())]
         uneven = everybodys(dtype, (sum(counts),))
         out = torch.empty(counts[rank()], dtype=dtype)
-        group().reduce_scatter_parts_now(out, uneven[rank()].split(counts), "avg")
+        reduce_scatter_parts_now(out, uneven[rank()].split(counts), "avg", None)
         equal(out, reduced("avg", uneven).split(counts)[rank()].clone(), ("uneven", dtype))
 
 
 def check_broadcast() -> None:
     for dtype in TRAVELLERS:
         for root in range(size()):
-            for call in (dist.broadcast, group().broadcast_now):
+            for call in (dist.broadcast, broadcast_now):
                 mine = everybodys(dtype)[rank()]
                 call(mine, root)
                 equal(mine, everybodys(dtype)[root], ("broadcast", dtype, root))
@@ -192,7 +233,7 @@ def check_all_gather() -> None:
     for dtype in TRAVELLERS:
         expected = torch.stack(everybodys(dtype))
         mine = expected[rank()].clone()
-        for call in (dist.all_gather_into_tensor, group().all_gather_now):
+        for call in (dist.all_gather_into_tensor, all_gather_now):
             out = torch.empty_like(expected)
             call(out, mine)
             equal(out, expected, ("all_gather_into_tensor", dtype))
@@ -208,7 +249,7 @@ def check_all_gather() -> None:
 def check_all_gather_uneven() -> None:
     for dtype in TRAVELLERS:
         everything = [everybodys(dtype, (r, 2))[r] for r in range(size())]  # rank 0 has nothing
-        for call in (dist.all_gather, group().all_gather_parts_now):
+        for call in (dist.all_gather, all_gather_parts_now):
             outs = [torch.empty_like(one) for one in everything]
             call(outs, everything[rank()])
             for out, expected in zip(outs, everything, strict=True):
@@ -222,13 +263,14 @@ def check_gather_and_scatter() -> None:
             at_root = rank() == root
             outs = [torch.empty_like(one) for one in everything] if at_root else None
             dist.gather(everything[rank()], outs, dst=root)
-            group().gather_now(outs or (), everything[rank()], root)
+            now(calls.gather(outs or (), everything[rank()], root, rank(), size()))
             for out, expected in zip(outs or (), everything, strict=False):
                 equal(out, expected, ("gather", dtype, root))
             back = torch.empty_like(everything[0])
             dist.scatter(back, everything if at_root else None, src=root)
             equal(back, everything[rank()], ("scatter", dtype, root))
-            group().scatter_now(back.zero_() if dtype in DTYPES else back, everything if at_root else (), root)
+            back = back.zero_() if dtype in DTYPES else back
+            now(calls.scatter(back, everything if at_root else (), root, rank(), size()))
             equal(back, everything[rank()], ("scatter_now", dtype, root))
 
 
@@ -244,7 +286,7 @@ def check_all_to_all() -> None:
         dist.all_to_all(outs, ins)
         equal(torch.cat(outs), torch.cat(expected), ("all_to_all", dtype))
         in_splits, out_splits = [len(one) for one in ins], [len(one) for one in expected]
-        for call in (dist.all_to_all_single, group().all_to_all_now):
+        for call in (dist.all_to_all_single, all_to_all_now):
             out = torch.empty_like(torch.cat(expected))
             call(out, torch.cat(ins), out_splits, in_splits)
             equal(out, torch.cat(expected), ("uneven all_to_all_single", dtype))
@@ -278,11 +320,11 @@ def check_point_to_point() -> None:
                 equal(out, everything[sender], ("recv from anybody", dtype))
                 senders.add(sender)
             assert senders == set(range(1, size()))
-            assert group().recv_now(out, None, tag=5) == 1
+            assert recv_now(out, MPI.ANY_SOURCE, tag=5) == 1
         else:
             dist.send(everything[rank()], 0)
         if rank() == 1:
-            group().send_now(everything[1], 0, tag=5)
+            now(calls.send(everything[1], 0, 5))
         dist.barrier()
 
 
@@ -290,7 +332,7 @@ def check_strides_and_views() -> None:
     for dtype in (torch.float32, torch.bfloat16, torch.complex64, torch.bool):
         everything = everybodys(dtype, (4, 6))
         for view in (lambda x: x.t(), lambda x: x[:, ::2], lambda x: x[1:3], lambda x: x[0, 0]):
-            for call in (dist.all_reduce, group().all_reduce_now):
+            for call in (dist.all_reduce, all_reduce_now):
                 mine = everything[rank()].clone()
                 call(view(mine))
                 expected = everything[rank()].clone()
@@ -306,7 +348,7 @@ def check_strides_and_views() -> None:
         equal(wide.contiguous(), torch.stack(everything), ("all_gather into views", dtype))
     conjugated = everybodys(torch.complex64)
     mine = conjugated[rank()].clone().conj()
-    group().all_reduce_now(mine)
+    all_reduce_now(mine)
     equal(mine.resolve_conj(), reduced("sum", conjugated).conj().resolve_conj(), "conjugate views")
     parameter = torch.nn.Parameter(torch.full((3,), float(rank())))
     dist.broadcast(parameter, size() - 1)
@@ -316,7 +358,7 @@ def check_strides_and_views() -> None:
 
 def check_calls_cut_into_pieces() -> None:
     """What an MPI that counts in an int does above 2**31 elements, done here above 4."""
-    mpi_buffer.AT_ONCE, usual = 4, mpi_buffer.AT_ONCE
+    buffers.AT_ONCE, usual = 4, buffers.AT_ONCE
     try:
         check_all_reduce()
         check_reduce()
@@ -327,25 +369,25 @@ def check_calls_cut_into_pieces() -> None:
         out, tensors = torch.empty(11), everybodys(torch.float32, (11,))
         if rank() == 0:
             dist.send(tensors[0], 1)
-            group().send_now(tensors[0], 1)
+            now(calls.send(tensors[0], 1, 0))
         elif rank() == 1:
             dist.recv(out, 0)
             equal(out, tensors[0], "recv in pieces")
-            assert group().recv_now(out.zero_(), 0) == 0
+            assert recv_now(out.zero_(), 0) == 0
             equal(out, tensors[0], "recv_now in pieces")
         with pytest.raises(CommError, match="need an MPI-4 library"):
-            group().all_to_all_now(torch.empty(2 * size(), 3), torch.empty(2 * size(), 3))
+            all_to_all_now(torch.empty(2 * size(), 3), torch.empty(2 * size(), 3))
     finally:
-        mpi_buffer.AT_ONCE = usual
+        buffers.AT_ONCE = usual
 
 
 def check_empty_tensors() -> None:
     for dtype in DTYPES:
         nothing = torch.empty(0, 3, dtype=dtype)
         dist.all_reduce(nothing)
-        group().all_reduce_now(nothing)
+        all_reduce_now(nothing)
         dist.broadcast(nothing, 0)
-        group().broadcast_now(nothing, 0)
+        broadcast_now(nothing, 0)
         dist.all_gather_into_tensor(torch.empty(0, 3, dtype=dtype), nothing)
         dist.all_gather([torch.empty_like(nothing) for _ in range(size())], nothing)
         dist.reduce_scatter_tensor(torch.empty(0, 3, dtype=dtype), nothing)
@@ -402,14 +444,14 @@ def check_wrong_input() -> None:
     wrong: list[tuple[Callable[[], object], str]] = [
         (lambda: dist.all_gather_into_tensor(torch.empty(n + 1), torch.empty(1)), "the output holds"),
         (
-            lambda: group().all_gather_parts_now([torch.empty(1)] * (n + 1), torch.empty(1)),
+            lambda: all_gather_parts_now([torch.empty(1)] * (n + 1), torch.empty(1)),
             "pass one for each rank",
         ),
-        (lambda: group().all_gather_now(torch.empty(n), torch.empty(1).long()), "must be alike"),
-        (lambda: group().all_to_all_now(torch.empty(n), torch.empty(n), [9] * n, [1] * n), "output splits"),
-        (lambda: group().all_to_all_now(torch.empty(n + 1), torch.empty(n + 1)), "pass splits"),
-        (lambda: group().all_reduce_now(torch.empty(1), "mean"), "no reduction 'mean'"),
-        (lambda: group().broadcast_now(torch.eye(2).to_sparse(), 0), "pass a dense one"),
+        (lambda: all_gather_now(torch.empty(n), torch.empty(1).long()), "must be alike"),
+        (lambda: all_to_all_now(torch.empty(n), torch.empty(n), [9] * n, [1] * n), "output splits"),
+        (lambda: all_to_all_now(torch.empty(n + 1), torch.empty(n + 1)), "pass splits"),
+        (lambda: all_reduce_now(torch.empty(1), "mean"), "no reduction 'mean'"),
+        (lambda: broadcast_now(torch.eye(2).to_sparse(), 0), "pass a dense one"),
     ]
     for call, message in wrong:
         with pytest.raises(UsageError, match=message):

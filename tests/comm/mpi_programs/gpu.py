@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tests.comm.expectation import DTYPES, OPS, has_meaning, reduced, sample
 from tests.comm.mpi_programs import harness
 from tests.comm.mpi_programs.collectives import c10d_all_reduce, c10d_op, equal, factor
-from unisono.comm import mpi_buffer, mpi_fold
+from unisono.comm.mpi import buffers, calls
 
 warnings.filterwarnings("ignore", category=FutureWarning)
 
@@ -34,7 +34,7 @@ def check_reductions() -> None:
             c10d_all_reduce(mine, op)
             equal(mine.cpu(), reduced(op, everybodys), (op, dtype))
             _, mine = on_gpu(dtype)
-            dist.group.WORLD.all_reduce_now(mine, op, factor(op))
+            dist.group.WORLD.run([calls.all_reduce(mine, op, factor(op), dist.get_world_size())])
             equal(mine.cpu(), reduced(op, everybodys), (op, dtype, "now"))
             check_reductions_to_some(op, everybodys)
 
@@ -43,25 +43,25 @@ def check_reductions_to_some(op: str = "sum", everybodys: list[torch.Tensor] | N
     rank, size = dist.get_rank(), dist.get_world_size()
     everybodys = everybodys or on_gpu(torch.float32)[0]
     mine, expected = everybodys[rank].cuda(), reduced(op, everybodys)
-    dist.group.WORLD.reduce_now(mine, size - 1, op, factor(op))
+    dist.group.WORLD.run([calls.reduce(mine, size - 1, op, factor(op), rank, size)])
     equal(mine.cpu(), expected if rank == size - 1 else everybodys[rank], ("reduce", op, mine.dtype))
     mine, out = everybodys[rank].cuda(), torch.empty_like(expected.chunk(size)[0], device="cuda")
     dist.reduce_scatter_tensor(out, mine, c10d_op(op))
     equal(out.cpu(), expected.chunk(size)[rank], ("reduce_scatter", op, mine.dtype))
     counts = [1, *[0] * (size - 2), len(expected) - 1]
     out = torch.empty(counts[rank], *SHAPE[1:], dtype=mine.dtype, device="cuda")
-    dist.group.WORLD.reduce_scatter_parts_now(out, mine.split(counts), op, factor(op))
+    dist.group.WORLD.run([calls.reduce_scatter(out, mine.split(counts), op, factor(op), rank, size)])
     equal(out.cpu(), expected.split(counts)[rank], ("uneven reduce_scatter", op, mine.dtype))
 
 
 def check_who_has_the_memory() -> None:
     """An MPI that takes GPU memory is given it as it lies; any other gets the host's."""
     tensor, view = torch.ones(SHAPE, device="cuda"), torch.ones(SHAPE, device="cuda").t()
-    aware = mpi_buffer.cuda_aware()
-    assert (mpi_buffer.readable(tensor) is tensor) == (mpi_buffer.writable(tensor) is tensor) == aware
-    assert mpi_buffer.readable(view).is_cuda == mpi_buffer.writable(view).is_cuda == aware
-    assert mpi_fold.pays(tensor, 2) == aware
-    assert not mpi_buffer.computable(view).is_cuda, "MPI computes on the host"
+    aware = buffers.cuda_aware()
+    assert (buffers.readable(tensor) is tensor) == (buffers.writable(tensor) is tensor) == aware
+    assert buffers.readable(view).is_cuda == buffers.writable(view).is_cuda == aware
+    assert buffers.folds(tensor, 2) == aware
+    assert not buffers.computable(view).is_cuda, "MPI computes on the host"
 
 
 def check_long_and_late() -> None:

@@ -14,15 +14,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from unisono.comm import mpi
+from unisono.comm.mpi import library
 
 
 def join(timeout: timedelta = timedelta(seconds=60)) -> None:
     torch.set_num_threads(1)
-    mpi.register()
-    rank, size = mpi.world()
+    library.register()
+    rank, size = library.world()
     store = dist.FileStore(os.environ["TEST_STORE"], size)
-    dist.init_process_group(mpi.BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
+    dist.init_process_group(library.BACKEND, store=store, rank=rank, world_size=size, timeout=timeout)
 
 
 def checks_of(namespace: dict[str, Any]) -> dict[str, Callable[[], None]]:

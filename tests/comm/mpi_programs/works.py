@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.comm.mpi_programs import harness
-from unisono.comm.mpi_work import PROGRESS
+from unisono.comm.mpi.work import PROGRESS
 from unisono.errors import CommError
 
 

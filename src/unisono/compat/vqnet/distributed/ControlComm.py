@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.comm import world
 from unisono.comm.communicator import Communicator
-from unisono.comm.seat import find_seat
+from unisono.comm.rendezvous import world
+from unisono.comm.rendezvous.launcher_env import find_rank_info
 from unisono.compat.vqnet.distributed.group import Group, comm_of_group, groups_of
 from unisono.compat.vqnet.distributed.joining import joined
 from unisono.compat.vqnet.tensor.qtensor import plain, wrapped
@@ -131,20 +131,20 @@ def _rank(op: str, name: str, given: Any) -> int:
 
 def get_rank() -> int:
     """This process's rank in the job, also before it has joined."""
-    return world.rank() if world.is_initialized() else find_seat().rank
+    return world.rank() if world.is_initialized() else find_rank_info().rank
 
 
 def get_local_rank() -> int:
     """This process's rank on its host."""
     if not world.is_initialized():
-        told = find_seat().local_rank
+        told = find_rank_info().local_rank
         if told is not None:
             return told
     return joined().local_rank
 
 
 def get_world_size() -> int:
-    return world.world_size() if world.is_initialized() else find_seat().size
+    return world.world_size() if world.is_initialized() else find_rank_info().size
 
 
 def get_host_name() -> str:

@@ -9,10 +9,9 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from unisono.comm import seat as seats
-from unisono.comm import world
 from unisono.comm.communicator import Communicator
-from unisono.comm.seat import find_seat
+from unisono.comm.rendezvous import launcher_env, world
+from unisono.comm.rendezvous.launcher_env import find_rank_info
 from unisono.errors import UsageError
 
 BACKENDS = ("mpi", "nccl", "gloo")
@@ -33,13 +32,13 @@ def joined(backend: str | None = None, rank: int | None = None, world_size: int 
 
 def joined_if_many() -> Communicator | None:
     """The world's communicator, or None where this process is alone and nobody has joined."""
-    return joined() if world.is_initialized() or find_seat().size > 1 else None
+    return joined() if world.is_initialized() or find_rank_info().size > 1 else None
 
 
 def _available(wish: str | None) -> str | None:
     if wish != "mpi":
         return None if wish == "nccl" else wish
-    by_mpi = find_seat().how in (seats.MPIEXEC, seats.SRUN)
+    by_mpi = find_rank_info().how in (launcher_env.MPIEXEC, launcher_env.SRUN)
     return "mpi" if by_mpi and importlib.util.find_spec("mpi4py") is not None else "gloo"
 
 

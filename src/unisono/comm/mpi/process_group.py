@@ -1,7 +1,7 @@
-"""The torch process group over an MPI communicator. Imports mpi4py, so import it late (see unisono.comm.mpi).
+"""The torch process group over an MPI communicator. Imports mpi4py, so import it late (see mpi/library.py).
 
 Every c10d call starts non-blocking MPI requests and returns a Work; waiting polls, so that a timeout is kept
-and signals are heard. The methods named `..._now` (unisono.comm.mpi_now) are the short way round c10d.
+and signals are handled. A Communicator's transport calls `start` and `run` directly, without c10d's dispatch.
 """
 
 # torch's stubs give each method several overloads; c10d itself calls only the one that is here.
@@ -29,10 +29,9 @@ from torch.distributed.distributed_c10d import (
     ScatterOptions,
 )
 
-from unisono.comm import mpi_calls as calls
-from unisono.comm.mpi_calls import STARTERS, Call
-from unisono.comm.mpi_now import PromptCalls, plain_all_reduce
-from unisono.comm.mpi_work import SPINS, MPIWork, Operation, failure
+from unisono.comm.mpi import calls
+from unisono.comm.mpi.calls import Call
+from unisono.comm.mpi.work import SPINS, MPIWork, Operation, failure, settle, wait_for_devices
 from unisono.comm.reduction import OPS, Factor
 from unisono.errors import UsageError
 
@@ -40,12 +39,13 @@ Tensor = torch.Tensor
 Tensors = Sequence[torch.Tensor]
 
 
-class MPIProcessGroup(PromptCalls, ProcessGroup):
+class MPIProcessGroup(ProcessGroup):
     """`comm` becomes the group's own: it is freed at shutdown."""
 
     def __init__(self, store: Store, comm: MPI.Intracomm, timeout: timedelta) -> None:
-        PromptCalls.__init__(self, comm)
-        ProcessGroup.__init__(self, self._rank, self._size)  # type: ignore[call-arg]
+        self._comm = comm
+        self._rank, self._size = comm.Get_rank(), comm.Get_size()
+        super().__init__(self._rank, self._size)  # type: ignore[call-arg]
         self._store = store
         self._group_name = self._group_description = ""
         self._timeout = timeout
@@ -99,66 +99,72 @@ class MPIProcessGroup(PromptCalls, ProcessGroup):
 
     # Making calls.
 
-    def start(self, call: Call) -> MPIWork:
-        """Begin a call of unisono.comm.mpi_calls; the short way, with a work to wait for."""
-        return self._start(call)
-
-    def _start(self, call: Call, opts: Any = None) -> MPIWork:
-        comm = self._comm
+    def run(self, made: Sequence[Call]) -> None:
+        """Start all calls, then wait for all."""
+        name = made[0].name if made else ""
         try:
-            requests = [getattr(comm, STARTERS[method])(*arguments) for method, arguments in call.steps]
+            started = [(call, self._requests(call)) for call in made]
+            for call, requests in started:
+                name = call.name
+                for request in requests:
+                    settle(request, call.status)
+                _finish(call)
+        except MPI.Exception as error:
+            raise failure(name, error) from error
+
+    def start(self, call: Call, opts: Any = None) -> MPIWork:
+        """Begin a call; the work completes also when nobody waits for it."""
+        try:
+            requests = self._requests(call)
         except MPI.Exception as error:
             raise failure(call.name, error) from error
         if opts is not None and not opts.asyncOp and self._coalescing is None and self._spin(call, requests):
             return _FINISHED
-        operation = Operation(call.name, requests, call.outputs, call.memory, call.finish, call.status, comm)
+        operation = Operation(call.name, requests, call.outputs, call.memory, call.finish, call.status, self._comm)
         own_timeout = opts is not None and opts.timeout > timedelta(0)
         work = MPIWork(operation, opts.timeout if own_timeout else self._timeout)
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
 
+    def _requests(self, call: Call) -> list[MPI.Request]:
+        return [getattr(self._comm, method)(*arguments) for method, arguments in call.steps]
+
     def _spin(self, call: Call, requests: list[MPI.Request]) -> bool:
-        """See for a short while whether a call that nobody will look back at completes; it needs no Work."""
+        """Whether a call that nobody will look back at completes within a short while; it needs no Work."""
         [*others, last] = requests or [MPI.REQUEST_NULL]
         try:
             if others or not any(last.Test(call.status) for _ in range(SPINS)):
                 return False
         except MPI.Exception as error:
             raise failure(call.name, error) from error
-        self._finish(call)
+        _finish(call)
         return True
 
     # c10d's calls, under the names of torch 2.11 and of 2.13.
 
     def allreduce(self, tensors: Tensors, opts: AllreduceOptions | None = None) -> MPIWork:
         op, factor = _op_and_factor(opts)
-        tensor = _only(tensors)
-        arguments = plain_all_reduce(tensor, op)
-        if arguments is None:
-            call = calls.all_reduce(tensor, op, factor, self._size)
-        else:
-            call = Call("all_reduce", [("Allreduce", arguments)], [tensor], (tensor,))
-        return self._start(call, opts)
+        return self.start(calls.all_reduce(_only(tensors), op, factor, self._size), opts)
 
     def allreduce_coalesced(self, tensors: Tensors, opts: AllreduceCoalescedOptions | None = None) -> MPIWork:
         op, factor = _op_and_factor(opts)
         each = [calls.all_reduce(tensor, op, factor, self._size) for tensor in tensors]
-        return self._start(calls.together("all_reduce", each), opts)
+        return self.start(calls.together("all_reduce", each), opts)
 
     def broadcast(self, tensors: Tensors, opts: BroadcastOptions | None = None) -> MPIWork:
-        return self._start(calls.broadcast(_only(tensors), _root(opts), self._rank), opts)
+        return self.start(calls.broadcast(_only(tensors), _root(opts), self._rank), opts)
 
     def reduce(self, tensors: Tensors, opts: ReduceOptions | None = None) -> MPIWork:
         op, factor = _op_and_factor(opts)
         call = calls.reduce(_only(tensors), _root(opts), op, factor, self._rank, self._size)
-        return self._start(call, opts)
+        return self.start(call, opts)
 
     def allgather(
         self, output_lists: Sequence[Tensors], inputs: Tensors, opts: AllgatherOptions | None = None
     ) -> MPIWork:
         call = calls.all_gather(_only(output_lists), _only(inputs), self._rank, self._size)
-        return self._start(call, opts)
+        return self.start(call, opts)
 
     def allgather_coalesced(
         self, output_lists: Sequence[Tensors], inputs: Tensors, opts: AllgatherOptions | None = None
@@ -167,27 +173,27 @@ class MPIProcessGroup(PromptCalls, ProcessGroup):
             calls.all_gather([outputs[index] for outputs in output_lists], input, self._rank, self._size)
             for index, input in enumerate(inputs)
         ]
-        return self._start(calls.together("all_gather", each), opts)
+        return self.start(calls.together("all_gather", each), opts)
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: AllgatherOptions | None = None) -> MPIWork:
-        return self._start(calls.all_gather_single(output, input, self._rank, self._size), opts)
+        return self.start(calls.all_gather_single(output, input, self._rank, self._size), opts)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: AllgatherOptions | None = None
     ) -> MPIWork:
         pairs = zip(outputs, inputs, strict=True)
         each = [calls.all_gather_single(output, input, self._rank, self._size) for output, input in pairs]
-        return self._start(calls.together("all_gather", each), opts)
+        return self.start(calls.together("all_gather", each), opts)
 
     def gather(self, output_lists: Sequence[Tensors], inputs: Tensors, opts: GatherOptions | None = None) -> MPIWork:
         outputs = _only(output_lists) if self._rank == _root(opts) else ()
         call = calls.gather(outputs, _only(inputs), _root(opts), self._rank, self._size)
-        return self._start(call, opts)
+        return self.start(call, opts)
 
     def scatter(self, outputs: Tensors, input_lists: Sequence[Tensors], opts: ScatterOptions | None = None) -> MPIWork:
         inputs = _only(input_lists) if self._rank == _root(opts) else ()
         call = calls.scatter(_only(outputs), inputs, _root(opts), self._rank, self._size)
-        return self._start(call, opts)
+        return self.start(call, opts)
 
     def reduce_scatter(
         self,
@@ -197,12 +203,12 @@ class MPIProcessGroup(PromptCalls, ProcessGroup):
     ) -> MPIWork:
         op, factor = _op_and_factor(opts)
         call = calls.reduce_scatter(_only(outputs), _only(input_lists), op, factor, self._rank, self._size)
-        return self._start(call, opts)
+        return self.start(call, opts)
 
     def reduce_scatter_single(self, output: Tensor, input: Tensor, opts: ReduceScatterOptions | None = None) -> MPIWork:
         op, factor = _op_and_factor(opts)
         call = calls.reduce_scatter_single(output, input, op, factor, self._rank, self._size)
-        return self._start(call, opts)
+        return self.start(call, opts)
 
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: ReduceScatterOptions | None = None
@@ -212,7 +218,7 @@ class MPIProcessGroup(PromptCalls, ProcessGroup):
             calls.reduce_scatter_single(output, input, op, factor, self._rank, self._size)
             for output, input in zip(outputs, inputs, strict=True)
         ]
-        return self._start(calls.together("reduce_scatter", each), opts)
+        return self.start(calls.together("reduce_scatter", each), opts)
 
     def all_to_all_single(
         self,
@@ -223,22 +229,22 @@ class MPIProcessGroup(PromptCalls, ProcessGroup):
         opts: AllToAllOptions | None = None,
     ) -> MPIWork:
         call = calls.all_to_all_single(output, input, output_splits, input_splits, self._size)
-        return self._start(call, opts)
+        return self.start(call, opts)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: AllToAllOptions | None = None) -> MPIWork:
-        return self._start(calls.all_to_all(outputs, inputs, self._size), opts)
+        return self.start(calls.all_to_all(outputs, inputs, self._size), opts)
 
     def barrier(self, opts: BarrierOptions | None = None) -> MPIWork:
-        return self._start(calls.barrier(), opts)
+        return self.start(calls.barrier(), opts)
 
     def send(self, tensors: Tensors, dst: int, tag: int) -> MPIWork:
-        return self._start(calls.send(_only(tensors), dst, tag))
+        return self.start(calls.send(_only(tensors), dst, tag))
 
     def recv(self, tensors: Tensors, src: int, tag: int) -> MPIWork:
-        return self._start(calls.receive(_only(tensors), src, tag))
+        return self.start(calls.receive(_only(tensors), src, tag))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> MPIWork:
-        return self._start(calls.receive(_only(tensors), MPI.ANY_SOURCE, tag))
+        return self.start(calls.receive(_only(tensors), MPI.ANY_SOURCE, tag))
 
     _allgather_base = all_gather_single
     allgather_into_tensor_coalesced = all_gather_single_coalesced
@@ -256,6 +262,13 @@ class MPIProcessGroup(PromptCalls, ProcessGroup):
 
 _FINISHED = MPIWork(Operation("a finished call", [], (), None, None, MPI.Status()), timedelta(0))
 _OP_NAMES = {getattr(ReduceOp.RedOpType, op.upper()): op for op in OPS}
+
+
+def _finish(call: Call) -> None:
+    if call.finish is not None:
+        with torch.no_grad():
+            call.finish()
+        wait_for_devices(call.outputs)
 
 
 def _op_and_factor(opts: Any) -> tuple[str, Factor | None]:

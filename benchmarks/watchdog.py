@@ -1,9 +1,9 @@
-"""What the watch costs when nothing is wrong: 1 KiB all_reduce with and without it, taking turns in one run.
+"""What the watchdog costs when nothing is wrong: 1 KiB all_reduce with and without it, taking turns in one run.
 
-python benchmarks/watch.py [--backends gloo,mpi] [--rounds 61]
+python benchmarks/watchdog.py [--backends gloo,mpi] [--rounds 61]
 
-All that the watch does on the way of a collective is to write it down in the log; "without" is the same call with the
-writing taken out.
+All that the watchdog does in a collective is to write it to the operation log; "without" is the same call with a log
+that writes nothing.
 """
 
 from __future__ import annotations
@@ -16,17 +16,20 @@ from typing import Any
 import torch
 
 import unisono as uni
-from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
-from unisono.comm.log import Log
+from unisono.comm.watchdog.op_log import OpLog
 
 LOOPS = {"gloo": 30, "mpi": 300, "nccl": 100}
 
 
-class NoLog(Log):
-    """Writes nothing down."""
+class NoLog(OpLog):
+    """Writes nothing."""
 
     __slots__ = ()
+
+    def __init__(self, group: str, ranks: tuple[int, ...]) -> None:
+        super().__init__(group, ranks)
+        self.append = lambda record: None
 
     def enter(self, *_: Any) -> None:
         pass
@@ -34,39 +37,11 @@ class NoLog(Log):
 
 def unwatched(comm: Communicator) -> Communicator:
     """A communicator over the same group that keeps no log."""
-    if comm.backend == "mpi":
-        from unisono.comm import mpi_buffer
-        from unisono.comm.mpi_communicator import IN_PLACE, LOOKS, MPICommunicator, address_of
-
-        class Unwatched(MPICommunicator):
-            def _all_reduce_plain(self, tensor: Any, op: Any, plain: Any) -> Any:
-                if traffic.counters:
-                    traffic.note("all_reduce", self.size, tensor, self.ranks)
-                count = tensor.numel()
-                try:
-                    if count <= mpi_buffer.AT_ONCE:
-                        itemsize, datatype, mpi_op = plain
-                        buffer = address_of(tensor.data_ptr(), count * itemsize), datatype
-                        request = self._start_all_reduce(IN_PLACE, buffer, mpi_op)
-                        test = request.Test
-                        for _ in LOOKS:
-                            if test():
-                                return tensor
-                        requests = [request]
-                    else:
-                        requests = self._mpi.start_in_place(tensor.data_ptr(), count, plain)
-                    for request in requests:
-                        request.Wait()
-                except RuntimeError as error:
-                    raise self._watch.explained(error) from error
-                return tensor
-
-        kind: type[Communicator] = Unwatched
-    else:
-        kind = Communicator
     options = {"local_rank": comm.local_rank, "local_size": comm.local_size, "hosts": comm._hosts}
-    twin = kind(comm.group, comm.backend, comm._watch, **options)  # type: ignore[arg-type]
+    twin = Communicator(comm.group, comm.backend, comm._watchdog, **options)  # type: ignore[arg-type]
     twin._log = NoLog("none", comm.ranks)
+    if twin._fast_path is not None:
+        twin._fast_path._log = twin._log
     return twin
 
 
@@ -103,7 +78,7 @@ def main() -> None:
         shares = [100 * (a / b - 1) for a, b in zip(watched, plain, strict=True)]
         low, _, high = statistics.quantiles(shares, n=4)
         print(
-            f"{backend}, 2 ranks, 1 KiB all_reduce: {statistics.median(watched):.2f} µs with the watch, "
+            f"{backend}, 2 ranks, 1 KiB all_reduce: {statistics.median(watched):.2f} µs with the watchdog, "
             f"{statistics.median(plain):.2f} µs without: {statistics.median(shares):+.1f}% "
             f"(middle half of {chosen.rounds} rounds: {low:+.1f}% to {high:+.1f}%)"
         )

@@ -1,7 +1,7 @@
-"""Departures: which ranks have left the world, as ranks tell each other through the store.
+"""Exits: which ranks have left the world, as ranks report it to each other through the store.
 
-A rank that leaves says so, and how far it has come. One that was ended without a word is missed by its neighbour, if
-they share a host. Others that wait for it then learn soon that they wait in vain, and need not wait for the timeout.
+A rank that leaves announces it, and how many operations it has begun. One that died is noticed by its neighbour, if
+they share a host. Ranks that are blocked in an operation with it then need not wait for the timeout.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from types import FrameType
 
 import torch.distributed as dist
 
-from unisono.comm import blackbox
-from unisono.comm.log import Log
+from unisono.comm.watchdog import crash_note
+from unisono.comm.watchdog.op_log import OpLog
 
 _ROOTED = re.compile(r"(torch\.distributed\.)?(broadcast|reduce(?!_scatter)|gather|scatter)")
 ANY_SOURCE = "recv from any rank"
-_NAMED_RANKS = re.compile(r"\branks? (\d+(?:,\d+)*)$")  # in a message's name: send to rank 1, exchange with ranks 0,2
+_NAMED_RANKS = re.compile(r"\branks? (\d+(?:,\d+)*)$")  # as in: send to rank 1, exchange with ranks 0,2
 
 
-class Departures:
+class Exits:
     def __init__(self, store: dist.Store, rank: int, size: int) -> None:
         self._store = store
         self._rank = rank
@@ -30,12 +30,12 @@ class Departures:
         self._neighbour: str | None = None  # its address
 
     def give_address(self, address: str) -> None:
-        """See blackbox.py."""
-        self._store.set(f"box/{self._rank}", address)
+        """Publish where this rank's crash note is."""
+        self._store.set(f"note/{self._rank}", address)
 
-    def announce(self, words: str, logs: Iterable[Log]) -> None:
-        """This rank leaves, and has begun so many operations of each group. The first words count."""
-        self._store.set(f"begun/{self._rank}", json.dumps({log.group: log.count for log in logs}))
+    def announce(self, words: str, logs: Iterable[OpLog]) -> None:
+        """This rank leaves; `words` are for reports. An earlier announcement for the rank stays."""
+        self._store.set(f"begun/{self._rank}", json.dumps({log.group: log.entered for log in logs}))
         self._announce(self._rank, words)
 
     def _announce(self, rank: int, words: str) -> None:
@@ -43,15 +43,15 @@ class Departures:
             self._store.set(f"left/{rank}", words)
         self._store.set("left", str(rank))
 
-    def await_others(self, patience: float) -> None:
-        """Until all others have left as well, or are late for it: they hold what they have run side by side first."""
-        deadline = time.monotonic() + patience
+    def await_others(self, timeout: float) -> None:
+        """Wait until all others have left as well, or the timeout: they compare their logs through the store first."""
+        deadline = time.monotonic() + timeout
         others = [f"left/{rank}" for rank in range(self._size) if rank != self._rank]
         while not self._store.check(others) and time.monotonic() < deadline:
             time.sleep(0.002)
 
     def _came_to(self, rank: int, group: str, number: int) -> bool | None:
-        """Whether a rank that has left had begun that operation; None of one that could not say it."""
+        """Whether a rank that has left had begun that operation; None where it died."""
         key = f"begun/{rank}"
         return json.loads(self._store.get(key)).get(group, 0) >= number if self._store.check([key]) else None
 
@@ -61,20 +61,20 @@ class Departures:
 
     def fate(self, rank: int) -> str | None:
         """What became of a rank that does not answer, as far as this host knows."""
-        key = f"box/{rank}"
-        return blackbox.fate(self._store.get(key).decode()) if self._store.check([key]) else None
+        key = f"note/{rank}"
+        return crash_note.fate(self._store.get(key).decode()) if self._store.check([key]) else None
 
-    def miss_neighbour(self) -> None:
-        """Announce that the rank before this one has died, if it has, and has not said so itself."""
+    def check_neighbour(self) -> None:
+        """Announce the death of the rank before this one, where it died without an announcement."""
         before = (self._rank - 1) % self._size
-        if self._neighbour is None and self._store.check([f"box/{before}"]):
-            self._neighbour = self._store.get(f"box/{before}").decode()
+        if self._neighbour is None and self._store.check([f"note/{before}"]):
+            self._neighbour = self._store.get(f"note/{before}").decode()
         if self._neighbour is not None:
-            told = blackbox.fate(self._neighbour)
-            if told is not None and told.startswith(blackbox.DIED) and self.words_of(before) is None:
-                self._announce(before, told)
+            fate = crash_note.fate(self._neighbour)
+            if fate is not None and fate.startswith(crash_note.DIED) and self.words_of(before) is None:
+                self._announce(before, fate)
 
-    def concern(self, logs: Iterable[Log], torch_frame: FrameType | None, awaited: Iterable[int]) -> bool:
+    def concern(self, logs: Iterable[OpLog], torch_frame: FrameType | None, awaited: Iterable[int]) -> bool:
         """Whether this rank, blocked as it is, waits for one that has left; for `awaited` it does in any case."""
         if not self._store.check(["left"]):
             return False
@@ -84,16 +84,16 @@ class Departures:
             return True
         return torch_frame is not None and self._any_left(_awaited_by_torch(torch_frame, self._size))
 
-    def _waits_in_vain(self, log: Log) -> bool:
-        raw = log.raw(log.pending)
-        if raw is None or not log.is_of_messages:
-            is_rooted = raw is not None and is_of_one_root(raw[1])
+    def _waits_in_vain(self, log: OpLog) -> bool:
+        record = log.record(log.pending)
+        if record is None or not log.is_p2p:
+            is_rooted = record is not None and is_of_one_root(record[1])
             gone = [rank for rank in log.ranks if rank != self._rank and self.words_of(rank) is not None]
             came = [self._came_to(rank, log.group, log.pending) for rank in gone]
             return not all(is_rooted if each is None else each for each in came)
-        if raw[1] == ANY_SOURCE:
+        if record[1] == ANY_SOURCE:
             return all(self.words_of(rank) is not None for rank in log.ranks if rank != self._rank)
-        named = _NAMED_RANKS.search(raw[1])
+        named = _NAMED_RANKS.search(record[1])
         return self._any_left([log.ranks[int(peer)] for peer in named[1].split(",")] if named else log.ranks)
 
     def _any_left(self, ranks: Iterable[int]) -> bool:

@@ -1,11 +1,11 @@
-"""Whoever started this process, it knows its seat; and what makes no world is an error."""
+"""Whoever started this process, it knows its rank; and what makes no world is an error."""
 
 from __future__ import annotations
 
 import pytest
 
-from unisono.comm import seat
-from unisono.comm.seat import Seat, find_seat, first_slurm_host
+from unisono.comm.rendezvous import launcher_env
+from unisono.comm.rendezvous.launcher_env import RankInfo, find_rank_info, first_slurm_host
 from unisono.errors import UsageError
 
 TORCHRUN = {"RANK": "3", "WORLD_SIZE": "8", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
@@ -30,32 +30,32 @@ SLURM = {
 @pytest.mark.parametrize(
     ("environ", "expected"),
     [
-        ({}, Seat(0, 1, seat.ALONE, None, 0, 1)),
-        (TORCHRUN, Seat(3, 8, seat.ENVIRONMENT, None, 1, 2)),
-        (OPENMPI, Seat(2, 4, seat.MPIEXEC, None, 0, 2)),
-        (MPICH, Seat(1, 4, seat.MPIEXEC, None, 1, 4)),
-        (SLURM, Seat(5, 8, seat.SRUN, "tcp://gpu07:26477", 1, None)),
+        ({}, RankInfo(0, 1, launcher_env.ALONE, None, 0, 1)),
+        (TORCHRUN, RankInfo(3, 8, launcher_env.ENVIRONMENT, None, 1, 2)),
+        (OPENMPI, RankInfo(2, 4, launcher_env.MPIEXEC, None, 0, 2)),
+        (MPICH, RankInfo(1, 4, launcher_env.MPIEXEC, None, 1, 4)),
+        (SLURM, RankInfo(5, 8, launcher_env.SRUN, "tcp://gpu07:26477", 1, None)),
         # srun --mpi=pmi2 tells PMI's variables too, and has the last word; in a Slurm job's script mpiexec has it.
-        (SLURM | PMI2, Seat(5, 8, seat.SRUN, "tcp://gpu07:26477", 1, None)),
-        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"} | MPICH, Seat(1, 4, seat.MPIEXEC, None, 1, 4)),
-        (MPICH | TORCHRUN, Seat(3, 8, seat.ENVIRONMENT, None, 1, 2)),
-        (MPICH | TORCHRUN | {"UNISONO_BACKEND": "mpi"}, Seat(1, 4, seat.MPIEXEC, None, 1, 4)),
+        (SLURM | PMI2, RankInfo(5, 8, launcher_env.SRUN, "tcp://gpu07:26477", 1, None)),
+        (SLURM | {"SLURM_STEP_NUM_TASKS": "1"} | MPICH, RankInfo(1, 4, launcher_env.MPIEXEC, None, 1, 4)),
+        (MPICH | TORCHRUN, RankInfo(3, 8, launcher_env.ENVIRONMENT, None, 1, 2)),
+        (MPICH | TORCHRUN | {"UNISONO_BACKEND": "mpi"}, RankInfo(1, 4, launcher_env.MPIEXEC, None, 1, 4)),
         # The batch script of a Slurm job is no rank of it.
-        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, Seat(0, 1, seat.ALONE, None, 0, 1)),
+        ({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}, RankInfo(0, 1, launcher_env.ALONE, None, 0, 1)),
     ],
 )
-def test_each_launcher_is_understood(environ: dict[str, str], expected: Seat) -> None:
-    assert find_seat(environ=environ) == expected
+def test_each_launcher_is_understood(environ: dict[str, str], expected: RankInfo) -> None:
+    assert find_rank_info(environ=environ) == expected
 
 
 @pytest.mark.parametrize(
     ("url", "kind"),
-    [("tcp://10.0.0.1:2345", seat.TCP), ("file:///tmp/meet", seat.FILE)],
+    [("tcp://10.0.0.1:2345", launcher_env.TCP), ("file:///tmp/meet", launcher_env.FILE)],
 )
 def test_a_seat_by_hand(url: str, kind: str) -> None:
-    assert find_seat(url, 1, 4, {}) == Seat(1, 4, kind, url)
-    assert find_seat(f"{url}?rank=1&world_size=4", environ={}) == Seat(1, 4, kind, url)
-    assert find_seat(url, environ=TORCHRUN) == Seat(3, 8, kind, url)
+    assert find_rank_info(url, 1, 4, {}) == RankInfo(1, 4, kind, url)
+    assert find_rank_info(f"{url}?rank=1&world_size=4", environ={}) == RankInfo(1, 4, kind, url)
+    assert find_rank_info(url, environ=TORCHRUN) == RankInfo(3, 8, kind, url)
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_what_makes_no_world_is_an_error(
     arguments: tuple[str | int | None, ...], environ: dict[str, str], words: str
 ) -> None:
     with pytest.raises(UsageError, match=words.replace("(", r"\(")):
-        find_seat(*arguments, environ=environ)  # type: ignore[arg-type]
+        find_rank_info(*arguments, environ=environ)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

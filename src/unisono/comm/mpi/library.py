@@ -1,7 +1,7 @@
 """MPI for stock PyTorch: a torch process group over mpi4py, registered as the c10d backend "mpi4py".
 
-    mpi.register()
-    dist.init_process_group(mpi.BACKEND, store=store, rank=rank, world_size=size)
+    library.register()
+    dist.init_process_group(library.BACKEND, store=store, rank=rank, world_size=size)
 
 (torch keeps the name "mpi" for a backend that only its own builds with MPI have.) Rank r of the world is
 MPI's rank r; a sub-group is an MPI communicator of its own. Without mpiexec the world has one rank.
@@ -18,13 +18,13 @@ from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 
-from unisono.comm import seat
+from unisono.comm.rendezvous import launcher_env
 from unisono.errors import CommError, MissingPackageError, UsageError
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-    from unisono.comm.mpi_group import MPIProcessGroup
+    from unisono.comm.mpi.process_group import MPIProcessGroup
 
 BACKEND = "mpi4py"
 _FEW = 16  # ranks among which everybody may send to everybody
@@ -40,7 +40,7 @@ def register() -> None:
 
 def load() -> Any:
     """mpi4py's MPI module, MPI being initialised."""
-    if seat.find_seat().size <= _FEW:
+    if launcher_env.find_rank_info().size <= _FEW:
         # Of MPICH's ways to reduce and scatter without blocking, the one it chooses at 1 MiB is four times slower.
         os.environ.setdefault("MPIR_CVAR_IREDUCE_SCATTER_BLOCK_INTRA_ALGORITHM", "sched_pairwise")
     if not _RDMA.is_dir():
@@ -67,8 +67,8 @@ def world() -> tuple[int, int]:
 
 def _create(options: Any, backend_options: object) -> MPIProcessGroup:
     MPI = load()
-    from unisono.comm import mpi_fold
-    from unisono.comm.mpi_group import MPIProcessGroup
+    from unisono.comm.mpi import buffers
+    from unisono.comm.mpi.process_group import MPIProcessGroup
 
     if MPI.Query_thread() < MPI.THREAD_MULTIPLE:
         raise CommError(
@@ -82,7 +82,7 @@ def _create(options: Any, backend_options: object) -> MPIProcessGroup:
         _check_world(MPI, options.group_rank, options.group_size)
         _abort_when_failing()
         comm = MPI.COMM_WORLD.Dup()
-        mpi_fold.agree(comm)
+        buffers.agree(comm)
     return MPIProcessGroup(options.store, comm, options.timeout)
 
 
@@ -99,17 +99,17 @@ def _check_world(MPI: Any, rank: int, size: int) -> None:
     mpi_rank, mpi_size = MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size()
     if (rank, size) == (mpi_rank, mpi_size):
         return
-    said = f"rank {rank} of {size} was asked for, but MPI says that this is rank {mpi_rank} of {mpi_size}"
+    asked = f"rank {rank} of {size} was asked for, but MPI says that this is rank {mpi_rank} of {mpi_size}"
     if mpi_size > 1:
-        raise UsageError(f"{said}; leave rank and world_size to MPI, or start {size} ranks")
+        raise UsageError(f"{asked}; leave rank and world_size to MPI, or start {size} ranks")
     library = MPI.Get_library_version().split(",")[0].splitlines()[0]
     if "SLURM_STEP_NUM_TASKS" in os.environ:
         raise UsageError(
-            f"{said}: srun has not told MPI; use srun --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI), whichever of them "
+            f"{asked}: srun has not passed it to MPI; use srun --mpi=pmi2 (MPICH) or --mpi=pmix (Open MPI), whichever "
             f"`srun --mpi=list` has for this library ({library}), or mpiexec -n {size} in the job"
         )
     raise UsageError(
-        f"{said}; start it with mpiexec -n {size}, and with the mpiexec of the MPI library that mpi4py "
+        f"{asked}; start it with mpiexec -n {size}, and with the mpiexec of the MPI library that mpi4py "
         f"loaded ({library})"
     )
 

@@ -1,9 +1,9 @@
-"""The watch: one thread a rank that notices when ranks wait for each other in vain, and says why.
+"""The watchdog: one thread per rank that notices when ranks wait for each other in vain, and reports why.
 
-Note: how a hang is told. All ranks share a key-value store. A rank that has been blocked too long, has lost a peer or
-disagrees with the others sounds the alarm there. Every watch that hears it writes down its rank's state: its last
-operations and where its main thread stands. The rank that sounded the alarm first collects the states, makes the one
-report (comm/hang.py) and publishes it; then every rank stops. The main threads need not take part: they hang.
+Note: how a hang is reported. All ranks share a key-value store. A rank that has been blocked too long, has lost a peer
+or disagrees with the others raises the alarm there. Every watchdog that sees it publishes its rank's state: its last
+operations and where its main thread stands. The rank that raised the alarm first collects the states, makes the one
+report (watchdog/report.py) and publishes it; then every rank stops. The main threads need not take part: they hang.
 """
 
 from __future__ import annotations
@@ -24,145 +24,176 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from unisono.comm import blackbox, hang
-from unisono.comm.blackbox import BlackBox
-from unisono.comm.check import Check
-from unisono.comm.comparison import Comparison, Difference
-from unisono.comm.departures import Departures, is_of_one_root
-from unisono.comm.log import Log, describe, frame_place
-from unisono.comm.origin import is_of_a_backend, origin_of
+from unisono.comm.watchdog import crash_note, report
+from unisono.comm.watchdog.consistency import Consistency, Difference, TorchCalls
+from unisono.comm.watchdog.crash_note import CrashNote
+from unisono.comm.watchdog.exits import Exits, is_of_one_root
+from unisono.comm.watchdog.op_log import OpLog, caller, describe, frame_place
 from unisono.errors import CommError, HangError, MessageError, UnisonoError
 from unisono.launch import failure
 from unisono.launch.stack import frames_of
 
 if TYPE_CHECKING:
-    from unisono.comm.mpi_work import Operation  # imports mpi4py
+    from unisono.comm.mpi.work import Operation  # imports mpi4py
 
-ANSWER_TIME = 5.0  # seconds that ranks get to tell their state
-MARGIN = 60.0  # seconds by which torch's own timeout comes later than the watch's, which can say more
-PARTING = 3.0  # seconds that a rank keeps the store for others that leave after it
+ANSWER_TIME = 5.0  # seconds that ranks get to report their state
+MARGIN = 60.0  # seconds by which torch's own timeout comes later than the watchdog's, whose report says more
+EXIT_GRACE = 3.0  # seconds that a rank keeps the store for others that leave after it
 LOST_TIME = 1.0  # seconds that ranks may stay blocked after another has gone
-ARRIVAL_TIME = 2.0  # seconds that ranks on their way to a collective get to come to it when it fails, and be told there
+ARRIVAL_TIME = 2.0  # seconds that ranks get to reach a collective that has failed on another, before the report is made
 
-_LIBRARIES = (
-    os.path.dirname(os.path.dirname(os.path.abspath(__file__))),
-    os.path.dirname(torch.__file__),
-    sysconfig.get_paths()["stdlib"],
-    "<frozen",
-)
+_UNISONO = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_LIBRARIES = (_UNISONO, os.path.dirname(torch.__file__), sysconfig.get_paths()["stdlib"], "<frozen")
+_BACKENDS = (_UNISONO, os.path.dirname(dist.__file__))
 _NO_ANSWER = "do not answer (killed, or busy in native code)"
 _TORCH_COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 
 
-class Watch:
-    """Keeps the logs of this rank's groups and stops the job when it hangs."""
+class Watchdog:
+    """Keeps the operation logs of this rank's groups and stops the job when it hangs."""
 
     def __init__(self, store: dist.Store, rank: int, size: int, timeout: float, check: bool) -> None:
         self.rank = rank
         self.size = size
         self.timeout = timeout
-        self.check = Check(self._clone(store, "check"), self.disagreed) if check and size > 1 else None
-        self._store = self._clone(store, "watch")
-        self.group_logs: dict[object, Log] = {}  # by process group
-        self._logs: list[Log] = []
-        self._comparison = Comparison(self._store, rank, size, self._logs)
-        self._departures = Departures(self._store, rank, size)
+        self.checks = check and size > 1  # whether collectives are compared before they start
+        self.torch_calls = TorchCalls(self._log_of_group, self._agree) if self.checks else None
+        self._check_store = self._clone(store, "check")
+        self._store = self._clone(store, "watchdog")
+        self.group_logs: dict[object, OpLog] = {}  # by process group
+        self._groups_of: dict[tuple[int, ...], int] = {}
+        self._logs: list[OpLog] = []
+        self._consistency = Consistency(self._store, rank, size, self._logs, self._disagreed)
+        self._exits = Exits(self._store, rank, size)
         self._blocked: dict[object, tuple[object, float]] = {}
         self._held: FrameType | None = None
         self._stopping = threading.Event()
-        self._told = threading.Lock()
+        self._alarm = threading.Lock()
         self._thread: threading.Thread | None = None
         self._ends_the_store = False
         self._main = threading.main_thread().ident
-        self.box: BlackBox | None = None
+        self._note: CrashNote | None = None
 
     @staticmethod
     def _clone(store: dist.Store, name: str) -> dist.Store:
-        # A connection of its own: the main thread may block in the store, and the watch must not.
+        # A connection of its own: the main thread may block in the store, and the watchdog must not.
         with contextlib.suppress(RuntimeError):
             store = store.clone()  # type: ignore[attr-defined]
         return dist.PrefixStore(f"unisono/{name}", store)
 
-    def new_log(self, group: str, ranks: tuple[int, ...]) -> Log:
-        log = Log(group, ranks)
+    def new_log(self, group: str, ranks: tuple[int, ...]) -> OpLog:
+        log = OpLog(group, ranks)
         self._logs.append(log)
         return log
+
+    def _log_of_group(self, group: dist.ProcessGroup) -> OpLog:
+        """For the user's own calls, which are numbered together with a communicator's on the same group."""
+        if group not in self.group_logs:
+            ranks = tuple(dist.get_process_group_ranks(group))
+            self._groups_of[ranks] = number = self._groups_of.get(ranks, 0) + 1
+            self.group_logs[group] = self.new_log(f"torch/{','.join(map(str, ranks))}#{number}", ranks)
+        return self.group_logs[group]
 
     def start(self, backend: str, ends_the_store: bool = False) -> None:
         """`ends_the_store`: whether that is gone once this rank is."""
         self._ends_the_store = ends_the_store
         if self.size > 1:
-            if backend == "gloo":  # the others never kill a process, and are too quick for it
-                self.box = BlackBox()
-            self._departures.give_address(self.box.address() if self.box else blackbox.address_of())
-            self._thread = threading.Thread(target=self._keep_watch, name="unisono-watch", daemon=True)
+            if backend == "gloo":  # the others do not abort a process
+                self._note = CrashNote()
+            self._exits.give_address(self._note.address() if self._note else crash_note.address_of())
+            self._thread = threading.Thread(target=self._run, name="unisono-watchdog", daemon=True)
             self._thread.start()
-            atexit.register(self._say_goodbye)
+            atexit.register(self._exit)
             self._hook_exceptions()
             if not faulthandler.is_enabled():
                 faulthandler.enable()  # gloo aborts a rank that is sent more than it expects: show where it was
+            if self.torch_calls is not None:
+                self.torch_calls.wrap()
 
     def stop(self) -> None:
-        """End the watch of a world that is shut down in order. HangError where ranks turn out to have differed."""
+        """End the watchdog of a world that is shut down in order. HangError where ranks turn out to have differed."""
+        if self.torch_calls is not None:
+            self.torch_calls.unwrap()
         self._stopping.set()
         if self._thread is not None:
             self._thread.join()
             self._thread = None
-            atexit.unregister(self._say_goodbye)
+            atexit.unregister(self._exit)
             found = self._leave("have left the world (uni.shutdown)")
             if found is not None:
-                self._discard_box()
-                raise HangError(self._sound_alarm(found.dispute, found.report))
-            if self.box is not None:
-                self.box.close()
-                self.box = None
+                self._discard_note()
+                raise HangError(self._raise_alarm(found.dispute, found.report))
+            if self._note is not None:
+                self._note.close()
+                self._note = None
         self.group_logs.clear()  # or a communicator that a user still has would keep all groups and their threads
 
     # ---- what the communicator calls -----------------------------------------------------------------------------
 
-    def waiter(self, log: Log) -> Callable[[Callable[[], None]], None]:
+    def begin(self, log: OpLog, op: str, detail: str, tensor: torch.Tensor | None) -> None:
+        """Log an operation that is about to start; with `--check`, HangError where other ranks are at another one."""
+        frame = caller()
+        log.enter(op, detail, tensor, frame)
+        if self._note is not None:
+            self._note.write(log, op, detail, tensor, frame)
+        if self.checks and not log.is_p2p:
+            try:
+                self._agree(log)
+            except HangError:
+                log.left = log.entered
+                raise
+
+    def _agree(self, log: OpLog) -> None:
+        self._consistency.agree(log, self._check_store)
+
+    def guarded(self, block: Callable[[], None]) -> None:
+        """Run what blocks in a backend; raise the report in place of the backend's error."""
+        try:
+            block()
+        except MessageError:
+            raise
+        except RuntimeError as error:
+            raise self.explained(error) from error
+
+    def waiter(self, log: OpLog) -> Callable[[Callable[[], None]], None]:
         """For the handle of the operation that was just begun: blocks in it, visibly."""
-        number = log.count
+        number = log.entered
 
         def wait(block: Callable[[], None]) -> None:
             log.awaited = number
             try:
-                block()
-            except MessageError:
-                raise
-            except RuntimeError as error:
-                raise self.explained(error) from error
+                self.guarded(block)
             finally:
                 log.awaited = 0
 
         return wait
 
     def explained(self, error: RuntimeError) -> UnisonoError:
-        """What to raise in place of a backend's error amid an operation: the report on who waits for whom.
+        """What to raise in place of a backend's error in an operation: the report on who waits for whom.
 
-        An error that is not the backend's, such as that of a DataLoader's handler of signals, is raised as it is.
+        An error that is not the backend's, such as that of a DataLoader's signal handler, is raised as it is.
         """
-        if not is_of_a_backend(error):
+        if not _is_of_a_backend(error):
             raise error
         text = (str(error).strip() or type(error).__name__).splitlines()[0]
         if self._thread is None:
             return CommError(f"communication failed on rank {self.rank}: {text}")
-        return HangError(f"{self._sound_alarm(awaited_at=self._state().collective)} ({text})")
+        return HangError(f"{self._raise_alarm(awaited_at=self._state().collective)} ({text})")
 
-    def disagreed(self, group: str, number: int) -> HangError:
+    def _disagreed(self, group: str, number: int) -> HangError:
         """What to raise when this rank's next collective, of that group and number, differs from the others'."""
-        return HangError(self._sound_alarm((group, number)))
+        return HangError(self._raise_alarm((group, number)))
 
     # ---- the thread ----------------------------------------------------------------------------------------------
 
-    def _keep_watch(self) -> None:
-        tick = min(0.5, self.timeout / 4) + self.size / 2000  # a thousand ranks ask their store at a calm pace
-        while not self._stopping.wait(min(tick, self._comparison.seconds_left)):
+    def _run(self) -> None:
+        tick = min(0.5, self.timeout / 4) + self.size / 2000  # a thousand ranks must not crowd their store
+        while not self._stopping.wait(min(tick, self._consistency.seconds_left)):
             try:
                 if self._store.check(["alarm"]):
                     self._answer_alarm()
-                self._departures.miss_neighbour()
-                found = self._comparison.difference()
+                self._exits.check_neighbour()
+                found = self._consistency.difference()
                 blocked_for = self._blocked_for()
                 is_in_vain = blocked_for >= LOST_TIME and self._waits_for_one_that_left()
             except RuntimeError:
@@ -170,17 +201,17 @@ class Watch:
                     self._store_is_lost()
                 return
             if found is not None:
-                self._sound_alarm(found.dispute, found.report)
+                self._raise_alarm(found.dispute, found.report)
                 self._stop_job()
             if is_in_vain or blocked_for >= self.timeout:
-                self._sound_alarm()
+                self._raise_alarm()
                 self._stop_job()
 
     def _waits_for_one_that_left(self) -> bool:
         underway = _underway()
         is_awaited = underway is not None and "underway" in self._blocked and not is_of_one_root(underway.name)
         awaited = underway.ranks if underway is not None and is_awaited else ()
-        return self._departures.concern(self._logs, self._torch_frame(), awaited)
+        return self._exits.concern(self._logs, self._torch_frame(), awaited)
 
     def _blocked_for(self) -> float:
         """For how many seconds this rank has been blocked in one and the same operation."""
@@ -204,19 +235,19 @@ class Watch:
         return longest
 
     def _answer_alarm(self) -> None:
-        """Another rank has sounded the alarm: say where this one stands, then stop as well."""
-        with self._told:
-            self._come_to_the_others()
-            self._tell_state()
-            self._answered()
+        """Another rank has raised the alarm: publish where this one stands, then stop as well."""
+        with self._alarm:
+            self._reach_collective()
+            self._publish_state()
+            self._await_report()
         self._stop_job()
 
-    def _come_to_the_others(self) -> None:
+    def _reach_collective(self) -> None:
         """Ranks that share a core may still be leaving the collective before the one that the alarm is about."""
         _, number, group = self._store.get("alarm").decode().split(" ", 2)
         deadline = time.monotonic() + ARRIVAL_TIME
         logs = [log for log in self._logs if log.group == group]
-        while any(log.count < int(number) for log in logs) and time.monotonic() < deadline:
+        while any(log.entered < int(number) for log in logs) and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def _store_is_lost(self) -> None:
@@ -231,77 +262,75 @@ class Watch:
         self._stop_job()
 
     def _report_alone(self) -> str:
-        """What can be said without the store: rank 0 holds it, where no agent does."""
+        """The report without the store: rank 0 holds it, where no agent does."""
         states = {self.rank: self._state()}
         if self.rank == 0 or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-            return f"{hang.report(states, {})}; the store through which ranks meet is gone"
-        return hang.report(states, {0: "has exited, and with it the store through which ranks meet"})
+            return f"{report.report(states, {})}; the store through which ranks meet is gone"
+        return report.report(states, {0: "has exited, and with it the store through which ranks meet"})
 
     # ---- the alarm -----------------------------------------------------------------------------------------------
 
-    def _sound_alarm(
-        self, dispute: hang.Dispute | None = None, if_past: str = "", awaited_at: hang.Dispute | None = None
+    def _raise_alarm(
+        self, dispute: report.Dispute | None = None, if_past: str = "", awaited_at: report.Dispute | None = None
     ) -> str:
         """Bring about the report on all ranks, and return it; `if_past` is the one where nobody waits in the disputed
-        operation any more. Ranks on their way to the dispute, or to where they are awaited, are told there."""
-        with self._told:
+        operation any more. Ranks on their way to the dispute, or to `awaited_at`, get time to come there."""
+        with self._alarm:
             try:
                 group, number = dispute or awaited_at or ("", 0)
                 alarm = f"{self.rank} {number} {group}"
                 first = self._store.compare_set("alarm", "", alarm).decode()
-                self._tell_state()
+                self._publish_state()
                 if first != alarm:
-                    return self._answered()
-                report = self._collect_report(dispute, if_past)
+                    return self._await_report()
+                text = self._collect_report(dispute, if_past)
             except RuntimeError:
-                report = self._report_alone()
-                self._publish(report)
-                return report
-            self._publish(report)  # before the others read it and leave: mpiexec kills all when one has left
+                text = self._report_alone()
+                self._publish(text)
+                return text
+            self._publish(text)  # before the others read it and leave: mpiexec kills all when one has left
             with contextlib.suppress(RuntimeError):
-                self._store.set("report", report)
+                self._store.set("report", text)
                 self._linger()
-            return report
+            return text
 
-    def _collect_report(self, dispute: hang.Dispute | None, if_past: str) -> str:
+    def _collect_report(self, dispute: report.Dispute | None, if_past: str) -> str:
         deadline = time.monotonic() + ANSWER_TIME
         missing = set(range(self.size)) - {self.rank}
         states, absent = {self.rank: self._state()}, {}
         while missing and time.monotonic() < deadline:
             for rank in sorted(missing):
                 if self._store.check([f"state/{rank}"]):
-                    states[rank] = hang.State.from_json(json.loads(self._store.get(f"state/{rank}")))
+                    states[rank] = report.State.from_json(json.loads(self._store.get(f"state/{rank}")))
                     missing.discard(rank)
-                elif (words := self._departures.words_of(rank)) is not None:
+                elif (words := self._exits.words_of(rank)) is not None:
                     absent[rank] = words
                     missing.discard(rank)
-                elif (told := self._departures.fate(rank)) is not None and told.startswith(blackbox.SILENT):
-                    absent[rank] = told
+                elif (fate := self._exits.fate(rank)) is not None and fate.startswith(crash_note.SILENT):
+                    absent[rank] = fate
                     missing.discard(rank)
             time.sleep(0.02)
-        absent |= {rank: self._departures.fate(rank) or _NO_ANSWER for rank in missing}
+        absent |= {rank: self._exits.fate(rank) or _NO_ANSWER for rank in missing}
         if if_past and not any(state.waiting == dispute for state in states.values()):
             return if_past
-        return hang.report(states, absent, dispute)
+        return report.report(states, absent, dispute)
 
-    def _discard_box(self) -> None:
-        if self.box is not None:
-            self.box.discard()
+    def _discard_note(self) -> None:
+        if self._note is not None:
+            self._note.discard()
 
-    def _answered(self) -> str:
+    def _await_report(self) -> str:
         """The report that another rank makes."""
-        report = self._published_report()
-        failure.record(failure.Failure.now(self.rank, failure.PEER, report))
-        self._linger()
-        return report
-
-    def _published_report(self) -> str:
         deadline = time.monotonic() + 2 * ANSWER_TIME
+        text = "the job hangs, and the rank that noticed it has gone before it could report why"
         while time.monotonic() < deadline:
             if self._store.check(["report"]):
-                return self._store.get("report").decode()
+                text = self._store.get("report").decode()
+                break
             time.sleep(0.02)
-        return "the job hangs, and the rank that noticed it has gone before it could say why"
+        failure.record(failure.Failure.now(self.rank, failure.PEER, text))
+        self._linger()
+        return text
 
     def _linger(self) -> None:
         """Rank 0 may hold the store: it stays until the others have read the report."""
@@ -311,27 +340,27 @@ class Watch:
         while time.monotonic() < deadline and not all(self._store.check([f"read/{rank}"]) for rank in readers):
             time.sleep(0.02)
 
-    def _publish(self, report: str) -> None:
-        taken = failure.record(failure.Failure.now(self.rank, failure.HANG, report))
-        if not taken:  # nobody above will show it
-            print(f"unisono: {report}", file=sys.stderr, flush=True)
+    def _publish(self, text: str) -> None:
+        is_recorded = failure.record(failure.Failure.now(self.rank, failure.HANG, text))
+        if not is_recorded:  # no launcher will show it
+            print(f"unisono: {text}", file=sys.stderr, flush=True)
 
     def _stop_job(self) -> None:
-        self._discard_box()
+        self._discard_note()
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(failure.HANG_CODE)
 
-    # ---- what this rank says of itself ---------------------------------------------------------------------------
+    # ---- this rank's state ---------------------------------------------------------------------------------------
 
-    def _tell_state(self) -> None:
+    def _publish_state(self) -> None:
         self._store.set(f"state/{self.rank}", json.dumps(self._state().as_json()))
 
-    def _state(self) -> hang.State:
+    def _state(self) -> report.State:
         underway = _underway()
         what = ", ".join(describe(each.shape, each.dtype) for each in underway.outputs[:1]) if underway else ""
         note = f" ({underway.name} {what} is under way)" if underway else ""
-        return hang.State.of(self.rank, self._place() + note, self._torch_call(), self._logs)
+        return report.State.of(self.rank, self._place() + note, self._torch_call(), self._logs)
 
     def _place(self) -> str:
         frames = frames_of(self._main)
@@ -357,8 +386,8 @@ class Watch:
 
     # ---- leaving -------------------------------------------------------------------------------------------------
 
-    def _say_goodbye(self, words: str = "have exited", is_well: bool = True) -> None:
-        """As this process ends. One that fails anyway says so, and does not ask whether its results were right."""
+    def _exit(self, words: str = "have exited", is_well: bool = True) -> None:
+        """As this process ends. One that fails anyway announces that, and does not compare its operations."""
         if self._stopping.is_set():
             return
         self._stopping.set()
@@ -366,22 +395,22 @@ class Watch:
             self._thread.join(ANSWER_TIME)
             found = self._leave(words)
             if found is not None:
-                self._sound_alarm(found.dispute, found.report)
+                self._raise_alarm(found.dispute, found.report)
                 self._stop_job()
         else:
             with contextlib.suppress(RuntimeError):
-                self._departures.announce(words, self._logs)
-        self._discard_box()
+                self._exits.announce(words, self._logs)
+        self._discard_note()
 
     def _leave(self, words: str) -> Difference | None:
-        """Let the others know that this rank is gone, for they may be waiting for it; and hold what it has run beside
-        what those have that left before it. Nothing is known where the store is gone."""
+        """Announce that this rank is gone, for others may be waiting for it, after a last comparison of its operations
+        with those of ranks that left before it. None where the store is gone."""
         with contextlib.suppress(RuntimeError):
-            found = self._comparison.last_difference()
+            found = self._consistency.last_difference()
             if found is None:
-                self._departures.announce(words, self._logs)
+                self._exits.announce(words, self._logs)
                 if self._ends_the_store:
-                    self._departures.await_others(PARTING)
+                    self._exits.await_others(EXIT_GRACE)
             return found
         return None
 
@@ -391,7 +420,9 @@ class Watch:
         def hook(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
             if isinstance(error, HangError):
                 return  # the report has been shown, once for all ranks
-            self._say_goodbye(f"have raised {kind.__name__}: {error}{origin_of(trace)} and exited", False)
+            innermost = _innermost(trace)
+            where = f" at {frame_place(innermost.tb_frame)}" if innermost else ""
+            self._exit(f"have raised {kind.__name__}: {error}{where} and exited", False)
             earlier(kind, error, trace)
 
         sys.excepthook = hook
@@ -399,6 +430,23 @@ class Watch:
 
 def _underway() -> Operation | None:
     """A collective that torch has begun over MPI and waits for in native code, as in the backward pass of DDP."""
-    mpi_work = sys.modules.get("unisono.comm.mpi_work")
-    found: Operation | None = None if mpi_work is None else mpi_work.PROGRESS.oldest()
+    work = sys.modules.get("unisono.comm.mpi.work")
+    found: Operation | None = None if work is None else work.PROGRESS.oldest()
     return found
+
+
+def _is_of_a_backend(error: RuntimeError) -> bool:
+    """Whether it comes out of native code that was called here or in torch.distributed, or out of mpi4py.
+
+    Python runs signal handlers in the middle of whatever is going on: the error of one (a DataLoader's, when a worker
+    has died) shows up in a collective and has nothing to do with it.
+    """
+    innermost = _innermost(error.__traceback__)
+    path = innermost.tb_frame.f_code.co_filename if innermost else ""
+    return path.startswith(_BACKENDS) or not os.path.isabs(path)
+
+
+def _innermost(trace: TracebackType | None) -> TracebackType | None:
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    return trace

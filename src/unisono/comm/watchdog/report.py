@@ -1,4 +1,4 @@
-"""The report on a hang: from what every rank says of itself to one sentence."""
+"""The report on a hang: one sentence made of the states that all ranks report."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from unisono.comm.log import MESSAGES, Entry, Log
+from unisono.comm.watchdog.op_log import P2P, Entry, OpLog
 
-RECENT = 8  # operations of each group that a rank tells of
+RECENT = 8  # operations of each group in a rank's state
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class GroupState:
 
 @dataclass(frozen=True)
 class State:
-    """What a rank says of itself when asked."""
+    """What a rank reports of itself."""
 
     rank: int
     place: str  # where its main thread stands in the user's code
@@ -35,26 +35,26 @@ class State:
     groups: dict[str, GroupState] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rank: int, place: str, torch_call: str, logs: Sequence[Log]) -> State:
+    def of(cls, rank: int, place: str, torch_call: str, logs: Sequence[OpLog]) -> State:
         groups = {}
         for log in logs:
-            recent = [log.entry(number) for number in range(max(1, log.count - RECENT + 1), log.count + 1)]
-            if log.pending and log.pending <= log.count - RECENT:
+            recent = [log.entry(number) for number in range(max(1, log.entered - RECENT + 1), log.entered + 1)]
+            if log.pending and log.pending <= log.entered - RECENT:
                 recent.insert(0, log.entry(log.pending))
-            told = tuple(entry for entry in recent if entry is not None)
-            groups[log.group] = GroupState(log.ranks, log.pending, log.count, told)
+            known = tuple(entry for entry in recent if entry is not None)
+            groups[log.group] = GroupState(log.ranks, log.pending, log.entered, known)
         return cls(rank, place, torch_call, groups)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, told: dict[str, Any]) -> State:
+    def from_json(cls, data: dict[str, Any]) -> State:
         groups = {
-            name: GroupState(tuple(g["ranks"]), g["pending"], g["entered"], tuple(Entry(**e) for e in g["recent"]))
-            for name, g in told["groups"].items()
+            name: GroupState(tuple(g["ranks"]), g["pending"], g["entered"], tuple(Entry(*e) for e in g["recent"]))
+            for name, g in data["groups"].items()
         }
-        return cls(told["rank"], told["place"], told["torch_call"], groups)
+        return cls(data["rank"], data["place"], data["torch_call"], groups)
 
     @property
     def waiting(self) -> tuple[str, int] | None:
@@ -66,8 +66,8 @@ class State:
 
     @property
     def collective(self) -> tuple[str, int] | None:
-        """The same, where ranks number it alike: messages between two are counted by each of them for itself."""
-        return self.waiting if self.waiting and not self.waiting[0].endswith(MESSAGES) else None
+        """The same, of a collective: all ranks number those alike, but each its own point-to-point operations."""
+        return self.waiting if self.waiting and not self.waiting[0].endswith(P2P) else None
 
 
 Stuck = tuple[str, int, str, str]  # group, number, operation, tensor
@@ -77,7 +77,7 @@ Dispute = tuple[str, int]  # the group and the number of a collective that ranks
 def report(states: Mapping[int, State], absent: Mapping[int, str], dispute: Dispute | None = None) -> str:
     """One sentence: who waits where, and what the others do instead.
 
-    `states` are the ranks that answered, `absent` says of each of the others what became of it.
+    `states` are those of the ranks that answered; `absent` has for each other rank what became of it.
     """
     in_order = [states[rank] for rank in sorted(states)]  # whoever noticed, the sentence is the same
     stuck = _most_common(_disputed(state, dispute) if dispute else _waits_in(state) for state in in_order)
@@ -92,8 +92,8 @@ def report(states: Mapping[int, State], absent: Mapping[int, str], dispute: Disp
 def report_difference(camps: Sequence[tuple[Entry, Sequence[int]]], where: str) -> str:
     """One sentence on an operation that all have run, but not all the same; `where` names the group."""
     most_first = sorted(camps, key=lambda camp: (-len(camp[1]), camp[1]))
-    told = (f"{_ranks(ranks)} {_conjugated('have run', len(ranks))} {entry}{where}" for entry, ranks in most_first)
-    return f"{'; '.join(told)}: their results are wrong"
+    parts = (f"{_ranks(ranks)} {_conjugated('have run', len(ranks))} {entry}{where}" for entry, ranks in most_first)
+    return f"{'; '.join(parts)}: their results are wrong"
 
 
 def _waits_in(state: State) -> Stuck | None:
@@ -116,7 +116,7 @@ def _most_common(places: Iterable[Stuck | None]) -> Stuck | None:
 
 
 def _phrase(state: State, stuck: Stuck | None, dispute: Dispute | None) -> str:
-    """What one rank does; verbs in the plural, `_conjugated` mends them."""
+    """What one rank does, with verbs in the plural; see `_conjugated`."""
     where = _waits_in(state)
     if dispute is not None and (where is None or where[:2] != dispute) and _disputed(state, dispute):
         return f"have begun {_shown(state, *dispute)} and {_now(state, where)}"
@@ -154,11 +154,11 @@ def _idle(state: State, stuck: Stuck | None) -> str:
 
 def _of_group(state: State, name: str) -> str:
     """Which group it is, where that is not the world."""
-    name = name.removesuffix(MESSAGES)
+    name = name.removesuffix(P2P)
     ranks = state.groups[name].ranks
     if name == "world":
         return ""
-    others = (other for other in state.groups if other != "world" and not other.endswith(MESSAGES))
+    others = (other for other in state.groups if other != "world" and not other.endswith(P2P))
     alike = [other for other in others if state.groups[other].ranks == ranks]
     which = f"group {alike.index(name) + 1}" if len(alike) > 1 else "the group"
     return f" in {which} of ranks {_numbers(ranks)}"
@@ -169,7 +169,7 @@ def _ranks(ranks: Sequence[int]) -> str:
 
 
 def _numbers(ranks: Sequence[int]) -> str:
-    """0,1,2,3 up to eight ranks; beyond, runs are drawn together: 0-6,8."""
+    """0,1,2,3 up to eight ranks; beyond, as ranges: 0-6,8."""
     if len(ranks) <= 8:
         return ",".join(map(str, ranks))
     runs: list[list[int]] = []

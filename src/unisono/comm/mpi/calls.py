@@ -1,6 +1,7 @@
-"""Each collective as the MPI calls it takes: which memory, which arguments, what to do afterwards.
+"""Each operation as the MPI calls it takes: which memory, which arguments, what to do afterwards.
 
-A `Call` can be made blocking or not; both take the same arguments. Imports mpi4py, so import it late.
+MPI does not match a blocking collective on one rank with a non-blocking one on another, so all calls are made
+non-blocking, whether the caller waits at once or later. Imports mpi4py, so import it late.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from typing import Any
 import torch
 from mpi4py import MPI
 
-from unisono.comm import labels, mpi_buffer, mpi_fold
 from unisono.comm.backends import folded
-from unisono.comm.mpi_buffer import (
+from unisono.comm.mpi import buffers
+from unisono.comm.mpi.buffers import (
     OPS,
     carrier,
     carriers,
@@ -36,7 +37,7 @@ from unisono.comm.mpi_buffer import (
 from unisono.comm.reduction import Factor, Reduction, plan_reduction
 from unisono.errors import MessageError, UsageError
 
-Step = tuple[str, tuple[Any, ...]]  # an MPI method by its blocking name, and its arguments
+Step = tuple[str, tuple[Any, ...]]  # a non-blocking MPI method, and its arguments
 
 
 @dataclass
@@ -49,31 +50,8 @@ class Call:
     status: MPI.Status = field(default_factory=MPI.Status)
 
 
-STARTERS = {  # the non-blocking name of each blocking method
-    name: "I" + name.lower()
-    for name in (
-        "Allgather",
-        "Allgatherv",
-        "Allreduce",
-        "Alltoall",
-        "Alltoallv",
-        "Barrier",
-        "Bcast",
-        "Gather",
-        "Gatherv",
-        "Recv",
-        "Reduce",
-        "Reduce_scatter",
-        "Reduce_scatter_block",
-        "Scatter",
-        "Scatterv",
-        "Send",
-    )
-}
-
-
 def barrier() -> Call:
-    return Call("barrier", [("Barrier", ())])
+    return Call("barrier", [("Ibarrier", ())])
 
 
 def broadcast(tensor: torch.Tensor, root: int, rank: int) -> Call:
@@ -84,19 +62,21 @@ def broadcast(tensor: torch.Tensor, root: int, rank: int) -> Call:
 
 
 def _broadcast_steps(memory: torch.Tensor, root: int) -> list[Step]:
-    return [("Bcast", (carrier(piece), root)) for piece in pieces(memory)]
+    return [("Ibcast", (carrier(piece), root)) for piece in pieces(memory)]
 
 
 def all_reduce(tensor: torch.Tensor, op: str, factor: Factor | None, size: int) -> Call:
     reduction = plan_reduction(op, tensor.dtype)
     tensor = _data(tensor)
     wire = reduction.to_wire(tensor, factor)
-    if mpi_fold.pays(wire, size):
+    if buffers.folds(wire, size):
         sent, received = _parts(wire, size)
-        gather: Step = ("Allgather", (carrier(sent), carrier(received)))
+        gather: Step = ("Iallgather", (carrier(sent), carrier(received)))
         return Call("all_reduce", [gather], [tensor], (sent, received), _folding(reduction, received, tensor))
     wire = computable(wire)
-    steps: list[Step] = [("Allreduce", (MPI.IN_PLACE, number(piece), OPS[reduction.wire_op])) for piece in pieces(wire)]
+    steps: list[Step] = [
+        ("Iallreduce", (MPI.IN_PLACE, number(piece), OPS[reduction.wire_op])) for piece in pieces(wire)
+    ]
     return Call("all_reduce", steps, [tensor], (wire,), _finishing(reduction, wire, tensor, size))
 
 
@@ -104,9 +84,9 @@ def reduce(tensor: torch.Tensor, root: int, op: str, factor: Factor | None, rank
     reduction = plan_reduction(op, tensor.dtype)
     tensor = _data(tensor)
     wire = reduction.to_wire(tensor, factor)
-    if mpi_fold.pays(wire, size):
+    if buffers.folds(wire, size):
         sent, received = _parts(wire, size if rank == root else 0)
-        gather: Step = ("Gather", (carrier(sent), carrier(received) if rank == root else None, root))
+        gather: Step = ("Igather", (carrier(sent), carrier(received) if rank == root else None, root))
         fold = _folding(reduction, received, tensor) if rank == root else None
         return Call("reduce", [gather], [tensor], (sent, received), fold)
     wire = computable(wire)
@@ -149,7 +129,7 @@ def _all_gather_steps(
     sent: torch.Tensor, received: torch.Tensor, counts: list[int], rank: int
 ) -> tuple[list[Step], torch.Tensor]:
     """The steps, and the memory that they send from."""
-    if received.numel() > mpi_buffer.AT_ONCE:
+    if received.numel() > buffers.AT_ONCE:
         places = received.view(-1).split(counts)
         ready(places[rank].copy_(sent.view(-1)))
         return [step for root, place in enumerate(places) for step in _broadcast_steps(place, root)], sent
@@ -158,27 +138,8 @@ def _all_gather_steps(
     sent = sent if in_place else _apart(sent, received)
     given = MPI.IN_PLACE if in_place else carrier(sent)
     if min(counts) == max(counts):
-        return [("Allgather", (given, carrier(received)))], sent
-    return [("Allgatherv", (given, carriers(received, counts)))], sent
-
-
-def gather_even(output: torch.Tensor | None, input: torch.Tensor, root: int) -> Call:
-    """Equal sizes into one contiguous tensor, which the root alone has. Does not match `gather` on another rank."""
-    sent = readable(_data(input))
-    if output is None:
-        return Call("gather", [("Gather", (carrier(sent), None, root))], [], (sent,))
-    received = writable(output)
-    step = ("Gather", (carrier(sent), carrier(received), root))
-    return Call("gather", [step], [output], (sent, received), _landing(received, output))
-
-
-def scatter_even(output: torch.Tensor, input: torch.Tensor | None, root: int) -> Call:
-    """Equal parts of one contiguous tensor, which the root alone has. Does not match `scatter` on another rank."""
-    output = _data(output)
-    received = writable(output)
-    sent = () if input is None else (readable(input),)
-    step = ("Scatter", (carrier(sent[0]) if sent else None, carrier(received), root))
-    return Call("scatter", [step], [output], (received, *sent), _landing(received, output))
+        return [("Iallgather", (given, carrier(received)))], sent
+    return [("Iallgatherv", (given, carriers(received, counts)))], sent
 
 
 def gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, root: int, rank: int, size: int) -> Call:
@@ -186,14 +147,14 @@ def gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, root: int, rank
     input = _data(input)
     sent = readable(input)
     if rank != root:
-        return Call("gather", [("Gatherv", (carrier(sent), None, root))], (), (sent,))
+        return Call("gather", [("Igatherv", (carrier(sent), None, root))], (), (sent,))
     _one_a_rank("gather", outputs, size)
     _same_dtype("gather", *outputs, input)
     outputs = [_data(output) for output in outputs]
     received = joint(outputs)
     sent = _apart(sent, received)
     into = carriers(received, [output.numel() for output in outputs])
-    step = ("Gatherv", (carrier(sent), into, root))
+    step = ("Igatherv", (carrier(sent), into, root))
     return Call("gather", [step], outputs, (received, sent), partial(land_parts, received, outputs))
 
 
@@ -203,12 +164,12 @@ def scatter(output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, ran
     received = writable(output)
     finish = _landing(received, output)
     if rank != root:
-        return Call("scatter", [("Scatterv", (None, carrier(received), root))], [output], (received,), finish)
+        return Call("scatter", [("Iscatterv", (None, carrier(received), root))], [output], (received,), finish)
     _one_a_rank("scatter", inputs, size)
     _same_dtype("scatter", output, *inputs)
     sent = _apart(readable(joined([_data(input) for input in inputs])), received)
     of = carriers(sent, [input.numel() for input in inputs])
-    return Call("scatter", [("Scatterv", (of, carrier(received), root))], [output], (received, sent), finish)
+    return Call("scatter", [("Iscatterv", (of, carrier(received), root))], [output], (received, sent), finish)
 
 
 def reduce_scatter_single(
@@ -245,20 +206,20 @@ def _reduce_scatter(
     wire = reduction.to_wire(input, factor)
     per_element = wire.numel() // max(1, sum(counts))  # 2 where complex numbers travel as reals
     counts = [count * per_element for count in counts]
-    if mpi_fold.pays(wire, 1):
+    if buffers.folds(wire, 1):
         sent = readable(wire)
         received = ready(wire.new_empty((len(counts), counts[rank])))
-        step = ("Alltoallv", (carriers(sent, counts), carriers(received, [counts[rank]] * len(counts))))
+        step = ("Ialltoallv", (carriers(sent, counts), carriers(received, [counts[rank]] * len(counts))))
         return Call("reduce_scatter", [step], [output], (received, sent), _folding(reduction, received, output))
     received = room_to_compute(reduction.landing(output))
     sent = _apart(computable(wire), received)
     mpi_op = OPS[reduction.wire_op]
-    if sent.numel() > mpi_buffer.AT_ONCE:
+    if sent.numel() > buffers.AT_ONCE:
         steps = _reduce_to_each(sent, received, counts, rank, mpi_op)
     elif min(counts) == max(counts):
-        steps = [("Reduce_scatter_block", (number(sent), number(received), mpi_op))]
+        steps = [("Ireduce_scatter_block", (number(sent), number(received), mpi_op))]
     else:
-        steps = [("Reduce_scatter", (number(sent), number(received), counts, mpi_op))]
+        steps = [("Ireduce_scatter", (number(sent), number(received), counts, mpi_op))]
     finish = _finishing(reduction, received, output, len(counts))
     return Call("reduce_scatter", steps, [output], (received, sent), finish)
 
@@ -275,9 +236,9 @@ def _reduce_to_each(sent: torch.Tensor, received: torch.Tensor, counts: list[int
 
 def _reduce_step(piece: torch.Tensor, place: torch.Tensor, root: int, rank: int, op: MPI.Op) -> Step:
     if rank != root:
-        return "Reduce", (number(piece), None, op, root)
+        return "Ireduce", (number(piece), None, op, root)
     sent = MPI.IN_PLACE if piece.data_ptr() == place.data_ptr() else number(piece)
-    return "Reduce", (sent, number(place), op, root)
+    return "Ireduce", (sent, number(place), op, root)
 
 
 def all_to_all_single(
@@ -294,7 +255,7 @@ def all_to_all_single(
     input_counts = _split_counts("input", input, input_splits, size)
     received = writable(output)
     sent = _apart(readable(input), received)
-    step = ("Alltoallv", (carriers(sent, input_counts), carriers(received, output_counts)))
+    step = ("Ialltoallv", (carriers(sent, input_counts), carriers(received, output_counts)))
     return Call("all_to_all", [step], [output], (received, sent), _landing(received, output))
 
 
@@ -306,9 +267,9 @@ def all_to_all_even(output: torch.Tensor, input: torch.Tensor, size: int) -> Cal
         raise UsageError(f"all_to_all without splits was given {input.numel()} elements for {output.numel()}")
     received = writable(output)
     sent = _apart(readable(input), received)
-    if sent.numel() > mpi_buffer.AT_ONCE:
+    if sent.numel() > buffers.AT_ONCE:
         return all_to_all_single(output, input, (), (), size)
-    step = ("Alltoall", (carrier(sent), carrier(received)))
+    step = ("Ialltoall", (carrier(sent), carrier(received)))
     return Call("all_to_all", [step], [output], (received, sent), _landing(received, output))
 
 
@@ -323,19 +284,19 @@ def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], 
     of = carriers(sent, [input.numel() for input in inputs])
     into = carriers(received, [output.numel() for output in outputs])
     memory = (received, sent)
-    return Call("all_to_all", [("Alltoallv", (of, into))], outputs, memory, partial(land_parts, received, outputs))
+    return Call("all_to_all", [("Ialltoallv", (of, into))], outputs, memory, partial(land_parts, received, outputs))
 
 
 def send(tensor: torch.Tensor, to: int, tag: int) -> Call:
     memory = readable(_data(tensor))
-    steps: list[Step] = [("Send", (carrier(piece), to, tag)) for piece in pieces(memory)]
+    steps: list[Step] = [("Isend", (carrier(piece), to, tag)) for piece in pieces(memory)]
     return Call("send", steps, [tensor], (memory,))
 
 
 def receive(tensor: torch.Tensor, source: int, tag: int) -> Call:
     tensor = _data(tensor)
     memory = writable(tensor)
-    steps: list[Step] = [("Recv", (carrier(piece), source, tag)) for piece in pieces(memory)]
+    steps: list[Step] = [("Irecv", (carrier(piece), source, tag)) for piece in pieces(memory)]
     status = MPI.Status()
 
     def finish() -> None:
@@ -349,7 +310,11 @@ def receive(tensor: torch.Tensor, source: int, tag: int) -> Call:
 
 def not_as_long(tensor: torch.Tensor, status: MPI.Status) -> MessageError:
     """What to raise for a message that does not fill the tensor it is for."""
-    return labels.not_as_long(tensor, status.Get_count(MPI.BYTE), status.Get_source())
+    elements, rest = divmod(status.Get_count(MPI.BYTE), tensor.itemsize)
+    return MessageError(
+        f"recv expected {tensor.numel()} elements ({tensor.dtype}), but rank {status.Get_source()} "
+        f"sent {elements}{' and a part of one' if rest else ''}"
+    )
 
 
 def together(name: str, calls: Sequence[Call]) -> Call:

@@ -1,6 +1,6 @@
 """`with alone():` makes this rank a world of one, for a computation that must not depend on how many ranks run.
 
-The reference of a proof is what one device computes. Where it is computed by a process that is one of many ranks, a
+The reference of `verify` is what one device computes. Where it is computed by a process that is one of many ranks, a
 model, a loss or an optimizer that reads the rank or the world size would see the job's. In the block it sees
 
 - in torch.distributed, as in a plain script, no default group: `is_initialized()` is False; where it is not asked, rank
@@ -8,7 +8,7 @@ model, a loss or an optimizer that reads the rank or the world size would see th
 - in unisono, a process that has not joined: `uni.rank()` is 0 and `uni.world_size()` is 1;
 - in the environment, no variable of a launcher.
 
-Other threads see the same, and the other ranks are not told: they wait in their next collective.
+Other threads see the same. The other ranks do not know of it, and wait in their next collective.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
-from unisono.comm import world
+from unisono.comm.rendezvous import world
 
 _TORCHRUN = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
@@ -49,14 +49,15 @@ def _without_launcher_variables() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_unisono_world() -> Iterator[None]:
-    joined, calls = world._world, world._torch_calls
-    world._world = world._torch_calls = None
+    joined, watchdog = world._world, world._watchdog
+    calls = watchdog.torch_calls if watchdog is not None else None
+    world._world = None
     if calls is not None:
         calls.unwrap()  # they would be compared with those of the other ranks
     try:
         yield
     finally:
-        world._world, world._torch_calls = joined, calls
+        world._world = joined
         if calls is not None:
             calls.wrap()
 

@@ -13,11 +13,10 @@ import torch.distributed as dist
 
 from unisono.comm import backends
 from unisono.comm.communicator import Communicator
-from unisono.comm.meeting import Meeting, meet
-from unisono.comm.seat import find_seat
-from unisono.comm.simulated import SimulatedCommunicator
-from unisono.comm.torch_calls import TorchCalls
-from unisono.comm.watch import MARGIN, Watch
+from unisono.comm.rendezvous.launcher_env import find_rank_info
+from unisono.comm.rendezvous.rendezvous import Rendezvous, rendezvous
+from unisono.comm.rendezvous.simulated import SimulatedTransport
+from unisono.comm.watchdog.watchdog import MARGIN, Watchdog
 from unisono.errors import CommError, UsageError
 from unisono.launch import environment, turns
 
@@ -27,9 +26,8 @@ _JOINED = "unisono/joined"  # in the store: how many ranks have
 LONGEST = 1e9  # seconds, thirty years: what all of torch's clocks can count
 
 _world: Communicator | None = None
-_watch: Watch | None = None
-_meeting: Meeting | None = None
-_torch_calls: TorchCalls | None = None
+_watchdog: Watchdog | None = None
+_rendezvous: Rendezvous | None = None
 
 
 def init(
@@ -46,45 +44,30 @@ def init(
     these need `rank` and `world_size` too. timeout: seconds that a collective may block before the job is stopped
     with a report.
     """
-    global _world, _watch, _meeting, _torch_calls
+    global _world, _watchdog, _rendezvous
     if _world is not None:
         raise CommError(f"this process has joined already ({_world}); call uni.shutdown() before a second uni.init()")
     if dist.is_initialized():
         raise CommError("torch.distributed is initialised already; let uni.init() do it: its group is torch's default")
     seconds = _seconds(timeout)
     requested = os.environ.get(environment.BACKEND)
-    seat = find_seat(init_method, rank, world_size)
+    info = find_rank_info(init_method, rank, world_size)
     if (backend or requested) not in (None, "auto"):
-        backends.choose(backend, requested, seat.how, 1)  # a bad name is an error before anyone waits
-    meeting = meet(seat, seconds)
-    name = backends.choose(backend, requested, seat.how, meeting.seat.local_size or 1)
-    _join(meeting, name, seconds)
-    _watch = Watch(meeting.store, seat.rank, seat.size, seconds, os.environ.get(environment.CHECK) == "1")
-    assert meeting.seat.local_rank is not None
-    assert meeting.seat.local_size is not None
+        backends.choose(backend, requested, info.how, 1)  # a bad name is an error before any rank waits
+    met = rendezvous(info, seconds)
+    local_rank, local_size = met.info.local_rank, met.info.local_size
+    assert local_rank is not None
+    assert local_size is not None
+    name = backends.choose(backend, requested, info.how, local_size or 1)
+    _join(met, name, seconds)
+    _watchdog = Watchdog(met.store, info.rank, info.size, seconds, os.environ.get(environment.CHECK) == "1")
     assert dist.group.WORLD is not None
-    _world = _class_for(name)(
-        dist.group.WORLD,
-        name,
-        _watch,
-        local_rank=meeting.seat.local_rank,
-        local_size=meeting.seat.local_size,
-        hosts=meeting.hosts,
+    _world = Communicator(
+        dist.group.WORLD, name, _watchdog, local_rank=local_rank, local_size=local_size, hosts=met.hosts
     )
-    _watch.start(name, meeting.ends_the_store)
-    if _watch.check is not None:
-        _torch_calls = TorchCalls(_watch)
-        _torch_calls.wrap()
-    _meeting = meeting
+    _watchdog.start(name, met.ends_the_store)
+    _rendezvous = met
     return _world
-
-
-def _class_for(backend: str) -> type[Communicator]:
-    if backend == "mpi":
-        from unisono.comm.mpi_communicator import MPICommunicator
-
-        return MPICommunicator
-    return Communicator
 
 
 def _seconds(timeout: float | timedelta | None) -> float:
@@ -101,51 +84,49 @@ def _seconds(timeout: float | timedelta | None) -> float:
     return seconds
 
 
-def _join(meeting: Meeting, name: str, seconds: float) -> None:
+def _join(met: Rendezvous, name: str, seconds: float) -> None:
     """Make torch's default process group."""
     torch_name = name
     if name == "nccl":
-        torch.cuda.set_device((meeting.seat.local_rank or 0) % torch.cuda.device_count())
+        torch.cuda.set_device((met.info.local_rank or 0) % torch.cuda.device_count())
         torch_name = "cpu:gloo,cuda:nccl"
     elif name == "mpi":
-        from unisono.comm import mpi
+        from unisono.comm.mpi import library
 
-        mpi.register()
-        torch_name = mpi.BACKEND
+        library.register()
+        torch_name = library.BACKEND
     dist.init_process_group(
         torch_name,
-        store=dist.PrefixStore("unisono/torch", meeting.store),
-        rank=meeting.seat.rank,
-        world_size=meeting.seat.size,
+        store=dist.PrefixStore("unisono/torch", met.store),
+        rank=met.info.rank,
+        world_size=met.info.size,
         timeout=timedelta(seconds=seconds + MARGIN),
     )
     if name != "mpi":
         turns.let_gloo_give_way()
-    meeting.store.add(_JOINED, 1)
+    met.store.add(_JOINED, 1)
 
 
-def _await_joins(meeting: Meeting) -> None:
+def _await_joins(met: Rendezvous) -> None:
     """gloo connects ranks one after the other: were this one gone before all are done, theirs would fail."""
     deadline = time.monotonic() + JOINING
     with contextlib.suppress(RuntimeError):  # the store may be gone
-        while meeting.store.add(_JOINED, 0) < meeting.seat.size and time.monotonic() < deadline:
+        while met.store.add(_JOINED, 0) < met.info.size and time.monotonic() < deadline:
             time.sleep(0.002)
 
 
 def shutdown() -> None:
     """Leave the world; `init` may then be called again."""
-    global _world, _watch, _meeting, _torch_calls
+    global _world, _watchdog, _rendezvous
     if _world is None:
         return
-    if _torch_calls is not None:
-        _torch_calls.unwrap()
-    assert _watch is not None
-    assert _meeting is not None
-    _watch.stop()
-    _await_joins(_meeting)
+    assert _watchdog is not None
+    assert _rendezvous is not None
+    _watchdog.stop()
+    _await_joins(_rendezvous)
     dist.destroy_process_group()
-    _meeting.close()
-    _world = _watch = _meeting = _torch_calls = None
+    _rendezvous.close()
+    _world = _watchdog = _rendezvous = None
 
 
 def is_initialized() -> bool:
@@ -171,10 +152,10 @@ def world_size() -> int:
 
 @contextlib.contextmanager
 def simulated(rank: int, size: int) -> Iterator[Communicator]:
-    """In the block, this process is one rank of a world whose others are not there.
+    """In the block, this process is one rank of a world whose other ranks do not exist.
 
-    Every collective and message is over at once and brings what this rank has, or nothing: shapes, memory and computing
-    are those of the rank, numbers are not.
+    Every operation is over at once (see SimulatedTransport): shapes, memory and compute are those of the rank, values
+    are not.
     """
     global _world
     if _world is not None or dist.is_initialized():
@@ -185,8 +166,9 @@ def simulated(rank: int, size: int) -> Iterator[Communicator]:
     dist.init_process_group("fake", store=store, rank=rank, world_size=size)
     assert dist.group.WORLD is not None
     name = "nccl" if torch.cuda.is_available() else "gloo"
-    watch = Watch(store, rank, size, DEFAULT_TIMEOUT, False)
-    _world = SimulatedCommunicator(dist.group.WORLD, name, watch, local_rank=0, local_size=1, hosts=["here"] * size)
+    watchdog = Watchdog(store, rank, size, DEFAULT_TIMEOUT, False)
+    options = {"local_rank": 0, "local_size": 1, "hosts": ["here"] * size, "make_transport": SimulatedTransport}
+    _world = Communicator(dist.group.WORLD, name, watchdog, **options)  # type: ignore[arg-type]
     try:
         yield _world
     finally:

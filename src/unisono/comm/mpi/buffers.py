@@ -1,4 +1,7 @@
-"""Tensors as MPI sees them: an address, a count, a datatype. Imports mpi4py, so import it late."""
+"""Tensors as MPI sees them: an address, a count, a datatype. Imports mpi4py, so import it late.
+
+At the end: whether MPI takes GPU memory, and whether reductions of it are then folded by torch (`agree`, `folds`).
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ from unisono.errors import CommError, UsageError
 Buffer = tuple[MPI.memory, MPI.Datatype]
 PiecewiseBuffer = tuple[MPI.memory, tuple[list[int], list[int]], MPI.Datatype]  # counts and starts
 
-# What only travels, travels by the size of its elements: MPI need not know the dtype.
+# Data that is only moved is typed by the size of its elements: MPI need not know the dtype.
 CARRIERS = {
     1: MPI.UINT8_T,
     2: MPI.UINT16_T,
@@ -25,7 +28,7 @@ CARRIERS = {
     8: MPI.UINT64_T,
     16: MPI.C_DOUBLE_COMPLEX,
 }
-# What is reduced must be known. These are the wire dtypes of unisono.comm.reduction.
+# Data that is reduced has its own type. These are the wire dtypes of unisono.comm.reduction.
 NUMBERS = {
     torch.float32: MPI.FLOAT,
     torch.float64: MPI.DOUBLE,
@@ -157,6 +160,27 @@ def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Whether two contiguous pieces of memory share a byte, which MPI forbids between input and output."""
     start, end = one.data_ptr(), one.data_ptr() + one.nbytes
     return start < other.data_ptr() + other.nbytes and other.data_ptr() < end
+
+
+_FEW = 4  # ranks up to which each may receive all ranks' tensors; a reduction in MPI moves each of them twice at most
+_ROOM = 2**30  # bytes that may be allocated beside the tensors
+_everywhere = False
+
+
+def agree(world: MPI.Intracomm) -> None:
+    """Learn whether every rank's MPI takes GPU memory. All ranks must fold, or none: they make other calls then."""
+    global _everywhere
+    here = torch.version.cuda is not None and cuda_aware()
+    _everywhere = bool(world.allreduce(int(here), MPI.MIN))
+
+
+def folds(wire: torch.Tensor, ranks: int) -> bool:
+    """Whether torch, not MPI, reduces what `ranks` ranks have of this, on the GPU, in rank order.
+
+    An MPI that takes GPU memory moves it from GPU to GPU, but computes on the host. The answer is the same on all
+    ranks, where all have the tensor on a GPU or none has.
+    """
+    return _everywhere and wire.is_cuda and ranks <= _FEW and ranks * wire.nbytes <= _ROOM
 
 
 @cache

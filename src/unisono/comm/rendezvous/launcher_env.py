@@ -1,7 +1,7 @@
-"""A process's seat: its rank in the world, as whoever started it says.
+"""A process's rank info: its rank in the world, read from the launcher's environment variables.
 
-Every launcher tells its ranks in its own variables. `find_seat` reads them all, in this order: what the caller gave,
-torchrun's and unisono's RANK and WORLD_SIZE, then MPI's, then Slurm's; and if nobody says anything, a world of one.
+Every launcher has variables of its own. `find_rank_info` reads them in this order: what the caller gave, torchrun's and
+unisono's RANK and WORLD_SIZE, then MPI's, then Slurm's; where none is set, a world of one.
 """
 
 from __future__ import annotations
@@ -25,37 +25,37 @@ FILE = "file"
 
 
 @dataclass(frozen=True)
-class Seat:
+class RankInfo:
     rank: int
     size: int
     how: str
     url: str | None = None  # where to meet, when `how` needs an address
-    local_rank: int | None = None  # None: not told; found by comparing host names
+    local_rank: int | None = None  # None: not known; found by comparing host names
     local_size: int | None = None
 
 
-def find_seat(
+def find_rank_info(
     init_method: str | None = None,
     rank: int | None = None,
     world_size: int | None = None,
     environ: Mapping[str, str] = os.environ,
-) -> Seat:
-    """This process's seat. Raises UsageError when what is given or set makes no world."""
+) -> RankInfo:
+    """This process's rank info. Raises UsageError when what is given or set makes no world."""
     for name, given in (("rank", rank), ("world_size", world_size)):
         if given is not None and not isinstance(given, SupportsIndex):
             raise UsageError(f"{name}={given!r}: expected a whole number")
     if init_method is not None and not isinstance(init_method, str):
         raise UsageError(f"init_method {init_method!r}: expected tcp://HOST:PORT, file:///PATH or env://")
     if init_method is not None and not init_method.startswith("env://"):
-        seat = _from_url(init_method, rank, world_size, environ)
+        info = _from_url(init_method, rank, world_size, environ)
     else:
-        seat = _from_environment(environ, wanted=init_method is not None)
-        seat = _overridden(seat, rank, world_size)
-    _check(seat)
-    return seat
+        info = _from_environment(environ, wanted=init_method is not None)
+        info = _overridden(info, rank, world_size)
+    _check(info)
+    return info
 
 
-def _from_url(url: str, rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> Seat:
+def _from_url(url: str, rank: int | None, world_size: int | None, environ: Mapping[str, str]) -> RankInfo:
     parsed = urlparse(url)
     if parsed.scheme not in (TCP, FILE):
         raise UsageError(f"init_method {url!r}: expected tcp://HOST:PORT, file:///PATH or env://")
@@ -74,10 +74,10 @@ def _from_url(url: str, rank: int | None, world_size: int | None, environ: Mappi
             port = None
         if not parsed.hostname or not port:
             raise UsageError(f"init_method {url!r}: expected tcp://HOST:PORT with a port from 1 to 65535")
-        return Seat(rank, size, TCP, f"tcp://{parsed.netloc}")
+        return RankInfo(rank, size, TCP, f"tcp://{parsed.netloc}")
     if parsed.netloc or not parsed.path.startswith("/"):
         raise UsageError(f"init_method {url!r}: the path must be absolute: file:///tmp/meet, not file://tmp/meet")
-    return Seat(rank, size, FILE, f"file://{parsed.path}")
+    return RankInfo(rank, size, FILE, f"file://{parsed.path}")
 
 
 def _first_int(name: str, given: int | None, query: Mapping[str, list[str]], env: str | None) -> int | None:
@@ -107,8 +107,8 @@ _HYDRA = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
 _SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 
 
-def _from_environment(environ: Mapping[str, str], wanted: bool) -> Seat:
-    # A rank of `unisono run --backend mpi` has torchrun's variables and MPI's: there, MPI's word counts.
+def _from_environment(environ: Mapping[str, str], wanted: bool) -> RankInfo:
+    # A rank of `unisono run --backend mpi` has torchrun's variables and MPI's: there, MPI's count.
     by_mpi = environ.get(environment.BACKEND) == "mpi" and not {_OPENMPI[0], _HYDRA[0]}.isdisjoint(environ)
     if not by_mpi and ("RANK" in environ or "WORLD_SIZE" in environ):
         for name in ("RANK", "WORLD_SIZE"):
@@ -125,17 +125,17 @@ def _from_environment(environ: Mapping[str, str], wanted: bool) -> Seat:
         return _from_variables(environ, _SRUN, SRUN, slurm_url(environ))
     if wanted:
         raise UsageError("init_method env:// but neither RANK and WORLD_SIZE nor MPI's or Slurm's variables are set")
-    return Seat(0, 1, ALONE, local_rank=0, local_size=1)
+    return RankInfo(0, 1, ALONE, local_rank=0, local_size=1)
 
 
 def _from_variables(
     environ: Mapping[str, str], names: tuple[str, str, str, str], how: str, url: str | None = None
-) -> Seat:
+) -> RankInfo:
     rank, size, local_rank, local_size = (_int(n, environ[n]) if n in environ else None for n in names)
     assert rank is not None
     if size is None:
         raise UsageError(f"{names[0]} is set but {names[1]} is not: was this process really started by {how}?")
-    return Seat(rank, size, how, url, local_rank, local_size)
+    return RankInfo(rank, size, how, url, local_rank, local_size)
 
 
 def slurm_url(environ: Mapping[str, str]) -> str:
@@ -155,17 +155,17 @@ def first_slurm_host(nodes: str) -> str:
     return prefix + (number or "") + (suffix or "")
 
 
-def _overridden(seat: Seat, rank: int | None, world_size: int | None) -> Seat:
-    """`seat`, after checking it against what the caller insists on."""
-    for name, given, told in (("rank", rank, seat.rank), ("world_size", world_size, seat.size)):
-        if given is not None and given != told:
-            hint = "start more processes (unisono run -n ...)" if seat.how == ALONE else "leave it out"
-            raise UsageError(f"{name}={given} was given, but this process is rank {seat.rank} of {seat.size}; {hint}")
-    return seat
+def _overridden(info: RankInfo, rank: int | None, world_size: int | None) -> RankInfo:
+    """`info`, after checking it against what the caller insists on."""
+    for name, given, found in (("rank", rank, info.rank), ("world_size", world_size, info.size)):
+        if given is not None and given != found:
+            hint = "start more processes (unisono run -n ...)" if info.how == ALONE else "leave it out"
+            raise UsageError(f"{name}={given} was given, but this process is rank {info.rank} of {info.size}; {hint}")
+    return info
 
 
-def _check(seat: Seat) -> None:
-    if seat.size < 1:
-        raise UsageError(f"a world of {seat.size} ranks: world_size must be at least 1")
-    if not 0 <= seat.rank < seat.size:
-        raise UsageError(f"rank {seat.rank} does not fit a world of {seat.size}: ranks go from 0 to {seat.size - 1}")
+def _check(info: RankInfo) -> None:
+    if info.size < 1:
+        raise UsageError(f"a world of {info.size} ranks: world_size must be at least 1")
+    if not 0 <= info.rank < info.size:
+        raise UsageError(f"rank {info.rank} does not fit a world of {info.size}: ranks go from 0 to {info.size - 1}")
