@@ -182,7 +182,7 @@ def test_a_rank_given_twice_is_named(tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
     jobs = [functools.partial(join_and_sum, init_method=url, rank=r, world_size=3, timeout=50) for r in (0, 1, 1)]
     ends = run_forked(jobs, tmp_path)
-    assert sum("rank 1 has signed in before" in end.output for end in ends) >= 2, ends
+    assert sum("rank 1 has registered before" in end.output for end in ends) >= 2, ends
 
 
 def test_nobody_at_the_address(tmp_path: Path) -> None:
