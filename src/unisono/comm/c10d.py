@@ -69,13 +69,16 @@ class C10dTransport:
             lambda: [all_gather_single(wire.reshape(-1), mine.reshape(-1), group=self._group, async_op=True)], finish
         )
 
-    def gather(self, outs: Sequence[Tensor], tensor: Tensor, root: int, even: bool) -> Transfer:
+    def gather_into(self, out: Tensor | None, tensor: Tensor, root: int) -> Transfer:
+        mine, _ = self._moving(tensor)
+        wires, finish = self._all_moving([] if out is None else out.unbind())
+        return Transfer(
+            lambda: [dist.gather(mine, wires or None, group=self._group, group_dst=root, async_op=True)], finish
+        )
+
+    def gather(self, outs: Sequence[Tensor], tensor: Tensor, root: int) -> Transfer:
         mine, _ = self._moving(tensor)
         wires, finish = self._all_moving(outs)
-        if even:
-            return Transfer(
-                lambda: [dist.gather(mine, wires or None, group=self._group, group_dst=root, async_op=True)], finish
-            )
 
         def start() -> list[dist.Work]:
             if self._rank != root:
@@ -91,9 +94,9 @@ class C10dTransport:
 
         return Transfer(start, finish, is_mute=self._carrier(tensor) is GLOO)
 
-    def scatter(self, out: Tensor, chunks: Sequence[Tensor], root: int) -> Transfer:
+    def scatter(self, out: Tensor, chunks: Sequence[Tensor] | Tensor | None, root: int) -> Transfer:
         wire, finish = self._moving(out)
-        chunk_wires = [self._moving(chunk)[0] for chunk in chunks] or None
+        chunk_wires = None if chunks is None else [self._moving(chunk)[0] for chunk in chunks]
         return Transfer(
             lambda: [dist.scatter(wire, chunk_wires, group=self._group, group_src=root, async_op=True)], finish
         )

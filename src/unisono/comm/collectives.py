@@ -65,10 +65,11 @@ class Collectives(Operations):
         self._require_tensor(tensor)
         if uneven:
             outs = [tensor.new_empty(shape) for shape in self._shapes(tensor)]
-        else:
-            outs = list(torch.empty((self.size, *tensor.shape), dtype=tensor.dtype, device=tensor.device))
-        transfer = self._transport.all_gather(outs, tensor)
-        return self._run("all_gather", tensor, transfer, outs, async_op, UNEVEN if uneven else "")
+            transfer = self._transport.all_gather(outs, tensor)
+            return self._run("all_gather", tensor, transfer, outs, async_op, UNEVEN)
+        joined = tensor.new_empty((self.size, *tensor.shape))
+        transfer = self._transport.all_gather_into(joined, tensor)
+        return self._run("all_gather", tensor, transfer, list(joined.unbind()), async_op)
 
     def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False) -> Outcome:
         """`out` becomes all ranks' tensors one after the other along dim 0; the quick form for equal shapes."""
@@ -97,20 +98,18 @@ class Collectives(Operations):
         """
         self._require_rank("root", root)
         self._require_tensor(tensor)
-        shapes = self._shapes(tensor) if uneven else [tuple(tensor.shape)] * self.size
-        outs: list[torch.Tensor] = []
-        result: list[torch.Tensor] | torch.Tensor | None = None
-        if self.rank == root and uneven:
-            result = outs = [tensor.new_empty(shape) for shape in shapes]
-        elif self.rank == root:
-            joined = self._output("gather", out, tensor, (self.size, *tensor.shape))
-            if not joined.is_contiguous():
-                raise UsageError("gather: out is not contiguous; pass one that is")
-            outs = list(joined.unbind())
-            result = outs if out is None else out
-        transfer = self._transport.gather(outs, tensor, root, len(set(shapes)) == 1)
-        detail = (UNEVEN if uneven else "") + root_detail(root)
-        return self._run("gather", tensor, transfer, result, async_op, detail)
+        is_root = self.rank == root
+        if uneven:
+            shapes = self._shapes(tensor)
+            outs = [tensor.new_empty(shape) for shape in shapes] if is_root else []
+            transfer = self._transport.gather(outs, tensor, root)
+            return self._run("gather", tensor, transfer, outs or None, async_op, UNEVEN + root_detail(root))
+        joined = self._output("gather", out, tensor, (self.size, *tensor.shape)) if is_root else None
+        if joined is not None and not joined.is_contiguous():
+            raise UsageError("gather: out is not contiguous; pass one that is")
+        transfer = self._transport.gather_into(joined, tensor, root)
+        result = list(joined.unbind()) if joined is not None and out is None else joined
+        return self._run("gather", tensor, transfer, result, async_op, root_detail(root))
 
     def scatter(
         self,
@@ -123,7 +122,8 @@ class Collectives(Operations):
         """`out` becomes chunks[rank] of the root; only the root passes `chunks`, a list or one tensor of rows."""
         self._require_rank("root", root)
         self._require_tensor(out)
-        transfer = self._transport.scatter(out, self._require_chunks(out, chunks) if self.rank == root else (), root)
+        chunks = self._require_chunks(out, chunks) if self.rank == root else None
+        transfer = self._transport.scatter(out, chunks, root)
         return self._run("scatter", out, transfer, out, async_op, root_detail(root))
 
     def reduce_scatter(
@@ -170,10 +170,13 @@ class Collectives(Operations):
 
     def _require_chunks(
         self, out: torch.Tensor, chunks: Sequence[torch.Tensor] | torch.Tensor | None
-    ) -> list[torch.Tensor]:
+    ) -> Sequence[torch.Tensor] | torch.Tensor:
         chunks = () if chunks is None else chunks
         if not isinstance(chunks, (Sequence, torch.Tensor)):
             raise UsageError(f"scatter: the root needs {self.size} tensors or one of {self.size} rows, not {chunks!r}")
+        if isinstance(chunks, torch.Tensor) and chunks.shape == (self.size, *out.shape) and chunks.dtype == out.dtype:
+            self._require_tensor(chunks)
+            return chunks
         for chunk in chunks:
             self._require_tensor(chunk)
         if len(chunks) != self.size or any(each.shape != out.shape or each.dtype != out.dtype for each in chunks):

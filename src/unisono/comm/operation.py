@@ -53,11 +53,14 @@ class Transport(Protocol):
     def all_gather(self, outs: Sequence[Tensor], tensor: Tensor) -> Transfer: ...
     def all_gather_into(self, out: Tensor, tensor: Tensor) -> Transfer: ...
 
-    def gather(self, outs: Sequence[Tensor], tensor: Tensor, root: int, even: bool) -> Transfer:
-        """`outs` are empty but on the root. even: all shapes are equal."""
+    def gather(self, outs: Sequence[Tensor], tensor: Tensor, root: int) -> Transfer:
+        """Shapes may differ. `outs` are empty but on the root."""
 
-    def scatter(self, out: Tensor, chunks: Sequence[Tensor], root: int) -> Transfer:
-        """`chunks` are empty but on the root."""
+    def gather_into(self, out: Tensor | None, tensor: Tensor, root: int) -> Transfer:
+        """`out`, on the root, is contiguous and has one row per rank."""
+
+    def scatter(self, out: Tensor, chunks: Sequence[Tensor] | Tensor | None, root: int) -> Transfer:
+        """`chunks`, on the root, are a list or one tensor of rows."""
 
     def reduce_scatter(
         self, out: Tensor, tensor: Tensor, sizes: Sequence[int], op: str, factor: Factor | None

@@ -142,6 +142,28 @@ def _all_gather_steps(
     return [("Iallgatherv", (given, carriers(received, counts)))], sent
 
 
+def gather_into(output: torch.Tensor | None, input: torch.Tensor, root: int) -> Call:
+    """Equal sizes into one contiguous tensor, which the root alone has. Does not match `gather` on another rank."""
+    sent = readable(_data(input))
+    if output is None:
+        return Call("gather", [("Igather", (carrier(sent), None, root))], [], (sent,))
+    received = writable(output)
+    step = ("Igather", (carrier(sent), carrier(received), root))
+    return Call("gather", [step], [output], (sent, received), _landing(received, output))
+
+
+def scatter_from(output: torch.Tensor, chunks: Sequence[torch.Tensor] | torch.Tensor | None, root: int) -> Call:
+    """Equal parts, which the root alone has, as a list or rows. Does not match `scatter` on another rank."""
+    output = _data(output)
+    received = writable(output)
+    sent: tuple[torch.Tensor, ...] = ()
+    if chunks is not None:
+        rows = chunks if isinstance(chunks, torch.Tensor) else joined([_data(chunk) for chunk in chunks])
+        sent = (_apart(readable(_data(rows)), received),)
+    step = ("Iscatter", (carrier(sent[0]) if sent else None, carrier(received), root))
+    return Call("scatter", [step], [output], (received, *sent), _landing(received, output))
+
+
 def gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, root: int, rank: int, size: int) -> Call:
     """`outputs` counts on the root only: one tensor a rank; their sizes may differ."""
     input = _data(input)

@@ -48,11 +48,14 @@ class MPITransport:
     def all_gather_into(self, out: Tensor, tensor: Tensor) -> Transfer:
         return self._transfer(calls.all_gather_single(out, tensor, self._rank, self._size))
 
-    def gather(self, outs: Sequence[Tensor], tensor: Tensor, root: int, even: bool) -> Transfer:
+    def gather(self, outs: Sequence[Tensor], tensor: Tensor, root: int) -> Transfer:
         return self._transfer(calls.gather(outs, tensor, root, self._rank, self._size))
 
-    def scatter(self, out: Tensor, chunks: Sequence[Tensor], root: int) -> Transfer:
-        return self._transfer(calls.scatter(out, chunks, root, self._rank, self._size))
+    def gather_into(self, out: Tensor | None, tensor: Tensor, root: int) -> Transfer:
+        return self._transfer(calls.gather_into(out, tensor, root))
+
+    def scatter(self, out: Tensor, chunks: Sequence[Tensor] | Tensor | None, root: int) -> Transfer:
+        return self._transfer(calls.scatter_from(out, chunks, root))
 
     def reduce_scatter(
         self, out: Tensor, tensor: Tensor, sizes: Sequence[int], op: str, factor: Factor | None

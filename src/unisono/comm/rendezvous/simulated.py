@@ -45,11 +45,14 @@ class SimulatedTransport:
     def all_gather_into(self, out: Tensor, tensor: Tensor) -> Transfer:
         return _over(tensor, lambda: out.view(self._size, -1).copy_(tensor.reshape(1, -1)))
 
-    def gather(self, outs: Sequence[Tensor], tensor: Tensor, root: int, even: bool) -> Transfer:
+    def gather(self, outs: Sequence[Tensor], tensor: Tensor, root: int) -> Transfer:
         return self.all_gather(outs, tensor)
 
-    def scatter(self, out: Tensor, chunks: Sequence[Tensor], root: int) -> Transfer:
-        return _over(out, lambda: out.copy_(chunks[self._rank]) if chunks else _arrive(out))
+    def gather_into(self, out: Tensor | None, tensor: Tensor, root: int) -> Transfer:
+        return _over() if out is None else self.all_gather_into(out, tensor)
+
+    def scatter(self, out: Tensor, chunks: Sequence[Tensor] | Tensor | None, root: int) -> Transfer:
+        return _over(out, lambda: _arrive(out) if chunks is None else out.copy_(chunks[self._rank]))
 
     def reduce_scatter(
         self, out: Tensor, tensor: Tensor, sizes: Sequence[int], op: str, factor: Factor | None
