@@ -1,7 +1,7 @@
-"""The backends: what each one is called, when it is chosen, and what it can do by itself.
+"""The backends: what each one is called, when it is chosen, and what it can do natively.
 
 No backend can do everything on every dtype. What one cannot do is done here in terms of what it can, so that the
-answer is the same on all of them: see `carry`.
+answer is the same on all of them: see `plan_wire`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _FOLDS: dict[str, Any] = {
 
 
 @dataclass(frozen=True)
-class Carrier:
-    """What a library can carry natively for tensors of one device type."""
+class Library:
+    """What a library can do natively with tensors of one device type."""
 
     name: str
     takes_cuda: bool
@@ -60,17 +60,17 @@ class Carrier:
 
 
 # Stock gloo also claims halves and complex numbers, but not for every collective, and rounds halves at every hop.
-GLOO = Carrier("gloo", False, _PLAIN | HALVES, _PLAIN, _ARITHMETIC | _BITWISE)
-NCCL = Carrier("nccl", True, _PLAIN | HALVES, _PLAIN | HALVES, _ARITHMETIC)
+GLOO = Library("gloo", False, _PLAIN | HALVES, _PLAIN, _ARITHMETIC | _BITWISE)
+NCCL = Library("nccl", True, _PLAIN | HALVES, _PLAIN | HALVES, _ARITHMETIC)
 
 
 @dataclass(frozen=True)
-class Carriage:
-    """How one reduction travels on one carrier."""
+class WirePlan:
+    """How one reduction is carried out by one library."""
 
     reduction: Reduction
     wire_dtype: torch.dtype
-    gathers: bool  # the carrier cannot reduce this at all: gather everything and fold locally, in rank order
+    gathers: bool  # the library cannot reduce this at all: gather everything and fold locally, in rank order
     is_plain: bool  # the tensor travels as it is and arrives finished
 
     def to_wire(self, tensor: torch.Tensor, factor: float | complex | torch.Tensor | None) -> torch.Tensor:
@@ -98,26 +98,26 @@ def folded(pieces: Sequence[torch.Tensor], op: str) -> torch.Tensor:
 
 
 @cache
-def carry(carrier: Carrier, op: str, dtype: torch.dtype) -> Carriage:
-    """How `carrier` reduces `dtype` by `op`. UsageError where that has no meaning on any backend."""
+def plan_wire(library: Library, op: str, dtype: torch.dtype) -> WirePlan:
+    """How `library` reduces `dtype` by `op`. UsageError where that has no meaning on any backend."""
     reduction = plan_reduction(op, dtype)
-    if dtype in HALVES and dtype in carrier.reduces:
+    if dtype in HALVES and dtype in library.reduces:
         reduction = Reduction(op, dtype, dtype, reduction.wire_op)
     wire_dtype = reduction.wire_dtype
-    if wire_dtype == torch.int16 and not carrier.knows(reduction.wire_op, wire_dtype):
+    if wire_dtype == torch.int16 and not library.knows(reduction.wire_op, wire_dtype):
         wire_dtype = torch.int32  # wraps around to the same int16 on the way back
-    gathers = not carrier.knows(reduction.wire_op, wire_dtype)
-    return Carriage(reduction, wire_dtype, gathers, reduction.is_plain and wire_dtype == dtype and not gathers)
+    gathers = not library.knows(reduction.wire_op, wire_dtype)
+    return WirePlan(reduction, wire_dtype, gathers, reduction.is_plain and wire_dtype == dtype and not gathers)
 
 
-def movable(carrier: Carrier, tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor as the carrier moves it: itself, or its bytes."""
-    return tensor if tensor.dtype in carrier.moves else tensor.reshape(-1).view(torch.uint8)
+def movable(library: Library, tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor as the library moves it: itself, or its bytes."""
+    return tensor if tensor.dtype in library.moves else tensor.reshape(-1).view(torch.uint8)
 
 
-def moved_elements(carrier: Carrier, dtype: torch.dtype) -> int:
+def moved_elements(library: Library, dtype: torch.dtype) -> int:
     """How many elements `movable` makes of one."""
-    return 1 if dtype in carrier.moves else dtype.itemsize
+    return 1 if dtype in library.moves else dtype.itemsize
 
 
 def choose(given: str | None, requested: str | None, how: str, local_size: int) -> str:

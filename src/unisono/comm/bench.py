@@ -74,7 +74,7 @@ def _measure(backend: str, sizes: tuple[int, ...], ops: tuple[str, ...], rounds:
 
 def _take_turns(comm: Communicator, op: str, size: int, rounds: int) -> list[Figure]:
     count = max(1, size // 4 // comm.size) * comm.size
-    # All contenders use the same memory: where it lies can matter more than who moves it.
+    # All contenders use the same memory: its place can matter more than who moves it.
     buffers = Buffers(torch.ones(count), torch.ones(count // comm.size), torch.empty(count))
     contenders = {"unisono": _ours(comm, op, buffers)} | _raw(comm, op, buffers)
     loops = {name: _calibrated(comm, call) for name, call in contenders.items()}

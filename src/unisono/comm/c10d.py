@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 import torch
 import torch.distributed as dist
 
-from unisono.comm.backends import GLOO, NCCL, Carriage, Carrier, carry, movable, moved_elements
+from unisono.comm.backends import GLOO, NCCL, Library, WirePlan, movable, moved_elements, plan_wire
 from unisono.comm.operation import Message, Transfer
 from unisono.comm.reduction import Factor
 from unisono.errors import MessageError
@@ -92,7 +92,7 @@ class C10dTransport:
                 ]
             return [work for work in works if work is not None]
 
-        return Transfer(start, finish, is_mute=self._carrier(tensor) is GLOO)
+        return Transfer(start, finish, is_mute=self._library(tensor) is GLOO)
 
     def scatter(self, out: Tensor, chunks: Sequence[Tensor] | Tensor | None, root: int) -> Transfer:
         wire, finish = self._moving(out)
@@ -106,7 +106,7 @@ class C10dTransport:
     ) -> Transfer:
         mine, _ = self._moving(tensor)
         wire, finish = self._moving(out)
-        row = math.prod(tensor.shape[1:]) * moved_elements(self._carrier(tensor), tensor.dtype)
+        row = math.prod(tensor.shape[1:]) * moved_elements(self._library(tensor), tensor.dtype)
 
         def start() -> list[dist.Work]:
             return [
@@ -128,76 +128,74 @@ class C10dTransport:
     # ---- reductions ----------------------------------------------------------------------------------------------
 
     def all_reduce(self, tensor: Tensor, op: str, factor: Factor | None) -> Transfer:
-        carriage = carry(self._carrier(tensor), op, tensor.dtype)
-        wire = self._reducing(carriage, tensor, factor)
+        plan = plan_wire(self._library(tensor), op, tensor.dtype)
+        wire = self._reducing(plan, tensor, factor)
 
         def deliver(reduced: Tensor) -> None:
             if reduced is not tensor:
-                carriage.from_wire(reduced, tensor.detach(), self._size)
+                plan.from_wire(reduced, tensor.detach(), self._size)
 
-        if carriage.gathers:
-            return self._gather_and_fold(carriage, wire, deliver)
+        if plan.gathers:
+            return self._gather_and_fold(plan, wire, deliver)
         return Transfer(
-            lambda: [dist.all_reduce(wire, carriage.wire_op, group=self._group, async_op=True)], lambda: deliver(wire)
+            lambda: [dist.all_reduce(wire, plan.wire_op, group=self._group, async_op=True)], lambda: deliver(wire)
         )
 
     def reduce(self, tensor: Tensor, root: int, op: str, factor: Factor | None) -> Transfer:
-        carriage = carry(self._carrier(tensor), op, tensor.dtype)
-        wire = self._reducing(carriage, tensor, factor)
+        plan = plan_wire(self._library(tensor), op, tensor.dtype)
+        wire = self._reducing(plan, tensor, factor)
 
         def deliver(reduced: Tensor) -> None:
             if self._rank == root:
-                carriage.from_wire(reduced, tensor.detach(), self._size)
+                plan.from_wire(reduced, tensor.detach(), self._size)
 
-        if carriage.gathers:
-            return self._gather_and_fold(carriage, wire, deliver)
+        if plan.gathers:
+            return self._gather_and_fold(plan, wire, deliver)
         if self._rank != root and wire.data_ptr() == tensor.data_ptr():
             wire = wire.clone()  # gloo uses the other ranks' tensors as scratch
         return Transfer(
-            lambda: [dist.reduce(wire, op=carriage.wire_op, group=self._group, group_dst=root, async_op=True)],
+            lambda: [dist.reduce(wire, op=plan.wire_op, group=self._group, group_dst=root, async_op=True)],
             lambda: deliver(wire),
         )
 
     def reduce_scatter(
         self, out: Tensor, tensor: Tensor, sizes: Sequence[int], op: str, factor: Factor | None
     ) -> Transfer:
-        carriage = carry(self._carrier(tensor), op, tensor.dtype)
-        wire = self._reducing(carriage, tensor, factor)
+        plan = plan_wire(self._library(tensor), op, tensor.dtype)
+        wire = self._reducing(plan, tensor, factor)
 
         def deliver(reduced: Tensor) -> None:
             if reduced is not out:
-                carriage.from_wire(reduced, out.detach(), self._size)
+                plan.from_wire(reduced, out.detach(), self._size)
 
-        if carriage.gathers:
-            return self._gather_and_fold(
-                carriage, wire, lambda reduced: deliver(reduced.split(list(sizes))[self._rank])
-            )
+        if plan.gathers:
+            return self._gather_and_fold(plan, wire, lambda reduced: deliver(reduced.split(list(sizes))[self._rank]))
         if len(set(sizes)) > 1:
-            return self._reduce_each_part(carriage, wire, list(sizes), deliver)
-        if self._carrier(tensor) is GLOO and self._size <= _FEW and carriage.is_plain:
-            return self._exchange_and_fold(carriage, wire, deliver)
+            return self._reduce_each_part(plan, wire, list(sizes), deliver)
+        if self._library(tensor) is GLOO and self._size <= _FEW and plan.is_plain:
+            return self._exchange_and_fold(plan, wire, deliver)
         is_apart = out.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr()
-        arrives_there = is_apart and carriage.is_plain and wire.device == out.device and out.is_contiguous()
+        arrives_there = is_apart and plan.is_plain and wire.device == out.device and out.is_contiguous()
         mine = out if arrives_there else wire.new_empty((sizes[self._rank], *wire.shape[1:]))
         return Transfer(
-            lambda: [reduce_scatter_single(mine.detach(), wire, op=carriage.wire_op, group=self._group, async_op=True)],
+            lambda: [reduce_scatter_single(mine.detach(), wire, op=plan.wire_op, group=self._group, async_op=True)],
             lambda: deliver(mine),
         )
 
-    def _reduce_each_part(self, carriage: Carriage, wire: Tensor, sizes: list[int], deliver: Deliver) -> Transfer:
+    def _reduce_each_part(self, plan: WirePlan, wire: Tensor, sizes: list[int], deliver: Deliver) -> Transfer:
         """A reduce-scatter into unequal parts: one reduction per part, to the rank that keeps it."""
         parts = list(wire.clone().split(sizes))
 
         def start() -> list[dist.Work]:
             return [
-                dist.reduce(part, op=carriage.wire_op, group=self._group, group_dst=root, async_op=True)
+                dist.reduce(part, op=plan.wire_op, group=self._group, group_dst=root, async_op=True)
                 for root, part in enumerate(parts)
                 if part.numel()
             ]
 
         return Transfer(start, lambda: deliver(parts[self._rank]))
 
-    def _exchange_and_fold(self, carriage: Carriage, wire: Tensor, deliver: Deliver) -> Transfer:
+    def _exchange_and_fold(self, plan: WirePlan, wire: Tensor, deliver: Deliver) -> Transfer:
         """A reduce-scatter as an all_to_all of the parts, folded in rank order where they arrive.
 
         It moves as much as gloo's own reduce-scatter, in half the time.
@@ -205,10 +203,10 @@ class C10dTransport:
         came = torch.empty_like(wire)
         return Transfer(
             lambda: [dist.all_to_all_single(came.view(-1), wire.view(-1), group=self._group, async_op=True)],
-            lambda: deliver(carriage.fold_into_first(list(came.chunk(self._size)))),
+            lambda: deliver(plan.fold_into_first(list(came.chunk(self._size)))),
         )
 
-    def _gather_and_fold(self, carriage: Carriage, wire: Tensor, deliver: Deliver) -> Transfer:
+    def _gather_and_fold(self, plan: WirePlan, wire: Tensor, deliver: Deliver) -> Transfer:
         """A reduction that the library does not know: every rank gathers all parts and folds them in rank order."""
         mine, _ = self._moving(wire)
         parts = [torch.empty_like(wire) for _ in range(self._size)]
@@ -216,7 +214,7 @@ class C10dTransport:
 
         def finish() -> None:
             finish_parts()
-            deliver(carriage.fold(parts))
+            deliver(plan.fold(parts))
 
         return Transfer(lambda: [dist.all_gather(wires, mine, group=self._group, async_op=True)], finish)
 
@@ -224,11 +222,11 @@ class C10dTransport:
 
     def send(self, tensor: Tensor, to: int, tag: int) -> Transfer:
         wire, _ = self._moving(tensor)
-        return Transfer(lambda: [self._group.send([wire], to, tag)], is_mute=self._carrier(tensor) is GLOO)
+        return Transfer(lambda: [self._group.send([wire], to, tag)], is_mute=self._library(tensor) is GLOO)
 
     def recv(self, tensor: Tensor, source: int | None, tag: int) -> Transfer:
         wire, finish = self._moving(tensor)
-        is_mute = self._carrier(tensor) is GLOO
+        is_mute = self._library(tensor) is GLOO
         mark = LengthMark(tensor, wire) if is_mute else None
         found = [source]
 
@@ -250,7 +248,7 @@ class C10dTransport:
     def exchange(self, sends: Sequence[Message], recvs: Sequence[Message]) -> Transfer:
         receiving = [(*self._moving(tensor), tensor, source) for tensor, source in recvs]
         sending = [(self._moving(tensor)[0], to) for tensor, to in sends]
-        if not any(self._carrier(tensor) is GLOO for tensor, _ in (*sends, *recvs)):
+        if not any(self._library(tensor) is GLOO for tensor, _ in (*sends, *recvs)):
             ops = [dist.P2POp(dist.isend, wire, group=self._group, group_peer=to) for wire, to in sending]
             ops += [
                 dist.P2POp(dist.irecv, wire, group=self._group, group_peer=source) for wire, *_, source in receiving
@@ -277,13 +275,13 @@ class C10dTransport:
 
     # ---- tensors on the wire -------------------------------------------------------------------------------------
 
-    def _carrier(self, tensor: Tensor) -> Carrier:
+    def _library(self, tensor: Tensor) -> Library:
         return NCCL if tensor.is_cuda and self._backend == "nccl" else GLOO
 
     def _prepared(self, tensor: Tensor) -> Tensor:
         """The tensor's data contiguous, where the library reads it; its own memory where that is possible."""
         data = tensor.detach().resolve_conj().resolve_neg()
-        if data.is_cuda and not self._carrier(tensor).takes_cuda:
+        if data.is_cuda and not self._library(tensor).takes_cuda:
             data = torch.empty(data.shape, dtype=data.dtype, pin_memory=True).copy_(data)
         return data.contiguous()
 
@@ -295,7 +293,7 @@ class C10dTransport:
             if data.data_ptr() != tensor.data_ptr():
                 tensor.detach().copy_(data)
 
-        return movable(self._carrier(tensor), data), finish
+        return movable(self._library(tensor), data), finish
 
     def _all_moving(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], Callable[[], None]]:
         moving = [self._moving(tensor) for tensor in tensors]
@@ -306,11 +304,11 @@ class C10dTransport:
 
         return [wire for wire, _ in moving], finish
 
-    def _reducing(self, carriage: Carriage, tensor: Tensor, factor: Factor | None) -> Tensor:
+    def _reducing(self, plan: WirePlan, tensor: Tensor, factor: Factor | None) -> Tensor:
         """What travels for `tensor` in a reduction."""
-        if carriage.is_plain and factor is None and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
+        if plan.is_plain and factor is None and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg():
             return tensor.detach() if tensor.requires_grad else tensor
-        return carriage.to_wire(self._prepared(tensor), factor)
+        return plan.to_wire(self._prepared(tensor), factor)
 
 
 _MARK = os.urandom(7) + b"\xa7"  # few numbers that people send end like this

@@ -29,50 +29,52 @@ class Objects(PointToPoint):
         """The root's value, on every rank."""
         self._require_rank("root", root)
         is_root = self.rank == root
-        sent = Parcel(value, "broadcast_object", root) if is_root else None
-        room: list[torch.Tensor] = []
+        sent = Pickled(value, "broadcast_object", root) if is_root else None
+        received: list[torch.Tensor] = []
 
         def start() -> list[dist.Work]:
             length = torch.tensor([0 if sent is None else len(sent.bytes)])
             dist.broadcast(length, group=self.group, group_src=root)
-            room.append(torch.empty(int(length), dtype=torch.uint8) if sent is None else sent.bytes)
-            return [dist.broadcast(room[0], group=self.group, group_src=root, async_op=True)]
+            received.append(torch.empty(int(length), dtype=torch.uint8) if sent is None else sent.bytes)
+            return [dist.broadcast(received[0], group=self.group, group_src=root, async_op=True)]
 
         def finish() -> Any:
-            return unpacked(room[0]) if sent is None or sent.is_refused else value
+            return unpickled(received[0]) if sent is None or sent.is_refused else value
 
         return self._run_objects("broadcast_object", root, start, finish, async_op)
 
     def all_gather_object(self, value: Any, *, async_op: bool = False) -> Outcome:
         """Every rank's value, on every rank."""
-        sent, room = Parcel(value, "all_gather_object", self.rank), Rows()
+        sent, rows = Pickled(value, "all_gather_object", self.rank), Rows()
 
         def start() -> list[dist.Work]:
-            room.take(self._all_lengths(sent))
-            mine, room.bytes = room.row(sent.bytes), room.table()
-            return [all_gather_single(room.bytes, mine, group=self.group, async_op=True)]
+            rows.take(self._all_lengths(sent))
+            mine, rows.bytes = rows.row(sent.bytes), rows.table()
+            return [all_gather_single(rows.bytes, mine, group=self.group, async_op=True)]
 
-        return self._run_objects("all_gather_object", 0, start, room.values, async_op)
+        return self._run_objects("all_gather_object", 0, start, rows.values, async_op)
 
     def gather_object(self, value: Any, root: int = 0, *, async_op: bool = False) -> Outcome:
         """On the root every rank's value; None elsewhere."""
         self._require_rank("root", root)
         is_root = self.rank == root
-        sent, room = Parcel(value, "gather_object", self.rank), Rows()
+        sent, rows = Pickled(value, "gather_object", self.rank), Rows()
 
         def start() -> list[dist.Work]:
-            room.take(self._all_lengths(sent))
-            mine, room.bytes = room.row(sent.bytes), room.table()
-            places = list(room.bytes.view(self.size, -1)) if is_root else None
+            rows.take(self._all_lengths(sent))
+            mine, rows.bytes = rows.row(sent.bytes), rows.table()
+            places = list(rows.bytes.view(self.size, -1)) if is_root else None
             return [dist.gather(mine, places, group=self.group, group_dst=root, async_op=True)]
 
         def finish() -> list[Any] | None:
             if is_root:
-                return room.values()
+                return rows.values()
             if sent.is_refused:
-                unpacked(sent.bytes)
-            if room.refused:
-                raise UsageError(f"gather_object: what rank {room.refused[0]} gave cannot be pickled; it says why")
+                unpickled(sent.bytes)
+            if rows.refused:
+                raise UsageError(
+                    f"gather_object: what rank {rows.refused[0]} gave cannot be pickled; its own error has the reason"
+                )
             return None
 
         return self._run_objects("gather_object", root, start, finish, async_op)
@@ -84,30 +86,34 @@ class Objects(PointToPoint):
         if is_root and (not isinstance(values, Sequence) or len(values) != self.size):
             given = len(values) if isinstance(values, Sequence) else repr(values)
             raise UsageError(f"scatter_object: the root needs {self.size} values, one a rank, but got {given}")
-        parcels = [Parcel(value, "scatter_object", root) for value in values] if is_root and values is not None else []
-        refused = [parcel.bytes for parcel in parcels if parcel.is_refused]
-        sent = refused[:1] * self.size or [parcel.bytes for parcel in parcels]
-        room = Rows()
+        pickled = [Pickled(value, "scatter_object", root) for value in values] if is_root and values is not None else []
+        refused = [each.bytes for each in pickled if each.is_refused]
+        sent = refused[:1] * self.size or [each.bytes for each in pickled]
+        rows = Rows()
 
         def start() -> list[dist.Work]:
             lengths = torch.tensor([len(each) for each in sent] or [0] * self.size)
             dist.broadcast(lengths, group=self.group, group_src=root)
-            room.take(lengths.tolist())
-            room.bytes = room.row(torch.empty(0, dtype=torch.uint8))
-            rows = [room.row(each) for each in sent] or None
-            return [dist.scatter(room.bytes, rows, group=self.group, group_src=root, async_op=True)]
+            rows.take(lengths.tolist())
+            rows.bytes = rows.row(torch.empty(0, dtype=torch.uint8))
+            chunks = [rows.row(each) for each in sent] or None
+            return [dist.scatter(rows.bytes, chunks, group=self.group, group_src=root, async_op=True)]
 
         return self._run_objects(
-            "scatter_object", root, start, lambda: unpacked(room.bytes[: room.lengths[self.rank]]), async_op
+            "scatter_object", root, start, lambda: unpickled(rows.bytes[: rows.lengths[self.rank]]), async_op
         )
 
     def _run_objects(
         self, op: str, root: int, start: Callable[[], list[dist.Work]], finish: Callable[[], Any], async_op: bool
     ) -> Outcome:
-        return self._run(op, None, Transfer(start, finish), None, async_op, root_detail(root))
+        def run() -> None:
+            for work in start():
+                work.wait()
 
-    def _all_lengths(self, mine: Parcel) -> list[int]:
-        """Of every rank's parcel; below zero where it holds a refusal."""
+        return self._run(op, None, Transfer(start, finish, run), None, async_op, root_detail(root))
+
+    def _all_lengths(self, mine: Pickled) -> list[int]:
+        """Of every rank's bytes; negative where it holds a refusal."""
         lengths = torch.empty(self.size, dtype=torch.int64)
         length = -len(mine.bytes) if mine.is_refused else len(mine.bytes)
         all_gather_single(lengths, torch.tensor([length]), group=self.group)
@@ -135,7 +141,7 @@ class Rows:
 
     def values(self) -> list[Any]:
         rows = self.bytes.view(len(self.lengths), -1)
-        return [unpacked(row[:length]) for row, length in zip(rows, self.lengths, strict=True)]
+        return [unpickled(row[:length]) for row, length in zip(rows, self.lengths, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -145,7 +151,7 @@ class Refusal:
     reason: str
 
 
-class Parcel:
+class Pickled:
     """A value as bytes, or the refusal of one that cannot be pickled."""
 
     def __init__(self, value: Any, op: str, rank: int) -> None:
@@ -166,7 +172,7 @@ def _reason(value: Any, op: str, rank: int, error: Exception) -> str:
     )
 
 
-def unpacked(received: torch.Tensor) -> Any:
+def unpickled(received: torch.Tensor) -> Any:
     value = pickle.loads(received.numpy().tobytes())
     if isinstance(value, Refusal):
         raise UsageError(value.reason)

@@ -22,7 +22,7 @@ from unisono.comm.watchdog.op_log import OpLog
 from unisono.comm.watchdog.watchdog import Watchdog
 from unisono.errors import CommError, UsageError
 
-# A tensor, a list of tensors or None, as the method says; with async_op=True a Handle on it.
+# A tensor, a list of tensors or None, as the method documents; with async_op=True a Handle on it.
 Outcome = Any
 Tensor = torch.Tensor
 Message = tuple[torch.Tensor, int]  # a tensor, and the rank it goes to or comes from

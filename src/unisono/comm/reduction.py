@@ -1,6 +1,6 @@
 """What every reduction means for every dtype, whichever backend carries it.
 
-A backend knows a few reductions on a few dtypes. A `Reduction` says how to bring a tensor into such a form
+A backend knows a few reductions on a few dtypes. A `Reduction` defines how to bring a tensor into such a form
 (the *wire*), which plain reduction to run there, and how to bring the outcome back, rounding once:
 
     reduction = plan_reduction("avg", torch.bfloat16)

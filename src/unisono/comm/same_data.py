@@ -1,6 +1,6 @@
-"""Whether all ranks have the same data: each takes its part of every batch, so all must be given one and the same.
+"""Do all ranks have the same data? Each takes its part of every batch, so all must be given one and the same.
 
-A script that draws its data without a seed, or deals it out by rank, would train on parts that do not belong together.
+A script that draws its data without a seed, or splits it by rank, would train on parts that do not belong together.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class SameBatch:
     """Compares the first batches that the ranks of a group are given."""
 
     def __init__(self, comm: Communicator, refusal: str | None = None) -> None:
-        """refusal: what to say, with {rank} and {first} for the ranks that differ."""
+        """refusal: the error's text, with {rank} and {first} for the ranks that differ."""
         self._comm = comm
         self._refusal = refusal or _GIVEN
         self._left = 0 if comm.size == 1 or comm.is_simulated else _LOOKS

@@ -21,7 +21,7 @@ Buffer = tuple[MPI.memory, MPI.Datatype]
 PiecewiseBuffer = tuple[MPI.memory, tuple[list[int], list[int]], MPI.Datatype]  # counts and starts
 
 # Data that is only moved is typed by the size of its elements: MPI need not know the dtype.
-CARRIERS = {
+DATA_TYPES = {
     1: MPI.UINT8_T,
     2: MPI.UINT16_T,
     4: MPI.UINT32_T,
@@ -53,12 +53,12 @@ OPS = {
 AT_ONCE = 2**62 if MPI.Get_version() >= (4, 0) else 2**31 - 1
 
 
-def carrier(memory: torch.Tensor) -> Buffer:
-    """Contiguous memory as bytes that travel."""
-    return MPI.memory.fromaddress(memory.data_ptr(), memory.nbytes), CARRIERS[memory.itemsize]
+def raw_buffer(memory: torch.Tensor) -> Buffer:
+    """Contiguous memory whose elements MPI only moves."""
+    return MPI.memory.fromaddress(memory.data_ptr(), memory.nbytes), DATA_TYPES[memory.itemsize]
 
 
-def carriers(memory: torch.Tensor, counts: Sequence[int]) -> PiecewiseBuffer:
+def raw_parts(memory: torch.Tensor, counts: Sequence[int]) -> PiecewiseBuffer:
     """Contiguous memory as consecutive pieces, `counts` elements each, for MPI's v-collectives."""
     if memory.numel() > AT_ONCE:
         raise CommError(
@@ -69,10 +69,10 @@ def carriers(memory: torch.Tensor, counts: Sequence[int]) -> PiecewiseBuffer:
     for index in range(1, len(counts)):
         starts[index] = starts[index - 1] + counts[index - 1]
     address = MPI.memory.fromaddress(memory.data_ptr(), memory.nbytes)
-    return address, (list(counts), starts), CARRIERS[memory.itemsize]
+    return address, (list(counts), starts), DATA_TYPES[memory.itemsize]
 
 
-def number(memory: torch.Tensor) -> Buffer:
+def number_buffer(memory: torch.Tensor) -> Buffer:
     """Contiguous memory as numbers that MPI computes with."""
     return MPI.memory.fromaddress(memory.data_ptr(), memory.nbytes), NUMBERS[memory.dtype]
 
@@ -135,13 +135,13 @@ def land(memory: torch.Tensor, tensor: torch.Tensor) -> None:
 
 
 def joined(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The tensors end to end, for reading; without a copy when they lie so already."""
+    """The tensors end to end, for reading; without a copy when they are adjacent in memory already."""
     together = _adjacent(tensors)
     return torch.cat([tensor.reshape(-1) for tensor in tensors]) if together is None else together
 
 
 def joint(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Memory for the tensors end to end, for writing; theirs when they lie so already. See `land_parts`."""
+    """Memory for the tensors end to end, for writing; theirs when they are adjacent. See `land_parts`."""
     together = _adjacent(tensors)
     if together is None:
         return ready(_blank(tensors[0], (sum(tensor.numel() for tensor in tensors),)))
@@ -185,11 +185,11 @@ def folds(wire: torch.Tensor, ranks: int) -> bool:
 
 @cache
 def cuda_aware() -> bool:
-    """Whether the loaded MPI library says that it takes pointers to GPU memory."""
+    """Whether the loaded MPI library reports that it takes pointers to GPU memory."""
     query = getattr(_loaded_library("mpi(?:ch)?"), "MPIX_Query_cuda_support", None)
     if query is None or not query():
         return False
-    # Open MPI 4 answers for how it was built. That it finds no driver, or was told not to look, is in a variable.
+    # Open MPI 4 answers for how it was built. That it finds no driver, or was configured not to look, is in a variable.
     try:
         return ctypes.c_bool.in_dll(_loaded_library("open-pal"), "opal_cuda_support").value  # type: ignore[arg-type]
     except (TypeError, ValueError):

@@ -19,16 +19,16 @@ from unisono.comm.backends import folded
 from unisono.comm.mpi import buffers
 from unisono.comm.mpi.buffers import (
     OPS,
-    carrier,
-    carriers,
     computable,
     joined,
     joint,
     land,
     land_parts,
-    number,
+    number_buffer,
     overlap,
     pieces,
+    raw_buffer,
+    raw_parts,
     readable,
     ready,
     room_to_compute,
@@ -62,7 +62,7 @@ def broadcast(tensor: torch.Tensor, root: int, rank: int) -> Call:
 
 
 def _broadcast_steps(memory: torch.Tensor, root: int) -> list[Step]:
-    return [("Ibcast", (carrier(piece), root)) for piece in pieces(memory)]
+    return [("Ibcast", (raw_buffer(piece), root)) for piece in pieces(memory)]
 
 
 def all_reduce(tensor: torch.Tensor, op: str, factor: Factor | None, size: int) -> Call:
@@ -71,11 +71,11 @@ def all_reduce(tensor: torch.Tensor, op: str, factor: Factor | None, size: int) 
     wire = reduction.to_wire(tensor, factor)
     if buffers.folds(wire, size):
         sent, received = _parts(wire, size)
-        gather: Step = ("Iallgather", (carrier(sent), carrier(received)))
+        gather: Step = ("Iallgather", (raw_buffer(sent), raw_buffer(received)))
         return Call("all_reduce", [gather], [tensor], (sent, received), _folding(reduction, received, tensor))
     wire = computable(wire)
     steps: list[Step] = [
-        ("Iallreduce", (MPI.IN_PLACE, number(piece), OPS[reduction.wire_op])) for piece in pieces(wire)
+        ("Iallreduce", (MPI.IN_PLACE, number_buffer(piece), OPS[reduction.wire_op])) for piece in pieces(wire)
     ]
     return Call("all_reduce", steps, [tensor], (wire,), _finishing(reduction, wire, tensor, size))
 
@@ -86,7 +86,7 @@ def reduce(tensor: torch.Tensor, root: int, op: str, factor: Factor | None, rank
     wire = reduction.to_wire(tensor, factor)
     if buffers.folds(wire, size):
         sent, received = _parts(wire, size if rank == root else 0)
-        gather: Step = ("Igather", (carrier(sent), carrier(received) if rank == root else None, root))
+        gather: Step = ("Igather", (raw_buffer(sent), raw_buffer(received) if rank == root else None, root))
         fold = _folding(reduction, received, tensor) if rank == root else None
         return Call("reduce", [gather], [tensor], (sent, received), fold)
     wire = computable(wire)
@@ -136,19 +136,19 @@ def _all_gather_steps(
     own_place = received.data_ptr() + sum(counts[:rank]) * received.itemsize
     in_place = sent.data_ptr() == own_place and sent.numel() > 0
     sent = sent if in_place else _apart(sent, received)
-    given = MPI.IN_PLACE if in_place else carrier(sent)
+    given = MPI.IN_PLACE if in_place else raw_buffer(sent)
     if min(counts) == max(counts):
-        return [("Iallgather", (given, carrier(received)))], sent
-    return [("Iallgatherv", (given, carriers(received, counts)))], sent
+        return [("Iallgather", (given, raw_buffer(received)))], sent
+    return [("Iallgatherv", (given, raw_parts(received, counts)))], sent
 
 
 def gather_into(output: torch.Tensor | None, input: torch.Tensor, root: int) -> Call:
     """Equal sizes into one contiguous tensor, which the root alone has. Does not match `gather` on another rank."""
     sent = readable(_data(input))
     if output is None:
-        return Call("gather", [("Igather", (carrier(sent), None, root))], [], (sent,))
+        return Call("gather", [("Igather", (raw_buffer(sent), None, root))], [], (sent,))
     received = writable(output)
-    step = ("Igather", (carrier(sent), carrier(received), root))
+    step = ("Igather", (raw_buffer(sent), raw_buffer(received), root))
     return Call("gather", [step], [output], (sent, received), _landing(received, output))
 
 
@@ -160,7 +160,7 @@ def scatter_from(output: torch.Tensor, chunks: Sequence[torch.Tensor] | torch.Te
     if chunks is not None:
         rows = chunks if isinstance(chunks, torch.Tensor) else joined([_data(chunk) for chunk in chunks])
         sent = (_apart(readable(_data(rows)), received),)
-    step = ("Iscatter", (carrier(sent[0]) if sent else None, carrier(received), root))
+    step = ("Iscatter", (raw_buffer(sent[0]) if sent else None, raw_buffer(received), root))
     return Call("scatter", [step], [output], (received, *sent), _landing(received, output))
 
 
@@ -169,14 +169,14 @@ def gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, root: int, rank
     input = _data(input)
     sent = readable(input)
     if rank != root:
-        return Call("gather", [("Igatherv", (carrier(sent), None, root))], (), (sent,))
+        return Call("gather", [("Igatherv", (raw_buffer(sent), None, root))], (), (sent,))
     _one_a_rank("gather", outputs, size)
     _same_dtype("gather", *outputs, input)
     outputs = [_data(output) for output in outputs]
     received = joint(outputs)
     sent = _apart(sent, received)
-    into = carriers(received, [output.numel() for output in outputs])
-    step = ("Igatherv", (carrier(sent), into, root))
+    into = raw_parts(received, [output.numel() for output in outputs])
+    step = ("Igatherv", (raw_buffer(sent), into, root))
     return Call("gather", [step], outputs, (received, sent), partial(land_parts, received, outputs))
 
 
@@ -186,12 +186,12 @@ def scatter(output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, ran
     received = writable(output)
     finish = _landing(received, output)
     if rank != root:
-        return Call("scatter", [("Iscatterv", (None, carrier(received), root))], [output], (received,), finish)
+        return Call("scatter", [("Iscatterv", (None, raw_buffer(received), root))], [output], (received,), finish)
     _one_a_rank("scatter", inputs, size)
     _same_dtype("scatter", output, *inputs)
     sent = _apart(readable(joined([_data(input) for input in inputs])), received)
-    of = carriers(sent, [input.numel() for input in inputs])
-    return Call("scatter", [("Iscatterv", (of, carrier(received), root))], [output], (received, sent), finish)
+    of = raw_parts(sent, [input.numel() for input in inputs])
+    return Call("scatter", [("Iscatterv", (of, raw_buffer(received), root))], [output], (received, sent), finish)
 
 
 def reduce_scatter_single(
@@ -231,7 +231,7 @@ def _reduce_scatter(
     if buffers.folds(wire, 1):
         sent = readable(wire)
         received = ready(wire.new_empty((len(counts), counts[rank])))
-        step = ("Ialltoallv", (carriers(sent, counts), carriers(received, [counts[rank]] * len(counts))))
+        step = ("Ialltoallv", (raw_parts(sent, counts), raw_parts(received, [counts[rank]] * len(counts))))
         return Call("reduce_scatter", [step], [output], (received, sent), _folding(reduction, received, output))
     received = room_to_compute(reduction.landing(output))
     sent = _apart(computable(wire), received)
@@ -239,9 +239,9 @@ def _reduce_scatter(
     if sent.numel() > buffers.AT_ONCE:
         steps = _reduce_to_each(sent, received, counts, rank, mpi_op)
     elif min(counts) == max(counts):
-        steps = [("Ireduce_scatter_block", (number(sent), number(received), mpi_op))]
+        steps = [("Ireduce_scatter_block", (number_buffer(sent), number_buffer(received), mpi_op))]
     else:
-        steps = [("Ireduce_scatter", (number(sent), number(received), counts, mpi_op))]
+        steps = [("Ireduce_scatter", (number_buffer(sent), number_buffer(received), counts, mpi_op))]
     finish = _finishing(reduction, received, output, len(counts))
     return Call("reduce_scatter", steps, [output], (received, sent), finish)
 
@@ -258,9 +258,9 @@ def _reduce_to_each(sent: torch.Tensor, received: torch.Tensor, counts: list[int
 
 def _reduce_step(piece: torch.Tensor, place: torch.Tensor, root: int, rank: int, op: MPI.Op) -> Step:
     if rank != root:
-        return "Ireduce", (number(piece), None, op, root)
-    sent = MPI.IN_PLACE if piece.data_ptr() == place.data_ptr() else number(piece)
-    return "Ireduce", (sent, number(place), op, root)
+        return "Ireduce", (number_buffer(piece), None, op, root)
+    sent = MPI.IN_PLACE if piece.data_ptr() == place.data_ptr() else number_buffer(piece)
+    return "Ireduce", (sent, number_buffer(place), op, root)
 
 
 def all_to_all_single(
@@ -277,7 +277,7 @@ def all_to_all_single(
     input_counts = _split_counts("input", input, input_splits, size)
     received = writable(output)
     sent = _apart(readable(input), received)
-    step = ("Ialltoallv", (carriers(sent, input_counts), carriers(received, output_counts)))
+    step = ("Ialltoallv", (raw_parts(sent, input_counts), raw_parts(received, output_counts)))
     return Call("all_to_all", [step], [output], (received, sent), _landing(received, output))
 
 
@@ -291,7 +291,7 @@ def all_to_all_even(output: torch.Tensor, input: torch.Tensor, size: int) -> Cal
     sent = _apart(readable(input), received)
     if sent.numel() > buffers.AT_ONCE:
         return all_to_all_single(output, input, (), (), size)
-    step = ("Ialltoall", (carrier(sent), carrier(received)))
+    step = ("Ialltoall", (raw_buffer(sent), raw_buffer(received)))
     return Call("all_to_all", [step], [output], (received, sent), _landing(received, output))
 
 
@@ -303,26 +303,26 @@ def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], 
     outputs = [_data(output) for output in outputs]
     received = joint(outputs)
     sent = _apart(readable(joined([_data(input) for input in inputs])), received)
-    of = carriers(sent, [input.numel() for input in inputs])
-    into = carriers(received, [output.numel() for output in outputs])
+    of = raw_parts(sent, [input.numel() for input in inputs])
+    into = raw_parts(received, [output.numel() for output in outputs])
     memory = (received, sent)
     return Call("all_to_all", [("Ialltoallv", (of, into))], outputs, memory, partial(land_parts, received, outputs))
 
 
 def send(tensor: torch.Tensor, to: int, tag: int) -> Call:
     memory = readable(_data(tensor))
-    steps: list[Step] = [("Isend", (carrier(piece), to, tag)) for piece in pieces(memory)]
+    steps: list[Step] = [("Isend", (raw_buffer(piece), to, tag)) for piece in pieces(memory)]
     return Call("send", steps, [tensor], (memory,))
 
 
 def receive(tensor: torch.Tensor, source: int, tag: int) -> Call:
     tensor = _data(tensor)
     memory = writable(tensor)
-    steps: list[Step] = [("Irecv", (carrier(piece), source, tag)) for piece in pieces(memory)]
+    steps: list[Step] = [("Irecv", (raw_buffer(piece), source, tag)) for piece in pieces(memory)]
     status = MPI.Status()
 
     def finish() -> None:
-        count = status.Get_count(carrier(memory)[1]) if len(steps) == 1 else memory.numel()
+        count = status.Get_count(raw_buffer(memory)[1]) if len(steps) == 1 else memory.numel()
         if count != memory.numel():
             raise not_as_long(tensor, status)
         land(memory, tensor)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from unisono.comm.mpi.process_group import MPIProcessGroup
 
 BACKEND = "mpi4py"
-_FEW = 16  # ranks among which everybody may send to everybody
+_FEW = 16  # ranks up to which all may send to all
 _TAGS = 32768  # as many as every MPI has
 _RDMA = Path("/sys/class/infiniband")  # network cards that read and write memory by themselves
 

@@ -222,7 +222,7 @@ class MPIWork(Work):
         return self.source_rank()
 
     def get_future(self) -> torch.futures.Future:
-        """A Future of the list of outputs. It completes by itself, whether or not anybody waits."""
+        """A Future of the list of outputs. It completes whether or not it is waited for."""
         if self._future is None:
             devices = {tensor.device for tensor in self._operation.outputs if tensor.device.type == "cuda"}
             self._future = torch.futures.Future(devices=sorted(devices, key=str))
@@ -277,8 +277,8 @@ class Progress:
     def oldest(self) -> Operation | None:
         """Of the collectives that nobody waits for here, the one that was begun first; any thread may ask.
 
-        torch waits for them in native code, in a backward pass above all, where nothing else shows it. A message may
-        lie about for as long as its receiver likes.
+        torch waits for them in native code, in a backward pass above all, where nothing else shows it. Messages are
+        left out: a receiver may take its time.
         """
         collectives = [each for each in self._pending if each.name not in _MESSAGES and not each.done]
         return min(collectives, key=lambda each: each.begun, default=None)
