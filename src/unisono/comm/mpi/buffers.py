@@ -85,13 +85,23 @@ def pieces(memory: torch.Tensor) -> Iterator[torch.Tensor]:
         yield from memory.view(-1).split(AT_ONCE)
 
 
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether it is a CPU tensor whose memory MPI can work on; quick to answer."""
+    return (
+        tensor.is_cpu
+        and tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not tensor.is_conj()
+    )
+
+
 def is_direct(tensor: torch.Tensor) -> bool:
     """Whether MPI can work on the tensor's own memory."""
     if tensor.layout is not torch.strided:
         raise UsageError(f"MPI was given a tensor of layout {tensor.layout}; pass a dense one (x.to_dense())")
-    if not tensor.is_cpu and not (tensor.is_cuda and cuda_aware()):
-        return False
-    return tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
+    is_reachable = tensor.is_cpu or (tensor.is_cuda and cuda_aware())
+    return is_reachable and tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
 
 
 def readable(tensor: torch.Tensor) -> torch.Tensor:

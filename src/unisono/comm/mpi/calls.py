@@ -18,8 +18,12 @@ from mpi4py import MPI
 from unisono.comm.backends import folded
 from unisono.comm.mpi import buffers
 from unisono.comm.mpi.buffers import (
+    DATA_TYPES,
+    NUMBERS,
     OPS,
+    Buffer,
     computable,
+    is_plain,
     joined,
     joint,
     land,
@@ -96,6 +100,9 @@ def reduce(tensor: torch.Tensor, root: int, op: str, factor: Factor | None, rank
 
 
 def all_gather_single(output: torch.Tensor, input: torch.Tensor, rank: int, size: int) -> Call:
+    pair = plain_pair(input, output)
+    if pair is not None and output.nbytes == input.nbytes * size:
+        return Call("all_gather", [("Iallgather", pair)], [output], (output, input))
     _same_dtype("all_gather", output, input)
     if output.numel() != input.numel() * size:
         raise UsageError(
@@ -197,6 +204,11 @@ def scatter(output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, ran
 def reduce_scatter_single(
     output: torch.Tensor, input: torch.Tensor, op: str, factor: Factor | None, rank: int, size: int
 ) -> Call:
+    pair, reduction = plain_pair(input, output), plan_reduction(op, input.dtype)
+    if pair is not None and reduction.is_plain and factor is None and input.nbytes == output.nbytes * size:
+        (of, _), (into, _), number = *pair, NUMBERS[input.dtype]
+        step = ("Ireduce_scatter_block", ((of, number), (into, number), OPS[op]))
+        return Call("reduce_scatter", [step], [output], (output, input))
     _same_dtype("reduce_scatter", output, input)
     if input.numel() != output.numel() * size:
         raise UsageError(
@@ -283,6 +295,9 @@ def all_to_all_single(
 
 def all_to_all_even(output: torch.Tensor, input: torch.Tensor, size: int) -> Call:
     """Equal parts everywhere. Does not match `all_to_all_single` on another rank."""
+    pair = plain_pair(input, output)
+    if pair is not None and output.shape == input.shape and input.dim() and input.shape[0] % size == 0:
+        return Call("all_to_all", [("Ialltoall", pair)], [output], (output, input))
     _same_dtype("all_to_all", output, input)
     output, input = _data(output), _data(input)
     if _split_counts("output", output, (), size) != _split_counts("input", input, (), size):
@@ -354,6 +369,17 @@ def together(name: str, calls: Sequence[Call]) -> Call:
         tuple(memory for call in calls for memory in call.memory),
         finish,
     )
+
+
+def plain_pair(input: torch.Tensor, output: torch.Tensor) -> tuple[Buffer, Buffer] | None:
+    """The common case in short: two CPU tensors that MPI can use as they are, as buffers; None for any other."""
+    if not (is_plain(input) and is_plain(output)) or input.dtype != output.dtype:
+        return None
+    of, into, sent, received = input.data_ptr(), output.data_ptr(), input.nbytes, output.nbytes
+    if (of < into + received and into < of + sent) or max(sent, received) > buffers.AT_ONCE:
+        return None
+    datatype = DATA_TYPES[input.itemsize]
+    return (MPI.memory.fromaddress(of, sent), datatype), (MPI.memory.fromaddress(into, received), datatype)
 
 
 def _finishing(reduction: Reduction, wire: torch.Tensor, tensor: torch.Tensor, size: int) -> Callable[[], None] | None:

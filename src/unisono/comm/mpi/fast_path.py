@@ -18,7 +18,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from unisono.comm import traffic
-from unisono.comm.mpi.buffers import NUMBERS, OPS, Buffer
+from unisono.comm.mpi.buffers import NUMBERS, OPS, Buffer, is_plain
 from unisono.comm.mpi.calls import not_as_long
 from unisono.comm.mpi.work import LOOKS, failure, settle
 from unisono.comm.operation import Message
@@ -60,7 +60,7 @@ class FastPath:
         self._status = MPI.Status()
 
     def all_reduce(self, tensor: torch.Tensor, op: str) -> bool:
-        if not _is_plain(tensor) or op.__class__ is not str or traffic.counters:
+        if not isinstance(tensor, torch.Tensor) or op.__class__ is not str or not is_plain(tensor) or traffic.counters:
             return False
         words = _REDUCTIONS.get((tensor.dtype, op))
         nbytes = tensor.nbytes
@@ -131,13 +131,9 @@ class FastPath:
         return found
 
 
-def _is_plain(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.Tensor) and tensor.is_cpu and tensor.is_contiguous() and not tensor.is_neg()
-
-
 def _buffer(tensor: torch.Tensor) -> Buffer | None:
     """A tensor's own memory as bytes, or None where MPI cannot use it as it is."""
-    if not _is_plain(tensor) or tensor.is_conj() or traffic.counters:
+    if not isinstance(tensor, torch.Tensor) or not is_plain(tensor) or traffic.counters:
         return None
     nbytes = tensor.nbytes
     return (_address(tensor.data_ptr(), nbytes), MPI.BYTE) if nbytes <= _SHORT else None

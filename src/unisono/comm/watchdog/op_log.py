@@ -83,8 +83,8 @@ class OpLog:
 
 
 def caller() -> FrameType:
-    """The innermost frame of this thread that is not in unisono.comm."""
-    frame = sys._getframe(1)
+    """The innermost frame of this thread that is not in unisono.comm; called from code there."""
+    frame = sys._getframe(2)
     while frame.f_back is not None and frame.f_code.co_filename.startswith(_COMM):
         frame = frame.f_back
     return frame
