@@ -13,11 +13,12 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "unisono"
 
 # What each layer may import of unisono, besides itself.
 MAY_IMPORT: dict[str, set[str]] = {}
-_STACK = ["errors", "launch", "comm", "mesh", "graph", "plan", "parallel"]
+_GROUND = ["errors", "torch_compat", "torch_patches"]
+_STACK = [*_GROUND, "launch", "comm", "mesh", "graph", "plan", "parallel"]
 _STACK += ["simulate", "verify", "train", "compat", "report"]
 for _height, _layer in enumerate(_STACK):
     MAY_IMPORT[_layer] = set(_STACK[:_height])
-MAY_IMPORT["quantum"] = {"errors", "launch", "comm"}
+MAY_IMPORT["quantum"] = {*_GROUND, "launch", "comm"}
 MAY_IMPORT["compat"] |= {"quantum"}
 MAY_IMPORT["report"] |= {"quantum"}
 _EVERYTHING = set(_STACK) | {"quantum"}

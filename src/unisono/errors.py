@@ -51,6 +51,10 @@ class CheckpointError(UnisonoError, RuntimeError):
     """A checkpoint could not be written, is damaged, or is of another model."""
 
 
+class InternalError(UnisonoError, RuntimeError):
+    """unisono has broken a rule of its own: a fault to report."""
+
+
 class MissingPackageError(UnisonoError, ImportError):
     """An optional package is needed and absent."""
 

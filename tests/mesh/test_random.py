@@ -238,7 +238,7 @@ def test_recomputation_without_rng_state_is_refused() -> None:
 
 
 def test_torch_is_left_as_it_was() -> None:
-    before = [getattr(F, name) for name in dropout._REPLACEMENTS]
+    before = [getattr(F, name) for name in dropout._own]
     with RandomState(1):
         assert F.dropout is not before[0]
         with RandomState(2):
@@ -246,7 +246,7 @@ def test_torch_is_left_as_it_was() -> None:
         outer = F.dropout(ones(100))
     assert not torch.equal(inner, outer)
     assert torch.equal(outer, whole_mask(100))
-    assert [getattr(F, name) for name in dropout._REPLACEMENTS] == before
+    assert [getattr(F, name) for name in dropout._own] == before
     with pytest.raises(RuntimeError, match="stop here"), RandomState(1):
         raise RuntimeError("stop here")
     assert F.dropout is before[0]

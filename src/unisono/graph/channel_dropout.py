@@ -7,27 +7,22 @@ numbers that a running model draws (mesh/dropout.py), and its ops can be cut.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+
+from unisono.torch_patches import PatchSet
 
 _LOWEST = -1.7580993408473766  # of SELU
 
 Dropout = Callable[..., torch.Tensor]
 
 
-@contextlib.contextmanager
-def spelled_out() -> Iterator[None]:
+def spelled_out() -> contextlib.AbstractContextManager[None]:
     """In the block, F.dropout1d and its kin are made of F.dropout."""
-    original = {name: getattr(F, name) for name in _FORMS}
-    for name, make in _FORMS.items():
-        setattr(F, name, make(original[name]))
-    try:
-        yield
-    finally:
-        for name, function in original.items():
-            setattr(F, name, function)
+    forms = {(F, name): make(getattr(F, name)) for name, make in _FORMS.items()}
+    return PatchSet(forms, why="dropouts of channels are traced as plain dropouts", until="the trace is made")
 
 
 def _channels(plain_dims: int) -> Callable[[Dropout], Dropout]:

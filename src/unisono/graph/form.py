@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from unisono.errors import UsageError
 from unisono.graph.binding import bind
@@ -18,6 +17,7 @@ from unisono.graph.zero import Again
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import local_box
 from unisono.mesh.random import RandomState
+from unisono.torch_compat import FakeTensor
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 

@@ -13,6 +13,7 @@ from torch import nn
 from torch.autograd import Function
 
 from unisono.graph.source import calling_line
+from unisono.torch_patches import PatchSet, Target
 
 LOST = ", which a program would lose; use a plan, which runs the model itself"
 _HOOKS = ("register_hook", "register_post_accumulate_grad_hook")
@@ -55,12 +56,9 @@ def gradients_of_its_own() -> Iterator[list[str]]:
 
         return hook
 
-    Function.apply = classmethod(apply)  # type: ignore[assignment,method-assign]
-    for name in _HOOKS:
-        setattr(torch.Tensor, name, noting(name))
-    try:
+    replacements: dict[Target, Any] = {
+        (Function, "apply"): classmethod(apply),
+        **{(torch.Tensor, name): noting(name) for name in _HOOKS},
+    }
+    with PatchSet(replacements, why="a trace does not see gradients of a model's own", until="the trace is made"):
         yield found
-    finally:
-        Function.apply = plain_apply  # type: ignore[method-assign]
-        for name, hook in plain_hooks.items():
-            setattr(torch.Tensor, name, hook)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from unisono.torch_compat import NN_FUNCTIONS
+
 _IN_TORCH = (
     "relu layer_norm embedding add.Tensor sub.Tensor mul.Tensor div.Tensor matmul mm bmm addmm transpose.int permute t "
     "reshape flatten.using_ints unsqueeze squeeze.dim select.int unbind.int cat stack "
@@ -28,7 +30,7 @@ _OF_TENSORS = "view.default expand contiguous"
 
 def _table() -> dict[Any, Callable[..., Any]]:
     table: dict[Any, Callable[..., Any]] = {}
-    for names, home in ((_IN_TORCH, torch), (_IN_NN, torch._C._nn), (_OF_TENSORS, torch.Tensor)):
+    for names, home in ((_IN_TORCH, torch), (_IN_NN, NN_FUNCTIONS), (_OF_TENSORS, torch.Tensor)):
         for name in names.split():
             op, _, overload = name.partition(".")
             target = getattr(getattr(torch.ops.aten, op), overload or "default")

@@ -19,7 +19,6 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.export.graph_signature import InputKind
 from torch.nn.modules.module import register_module_buffer_registration_hook
 from torch.utils import _pytree as pytree
@@ -46,6 +45,7 @@ from unisono.graph.weigh import weigh
 from unisono.graph.wish import Mark, Wish, joined
 from unisono.mesh.draws import spelled_out as draws_spelled_out
 from unisono.mesh.side_effects import no_side_effects
+from unisono.torch_compat import FakeTensorMode
 
 Loss = Callable[[Any, Any], torch.Tensor]
 

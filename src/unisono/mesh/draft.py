@@ -32,6 +32,7 @@ from unisono.mesh.initial import build, seeded
 from unisono.mesh.recording import CannotRecord, Place, Recording
 from unisono.mesh.replay import realise, steps_for, work_of
 from unisono.mesh.side_effects import no_side_effects, recorded
+from unisono.torch_compat import no_function_modes
 
 Make = Callable[[], nn.Module]
 _MOST_WORK = 4  # times that of building the whole, to build all of it tensor by tensor
@@ -258,11 +259,9 @@ def _inside(value: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
 def _without_function_modes(default: torch.dtype) -> Iterator[None]:
     """In the block, nothing that surrounds the caller changes what torch's functions do, or the default dtype."""
     before = torch.get_default_dtype()
-    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
-    torch.set_default_dtype(default)
-    try:
-        yield
-    finally:
-        torch.set_default_dtype(before)
-        for mode in reversed(modes):
-            torch._C._push_on_torch_function_stack(mode)
+    with no_function_modes():
+        torch.set_default_dtype(default)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(before)

@@ -1,9 +1,8 @@
 """torch's draws on a RandomState's numbers: torch.rand, torch.randn and their kin, in a model that runs.
 
-Four functions draw (torch.rand, torch.randn and their `_like`s); others are spelled out by them, in a running model as
-in a trace of it, so that both draw the same. A draw with a generator of its own is left to torch. What cannot be
-spelled out so (torch.poisson, gamma distributions) is refused where a plan splits the model or its batches, and left to
-torch on one device.
+Four functions draw (torch.rand, torch.randn and their `_like`s); others are computed by them, in a running model as in
+a trace of it, so that both draw the same: functions by replacing them, methods of tensors in random_ops.py, where also
+all other draws are refused. A draw with a generator of its own is left to torch.
 
 Which part of a whole tensor is drawn, the RandomState's scopes say, as of dropout. Where it does not know along which
 dim samples lie, it is the first; a tensor that the scopes do not fit, such as noise for a weight, is then the same on
@@ -13,10 +12,9 @@ every rank.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -24,73 +22,51 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from unisono.errors import UsageError
-from unisono.mesh import dropout
+from unisono.mesh import dropout, random_ops
+from unisono.mesh.dropout import active
 from unisono.mesh.random import DTYPES, Draw, RandomState
+from unisono.torch_patches import PatchSet, Target, attention, original, runs_in
 
 Function = Callable[..., Any]
-Place = tuple[Any, str]  # what holds a function, and its name there
-_NOBODY = 0
-_thread: int | None = (
-    _NOBODY  # the one that runs the model; others, that load data meanwhile, draw as ever. None: all do
-)
-_installed: list[contextlib.ExitStack] = []
+Make = Callable[[Function], Function]  # the replacement of a torch function
 
 
-def install() -> None:
-    """Puts them in the place of torch's own, to draw from the RandomState that is active."""
-    stack = contextlib.ExitStack()
-    stack.enter_context(_in_place({**_DRAWING, **_SPELLED, **_UNFOLLOWED}, threading.get_ident()))
-    _installed.append(stack)
+def enter(state: RandomState) -> None:
+    """From here on this thread draws from `state`; other threads draw as without it."""
+    _PATCHES.enter()
+    attention.patch.enter()
+    dropout.enter(state)
+    random_ops.show(_METHODS, all_ops=state.is_new)
 
 
-def uninstall() -> None:
-    _installed.pop().close()
+def leave(state: RandomState) -> None:
+    dropout.leave(state)
+    state.is_new = False
+    random_ops.hide()
+    attention.patch.leave()
+    _PATCHES.leave()
 
 
 def spelled_out() -> contextlib.AbstractContextManager[None]:
-    """In the block, only torch.rand, torch.randn and their `_like`s draw, and they are torch's own."""
-    return _in_place({**_PLAIN, **_SPELLED}, threading.get_ident())
+    """In the block, this thread draws by torch.rand, torch.randn and their `_like`s only, and they are torch's own."""
+    thread = threading.get_ident()
+    return _patched(dict.fromkeys(_DRAWING, lambda own: own), lambda: runs_in(thread), "draws are traced as four ops")
 
 
 def held_fast() -> contextlib.AbstractContextManager[None]:
     """In the block, in all threads, each number drawn is the same one: for runs of a model that are compared."""
-    return _in_place({**_HELD_FAST, **_SPELLED}, None)
+    return _patched(_HELD_FAST, lambda: True, "runs of a model that are compared draw equal numbers")
 
 
-@contextlib.contextmanager
-def _in_place(functions: dict[Place, Callable[[Function], Function]], thread: int | None) -> Iterator[None]:
-    global _thread
-    _wrap_methods()
-    before = {place: getattr(*place) for place in functions}
-    earlier, _thread = _thread, thread
-    for place, make in functions.items():
-        setattr(*place, make(_OWN[place]))
-    try:
-        yield
-    finally:
-        _thread = earlier
-        for place, function in before.items():
-            setattr(*place, function)
+def _patched(drawing: Mapping[Target, Make], applies: Callable[[], bool], why: str) -> PatchSet:
+    methods = {(torch.Tensor, name): form for name, form in _METHODS.items()}
+    functions = {(torch, name): _METHODS[name] for name in ("bernoulli", "multinomial")}
+    forms = {target: _spelled(form, applies) for target, form in {**_FORMS, **methods, **functions}.items()}
+    return PatchSet(_made({**drawing, **forms}), why=why, until="the end of the block")
 
 
-@functools.cache
-def _wrap_methods() -> None:
-    """Once and for ever: Python looks up the attributes of a class slowly that changes often. They are torch's own but
-    in the thread of a model."""
-    for name, form in _METHODS.items():
-        setattr(torch.Tensor, name, _spelled(form)(getattr(torch.Tensor, name)))
-
-
-def _is_of_the_model() -> bool:
-    """Whether the thread that asks runs the model, or a part of it again in a backward."""
-    if _thread in (None, _NOBODY):
-        return _thread is None
-    return threading.get_ident() == _thread or torch._C._current_graph_task_id() != -1
-
-
-def _state() -> RandomState | None:
-    return dropout.active() if _is_of_the_model() else None
+def _made(makes: Mapping[Target, Make]) -> dict[Target, Function]:
+    return {target: make(original(*target)) for target, make in makes.items()}
 
 
 # ---- functions that draw -----------------------------------------------------------------------------------------
@@ -101,10 +77,10 @@ def _drawn(state: RandomState, shape: tuple[int, ...], like: torch.Tensor | None
     return state.draw(shape, parts={} if isinstance(like, nn.Parameter) else None, like=like, may_be_whole=True)
 
 
-def _by_shape(number: str) -> Callable[[Function], Function]:
+def _by_shape(number: str) -> Make:
     def make(original: Function) -> Function:
         def replacement(*size: Any, generator: Any = None, out: Any = None, **more: Any) -> torch.Tensor:
-            state = _state()
+            state = active()
             like = torch.empty(*size, **more) if state is not None and generator is None and out is None else None
             if state is None or like is None or not _can_draw(like, state):
                 return original(*size, generator=generator, out=out, **more)
@@ -115,10 +91,10 @@ def _by_shape(number: str) -> Callable[[Function], Function]:
     return make
 
 
-def _by_example(number: str) -> Callable[[Function], Function]:
+def _by_example(number: str) -> Make:
     def make(original: Function) -> Function:
         def replacement(input: torch.Tensor, **more: Any) -> torch.Tensor:
-            state = _state()
+            state = active()
             if state is None or isinstance(input, DTensor):
                 return original(input, **more)
             like = torch.empty_like(input, **more)
@@ -142,20 +118,19 @@ def _numbers(draw: Draw, number: str, like: torch.Tensor) -> torch.Tensor:
     return made.requires_grad_(like.requires_grad)
 
 
-_DRAWING: dict[Place, Callable[[Function], Function]] = {
+_DRAWING: dict[Target, Make] = {
     (torch, "rand"): _by_shape("uniform"),
     (torch, "randn"): _by_shape("normal"),
     (torch, "rand_like"): _by_example("uniform"),
     (torch, "randn_like"): _by_example("normal"),
 }
 
-_HELD_FAST: dict[Place, Callable[[Function], Function]] = {
+_HELD_FAST: dict[Target, Make] = {
     (torch, "rand"): lambda _: lambda *size, generator=None, **more: torch.empty(*size, **more).fill_(0.5),
     (torch, "randn"): lambda _: lambda *size, generator=None, **more: torch.empty(*size, **more).fill_(0.5),
     (torch, "rand_like"): lambda _: lambda like, **more: torch.empty_like(like, **more).fill_(0.5),
     (torch, "randn_like"): lambda _: lambda like, **more: torch.empty_like(like, **more).fill_(0.5),
 }
-_PLAIN: dict[Place, Callable[[Function], Function]] = dict.fromkeys(_DRAWING, lambda own: own)
 
 
 # ---- functions that are spelled out ------------------------------------------------------------------------------
@@ -204,29 +179,6 @@ def _geometric_(self: torch.Tensor, p: float) -> torch.Tensor:
     return self.copy_((torch.log1p(-torch.rand_like(_floating(self))) / math.log1p(-p)).ceil().clamp(min=1))
 
 
-def _require_followed(name: str) -> None:
-    state = _state()
-    if state is not None and state.refuses_unfollowed:
-        raise UsageError(
-            f"torch.{name} draws from torch's own generator, so that every rank would draw numbers of its own, other "
-            "than one device's; use torch.rand, torch.randn, torch.bernoulli or what is made of them, or one device"
-        )
-
-
-def _unfollowed(name: str) -> Callable[[Function], Function]:
-    """torch's own; UsageError where a plan splits the model or its batches."""
-
-    def make(original: Function) -> Function:
-        def replacement(*args: Any, **more: Any) -> Any:
-            if more.get("generator") is None:
-                _require_followed(name)
-            return original(*args, **more)
-
-        return replacement
-
-    return make
-
-
 def _normal(mean: Any, std: Any = 1.0, size: Any = None, **more: Any) -> torch.Tensor:
     if size is not None:
         return torch.randn(size, **more) * std + mean
@@ -273,12 +225,12 @@ def _rrelu(
     return input.copy_(made) if inplace else made
 
 
-def _spelled(form: Function) -> Callable[[Function], Function]:
-    """The form, but where a generator or a place for the result is given."""
+def _spelled(form: Function, applies: Callable[[], bool]) -> Make:
+    """The form, but where a generator or a place for the result is given, or it does not apply."""
 
     def make(original: Function) -> Function:
         def replacement(*args: Any, generator: Any = None, out: Any = None, **more: Any) -> Any:
-            if generator is not None or out is not None or not _is_of_the_model():
+            if generator is not None or out is not None or not applies():
                 own = {key: value for key, value in (("generator", generator), ("out", out)) if value is not None}
                 return original(*args, **own, **more)
             return form(*args, **more)
@@ -288,21 +240,15 @@ def _spelled(form: Function) -> Callable[[Function], Function]:
     return make
 
 
-_SPELLED: dict[Place, Callable[[Function], Function]] = {
-    (torch, "bernoulli"): _spelled(_bernoulli),
-    (torch, "normal"): _spelled(_normal),
-    (torch, "randint"): _spelled(_randint),
-    (torch, "randint_like"): _spelled(_randint_like),
-    (torch, "randperm"): _spelled(_randperm),
-    (torch, "multinomial"): _spelled(_multinomial),
-    (F, "rrelu"): _spelled(_rrelu),
+_FORMS: dict[Target, Function] = {
+    (torch, "normal"): _normal,
+    (torch, "randint"): _randint,
+    (torch, "randint_like"): _randint_like,
+    (torch, "randperm"): _randperm,
+    (F, "rrelu"): _rrelu,
 }
 
-_UNFOLLOWED: dict[Place, Callable[[Function], Function]] = {
-    (torch, name): _unfollowed(name) for name in ("poisson", "binomial", "_standard_gamma", "_sample_dirichlet")
-}
-
-_METHODS: dict[str, Function] = {
+_METHODS: dict[str, Function] = {  # of tensors
     "bernoulli": _bernoulli,
     "multinomial": _multinomial,
     "bernoulli_": _bernoulli_,
@@ -314,6 +260,12 @@ _METHODS: dict[str, Function] = {
     "geometric_": _geometric_,
 }
 
-_OWN: dict[Place, Function] = {
-    (holder, name): getattr(holder, name) for holder, name in (*_DRAWING, *_SPELLED, *_UNFOLLOWED)
-}
+_PATCHES = PatchSet(
+    {
+        **dropout.REPLACEMENTS,
+        **_made(_DRAWING),
+        **_made({target: _spelled(form, lambda: active() is not None) for target, form in _FORMS.items()}),
+    },
+    why="random numbers are drawn by their global index",
+    until="the RandomState is left",
+)

@@ -1,13 +1,14 @@
-"""torch's dropouts on a RandomState's numbers, and putting them in the place of torch's own.
+"""torch's dropouts on a RandomState's numbers.
 
-What is replaced while a RandomState is installed: F.dropout and its kin (so also nn.Dropout and nn.MultiheadAttention)
-and F.scaled_dot_product_attention where dropout_p > 0. What cannot be: names that were imported out of
-torch.nn.functional beforehand, and the dropout inside torch's native LSTM and GRU.
+While a RandomState is active (see draws.py), these replace F.dropout and its kin (so also nn.Dropout and
+nn.MultiheadAttention), and handle F.scaled_dot_product_attention where dropout_p > 0. Not replaced: names that were
+imported out of torch.nn.functional beforehand, and the dropout inside torch's native LSTM and GRU; see unhandled.py.
 """
 
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -21,36 +22,32 @@ from unisono.mesh.philox import compiled, gpu_kernels
 from unisono.mesh.placement import Partial, local_box
 from unisono.mesh.random import Draw, RandomState, drop_limit
 from unisono.mesh.region import Part
+from unisono.torch_patches import Target, attention, original, runs_in
 
 _KERNEL_DTYPES = (torch.float16, torch.bfloat16, torch.float32)  # triton takes the scale as a float32
-_installed: list[RandomState] = []
-_original: dict[str, Callable[..., Any]] = {}
+_entered: list[tuple[RandomState, int]] = []  # with the thread
 
 
 def active() -> RandomState | None:
-    """The state that is behind torch's dropouts now."""
-    return _installed[-1] if _installed else None
+    """The state from which this thread draws now: the last one that it has entered, also on threads of autograd."""
+    for state, thread in reversed(_entered):
+        if runs_in(thread):
+            return state
+    return None
 
 
-def installed() -> list[RandomState]:
-    """All states in whose blocks we are."""
-    return list(_installed)
+def entered() -> list[RandomState]:
+    """All states in whose blocks this thread is."""
+    return [state for state, thread in _entered if runs_in(thread)]
 
 
-def install(state: RandomState) -> None:
-    if not _installed:
-        for name, replacement in _REPLACEMENTS.items():
-            _original[name] = getattr(F, name)
-            setattr(F, name, replacement)
-    _installed.append(state)
+def enter(state: RandomState) -> None:
+    _entered.append((state, threading.get_ident()))
 
 
-def uninstall(state: RandomState) -> None:
-    # The last of them: backwards of two models end in the order in which they began.
-    del _installed[len(_installed) - 1 - _installed[::-1].index(state)]
-    if not _installed:
-        for name in _REPLACEMENTS:
-            setattr(F, name, _original.pop(name))
+def leave(state: RandomState) -> None:
+    # The last entry of it, whichever thread leaves: backwards of two models end in the order in which they began.
+    del _entered[max(number for number, (other, _) in enumerate(_entered) if other is state)]
 
 
 def apply(state: RandomState, x: torch.Tensor, p: float, kind: str = "dropout") -> torch.Tensor:
@@ -137,7 +134,7 @@ def _steps_in(x: torch.Tensor, p: float, training: bool) -> RandomState | None:
 def _dropout(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
     state = _steps_in(input, p, training)
     if state is None:
-        return _original["dropout"](input, p, training, inplace)
+        return _own["dropout"](input, p, training, inplace)
     dropped = apply(state, input, p)
     return input.copy_(dropped) if inplace else dropped
 
@@ -149,7 +146,7 @@ def _channels(plain_dims: int) -> Callable[..., torch.Tensor]:
     def replacement(input: torch.Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> torch.Tensor:
         state = _steps_in(input, p, training)
         if state is None:
-            return _original[name](input, p, training, inplace)
+            return _own[name](input, p, training, inplace)
         # torch takes three dims in dropout2d for (batch, channels, length), not for an input without a batch.
         channel_dims = 1 if input.dim() == plain_dims != 3 else 2
         noise = apply(state, input.new_ones(input.shape[:channel_dims]), p)
@@ -166,7 +163,7 @@ def _alpha(name: str, by_channel: bool) -> Callable[..., torch.Tensor]:
     def replacement(input: torch.Tensor, p: float = 0.5, training: bool = False, inplace: bool = False) -> torch.Tensor:
         state = _steps_in(input, p, training)
         if state is None:
-            return _original[name](input, p, training, inplace)
+            return _own[name](input, p, training, inplace)
         shape = input.shape[:2] if by_channel else input.shape
         keep = state.draw(shape, like=input).keep(p, input.device) if p < 1 else torch.zeros(shape, dtype=torch.bool)
         keep = keep.to(input.device).reshape(*shape, *[1] * (input.dim() - len(shape)))
@@ -177,7 +174,8 @@ def _alpha(name: str, by_channel: bool) -> Callable[..., torch.Tensor]:
     return replacement
 
 
-def _attention(
+def handle_attention(
+    attend: Callable[..., torch.Tensor],
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -187,11 +185,10 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> torch.Tensor:
+    """The attention dispatcher's handler: dropout of the weights is drawn by their global indices."""
     state = _steps_in(query, dropout_p, True)
     if state is None:
-        return _original["scaled_dot_product_attention"](
-            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
-        )
+        return attend(query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa)
     weights = attention_weights(query, key, attn_mask, is_causal, scale, enable_gqa)
     if enable_gqa:
         value = value.repeat_interleave(query.shape[-3] // value.shape[-3], -3)
@@ -223,12 +220,13 @@ def attention_weights(
     return (scores + attn_mask).softmax(-1)
 
 
-_REPLACEMENTS: dict[str, Callable[..., Any]] = {
-    "dropout": _dropout,
-    "dropout1d": _channels(2),
-    "dropout2d": _channels(3),
-    "dropout3d": _channels(4),
-    "alpha_dropout": _alpha("alpha_dropout", by_channel=False),
-    "feature_alpha_dropout": _alpha("feature_alpha_dropout", by_channel=True),
-    "scaled_dot_product_attention": _attention,
+REPLACEMENTS: dict[Target, Callable[..., Any]] = {
+    (F, "dropout"): _dropout,
+    (F, "dropout1d"): _channels(2),
+    (F, "dropout2d"): _channels(3),
+    (F, "dropout3d"): _channels(4),
+    (F, "alpha_dropout"): _alpha("alpha_dropout", by_channel=False),
+    (F, "feature_alpha_dropout"): _alpha("feature_alpha_dropout", by_channel=True),
 }
+attention.innermost = handle_attention
+_own = {name: original(owner, name) for owner, name in REPLACEMENTS}

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch.autograd import Function
-from torch.utils._python_dispatch import TorchDispatchMode
+
+from unisono.torch_compat import TorchDispatchMode
+from unisono.torch_patches import patched
 
 
 class Interception(TorchDispatchMode):
@@ -36,8 +38,5 @@ def function_arguments(change: Callable[[Any], Any]) -> Iterator[None]:
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         return plain.__get__(None, cls)(*map(change, args), **kwargs)
 
-    Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-    try:
+    with patched(Function, "apply", classmethod(apply), why="arguments of autograd functions pass no mode of torch"):
         yield
-    finally:
-        Function.apply = plain  # type: ignore[method-assign]

@@ -45,13 +45,13 @@ from unisono.errors import UsageError
 from unisono.mesh import normal as normals
 from unisono.mesh.philox import Stream, words
 from unisono.mesh.region import Part, Positions, Runs, runs_of
+from unisono.torch_compat import MODULE_CALL, SPARE_KEYS, exclude_key, in_backward
 
 KINDS = ("dropout", "attention")
 Key = tuple[str, int]  # a call for random numbers in a step: the module's name, and how often it has drawn before
 # Set by a strategy that follows the forward pass and knows of each call, by its shape, kind and key, which part this
 # rank holds: given what the scopes say, it returns what holds.
 Locate = Callable[[Sequence[int], str, dict[int, Part], Key | None], dict[int, Part]]
-_CALL = torch.nn.Module._call_impl.__code__
 # How many random bits a number in [0, 1) of each dtype has.
 _BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 DTYPES = tuple(_BITS)
@@ -132,7 +132,8 @@ class RandomState:
         # The shapes of calls on one device, where they are known, and of how many samples
         self.full_shapes: Mapping[Key, tuple[int, ...]] | None = None
         self.full_samples = 1
-        self.refuses_unfollowed = False  # whether draws from torch's own generator are refused; see draws.py
+        self.refuses_unfollowed = False  # whether draws from torch's own generator are refused; see random_ops.py
+        self.is_new = True  # until it has been entered and left
         self.step = step
 
     @property
@@ -278,8 +279,10 @@ class RandomState:
         like: the tensor that the numbers are for. may_be_whole: where the scopes' parts do not fit the shape, the
         numbers are taken to be the same on every rank.
         """
+        exclude_key(SPARE_KEYS[0], True)  # this draw is no random op of the model: see random_ops.py
         token = int(torch.empty((), dtype=torch.int64).random_())
-        if torch._C._current_graph_task_id() != -1:
+        exclude_key(SPARE_KEYS[0], False)
+        if in_backward():
             return self._recalled(token, tuple(shape))
         site = self._site()
         if not self._microbatch_depth:
@@ -308,7 +311,7 @@ class RandomState:
         from unisono.mesh import dropout
 
         draw = self._remembered.get(token)
-        for other in dropout.installed() if draw is None else ():  # the backward may go through several models
+        for other in dropout.entered() if draw is None else ():  # the backward may go through several models
             draw = draw or other._remembered.get(token)
         if draw is None or draw.shape != shape:
             raise UsageError(
@@ -321,7 +324,7 @@ class RandomState:
         """The name of the innermost named module that is running."""
         frame = sys._getframe(2) if len(self._names) else None
         while frame is not None:
-            if frame.f_code is _CALL:
+            if frame.f_code is MODULE_CALL:
                 name = self._names.get(frame.f_locals["self"])
                 if name is not None:
                     return name
@@ -356,19 +359,15 @@ class RandomState:
         return dropout.apply(self, x, p)
 
     def __enter__(self) -> RandomState:
-        from unisono.mesh import draws, dropout
+        from unisono.mesh import draws
 
-        if dropout.active() is None:
-            draws.install()
-        dropout.install(self)
+        draws.enter(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        from unisono.mesh import draws, dropout
+        from unisono.mesh import draws
 
-        dropout.uninstall(self)
-        if dropout.active() is None:
-            draws.uninstall()
+        draws.leave(self)
 
 
 @dataclass(frozen=True, eq=False)

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.optimizer import _global_optimizer_post_hooks, _global_optimizer_pre_hooks
 
 from unisono.errors import UsageError
+from unisono.torch_compat import global_optimizer_post_hooks, global_optimizer_pre_hooks
 
 Make = Callable[[Any], Optimizer]
 
@@ -119,7 +119,7 @@ def _updated(
 def require_elementwise_hooks(optimizer: Optimizer) -> None:
     """Refuse step hooks that may look at more than single elements: they would see this rank's shards."""
     own = (optimizer._optimizer_step_pre_hooks, optimizer._optimizer_step_post_hooks)
-    everywhere = (_global_optimizer_pre_hooks, _global_optimizer_post_hooks)
+    everywhere = (global_optimizer_pre_hooks, global_optimizer_post_hooks)
     hooks = [hook for held in own for hook in held.values() if not getattr(hook, "is_elementwise", False)]
     for hook in (*hooks, *(hook for held in everywhere for hook in held.values())):
         if _is_unisonos(hook):

@@ -19,10 +19,10 @@ from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.mesh.interception import Interception
+from unisono.torch_compat import disable_dispatch_modes, no_torch_function, storage_uses
 
 _aten = torch.ops.aten
 _META = torch.device("meta")
@@ -144,7 +144,7 @@ class Recording(Interception):
 
     def uses(self, memory: int) -> int:
         """How many tensors lie in a memory now."""
-        return int(torch._C._storage_Use_Count(self.memories[memory].storage._cdata)) - 1
+        return storage_uses(self.memories[memory].storage)
 
     # ---- tensors -------------------------------------------------------------------------------------------------
 
@@ -169,7 +169,7 @@ class Recording(Interception):
         place = self.place(tensor)
         if place is None:
             return tensor
-        with _disable_current_modes(), torch._C.DisableTorchFunction():
+        with disable_dispatch_modes(), no_torch_function():
             return self._realise(self, [place])[0]
 
     def _noted(self, leaf: Any) -> Any:
@@ -186,14 +186,14 @@ class Recording(Interception):
         if tensor.device == _META:
             raise CannotRecord("a tensor of unknown origin, on the device meta, is in use")
         if id(tensor) not in self._constants:
-            with _disable_current_modes():
+            with disable_dispatch_modes():
                 self._constants[id(tensor)] = tensor, Constant(tensor.detach().clone())
         return self._constants[id(tensor)][1]
 
     # ---- operations ----------------------------------------------------------------------------------------------
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             if func in _LOOKS:
                 return func(self.values(args[0]))
             return self._step(func, args, kwargs)
@@ -304,7 +304,7 @@ class Recording(Interception):
                 return self._realise(self, [leaf])[0]
             return leaf.value.clone() if isinstance(leaf, Constant) else leaf
 
-        with _disable_current_modes():
+        with disable_dispatch_modes():
             state = generator.get_state()
             if self.is_rough:
                 torch.empty(1).uniform_(generator=generator)
@@ -340,7 +340,7 @@ def _bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 def _hollow(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.device != _META:
-        with _disable_current_modes():
+        with disable_dispatch_modes():
             return torch.empty_like(leaf, device=_META)
     return leaf
 

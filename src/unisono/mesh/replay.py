@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.mesh.recording import CannotRecord, Constant, Place, Recording, Step
+from unisono.torch_compat import disable_dispatch_modes, no_torch_function
 
 
 def realise(recording: Recording, places: Sequence[Place]) -> list[torch.Tensor]:
@@ -108,8 +108,8 @@ def _apart() -> Iterator[None]:
     default = torch.get_default_dtype()
     try:
         with (
-            _disable_current_modes(),
-            torch._C.DisableTorchFunction(),
+            disable_dispatch_modes(),
+            no_torch_function(),
             torch.no_grad(),
             torch.random.fork_rng(devices=[]),
         ):

@@ -12,6 +12,7 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import Axes, layout_of
+from unisono.torch_compat import foreach_copy_
 
 BUCKET_BYTES = 25 * 2**20
 LEAST_BUCKET_BYTES = 2**20
@@ -127,7 +128,7 @@ class Bucket:
                 targets += self._places[index]
                 sources += self.parts(index, parameter.grad)
         if targets:
-            torch._foreach_copy_(targets, sources)
+            foreach_copy_(targets, sources)
         for parameter in self.parameters:
             parameter.grad = None
         assert self._message is not None

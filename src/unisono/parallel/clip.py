@@ -8,17 +8,17 @@ stages is named in `uncounted` on all but one of them.
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
-from torch.nn.utils import clip_grad
 
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import layout_of
+from unisono.torch_compat import clip_grad, foreach_mul_, foreach_norm
+from unisono.torch_patches import PatchSet, original
 
 STAGES = "pp"  # the axis along which ranks hold different parameters, not different pieces
 
@@ -38,7 +38,7 @@ def gradient_norm(
         if parameter.grad is not None and id(parameter) not in skipped and _counts(parameter, mesh)
     ]
     stacks = [
-        torch.stack(torch._foreach_norm(alike, norm_type)).double()
+        torch.stack(foreach_norm(alike, norm_type)).double()
         for alike in _alike(gradient for gradient in mine if gradient.numel())
     ]
     comm = mesh.comm()
@@ -74,7 +74,7 @@ def clip_by_norm(
         raise UsageError(f"the norm of the gradients is {float(norm)}; a loss or a learning rate may be too large")
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for alike in _alike(parameter.grad.detach() for parameter in parameters if parameter.grad is not None):
-        torch._foreach_mul_(alike, factor.to(alike[0].device, alike[0].dtype))
+        foreach_mul_(alike, factor.to(alike[0].device, alike[0].dtype))
     return norm
 
 
@@ -112,26 +112,38 @@ def _checked(norm_type: float) -> float:
     return norm_type
 
 
+# ---- torch's own clipping, while gradients are sharded ---------------------------------------------------------------
+
 _SHARDED_BY = "unisono_gradient_sharded_by"  # on a parameter: the plan
 
 
-def refuse_torch_clipping(parameters: Iterable[torch.Tensor], plan: str) -> None:
-    """From now on torch.nn.utils.clip_grad_norm_ and clip_grad_value_ refuse these parameters.
+class TorchClipping:
+    """From a backward until the update, torch.nn.utils.clip_grad_norm_ and clip_grad_value_ refuse some parameters.
 
     A rank has shards of their gradients: torch would take the norm of the shards for that of the model, and clip other
-    ranks' gradients by another factor, without a word.
+    ranks' gradients by another factor, silently.
     """
-    for parameter in parameters:
-        setattr(parameter, _SHARDED_BY, plan)
-    if not hasattr(clip_grad.clip_grad_value_, _SHARDED_BY):
-        # clip_grad_norm_ looks this one up in each call: that serves also who has imported it before.
-        clip_grad._clip_grads_with_norm_ = _refusing(clip_grad._clip_grads_with_norm_)
-        torch.nn.utils.clip_grads_with_norm_ = clip_grad._clip_grads_with_norm_
-        clip_grad.clip_grad_value_ = torch.nn.utils.clip_grad_value_ = _refusing(clip_grad.clip_grad_value_)
+
+    def __init__(self, parameters: Iterable[torch.Tensor], plan: str) -> None:
+        self._parameters = list(parameters)
+        self._is_refused = False
+        for parameter in self._parameters:
+            setattr(parameter, _SHARDED_BY, plan)
+
+    def refuse(self) -> None:
+        if self._parameters and not self._is_refused:
+            self._is_refused = True
+            _REFUSALS.enter()
+
+    def allow(self) -> None:
+        if self._is_refused:
+            self._is_refused = False
+            _REFUSALS.leave()
 
 
-def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(clip)
+def _refusing(owner: Any, name: str) -> Callable[..., Any]:
+    clip = original(owner, name)
+
     def refusing(parameters: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = [parameters] if isinstance(parameters, torch.Tensor) else list(parameters)
         plan = next((getattr(each, _SHARDED_BY) for each in parameters if hasattr(each, _SHARDED_BY)), None)
@@ -142,5 +154,17 @@ def _refusing(clip: Callable[..., Any]) -> Callable[..., Any]:
             )
         return clip(parameters, *args, **kwargs)
 
-    setattr(refusing, _SHARDED_BY, "")
     return refusing
+
+
+_CLIPPING = (
+    (clip_grad, "_clip_grads_with_norm_"),  # clip_grad_norm_ looks it up in each call, also where imported by name
+    (clip_grad, "clip_grad_value_"),
+    (torch.nn.utils, "clip_grads_with_norm_"),
+    (torch.nn.utils, "clip_grad_value_"),
+)
+_REFUSALS = PatchSet(
+    {target: _refusing(*target) for target in _CLIPPING},
+    why="torch would clip by the norm of one rank's shards",
+    until="gradients have been used, or the trainer is gone",
+)

@@ -32,13 +32,14 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
+from unisono.torch_compat import is_functorch_wrapped
 
 Lengths = Sequence[int]
 
 
 def require_eager(x: Any, what: str) -> None:
     """UsageError inside torch.func's transforms (vmap, grad, jvp), which cannot see through a collective."""
-    if isinstance(x, torch.Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(x):
+    if isinstance(x, torch.Tensor) and is_functorch_wrapped(x):
         raise UsageError(
             f"{what} inside a transform of torch.func (vmap, grad or jvp), which cannot see through it; call the "
             "layer on the batch, outside of the transform, or use a plan without tp and recompute"

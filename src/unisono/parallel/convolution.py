@@ -24,6 +24,7 @@ from unisono.parallel.custom_layers import weight_hooks
 from unisono.parallel.region import Region
 from unisono.parallel.rules import Style
 from unisono.parallel.tensor_pieces import Pieces, packed
+from unisono.torch_compat import ConvNd, NormBase
 
 _CLASSES = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _NORMS = (
@@ -81,11 +82,11 @@ def require_shardable(name: str, module: Any, style: Style, ranks: int) -> None:
 
 def is_shardable(module: nn.Module) -> bool:
     """Whether this file is about it."""
-    return isinstance(module, nn.modules.conv._ConvNd | nn.modules.batchnorm._NormBase | nn.GroupNorm)
+    return isinstance(module, ConvNd | NormBase | nn.GroupNorm)
 
 
 def _described(module: Any) -> str:
-    if not isinstance(module, nn.modules.conv._ConvNd):
+    if not isinstance(module, ConvNd):
         return f"a {type(module).__name__}"
     return (
         f"a {type(module).__name__} of {module.in_channels} to {module.out_channels} channels in {module.groups} groups"
@@ -94,7 +95,7 @@ def _described(module: Any) -> str:
 
 def _channels(module: Any, style: Style) -> int:
     """That ranks share."""
-    if isinstance(module, nn.modules.conv._ConvNd):
+    if isinstance(module, ConvNd):
         return int(module.in_channels if style.kind == "row" else module.out_channels)
     return int(module.num_channels if isinstance(module, nn.GroupNorm) else module.num_features)
 
@@ -112,7 +113,7 @@ def shard(module: Any, style: Style, region: Region, pieces: Pieces) -> None:
         module.num_channels //= ranks
         module.num_groups //= ranks
         return
-    if not isinstance(module, nn.modules.conv._ConvNd):
+    if not isinstance(module, ConvNd):
         module.forward = partial(_norm, module, region)
         return
     if style.kind != "column":

@@ -11,6 +11,7 @@ from torch import nn
 
 from unisono.parallel.linear import features, is_linear
 from unisono.parallel.rules import Style, Styles
+from unisono.torch_compat import ConvNd
 
 
 @dataclass(frozen=True)
@@ -43,7 +44,7 @@ def _of_module(module: Any, style: Style) -> Iterator[tuple[torch.Tensor, CutDim
         yield from _of_linear(module, style)
     elif style.kind == "vocab":
         yield module.weight, CutDim(0)
-    elif isinstance(module, nn.modules.conv._ConvNd) and style.kind in ("column", "row", "channels"):
+    elif isinstance(module, ConvNd) and style.kind in ("column", "row", "channels"):
         yield module.weight, CutDim(int(style.kind == "row"))
         if module.bias is not None and style.kind != "row":
             yield module.bias, CutDim(0)

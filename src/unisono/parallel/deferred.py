@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 
 from unisono.parallel.conjugates import before_start, unlinked
+from unisono.torch_compat import will_run
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -92,4 +93,4 @@ def _samples(x: torch.Tensor) -> torch.Tensor:
 
 def _is_wanted(node: Any) -> bool:
     """Whether this backward goes on to a node: the halves of a pipeline's backward go one way each."""
-    return node is not None and torch._C._will_engine_execute_node(node)
+    return node is not None and will_run(node)

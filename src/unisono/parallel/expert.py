@@ -39,6 +39,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.parallel.all_to_all import all_to_all
 from unisono.parallel.layout import WHOLE, Layout, Split, lay, local_of
 from unisono.plan.plan import DATA, REPLICAS
+from unisono.torch_compat import in_backward
 
 ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {"gelu": F.gelu, "relu": F.relu, "silu": F.silu}
 _EXPERT_PARAMETERS = ("up", "up_bias", "gate", "down", "down_bias")
@@ -128,7 +129,7 @@ class MoE(nn.Module):
         if self.renormalise:
             weight = weight / weight.sum(-1, keepdim=True)
         aux_loss = self._balance(probability, expert) if self.aux_weight else None
-        if torch._C._current_graph_task_id() == -1:  # else a backward runs the forward again, and nobody would collect
+        if not in_backward():  # else a backward runs the forward again, and nobody would collect
             self.aux_loss = aux_loss
         made = torch.arange(expert.numel(), device=tokens.device)
         if self.capacity_factor is not None:

@@ -25,11 +25,11 @@ from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.hollow import hollow, hollow_copy
 from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.shapes import KnownShapes
+from unisono.torch_compat import MODULE_CALL
 
 # torch's own: when it is called, others may have put a function of theirs in its place.
 _ATTENTION = F.scaled_dot_product_attention
 _PRODUCTS = (torch.matmul, torch.Tensor.matmul, torch.Tensor.__matmul__)
-_CALL = nn.Module._call_impl.__code__
 
 Tell = Callable[[int], object]
 
@@ -156,6 +156,6 @@ def _ignored(width: int) -> None:
 def _caller() -> str:
     """The module that computes, by its class."""
     frame = sys._getframe(1)
-    while frame is not None and frame.f_code is not _CALL:
+    while frame is not None and frame.f_code is not MODULE_CALL:
         frame = frame.f_back  # type: ignore[assignment]
     return "the model" if frame is None else type(frame.f_locals["self"]).__name__

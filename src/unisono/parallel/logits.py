@@ -30,6 +30,7 @@ from unisono.parallel import conjugates
 from unisono.parallel.layout import Split
 from unisono.parallel.tensor_pieces import TP, lengths_of
 from unisono.parallel.vocabulary import vocab_parallel_cross_entropy
+from unisono.torch_compat import no_torch_function_subclass
 
 _is_wanted = False
 _heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that may give pieces
@@ -92,7 +93,7 @@ class LogitsPiece(torch.Tensor):
         cls, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        with torch._C.DisableTorchFunctionSubclass():
+        with no_torch_function_subclass():
             first = args[0] if args else kwargs.get("input")
             if isinstance(first, LogitsPiece):
                 taken, result = _taken(func, first, args[1:], kwargs)
@@ -106,7 +107,7 @@ def whole_of_piece(leaf: Any) -> Any:
     """The whole of a LogitsPiece, from all ranks; anything else as it is. Gathered once for all who look."""
     if not isinstance(leaf, LogitsPiece):
         return leaf
-    with torch._C.DisableTorchFunctionSubclass():
+    with no_torch_function_subclass():
         now = (leaf._version, torch.is_grad_enabled())
         before, whole = getattr(leaf, _GATHERED, (None, None))
         if whole is None or before != now:

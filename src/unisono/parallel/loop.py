@@ -44,10 +44,11 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.comm.same_data import SameBatch
 from unisono.errors import UsageError
+from unisono.mesh import random_ops
 from unisono.mesh.random import SampleDim
 from unisono.parallel import conjugates
 from unisono.parallel.bucket import summed_axes
-from unisono.parallel.clip import refuse_torch_clipping
+from unisono.parallel.clip import TorchClipping
 from unisono.parallel.expert import MoE, needs_whole_batch
 from unisono.parallel.layout import Split, layout_of
 from unisono.parallel.logits import in_pieces
@@ -59,6 +60,7 @@ from unisono.parallel.share import rows_of
 from unisono.parallel.units import on_gradient, refuse_create_graph
 from unisono.parallel.zero import Zero
 from unisono.plan.plan import DATA, REPLICAS
+from unisono.torch_compat import at_end_of_backward, in_backward, will_run
 
 if TYPE_CHECKING:
     from unisono.parallel.trainer import Trainer
@@ -96,7 +98,8 @@ class OwnLoop:
         model.zero_grad = types.MethodType(_zero_grad, model)  # type: ignore[method-assign]
         is_zero = isinstance(trainer.replicas, Zero)
         sharded = [each for each in model.parameters() if is_zero or layout_of(each).splits]
-        refuse_torch_clipping(sharded, str(trainer.plan))
+        trainer.torch_clipping = clipping = TorchClipping(sharded, str(trainer.plan))
+        weakref.finalize(trainer, clipping.allow).atexit = False
         if is_zero:
             for parameter in model.parameters():
                 setattr(parameter, _OPTIMIZER, weakref.ref(trainer.optimizer))
@@ -234,9 +237,11 @@ class OwnLoop:
         for moe in self._trainer.model.modules():
             if isinstance(moe, MoE) and moe.aux_loss is not None and self._replicas.size > 1:
                 moe.aux_loss = _Summed.apply(moe.aux_loss, self._replicas)
-        for leaf in tree_leaves(outputs):
-            if isinstance(leaf, torch.Tensor) and leaf.requires_grad:
-                on_gradient(leaf, self._begin_backward)
+        followed = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        for leaf in followed:
+            on_gradient(leaf, self._begin_backward)
+        if followed:
+            random_ops.keep(self)
         return outputs
 
     def _with_whole_sequences(self, outputs: Any) -> Any:
@@ -292,7 +297,7 @@ class OwnLoop:
 
     def _require_sound(self, is_nested: bool) -> None:
         trainer = self._trainer
-        if torch._C._current_graph_task_id() == -1:
+        if not in_backward():
             trainer.replicas.require_idle()
         if trainer.scaler is not None and torch.is_grad_enabled():
             raise UsageError(
@@ -314,22 +319,23 @@ class OwnLoop:
         if isinstance(self._trainer.replicas, Zero) and self._trainer.replicas.units is not None:
             refuse_create_graph()
         self._is_in_backward = True
+        if self._trainer.torch_clipping is not None:
+            self._trainer.torch_clipping.refuse()
         self._trainer.random.__enter__()  # for what is recomputed
-        torch.autograd.Variable._execution_engine.queue_callback(
-            _BackwardEnd(self._leave_backward, self._require_equal_counts)
-        )
+        at_end_of_backward(_BackwardEnd(self._leave_backward, self._require_equal_counts))
         self._trainer.replicas.expect_backward()
 
     def _leave_backward(self) -> None:
         self._is_in_backward = False
         self._trainer.random.__exit__()
+        random_ops.release(self)
 
     def _refuse_autograd_grad(self) -> None:
         """torch.autograd.grad gives a rank's part of a parameter's gradient, which nobody sums."""
         for parameter in self._watched if self._trainer.replicas.buckets else ():
             node = torch.autograd.graph.get_gradient_edge(parameter).node
             try:
-                torch._C._will_engine_execute_node(node)
+                will_run(node)
             except RuntimeError:
                 raise UsageError(
                     "torch.autograd.grad of a parameter gives this rank's part of its gradient under plan "
@@ -360,6 +366,8 @@ class OwnLoop:
             trainer.norm = trainer.clip_grad_norm_(trainer.clip)
 
     def _after_update(self, *_: Any) -> None:
+        self._trainer.forget_gradients()
+        random_ops.release(self)  # again: a backward on a GPU ends in a thread of autograd
         if not self._trainer.is_updating:
             self._trainer.steps += 1
 

@@ -29,6 +29,7 @@ from unisono.mesh.random import SampleDim
 from unisono.parallel.counts import MOST_MEANS, Exchanged, Foretold, Told, joined, summed
 from unisono.parallel.means import Count, Means
 from unisono.parallel.share import BatchDim, dims_of, samples_between
+from unisono.torch_compat import no_torch_function_subclass
 
 Loss = Callable[[Any, Any], torch.Tensor]
 
@@ -482,7 +483,7 @@ def _cut_off(leaf: Any) -> Any:
 
 def _leaves_but(value: torch.Tensor, known: Sequence[Any]) -> list[torch.Tensor]:
     """The leaves of autograd's graph that a value is computed from, but for those that known tensors come from."""
-    with torch._C.DisableTorchFunctionSubclass():  # logits in pieces are asked for themselves, not for the whole
+    with no_torch_function_subclass():  # logits in pieces are asked for themselves, not for the whole
         expected = {id(leaf) for tensor in known if isinstance(tensor, torch.Tensor) for leaf in _leaves_of(tensor)}
         return [leaf for leaf in _leaves_of(value) if id(leaf) not in expected]
 

@@ -18,6 +18,7 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.parallel.bucket import Bucket, Spare
 from unisono.parallel.layout import Axes, Layout, Split, layout_of
+from unisono.torch_compat import foreach_copy_
 
 Held = tuple[range, ...]  # the rows of each rank
 
@@ -135,7 +136,7 @@ class PieceBucket(Bucket):
         used = self._used(self.comm.rank)
         chunk[used:].zero_()
         places = chunk[:used].split([local.numel() for local in locals_])
-        torch._foreach_copy_(list(places), [local.reshape(-1) for local in locals_])
+        foreach_copy_(list(places), [local.reshape(-1) for local in locals_])
         message = (spare or Spare()).take(self.size, dtype, device)
         return self.comm.all_gather_into(message, chunk, async_op=True)
 
@@ -144,7 +145,7 @@ class PieceBucket(Bucket):
         """Put what `all_gather` brought into whole tensors; with `has_own`, which have this rank's rows already."""
         if self.is_even:  # what is there already is written once more: that costs less than to leave it out
             sources = [places[0] for places in self.places(message)]
-            torch._foreach_copy_([self.parts(index, whole)[0] for index, whole in enumerate(wholes)], sources)
+            foreach_copy_([self.parts(index, whole)[0] for index, whole in enumerate(wholes)], sources)
             return
         targets, sources = [], []
         for rank in range(self.comm.size):
@@ -153,7 +154,7 @@ class PieceBucket(Bucket):
             for piece, place, whole in zip(self.pieces, self._rows(message, rank), wholes, strict=True):
                 targets.append(piece.of(whole, rank))
                 sources.append(place)
-        torch._foreach_copy_(targets, sources)
+        foreach_copy_(targets, sources)
 
     def mine_in(self, chunk: torch.Tensor) -> list[torch.Tensor]:
         """This rank's rows of every parameter, in its chunk."""

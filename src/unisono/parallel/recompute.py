@@ -25,9 +25,8 @@ from functools import partial, wraps
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from unisono.errors import UsageError
@@ -38,6 +37,8 @@ from unisono.parallel.blocks import find_blocks
 from unisono.parallel.conjugates import require_eager
 from unisono.parallel.spread_attention import SpreadAttention
 from unisono.plan.plan import RECOMPUTE
+from unisono.torch_compat import function_modes
+from unisono.torch_patches import attention
 
 _MARK = "unisono_recomputed"
 
@@ -98,25 +99,21 @@ def _recomputed(module: nn.Module, forward: Callable[..., Any], *args: Any, **kw
 
 
 def _with_core_recomputed(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run a forward in which attention, in whatever form it is installed at the moment, is recomputed."""
-    attention = F.scaled_dot_product_attention
-
-    def core(*tensors: Any, **options: Any) -> torch.Tensor:
-        if not torch.is_grad_enabled():
-            return attention(*tensors, **options)
-        return _checkpointed(None, partial(attention, **options), *tensors)
-
-    F.scaled_dot_product_attention = core
-    try:
+    """Run a forward in which attention is recomputed."""
+    with attention.handled("recomputation", _recomputed_core):
         return forward(*args, **kwargs)
-    finally:
-        F.scaled_dot_product_attention = attention
+
+
+def _recomputed_core(attend: Callable[..., torch.Tensor], *tensors: Any, **options: Any) -> Any:
+    if not torch.is_grad_enabled():
+        return attend(*tensors, **options)
+    return _checkpointed(None, partial(attend, **options), *tensors)
 
 
 def _checkpointed(module: nn.Module | None, function: Callable[..., Any], *args: Any) -> Any:
     for value in args:
         require_eager(value, "a recomputed module runs")
-    again = _SecondRun(module, dropout.active(), spread_attention.active(), _get_current_function_mode_stack())
+    again = _SecondRun(module, dropout.active(), spread_attention.active(), function_modes())
     return checkpoint(
         function,
         *args,
@@ -144,7 +141,7 @@ class _SecondRun:
         self._modes = modes
 
     def __enter__(self) -> None:
-        active = _get_current_function_mode_stack()
+        active = function_modes()
         self._resumed = [mode for mode in self._modes if not any(mode is other for other in active)]
         for mode in self._resumed:
             TorchFunctionMode.__enter__(mode)  # what its own __enter__ does besides has been done, and not yet undone

@@ -21,6 +21,7 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
 from unisono.parallel.bucket import Bucket
+from unisono.torch_compat import at_end_of_backward
 
 Missing = list[tuple[Handle, list[tuple[str, nn.Parameter]]]]  # answers, and to which parameters
 AnyBucket = TypeVar("AnyBucket", bound=Bucket)
@@ -111,7 +112,7 @@ class Reducer(Generic[AnyBucket]):
         """Called in a backward of the user's own: take part in it, also if no parameter gets a gradient here."""
         if not self._is_held and not self._is_under_way and self._hooks:
             self._is_under_way = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+            at_end_of_backward(self._end_of_backward)
 
     def complete(self) -> None:
         """Before the optimizer's step: send what `hold` has held back."""
@@ -154,7 +155,7 @@ class Reducer(Generic[AnyBucket]):
             return
         if not self._is_under_way:
             self._is_under_way = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._end_of_backward)
+            at_end_of_backward(self._end_of_backward)
         bucket = self._home[id(parameter)]
         bucket.missing -= 1
         if bucket.missing < 0:

@@ -48,6 +48,7 @@ from unisono.parallel.linear import is_linear
 from unisono.parallel.region import Region
 from unisono.parallel.rules import Styles
 from unisono.parallel.tensor_pieces import TP, add_up, lengths_of
+from unisono.torch_compat import BatchNormNd, ConvNd
 
 DIM = 1  # of the sequence
 Forward = Callable[..., Any]
@@ -406,7 +407,7 @@ def _needs_full(name: str, module: nn.Module, modules: dict[str, nn.Module], sty
     return style is None or style.kind in ("column_gather", "row_split")
 
 
-_TOKEN_MIXERS = (nn.MultiheadAttention, nn.RNNBase, nn.modules.conv._ConvNd)
+_TOKEN_MIXERS = (nn.MultiheadAttention, nn.RNNBase, ConvNd)
 
 
 def _require_sound(block_name: str, block: nn.Module, styles: Styles, full: Sequence[str]) -> None:
@@ -420,11 +421,11 @@ def _require_sound(block_name: str, block: nn.Module, styles: Styles, full: Sequ
         style = styles.get(inner_name)
         if style is not None and style.kind in ("column_gather", "row_split", "vocab", "mla_kv"):
             raise UsageError(f"{inner_name}: {style} inside a block does not go with sequence parallelism")
-        if style is not None and isinstance(module, nn.modules.conv._ConvNd) and style.kind in ("column", "row"):
+        if style is not None and isinstance(module, ConvNd) and style.kind in ("column", "row"):
             raise UsageError(
                 f"{inner_name}: {style} of a convolution does not go with sequence parallelism; leave sp out"
             )
-        if isinstance(module, nn.modules.batchnorm._BatchNorm):
+        if isinstance(module, BatchNormNd):
             raise UsageError(
                 f"{inner_name} takes means over all tokens, and sequence parallelism gives it some of them"
             )

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 from unisono.mesh.interception import Interception
+from unisono.torch_compat import no_torch_function
 
 _MOST = 20_000  # forms are a few hundred bytes each
 _META = torch.device("meta")
@@ -36,7 +37,7 @@ class KnownShapes(Interception):
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _gives_new_tensors(func):
             return func(*args, **kwargs)
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             key = _key(func, args, kwargs)
             if key is None:
                 return func(*args, **kwargs)

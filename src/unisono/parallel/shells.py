@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from unisono.errors import UsageError
 from unisono.mesh.interception import Interception
 from unisono.parallel.pipeline.dependence import LIKES
+from unisono.torch_compat import has_storage
 
 
 class Lent(Interception):
@@ -65,6 +66,6 @@ class Lent(Interception):
 
 
 def _found(leaf: Any, names: Mapping[StorageWeakRef, str]) -> str | None:
-    if not isinstance(leaf, torch.Tensor) or not torch._C._has_storage(leaf):
+    if not isinstance(leaf, torch.Tensor) or not has_storage(leaf):
         return None
     return names.get(StorageWeakRef(leaf.untyped_storage()))

@@ -4,10 +4,10 @@
         y = block(x)            # its attention reaches the tokens of all ranks
     spread.calls                # how often it was asked for
 
-The exchange is by name in torch.nn.functional, so nn.MultiheadAttention and everything else that looks the function up
-there takes part; the fused paths of torch's transformer layers, which do not, are switched off meanwhile. Keys that are
-not as many as this rank's tokens are those of a second sequence, which every rank has all of: no rank needs another's.
-Attention dropout draws the weights' mask by global positions, from the RandomState that is active.
+It is a handler of the attention dispatcher (torch_patches.py), so nn.MultiheadAttention and everything else that looks
+the function up in torch.nn.functional takes part; the fused paths of torch's transformer layers, which do not, are off.
+Keys that are not as many as this rank's tokens are those of a second sequence, which every rank has all of: no rank
+needs another's. Attention dropout draws the weights' mask by global positions, from the RandomState that is active.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from types import TracebackType
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
@@ -31,7 +30,9 @@ from unisono.parallel.ring_attention import Noise, ring_attention
 from unisono.parallel.tokens import Tokens
 from unisono.parallel.ulysses import heads_of, ulysses_attention
 from unisono.plan.plan import CONTEXT
+from unisono.torch_patches import attention, without_fused_attention
 
+Attention = Callable[..., torch.Tensor]  # F.scaled_dot_product_attention, or what is to run in its place
 _CHECKS = 100  # calls in which ranks compare the keys of a second sequence
 
 _entered: list[SpreadAttention] = []
@@ -51,24 +52,25 @@ class SpreadAttention:
         self.comm, self.kind, self.tokens = comm, kind, tokens
         self.calls = 0
         self._checks_left = _CHECKS
-        self._before: list[tuple[Callable[..., torch.Tensor], bool]] = []
+        self._scopes: list[contextlib.ExitStack] = []
 
     def __enter__(self) -> SpreadAttention:
-        self._before.append((F.scaled_dot_product_attention, torch.backends.mha.get_fastpath_enabled()))
-        F.scaled_dot_product_attention = self._attend
+        scope = contextlib.ExitStack()
+        scope.enter_context(attention.handled("context parallelism", self._attend))
+        scope.enter_context(without_fused_attention())
+        self._scopes.append(scope)
         _entered.append(self)
-        torch.backends.mha.set_fastpath_enabled(False)
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         _entered.pop()
-        F.scaled_dot_product_attention, fast = self._before.pop()
-        torch.backends.mha.set_fastpath_enabled(fast)
+        self._scopes.pop().close()
 
     def _attend(
         self,
+        attend: Attention,
         query: torch.Tensor,
         key: torch.Tensor,
         value: torch.Tensor,
@@ -87,7 +89,7 @@ class SpreadAttention:
         if not is_own:
             self._require_same_keys(k, v)
         run = self._own_tokens if is_own else self._second_sequence
-        out = run(q, k, v, attn_mask, dropout_p, is_causal, scale)
+        out = run(attend, q, k, v, attn_mask, dropout_p, is_causal, scale)
         return out if query.dim() == 4 else out.squeeze(0)
 
     def _require_same_keys(self, k: torch.Tensor, v: torch.Tensor) -> None:
@@ -110,6 +112,7 @@ class SpreadAttention:
 
     def _own_tokens(
         self,
+        attend: Attention,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -121,14 +124,14 @@ class SpreadAttention:
         mask = None if attn_mask is None else self._of_global_positions(attn_mask)
         causal = self._is_causal(causal) if mask is None else causal
         if self.kind == "ulysses":
-            return self._ulysses(q, k, v, mask, dropout_p, causal, scale)
+            return self._ulysses(attend, q, k, v, mask, dropout_p, causal, scale)
         if mask is None or not mask.requires_grad:
             return self._ring(q, k, v, mask, dropout_p, causal, scale)
         # The ring's backward makes no gradient of a mask; torch's attention to the keys of all ranks does.
         keys, values = (
             self.tokens.ordered(conjugates.gather_to_use(x, 2, self.tokens.counts, self.comm), 2) for x in (k, v)
         )
-        return self._second_sequence(q, keys, values, mask, dropout_p, causal, scale)
+        return self._second_sequence(attend, q, keys, values, mask, dropout_p, causal, scale)
 
     def _is_causal(self, causal: bool) -> bool:
         """What is_causal is where there are several tokens: models leave it out where they see one query, as a rank
@@ -148,6 +151,7 @@ class SpreadAttention:
 
     def _second_sequence(
         self,
+        attend: Attention,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -179,7 +183,7 @@ class SpreadAttention:
             scope = _random_state(dropout_p).sharded(2, held, of=tokens.length, only="attention")
         with scope:
             gqa = k.shape[1] != q.shape[1]
-            return self._before[0][0](q, k, v, mask, dropout_p, scale=scale, enable_gqa=gqa)
+            return attend(q, k, v, mask, dropout_p, scale=scale, enable_gqa=gqa)
 
     def _of_global_positions(self, mask: torch.Tensor) -> torch.Tensor:
         """The mask for the whole sequence. One that hides some of this rank's own keys is gathered from all ranks."""
@@ -227,6 +231,7 @@ class SpreadAttention:
 
     def _ulysses(
         self,
+        attend: Attention,
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
@@ -235,13 +240,12 @@ class SpreadAttention:
         causal: bool,
         scale: float | None,
     ) -> torch.Tensor:
-        plain = self._before[0][0]
         scope: Any = contextlib.nullcontext()
         if dropout_p > 0:
             mine = heads_of(q.shape[1], self.comm)
             scope = _random_state(dropout_p).sharded(1, mine, of=q.shape[1], only="attention")
         with scope:
-            return ulysses_attention(q, k, v, self.comm, causal, scale, self.tokens, mask, dropout_p, plain)
+            return ulysses_attention(q, k, v, self.comm, causal, scale, self.tokens, mask, dropout_p, attend)
 
 
 def _random_state(p: float) -> RandomState:

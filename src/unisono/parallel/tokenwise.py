@@ -43,6 +43,7 @@ from unisono.parallel.rules import Styles
 from unisono.parallel.sequence import full_sequence_modules
 from unisono.parallel.share import rows_between, rows_of
 from unisono.parallel.views import TokenViews
+from unisono.torch_patches import attention, patched, without_fused_attention
 
 _SMALL = 5 * 10**7  # parameters of a model that is tried
 _SMALL_HOLLOW = 2 * 10**6  # of one that is not built, since no rank is to have more than its own
@@ -151,7 +152,6 @@ class _Trial:
         self._last = ""  # the place up to which the two runs agreed
         self._seen: dict[str, list[Any]] = defaultdict(list)
         self._turn: dict[str, int] = defaultdict(int)
-        self._attention = F.scaled_dot_product_attention
         self._rest = ExitStack()
         last = len(blocks.modules) - 1
         full = full_sequence_modules(blocks, styles) if word == "sp" else ()
@@ -202,17 +202,13 @@ class _Trial:
 
     @contextmanager
     def _intercepted(self) -> Iterator[None]:
-        fast = torch.backends.mha.get_fastpath_enabled()
-        torch.backends.mha.set_fastpath_enabled(False)
-        drop = F.dropout
-        if self._word == "cp":
-            F.scaled_dot_product_attention = self._attend
-            F.dropout = partial(self._drop, drop)
-        try:
+        with ExitStack() as scope:
+            scope.enter_context(without_fused_attention())
+            if self._word == "cp":
+                scope.enter_context(attention.handled("token check", self._attend))
+                drop = partial(self._drop, F.dropout)
+                scope.enter_context(patched(F, "dropout", drop, why="cp requires tokens along dim 1 of its argument"))
             yield
-        finally:
-            torch.backends.mha.set_fastpath_enabled(fast)
-            F.scaled_dot_product_attention, F.dropout = self._attention, drop
 
     # ---- what is on the way ------------------------------------------------------------------------------------------
 
@@ -295,13 +291,13 @@ class _Trial:
         return forward(*args, **kwargs)
 
     def _attend(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+        self, attend: Forward, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
     ) -> torch.Tensor:
         """What goes in must be that of the rank's tokens (positions that a block counts from 0 are not), what comes
         out is."""
         given = {"query": query, "key": key, "value": value}
         if not self._is_second:
-            outcome = self._attention(query, key, value, *args, **kwargs)
+            outcome: torch.Tensor = attend(query, key, value, *args, **kwargs)
             self._seen["attention"].append(outcome)
             self._seen["attended"].append(given)
             return outcome

@@ -24,7 +24,7 @@ from unisono.mesh.fused import fused
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import Key, RandomState, SampleDim
 from unisono.parallel.batch_loss import GatheredLoss
-from unisono.parallel.clip import clip_by_norm, clip_by_value
+from unisono.parallel.clip import TorchClipping, clip_by_norm, clip_by_value
 from unisono.parallel.context import Context
 from unisono.parallel.data import DataParallel
 from unisono.parallel.expert import collect_aux
@@ -89,6 +89,7 @@ class Trainer:
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
     model_loss: ModelLoss | None = None  # where the model computes the loss of labels among its inputs
     holds_shards: bool = False  # whether the optimizer has less than all of every parameter
+    torch_clipping: TorchClipping | None = None  # of gradients that are sharded, in a loop of the user's own
     reads: ParameterReads | None = None  # of parameters by other modules than their own, until a step has shown none
     batch: str = "global"  # what ranks give: "global", all of them the same batch, or "local", their own samples
     is_updating: bool = False  # whether the optimizer's step is one of this trainer's
@@ -143,6 +144,7 @@ class Trainer:
         self.optimizer.zero_grad()
         for _, parameter in self.optimized():
             parameter.grad = None
+        self.forget_gradients()
 
     def _step_with_closure(self, batch: Batch) -> torch.Tensor:
         """For optimizers that evaluate the model several times in a step, each time with the step's random numbers."""
@@ -162,7 +164,15 @@ class Trainer:
     def backward(self, batch: Batch) -> torch.Tensor:
         """Forward and backward only; after it, gradients are those of the global batch, before clipping."""
         with self.replicas.stepping():
-            return self._backward(batch)
+            loss = self._backward(batch)
+        if self.torch_clipping is not None:
+            self.torch_clipping.refuse()
+        return loss
+
+    def forget_gradients(self) -> None:
+        """Gradients have been used, or are gone: until the next backward there is nothing that torch could clip."""
+        if self.torch_clipping is not None:
+            self.torch_clipping.allow()
 
     def _backward(self, batch: Batch) -> torch.Tensor:
         if self.tries_samples:
@@ -197,6 +207,7 @@ class Trainer:
             self.skipped += 1
         if self.scaler is not None:
             self.scaler.update()
+        self.forget_gradients()
         self.steps += 1
 
     @contextlib.contextmanager

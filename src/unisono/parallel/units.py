@@ -43,6 +43,7 @@ from unisono.parallel.blocks import is_container
 from unisono.parallel.layout import lay
 from unisono.parallel.pieces import Piece, PieceBucket
 from unisono.parallel.value_reads import is_ours, reads_values
+from unisono.torch_compat import at_end_of_backward, no_torch_function, no_torch_function_subclass
 
 
 class Unit:
@@ -251,7 +252,7 @@ class Units:
         def hook(_module: nn.Module, args: Any, kwargs: Any, outputs: Any) -> Any:
             outputs = without_views(outputs, unit.parameters)
             given = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-            with torch._C.DisableTorchFunctionSubclass():
+            with no_torch_function_subclass():
                 others = {id(each) for leaf in given for each in (leaf, leaf._base)}  # of another unit, handed on
             for leaf in tree_leaves(outputs):
                 if isinstance(leaf, torch.Tensor) and leaf.requires_grad and id(leaf) not in others:
@@ -318,7 +319,7 @@ class Units:
                 self._is_under_way = True
                 self._turns = turns
                 self._turns.is_backward = True
-                torch.autograd.Variable._execution_engine.queue_callback(self._after_backward)
+                at_end_of_backward(self._after_backward)
             if unit.is_in_backward:
                 return
             if unit not in self.roots:
@@ -375,7 +376,7 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[Any], None], others: Colle
     A view that is written to loses its own hooks; what it is a view of keeps its node of the graph.
     """
     tensor.register_hook(hook)
-    with torch._C.DisableTorchFunctionSubclass():  # a piece of the logits is not to become the whole for this
+    with no_torch_function_subclass():  # a piece of the logits is not to become the whole for this
         base = tensor._base
     if base is not None and base.grad_fn is not None and id(base) not in others:
         base.grad_fn.register_prehook(hook)
@@ -427,7 +428,7 @@ class Turns:
 
     def _of_all_ranks(self, number: int) -> list[int]:
         assert self._comm is not None
-        with torch._C.DisableTorchFunction():  # these values are not the model's
+        with no_torch_function():  # these values are not the model's
             announced = torch.empty(self._comm.size, dtype=torch.int64, device=self._comm.device)
             self._comm.all_gather_into(announced, torch.tensor([number], device=self._comm.device))
             numbers: list[int] = announced.tolist()

@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from unisono.errors import UsageError
@@ -30,6 +29,7 @@ from unisono.parallel.recompute import recomputed_modules
 from unisono.parallel.shapes import KnownShapes
 from unisono.parallel.share import BatchDim, first_rows, rows_between
 from unisono.plan.plan import Plan
+from unisono.torch_compat import TorchDispatchMode
 
 _KNOWN = (_NormBase, MoE)  # modules whose buffers are kept right, or refused, elsewhere
 

@@ -38,6 +38,7 @@ from unisono.quantum.sharing import Grid, Share, share, share_grid
 from unisono.quantum.shifting import finite_differences, parameter_shift
 from unisono.quantum.state import State, device_of, nodes_of
 from unisono.quantum.tracks import narrowest
+from unisono.torch_compat import is_functorch_wrapped
 
 METHODS = ("adjoint", "parameter-shift", "finite-diff")
 KEPT = 256 << 20  # bytes of final states that a forward keeps for its backward; beyond, circuits are run again
@@ -115,7 +116,7 @@ class Layer(nn.Module):
             return self(x[None])[0]
         if x.dim() != 2 or x.shape[1] != self.features:
             return self._refuse(x)
-        if any(torch._C._functorch.is_functorch_wrapped_tensor(each) for each in (self.weights, x)):
+        if any(is_functorch_wrapped(each) for each in (self.weights, x)):
             raise UsageError(
                 "a quantum layer under torch.func (vmap, grad, jvp, ...): its kernels need real numbers; call it with "
                 "(batch, features), which does all samples at once, and use autograd (backward, torch.autograd.grad)"

@@ -23,9 +23,9 @@ from unisono.graph.account import SHORT
 from unisono.mesh.interception import Interception
 from unisono.parallel.trainer import Trainer
 from unisono.plan.action import Action
+from unisono.torch_compat import MODULE_CALL, in_backward
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
-_CALL = nn.Module._call_impl.__code__
 _UPDATE = Trainer.update.__code__
 _COMM = os.path.dirname(os.path.abspath(traffic.__file__)) + os.sep
 _PASSED_OVER = {"detach", "alias", "empty", "empty_like", "lift_fresh", "t", "view"}
@@ -111,11 +111,11 @@ class _Ops(Interception):
 def _place(names: dict[nn.Module, str], in_comm: bool = False) -> tuple[str, str] | None:
     """In which part of a step the caller is, and in which module; None for what a communicator does by itself."""
     path: str | None = None
-    phase = BACKWARD if torch._C._current_graph_task_id() != -1 else FORWARD
+    phase = BACKWARD if in_backward() else FORWARD
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
-        if code is _CALL:
+        if code is MODULE_CALL:
             path = names.get(frame.f_locals["self"]) if path is None else path
         elif code is _UPDATE:
             phase = UPDATE

@@ -19,8 +19,9 @@ from types import TracebackType
 from typing import Any
 
 import torch
-from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
+
+from unisono.torch_compat import OpOverload
 
 _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 

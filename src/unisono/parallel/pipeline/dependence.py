@@ -16,6 +16,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_leaves
 
 from unisono.mesh.interception import Interception
+from unisono.torch_compat import has_storage
 
 _PLAIN = frozenset((int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format))
 _aten = torch.ops.aten
@@ -92,7 +93,7 @@ def storages_of(tree: Any) -> list[StorageWeakRef]:
     while pending:
         each = pending.pop()
         if isinstance(each, torch.Tensor):
-            if torch._C._has_storage(each):
+            if has_storage(each):
                 found.append(StorageWeakRef(each.untyped_storage()))
         elif type(each) in (tuple, list):
             pending.extend(each)

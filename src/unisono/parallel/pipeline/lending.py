@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map
 
 from unisono.mesh.draft import Draft, source_of, tensors_in
 from unisono.parallel.pipeline.shadow import Shadow
+from unisono.torch_compat import no_torch_function
 
 _KEPT = 2  # times the largest tensor: a layer of experts asks for the same tensors for each of them
 
@@ -40,7 +41,7 @@ class Lending(Shadow):
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             args, kwargs = tree_map(self._real, (args, kwargs or {}))
         return super().__torch_dispatch__(func, types, args, kwargs)
 

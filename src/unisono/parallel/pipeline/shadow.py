@@ -16,6 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
 from unisono.mesh.interception import Interception
+from unisono.torch_compat import no_torch_function
 
 _META = torch.device("meta")
 
@@ -35,7 +36,7 @@ class Shadow(Interception):
         super().__exit__(*error)
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        with torch._C.DisableTorchFunction():
+        with no_torch_function():
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if any(tensor.device == _META for tensor in tensors):
                 args, kwargs = tree_map(_hollowed, (args, kwargs))

@@ -1,0 +1,145 @@
+"""The private names of torch that unisono uses, in one place. Tried on torch 2.11 and 2.13.
+
+A torch release that renames one of them is served here, and nowhere else. Not here: `torch.utils._pytree`, which is in
+common use, and attributes of modules and tensors (`_parameters`, `_backward_hooks`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.nn.utils import clip_grad
+from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimizer_post_hooks
+from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
+from torch.overrides import _get_current_function_mode_stack as function_modes
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes as disable_dispatch_modes
+
+__all__ = [
+    "MODULE_CALL",
+    "NN_FUNCTIONS",
+    "SPARE_KEYS",
+    "BatchNormNd",
+    "ConvNd",
+    "FakeTensor",
+    "FakeTensorMode",
+    "NormBase",
+    "OpOverload",
+    "TorchDispatchMode",
+    "at_end_of_backward",
+    "clip_grad",
+    "disable_dispatch_modes",
+    "exclude_key",
+    "foreach_copy_",
+    "foreach_mul_",
+    "foreach_norm",
+    "function_modes",
+    "global_optimizer_post_hooks",
+    "global_optimizer_pre_hooks",
+    "has_storage",
+    "in_backward",
+    "include_key",
+    "is_functorch_wrapped",
+    "no_function_modes",
+    "no_spare_keys",
+    "no_torch_function",
+    "no_torch_function_subclass",
+    "random_ops",
+    "storage_uses",
+    "will_run",
+]
+
+# ---- modes: what torch calls in the place of its functions -----------------------------------------------------------
+
+no_torch_function = torch._C.DisableTorchFunction  # neither modes nor subclasses of tensors
+no_torch_function_subclass = torch._C.DisableTorchFunctionSubclass
+
+
+@contextlib.contextmanager
+def no_function_modes() -> Iterator[None]:
+    """In the block, no TorchFunctionMode is active, and new ones may be entered."""
+    modes = [torch._C._pop_torch_function_stack() for _ in range(torch._C._len_torch_function_stack())]
+    try:
+        yield
+    finally:
+        for mode in reversed(modes):
+            torch._C._push_on_torch_function_stack(mode)
+
+
+# Keys of torch's dispatcher that are above autograd, and that torch itself uses in its own tests only.
+SPARE_KEYS = ("TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper")
+_PARSED = {name: torch._C._dispatch_key_parse(name) for name in SPARE_KEYS}
+_SPARE = functools.reduce(operator.or_, map(torch._C.DispatchKeySet, _PARSED.values()))
+
+
+def exclude_key(name: str, is_excluded: bool) -> None:
+    """Whether this thread's ops pass by kernels that are registered under a spare key: a block without a block."""
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_PARSED[name], is_excluded)
+
+
+def include_key(name: str, is_included: bool) -> None:
+    """Whether this thread's ops look for kernels that are registered under a spare key."""
+    torch._C._dispatch_tls_set_dispatch_key_included(_PARSED[name], is_included)
+
+
+def no_spare_keys() -> contextlib.AbstractContextManager[Any]:
+    """In the block, this thread's ops pass by the kernels that are registered under spare keys."""
+    return torch._C._ExcludeDispatchKeyGuard(_SPARE)
+
+
+def random_ops() -> Iterator[tuple[str, Any]]:
+    """All ops of aten that draw from a generator, such as "normal_" and "bernoulli_.float", with their schemas."""
+    for name in torch._C._dispatch_get_all_op_names():
+        op, _, overload = name.partition(".")
+        if op.startswith("aten::"):
+            tags = torch._C._get_operation_overload(op, overload)[2]
+            if torch.Tag.nondeterministic_seeded in tags:
+                yield name.removeprefix("aten::"), torch._C._get_schema(op, overload)
+
+
+# ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+def in_backward() -> bool:
+    """Whether this thread is in a backward pass."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def will_run(node: Any) -> bool:
+    """Whether the backward that is under way runs a node; RuntimeError of a leaf's node in torch.autograd.grad."""
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+# ---- tensors ---------------------------------------------------------------------------------------------------------
+
+has_storage = torch._C._has_storage
+is_functorch_wrapped = torch._C._functorch.is_functorch_wrapped_tensor
+foreach_copy_ = torch._foreach_copy_
+foreach_mul_ = torch._foreach_mul_
+foreach_norm = torch._foreach_norm
+
+
+def storage_uses(storage: torch.UntypedStorage) -> int:
+    """How many tensors lie in a storage."""
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+# ---- modules ---------------------------------------------------------------------------------------------------------
+
+MODULE_CALL = nn.Module._call_impl.__code__  # of the frames in which modules run
+NN_FUNCTIONS = torch._C._nn
+ConvNd = nn.modules.conv._ConvNd
+BatchNormNd = nn.modules.batchnorm._BatchNorm
+NormBase = nn.modules.batchnorm._NormBase
