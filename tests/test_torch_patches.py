@@ -3,15 +3,30 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
+from torch import nn
 
+import unisono as uni
+from tests.equivalence import tasks
+from tests.ranks import RankPool
+from tests.train.shown import with_twelve_rows
+from unisono.comm.communicator import Communicator
+from unisono.comm.solo import alone
 from unisono.errors import InternalError
 from unisono.mesh.random import RandomState
 from unisono.torch_patches import Dispatcher, PatchSet, active_patches, attention, on_patched_call, original, patched
+from unisono.train.dry_run import run_here
+from unisono.train.plan_program import PlanProgram
+from unisono.verify.verify import verify_here
+
+Pools = Callable[[str, int], RankPool]
 
 
 def twice(x: torch.Tensor) -> torch.Tensor:
@@ -120,3 +135,51 @@ def test_observers_see_what_a_model_calls_and_not_what_unisono_makes_of_it() -> 
     with RandomState(0):
         model(x)
     assert len(seen) == 5
+
+
+# ---- nothing is left -------------------------------------------------------------------------------------------------
+
+_OWNERS = (
+    *(torch, torch.Tensor, torch.nn.functional, torch.nn.utils, torch.nn.utils.clip_grad, dist, nn.Module),
+    *(dist.distributed_c10d, torch.optim.Optimizer, torch.autograd.Function),
+)
+
+
+def attributes() -> dict[tuple[str, str], Any]:
+    """Of torch's modules and classes; without submodules, which are imported when they are needed."""
+    found = {(str(owner), name): value for owner in _OWNERS for name, value in vars(owner).items()}
+    return {key: value for key, value in found.items() if not isinstance(value, ModuleType)}
+
+
+def uses_everything(comm: Communicator) -> None:
+    task, plans = with_twelve_rows(tasks.gpt), ("dp=2,zero=1", "cp=2,recompute=selective", "tp=2")
+    x, y = task.batch(0)
+    before, keys = attributes(), torch._C._dispatch_tls_local_include_set()
+    for plan in plans:
+        trainer = uni.parallelize(task.model, plan, loss=task.loss, optimizer=task.optimizer, example=(x, y))
+        trainer.step((x, y))
+        task.loss(trainer.model(x), y).backward()
+        trainer.optimizer.step()
+        trainer.evaluate((x, y))
+        assert verify_here(comm, task, uni.Plan.parse(plan), 1).equivalent
+        with alone():
+            PlanProgram(task, uni.Plan.parse(plan)).parts(0)
+    require_unchanged(before, keys)
+
+
+def require_unchanged(before: dict[tuple[str, str], Any], keys: Any) -> None:
+    assert active_patches() == []
+    after = attributes()
+    assert {key for key in before if after.get(key) is not before[key]} == set()
+    assert {key for key in after.keys() - before.keys() if not key[1].startswith("__")} == set()
+    assert torch._C._dispatch_tls_local_include_set() == keys
+
+
+def test_torch_is_as_it_was_after_all_that_unisono_does(pools: Pools) -> None:
+    pools("gloo", 2).run(uses_everything)
+
+
+def test_torch_is_as_it_was_after_a_dry_run() -> None:
+    before, keys = attributes(), torch._C._dispatch_tls_local_include_set()
+    run_here(tasks.gpt, uni.Plan.parse("dp=2,cp=2"), 1, steps=1)
+    require_unchanged(before, keys)

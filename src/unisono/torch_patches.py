@@ -29,7 +29,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import ModuleType
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ Observer = Callable[[Function, tuple[Any, ...], dict[str, Any], Any], None]
 
 _ABSENT = object()  # instead of a value that a class inherits, and does not have itself
 _UNISONO = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_FRAMES_OF_MODES = 6  # between a function of torch and what a mode calls for it
 _lock = threading.RLock()
 _entered: list[PatchSet] = []
 _observers: list[tuple[int, Observer]] = []  # with the thread whose calls they see
@@ -178,8 +179,12 @@ def _entry(owner: Any, name: str, replacement: Any) -> Any:
 def observed(own: Function, replacement: Function, depth: int = 1) -> Function:
     """The replacement of a torch function, with which observers see calls. depth: how many frames up the caller is."""
 
+    code = getattr(own, "__code__", None)
+
     @functools.wraps(own)
     def entry(*args: Any, **kwargs: Any) -> Any:
+        if code is not None and _is_running(code):
+            return own(*args, **kwargs)
         result = replacement(*args, **kwargs)
         if _observers and not sys._getframe(depth).f_code.co_filename.startswith(_UNISONO):
             for thread, observe in tuple(_observers):
@@ -188,6 +193,17 @@ def observed(own: Function, replacement: Function, depth: int = 1) -> Function:
         return result
 
     return entry
+
+
+def _is_running(code: CodeType) -> bool:
+    """Whether torch's own function has been called, and has asked a TorchFunctionMode: that is given the function as
+    its module has it, so the patched one, which would be handled only where a mode happens to be active."""
+    frame: FrameType | None = sys._getframe(2)
+    for _ in range(_FRAMES_OF_MODES):
+        if frame is None or frame.f_code is code:
+            return frame is not None
+        frame = frame.f_back
+    return False
 
 
 # ---- functions that several parts of unisono handle ----------------------------------------------------------------
