@@ -18,11 +18,11 @@ from tests.equivalence import tasks
 from tests.ranks import RankPool
 from tests.train.shown import with_twelve_rows
 from unisono.comm.communicator import Communicator
-from unisono.comm.solo import alone
+from unisono.comm.rendezvous.solo import alone
 from unisono.errors import InternalError
 from unisono.mesh.random import RandomState
+from unisono.simulate.dry_run import run_here
 from unisono.torch_patches import Dispatcher, PatchSet, active_patches, attention, on_patched_call, original, patched
-from unisono.train.dry_run import run_here
 from unisono.train.plan_program import PlanProgram
 from unisono.verify.verify import verify_here
 
@@ -148,7 +148,7 @@ _OWNERS = (
 def attributes() -> dict[tuple[str, str], Any]:
     """Of torch's modules and classes; without submodules, which are imported when they are needed."""
     found = {(str(owner), name): value for owner in _OWNERS for name, value in vars(owner).items()}
-    return {key: value for key, value in found.items() if not isinstance(value, ModuleType)}
+    return {key: value for key, value in found.items() if not issubclass(type(value), ModuleType)}
 
 
 def uses_everything(comm: Communicator) -> None:

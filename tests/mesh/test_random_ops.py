@@ -19,8 +19,8 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.initial import build
 from unisono.mesh.random import RandomState
+from unisono.parallel.task import Task
 from unisono.verify.float64 import InDouble
-from unisono.verify.task import Task
 from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]

@@ -22,6 +22,7 @@ from unisono.comm.watchdog.op_log import P2P, describe
 from unisono.comm.watchdog.watchdog import MARGIN, Watchdog
 from unisono.errors import UsageError
 from unisono.launch import turns
+from unisono.torch_patches import patched
 
 MakeTransport = Callable[[dist.ProcessGroup, str], Transport]
 
@@ -41,12 +42,9 @@ def _group_named(name: str) -> Iterator[None]:
     torch names a group that only its members make after the number of groups the rank is in already; that number may
     differ between members, who then wait for each other under different names.
     """
-    original = distributed_c10d._process_group_name
-    distributed_c10d._process_group_name = lambda *_, **__: name  # type: ignore[assignment]
-    try:
+    why = "ranks that make a group name it alike"
+    with patched(distributed_c10d, "_process_group_name", lambda *_, **__: name, why=why):
         yield
-    finally:
-        distributed_c10d._process_group_name = original
 
 
 class Communicator(Objects):

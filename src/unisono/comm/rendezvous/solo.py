@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from unisono.comm.rendezvous import world
+from unisono.torch_patches import patched
 
 _TORCHRUN = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "GROUP_WORLD_SIZE", "NODE_RANK"),
@@ -65,15 +66,14 @@ def _without_unisono_world() -> Iterator[None]:
 @contextlib.contextmanager
 def _in_a_group_of_one() -> Iterator[None]:
     state = distributed_c10d._world
-    joined, is_initialized = state.default_pg, dist.is_initialized
+    joined = state.default_pg
     group = _group_of_one()
     state.default_pg = group
-    dist.is_initialized = lambda: False
     try:
-        yield
+        with patched(dist, "is_initialized", lambda: False, why="one device has no process group"):
+            yield
     finally:
         state.default_pg = joined
-        dist.is_initialized = is_initialized
         for known in (state.pg_map, state.pg_names, state.pg_group_ranks, state.pg_backend_config):
             known.pop(group, None)
 

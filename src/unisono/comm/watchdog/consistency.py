@@ -14,7 +14,6 @@ Signatures of the same number must agree on all ranks of a group. They are compa
 
 from __future__ import annotations
 
-import functools
 import inspect
 import json
 import math
@@ -31,6 +30,7 @@ from torch.distributed import distributed_c10d
 from unisono.comm.watchdog import report
 from unisono.comm.watchdog.op_log import UNEVEN, Entry, OpLog, Record
 from unisono.errors import HangError
+from unisono.torch_patches import PatchSet, original
 
 
 class Signature(NamedTuple):
@@ -189,40 +189,37 @@ class TorchCalls:
     def __init__(self, log_of: Callable[[dist.ProcessGroup], OpLog], agree: Callable[[OpLog], None]) -> None:
         self._log_of = log_of
         self._agree = agree
-        self._originals = {name: getattr(dist, name) for name in _NAMES if hasattr(dist, name)}
+        calls = {name: self._wrapped(name, original(dist, name)) for name in _NAMES if hasattr(dist, name)}
+        self._patches = PatchSet(
+            {(home, name): call for name, call in calls.items() for home in (dist, distributed_c10d)},
+            why="the user's own collectives are compared between ranks",
+            until="the world ends",
+        )
 
     def wrap(self) -> None:
-        for name, original in self._originals.items():
-            self._put(name, self._wrapped(name, original))
+        self._patches.enter()
 
     def unwrap(self) -> None:
-        for name, original in self._originals.items():
-            self._put(name, original)
+        self._patches.leave()
 
-    @staticmethod
-    def _put(name: str, function: Callable[..., Any]) -> None:
-        for module in (dist, distributed_c10d):
-            if hasattr(module, name):
-                setattr(module, name, function)
+    def _wrapped(self, name: str, own: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(own)
 
-    def _wrapped(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        @functools.wraps(original)
         def call(*arguments: Any, **options: Any) -> Any:
-            if sys._getframe(1).f_code.co_filename.startswith(_INSIDE):
-                return original(*arguments, **options)
+            caller = sys._getframe(2)  # of the patched function, which calls this one
+            if caller.f_code.co_filename.startswith(_INSIDE):
+                return own(*arguments, **options)
             given = signature.bind(*arguments, **options).arguments
             group = given.get("group")
             if group is dist.GroupMember.NON_GROUP_MEMBER:
-                return original(*arguments, **options)
+                return own(*arguments, **options)
             log = self._log_of(distributed_c10d._get_default_group() if group is None else group)
             tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
             tensor = tensors[0] if tensors and "object" not in name else None
-            log.enter(f"torch.distributed.{name}", _detail(name, given), tensor, sys._getframe(1))
+            log.enter(f"torch.distributed.{name}", _detail(name, given), tensor, caller)
             try:
                 self._agree(log)
-                return original(*arguments, **options)
+                return own(*arguments, **options)
             finally:
                 log.left = log.entered
 
