@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -143,12 +142,13 @@ _OWNERS = (
     *(torch, torch.Tensor, torch.nn.functional, torch.nn.utils, torch.nn.utils.clip_grad, dist, nn.Module),
     *(dist.distributed_c10d, torch.optim.Optimizer, torch.autograd.Function),
 )
+_DESCRIPTORS = (property, staticmethod, classmethod)
 
 
 def attributes() -> dict[tuple[str, str], Any]:
-    """Of torch's modules and classes; without submodules, which are imported when they are needed."""
+    """Functions and classes of torch's modules and classes; not the state that torch itself keeps in variables."""
     found = {(str(owner), name): value for owner in _OWNERS for name, value in vars(owner).items()}
-    return {key: value for key, value in found.items() if not issubclass(type(value), ModuleType)}
+    return {key: value for key, value in found.items() if callable(value) or isinstance(value, _DESCRIPTORS)}
 
 
 def uses_everything(comm: Communicator) -> None:
