@@ -48,12 +48,12 @@ class CrashNote:
         os.close(handle)
 
     def write(self, log: OpLog, op: str, detail: str, tensor: torch.Tensor | None, frame: FrameType) -> None:
-        """Note that an operation, the last one entered in `log`, is about to begin."""
+        """Note that the last operation entered in `log` is about to begin. Only collectives get their number."""
         what = "" if tensor is None else f" {describe(tensor.shape, tensor.dtype)}"
-        shown = f"{op}({detail})" if detail else op
+        shown = (f"{op}({detail})" if detail else op) + ("" if log.is_p2p else f" #{log.entered}")
         is_world = log.group.removesuffix(P2P) == "world"
         group = "" if is_world else f" in the group of ranks {','.join(map(str, log.ranks))}"
-        data = f"{shown} #{log.entered}{what} at {frame_place(frame)}{group}\n".encode()[-_SIZE:]
+        data = f"{shown}{what} at {frame_place(frame)}{group}\n".encode()[-_SIZE:]
         self._map[: len(data)] = data
 
     def address(self) -> str:
