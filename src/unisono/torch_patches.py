@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 import os
 import sys
 import threading
@@ -179,7 +180,7 @@ def _entry(owner: Any, name: str, replacement: Any) -> Any:
 def observed(own: Function, replacement: Function, depth: int = 1) -> Function:
     """The replacement of a torch function, with which observers see calls. depth: how many frames up the caller is."""
 
-    code = getattr(own, "__code__", None)
+    code = getattr(inspect.unwrap(own), "__code__", None)
 
     @functools.wraps(own)
     def entry(*args: Any, **kwargs: Any) -> Any:

@@ -191,7 +191,12 @@ class TorchCalls:
         self._agree = agree
         calls = {name: self._wrapped(name, original(dist, name)) for name in _NAMES if hasattr(dist, name)}
         self._patches = PatchSet(
-            {(home, name): call for name, call in calls.items() for home in (dist, distributed_c10d)},
+            {
+                (home, name): call
+                for name, call in calls.items()
+                for home in (dist, distributed_c10d)
+                if hasattr(home, name)
+            },
             why="the user's own collectives are compared between ranks",
             until="the world ends",
         )
