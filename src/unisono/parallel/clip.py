@@ -125,13 +125,13 @@ class TorchClipping:
     """
 
     def __init__(self, parameters: Iterable[torch.Tensor], plan: str) -> None:
-        self._parameters = list(parameters)
-        self._is_refused = False
-        for parameter in self._parameters:
+        self._is_sharded = self._is_refused = False
+        for parameter in parameters:  # not kept: whoever keeps this object does not keep the model
             setattr(parameter, _SHARDED_BY, plan)
+            self._is_sharded = True
 
     def refuse(self) -> None:
-        if self._parameters and not self._is_refused:
+        if self._is_sharded and not self._is_refused:
             self._is_refused = True
             _REFUSALS.enter()
 
