@@ -12,10 +12,11 @@ from typing import Any
 import unisono
 from unisono.comm import bench_command, doctor
 from unisono.errors import UnisonoError, UsageError
+from unisono.explain import command as explain_command
 from unisono.launch import command as run_command
 from unisono.quantum import command as qsim_command
 from unisono.report import command as report_command
-from unisono.train import explain_command, measure_command, plan_command
+from unisono.train import measure_command, plan_command
 from unisono.verify import command as verify_command
 
 

@@ -34,7 +34,7 @@ def quickstart() -> Lowered:
 
 
 def test_the_quickstart_is_as_published(quickstart: Lowered) -> None:
-    text = as_text(quickstart)
+    text = as_text(account(quickstart))
     lines = [line.partition("|")[2].strip() for line in text.splitlines()]
     start = next(i for i, line in enumerate(lines) if line.startswith("matmul = "))
     assert lines[start].endswith("strategy ((2,4),(4,1))")
@@ -60,7 +60,7 @@ def test_every_rank_has_its_own_groups(quickstart: Lowered) -> None:
 
 
 def test_a_page_stands_alone(quickstart: Lowered) -> None:
-    page = as_page(quickstart, rank=3, title="a <title>")
+    page = as_page(account(quickstart, rank=3), title="a <title>")
     assert "a &lt;title&gt;" in page
     assert "prefers-color-scheme: dark" in page
     assert 'name="viewport"' in page
@@ -70,7 +70,7 @@ def test_a_page_stands_alone(quickstart: Lowered) -> None:
 
 
 def test_a_drawing_shows_collectives_in_colour(quickstart: Lowered) -> None:
-    drawing = as_svg(quickstart)
+    drawing = as_svg(account(quickstart))
     assert drawing.count("<circle") == len(list(quickstart.computes))
     assert drawing.count(">reduce_scatter<") == 3  # the legend and two moves
     assert "#2f9e44" in drawing

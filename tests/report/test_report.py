@@ -109,8 +109,6 @@ def reported(comm: Communicator, folder: str) -> None:
     with known_machine():
         trained.foreseen()
     trained.fit(data(), steps=4, epochs=2, batch_size=8, save=folder, progress=False)
-    if comm.rank == 0:
-        (Path(folder) / "program.html").write_text(trained.program_page())
 
 
 @pytest.fixture(scope="module")
@@ -152,7 +150,7 @@ def test_memory_and_bytes_in_the_ledger_are_those_of_the_plan(run_folder: Path) 
 
 def test_the_program_of_a_mixture_has_a_page(run_folder: Path) -> None:
     page = (run_folder / "program.html").read_text()
-    assert "moe = moe(" in page
+    assert "blocks.0.experts" in page
     assert page.count("all_to_all</b> over ep ranks (0,1)") == 5
 
 
@@ -167,8 +165,8 @@ def test_each_stage_has_its_program_as_it_ran(run_folder: Path) -> None:
         assert heard == [shape] * 2
         ops = {(row.name, row.where) for row in program.rows if row.kind == "op"}
         own, foreign = ("blocks.0", "blocks.1") if program is first else ("blocks.1", "blocks.0")
-        assert ("native_layer_norm", f"{own}.norm") in ops
-        assert ("native_layer_norm", f"{foreign}.norm") not in ops
+        assert ("layer_norm", f"{own}.norm") in ops
+        assert ("layer_norm", f"{foreign}.norm") not in ops
         sent = [row for row in program.rows if row.name == "all_to_all" and f" {own}.experts (" in row.where]
         assert len([row for row in sent if row.phase == "forward"]) == 3, "how many come, there and back"
         assert all("among ranks 0, 1" in row.where if program is first else "2, 3" in row.where for row in sent)

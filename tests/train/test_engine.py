@@ -11,7 +11,6 @@ import os
 import re
 import resource
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -269,39 +268,17 @@ def test_what_was_expected_is_known_after_a_restart(tmp_path: Path, pools: Calla
     pools("gloo", 1).run(expected_again, str(tmp_path))
 
 
-class Branching(Words):
-    """Has no graph, as its forward looks at values."""
-
-    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        return super().forward(tokens) * (2 if tokens.sum() > 0 else 1)
-
-
-def shown(comm: Any) -> None:
-    batch = torch.utils.data.default_collate(data(8))
-    built: list[nn.Module] = []
-
-    def once() -> nn.Module:
-        if built:
-            raise KeyError("built before")
-        built.append(Words().double())
-        return built[0]
-
-    of_function = engine("dp=2").prepare(batch).program_page()
-    of_module = engine("dp=2", model=Words().double()).prepare(batch).program_page()  # which the plan cut in place
-    assert of_module == of_function
-    assert ("all_reduce" in of_function) == (comm.rank == 0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert not engine("dp=2", model=lambda: Branching().double()).prepare(batch).program_page()
-    if comm.rank == 0:
-        with pytest.warns(RuntimeWarning, match="no page of its program under plan dp=2: KeyError: 'built before'"):
-            assert not engine("dp=2", model=once).prepare(batch).program_page()
-    else:
-        engine("dp=2", model=once).prepare(batch)
+def recorded(comm: Any, folder: str) -> None:
+    for name, model in (("function", lambda: Words().double()), ("module", Words().double())):
+        trained = engine("dp=2", model=model)
+        trained.fit(data(16), steps=2, batch_size=8, save=f"{folder}/{name}", progress=False)
 
 
-def test_a_program_is_shown_or_it_is_told_why_not(pools: Callable[[str, int], RankPool]) -> None:
-    pools("gloo", 2).run(shown)
+def test_a_run_folder_has_the_program_of_a_step(pools: Callable[[str, int], RankPool], tmp_path: Path) -> None:
+    pools("gloo", 2).run(recorded, str(tmp_path))
+    of_function, of_module = ((tmp_path / name / "program.html").read_text() for name in ("function", "module"))
+    assert "all_reduce" in of_function
+    assert of_module == of_function  # which the plan sharded in place
 
 
 def refused_folders(comm: Any, place: str) -> None:

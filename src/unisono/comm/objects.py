@@ -28,6 +28,8 @@ class Objects(PointToPoint):
     def broadcast_object(self, value: Any, root: int = 0, *, async_op: bool = False) -> Outcome:
         """The root's value, on every rank."""
         self._require_rank("root", root)
+        if self.is_simulated:
+            return self._alike("broadcast_object", value, async_op)
         is_root = self.rank == root
         sent = Pickled(value, "broadcast_object", root) if is_root else None
         received: list[torch.Tensor] = []
@@ -45,6 +47,8 @@ class Objects(PointToPoint):
 
     def all_gather_object(self, value: Any, *, async_op: bool = False) -> Outcome:
         """Every rank's value, on every rank."""
+        if self.is_simulated:
+            return self._alike("all_gather_object", [value] * self.size, async_op)
         sent, rows = Pickled(value, "all_gather_object", self.rank), Rows()
 
         def start() -> list[dist.Work]:
@@ -57,6 +61,8 @@ class Objects(PointToPoint):
     def gather_object(self, value: Any, root: int = 0, *, async_op: bool = False) -> Outcome:
         """On the root every rank's value; None elsewhere."""
         self._require_rank("root", root)
+        if self.is_simulated:
+            return self._alike("gather_object", [value] * self.size if self.rank == root else None, async_op)
         is_root = self.rank == root
         sent, rows = Pickled(value, "gather_object", self.rank), Rows()
 
@@ -102,6 +108,10 @@ class Objects(PointToPoint):
         return self._run_objects(
             "scatter_object", root, start, lambda: unpickled(rows.bytes[: rows.lengths[self.rank]]), async_op
         )
+
+    def _alike(self, op: str, outcome: Any, async_op: bool) -> Outcome:
+        """Of simulated ranks, which all have this rank's value."""
+        return self._run_objects(op, 0, list, lambda: outcome, async_op)
 
     def _run_objects(
         self, op: str, root: int, start: Callable[[], list[dist.Work]], finish: Callable[[], Any], async_op: bool

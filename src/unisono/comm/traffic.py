@@ -57,6 +57,13 @@ class Traffic:
         self.sent_by[op] = self.sent_by.get(op, 0.0) + payload * share
 
 
+def received_bytes(op: str, size: int, payload: int) -> int:
+    """What a rank receives in an operation of `size` ranks to which it passes `payload` bytes."""
+    if op == "send" or (size < 2 and op != "recv"):
+        return 0
+    return round(payload * (_SHARES[op](size) if op in _SHARES else 1.0))
+
+
 counters: list[Traffic] = []
 
 

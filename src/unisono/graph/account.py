@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import fx
 from torch.distributed.tensor import Partial
 
-from unisono.graph.beside import Aside, Inside
 from unisono.graph.inside import Said, received, said_inside
-from unisono.graph.lowering import Compute, Laid, Lowered, Move, Post, peer
+from unisono.graph.lowering import Compute, Laid, Lowered, Move, used_by
 from unisono.graph.rules import target_name
 from unisono.graph.talk import Shape, Talk
 from unisono.mesh.mesh import Mesh
@@ -40,6 +39,7 @@ class Line:
     note: str = ""  # what a reader should know of the choice
     forward: tuple[Talk, ...] = ()
     backward: tuple[Talk, ...] = ()
+    uses: tuple[str, ...] = ()  # names of the lines whose values it takes
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,6 @@ class Given:
 class Account:
     mesh: Mesh
     rank: int
-    whole: Mesh  # with the other stages of a pipeline
     given: list[Given] = field(default_factory=list)
     lines: list[Line] = field(default_factory=list)
     sums: list[Talk] = field(default_factory=list)  # of parameters' gradients, in messages
@@ -81,7 +80,7 @@ class Account:
 
 def account(lowered: Lowered, rank: int = 0) -> Account:
     """What `rank` does; it need not be running."""
-    made = Account(lowered.mesh, rank, lowered.whole or lowered.mesh)
+    made = Account(lowered.mesh, rank)
     trace = lowered.trace
     kinds = {"parameter": trace.parameters, "buffer": trace.buffers}
     for name, laid in lowered.given.items():
@@ -100,45 +99,22 @@ def account(lowered: Lowered, rank: int = 0) -> Account:
                 placements_text(laid.placements),
                 strategy_text(laid, lowered.mesh),
                 lowered.summed.get(name, ()),
-                _note(lowered, name, rank),
-                _kept(lowered, name),
+                lowered.assignment.notes.get(name, ""),
             )
         )
     operations = {op.name: op for op in trace.ops}
-    for instruction in lowered.all:
-        if isinstance(instruction, Aside):
-            made.lines.append(_of_aside(instruction))
-        elif isinstance(instruction, Post):
-            made.lines.append(_of_post(instruction, lowered.mesh, rank))
-        elif isinstance(instruction, Move):
+    for instruction in lowered.instructions:
+        if isinstance(instruction, Move):
             made.lines.append(_of_move(instruction, lowered.mesh, rank))
         else:
             op = operations[instruction.name]
             made.lines.append(_of_compute(instruction, lowered, rank, op.path, op.line))
-    made.sums = _sums(lowered, rank) if lowered.beside.sums is None else list(lowered.beside.sums)
-    made.sums += lowered.beside.closing
-    made.updates = lowered.beside.updates
-    made.about = lowered.beside.about
+    made.lines = [
+        replace(line, uses=used_by(each)) for line, each in zip(made.lines, lowered.instructions, strict=True)
+    ]
+    made.sums = _sums(lowered, rank)
     made.outputs = [name or "None" for name in lowered.outputs]
-    made.order = lowered.order
     return made
-
-
-def _note(lowered: Lowered, name: str, rank: int) -> str:
-    notes = (each.get(name, "") for each in (lowered.assignment.notes, lowered.beside.notes))
-    note = "; ".join(filter(None, notes))
-    if name not in lowered.tied or lowered.whole is None:
-        return note
-    others = ", ".join(str(peer(lowered.whole, place, rank)) for place in lowered.tied[name])
-    return "; ".join(filter(None, (note, f"tied: its gradient is summed with that on rank {others}")))
-
-
-def _kept(lowered: Lowered, name: str) -> str:
-    beside = lowered.beside
-    if name not in beside.kept:
-        return ""
-    of_all = " of all its parts" if name in lowered.trace.pieces else ""
-    return f"{beside.keeping}: {tensor_text(lowered.given[name].dtype, beside.kept[name])}{of_all}"
 
 
 def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source: str) -> Line:
@@ -151,8 +127,6 @@ def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source
         if option.local is not None
     ]
     forward, backward = (_inside(said, mesh, rank) for said in said_inside(compute, lowered, rank))
-    together = lowered.beside.inside.get(compute.name, Inside(""))
-    rewritten += [together.words] if together.words else []
     return Line(
         compute.name,
         f"{compute.name} = {word}({_arguments(compute.node)})",
@@ -173,8 +147,8 @@ def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source
         source,
         ", ".join(rewritten),
         lowered.assignment.notes.get(compute.name, ""),
-        forward + together.forward,
-        backward + together.backward,
+        forward,
+        backward,
     )
 
 
@@ -231,35 +205,6 @@ def _of_move(move: Move, mesh: Mesh, rank: int) -> Line:
         forward=forward,
         backward=backward,
     )
-
-
-def _of_post(post: Post, mesh: Mesh, rank: int) -> Line:
-    shape, other = post.laid.local(mesh, rank), post.peer(rank)
-    size = math.prod(shape) * post.laid.dtype.itemsize
-    arrives = Talk("recv", ("pp",), (other,), size, shape, shape, "", True)
-    leaves = Talk("send", ("pp",), (other,), 0, shape, shape, "", True)
-    forward, backward = (leaves, arrives) if post.is_sent else (arrives, leaves)
-    words = f"send({post.value}) to rank {other}" if post.is_sent else f"{post.value} = recv() from rank {other}"
-    if other == rank:  # which holds both stages
-        forward = backward = Talk("keep", ("pp",), (other,), 0, shape, shape, "", False)
-        words = f"keep({post.value}) for the next stage" if post.is_sent else f"{post.value} = kept by the stage before"
-    return Line(
-        post.name,
-        "",
-        "",
-        words,
-        _tensor(post.laid, shape),
-        placements_text(post.laid.placements),
-        "",
-        "",
-        "",
-        forward=(forward,),
-        backward=(backward,) if post.has_gradient else (),
-    )
-
-
-def _of_aside(aside: Aside) -> Line:
-    return Line(aside.name, "", "", aside.words, "", "", "", "", "", forward=aside.forward, backward=aside.backward)
 
 
 def talks(steps: Sequence[Step], shape: Shape, start: Placements, mesh: Mesh, rank: int) -> tuple[Talk, ...]:

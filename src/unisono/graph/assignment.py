@@ -35,14 +35,12 @@ class Reshard:
 @dataclass
 class Assignment:
     """`options[name]` has one Option an axis of the mesh, for every node: placeholders (no inputs), ops, and "output"
-    (no outputs). `notes` says, by node, what a reader should know of the choice. `uneven`: lengths of dims that ranks
-    need not share evenly, in a program that is only looked at."""
+    (no outputs). `notes` says, by node, what a reader should know of the choice."""
 
     trace: Trace
     mesh: Mesh
     options: dict[str, tuple[Option, ...]]
     notes: dict[str, str] = field(default_factory=dict)
-    uneven: frozenset[int] = frozenset()
 
     def layout(self, name: str, output: int = 0) -> Placements:
         """How a node's output lies, one placement an axis."""
@@ -111,7 +109,7 @@ class Assignment:
             if node.name not in self.options:
                 raise UsageError(f"no placements are given for {node.name} ({target_name(node.target)})")
             for what, spec, placements in self._lying(node):
-                if not divides(spec.shape, placements, self.mesh.shape, self.uneven):
+                if not divides(spec.shape, placements, self.mesh.shape):
                     raise UsageError(
                         f"{what} of {node.name} has shape {spec.shape}, which {self.mesh} does not cut evenly by "
                         f"{placements}"
@@ -144,16 +142,14 @@ def divided(shape: tuple[int, ...], placements: Placements, mesh_shape: tuple[in
     return tuple(sizes)
 
 
-def divides(
-    shape: tuple[int, ...], placements: Placements, mesh_shape: tuple[int, ...], uneven: frozenset[int] = frozenset()
-) -> bool:
+def divides(shape: tuple[int, ...], placements: Placements, mesh_shape: tuple[int, ...]) -> bool:
     """Whether every dim is cut into even pieces, but for those of some lengths."""
     counts: dict[int, int] = {}
     for axis, placement in enumerate(placements):
         dim = shard_dim(placement)
         if dim is not None:
             counts[dim] = counts.get(dim, 1) * mesh_shape[axis]
-    return all(shape[dim] % count == 0 or shape[dim] in uneven for dim, count in counts.items())
+    return all(shape[dim] % count == 0 for dim, count in counts.items())
 
 
 def replicated(trace: Trace, mesh: Mesh) -> Assignment:

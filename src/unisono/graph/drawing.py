@@ -9,9 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from unisono.graph.account import Account, Line, Talk, account
+from unisono.graph.account import Account, Line, Talk
 from unisono.graph.colours import COLOURS, OTHER, colour_of
-from unisono.graph.lowering import Lowered, used_by
 from unisono.graph.show import after_texts, place_text
 from unisono.graph.sizes import size_text
 
@@ -30,10 +29,9 @@ text { font: 12px ui-monospace, monospace; fill: #1a1b1e; } .soft { fill: #6b707
 """
 
 
-def as_svg(lowered: Lowered, rank: int = 0, title: str = "program") -> str:
+def as_svg(told: Account, title: str = "program") -> str:
     """The whole drawing as text; it follows the viewer's light or dark colours."""
-    told = account(lowered, rank)
-    lanes = _lanes(lowered)
+    lanes = _lanes(told.lines)
     width = max((len(_label(line)) * 7.4 + _wide(line) for line in told.lines), default=140) + 260
     text_at = _LEFT + _LANE * (max(lanes.values(), default=0) + 1) + 12
     height = _TOP + _ROW * (len(told.lines) + len(told.sums) + len(told.updates) + 2)
@@ -43,7 +41,7 @@ def as_svg(lowered: Lowered, rank: int = 0, title: str = "program") -> str:
         f'<text class="title" x="{_LEFT}" y="22">{escape(title)} on {escape(str(told.mesh))}</text>',
         f'<text class="soft" x="{_LEFT}" y="40">{escape(place_text(told))}</text>',
         *_legend(),
-        *_wires(lowered, lanes),
+        *_wires(told.lines, lanes),
         *(part for row, line in enumerate(told.lines) for part in _mark(line, row, lanes[line.name], text_at)),
         *_sums(told, text_at),
         "</svg>",
@@ -51,19 +49,19 @@ def as_svg(lowered: Lowered, rank: int = 0, title: str = "program") -> str:
     return "\n".join(parts) + "\n"
 
 
-def _lanes(lowered: Lowered) -> dict[str, int]:
+def _lanes(lines: list[Line]) -> dict[str, int]:
     """A lane for every value that an instruction makes; free again after its last use."""
     last: dict[str, int] = {}
-    for row, instruction in enumerate(lowered.all):
-        for name in used_by(instruction):
+    for row, line in enumerate(lines):
+        for name in line.uses:
             last[name] = row
     lanes: dict[str, int] = {}
     busy: dict[int, int] = {}  # lane -> the row until which it is taken
-    for row, instruction in enumerate(lowered.all):
+    for row, line in enumerate(lines):
         lane = next(lane for lane in range(len(busy) + 1) if busy.get(lane, -1) <= row)
         lane = min(lane, _MOST_LANES)
-        lanes[instruction.name] = lane
-        busy[lane] = max(busy.get(lane, -1), last.get(instruction.name, row))
+        lanes[line.name] = lane
+        busy[lane] = max(busy.get(lane, -1), last.get(line.name, row))
     return lanes
 
 
@@ -75,12 +73,12 @@ def _x(lane: int) -> int:
     return _LEFT + _LANE * lane
 
 
-def _wires(lowered: Lowered, lanes: dict[str, int]) -> Iterator[str]:
-    rows = {instruction.name: row for row, instruction in enumerate(lowered.all)}
-    for row, instruction in enumerate(lowered.all):
-        for name in dict.fromkeys(used_by(instruction)):
+def _wires(lines: list[Line], lanes: dict[str, int]) -> Iterator[str]:
+    rows = {line.name: row for row, line in enumerate(lines)}
+    for row, line in enumerate(lines):
+        for name in dict.fromkeys(line.uses):
             if name in rows:
-                x1, y1, x2, y2 = _x(lanes[name]), _y(rows[name]), _x(lanes[instruction.name]), _y(row)
+                x1, y1, x2, y2 = _x(lanes[name]), _y(rows[name]), _x(lanes[line.name]), _y(row)
                 bend = max(y2 - _ROW, y1)
                 yield f'<path class="wire" d="M{x1} {y1} L{x1} {bend} C{x1} {y2} {x2} {bend} {x2} {y2}"/>'
 

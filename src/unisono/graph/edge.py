@@ -25,7 +25,7 @@ from typing import Any
 import torch
 
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.placement import Partial, Placements, Replicate, fair_shape, is_partial, shard_dim
+from unisono.mesh.placement import Partial, Placements, Replicate, is_partial, shard_dim
 from unisono.mesh.reshard import Mover
 from unisono.mesh.route import Step, find_route
 
@@ -35,8 +35,8 @@ class Way:
     """How an edge leads: the tensor's whole shape, from where to where, and the same for its gradient.
 
     `gradient_after` is what the consumers give back, `gradient_before` what the producer is to get; None where no
-    gradient flows. is_plain: axes along which nothing changes take no part; else ranks along them, where they all have
-    the same, may share the work.
+    gradient flows. Ranks along axes on which nothing changes, where they all have the
+    same, may share the work.
     """
 
     shape: tuple[int, ...]
@@ -45,7 +45,6 @@ class Way:
     after: Placements
     gradient_after: Placements | None = None
     gradient_before: Placements | None = None
-    is_plain: bool = False
 
     @property
     def is_idle(self) -> bool:
@@ -64,11 +63,6 @@ def _steps(way: Way, mesh: Mesh, source: Placements, target: Placements) -> tupl
     if not math.prod(way.shape):
         return ()
     shape, sizes = way.shape, mesh.shape
-    if way.is_plain:
-        stays = [before == after for before, after in zip(source, target, strict=True)]
-        fixed = tuple(before if stay else Replicate() for before, stay in zip(source, stays, strict=True))
-        shape = fair_shape(shape, mesh, fixed, (0,) * mesh.ndim)
-        sizes = tuple(1 if stay else size for size, stay in zip(sizes, stays, strict=True))
     found = find_route(shape, way.dtype.itemsize, sizes, source, target)
     return tuple(step for step in found if math.prod(mesh.shape[axis] for axis in step.axes) > 1)
 

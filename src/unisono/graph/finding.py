@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment, producers
@@ -56,12 +56,6 @@ def find(
     if memory is not None and not is_number:
         raise UsageError(f"memory={memory!r}; expected how many bytes a rank may hold, such as 2**30")
     return _noted(SEARCHES[search](trace, mesh, _batch(trace, mesh), fully_use_devices, memory))
-
-
-def follow(trace: Trace, mesh: Mesh, marks: Sequence[Mark], uneven: frozenset[int] = frozenset()) -> Assignment:
-    """An assignment that cuts what these marks cut and the batch, and nothing else to save work. `uneven`: lengths of
-    dims that they may cut into uneven pieces."""
-    return _noted(propagate(trace, mesh, [*_batch(trace, mesh), *marks], spare_work=False, uneven=uneven))
 
 
 def _noted(found: Assignment) -> Assignment:

@@ -13,7 +13,7 @@ user gives back parts.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import torch
@@ -21,7 +21,6 @@ from torch import fx
 
 from unisono.errors import UsageError
 from unisono.graph.assignment import Assignment, divides
-from unisono.graph.beside import Aside, Beside
 from unisono.graph.edge import Way
 from unisono.graph.option import REPLICATE, SUM, Option, output_gradient
 from unisono.graph.rules import Call, tensors_of
@@ -30,7 +29,7 @@ from unisono.graph.rules.registry import target_name
 from unisono.graph.source import line_of
 from unisono.graph.trace import Trace
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.placement import Placement, Placements, fair_shape, shard_dim
+from unisono.mesh.placement import Placement, Placements, fair_shape
 
 Options = tuple[Option, ...]
 
@@ -72,39 +71,8 @@ class Compute:
         return self.node.target is operator.getitem
 
 
-@dataclass(frozen=True)
-class Post:
-    """A value that travels between the ranks of two stages of a pipeline, and its gradient that travels back."""
-
-    value: str
-    laid: Laid
-    is_sent: bool
-    has_gradient: bool
-    place: int  # along the pipeline, of the other end
-    whole: Mesh  # of all stages
-
-    @property
-    def name(self) -> str:
-        """As of an instruction: what it makes."""
-        return f"send_{self.value}" if self.is_sent else self.value
-
-    def peer(self, rank: int) -> int:
-        return peer(self.whole, self.place, rank)
-
-
-def peer(whole: Mesh, place: int, rank: int) -> int:
-    """The rank beside this one at another place of the pipeline."""
-    coordinate = list(whole.coordinate(rank))
-    coordinate[whole.axis("pp")] = place
-    return int(whole.ranks[tuple(coordinate)])
-
-
-def used_by(each: Move | Compute | Post | Aside) -> tuple[str, ...]:
+def used_by(each: Move | Compute) -> tuple[str, ...]:
     """The values that an instruction takes."""
-    if isinstance(each, Aside):
-        return ()
-    if isinstance(each, Post):
-        return (each.value,) if each.is_sent else ()
     return each.inputs if isinstance(each, Compute) else (each.source,)
 
 
@@ -121,17 +89,6 @@ class Lowered:
     changed: dict[str, str] = field(default_factory=dict)  # buffers' nodes: the values that they take
     values: dict[str, Laid] = field(default_factory=dict)
     summed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # parameters' nodes: axes that hold parts
-    received: list[Post] = field(default_factory=list)  # of a stage of a pipeline, before its first instruction
-    sent: list[Post] = field(default_factory=list)  # after its last one
-    stage: int | None = None
-    whole: Mesh | None = None  # of all stages
-    order: str = ""  # in which a rank of a pipeline goes through its stages and microbatches
-    tied: dict[str, tuple[int, ...]] = field(default_factory=dict)  # parameters' nodes: other places that hold them
-    beside: Beside = field(default_factory=Beside)
-
-    @property
-    def all(self) -> list[Move | Compute | Post | Aside]:
-        return self.beside.woven([*self.received, *self.instructions, *self.sent])
 
     @property
     def moves(self) -> Iterator[Move]:
@@ -142,17 +99,13 @@ class Lowered:
         return (each for each in self.instructions if isinstance(each, Compute))
 
 
-def lower(trace: Trace, assignment: Assignment, mesh: Mesh, parted: Sequence[str] = ()) -> Lowered:
-    """The program of a trace under an assignment, for the ranks of a mesh, which need not be running.
-
-    parted: axes along which all that is whole keeps its gradient in parts, where it can, and not only what is made of
-    parameters."""
-    return _Lowering(trace, assignment, mesh, {mesh.axis(name) for name in parted}).run()
+def lower(trace: Trace, assignment: Assignment, mesh: Mesh) -> Lowered:
+    """The program of a trace under an assignment, for the ranks of a mesh, which need not be running."""
+    return _Lowering(trace, assignment, mesh).run()
 
 
 class _Lowering:
-    def __init__(self, trace: Trace, assignment: Assignment, mesh: Mesh, parted: set[int]) -> None:
-        self.parted = parted
+    def __init__(self, trace: Trace, assignment: Assignment, mesh: Mesh) -> None:
         self.made = Lowered(trace, assignment, mesh)
         self.assignment = assignment
         self.nodes = list(trace.graph.nodes)
@@ -194,9 +147,7 @@ class _Lowering:
         if tensors:
             first = next((parts[0] for parts in self._unpacked() if node.name in parts), node.name)
             laid = _laid(tensors[0], self.assignment.layout(first))
-            if first != node.name and not divides(
-                laid.shape, laid.placements, self.made.mesh.shape, self.assignment.uneven
-            ):
+            if first != node.name and not divides(laid.shape, laid.placements, self.made.mesh.shape):
                 raise UsageError(f"{node.name} cannot be cut as {first} is ({laid.placements}); trace without unpack")
             self.made.given[node.name] = self.made.values[node.name] = laid
 
@@ -282,7 +233,7 @@ class _Lowering:
                 continue
             axes = set()
             for axis, placement in enumerate(self.assignment.layout(node.name)):
-                if node.name not in self.of_parameters and axis not in self.parted:
+                if node.name not in self.of_parameters:
                     continue
                 unsplit = node.op == "placeholder" or not self.assignment.options[node.name][axis].splits
                 if placement == REPLICATE and unsplit and self._all_give_parts(node, axis, found):
@@ -300,8 +251,6 @@ class _Lowering:
         if user.name not in self.differentiable:
             return True  # gives nothing back at all
         option = self.assignment.options[user.name][axis]
-        if axis in self.parted and shard_dim(option.gradient(i)) is not None:
-            return True  # its piece among zeros is a part
         return option.gradient(i) == SUM or (not option.splits and axis in found.get(user.name, ()))
 
 

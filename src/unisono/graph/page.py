@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from unisono.graph.account import Account, Given, Line, Talk, account
+from unisono.graph.account import Account, Given, Line, Talk
 from unisono.graph.colours import COLOURS, OTHER, colour_of
-from unisono.graph.lowering import Lowered
 from unisono.graph.show import after_texts, place_text, total_text
 from unisono.graph.sizes import size_text
 
@@ -63,9 +62,8 @@ box.addEventListener('input', sift); only.addEventListener('change', sift); sift
 """
 
 
-def as_page(lowered: Lowered, rank: int = 0, title: str = "program") -> str:
+def as_page(told: Account, title: str = "program") -> str:
     """The whole file as text."""
-    told = account(lowered, rank)
     return "\n".join(_page(told, title)) + "\n"
 
 

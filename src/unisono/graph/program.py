@@ -29,6 +29,7 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
 from unisono.comm.same_data import SameBatch
 from unisono.errors import UsageError
+from unisono.graph.account import account
 from unisono.graph.assignment import Assignment
 from unisono.graph.batch import Signature, require_alike, require_pair, signature, tensors_in
 from unisono.graph.carry import carried
@@ -242,11 +243,11 @@ class Program:
 
     def text(self, rank: int | None = None) -> str:
         """The program of a rank, by default this one, beside the serial one."""
-        return as_text(self.lowered, world.rank() if rank is None else rank)
+        return as_text(account(self.lowered, world.rank() if rank is None else rank))
 
     def draw(self, path: str | Path, rank: int | None = None) -> None:
         """Write a picture (SVG) of a rank's program, collectives in colour."""
-        Path(path).write_text(as_svg(self.lowered, world.rank() if rank is None else rank))
+        Path(path).write_text(as_svg(account(self.lowered, world.rank() if rank is None else rank)))
 
 
 def to_static(

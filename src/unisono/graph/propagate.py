@@ -48,14 +48,11 @@ def propagate(
     *,
     fully_use_devices: bool = False,
     links: Sequence[Link] | None = None,
-    spare_work: bool = True,
-    uneven: frozenset[int] = frozenset(),
 ) -> Assignment:
     """Placements for every node, from the trace's own marks and further ones. `links`, one an axis of the mesh, weigh
-    seconds in place of bytes. Without `spare_work`, ranks do the same product rather than talk about it. `uneven`: as
-    in Assignment."""
+    seconds in place of bytes."""
     fixed = placements_of_marks(trace, mesh, (*trace.marks, *marks))
-    graph = _Graph(trace, fully_use_devices, spare_work, uneven)
+    graph = _Graph(trace, fully_use_devices)
     chosen: dict[str, list[Option]] = {node.name: [] for node in graph.nodes}
     for axis, size in enumerate(mesh.shape):
         link = None if links is None else links[axis]
@@ -63,7 +60,7 @@ def propagate(
         waves = _Axis(graph, mesh, axis, size, link, chosen, on_axis)
         for name, option in waves.run().items():
             chosen[name].append(option)
-    assignment = Assignment(trace, mesh, {name: tuple(given) for name, given in chosen.items()}, uneven=uneven)
+    assignment = Assignment(trace, mesh, {name: tuple(given) for name, given in chosen.items()})
     assignment.check()
     return assignment
 
@@ -71,9 +68,8 @@ def propagate(
 class _Graph:
     """The trace as nodes and edges, with each node's options: the same for all axes."""
 
-    def __init__(self, trace: Trace, fully: bool, spare_work: bool, uneven: frozenset[int]) -> None:
+    def __init__(self, trace: Trace, fully: bool) -> None:
         self.trace = trace
-        self.uneven = uneven
         self.fully = fully
         self.nodes: list[fx.Node] = list(trace.graph.nodes)
         self.options = {node.name: options(node) for node in self.nodes}
@@ -83,7 +79,6 @@ class _Graph:
             for i, (source, output) in enumerate(sources):
                 self.users[source].append((name, i, output))
         self.flops = {op.name: op.flops for op in trace.ops}
-        self.spare_work = spare_work
         self.is_placeholder = {node.name for node in self.nodes if node.op == "placeholder"}
 
     def spec(self, name: str, output: int) -> TensorSpec:
@@ -145,14 +140,14 @@ class _Axis:
         )
 
     def _divides(self, name: str, option: Option) -> bool:
-        sizes, uneven = self.mesh.shape[: self.axis + 1], self.graph.uneven
+        sizes = self.mesh.shape[: self.axis + 1]
         for i, (source, output) in enumerate(self.graph.sources[name]):
             earlier = tuple(past.inputs[i] for past in self.before[name])
-            if not divides(self.graph.spec(source, output).shape, (*earlier, option.inputs[i]), sizes, uneven):
+            if not divides(self.graph.spec(source, output).shape, (*earlier, option.inputs[i]), sizes):
                 return False
         for output, placement in enumerate(option.outputs):
             earlier = tuple(past.outputs[output] for past in self.before[name])
-            if not divides(self.graph.spec(name, output).shape, (*earlier, placement), sizes, uneven):
+            if not divides(self.graph.spec(name, output).shape, (*earlier, placement), sizes):
                 return False
         return True
 
@@ -243,8 +238,6 @@ class _Axis:
 
     def _waste(self, name: str) -> float:
         """Forward and backward of a product are three of its kind; n ranks could each do an n-th."""
-        if not self.graph.spare_work:
-            return 0.0
         wasted = 3 * self.graph.flops.get(name, 0) * (1 - 1 / self.size) / FLOPS_A_BYTE
         return wasted if self.link is None else wasted / self.link.bandwidth
 

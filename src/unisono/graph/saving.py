@@ -13,25 +13,21 @@ from unisono.graph.rules import target_name
 from unisono.graph.show import as_text
 
 
-def save(lowered: Lowered, folder: Path, ranks: Iterable[int], inside: str = "") -> None:
-    """Write DIR/rank_R/0_trace.txt to 4_collectives.txt for these ranks, and the Python function that they run.
-
-    inside: a folder of each rank's, where it has several programs."""
+def save(lowered: Lowered, folder: Path, ranks: Iterable[int]) -> None:
+    """Write DIR/rank_R/0_trace.txt to 4_collectives.txt for these ranks, and the Python function that they run."""
     passes = {
         "0_trace": "\n".join(_traced(lowered)),
         "1_marks": "\n".join(_marked(lowered)),
         "2_propagation": "\n".join(_propagated(lowered)),
     }
-    # The ranks of a pipeline run the model itself, stage by stage.
-    source = "" if lowered.order else generate(lowered, _Nothing())[1]
+    source = generate(lowered, _Nothing())[1]
     for rank in ranks:
-        place = folder / f"rank_{rank}" / inside
+        place = folder / f"rank_{rank}"
         place.mkdir(parents=True, exist_ok=True)
-        mine = {"3_local": "\n".join(_local(lowered, rank)), "4_collectives": as_text(lowered, rank)}
+        mine = {"3_local": "\n".join(_local(lowered, rank)), "4_collectives": as_text(account(lowered, rank))}
         for name, text in (passes | mine).items():
             (place / f"{name}.txt").write_text(text + "\n")
-        if source:
-            (place / "5_program.py").write_text(source)
+        (place / "5_program.py").write_text(source)
 
 
 class _Nothing(dict[str, Any]):

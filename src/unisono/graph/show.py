@@ -4,23 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.graph.account import Account, Line, Talk, account
-from unisono.graph.lowering import Lowered
+from unisono.graph.account import Account, Line, Talk
 from unisono.graph.sizes import size_text
 
 _WIDEST = 64  # columns of the serial side
 
 
-def as_text(lowered: Lowered, rank: int = 0, title: str = "program") -> str:
+def as_text(told: Account, title: str = "program") -> str:
     """What `print(program)` shows."""
-    told = account(lowered, rank)
     return "\n".join([*_head(told, title), "", *_given(told), "", *_body(told), "", *_foot(told)])
 
 
 def place_text(told: Account) -> str:
-    coordinate = told.whole.coordinate(told.rank)
-    places = ", ".join(f"{name}={place}" for name, place in zip(told.whole.names, coordinate, strict=True))
-    return f"rank {told.rank} of {told.whole.ranks.size}, at {places}"
+    coordinate = told.mesh.coordinate(told.rank)
+    places = ", ".join(f"{name}={place}" for name, place in zip(told.mesh.names, coordinate, strict=True))
+    return f"rank {told.rank} of {told.mesh.ranks.size}, at {places}"
 
 
 def total_text(talks: list[Talk]) -> str:
@@ -101,6 +99,6 @@ def _foot(told: Account) -> Iterator[str]:
 
 
 def after_texts(told: Account) -> list[tuple[str, list[Talk]]]:
-    """What is said when the ops are done, by when."""
-    when = (("after the backward", told.sums), ("after the optimizer", told.updates))
+    """Communication after the ops, by when."""
+    when = (("after the backward", told.sums), ("in the update", told.updates))
     return [(title, listed) for title, listed in when if listed]

@@ -35,12 +35,6 @@ def path_of(node: fx.Node, drop: str = "") -> str:
     return path.removeprefix(drop).lstrip(".") if drop and (path == drop or path.startswith(f"{drop}.")) else path
 
 
-def calls_of(node: fx.Node, path: str) -> list[str]:
-    """Of the modules that a node runs in, the calls of the one at that path; "...@1" is its second in a forward."""
-    stack = node.meta.get("nn_module_stack") or {}
-    return [call for call, entry in stack.items() if entry[0] == path]
-
-
 def failing_line(trail: TracebackType | None) -> tuple[str, str]:
     """Of a traceback, the innermost line outside torch and unisono: where it is and what it says."""
     frames = [frame for frame in traceback.extract_tb(trail) if not is_of_a_library(frame.filename)]

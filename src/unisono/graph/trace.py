@@ -34,7 +34,6 @@ from unisono.graph.marks import wish_of, wishes_for
 from unisono.graph.op import Op, TensorSpec
 from unisono.graph.recorder import Recorder
 from unisono.graph.recording import recording
-from unisono.graph.rows import part_from_tokens
 from unisono.graph.rules.call import Call, tensors_of
 from unisono.graph.rules.factory import draws
 from unisono.graph.source import assigning_line, line_of, path_of
@@ -106,7 +105,6 @@ def trace(
     loss: Loss | None = None,
     *,
     unpacked: bool = False,
-    apart: bool = False,
     marked: bool = True,
 ) -> Trace:
     """The graph of model(inputs), or of loss(model(inputs), targets), for an `example` of (inputs, targets).
@@ -114,9 +112,8 @@ def trace(
     Inputs are a tensor, a tuple, or a dict of keyword arguments, as in uni.Task. Only shapes and dtypes of the example
     count. Sizes are fixed by it. UsageError where the model cannot be traced, with the line that is in the way.
     unpacked: fused projections are taken apart (see `unpack`), so that each of their parts can be cut by itself; their
-    parameters then have a placeholder a part, and `pieces` says which part it is. apart: samples have a dim of their
-    own where they had it, before products and in attention (see `rows`, `heads`). marked: whether marks that the model
-    makes as it runs count, so that one that would not is an error.
+    parameters then have a placeholder a part, and `pieces` says which part it is. marked: whether
+    marks that the model makes as it runs count, so that one that would not is an error.
     """
     inputs, targets = _checked(example)
     wishes = wishes_for(model)
@@ -139,7 +136,7 @@ def trace(
             lost += [*own, *lost_state(step, given, program, fake, marked), *_lost_draws(dice, step, given)]
     wished = [wish_of(leaf) for leaf in pytree.tree_leaves((_arguments(inputs), targets)) if _is_tensor(leaf)]
     return replace(
-        _read(program, model, given, recorder, joined(wishes, recorder.wishes), wished, unpacked, apart),
+        _read(program, model, given, recorder, joined(wishes, recorder.wishes), wished, unpacked),
         assigned=assigned,
         lost=tuple(lost),
     )
@@ -256,7 +253,6 @@ def _read(
     wishes: dict[str, Wish],
     wished: list[Wish | None],
     unpacked: bool,
-    apart: bool,
 ) -> Trace:
     """wishes: for parameters and buffers; wished: for the tensors of the example, in order."""
     names = _tied(model)
@@ -276,13 +272,10 @@ def _read(
     count = sum(map(_is_tensor, pytree.tree_leaves(given[0])))
     trained = {node: model.get_parameter(name).requires_grad for node, name in parameters.items()}
     pieces: dict[str, Piece] = {}
-    if unpacked or apart:
-        part_from_samples(graph)
     if unpacked:
+        part_from_samples(graph)
         parameters, pieces = unpack(graph, parameters)
         trained = {node: model.get_parameter(name).requires_grad for node, name in parameters.items()}
-    if apart:
-        part_from_tokens(graph)
     for node, name in (parameters | buffers).items():
         marks += [Mark(node, 0, wish) for alias, wish in wishes.items() if names.get(alias, alias) == name]
     marks += [Mark(node, 0, wish) for node, wish in zip(user, wished, strict=False) if wish is not None]

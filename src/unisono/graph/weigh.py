@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from unisono.graph.mixture import mixture_flops, weighed_mixture
 from unisono.graph.rules.call import Call, tensors_of
 
 META = torch.device("meta")
@@ -152,7 +151,6 @@ def _dropout(x: torch.Tensor, p: float, train: bool) -> torch.Tensor:
 _SPECIAL: dict[Any, Any] = {
     torch.ops.aten.scaled_dot_product_attention: _attention,
     torch.ops.aten.dropout: _dropout,
-    torch.ops.unisono.moe: weighed_mixture,
 }
 
 
@@ -173,8 +171,6 @@ def flops(node: fx.Node) -> int:
     if name in ("aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution"):
         call = Call(node)
         return 2 * math.prod(call.result) * math.prod(call.shape("weight")[1:])
-    if name == "unisono.moe":
-        return mixture_flops(Call(node))
     if name == "aten.einsum":
         return _einsum_flops(Call(node))
     if "grouped_mm" in name:

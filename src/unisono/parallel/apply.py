@@ -185,6 +185,7 @@ def parallelize(
             trainer.loss.outputs = kinds
         trainer.note = draft.note
         trainer.coverage = "" if covered is None else str(covered)
+        trainer.rules = rules
         trainer.samples = samples
         trainer.tries_samples = is_batch_sharded and example is None and plan.cp == 1
         trainer.precision = precision

@@ -85,6 +85,7 @@ class Trainer:
     note: str = ""  # why a model that a function builds was built whole on every rank, before it was cut
     proof: str = ""  # what was proved of the plan before the first step, or why nothing was
     coverage: str = ""  # how much of the parameters and FLOPs tp shards
+    rules: Any = None  # how tp shards each layer, given or inferred
     skipped: int = 0  # steps whose gradients overflowed (fp16)
     norm: torch.Tensor | None = None  # of the last step's gradients, before clipping
     model_loss: ModelLoss | None = None  # where the model computes the loss of labels among its inputs
@@ -485,6 +486,11 @@ class Trainer:
         if self.context is None:
             return self.model_loss.record(self.model, inputs)
         return self.model_loss.record(self.model, inputs, self.context.shown, self.context.kept)
+
+    def first_microbatch(self) -> tuple[Any, Any]:
+        """This rank's inputs and targets of the last step's first microbatch."""
+        first = self._microbatches[0]
+        return self._inputs(first), self._targets(first)
 
     def _inputs(self, part: Share) -> Any:
         return part.batch[0]

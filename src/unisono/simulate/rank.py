@@ -22,14 +22,14 @@ from unisono.mesh.draft import tensors_in
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.mesh.side_effects import no_side_effects
-from unisono.parallel.apply import applied, order_of, refuse_what_cannot_be_right
+from unisono.parallel.apply import applied, order_of, parallelize, refuse_what_cannot_be_right
 from unisono.parallel.pipeline.message import is_hollow
 from unisono.parallel.share import BatchDim, dims_of, first_rows, share, shares
 from unisono.parallel.task import Task
 from unisono.parallel.tensor import fitting_rules, require_shareable, shows_by_running
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import AXES, DATA, Plan
-from unisono.simulate.sketch import to_try_out
+from unisono.simulate.sketch import to_try_out, without_memory
 from unisono.simulate.upstream import Upstream, foreseen_in
 
 
@@ -126,3 +126,24 @@ def state_of(trainer: Trainer) -> float:
         if isinstance(value, torch.Tensor)
     )
     return float(held + kept)
+
+
+@contextlib.contextmanager
+def simulated_trainer(task: Task, plan: Plan, rank: int, batch: Any) -> Iterator[Trainer]:
+    """`rank` of the plan, as `uni.parallelize` makes it; its parameters have the values that they would have."""
+    if not 0 <= rank < plan.world:
+        raise UsageError(f"rank {rank} of plan {plan}: expected one of 0 to {plan.world - 1}")
+    with world.simulated(rank, plan.world):
+        trainer = parallelize(
+            task.model, plan, loss=task.loss, optimizer=task.optimizer, example=batch, rules=task.rules,
+            clip=task.clip, batch_dim=task.batch_dim,
+        )  # fmt: skip
+        trainer.loss.trust()
+        if trainer.pipeline is not None:
+            mesh = trainer.mesh
+            upstream = Upstream(without_memory(task), plan, mesh, trainer.rules)
+            mine = share(batch, mesh.index(*DATA), mesh.size(*DATA), task.batch_dim).batch
+            parts = shares(mine, plan.microbatches, task.batch_dim)
+            device = next(trainer.model.parameters()).device
+            _announce_messages(trainer, upstream, [part.batch for part in parts], device)
+        yield trainer

@@ -8,13 +8,12 @@ import torch
 from torch import nn
 
 from unisono.errors import UsageError
-from unisono.mesh.draft import drafted, sketched, source_of
+from unisono.mesh.draft import drafted, sketched
 from unisono.mesh.initial import build
 from unisono.mesh.recording import CannotRecord
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import find_blocks
 from unisono.parallel.task import Task
-from unisono.parallel.tensor import shows_by_running
 
 _SMALL = 2 * 10**8  # parameters that a model may have to be built for a look at it
 _SMALL_BLOCK = 5 * 10**8  # and a block of one that is not built
@@ -47,18 +46,6 @@ def why_not_tried(model: nn.Module) -> str:
         if size > _SMALL_BLOCK:
             return f"a block of it has {size:,} parameters"
     return ""
-
-
-def require_tried(tried: nn.Module, axis: str) -> None:
-    """UsageError where only running its layers would tell how they are cut, and nobody knows their values."""
-    if not any(parameter.is_meta and source_of(parameter) is None for parameter in tried.parameters()):
-        return
-    if shows_by_running(tried):
-        unwritten = f"it has {_size(tried):,} parameters, and its constructor cannot be written down"
-        raise UsageError(
-            f"which layers of {type(tried).__name__} {axis} cuts is found out by running some of them, which would "
-            f"take much memory: {why_not_tried(tried) or unwritten}; give the task rules=..."
-        )
 
 
 def _size(model: nn.Module) -> int:

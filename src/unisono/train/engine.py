@@ -40,8 +40,8 @@ from unisono.train.fit import Fit, History, Options
 from unisono.train.inventory import shapes_here
 from unisono.train.metrics import Function, Metric, named, number_of
 from unisono.train.order import require_whole_number
-from unisono.train.program_page import ProgramPage
 from unisono.train.run_folder import RunFolder
+from unisono.train.step_program import StepProgram
 from unisono.verify.self_check import check_level, parallelize
 
 Scheduler = Callable[[Optimizer], Any]
@@ -104,7 +104,7 @@ class Engine:
         self.schedule: Any = None  # torch's scheduler, once there is an optimizer
         self.choice: Choice | None = None
         self._example: tuple[Any, Any] | None = None
-        self._page: ProgramPage | None = None
+        self.program = StepProgram(None)
 
     # ---- before training -----------------------------------------------------------------------------------------
 
@@ -119,8 +119,8 @@ class Engine:
         else:
             assert isinstance(self._plan, Plan)
             plan = _fitting(self._plan, self.comm.size)
-        if self.comm.rank == 0:  # now, as the plan cuts a module in place
-            self._page = ProgramPage(self._job(example))
+        if self.comm.rank == 0:  # now, as the plan shards a module in place
+            self.program = StepProgram(self._job(example))
         self.trainer = parallelize(
             self._placed(),
             plan,
@@ -151,10 +151,6 @@ class Engine:
 
     def _job(self, example: tuple[Any, Any]) -> Job:
         return Job(self._model, self._loss, self._optimizer, example, self._rules, self._batch_dim)
-
-    def program_page(self) -> str:
-        """What the plan cuts, as a program; empty on ranks but 0, and for plans whose programs cannot be shown."""
-        return "" if self._page is None else self._page.under(self.plan)
 
     def cost(self) -> Choice:
         """The time of a step and the memory of a rank that are expected; every rank calls it."""

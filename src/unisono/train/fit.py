@@ -28,7 +28,6 @@ from unisono.train.pace import Pace, slowest
 from unisono.train.preemption import Preemption
 from unisono.train.progress import Display
 from unisono.train.run_folder import RunFolder
-from unisono.train.transcript import Transcript
 
 if TYPE_CHECKING:
     from unisono.train.engine import Engine
@@ -111,7 +110,6 @@ class Fit:
         self._preemption = Preemption(engine.comm)
         self._pace = Pace()
         self._ledger = Ledger()
-        self._transcript = Transcript()
 
     # ---- the run -------------------------------------------------------------------------------------------------
 
@@ -135,8 +133,6 @@ class Fit:
         self.history.first_step = self.history.step = done
         if self.folder is not None:
             self.folder.open(self._about(), done)
-            if self.options.progress and self.engine.comm.rank == 0:
-                self.folder.write_program(self.engine.program_page())
         for each in self._callbacks:
             each.on_start(self.engine, done, self.steps)
         self._pace.start()
@@ -151,7 +147,9 @@ class Fit:
             self._pace.stop()
             if self.folder is not None and self._ledger.is_written:
                 held = self._ledger.held(self.engine.ready) | {"plan": str(self.engine.plan), "peak": peak_memory()}
-                self.folder.write_rank(held | {"program": self._transcript.lines})
+                self.folder.write_rank(held | {"program": self.engine.program.lines})
+            if self.folder is not None and self.engine.comm.rank == 0 and self.engine.program.is_recorded:
+                self.folder.write_program(self.engine.program.page(self.engine.ready, 0))
             for each in reversed(self._callbacks):
                 each.on_end(self.engine, self.moment)
         if self._checkpoints is not None:
@@ -235,9 +233,9 @@ class Fit:
         done = len(self.history.losses)
         watched = min(2, (self.steps or 3) - 1 - self.history.first_step)
         with contextlib.ExitStack() as observers:
-            if self.folder is not None and not self._transcript.is_written and done == max(watched - 1, 0):
+            if self.folder is not None and not self.engine.program.is_recorded and done == max(watched - 1, 0):
                 observers.callback(self._pace.own_seconds)  # some ranks write, and those who wait for them do not count
-                observers.enter_context(self._transcript.writing(trainer))
+                observers.enter_context(self.engine.program.recording(trainer))
             if self.folder is not None and not self._ledger.is_written and done == watched:
                 observers.enter_context(self._ledger.watching(trainer))
             yield

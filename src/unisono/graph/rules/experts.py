@@ -1,4 +1,4 @@
-"""Products of rows with the matrix of their expert, rows being sorted by expert; and mixtures of experts in one op."""
+"""Products of rows with the matrix of their expert, rows being sorted by expert."""
 
 from __future__ import annotations
 
@@ -25,12 +25,3 @@ def grouped_mm(call: Call) -> Iterator[Option]:
     yield call.option(SUM, "grouped_mm", **{matrices: Shard(0)})
     yield call.option(SUM, **{rows: SUM})
     yield call.option(SUM, **{matrices: SUM})
-
-
-@rule("unisono.moe")
-def mixture(call: Call) -> Iterator[Option]:
-    """Tokens (..., width) to tokens. Ranks have some of the tokens, and all experts or some: tokens travel to those."""
-    spread = {name: Shard(0) for name in call.names if name not in ("x", "router")}
-    for dim in range(len(call.shape("x")) - 1):
-        yield call.option(Shard(dim), x=Shard(dim))
-        yield call.option(Shard(dim), x=Shard(dim), **spread)

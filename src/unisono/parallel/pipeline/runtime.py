@@ -109,11 +109,11 @@ class PipelineRuntime:
             stage.forget()
             self.forms[stage.number].clear()
 
-    def _execute(self, schedule: Schedule, microbatches: Sequence[Any], keep_outputs: bool = False) -> _Execution:
+    def _execute(self, schedule: Schedule, microbatches: Sequence[Any], keep_outputs: bool = False) -> Execution:
         key = (schedule.name, schedule.microbatches)
         if key not in self._lists:
             self._lists[key] = lower(schedule)[self.comm.rank]
-        execution = _Execution(self, schedule, microbatches, keep_outputs)
+        execution = Execution(self, schedule, microbatches, keep_outputs)
         execution.run(self._lists[key])
         self.peaks = dict(execution.peaks)
         return execution
@@ -125,7 +125,7 @@ class PipelineRuntime:
             made = schedules.schedule(name, made.ranks, microbatches, made.chunks)
         return schedules.forward_only(made)
 
-    def _total(self, execution: _Execution) -> torch.Tensor:
+    def _total(self, execution: Execution) -> torch.Tensor:
         device = next(iter(self.stages.values())).device
         total = torch.zeros((), dtype=torch.float64, device=device)
         for part in execution.losses:
@@ -146,7 +146,7 @@ class PipelineRuntime:
         return tree_unflatten(leaves, spec)
 
 
-class _Execution:
+class Execution:
     """One run through a list of actions."""
 
     def __init__(

@@ -33,6 +33,10 @@ class TiedGradients:
         }
 
     @property
+    def names(self) -> frozenset[str]:
+        return frozenset(each.name for each in self._tied)
+
+    @property
     def elsewhere(self) -> frozenset[str]:
         """The names of the parameters here that another rank accounts for: leave them out of norms and counts."""
         return frozenset(each.name for each in self._tied if each.ranks[0] != self._rank)

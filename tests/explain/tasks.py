@@ -1,4 +1,4 @@
-"""Tasks to be explained; what ranks say in a step under a plan, and what `explain` shows of it."""
+"""Tasks to be explained; what real ranks, simulated ranks and the listing communicate in a step under a plan."""
 
 from __future__ import annotations
 
@@ -17,9 +17,10 @@ import unisono as uni
 from tests.equivalence import foreign, tasks
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
-from unisono.graph.account import Account, account
+from unisono.explain.plan_program import recorded_step
+from unisono.graph.account import Account
 from unisono.parallel.task import load_task
-from unisono.train.plan_program import PlanProgram
+from unisono.simulate.rank import simulated_trainer
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 GPT = f"{EXAMPLES / 'gpt.py'}:tiny"
@@ -141,47 +142,64 @@ TASKS: dict[str, Callable[[], uni.Task]] = {
 }
 
 
-def explained(task: uni.Task, plan: str, rank: int = 0) -> Account:
-    (part,) = PlanProgram(task, uni.Plan.parse(plan)).parts(rank)
-    return account(part, rank)
-
-
 Heard = Counter[tuple[str, int, tuple[int, ...]]]
 
 
+class Counted:
+    """Counts collectives and messages: kind, elements of this rank's tensor, and the group or the other rank. Without
+    those of a loss' counts and value."""
+
+    def __init__(self, rank: int, ranks: tuple[int, ...]) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.heard: Heard = Counter()
+
+    def add(self, kind: str, dtype: torch.dtype, shape: tuple[int, ...], ranks: tuple[int, ...]) -> None:
+        elements = torch.Size(shape).numel()
+        is_norm = kind == "all_reduce" and dtype == torch.float64 and ranks == self.ranks and not shape
+        is_of_loss = dtype == torch.float64 or elements == 1
+        if is_norm or (not is_of_loss and ranks != (self.rank,)):
+            self.heard[kind, elements, ranks] += 1
+
+
 def said(comm: Communicator, name: str, plan: str) -> Heard:
-    """Of a step: each kind of talk, with the elements of this rank's tensor, and the group or the other rank. Without
-    what a loss counts and comes to."""
+    """Of a step on a real rank."""
     task = TASKS[name]()
     batch = task.batch(0)
     trainer = uni.parallelize(
         task.model, plan, loss=task.loss, optimizer=task.optimizer, rules=task.rules, example=batch, clip=task.clip
     )
-    heard: Heard = Counter()
+    counted = Counted(comm.rank, comm.ranks)
 
     def hear(each: traffic.CommRecord) -> None:
-        tensor, op = each.tensor, each.op.removeprefix("i").removesuffix("_into")
-        assert tensor is not None
-        is_norm = op == "all_reduce" and tensor.dtype == torch.float64 and each.ranks == comm.ranks and not tensor.dim()
-        is_of_loss = tensor.dtype == torch.float64 or tensor.numel() == 1
-        if is_norm or (not is_of_loss and each.ranks != (comm.rank,)):
-            heard[op, tensor.numel(), each.ranks] += 1
+        assert each.tensor is not None
+        kind = each.op.removeprefix("i").removesuffix("_into")
+        counted.add(kind, each.tensor.dtype, tuple(each.tensor.shape), each.ranks)
 
     trainer.step(batch)  # in the first, ranks also compare what they were given
     with traffic.counted(hear):
         trainer.step(batch)
-    return heard
+    return counted.heard
 
 
-def shown(program: PlanProgram, rank: int) -> Heard:
-    found: Heard = Counter()
-    for part in program.parts(rank):
-        told = account(part, rank)
-        once = [id(talk) for talk in (*told.updates, *part.beside.closing)]
-        once += [id(talk) for talk in told.sums if not program.plan.zero]
-        for talk in (*told.forward, *told.backward, *told.updates):
-            is_once = id(talk) in once or "once a step" in talk.detail
-            if talk.before or "clip" in talk.detail:
-                times = 1 if is_once else program.plan.microbatches
-                found[talk.kind, torch.Size(talk.before).numel(), talk.ranks] += times
-    return found
+def recorded(name: str, plan: str, rank: int) -> Heard:
+    """Of a step on a simulated rank."""
+    task = TASKS[name]()
+    parsed = uni.Plan.parse(plan)
+    with simulated_trainer(task, parsed, rank, task.batch(0)) as trainer:
+        trainer.step(task.batch(0))
+        record = recorded_step(trainer, task.batch(0))
+    counted = Counted(rank, tuple(range(parsed.world)))
+    for each in record.communication:
+        assert each.tensor is not None
+        counted.add(each.kind, each.tensor.dtype, each.tensor.shape, each.ranks)
+    return counted.heard
+
+
+def shown(listing: Account) -> Heard:
+    """Of a step with one microbatch, as it is shown."""
+    counted = Counted(listing.rank, tuple(int(rank) for rank in listing.mesh.ranks.flatten()))
+    lines = [talk for line in listing.lines for talk in (*line.forward, *line.backward)]
+    for talk in (*lines, *listing.sums, *listing.updates):
+        is_number = talk.detail in ("loss", "elements that the loss counts", "norm of the gradients")
+        counted.add(talk.kind, torch.float64 if is_number else torch.float32, talk.before, talk.ranks)
+    return counted.heard

@@ -1,0 +1,107 @@
+"""The program of a run: one step of it, recorded as it ran, for the report.
+
+The first rank of each pipeline stage records its step (explain/record.py). Rank 0 also shows its own beside the model
+on one device, which is recorded on the meta device and takes no memory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import warnings
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch.nn.functional as F
+from torch import nn
+
+from unisono.explain.plan_program import listing, recorded_on_one_device
+from unisono.explain.record import LOSS, Communication, Op, Part, Record, Recorder, TensorType
+from unisono.graph.account import tensor_text
+from unisono.graph.page import as_page
+from unisono.parallel.hollow import hollow_copy
+from unisono.parallel.trainer import Trainer
+from unisono.simulate.sketch import without_memory
+from unisono.train.auto import Job
+
+_MOST = 5000  # lines
+_MOST_SHAPES = 4
+_ACTIONS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
+
+
+class StepProgram:
+    """Made before a plan is applied to the job's model, which changes a module in place."""
+
+    def __init__(self, job: Job | None) -> None:
+        """job: on the rank that writes the page."""
+        self.is_recorded = False
+        self.record = Record()
+        self._job = job
+        self._form: nn.Module | None = None  # a module's shapes
+        if job is not None and isinstance(job.model, nn.Module):
+            with contextlib.suppress(Exception):  # training must not end for a page
+                self._form = hollow_copy(job.model)
+
+    @contextlib.contextmanager
+    def recording(self, trainer: Trainer) -> Iterator[None]:
+        """The step in the block is recorded, on ranks that are the first of their stage."""
+        self.is_recorded = True
+        coordinate = dict(zip(trainer.mesh.names, trainer.mesh.coordinate(), strict=True))
+        if any(index for axis, index in coordinate.items() if axis != "pp"):
+            yield
+            return
+        recorder = Recorder(trainer.model)
+        with recorder.step(trainer) as self.record:
+            yield
+
+    @property
+    def lines(self) -> list[dict[str, Any]]:
+        """What the report shows: of all microbatches what the ranks communicate, of the first also the ops."""
+        made = [line for event in self.record.events if (line := _line(event)) is not None]
+        return made[:_MOST]
+
+    def page(self, trainer: Trainer, rank: int) -> str:
+        """This rank's step beside the model on one device; empty where that cannot be recorded."""
+        if self._job is None or not self.record.events:
+            return ""
+        job = self._job
+        try:
+            form = self._form
+            if form is not None:
+                job = replace(job, model=lambda: copy.deepcopy(form))
+            task = job.task()
+            serial = recorded_on_one_device(task, trainer.plan, without_memory(task))
+            return as_page(listing(serial, self.record, trainer, job.example, rank), f"program of plan {trainer.plan}")
+        except Exception as error:
+            warnings.warn(
+                f"the run has no page of its program under plan {trainer.plan}: {type(error).__name__}: {error}",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+            return ""
+
+
+def _line(event: Op | Communication | Part) -> dict[str, Any] | None:
+    if isinstance(event, Part):
+        if event.action is None and not event.microbatch:
+            return None
+        name = _ACTIONS[event.action.kind] if event.action is not None else "forward and backward"
+        stage = {} if event.action is None else {"stage": event.action.stage}
+        return {"kind": "part", "name": name, "microbatch": event.microbatch, **stage}
+    if isinstance(event, Op):
+        if event.is_internal and not hasattr(F, event.function):
+            return None
+        kinds = {"kind": "op", "phase": event.phase, "name": event.function, "path": event.path}
+        return kinds | {"shape": _shapes(event.outputs)}
+    if event.microbatch and event.path != LOSS:
+        return None  # of a microbatch like the first
+    shapes = () if event.tensor is None else (event.tensor,)
+    size = sum(each.bytes for each in shapes)
+    kinds = {"kind": "talk", "phase": event.phase, "name": event.kind, "path": event.path}
+    return kinds | {"shape": _shapes(shapes), "ranks": list(event.ranks), "bytes": size}
+
+
+def _shapes(tensors: tuple[TensorType, ...]) -> str:
+    found = [tensor_text(each.dtype, each.shape) for each in tensors]
+    return " ".join(found if len(found) <= _MOST_SHAPES else [*found[:_MOST_SHAPES], "..."])
