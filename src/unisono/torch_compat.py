@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental import _config as export_config
 from torch.nn.utils import clip_grad
 from torch.optim.optimizer import _global_optimizer_post_hooks as global_optimizer_post_hooks
 from torch.optim.optimizer import _global_optimizer_pre_hooks as global_optimizer_pre_hooks
@@ -34,7 +35,9 @@ __all__ = [
     "NormBase",
     "OpOverload",
     "TorchDispatchMode",
+    "assume_all_nonzero",
     "at_end_of_backward",
+    "autograd_node",
     "clip_grad",
     "disable_dispatch_modes",
     "exclude_key",
@@ -74,6 +77,11 @@ def no_function_modes() -> Iterator[None]:
             torch._C._push_on_torch_function_stack(mode)
 
 
+def assume_all_nonzero() -> contextlib.AbstractContextManager[Any]:
+    """In the block, torch.nonzero of a meta tensor has the shape that it has if no element is zero."""
+    return export_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined, no-any-return]
+
+
 # Keys of torch's dispatcher that are above autograd, and that torch itself uses in its own tests only.
 SPARE_KEYS = ("TESTING_ONLY_GenericMode", "TESTING_ONLY_GenericWrapper")
 _PARSED = {name: torch._C._dispatch_key_parse(name) for name in SPARE_KEYS}
@@ -106,6 +114,11 @@ def random_ops() -> Iterator[tuple[str, Any]]:
 
 
 # ---- autograd --------------------------------------------------------------------------------------------------------
+
+
+def autograd_node() -> Any:
+    """The node whose backward, or hook, this thread is in; None outside of a backward."""
+    return torch._C._current_autograd_node()
 
 
 def in_backward() -> bool:

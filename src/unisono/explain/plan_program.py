@@ -32,8 +32,11 @@ from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer
 from unisono.parallel.zero import Zero
 from unisono.plan.plan import Plan
-from unisono.simulate.rank import simulated_trainer
+from unisono.simulate.rank import build_trainer, simulated_mesh, simulated_trainer
+from unisono.simulate.sketch import without_memory
+from unisono.simulate.without_values import WithoutValues
 
+_SMALL = 2 * 10**8  # parameters up to which a model is built
 _ALWAYS = ("pp", "dp", "tp")  # axes that are shown even if they have one rank
 _KEPT = {
     1: "optimizer state of",
@@ -45,11 +48,24 @@ _KEPT = {
 def explained(task: Task, plan: Plan, rank: int = 0) -> Account:
     """What `rank` does in a training step under the plan, beside what one device does."""
     batch = task.batch(0)
+    form = without_memory(task)
+    if sum(parameter.numel() for parameter in form.parameters()) > _SMALL:
+        return _explained_without_memory(task, plan, rank, form, batch)
     serial = recorded_on_one_device(task, plan)
     with simulated_trainer(task, plan, rank, batch) as trainer:
         trainer.step(batch)  # the first step also checks what it is given
-        local = recorded_step(trainer, batch)
-        return listing(serial, local, trainer, batch, rank)
+        return listing(serial, recorded_step(trainer, batch), trainer, batch, rank)
+
+
+def _explained_without_memory(task: Task, plan: Plan, rank: int, form: nn.Module, batch: Any) -> Account:
+    """The same of a model that is too large to be built: on the meta device, where only shapes are computed."""
+    device = torch.device("cpu")
+    serial = recorded_on_one_device(task, plan, form)
+    with simulated_mesh(plan, rank) as mesh:
+        trainer = build_trainer(task, plan, mesh, batch, None)
+        with WithoutValues(device):
+            local = recorded_step(trainer, batch)
+            return listing(serial, local, trainer, batch, rank)
 
 
 def recorded_on_one_device(task: Task, plan: Plan, model: nn.Module | None = None) -> Record:

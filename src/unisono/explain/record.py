@@ -27,10 +27,11 @@ from unisono.parallel.pipeline.message import is_hollow
 from unisono.parallel.pipeline.runtime import Execution
 from unisono.parallel.trainer import Trainer
 from unisono.plan.action import Action
+from unisono.torch_compat import MODULE_CALL, autograd_node, in_backward, no_torch_function_subclass
+from unisono.torch_patches import on_patched_call, patched
 
 FORWARD, BACKWARD, UPDATE = "forward", "backward", "update"
 LOSS = "loss"  # the path of what is computed outside of every module
-_CALL = nn.Module._call_impl.__code__
 _UPDATE = (Trainer.update.__code__, torch.optim.Optimizer.step.__code__)
 _TRANSFERS = {
     Execution._send_forward.__code__: FORWARD,
@@ -164,7 +165,8 @@ class Recorder(TorchFunctionMode):
         trainer.on_microbatch = self._begin
         self._has_stages = trainer.pipeline is not None
         try:
-            with traffic.counted(self._communicated), self._autograd_functions(), self:
+            observers = traffic.counted(self._communicated), self._autograd_functions(), on_patched_call(self._patched)
+            with observers[0], observers[1], observers[2], self:
                 yield self.record
         finally:
             trainer.on_microbatch = None
@@ -178,7 +180,8 @@ class Recorder(TorchFunctionMode):
         def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
             before = self._messages
             outcome = plain.__get__(None, cls)(*args, **kwargs)
-            node = next((leaf.grad_fn for leaf in tree_leaves(outcome) if isinstance(leaf, torch.Tensor)), None)
+            with no_torch_function_subclass():
+                node = next((leaf.grad_fn for leaf in tree_leaves(outcome) if isinstance(leaf, torch.Tensor)), None)
             if node is not None and node not in self._nodes:
                 where = _caller(self._paths, in_comm=True)
                 if self._microbatch:
@@ -189,11 +192,8 @@ class Recorder(TorchFunctionMode):
                     self._nodes[node] = {"op": self._ops, "near": where.path}
             return outcome
 
-        torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
-        try:
+        with patched(torch.autograd.Function, "apply", classmethod(apply), why="explain records autograd functions"):
             yield
-        finally:
-            torch.autograd.Function.apply = plain  # type: ignore[method-assign]
 
     def forget(self) -> None:
         """Let go of tensors and autograd nodes."""
@@ -210,26 +210,45 @@ class Recorder(TorchFunctionMode):
         self._action = "" if action is None else action.kind
         self.record.events.append(Part(microbatch, action))
 
+    def _patched(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outcome: Any) -> None:
+        """A call of a torch function that unisono computes in ops of its own."""
+        if not self._microbatch:
+            with no_torch_function_subclass():
+                given = [TensorType.of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+                self.call(func, args, kwargs, given, outcome, is_patched=True)
+
     # ---- ops -------------------------------------------------------------------------------------------------------
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        given = [TensorType.of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
+        if self._microbatch:
+            return func(*args, **kwargs)
+        with no_torch_function_subclass():  # a subclass would take part in what is asked here
+            given = [TensorType.of(each) for each in tree_leaves((args, kwargs)) if isinstance(each, torch.Tensor)]
         outcome = func(*args, **kwargs)
-        self.call(func, args, kwargs, given, outcome)
+        with no_torch_function_subclass():
+            self.call(func, args, kwargs, given, outcome)
         return outcome
 
     def call(
-        self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], given: Sequence[TensorType], outcome: Any
+        self,
+        func: Any,
+        args: Sequence[Any],
+        kwargs: dict[str, Any],
+        given: Sequence[TensorType],
+        outcome: Any,
+        is_patched: bool = False,
     ) -> None:
         """Record a call, unless it is none of the model's first forward."""
         made = [leaf for leaf in tree_leaves(outcome) if isinstance(leaf, torch.Tensor)]
         name = _word(func)
-        if not name or name in _SKIPPED or self._microbatch:
+        if not name or name in _SKIPPED:
             return
         where = _caller(self._paths)
+        if is_patched and where is not None:
+            where = replace(where, is_internal=False)
         if where is None or (not made and where.phase != UPDATE):
             return
         if where.phase == BACKWARD:
@@ -316,7 +335,7 @@ class Recorder(TorchFunctionMode):
             where = replace(where, phase=BACKWARD)
         fields: dict[str, Any] = {"op": self._ops if where.phase == FORWARD else None}
         if where.phase == BACKWARD:
-            node = torch._C._current_autograd_node()
+            node = autograd_node()
             variable = getattr(node, "variable", None)
             fields |= self._nodes.get(node, {})
             fields["parameter"] = "" if variable is None else self._parameters.get(id(variable), "")
@@ -345,12 +364,12 @@ def _caller(paths: dict[nn.Module, str], in_comm: bool = False) -> _Caller | Non
     source = ""
     is_internal: bool | None = None
     caller, transfer = "", ""
-    phase = BACKWARD if torch._C._current_graph_task_id() != -1 else FORWARD
+    phase = BACKWARD if in_backward() else FORWARD
     frame = sys._getframe(2)
     while frame is not None:
         code = frame.f_code
         file = code.co_filename
-        if code is _CALL:
+        if code is MODULE_CALL:
             path = paths.get(frame.f_locals["self"]) if path is None else path
         elif code in _UPDATE:
             phase = UPDATE

@@ -113,13 +113,20 @@ def _recomputed_core(attend: Callable[..., torch.Tensor], *tensors: Any, **optio
 def _checkpointed(module: nn.Module | None, function: Callable[..., Any], *args: Any) -> Any:
     for value in args:
         require_eager(value, "a recomputed module runs")
+    held = () if module is None else module.parameters()
     again = _SecondRun(module, dropout.active(), spread_attention.active(), function_modes())
     return checkpoint(
         function,
         *args,
         use_reentrant=False,
         context_fn=lambda: (contextlib.nullcontext(), again),
+        # Without memory (simulate/), a tensor may be said to be on another device when it is computed again.
+        determinism_check="none" if any(map(_is_meta, (*args, *held))) else "default",
     )
+
+
+def _is_meta(value: Any) -> bool:
+    return isinstance(value, torch.Tensor) and value.is_meta
 
 
 class _SecondRun:

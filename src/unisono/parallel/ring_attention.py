@@ -10,6 +10,7 @@ last hop brings it home. A rank sends 2*b*s*h*(P-1)/P elements in the forward: i
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -71,7 +72,7 @@ class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: _Round) -> torch.Tensor:
         whole = Whole(q, v.shape[-1])
-        with torch.autocast(q.device.type, enabled=False):
+        with _without_autocast(q):
             for source, (keys, values) in ring.visits(k, v):
                 for rows, columns, rules in ring.parts(source):
                     part = attend(q[:, :, rows], keys[:, :, columns], values[:, :, columns], rules)
@@ -88,7 +89,7 @@ class _RingAttention(torch.autograd.Function):
         ring: _Round = ctx.ring
         dq = _Sum(q)
         gradients = _Collector(ring)
-        with torch.autocast(q.device.type, enabled=False):
+        with _without_autocast(q):
             for source, (keys, values) in ring.visits(k, v):
                 dk, dv = _Sum(keys), _Sum(values)
                 for rows, columns, rules in ring.parts(source):
@@ -247,3 +248,7 @@ class _Collector:
             arrival.wait()
             self._own.flat.add_(others.flat)
         return self._own
+
+
+def _without_autocast(tensor: torch.Tensor) -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if tensor.is_meta else torch.autocast(tensor.device.type, enabled=False)

@@ -44,8 +44,9 @@ def simulated_mesh(plan: Plan, rank: int) -> Iterator[Mesh]:
         yield mesh
 
 
-def build_trainer(task: Task, plan: Plan, mesh: Mesh, given: Any, device: torch.device) -> Trainer:
-    """This rank's trainer for batches like `given`. Its parameters have random values."""
+def build_trainer(task: Task, plan: Plan, mesh: Mesh, given: Any, device: torch.device | None) -> Trainer:
+    """This rank's trainer for batches like `given`. Its parameters have random values on the device; without one they
+    stay on meta."""
     with no_side_effects(task.model), torch.device("meta"):
         model = task.model()
     refuse_what_cannot_be_right(plan, model)
@@ -66,11 +67,11 @@ def build_trainer(task: Task, plan: Plan, mesh: Mesh, given: Any, device: torch.
         upstream = Upstream(model, plan, mesh, rules)
     trainer = applied(
         model, plan, mesh, random, task.loss, task.optimizer, given, rules, task.clip,
-        fill=lambda made: give_memory(made, device), shown=shown, batch_dim=task.batch_dim,
+        fill=lambda made: None if device is None else give_memory(made, device), shown=shown, batch_dim=task.batch_dim,
     )  # fmt: skip
     trainer.loss.trust()
     if upstream is not None:
-        _announce_messages(trainer, upstream, [part.batch for part in mine], device)
+        _announce_messages(trainer, upstream, [part.batch for part in mine], device or torch.device("cpu"))
     return trainer
 
 

@@ -24,7 +24,7 @@ _META = torch.device("meta")
 class Shadow(Interception):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._surface = _Surface(device)
+        self._surface = Surface(device)
 
     def __enter__(self) -> Shadow:
         super().__enter__()
@@ -49,7 +49,9 @@ def _hollowed(leaf: Any) -> Any:
     return _META if isinstance(leaf, torch.device) else leaf
 
 
-class _Surface(TorchFunctionMode):
+class Surface(TorchFunctionMode):
+    """Tensors look as if they were on the device."""
+
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
