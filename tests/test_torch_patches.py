@@ -14,11 +14,11 @@ from torch import nn
 
 import unisono as uni
 from tests.equivalence import tasks
+from tests.explain.tasks import with_twelve_rows
 from tests.ranks import RankPool
-from tests.train.shown import with_twelve_rows
 from unisono.comm.communicator import Communicator
-from unisono.comm.rendezvous.solo import alone
 from unisono.errors import InternalError
+from unisono.explain.plan_program import explained
 from unisono.mesh.random import RandomState
 from unisono.simulate.dry_run import run_here
 from unisono.torch_patches import (
@@ -31,7 +31,6 @@ from unisono.torch_patches import (
     original,
     patched,
 )
-from unisono.train.plan_program import PlanProgram
 from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]
@@ -171,8 +170,6 @@ def uses_everything(comm: Communicator) -> None:
         trainer.optimizer.step()
         trainer.evaluate((x, y))
         assert verify_here(comm, task, uni.Plan.parse(plan), 1).equivalent
-        with alone():
-            PlanProgram(task, uni.Plan.parse(plan)).parts(0)
     require_unchanged(before, keys, others)
 
 
@@ -189,7 +186,8 @@ def test_torch_is_as_it_was_after_all_that_unisono_does(pools: Pools) -> None:
     pools("gloo", 2).run(uses_everything)
 
 
-def test_torch_is_as_it_was_after_a_dry_run() -> None:
+def test_torch_is_as_it_was_after_a_dry_run_and_explain() -> None:
     before, keys = attributes(), torch._C._dispatch_tls_local_include_set()
     run_here(tasks.gpt, uni.Plan.parse("dp=2,cp=2"), 1, steps=1)
+    explained(tasks.gpt, uni.Plan.parse("dp=2,tp=2"))
     require_unchanged(before, keys, [])

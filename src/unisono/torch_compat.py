@@ -79,7 +79,7 @@ def no_function_modes() -> Iterator[None]:
 
 def assume_all_nonzero() -> contextlib.AbstractContextManager[Any]:
     """In the block, torch.nonzero of a meta tensor has the shape that it has if no element is zero."""
-    return export_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined, no-any-return]
+    return export_config.patch(meta_nonzero_assume_all_nonzero=True)  # type: ignore[attr-defined]
 
 
 # Keys of torch's dispatcher that are above autograd, and that torch itself uses in its own tests only.

@@ -108,7 +108,7 @@ def test_every_op_of_one_device_is_found_on_a_rank(name: str, plan: str) -> None
         local = recorded_step(trainer, task.batch(0))
     found = matched(serial.ops, local.ops)
     lost = {op.function for number, op in enumerate(serial.ops) if number not in found}
-    assert lost <= {"dropout", "scaled_dot_product_attention", "view"}  # of which unisono replaces some
+    assert lost <= {"view"}  # which context parallelism replaces in Hugging Face models
     assert all(serial.ops[a].function == local.ops[b].function for a, b in found.items())
 
 
@@ -122,7 +122,7 @@ def test_a_plan_that_would_be_refused_is_refused() -> None:
 def test_dp_and_tp_together_cut_both_ways() -> None:
     told = explained(load_task(GPT), "dp=2,tp=2", rank=3)
     first = next(each for each in told.given if each.name == "blocks.0.fc1.weight")
-    assert (first.whole, first.local, first.placements) == ("f32[256,64]", "f32[128,64]", "[R,R,S0]")
+    assert (first.whole, first.local, first.placements) == ("f32[256,64]", "f32[128,64]", "[R,S0]")
     assert first.summed == ("dp",)
     groups = {talk.axes: talk.ranks for talk in (*told.forward, *told.backward)}
     assert groups[("tp",)] == (2, 3)

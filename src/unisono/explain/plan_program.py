@@ -37,7 +37,6 @@ from unisono.simulate.sketch import without_memory
 from unisono.simulate.without_values import WithoutValues
 
 _SMALL = 2 * 10**8  # parameters up to which a model is built
-_ALWAYS = ("pp", "dp", "tp")  # axes that are shown even if they have one rank
 _KEPT = {
     1: "optimizer state of",
     2: "gradient and optimizer state of",
@@ -97,7 +96,7 @@ def recorded_step(trainer: Trainer, batch: Any) -> Record:
 
 def listing(serial: Record, local: Record, trainer: Trainer, batch: Any, rank: int) -> Account:
     sizes = {name: trainer.mesh.size(name) for name in trainer.mesh.names}
-    shown = {name: size for name, size in sizes.items() if size > 1 or name in _ALWAYS}
+    shown = {name: size for name, size in sizes.items() if size > 1} or {"dp": 1}
     mesh = Mesh.describe(list(shown.values()), list(shown))
     made = aligned(serial, local, mesh, rank, all_stages=trainer.pipeline is None)
     made.given = [*_parameters(trainer, mesh), *_buffers(trainer.model, mesh), *_batch(trainer, batch)]

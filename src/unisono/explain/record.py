@@ -39,6 +39,7 @@ _TRANSFERS = {
     Execution._send_backward.__code__: BACKWARD,
     Execution._receive_backward.__code__: BACKWARD,
 }
+_MESSAGES = {"send", "isend", "recv", "irecv"}
 _BACKWARD_ACTIONS = ("B", "I", "W")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 _EXPLAIN = os.path.dirname(os.path.abspath(__file__)) + os.sep
@@ -329,6 +330,8 @@ class Recorder(TorchFunctionMode):
     # ---- collectives -----------------------------------------------------------------------------------------------
 
     def _communicated(self, said: traffic.CommRecord) -> None:
+        if len(said.ranks) == 1 and said.op not in _MESSAGES:
+            return  # a group of this rank alone
         where = _caller(self._paths, in_comm=True)
         assert where is not None
         if where.phase == FORWARD and self._action in _BACKWARD_ACTIONS and where.transfer != FORWARD:
@@ -339,10 +342,11 @@ class Recorder(TorchFunctionMode):
             variable = getattr(node, "variable", None)
             fields |= self._nodes.get(node, {})
             fields["parameter"] = "" if variable is None else self._parameters.get(id(variable), "")
+        microbatch = self._microbatch if where.microbatch is None else where.microbatch
         tensor = None if said.tensor is None else TensorType.of(said.tensor)
         kind = said.op.removeprefix("i").removesuffix("_into")  # isend, irecv, all_gather_into
         made = Communication(
-            kind, said.ranks, tensor, where.phase, where.path, where.caller, microbatch=self._microbatch, **fields
+            kind, said.ranks, tensor, where.phase, where.path, where.caller, microbatch=microbatch, **fields
         )
         self.record.events.append(made)
         self._messages += 1
@@ -356,6 +360,7 @@ class _Caller:
     is_internal: bool
     caller: str
     transfer: str  # forward or backward, where a pipeline sends or receives
+    microbatch: int | None  # of the transfer
 
 
 def _caller(paths: dict[nn.Module, str], in_comm: bool = False) -> _Caller | None:
@@ -364,6 +369,7 @@ def _caller(paths: dict[nn.Module, str], in_comm: bool = False) -> _Caller | Non
     source = ""
     is_internal: bool | None = None
     caller, transfer = "", ""
+    microbatch: int | None = None
     phase = BACKWARD if in_backward() else FORWARD
     frame = sys._getframe(2)
     while frame is not None:
@@ -375,6 +381,7 @@ def _caller(paths: dict[nn.Module, str], in_comm: bool = False) -> _Caller | Non
             phase = UPDATE
         elif code in _TRANSFERS:
             transfer = phase = _TRANSFERS[code]
+            microbatch = frame.f_locals["action"].microbatch
         elif file.startswith(_COMM) and not in_comm:
             return None
         if not file.startswith(_TORCH) and not file.startswith(_EXPLAIN):
@@ -385,7 +392,7 @@ def _caller(paths: dict[nn.Module, str], in_comm: bool = False) -> _Caller | Non
             if not is_ours and not source and "importlib" not in file:
                 source = f"{os.path.basename(file)}:{frame.f_lineno}"
         frame = frame.f_back  # type: ignore[assignment]
-    return _Caller(phase, LOSS if path is None else path, source, bool(is_internal), caller, transfer)
+    return _Caller(phase, LOSS if path is None else path, source, bool(is_internal), caller, transfer, microbatch)
 
 
 def _word(func: Any) -> str:
