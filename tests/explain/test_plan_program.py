@@ -112,6 +112,37 @@ def test_every_op_of_one_device_is_found_on_a_rank(name: str, plan: str) -> None
     assert all(serial.ops[a].function == local.ops[b].function for a, b in found.items())
 
 
+@pytest.mark.parametrize(
+    ("name", "plan", "rank"),
+    [
+        ("gpt", "dp=2,tp=2,sp,zero=3", 1),
+        ("llama", "tp=2,recompute=full", 0),
+        ("gpt", "cp=2", 1),
+        ("encoder", "tp=2,pp=2,sp,recompute=full", 2),
+        ("experts", "dp=2,ep=2", 0),
+    ],
+)
+def test_a_large_model_is_shown_as_a_small_one_is(
+    name: str, plan: str, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the meta device nothing has values; ops and collectives are the same."""
+    built = explained(TASKS[name](), plan, rank)
+    monkeypatch.setattr(plan_program, "_SMALL", 0)
+    without_memory = explained(TASKS[name](), plan, rank)
+    ops = [
+        [(line.serial, line.local_shapes) for line in each.lines if line.serial and line.path != "loss"]
+        for each in (built, without_memory)
+    ]
+    if "ep=" not in plan:  # experts are all visited alike
+        assert ops[0] == ops[1]
+    both = [
+        Counter((talk.kind, talk.ranks) for line in each.lines for talk in (*line.forward, *line.backward))
+        for each in (built, without_memory)
+    ]
+    assert set(both[0]) == set(both[1])
+    assert built.given == without_memory.given
+
+
 def test_a_plan_that_would_be_refused_is_refused() -> None:
     with pytest.raises(UsageError, match=r"ep=2 spreads experts, but Linear has no uni.nn.MoE"):
         explained(choosing(lambda: nn.Linear(4, 4)), "dp=2,ep=2")

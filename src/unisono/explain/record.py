@@ -23,6 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from unisono.comm import traffic
+from unisono.parallel.loss import GlobalLoss
 from unisono.parallel.pipeline.message import is_hollow
 from unisono.parallel.pipeline.runtime import Execution
 from unisono.parallel.trainer import Trainer
@@ -39,6 +40,8 @@ _TRANSFERS = {
     Execution._send_backward.__code__: BACKWARD,
     Execution._receive_backward.__code__: BACKWARD,
 }
+# In which a loss is tried on made-up outputs, to see what it counts.
+_TRIALS = tuple(each.__code__ for each in (GlobalLoss.prepare, GlobalLoss.learn_shift, GlobalLoss._prove))
 _MESSAGES = {"send", "isend", "recv", "irecv"}
 _BACKWARD_ACTIONS = ("B", "I", "W")
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
@@ -329,8 +332,8 @@ class Recorder(TorchFunctionMode):
 
     # ---- collectives -----------------------------------------------------------------------------------------------
 
-    def _communicated(self, said: traffic.CommRecord) -> None:
-        if len(said.ranks) == 1 and said.op not in _MESSAGES:
+    def _communicated(self, each: traffic.CommRecord) -> None:
+        if len(each.ranks) == 1 and each.op not in _MESSAGES:
             return  # a group of this rank alone
         where = _caller(self._paths, in_comm=True)
         assert where is not None
@@ -343,10 +346,10 @@ class Recorder(TorchFunctionMode):
             fields |= self._nodes.get(node, {})
             fields["parameter"] = "" if variable is None else self._parameters.get(id(variable), "")
         microbatch = self._microbatch if where.microbatch is None else where.microbatch
-        tensor = None if said.tensor is None else TensorType.of(said.tensor)
-        kind = said.op.removeprefix("i").removesuffix("_into")  # isend, irecv, all_gather_into
+        tensor = None if each.tensor is None else TensorType.of(each.tensor)
+        kind = each.op.removeprefix("i").removesuffix("_into")  # isend, irecv, all_gather_into
         made = Communication(
-            kind, said.ranks, tensor, where.phase, where.path, where.caller, microbatch=microbatch, **fields
+            kind, each.ranks, tensor, where.phase, where.path, where.caller, microbatch=microbatch, **fields
         )
         self.record.events.append(made)
         self._messages += 1
@@ -364,7 +367,7 @@ class _Caller:
 
 
 def _caller(paths: dict[nn.Module, str], in_comm: bool = False) -> _Caller | None:
-    """Who calls a torch function; None for what a communicator computes."""
+    """Who calls a torch function; None for what a communicator computes, and for trials of the loss."""
     path: str | None = None
     source = ""
     is_internal: bool | None = None
@@ -382,7 +385,7 @@ def _caller(paths: dict[nn.Module, str], in_comm: bool = False) -> _Caller | Non
         elif code in _TRANSFERS:
             transfer = phase = _TRANSFERS[code]
             microbatch = frame.f_locals["action"].microbatch
-        elif file.startswith(_COMM) and not in_comm:
+        elif (file.startswith(_COMM) or code in _TRIALS) and not in_comm:
             return None
         if not file.startswith(_TORCH) and not file.startswith(_EXPLAIN):
             is_ours = file.startswith(_UNISONO) and file != _LAYERS
