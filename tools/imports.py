@@ -1,6 +1,7 @@
 """Checks that imports only go down: a layer may import itself and the layers below it.
 
-Run as `python tools/imports.py`; exits 1 and names file, line and layer for each import that goes up.
+Run as `python tools/imports.py`; exits 1 and names file, line and layer for each import that goes up. With `--sizes` it
+also prints the files and lines of each folder, and modules that import each other in a circle.
 """
 
 from __future__ import annotations
@@ -69,7 +70,77 @@ def faults() -> list[str]:
     return lines
 
 
+def sizes() -> list[str]:
+    """Files and lines of each folder."""
+    rows = []
+    for folder in sorted({path.parent for path in SOURCE.rglob("*.py")}):
+        files = [path for path in folder.glob("*.py") if path.name != "__init__.py"]
+        count = sum(len(path.read_text().splitlines()) for path in folder.glob("*.py"))
+        rows.append(f"{len(files):4} files {count:7,} lines  {folder.relative_to(SOURCE.parent)}")
+    lines = sum(len(path.read_text().splitlines()) for path in SOURCE.rglob("*.py"))
+    return [*rows, f"{len(list(SOURCE.rglob('*.py'))):4} files {lines:7,} lines  in all"]
+
+
+def circles() -> list[list[str]]:
+    """Modules that import each other, also from within functions, but not for types alone."""
+    names = {_module(path): path for path in SOURCE.rglob("*.py")}
+    graph = {name: _imports(path, names) - {name} for name, path in names.items()}
+    found: list[list[str]] = []
+    index: dict[str, int] = {}
+    low: dict[str, int] = {}
+    stack: list[str] = []
+
+    def visit(name: str) -> None:  # Tarjan: modules that reach each other are on the stack together
+        index[name] = low[name] = len(index)
+        stack.append(name)
+        for other in sorted(graph[name]):
+            if other not in index:
+                visit(other)
+                low[name] = min(low[name], low[other])
+            elif other in stack:
+                low[name] = min(low[name], index[other])
+        if low[name] == index[name]:
+            members = stack[stack.index(name) :]
+            del stack[stack.index(name) :]
+            if len(members) > 1:
+                found.append(sorted(members))
+
+    for name in sorted(graph):
+        if name not in index:
+            visit(name)
+    return found
+
+
+def _module(path: Path) -> str:
+    parts = path.relative_to(SOURCE.parent).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _imports(path: Path, names: dict[str, Path]) -> set[str]:
+    tree = ast.parse(path.read_text())
+    typed = {
+        id(inner)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        for inner in ast.walk(node)
+    }
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if id(node) in typed:
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            submodules = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= submodules & names.keys() or {node.module}
+    return found & names.keys()
+
+
 if __name__ == "__main__":
+    if "--sizes" in sys.argv[1:]:
+        print("\n".join(sizes()))
+        for members in circles():
+            print("circle:", " <-> ".join(members))
     found_faults = faults()
     print("\n".join(found_faults) or "imports: all go down")
     sys.exit(1 if found_faults else 0)
