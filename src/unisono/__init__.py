@@ -18,12 +18,12 @@ if TYPE_CHECKING:
     from unisono.comm.rendezvous.world import world as world
     from unisono.comm.rendezvous.world import world_size as world_size
     from unisono.comm.ring import ring_all_reduce as ring_all_reduce
-    from unisono.graph.marks import mark as mark
-    from unisono.graph.marks import reshard as reshard
-    from unisono.graph.marks import shard_tensor as shard_tensor
-    from unisono.graph.program import Program as Program
-    from unisono.graph.sharded import shard as shard
-    from unisono.graph.sharded import shard_op as shard_op
+    from unisono.graph.marks.api import mark as mark
+    from unisono.graph.marks.api import reshard as reshard
+    from unisono.graph.marks.api import shard_tensor as shard_tensor
+    from unisono.graph.marks.sharded import shard as shard
+    from unisono.graph.marks.sharded import shard_op as shard_op
+    from unisono.graph.program.program import Program as Program
     from unisono.launch.spawn import spawn as spawn
     from unisono.mesh.mesh import Mesh as Mesh
     from unisono.mesh.placement import Partial as Partial
@@ -65,7 +65,7 @@ _HOME = {
     "DistributedBatchSampler": "unisono.train.sampler",
     "Loader": "unisono.train.data",
     "Plan": "unisono.plan.plan",
-    "Program": "unisono.graph.program",
+    "Program": "unisono.graph.program.program",
     "Task": "unisono.parallel.task",
     "Trainer": "unisono.parallel.trainer",
     "parallelize": "unisono.verify.self_check",
@@ -78,12 +78,12 @@ _HOME = {
     "init": "unisono.comm.rendezvous.world",
     "is_initialized": "unisono.comm.rendezvous.world",
     "rank": "unisono.comm.rendezvous.world",
-    "mark": "unisono.graph.marks",
-    "reshard": "unisono.graph.marks",
+    "mark": "unisono.graph.marks.api",
+    "reshard": "unisono.graph.marks.api",
     "ring_all_reduce": "unisono.comm.ring",
-    "shard": "unisono.graph.sharded",
-    "shard_op": "unisono.graph.sharded",
-    "shard_tensor": "unisono.graph.marks",
+    "shard": "unisono.graph.marks.sharded",
+    "shard_op": "unisono.graph.marks.sharded",
+    "shard_tensor": "unisono.graph.marks.api",
     "shutdown": "unisono.comm.rendezvous.world",
     "spawn": "unisono.launch.spawn",
     "split_data": "unisono.train.partition",

@@ -18,7 +18,7 @@ from tests.equivalence import foreign, tasks
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.explain.plan_program import recorded_step
-from unisono.graph.account import Account
+from unisono.graph.render.listing import Account
 from unisono.parallel.task import load_task
 from unisono.simulate.rank import simulated_trainer
 

@@ -18,7 +18,7 @@ from unisono.errors import UsageError
 from unisono.explain import plan_program
 from unisono.explain.align import matched
 from unisono.explain.plan_program import recorded_on_one_device, recorded_step
-from unisono.graph.account import Account
+from unisono.graph.render.listing import Account
 from unisono.parallel.task import load_task
 from unisono.simulate.rank import simulated_trainer
 

@@ -6,10 +6,10 @@ import random
 
 from torch import fx
 
-from unisono.graph.assignment import Assignment, divides, producers
-from unisono.graph.option import Option
+from unisono.graph.capture.trace import Trace
+from unisono.graph.placement.assignment import Assignment, divides, producers
 from unisono.graph.rules import options
-from unisono.graph.trace import Trace
+from unisono.graph.rules.option import Option
 from unisono.mesh.mesh import Mesh
 
 

@@ -9,7 +9,7 @@ import unisono as uni
 from tests.graph.chance import chance_assignment
 from tests.graph.tasks import TASKS
 from unisono.comm.communicator import Communicator
-from unisono.graph.trace import Trace, trace
+from unisono.graph.capture.trace import Trace, trace
 from unisono.mesh.initial import build
 from unisono.verify.float64 import InDouble
 from unisono.verify.on_mesh import OnMesh

@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from unisono.graph.assignment import divides, producers
-from unisono.graph.option import REPLICATE, Option, output_gradient
-from unisono.graph.place import Place
-from unisono.graph.rewrites import REWRITES
+from unisono.graph.capture.trace import Trace
+from unisono.graph.placement.assignment import divides, producers
+from unisono.graph.program.local_op import Place
+from unisono.graph.program.rewrites import REWRITES
 from unisono.graph.rules import Call, options, target_name, tensors_of
-from unisono.graph.trace import Trace
+from unisono.graph.rules.option import REPLICATE, Option, output_gradient
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placements, is_partial, local_box
 from unisono.mesh.random import RandomState

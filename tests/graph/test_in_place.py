@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 
 from unisono.errors import UsageError
-from unisono.graph.trace import Trace, trace
+from unisono.graph.capture.trace import Trace, trace
 
 
 class Changing(nn.Module):

@@ -15,12 +15,12 @@ from torch import nn
 import unisono as uni
 from tests.graph import hugging_face
 from unisono.errors import UsageError
-from unisono.graph import cost
-from unisono.graph.assignment import Assignment
-from unisono.graph.finding import find
-from unisono.graph.propagate import propagate
-from unisono.graph.strategy import batch_marks
-from unisono.graph.trace import Trace, trace
+from unisono.graph.capture.trace import Trace, trace
+from unisono.graph.placement import cost
+from unisono.graph.placement.assignment import Assignment
+from unisono.graph.placement.find import find
+from unisono.graph.placement.propagate import propagate
+from unisono.graph.placement.strategy import batch_marks
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.route import find_route
 

@@ -11,8 +11,8 @@ from torch import fx
 
 from tests.graph import hugging_face
 from tests.graph.simulation import check_option, fits, run_graph
+from unisono.graph.capture.trace import Trace, trace
 from unisono.graph.rules import options, rule_of, target_name
-from unisono.graph.trace import Trace, trace
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 

@@ -16,9 +16,9 @@ import unisono as uni
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.graph.form import Form
-from unisono.graph.lowering import Compute
-from unisono.graph.program import Program
+from unisono.graph.program.executable import Form
+from unisono.graph.program.lowering import Compute
+from unisono.graph.program.program import Program
 from unisono.mesh.initial import build
 from unisono.mesh.random import RandomState
 from unisono.parallel.task import Task

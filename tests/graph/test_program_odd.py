@@ -20,7 +20,7 @@ import unisono as uni
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.graph.trace import trace
+from unisono.graph.capture.trace import trace
 from unisono.parallel.task import Task
 from unisono.verify.on_mesh import OnMesh
 from unisono.verify.verdict import Verdict

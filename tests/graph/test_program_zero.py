@@ -14,9 +14,9 @@ import unisono as uni
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.graph.batch import tensors_in
-from unisono.graph.form import Form
-from unisono.graph.zero import Again
+from unisono.graph.program.batch import tensors_in
+from unisono.graph.program.executable import Form
+from unisono.graph.program.zero import Again
 
 Pools = Callable[[str, int], RankPool]
 

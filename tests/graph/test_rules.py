@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.graph.simulation import check_option, fits, run_graph, run_pieces
+from unisono.graph.capture.trace import trace
 from unisono.graph.rules import options, rule_of, target_name
-from unisono.graph.trace import trace
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 

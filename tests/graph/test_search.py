@@ -12,14 +12,14 @@ from torch import nn
 from torch.distributed.tensor import Shard
 
 from unisono.errors import UsageError
-from unisono.graph import cost, dynamic, exact
-from unisono.graph.assignment import Assignment
-from unisono.graph.cost import Link
-from unisono.graph.finding import find
-from unisono.graph.problem import Problem, Rates
-from unisono.graph.propagate import propagate
-from unisono.graph.trace import Trace, trace
-from unisono.graph.wish import Mark, Wish
+from unisono.graph.capture.trace import Trace, trace
+from unisono.graph.marks.spec import Mark, Wish
+from unisono.graph.placement import cost, dp, ilp
+from unisono.graph.placement.assignment import Assignment
+from unisono.graph.placement.cost import Link
+from unisono.graph.placement.find import find
+from unisono.graph.placement.problem import Problem, Rates
+from unisono.graph.placement.propagate import propagate
 from unisono.mesh.mesh import Mesh
 
 TP = Mesh.describe((2,), ("tp",))
@@ -62,10 +62,10 @@ def test_exact_is_the_best_of_all() -> None:
     problem = Problem.of(found, TP, rates=rates)
     numbers = [range(len(choices)) for choices in problem.choices.values()]
     best = min(problem.seconds(dict(zip(problem.choices, some, strict=True))) for some in itertools.product(*numbers))
-    assert problem.seconds(exact.solve(problem)) == pytest.approx(best, rel=1e-6)
-    assert problem.seconds(dynamic.solve(problem)) == pytest.approx(best, rel=1e-6)
+    assert problem.seconds(ilp.solve(problem)) == pytest.approx(best, rel=1e-6)
+    assert problem.seconds(dp.solve(problem)) == pytest.approx(best, rel=1e-6)
     problem = Problem.of(found, TP, rates=Rates(flops=1e12, memory=1e12, link=Link(1e-3, 1e6)))
-    alone = exact.solve(problem)
+    alone = ilp.solve(problem)
     assert not any(option.splits for name, c in alone.items() for option in problem.choices[name][c].options)
     problem.memory = 0.99 * problem.held(alone)
     fitting = [
@@ -73,38 +73,38 @@ def test_exact_is_the_best_of_all() -> None:
         for some in itertools.product(*numbers)
         if problem.held(chosen := dict(zip(problem.choices, some, strict=True))) <= problem.memory
     ]
-    tight = exact.solve(problem)
+    tight = ilp.solve(problem)
     assert problem.held(tight) <= problem.memory
     assert problem.seconds(tight) == pytest.approx(min(fitting), rel=1e-6)
 
 
 def test_a_wide_table_of_frontiers_is_exact() -> None:
     problem = Problem.of(net(64), TP, rates=Rates(flops=1e9, memory=1e9, link=Link(1e-6, 1e8)))
-    assert problem.seconds(dynamic.solve(problem)) == pytest.approx(problem.seconds(exact.solve(problem)), rel=1e-6)
+    assert problem.seconds(dp.solve(problem)) == pytest.approx(problem.seconds(ilp.solve(problem)), rel=1e-6)
 
 
 def test_under_a_limit_little_is_lost() -> None:
     """Limits from nearly the least to nearly what the best solution without one holds, on two axes."""
     mesh = Mesh.describe((2, 2), ("a", "b"))
     problem = Problem.of(net(64), mesh, rates=Rates(flops=1e11, memory=1e10, link=Link(1e-5, 1e9)))
-    most, least = problem.held(dynamic.solve(problem)), exact.min_bytes(problem)
+    most, least = problem.held(dp.solve(problem)), ilp.min_bytes(problem)
     for share in (0.05, 0.3, 0.55, 0.8, 0.97):
         problem.memory = least + share * (most - least)
-        found = dynamic.solve(problem)
+        found = dp.solve(problem)
         assert problem.held(found) <= problem.memory
-        assert problem.seconds(found) == pytest.approx(problem.seconds(exact.solve(problem)), rel=0.01)
+        assert problem.seconds(found) == pytest.approx(problem.seconds(ilp.solve(problem)), rel=0.01)
 
 
 def test_marks_are_kept() -> None:
     found = net()
     weight = next(iter(found.parameters))
     marks = [Mark(weight, 0, Wish(TP, (Shard(1),)))]
-    for search in (exact.exact, dynamic.dynamic):
+    for search in (ilp.exact, dp.dynamic):
         assert search(found, TP, marks).layout(weight) == (Shard(1),)
 
 
 def test_what_cannot_fit_is_told() -> None:
-    for search in (exact.exact, dynamic.dynamic):
+    for search in (ilp.exact, dp.dynamic):
         with pytest.raises(UsageError, match=r"fit 100 bytes a rank; parameters and activations need .* at least"):
             search(net(), TP, memory=100)
     with pytest.raises(UsageError, match="memory=-1; expected how many bytes a rank may hold"):
@@ -117,7 +117,7 @@ def test_what_cannot_fit_is_told() -> None:
 def test_a_program_is_found_under_a_limit(search: str) -> None:
     traced = net(64)
     problem = Problem.of(traced, TP)
-    least = exact.min_bytes(problem)
+    least = ilp.min_bytes(problem)
     free, tight = find(traced, TP, search), find(traced, TP, search, memory=1.01 * least)
     assert bytes_held(problem, tight) <= 1.01 * least < bytes_held(problem, free)
     assert len(free.reshards()) < len(tight.reshards())  # room is paid for with talk
@@ -133,7 +133,7 @@ def bytes_held(problem: Problem, found: Assignment) -> float:
 
 def test_two_axes() -> None:
     mesh = Mesh.describe((2, 2), ("a", "b"))
-    found = exact.exact(net(64), mesh, rates=Rates(flops=1e9, memory=1e9, link=Link(1e-9, 1e9)), fully_use_devices=True)
+    found = ilp.exact(net(64), mesh, rates=Rates(flops=1e9, memory=1e9, link=Link(1e-9, 1e9)), fully_use_devices=True)
     products = [op.name for op in found.trace.ops if op.flops]
     assert products
     assert all(option.splits for name in products for option in found.options[name])
@@ -173,10 +173,10 @@ def test_no_more_is_said_than_in_the_layout_by_hand(name: str) -> None:
     hand = propagate(found, TP, by_hand(name, found))
     problem = Problem.of(found, TP, rates=TALK_ONLY)
     problem.memory = problem.held(chosen_by(problem, hand))
-    solved = exact.solve(problem)
+    solved = ilp.solve(problem)
     best = problem.assignment(solved)
     if name == "gpt2":
-        along = dynamic.solve(problem)
+        along = dp.solve(problem)
         assert problem.held(along) <= problem.memory
         assert problem.seconds(along) <= 1.05 * problem.seconds(solved)
     said, said_by_hand = cost.of_assignment(best).bytes, cost.of_assignment(hand).bytes

@@ -10,15 +10,15 @@ import torch
 
 from tests.graph.tasks import TASKS
 from unisono.cli import main
-from unisono.graph.account import account
-from unisono.graph.drawing import as_svg
-from unisono.graph.finding import find
-from unisono.graph.lowering import Lowered, lower
-from unisono.graph.native import _NATIVE, native
-from unisono.graph.page import as_page
-from unisono.graph.saving import save
-from unisono.graph.show import as_text
-from unisono.graph.trace import trace
+from unisono.graph.capture.trace import trace
+from unisono.graph.placement.find import find
+from unisono.graph.program.lowering import Lowered, lower
+from unisono.graph.program.native import _NATIVE, native
+from unisono.graph.render.dump import save
+from unisono.graph.render.html import as_page
+from unisono.graph.render.listing import account
+from unisono.graph.render.svg import as_svg
+from unisono.graph.render.text import as_text
 from unisono.mesh.mesh import Mesh
 
 EXAMPLES = Path(__file__).resolve().parents[2] / "examples"

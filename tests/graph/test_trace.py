@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.graph import hugging_face
 from tests.graph.tasks import TASKS, Encoder
 from unisono.errors import UsageError
-from unisono.graph.trace import trace
+from unisono.graph.capture.trace import trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 from gpt import GPT, Config

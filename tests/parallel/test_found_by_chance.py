@@ -17,7 +17,7 @@ from torch import nn
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.graph.trace import trace
+from unisono.graph.capture.trace import trace
 from unisono.parallel.apply import fitting_rules
 from unisono.parallel.expert import MoE
 from unisono.parallel.samples import find_samples

@@ -13,8 +13,8 @@ from dataclasses import replace
 
 from unisono.comm.traffic import received_bytes
 from unisono.explain.record import BACKWARD, FORWARD, UPDATE, Communication, Op, Record, TensorType
-from unisono.graph.account import Account, Line, tensor_text
-from unisono.graph.talk import Talk
+from unisono.graph.render.communication import Talk
+from unisono.graph.render.listing import Account, Line, tensor_text
 from unisono.mesh.mesh import Mesh
 
 _MESSAGES = {"send", "recv"}

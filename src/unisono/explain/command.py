@@ -10,8 +10,8 @@ from unisono.errors import UsageError
 from unisono.plan.plan import Plan
 
 if TYPE_CHECKING:
-    from unisono.graph.account import Account
-    from unisono.graph.lowering import Lowered
+    from unisono.graph.program.lowering import Lowered
+    from unisono.graph.render.listing import Account
     from unisono.parallel.task import Task
     from unisono.verify.on_mesh import OnMesh
 
@@ -33,9 +33,9 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    from unisono.graph.drawing import as_svg
-    from unisono.graph.page import as_page
-    from unisono.graph.show import as_text
+    from unisono.graph.render.html import as_page
+    from unisono.graph.render.svg import as_svg
+    from unisono.graph.render.text import as_text
 
     name = chosen.task.rpartition("/")[2]
     try:
@@ -51,8 +51,8 @@ def run(chosen: argparse.Namespace) -> int:
 
 
 def _of_mesh(chosen: argparse.Namespace, name: str) -> tuple[str, Account]:
-    from unisono.graph.account import account
-    from unisono.graph.saving import save
+    from unisono.graph.render.dump import save
+    from unisono.graph.render.listing import account
     from unisono.parallel.task import load_task
     from unisono.verify.on_mesh import OnMesh
 
@@ -67,7 +67,7 @@ def _of_mesh(chosen: argparse.Namespace, name: str) -> tuple[str, Account]:
 
 def _of_plan(chosen: argparse.Namespace, name: str) -> tuple[str, Account]:
     from unisono.explain.plan_program import explained
-    from unisono.graph.show import as_text
+    from unisono.graph.render.text import as_text
     from unisono.parallel.task import load_task
 
     plan = Plan.parse(chosen.plan)
@@ -85,10 +85,10 @@ def _of_plan(chosen: argparse.Namespace, name: str) -> tuple[str, Account]:
 
 def lowered_task(task: Task, on_mesh: OnMesh) -> Lowered:
     """What the ranks of a mesh would do, found without them; a model that can be built on meta takes no memory."""
-    from unisono.graph.finding import find
-    from unisono.graph.lowering import lower
-    from unisono.graph.trace import trace
-    from unisono.graph.zero import in_pieces, require_stage
+    from unisono.graph.capture.trace import trace
+    from unisono.graph.placement.find import find
+    from unisono.graph.program.lowering import lower
+    from unisono.graph.program.zero import in_pieces, require_stage
     from unisono.simulate.sketch import without_memory
 
     mesh = on_mesh.described()

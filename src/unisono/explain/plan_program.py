@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten_with_path, tree_leaves
 
 from unisono.explain.align import aligned
 from unisono.explain.record import Record, Recorder
-from unisono.graph.account import Account, Given, placements_text, tensor_text
+from unisono.graph.render.listing import Account, Given, placements_text, tensor_text
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placement, Replicate, Shard

@@ -22,16 +22,16 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.errors import UsageError
-from unisono.graph.assignment import Assignment, producers
-from unisono.graph.finding import find
-from unisono.graph.marks import applied, stages_for, wishes_for
-from unisono.graph.option import REPLICATE
-from unisono.graph.program import Model
-from unisono.graph.recording import dry_run
+from unisono.graph.capture.trace import Trace, trace
+from unisono.graph.marks.api import applied, stages_for, wishes_for
+from unisono.graph.marks.recording import dry_run
+from unisono.graph.marks.spec import Wish
+from unisono.graph.placement.assignment import Assignment, producers
+from unisono.graph.placement.find import find
+from unisono.graph.placement.strategy import placements_of_marks
+from unisono.graph.program.program import Model
 from unisono.graph.rules.call import Call
-from unisono.graph.strategy import placements_of_marks
-from unisono.graph.trace import Trace, trace
-from unisono.graph.wish import Wish
+from unisono.graph.rules.option import REPLICATE
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import shard_dim

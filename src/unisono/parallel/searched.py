@@ -21,12 +21,12 @@ from torch.distributed.tensor import Shard
 from torch.utils import _pytree as pytree
 
 from unisono.errors import MissingPackageError
-from unisono.graph import dynamic, exact
-from unisono.graph.assignment import Assignment, producers
-from unisono.graph.option import REPLICATE, Option
-from unisono.graph.problem import Problem
+from unisono.graph.capture.trace import trace
+from unisono.graph.placement import dp, ilp
+from unisono.graph.placement.assignment import Assignment, producers
+from unisono.graph.placement.problem import Problem
+from unisono.graph.rules.option import REPLICATE, Option
 from unisono.graph.rules.registry import target_name
-from unisono.graph.trace import trace
 from unisono.mesh.draws import held_fast
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.side_effects import no_side_effects
@@ -57,10 +57,10 @@ def searched_rules(model: nn.Module, ranks: int, example: tuple[Any, Any], cut: 
 def _solved(problem: Problem) -> dict[str, int]:
     if len(problem.choices) <= _FEW:
         try:
-            return exact.solve(problem)
+            return ilp.solve(problem)
         except MissingPackageError:
             pass
-    return dynamic.solve(problem)
+    return dp.solve(problem)
 
 
 # ---- the problem -----------------------------------------------------------------------------------------------------

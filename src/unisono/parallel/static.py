@@ -13,11 +13,11 @@ from torch.utils._pytree import tree_map
 
 from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
-from unisono.graph import program as programs
-from unisono.graph.assignment import Assignment
-from unisono.graph.marks import wishes_for
-from unisono.graph.program import Model
-from unisono.graph.trace import Loss
+from unisono.graph.capture.trace import Loss
+from unisono.graph.marks.api import wishes_for
+from unisono.graph.placement.assignment import Assignment
+from unisono.graph.program import program as programs
+from unisono.graph.program.program import Model
 from unisono.mesh.initial import build, in_dtype
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.apply import parallelize

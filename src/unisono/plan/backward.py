@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from typing import NamedTuple
 
-from unisono.graph.op import Op
-from unisono.graph.trace import Trace
+from unisono.graph.capture.op import Op
+from unisono.graph.capture.trace import Trace
 
 
 class Held(NamedTuple):

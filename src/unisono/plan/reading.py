@@ -14,8 +14,8 @@ from math import prod
 import torch
 
 from unisono.errors import UsageError
-from unisono.graph.op import Op, TensorSpec
-from unisono.graph.trace import Trace
+from unisono.graph.capture.op import Op, TensorSpec
+from unisono.graph.capture.trace import Trace
 from unisono.plan.backward import held_by_ops, is_view, moved_back
 from unisono.plan.portrait import OptimizerState, Portrait, Segment, Weight, Work
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from unisono.graph.colours import COLOURS, OTHER
-from unisono.graph.sizes import size_text
+from unisono.graph.render.colours import COLOURS, OTHER
+from unisono.graph.render.sizes import size_text
 from unisono.report.run import Run
 
 _HUES = {**COLOURS, "send": "#0b7285", "recv": "#0b7285", "broadcast": "#5f3dc4"}

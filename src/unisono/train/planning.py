@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
-from unisono.graph.trace import trace
+from unisono.graph.capture.trace import trace
 from unisono.mesh.fused import fused
 from unisono.parallel.apply import refuse_what_cannot_be_right
 from unisono.parallel.blocks import Blocks, find_blocks

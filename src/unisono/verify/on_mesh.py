@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from unisono.errors import UsageError
-from unisono.graph.finding import SEARCHES
-from unisono.graph.sizes import size_of
+from unisono.graph.placement.find import SEARCHES
+from unisono.graph.render.sizes import size_of
 from unisono.mesh.mesh import Mesh
 
 PREFIX = "program "

@@ -8,12 +8,12 @@ from typing import Any
 import torch
 
 from unisono.comm.communicator import Communicator
-from unisono.graph.assignment import replicated
-from unisono.graph.binding import bind
-from unisono.graph.code import generate
-from unisono.graph.form import fed
-from unisono.graph.lowering import Compute, Lowered, lower
-from unisono.graph.program import Program
+from unisono.graph.placement.assignment import replicated
+from unisono.graph.program.binding import bind
+from unisono.graph.program.codegen import generate
+from unisono.graph.program.executable import fed
+from unisono.graph.program.lowering import Compute, Lowered, lower
+from unisono.graph.program.program import Program
 from unisono.graph.rules import tensors_of
 from unisono.mesh.placement import Partial, Replicate, local_slice
 from unisono.mesh.reshard import move

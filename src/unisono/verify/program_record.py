@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from unisono.graph.program import Program
+from unisono.graph.program.program import Program
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.static import StagedProgram, to_static

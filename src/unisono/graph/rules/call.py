@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from unisono.graph.option import REPLICATE, Option
+from unisono.graph.rules.option import REPLICATE, Option
 from unisono.mesh.placement import Placement, Placements
 
 Shape = tuple[int, ...]

@@ -8,8 +8,8 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from unisono.graph.option import REPLICATE, SUM, Option
 from unisono.graph.rules.call import Call
+from unisono.graph.rules.option import REPLICATE, SUM, Option
 from unisono.graph.rules.registry import rule, target_name
 
 

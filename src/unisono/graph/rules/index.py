@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from unisono.graph.option import REPLICATE, SUM, Option
 from unisono.graph.rules.call import Call, tensors_of
 from unisono.graph.rules.elementwise import aligned
+from unisono.graph.rules.option import REPLICATE, SUM, Option
 from unisono.graph.rules.registry import rule
 from unisono.mesh.placement import Placement
 

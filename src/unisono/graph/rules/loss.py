@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from torch.distributed.tensor import Shard
 
-from unisono.graph.option import REPLICATE, SUM, Option
 from unisono.graph.rules.call import Call
+from unisono.graph.rules.option import REPLICATE, SUM, Option
 from unisono.graph.rules.registry import rule
 
 NONE, MEAN, TOTAL = 0, 1, 2  # torch's numbers for reduction=

@@ -8,8 +8,8 @@ from typing import Any
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from unisono.graph.option import Option, whole
 from unisono.graph.rules.call import Call, tensors_of
+from unisono.graph.rules.option import Option, whole
 from unisono.mesh.placement import is_partial, shard_dim
 
 Rule = Callable[[Call], Iterable[Option]]

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Iterator
 
 from torch.distributed.tensor import Shard
 
-from unisono.graph.option import REPLICATE, SUM, Option
 from unisono.graph.rules.call import Call, Shape
 from unisono.graph.rules.elementwise import aligned
+from unisono.graph.rules.option import REPLICATE, SUM, Option
 from unisono.graph.rules.registry import rule
 
 

@@ -16,8 +16,8 @@ from torch import fx, nn
 from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
+from unisono.graph.capture.trace import Trace, trace
 from unisono.graph.rules.call import tensors_of
-from unisono.graph.trace import Trace, trace
 from unisono.parallel.hollow import hollow_copy
 
 Starts = Mapping[str, int]  # modules that begin a stage -> its number

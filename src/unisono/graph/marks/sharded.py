@@ -1,0 +1,175 @@
+"""Functions whose tensors are marked.
+
+    matmul = uni.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))              # pieces a dim, input by input
+    y = uni.shard_op(torch.matmul, mesh, inputs=[[...], None], outputs=[[...]])(x, weight)
+
+Run without a trace, a marked function is the function. What `shard` and `shard_op` return must be called: if it is
+thrown away without, the next trace is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils import _pytree as pytree
+
+from unisono.errors import UsageError
+from unisono.graph.capture.source import Maker, calling_line
+from unisono.graph.marks.recorder import noted, recorder
+from unisono.graph.marks.spec import Note, Strategy, Wish
+from unisono.mesh import reshard as moves
+from unisono.mesh.mesh import Mesh
+from unisono.mesh.placement import Placement, checked
+
+_dropped: list[str] = []  # marked functions that were thrown away before anything called them
+
+
+def require_none_dropped() -> None:
+    dropped = list(dict.fromkeys(_dropped))
+    _dropped.clear()
+    if dropped:
+        raise UsageError(
+            f"{'; '.join(dropped)}: what uni.shard or uni.shard_op returned was thrown away and never called, so the "
+            "mark would not count; keep it and call it in the function's place"
+        )
+
+
+class Sharded:
+    """A function whose tensors are marked. Called, it is the function."""
+
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        inputs: Sequence[Wish | None],
+        outputs: Sequence[Wish | None],
+        stage: Wish | None = None,
+    ) -> None:
+        """stage: where a module begins a stage, the mesh of its ranks."""
+        self.function = function
+        self.inputs = tuple(inputs)
+        self.outputs = tuple(outputs)
+        self.stage = stage
+        self.called = False
+        self._maker = Maker()
+        self.line = next((wish.line for wish in (*self.inputs, *self.outputs, stage) if wish is not None), "")
+
+    def __repr__(self) -> str:
+        return f"{getattr(self.function, '__name__', self.function)} marked at {self.line}"
+
+    def __del__(self) -> None:
+        if not getattr(self, "called", True) and self._maker.is_at_work():
+            _dropped.append(repr(self))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.called = True
+        recording = recorder()
+        if recording is None:
+            return self._run(args, kwargs)
+        recording.called.add(id(self))
+        if self.stage is not None:
+            recording.note_stage(self.function, self.stage)
+        number = recording.next_op()
+        given = self._each((args, kwargs), self.inputs, "input", lambda t, w: noted(t, Note(w, op=number)))
+        results = self.function(*given[0], **given[1])
+        return self._each(results, self.outputs, "output", lambda t, w: noted(t, Note(w, lies=True, op=number)))
+
+    def _run(self, args: Any, kwargs: Any) -> Any:
+        """Tensors that are on a mesh are brought to lie as marked; others are whole, and nothing has to be done."""
+        given = self._each((args, kwargs), self.inputs, "input", _moved)
+        return self._each(self.function(*given[0], **given[1]), self.outputs, "output", _moved)
+
+    def _each(
+        self, tree: Any, wishes: tuple[Wish | None, ...], what: str, do: Callable[[torch.Tensor, Wish], torch.Tensor]
+    ) -> Any:
+        leaves, spec = pytree.tree_flatten(tree)
+        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if wishes and len(wishes) != len(places):
+            raise UsageError(f"{self!r} names {len(wishes)} {what}s, but was called with {len(places)} tensors")
+        for place, wish in zip(places, wishes, strict=False):
+            if wish is not None:
+                _require_fit(self, wish, leaves[place], what)
+                leaves[place] = do(leaves[place], wish)
+        return pytree.tree_unflatten(leaves, spec)
+
+
+def _moved(tensor: torch.Tensor, wish: Wish) -> torch.Tensor:
+    if isinstance(tensor, DTensor) and wish.mesh is not None and wish.placements is not None:
+        return moves.reshard(tensor, wish.mesh, wish.placements)
+    return tensor
+
+
+def _require_fit(function: Sharded, wish: Wish, tensor: torch.Tensor, what: str) -> None:
+    shape = tuple(tensor.shape)
+    if wish.pieces is None:
+        assert wish.mesh is not None
+        assert wish.placements is not None
+        checked(wish.placements, wish.mesh, tensor.dim())
+    elif len(wish.pieces) != len(shape):
+        raise UsageError(
+            f"{function!r}: strategy {wish.pieces} has {len(wish.pieces)} numbers for an {what} of shape {shape}; "
+            "expected one a dim"
+        )
+    elif any(size % count for size, count in zip(shape, wish.pieces, strict=True)):
+        raise UsageError(f"{function!r}: strategy {wish.pieces} does not divide the {what} of shape {shape}")
+
+
+def shard(
+    function: Callable[..., Any],
+    in_strategy: Sequence[Strategy | None],
+    out_strategy: Sequence[Strategy | None] | None = None,
+) -> Sharded:
+    """The function, marked: into how many pieces each dim of each of its tensors is cut. None leaves a tensor open."""
+    _require_function("shard", function)
+    given = _strategies("in_strategy", in_strategy), _strategies("out_strategy", out_strategy or ())
+    if not any(wish is not None for wish in (*given[0], *given[1])):
+        raise UsageError(
+            f"shard({getattr(function, '__name__', function)}) says nothing: give in_strategy a tuple for a tensor, "
+            "such as ((2, 4), (4, 1)); None leaves a tensor open"
+        )
+    return Sharded(function, *given)
+
+
+def _require_function(word: str, given: object) -> None:
+    if not callable(given):
+        raise UsageError(f"{word}({given!r:.80}): expected a function or a module, such as torch.matmul")
+
+
+def _strategies(name: str, given: Sequence[Strategy | None]) -> list[Wish | None]:
+    if not isinstance(given, tuple | list) or any(not isinstance(item, tuple | list | None) for item in given):
+        raise UsageError(f"{name} is {given!r}; expected a tuple of tuples such as ((2, 4), (4, 1)), one a tensor")
+    for item in given:
+        if item is not None and any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in item):
+            raise UsageError(f"{name} has {item!r}; expected whole numbers of at least 1, one a dim")
+    return [None if item is None else Wish(pieces=tuple(item), line=calling_line()) for item in given]
+
+
+def shard_op(
+    function: Callable[..., Any],
+    mesh: Mesh,
+    inputs: Sequence[Sequence[Placement] | None] = (),
+    outputs: Sequence[Sequence[Placement] | None] = (),
+) -> Sharded:
+    """The function, marked: how each of its tensors lies on the mesh. None leaves a tensor open.
+
+    Without inputs and outputs, a module: it and all that runs after it are a stage, on the ranks of `mesh`, such as
+    mesh.at(pp=1)."""
+    _require_function("shard_op", function)
+    if not inputs and not outputs:
+        if not isinstance(function, nn.Module):
+            raise UsageError(
+                f"shard_op({getattr(function, '__name__', function)}) says nothing of inputs or outputs; give "
+                "placements, or a module that begins a stage"
+            )
+        return Sharded(function, (), (), Wish(mesh, line=calling_line()))
+
+    def wishes(given: Sequence[Sequence[Placement] | None]) -> list[Wish | None]:
+        for placements in given:
+            if placements is not None:
+                checked(placements, mesh, 16)  # the tensors' own dims are checked when they come
+        return [None if p is None else Wish(mesh, tuple(p), line=calling_line()) for p in given]
+
+    return Sharded(function, wishes(inputs), wishes(outputs))

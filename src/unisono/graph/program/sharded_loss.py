@@ -1,0 +1,135 @@
+"""Losses of which each rank has some samples, or some classes.
+
+With some samples a rank gives its share of the loss of all: its sum over the count (or weight) of the whole batch,
+which the ranks add up first. With some classes the ranks find the largest logit and the sum of exponentials together.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from unisono.graph.program.local_op import Place
+
+NONE, MEAN, TOTAL = 0, 1, 2  # torch's numbers for reduction=
+
+
+def cross_entropy(
+    place: Place,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+) -> torch.Tensor:
+    classes = min(logits.dim() - 1, 1)
+    splitting = place.axes_cutting(place.number("self"), classes)
+    soft = target.dim() == logits.dim()
+    if splitting:
+        loss = _of_some_classes(place, logits, target, classes, splitting, ignore_index, label_smoothing)
+        total = loss.sum() if reduction != NONE else loss
+    else:
+        how = "none" if reduction == NONE else "sum"
+        ignored = -100 if soft else ignore_index
+        total = F.cross_entropy(
+            logits, target, weight, reduction=how, ignore_index=ignored, label_smoothing=label_smoothing
+        )
+    if reduction != MEAN:
+        return total
+    if soft:
+        whole = place.call.shape("self")
+        return total / (torch.Size(whole).numel() // whole[classes])
+    return total / _weight_of_all(place, target, weight, ignore_index)
+
+
+def nll_loss(
+    place: Place,
+    logs: torch.Tensor,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    reduction: int = MEAN,
+    ignore_index: int = -100,
+) -> torch.Tensor:
+    total = F.nll_loss(logs, target, weight, reduction="sum", ignore_index=ignore_index)
+    return total / _weight_of_all(place, target, weight, ignore_index)
+
+
+def mean_loss(place: Place, *args: Any, **kwargs: Any) -> torch.Tensor:
+    """As the op gives it for this rank's elements, weighed by their share of all."""
+    mine, whole = place.box()[0], place.call.shape()
+    return place.node.target(*args, **kwargs) * (torch.Size(mine).numel() / torch.Size(whole).numel())  # type: ignore[operator]
+
+
+def _weight_of_all(place: Place, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
+    """How many targets count in the whole batch, or how much they weigh."""
+    counted = target != ignore_index
+    number = place.number("target")
+    axes = place.axes_cutting(number, *range(target.dim()))
+    if weight is None:
+        mine = counted.sum().to(torch.float64 if not target.is_cuda else torch.float32)
+    else:
+        mine = torch.where(counted, weight[torch.where(counted, target, 0)], 0.0).sum()
+    return place.talk(mine, "sum", axes).to(_result_dtype(place))
+
+
+def _result_dtype(place: Place) -> torch.dtype:
+    return place.call.results[0].dtype
+
+
+def _of_some_classes(
+    place: Place,
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    classes: int,
+    axes: tuple[int, ...],
+    ignore_index: int,
+    smoothing: float,
+) -> torch.Tensor:
+    """The loss of each target, 0 where it is ignored."""
+    number = place.number("self")
+    first = place.box(number)[1][classes]
+    count = place.call.shape("self")[classes]
+    ignored = target == ignore_index
+    loss = _SpreadCrossEntropy.apply(
+        logits.movedim(classes, -1), torch.where(ignored, -1, target), first, count, smoothing, place, axes
+    )
+    return torch.where(ignored, 0.0, loss)
+
+
+class _SpreadCrossEntropy(torch.autograd.Function):
+    """Logits (..., classes here) and targets (...) -> losses (...), the same on all ranks along `axes`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        logits: torch.Tensor,
+        target: torch.Tensor,
+        first: int,
+        count: int,
+        smoothing: float,
+        place: Place,
+        axes: tuple[int, ...],
+    ) -> torch.Tensor:
+        wide = logits.float() if logits.dtype.itemsize < 4 else logits
+        shifted = wide - place.talk(wide.amax(-1), "max", axes)[..., None]
+        here = (target >= first) & (target < first + logits.shape[-1])
+        row = torch.where(here, target - first, 0)[..., None]
+        chosen = torch.where(here, shifted.gather(-1, row)[..., 0], 0.0)
+        powers = shifted.exp()
+        sums = [powers.sum(-1), chosen] + ([shifted.sum(-1)] if smoothing else [])
+        normaliser, chosen, *total = place.talk(torch.stack(sums), "sum", axes).unbind()
+        ctx.save_for_backward(powers / normaliser[..., None], row, here)
+        ctx.count, ctx.smoothing, ctx.dtype = count, smoothing, logits.dtype
+        loss = normaliser.log() - (1 - smoothing) * chosen
+        loss = loss - smoothing / count * total[0] if smoothing else loss
+        return loss.to(logits.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        probabilities, row, here = ctx.saved_tensors
+        slope = probabilities - ctx.smoothing / ctx.count
+        slope.scatter_add_(-1, row, ((ctx.smoothing - 1) * here.to(slope.dtype))[..., None])
+        return (slope * grad[..., None]).to(ctx.dtype), None, None, None, None, None, None

@@ -1,0 +1,156 @@
+"""A program as one HTML file: nothing is loaded from elsewhere, and it reads on a phone and in the dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from unisono.graph.render.colours import COLOURS, OTHER, colour_of
+from unisono.graph.render.listing import Account, Given, Line, Talk
+from unisono.graph.render.sizes import size_text
+from unisono.graph.render.text import after_texts, place_text, total_text
+
+_STYLE = """
+:root { color-scheme: light dark; --ink: #1a1b1e; --soft: #5c5f66; --paper: #ffffff; --card: #f4f5f7; --rule: #dcdfe4; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6e7ea; --soft: #9a9ea6; --paper: #14161a; --card: #1d2026; --rule: #32363e; }
+}
+* { box-sizing: border-box; }
+body { margin: 0 auto; max-width: 92rem; padding: 1rem; color: var(--ink); background: var(--paper);
+  font: 15px/1.45 system-ui, sans-serif; }
+h1 { font-size: 1.25rem; margin: 0 0 .4rem; }
+code, .code { font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; }
+.soft { color: var(--soft); }
+.bar { position: sticky; top: 0; z-index: 1; display: flex; flex-wrap: wrap; gap: .6rem; align-items: center;
+  padding: .6rem 0; background: var(--paper); border-bottom: 1px solid var(--rule); }
+.bar input[type=search] { flex: 1 1 14rem; min-width: 0; padding: .45rem .6rem; font: inherit; color: inherit;
+  background: var(--card); border: 1px solid var(--rule); border-radius: 6px; }
+.legend span, .talk b { display: inline-block; padding: 0 .45em; border-radius: 4px; color: #fff; font-weight: 600; }
+.legend { display: flex; flex-wrap: wrap; gap: .4rem; font-size: 13px; }
+details { margin: .6rem 0; } summary { cursor: pointer; font-weight: 600; padding: .2rem 0; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font: 13px/1.5 ui-monospace, monospace; }
+th, td { text-align: left; padding: .15rem .8rem .15rem 0; white-space: nowrap; border-bottom: 1px solid var(--rule); }
+.heads, .row { display: grid; grid-template-columns: minmax(0, 2fr) minmax(0, 3fr); gap: 0 1rem; }
+.heads { font-weight: 600; padding: .3rem 0; }
+.row { padding: .4rem .2rem; border-top: 1px solid var(--rule); }
+.row.move { background: var(--card); border-left: 4px solid var(--hue); padding-left: .4rem; }
+.row.hidden { display: none; }
+.talk { font: 13px/1.6 ui-monospace, monospace; overflow-wrap: anywhere; }
+@media (max-width: 46rem) {
+  .heads { display: none; } .row { grid-template-columns: minmax(0, 1fr); }
+  .row.op > div:first-child::before { content: "serial"; display: block; color: var(--soft); font-size: 11px; }
+  .row.op > div:last-child::before { content: "this rank"; display: block; color: var(--soft); font-size: 11px; }
+  .row.move > div:first-child { display: none; }
+}
+"""
+
+_SCRIPT = """
+const box = document.querySelector('input[type=search]'), only = document.querySelector('#only');
+const rows = [...document.querySelectorAll('.row')], count = document.querySelector('#count');
+function sift() {
+  const words = box.value.toLowerCase().split(/\\s+/).filter(Boolean);
+  let shown = 0;
+  for (const row of rows) {
+    const hit = words.every(word => row.dataset.text.includes(word)) && (!only.checked || row.dataset.talks === '1');
+    row.classList.toggle('hidden', !hit);
+    shown += hit;
+  }
+  count.textContent = shown === rows.length ? rows.length + ' lines' : shown + ' of ' + rows.length + ' lines';
+}
+box.addEventListener('input', sift); only.addEventListener('change', sift); sift();
+"""
+
+
+def as_page(told: Account, title: str = "program") -> str:
+    """The whole file as text."""
+    return "\n".join(_page(told, title)) + "\n"
+
+
+def _page(told: Account, title: str) -> Iterator[str]:
+    yield "<!doctype html>"
+    yield '<html lang="en"><head><meta charset="utf-8">'
+    yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    yield f"<title>{escape(title)}, rank {told.rank}</title><style>{_STYLE}</style></head><body>"
+    yield f"<h1>{escape(title)} on {escape(str(told.mesh))}</h1>"
+    yield f'<div class="soft">{escape(place_text(told))}</div>'
+    yield f"<div>forward: {escape(total_text(told.forward))}<br>backward: {escape(total_text(told.backward))}"
+    yield f"<br>update: {escape(total_text(told.updates))}</div>" if told.updates else "</div>"
+    yield from (f'<div class="soft">{escape(words)}</div>' for words in told.about)
+    yield '<div class="bar"><input type="search" placeholder="search: op, module, file, collective, rank" autofocus>'
+    yield '<label><input type="checkbox" id="only"> collectives only</label> <span id="count" class="soft"></span>'
+    yield '<span class="legend">'
+    yield from (f'<span style="background:{hue}">{kind}</span>' for kind, hue in COLOURS.items() if "_" in kind)
+    yield "</span></div>"
+    yield from _given(told.given)
+    yield f'<div class="heads"><div>serial</div><div>rank {told.rank}</div></div>'
+    for line in told.lines:
+        yield from _row(line)
+    if told.outputs:
+        yield f'<div class="code">return {escape(", ".join(told.outputs))}</div>'
+    if told.order:
+        yield f'<p class="soft">in a step: {escape(told.order)}</p>'
+    yield from _sums(told)
+    yield '<p class="soft">Placements, one an axis of the mesh: S0 sharded along dim 0, R replicated, P parts of a sum.'
+    yield " Bytes are those that this rank receives.</p>"
+    yield f"<script>{_SCRIPT}</script></body></html>"
+
+
+def _given(given: list[Given]) -> Iterator[str]:
+    yield f"<details><summary>{len(given)} parameters, buffers and inputs</summary>"
+    titles = ("kind", "name", "whole", "here", "placements", "pieces", "gradient", "note")
+    yield f'<div class="scroll"><table><tr>{"".join(f"<th>{title}" for title in titles)}</tr>'
+    for each in given:
+        summed = f"summed over {', '.join(each.summed)}" if each.summed else ""
+        summed = ", ".join(filter(None, (summed, each.kept)))
+        cells = (each.kind, each.name, each.whole, each.local, each.placements, each.strategy, summed, each.note)
+        yield f"<tr>{''.join(f'<td>{escape(cell)}' for cell in cells)}</tr>"
+    yield "</table></div></details>"
+
+
+def _row(line: Line) -> Iterator[str]:
+    collectives = [talk for talk in (*line.forward, *line.backward) if talk.is_collective]
+    words = " ".join((line.serial, line.distributed, line.path, line.source, line.local, line.note and "note"))
+    words += " ".join(f"{talk.kind} {talk.ranks}" for talk in collectives)
+    data = f'data-talks="{int(bool(collectives))}" data-text="{escape(words.lower(), quote=True)}"'
+    if line.serial:
+        instead = f' <span class="soft">as {escape(line.local)}</span>' if line.local else ""
+        yield f'<div class="row op" {data}><div><code>{escape(line.serial)}</code>'
+        yield f'<br><code class="soft">{escape(line.serial_shapes)}</code>'
+        where = "  ".join(word for word in (line.path, line.source) if word)
+        yield f'<br><span class="soft">{escape(where)}</span></div>'
+        yield f"<div><code>{escape(line.distributed)}</code>{instead}"
+        yield f"<br><code>{escape(line.local_shapes)}</code> <code>{escape(line.placements)}</code>"
+        yield f'<br><code class="soft">strategy {escape(line.strategy)}</code>'
+        yield f"<br><b>note:</b> {escape(line.note)}" if line.note else ""
+        yield from _talks(line)
+        yield "</div></div>"
+        return
+    hue = next((colour_of(talk.kind) for talk in (*collectives, *line.forward, *line.backward)), OTHER)
+    yield f'<div class="row move" style="--hue:{hue}" {data}><div></div><div><code>{escape(line.distributed)}</code>'
+    yield f" <code>{escape(line.local_shapes)}</code> <code>{escape(line.placements)}</code>"
+    yield from _talks(line)
+    yield "</div></div>"
+
+
+def _talks(line: Line) -> Iterator[str]:
+    for direction, talks in (("forward", line.forward), ("backward", line.backward)):
+        for talk in talks:
+            yield f'<div class="talk">{direction} {_talk(talk)}</div>'
+
+
+def _talk(talk: Talk) -> str:
+    shapes = f"({','.join(map(str, talk.before))}) → ({','.join(map(str, talk.after))})"
+    size = "" if talk.kind == "send" else size_text(talk.received) if talk.is_collective else "no talk"
+    ranks = f"ranks ({','.join(map(str, talk.ranks))})" if talk.is_collective else ""
+    words = " ".join(filter(None, (f"over {', '.join(talk.axes)}", ranks, shapes, talk.detail, size)))
+    return f'<b style="background:{colour_of(talk.kind)}">{talk.kind}</b> {escape(words)}'
+
+
+def _sums(told: Account) -> Iterator[str]:
+    for title, listed in after_texts(told):
+        yield f"<h1>{title}</h1>"
+        for talk in listed:
+            ranks = f"ranks ({','.join(map(str, talk.ranks))})"
+            words = escape(f"over {', '.join(talk.axes)} {ranks} {talk.detail} {size_text(talk.received)}")
+            yield f'<div class="talk"><b style="background:{colour_of(talk.kind)}">{talk.kind}</b> {words}</div>'

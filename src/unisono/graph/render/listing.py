@@ -1,0 +1,300 @@
+"""An account of a program: what one rank does, op by op, in words and numbers. Pictures and texts are made of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import fx
+from torch.distributed.tensor import Partial
+
+from unisono.graph.program.lowering import Compute, Laid, Lowered, Move, used_by
+from unisono.graph.render.communication import Shape, Talk
+from unisono.graph.render.inside_ops import Said, received, said_inside
+from unisono.graph.rules import target_name
+from unisono.mesh.mesh import Mesh
+from unisono.mesh.placement import Placement, Placements, fair_shape, shard_dim
+from unisono.mesh.route import Step
+
+_UNSHOWN = {"device", "pin_memory", "layout"}
+SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32"}
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of the program. A move has no serial side."""
+
+    name: str
+    serial: str  # "relu = relu(matmul)"
+    serial_shapes: str  # "f32[16,16] -> f32[16,16]"
+    distributed: str
+    local_shapes: str
+    placements: str
+    strategy: str  # "((2,4),(4,1))": pieces a dim of each input
+    path: str
+    source: str  # file.py:42
+    local: str = ""  # what runs in the op's place
+    note: str = ""  # what a reader should know of the choice
+    forward: tuple[Talk, ...] = ()
+    backward: tuple[Talk, ...] = ()
+    uses: tuple[str, ...] = ()  # names of the lines whose values it takes
+
+
+@dataclass(frozen=True)
+class Given:
+    """A parameter, buffer or input."""
+
+    name: str
+    kind: str
+    whole: str
+    local: str
+    placements: str
+    strategy: str
+    summed: tuple[str, ...] = ()  # axes over which its gradient is summed after the backward
+    note: str = ""
+    kept: str = ""  # how much of it the optimizer has, or the rank between uses, where ranks share it out
+
+
+@dataclass
+class Account:
+    mesh: Mesh
+    rank: int
+    given: list[Given] = field(default_factory=list)
+    lines: list[Line] = field(default_factory=list)
+    sums: list[Talk] = field(default_factory=list)  # of parameters' gradients, in messages
+    updates: list[Talk] = field(default_factory=list)  # of parameters, after the optimizer
+    about: list[str] = field(default_factory=list)  # what is true of all lines
+    outputs: list[str] = field(default_factory=list)
+    order: str = ""  # of a pipeline's rank: F forward, B backward, I and W its halves, each with stage and microbatch
+
+    @property
+    def forward(self) -> list[Talk]:
+        return [talk for line in self.lines for talk in line.forward if talk.is_collective]
+
+    @property
+    def backward(self) -> list[Talk]:
+        return [talk for line in self.lines for talk in line.backward if talk.is_collective] + self.sums
+
+
+def account(lowered: Lowered, rank: int = 0) -> Account:
+    """What `rank` does; it need not be running."""
+    made = Account(lowered.mesh, rank)
+    trace = lowered.trace
+    kinds = {"parameter": trace.parameters, "buffer": trace.buffers}
+    for name, laid in lowered.given.items():
+        kind = next((kind for kind, names in kinds.items() if name in names), None)
+        kind = kind or ("input" if name in trace.inputs else "target" if name in trace.targets else "constant")
+        shown = {**trace.parameters, **trace.buffers}.get(name, name)
+        if name in trace.pieces:
+            shown += f" from {trace.pieces[name].start}"
+        local = _tensor(laid, laid.local(lowered.mesh, rank))
+        made.given.append(
+            Given(
+                shown,
+                kind,
+                _tensor(laid, laid.shape),
+                local,
+                placements_text(laid.placements),
+                strategy_text(laid, lowered.mesh),
+                lowered.summed.get(name, ()),
+                lowered.assignment.notes.get(name, ""),
+            )
+        )
+    operations = {op.name: op for op in trace.ops}
+    for instruction in lowered.instructions:
+        if isinstance(instruction, Move):
+            made.lines.append(_of_move(instruction, lowered.mesh, rank))
+        else:
+            op = operations[instruction.name]
+            made.lines.append(_of_compute(instruction, lowered, rank, op.path, op.line))
+    made.lines = [
+        replace(line, uses=used_by(each)) for line, each in zip(made.lines, lowered.instructions, strict=True)
+    ]
+    made.sums = _sums(lowered, rank)
+    made.outputs = [name or "None" for name in lowered.outputs]
+    return made
+
+
+def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source: str) -> Line:
+    mesh = lowered.mesh
+    inputs = [lowered.values[name] for name in compute.inputs if name in lowered.values]
+    word = _word(compute.node)
+    rewritten = [
+        f"{option.local} over {name}"
+        for option, name in zip(compute.options, mesh.names, strict=True)
+        if option.local is not None
+    ]
+    forward, backward = (_inside(said, mesh, rank) for said in said_inside(compute, lowered, rank))
+    return Line(
+        compute.name,
+        f"{compute.name} = {word}({_arguments(compute.node)})",
+        _shapes(
+            [_tensor(laid, laid.shape) for laid in inputs], [_tensor(laid, laid.shape) for laid in compute.outputs]
+        ),
+        f"{compute.name} = {word}({', '.join(compute.inputs)})",
+        _shapes(
+            [_tensor(laid, laid.local(mesh, rank)) for laid in inputs],
+            [_tensor(laid, laid.local(mesh, rank)) for laid in compute.outputs],
+        ),
+        _shapes(
+            [placements_text(laid.placements) for laid in inputs],
+            [placements_text(laid.placements) for laid in compute.outputs],
+        ),
+        f"({','.join(strategy_text(laid, mesh) for laid in inputs)})",
+        path,
+        source,
+        ", ".join(rewritten),
+        lowered.assignment.notes.get(compute.name, ""),
+        forward,
+        backward,
+    )
+
+
+def _word(node: fx.Node) -> str:
+    """The linear of aten.linear.default."""
+    words = target_name(node.target).split(".")
+    return words[1] if len(words) > 2 else words[0]
+
+
+def _inside(said: Sequence[Said], mesh: Mesh, rank: int) -> tuple[Talk, ...]:
+    """What ranks say in the midst of an op."""
+    made = []
+    for each in said:
+        names = tuple(mesh.names[axis] for axis in each.axes)
+        ranks = mesh.along(*names, rank=rank)
+        bytes_received = received(each, mesh.shape)
+        made.append(
+            Talk("all_reduce", names, ranks, bytes_received, each.shape, each.shape, f"{each.op}, inside the op", True)
+        )
+    return tuple(made)
+
+
+def _arguments(node: fx.Node) -> str:
+    """As in the traced graph: tensors by name, numbers as they are; what is there by default is left out."""
+    words = [_argument(value) for value in node.args]
+    words += [f"{key}={_argument(value)}" for key, value in node.kwargs.items() if key not in _UNSHOWN]
+    return ", ".join(words)
+
+
+def _argument(value: object) -> str:
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(map(_argument, value))}]"
+    return str(value)
+
+
+def _of_move(move: Move, mesh: Mesh, rank: int) -> Line:
+    way = move.way
+    before, after = (Laid(way.shape, way.dtype, placements) for placements in (way.before, way.after))
+    backward: tuple[Talk, ...] = ()
+    if way.gradient_after is not None:
+        backward = talks(way.backward_steps(mesh), way.shape, way.gradient_after, mesh, rank)
+    forward = talks(way.forward_steps(mesh), way.shape, way.before, mesh, rank)
+    words = " + ".join(talk.kind for talk in forward) or "same"
+    return Line(
+        move.name,
+        "",
+        "",
+        f"{move.name} = {words}({move.source})",
+        _shapes([_tensor(before, before.local(mesh, rank))], [_tensor(after, after.local(mesh, rank))]),
+        _shapes([placements_text(way.before)], [placements_text(way.after)]),
+        "",
+        "",
+        "",
+        forward=forward,
+        backward=backward,
+    )
+
+
+def talks(steps: Sequence[Step], shape: Shape, start: Placements, mesh: Mesh, rank: int) -> tuple[Talk, ...]:
+    """The steps of a route from `start`, seen from a rank."""
+    state = list(start)
+    coordinate = mesh.coordinate(rank)
+    seen = []
+    for step in steps:
+        longest = tuple(0 if axis in step.axes else place for axis, place in enumerate(coordinate))
+        # Pieces that are gathered are padded to the longest, which is that of the first.
+        before = fair_shape(shape, mesh, state, longest if step.kind == "all_gather" else coordinate)
+        for axis in step.axes:
+            state[axis] = step.after
+        after = fair_shape(shape, mesh, state, coordinate)
+        names = tuple(mesh.names[axis] for axis in step.axes)
+        ranks = mesh.along(*names, rank=rank)
+        seen.append(Talk(step.kind, names, ranks, round(step.received), before, after, _detail(step), step.talks))
+    return tuple(seen)
+
+
+def _detail(step: Step) -> str:
+    words = []
+    if isinstance(step.before, Partial):
+        words.append(step.before.reduce_op)
+    joined, cut = shard_dim(step.before), shard_dim(step.after)
+    if joined is not None:
+        words.append(f"joins dim {joined}")
+    if cut is not None:
+        words.append(f"cuts dim {cut}")
+    return ", ".join(words)
+
+
+def _sums(lowered: Lowered, rank: int) -> list[Talk]:
+    """The gradients of parameters that are summed after the backward: one entry a set of axes."""
+    sizes: dict[tuple[str, ...], int] = {}
+    counts: dict[tuple[str, ...], int] = {}
+    for name, axes in lowered.summed.items():
+        laid = lowered.given[name]
+        elements = math.prod(laid.local(lowered.mesh, rank))
+        sizes[axes] = sizes.get(axes, 0) + elements * laid.dtype.itemsize
+        counts[axes] = counts.get(axes, 0) + 1
+    made = []
+    for axes, size in sizes.items():
+        ranks = lowered.mesh.along(*axes, rank=rank)
+        received = round(2 * size * (len(ranks) - 1) / len(ranks))
+        detail = f"sum, gradients of {counts[axes]} parameter{'s' if counts[axes] > 1 else ''}"
+        made.append(Talk("all_reduce", axes, ranks, received, (size,), (size,), detail, len(ranks) > 1))
+    return made
+
+
+# ---- words -----------------------------------------------------------------------------------------------------------
+
+
+def strategy(laid: Laid, mesh: Mesh) -> tuple[int, ...]:
+    """Into how many pieces each dim is cut."""
+    pieces = [1] * len(laid.shape)
+    for axis, placement in enumerate(laid.placements):
+        dim = shard_dim(placement)
+        if dim is not None:
+            pieces[dim] *= mesh.shape[axis]
+    return tuple(pieces)
+
+
+def strategy_text(laid: Laid, mesh: Mesh) -> str:
+    return f"({','.join(map(str, strategy(laid, mesh)))})"
+
+
+def placements_text(placements: Sequence[Placement]) -> str:
+    """[S0,P]: sharded along dim 0 on the first axis, parts of a sum on the second."""
+    return f"[{','.join(_short(placement) for placement in placements)}]"
+
+
+def _short(placement: Placement) -> str:
+    dim = shard_dim(placement)
+    if dim is not None:
+        return f"S{dim}"
+    if isinstance(placement, Partial):
+        return "P" if placement.reduce_op == "sum" else f"P({placement.reduce_op})"
+    return "R"
+
+
+def _tensor(laid: Laid, shape: Shape) -> str:
+    return tensor_text(laid.dtype, shape)
+
+
+def tensor_text(dtype: torch.dtype, shape: Shape) -> str:
+    """f32[8,16]"""
+    name = str(dtype).removeprefix("torch.")
+    return f"{SHORT.get(name, name)}[{','.join(map(str, shape))}]"
+
+
+def _shapes(inputs: Sequence[str], outputs: Sequence[str]) -> str:
+    return f"{' '.join(inputs)} -> {' '.join(outputs)}".strip()
