@@ -11,8 +11,10 @@ from types import TracebackType
 import torch
 from torch import fx
 
+from unisono import errors
+
 _FRAME = re.compile(r'File "([^"]+)", line (\d+)')
-_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+_LIBRARIES = (os.path.dirname(torch.__file__), os.path.dirname(os.path.abspath(errors.__file__)))
 
 
 def is_of_a_library(file: str) -> bool:
