@@ -17,7 +17,7 @@ from html import escape
 from pathlib import Path
 
 from unisono import cli
-from unisono.parallel.tokens import Tokens
+from unisono.parallel.context.tokens import Tokens
 from unisono.plan.picture import draw_svg
 from unisono.plan.plan import Plan
 from unisono.plan.schedule import schedule

@@ -19,8 +19,8 @@ from tests.pairs import EQUIVALENT, RAW, REFUSED, WRONG, Outcome
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.apply import parallelize
-from unisono.parallel.expert import collect_aux
-from unisono.parallel.pipeline.inputs import call
+from unisono.parallel.expert.expert import collect_aux
+from unisono.parallel.inputs import call
 from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.verify.float64 import InDouble

@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from unisono.mesh.placement import Partial as Partial
     from unisono.mesh.placement import Replicate as Replicate
     from unisono.mesh.placement import Shard as Shard
-    from unisono.parallel.batch_loss import BatchLoss as BatchLoss
-    from unisono.parallel.marked import apply_marks as apply_marks
-    from unisono.parallel.static import StagedProgram as StagedProgram
-    from unisono.parallel.static import to_static as to_static
+    from unisono.parallel.loss.batch_loss import BatchLoss as BatchLoss
+    from unisono.parallel.static.marked import apply_marks as apply_marks
+    from unisono.parallel.static.to_static import StagedProgram as StagedProgram
+    from unisono.parallel.static.to_static import to_static as to_static
     from unisono.parallel.task import Task as Task
     from unisono.parallel.trainer import Trainer as Trainer
     from unisono.plan.plan import Plan as Plan
@@ -54,7 +54,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Accuracy": "unisono.train.metrics",
-    "BatchLoss": "unisono.parallel.batch_loss",
+    "BatchLoss": "unisono.parallel.loss.batch_loss",
     "Callback": "unisono.train.callbacks",
     "Engine": "unisono.train.engine",
     "Metric": "unisono.train.metrics",
@@ -87,9 +87,9 @@ _HOME = {
     "shutdown": "unisono.comm.rendezvous.world",
     "spawn": "unisono.launch.spawn",
     "split_data": "unisono.train.partition",
-    "StagedProgram": "unisono.parallel.static",
-    "apply_marks": "unisono.parallel.marked",
-    "to_static": "unisono.parallel.static",
+    "StagedProgram": "unisono.parallel.static.to_static",
+    "apply_marks": "unisono.parallel.static.marked",
+    "to_static": "unisono.parallel.static.to_static",
     "world": "unisono.comm.rendezvous.world",
     "world_size": "unisono.comm.rendezvous.world",
 }

@@ -12,7 +12,7 @@ import torch
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel import apply
-from unisono.parallel.head_width import HeadWidth
+from unisono.parallel.tensor.head_width import HeadWidth
 from unisono.plan.plan import Plan
 from unisono.verify.record import Record, plain_record
 from unisono.verify.verdict import HALVES, Verdict

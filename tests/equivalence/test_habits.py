@@ -11,7 +11,7 @@ from tests.equivalence import habits
 from tests.equivalence.proof import prove, refused
 from tests.ranks import RankPool
 from unisono.errors import UsageError
-from unisono.parallel.tensor import fitting_rules, require_shareable
+from unisono.parallel.tensor.tensor_parallel import fitting_rules, require_shareable
 
 Pools = Callable[[str, int], RankPool]
 ALL = [name for name, value in vars(habits).items() if isinstance(value, uni.Task)]

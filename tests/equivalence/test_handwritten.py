@@ -13,8 +13,8 @@ from tests.equivalence import handwritten
 from tests.equivalence.proof import prove, refused
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
-from unisono.parallel.cut_dims import cut_dims
-from unisono.parallel.tensor import fitting_rules, require_shareable
+from unisono.parallel.tensor.sharded_dims import cut_dims
+from unisono.parallel.tensor.tensor_parallel import fitting_rules, require_shareable
 
 Pools = Callable[[str, int], RankPool]
 ALL = [name for name, value in vars(handwritten).items() if isinstance(value, uni.Task)]

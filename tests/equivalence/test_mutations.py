@@ -13,12 +13,12 @@ from torch import nn
 from tests.equivalence import tasks
 from tests.equivalence.proof import prove
 from tests.ranks import RankPool
-from unisono.parallel.expert import MoE
+from unisono.parallel.context.sharded_attention import SpreadAttention
+from unisono.parallel.context.tokens import Tokens
+from unisono.parallel.expert.expert import MoE
 from unisono.parallel.share import Share, rows_between
-from unisono.parallel.spread_attention import SpreadAttention
-from unisono.parallel.tokens import Tokens
 from unisono.parallel.trainer import Trainer
-from unisono.parallel.zero import Zero
+from unisono.parallel.zero.zero import Zero
 
 
 def forget_to_sum(trainer: Trainer) -> None:

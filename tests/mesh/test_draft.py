@@ -18,7 +18,7 @@ from tests.parallel.models import gpt, llama, mlp
 from unisono.mesh.draft import drafted, sketched, tensors_in
 from unisono.mesh.initial import build
 from unisono.mesh.recording import CannotRecord
-from unisono.parallel.expert import MoE
+from unisono.parallel.expert.expert import MoE
 
 
 class Tied(nn.Module):

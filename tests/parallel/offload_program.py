@@ -10,7 +10,7 @@ from torch import nn
 
 import unisono as uni
 from unisono.parallel.trainer import Trainer
-from unisono.parallel.zero import Zero
+from unisono.parallel.zero.zero import Zero
 
 WIDTH, LAYERS = 256, 4
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.loss import GlobalLoss
+from unisono.parallel.loss.loss import GlobalLoss
 from unisono.parallel.share import shares
 
 STEPS = 3

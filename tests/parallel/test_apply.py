@@ -18,7 +18,7 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.apply import parallelize
-from unisono.parallel.preview import require_fitting_loss
+from unisono.parallel.checks.preview import require_fitting_loss
 
 REFUSALS = [
     (2, "mlp", "dp=3", {}, "needs 3 ranks .* but 2 are running; use dp=2 or start 3"),

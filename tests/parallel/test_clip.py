@@ -13,7 +13,7 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.clip import clip_by_norm, clip_by_value, gradient_norm
+from unisono.parallel.data.clip import clip_by_norm, clip_by_value, gradient_norm
 from unisono.parallel.layout import WHOLE, Layout, Split, lay, local_of, whole_of
 from unisono.parallel.precision import LossScaler, accumulate_in_float32, autocast
 

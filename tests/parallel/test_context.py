@@ -14,10 +14,10 @@ from tests.ranks import RankPool, RemoteError
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.parallel.context import attention
-from unisono.parallel.ring_attention import ring_attention
-from unisono.parallel.tokens import Tokens, require_fit
-from unisono.parallel.ulysses import ulysses_attention
+from unisono.parallel.context.context import attention
+from unisono.parallel.context.ring_attention import ring_attention
+from unisono.parallel.context.tokens import Tokens, require_fit
+from unisono.parallel.context.ulysses import ulysses_attention
 
 Pools = Callable[[str, int], RankPool]
 

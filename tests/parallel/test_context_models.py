@@ -18,7 +18,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
-from unisono.parallel.context import Context, context_parallelize
+from unisono.parallel.context.context import Context, context_parallelize
 
 Pools = Callable[[str, int], RankPool]
 

@@ -16,7 +16,7 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.task import Task
-from unisono.parallel.tensor import require_shareable
+from unisono.parallel.tensor.tensor_parallel import require_shareable
 from unisono.plan.plan import Plan
 from unisono.verify.verify import verify_here
 

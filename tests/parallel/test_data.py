@@ -15,7 +15,7 @@ from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.data import DataParallel, sum_gradients, torch_data_parallel
+from unisono.parallel.data.data_parallel import DataParallel, sum_gradients, torch_data_parallel
 from unisono.parallel.layout import Layout, Split, lay
 from unisono.parallel.share import share, shares
 

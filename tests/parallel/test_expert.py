@@ -18,8 +18,8 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.nn import MoE
-from unisono.parallel.context import Context, context_parallelize
-from unisono.parallel.expert import collect_aux, expert_parallelize, naive_moe, needs_whole_batch
+from unisono.parallel.context.context import Context, context_parallelize
+from unisono.parallel.expert.expert import collect_aux, expert_parallelize, naive_moe, needs_whole_batch
 from unisono.parallel.layout import layout_of, whole_of
 
 Pools = Callable[[str, int], RankPool]

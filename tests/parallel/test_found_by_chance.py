@@ -19,13 +19,13 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.graph.capture.trace import trace
 from unisono.parallel.apply import fitting_rules
-from unisono.parallel.expert import MoE
-from unisono.parallel.samples import find_samples
-from unisono.parallel.sequence import require_sound_blocks
+from unisono.parallel.checks.samples import find_samples
+from unisono.parallel.checks.tokenwise import require_tokenwise
+from unisono.parallel.context.sequence import require_sound_blocks
+from unisono.parallel.expert.expert import MoE
 from unisono.parallel.share import run_on, shares
 from unisono.parallel.task import Task
-from unisono.parallel.tensor import require_shareable
-from unisono.parallel.tokenwise import require_tokenwise
+from unisono.parallel.tensor.tensor_parallel import require_shareable
 from unisono.plan.plan import Plan
 from unisono.verify.float64 import InDouble
 from unisono.verify.on_mesh import OnMesh

@@ -15,10 +15,10 @@ from tests.parallel.training import check_training
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.parallel import published_rules
-from unisono.parallel.rules import published
+from unisono.parallel.rules import published as published_rules
+from unisono.parallel.rules.rules import published
 from unisono.parallel.task import Task
-from unisono.parallel.tensor import _require_sound, fitting_rules, styles_of
+from unisono.parallel.tensor.tensor_parallel import _require_sound, fitting_rules, styles_of
 from unisono.plan.plan import Plan
 from unisono.verify.float64 import InDouble
 from unisono.verify.verify import verify_here

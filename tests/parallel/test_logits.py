@@ -13,7 +13,7 @@ from tests.ranks import RankPool
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.parallel.apply import parallelize
-from unisono.parallel.logits import LogitsPiece, Proof, _piece
+from unisono.parallel.tensor.logits import LogitsPiece, Proof, _piece
 
 Pools = Callable[[str, int], RankPool]
 VOCABULARY = 7

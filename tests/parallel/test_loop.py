@@ -23,9 +23,9 @@ from unisono.mesh import dropout
 from unisono.mesh.initial import build
 from unisono.mesh.random import RandomState
 from unisono.parallel.apply import parallelize
-from unisono.parallel.expert import collect_aux
+from unisono.parallel.expert.expert import collect_aux
+from unisono.parallel.inputs import call
 from unisono.parallel.layout import layout_of, whole_of
-from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer
 from unisono.verify.float64 import InDouble

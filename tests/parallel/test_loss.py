@@ -15,7 +15,7 @@ from tests.ranks import RankPool
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.parallel.loss import GlobalLoss
+from unisono.parallel.loss.loss import GlobalLoss
 
 Pools = Callable[[str, int], RankPool]
 CLASSES = 5

@@ -12,7 +12,7 @@ from torch import nn
 from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.counts import Foretold, Told
+from unisono.parallel.loss.counts import Foretold, Told
 from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import AXES, Plan

@@ -18,8 +18,8 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.marked import plan_of_marks
 from unisono.parallel.pipeline.traced import TracedStages
+from unisono.parallel.static.marked import plan_of_marks
 from unisono.verify.on_mesh import OnMesh
 from unisono.verify.verify import verify_here
 

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from unisono.parallel import partial_attention
-from unisono.parallel.partial_attention import Rules, Whole, attend, attend_backward
+from unisono.parallel.context import partial_attention
+from unisono.parallel.context.partial_attention import Rules, Whole, attend, attend_backward
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 BOUNDS = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}

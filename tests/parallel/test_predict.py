@@ -16,7 +16,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.initial import build
 from unisono.parallel.apply import parallelize
-from unisono.parallel.pipeline.inputs import call
+from unisono.parallel.inputs import call
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
 from unisono.verify.record import batch_of

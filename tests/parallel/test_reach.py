@@ -18,8 +18,8 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.apply import parallelize
+from unisono.parallel.checks.optimizer_scope import BY_TENSOR, ELEMENTWISE, Reach, reach_of, require_whole
 from unisono.parallel.layout import Layout, Split, lay
-from unisono.parallel.reach import BY_TENSOR, ELEMENTWISE, Reach, reach_of, require_whole
 from unisono.parallel.task import Task
 from unisono.plan.plan import Plan
 from unisono.verify.verify import verify_here

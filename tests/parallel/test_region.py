@@ -12,7 +12,7 @@ from tests.parallel.training import close, seeded, tp_mesh
 from tests.ranks import RankPool
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
-from unisono.parallel.tensor import tensor_parallelize
+from unisono.parallel.tensor.tensor_parallel import tensor_parallelize
 
 Pools = Callable[[str, int], RankPool]
 

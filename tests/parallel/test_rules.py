@@ -13,9 +13,9 @@ from tests.parallel.test_tensor import encoder_batch, gpt, next_tokens, sentence
 from tests.parallel.training import check_training
 from tests.ranks import RankPool
 from unisono.errors import UsageError
-from unisono.parallel.derive import _candidates
-from unisono.parallel.rules import known
-from unisono.parallel.tensor import _require_sound, styles_of
+from unisono.parallel.rules.derived import _candidates
+from unisono.parallel.rules.rules import known
+from unisono.parallel.tensor.tensor_parallel import _require_sound, styles_of
 
 Pools = Callable[[str, int], RankPool]
 

@@ -19,8 +19,8 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.random import RandomState, SampleDim
 from unisono.parallel.apply import parallelize
-from unisono.parallel.samples import find_samples
-from unisono.parallel.separable import require_separable
+from unisono.parallel.checks.samples import find_samples
+from unisono.parallel.checks.separable import require_separable
 from unisono.parallel.task import Task
 from unisono.plan.plan import Plan
 from unisono.train.engine import Engine

@@ -12,7 +12,7 @@ from tests.equivalence import unnamed
 from tests.equivalence.proof import prove
 from tests.ranks import RankPool
 from unisono.errors import UsageError
-from unisono.parallel.tensor import fitting_rules, styles_of
+from unisono.parallel.tensor.tensor_parallel import fitting_rules, styles_of
 from unisono.verify.float64 import InDouble
 
 

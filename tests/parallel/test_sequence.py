@@ -24,7 +24,7 @@ from tests.parallel.training import check_training, seeded, tp_mesh
 from tests.ranks import RankPool, RemoteError
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.parallel.tensor import tensor_parallelize
+from unisono.parallel.tensor.tensor_parallel import tensor_parallelize
 
 Pools = Callable[[str, int], RankPool]
 

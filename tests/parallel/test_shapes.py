@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 
 from examples.gpt import GPT, Config
 from tests.parallel.context_models import Encoder, Rotary
-from unisono.parallel import shapes
-from unisono.parallel.shapes import KnownShapes
+from unisono.parallel.meta import shapes
+from unisono.parallel.meta.shapes import KnownShapes
 
 
 @pytest.fixture(autouse=True)

@@ -17,9 +17,9 @@ from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import layout_of, whole_of
-from unisono.parallel.linear import ColumnParallelLinear, RowParallelLinear
-from unisono.parallel.tensor import tensor_parallelize
-from unisono.parallel.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
+from unisono.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from unisono.parallel.tensor.tensor_parallel import tensor_parallelize
+from unisono.parallel.tensor.vocabulary import VocabParallelEmbedding, vocab_parallel_cross_entropy
 
 Pools = Callable[[str, int], RankPool]
 

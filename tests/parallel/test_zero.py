@@ -16,12 +16,12 @@ from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.clip import clip_by_norm
+from unisono.parallel.data.clip import clip_by_norm
 from unisono.parallel.layout import Layout, Split, lay, layout_of, local_of, whole_of
+from unisono.parallel.optimizer_state import load_whole_state, whole_state
 from unisono.parallel.precision import accumulate_in_float32
 from unisono.parallel.share import shares
-from unisono.parallel.state import load_whole_state, whole_state
-from unisono.parallel.zero import Zero
+from unisono.parallel.zero.zero import Zero
 
 Pools = Callable[[str, int], RankPool]
 

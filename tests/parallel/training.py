@@ -13,7 +13,7 @@ from unisono.comm.communicator import Communicator
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.parallel.layout import layout_of, wholes_of
-from unisono.parallel.tensor import tensor_parallelize
+from unisono.parallel.tensor.tensor_parallel import tensor_parallelize
 
 Build = Callable[[], nn.Module]
 STEPS = 2

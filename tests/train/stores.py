@@ -13,7 +13,7 @@ import unisono as uni
 from tests.equivalence import tasks
 from unisono.comm.communicator import Communicator
 from unisono.parallel.layout import layout_of, local_of
-from unisono.parallel.state import whole_shape
+from unisono.parallel.optimizer_state import whole_shape
 from unisono.parallel.trainer import Trainer
 from unisono.train.inventory import named_tensors
 

@@ -186,33 +186,33 @@ def _unwatched(mode: Any, func: Any, types: Any, args: Any = (), kwargs: Any = N
 
 # What makes these pairs right, or refuses them: (module, name in it, what takes its place).
 SWITCHED_OFF: dict[str, list[tuple[str, str, Any]]] = {
-    "linear subclass": [("unisono.parallel.custom_layers", "is_plain", lambda module: True)],
+    "linear subclass": [("unisono.parallel.tensor.custom_layers", "is_plain", lambda module: True)],
     "forward hooks": [
-        ("unisono.parallel.user_hooks", "carry_hooks", _nothing),
-        ("unisono.parallel.user_hooks", "show_full_tensors", _nothing),
-        ("unisono.parallel.user_hooks", "guard_hooks", _nothing),
+        ("unisono.parallel.tensor.user_hooks", "carry_hooks", _nothing),
+        ("unisono.parallel.tensor.user_hooks", "show_full_tensors", _nothing),
+        ("unisono.parallel.tensor.user_hooks", "guard_hooks", _nothing),
     ],
     "weights beyond their layer, by rules": [
-        ("unisono.parallel.parameter_reads.ParameterReads", "__torch_function__", _unwatched)
+        ("unisono.parallel.checks.parameter_reads.ParameterReads", "__torch_function__", _unwatched)
     ],
     "step hook, tp": [
-        ("unisono.parallel.reach", "require_elementwise_hooks", _nothing),
+        ("unisono.parallel.checks.optimizer_scope", "require_elementwise_hooks", _nothing),
         ("unisono.parallel.trainer", "require_elementwise_hooks", _nothing),
     ],
     "step hook, zero": [
-        ("unisono.parallel.reach", "require_elementwise_hooks", _nothing),
+        ("unisono.parallel.checks.optimizer_scope", "require_elementwise_hooks", _nothing),
         ("unisono.parallel.trainer", "require_elementwise_hooks", _nothing),
     ],
     "time-major dropout": [("unisono.parallel.apply", "find_samples", _nothing)],
     "table dropout": [("unisono.parallel.apply", "find_samples", _nothing)],
     "mixed samples": [("unisono.parallel.apply", "find_samples", _nothing)],
     "batch size": [("unisono.parallel.apply", "find_samples", _nothing)],
-    "task weights": [("unisono.parallel.loss.GlobalLoss", "_prove", _nothing)],
+    "task weights": [("unisono.parallel.loss.loss.GlobalLoss", "_prove", _nothing)],
     "max_norm": [
-        ("unisono.parallel.separable", "_require_plain_lookup", _nothing),
+        ("unisono.parallel.checks.separable", "_require_plain_lookup", _nothing),
         ("unisono.parallel.apply", "find_samples", _nothing),
     ],
-    "scale_grad_by_freq": [("unisono.parallel.separable", "_require_plain_lookup", _nothing)],
+    "scale_grad_by_freq": [("unisono.parallel.checks.separable", "_require_plain_lookup", _nothing)],
     "tokens mixed by a maximum": [("unisono.parallel.apply", "require_tokenwise", _nothing)],
 }
 

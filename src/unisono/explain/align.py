@@ -25,7 +25,7 @@ _PURPOSES = {  # by the module of unisono that communicates
     "trainer": "loss",
     "runtime": "loss",
     "counts": "elements that the loss counts",
-    "means": "elements that the loss counts",
+    "normalizers": "elements that the loss counts",
     "precision": "whether gradients are finite",
 }
 

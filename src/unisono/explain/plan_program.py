@@ -21,16 +21,16 @@ from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placement, Replicate, Shard
 from unisono.mesh.side_effects import no_side_effects
-from unisono.parallel.bucket import summed_axes
-from unisono.parallel.even_experts import evenly_visited
+from unisono.parallel.data.bucket import summed_axes
+from unisono.parallel.expert.even_experts import evenly_visited
+from unisono.parallel.inputs import call
 from unisono.parallel.layout import Layout, layout_of
-from unisono.parallel.pipeline.inputs import call
+from unisono.parallel.meta.shadow import Shadow
 from unisono.parallel.pipeline.message import is_hollow
-from unisono.parallel.pipeline.shadow import Shadow
 from unisono.parallel.share import shares
 from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer
-from unisono.parallel.zero import Zero
+from unisono.parallel.zero.zero import Zero
 from unisono.plan.plan import Plan
 from unisono.simulate.rank import build_trainer, simulated_mesh, simulated_trainer
 from unisono.simulate.sketch import without_memory

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from unisono.comm import traffic
-from unisono.parallel.loss import GlobalLoss
+from unisono.parallel.loss.loss import GlobalLoss
 from unisono.parallel.pipeline.message import is_hollow
 from unisono.parallel.pipeline.runtime import Execution
 from unisono.parallel.trainer import Trainer

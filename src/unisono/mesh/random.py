@@ -22,8 +22,9 @@ within the outer one:
 
 DTensors need none of this: they know their part.
 
-Samples lie along dim 0 of every tensor, unless `sample_dims` says of each call where they are (parallel/samples.py
-finds out): noise for a table of positions has none, and the activations of a time-major model have them along dim 1.
+Samples lie along dim 0 of every tensor, unless `sample_dims` says of each call where they are (see
+parallel/checks/samples.py): noise for a table of positions has none, and the activations of a time-major model have
+them along dim 1.
 
 Recomputation: a forward that torch.utils.checkpoint runs again in the backward draws the same numbers again, under
 the scopes of the first time. It is recognised by torch's own CPU generator, which checkpoint puts back: each call

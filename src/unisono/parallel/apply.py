@@ -29,41 +29,41 @@ from unisono.mesh.initial import in_dtype
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.mesh.side_effects import no_side_effects
-from unisono.parallel import batchnorm
-from unisono.parallel.batch_loss import BatchLoss, GatheredLoss, OutputKinds, require_whole_batches
-from unisono.parallel.bucket import is_summed
-from unisono.parallel.context import context_parallelize
-from unisono.parallel.coverage import coverage
-from unisono.parallel.data import DataParallel
-from unisono.parallel.expert import expert_parallelize, needs_whole_batch
-from unisono.parallel.filling import Filling
-from unisono.parallel.groups import require_same_groups
-from unisono.parallel.head_width import HeadWidth
+from unisono.parallel.checks.optimizer_scope import require_whole
+from unisono.parallel.checks.parameter_groups import require_same_groups
+from unisono.parallel.checks.parameter_reads import ParameterReads
+from unisono.parallel.checks.preview import require_fitting_loss
+from unisono.parallel.checks.samples import find_samples
+from unisono.parallel.checks.separable import require_separable
+from unisono.parallel.checks.tokenwise import require_tokenwise
+from unisono.parallel.checks.updated_buffers import require_steady_buffers
+from unisono.parallel.context.context import context_parallelize
+from unisono.parallel.context.sequence import require_sound_blocks
+from unisono.parallel.data import batchnorm
+from unisono.parallel.data.bucket import is_summed
+from unisono.parallel.data.data_parallel import DataParallel
+from unisono.parallel.expert.expert import expert_parallelize, needs_whole_batch
+from unisono.parallel.inputs import cloned
 from unisono.parallel.layout import layout_of
 from unisono.parallel.loop import OwnLoop, refuse_calls
-from unisono.parallel.loss import GlobalLoss, Loss
-from unisono.parallel.model_loss import ModelLoss, NeedsValues, with_model_loss
-from unisono.parallel.parameter_reads import ParameterReads
-from unisono.parallel.pipeline.inputs import cloned
+from unisono.parallel.loss.batch_loss import BatchLoss, GatheredLoss, OutputKinds, require_whole_batches
+from unisono.parallel.loss.loss import GlobalLoss, Loss
+from unisono.parallel.loss.model_loss import ModelLoss, NeedsValues, with_model_loss
+from unisono.parallel.meta.filling import Filling
 from unisono.parallel.pipeline.layers import LayerSpec, build_whole
+from unisono.parallel.pipeline.parameter_usage import by_names
 from unisono.parallel.pipeline.rehearsal import Foreseen, foreseen, rehearse, rehearse_with_values
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import require_stages, split
-from unisono.parallel.pipeline.survey import by_names
 from unisono.parallel.pipeline.tied import TiedGradients
 from unisono.parallel.precision import Precision
-from unisono.parallel.preview import require_fitting_loss
-from unisono.parallel.reach import require_whole
 from unisono.parallel.recompute import is_recomputed, recompute
-from unisono.parallel.samples import find_samples
-from unisono.parallel.separable import require_separable
-from unisono.parallel.sequence import require_sound_blocks
 from unisono.parallel.share import BatchDim, first_rows, require_batch_dim, share, shares
-from unisono.parallel.tensor import deriving_once, fitting_rules, require_shareable, tensor_parallelize
-from unisono.parallel.tokenwise import require_tokenwise
+from unisono.parallel.tensor.coverage import coverage
+from unisono.parallel.tensor.head_width import HeadWidth
+from unisono.parallel.tensor.tensor_parallel import deriving_once, fitting_rules, require_shareable, tensor_parallelize
 from unisono.parallel.trainer import Trainer, takes_closure
-from unisono.parallel.updated_buffers import require_steady_buffers
-from unisono.parallel.zero import Zero
+from unisono.parallel.zero.zero import Zero
 from unisono.plan.balance import checked
 from unisono.plan.plan import AXES, DATA, REPLICAS, Plan
 from unisono.plan.schedule import Schedule, schedule

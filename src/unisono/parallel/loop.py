@@ -46,19 +46,19 @@ from unisono.comm.same_data import SameBatch
 from unisono.errors import UsageError
 from unisono.mesh import random_ops
 from unisono.mesh.random import SampleDim
-from unisono.parallel import conjugates
-from unisono.parallel.bucket import summed_axes
-from unisono.parallel.clip import TorchClipping
-from unisono.parallel.expert import MoE, needs_whole_batch
+from unisono.parallel import autograd_collectives as conjugates
+from unisono.parallel.checks.samples import Samples, find_samples
+from unisono.parallel.data.bucket import summed_axes
+from unisono.parallel.data.clip import TorchClipping
+from unisono.parallel.data.reducer import current_step
+from unisono.parallel.expert.expert import MoE, needs_whole_batch
+from unisono.parallel.inputs import register_dataclasses
 from unisono.parallel.layout import Split, layout_of
-from unisono.parallel.logits import in_pieces
-from unisono.parallel.pipeline.inputs import register_dataclasses
 from unisono.parallel.precision import HALVES
-from unisono.parallel.reducer import current_step
-from unisono.parallel.samples import Samples, find_samples
 from unisono.parallel.share import rows_of
-from unisono.parallel.units import on_gradient, refuse_create_graph
-from unisono.parallel.zero import Zero
+from unisono.parallel.tensor.logits import in_pieces
+from unisono.parallel.zero.units import on_gradient, refuse_create_graph
+from unisono.parallel.zero.zero import Zero
 from unisono.plan.plan import DATA, REPLICAS
 from unisono.torch_compat import at_end_of_backward, in_backward, will_run
 

@@ -11,7 +11,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.random import SampleDim
-from unisono.parallel.context import Context
+from unisono.parallel.context.context import Context
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
 

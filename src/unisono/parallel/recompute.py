@@ -32,10 +32,10 @@ from torch.utils.checkpoint import checkpoint
 from unisono.errors import UsageError
 from unisono.mesh import dropout
 from unisono.mesh.random import RandomState
-from unisono.parallel import spread_attention
+from unisono.parallel.autograd_collectives import require_eager
 from unisono.parallel.blocks import find_blocks
-from unisono.parallel.conjugates import require_eager
-from unisono.parallel.spread_attention import SpreadAttention
+from unisono.parallel.context import sharded_attention as spread_attention
+from unisono.parallel.context.sharded_attention import SpreadAttention
 from unisono.plan.plan import RECOMPUTE
 from unisono.torch_compat import function_modes
 from unisono.torch_patches import attention

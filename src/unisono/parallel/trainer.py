@@ -23,25 +23,25 @@ from unisono.errors import UsageError
 from unisono.mesh.fused import fused
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import Key, RandomState, SampleDim
-from unisono.parallel.batch_loss import GatheredLoss
-from unisono.parallel.clip import TorchClipping, clip_by_norm, clip_by_value
-from unisono.parallel.context import Context
-from unisono.parallel.data import DataParallel
-from unisono.parallel.expert import collect_aux
-from unisono.parallel.head_width import HeadWidth
+from unisono.parallel.checks.optimizer_scope import require_elementwise_hooks, run_own_hooks_last
+from unisono.parallel.checks.parameter_reads import ParameterReads
+from unisono.parallel.checks.samples import Samples, find_samples
+from unisono.parallel.context.context import Context
+from unisono.parallel.data.clip import TorchClipping, clip_by_norm, clip_by_value
+from unisono.parallel.data.data_parallel import DataParallel
+from unisono.parallel.expert.expert import collect_aux
+from unisono.parallel.full_state import load_tensors, whole_optimizer, whole_tensors
+from unisono.parallel.inputs import call
 from unisono.parallel.layout import Split, layout_of
-from unisono.parallel.logits import Proof, in_pieces, whole_of_piece
-from unisono.parallel.loss import GlobalLoss
-from unisono.parallel.model_loss import ModelLoss, Recorded
+from unisono.parallel.loss.batch_loss import GatheredLoss
+from unisono.parallel.loss.loss import GlobalLoss
+from unisono.parallel.loss.model_loss import ModelLoss, Recorded
+from unisono.parallel.optimizer_state import load_whole_state
 from unisono.parallel.outputs import joined, with_whole_sequences
-from unisono.parallel.parameter_reads import ParameterReads
 from unisono.parallel.pipeline.generation import generated
-from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.tied import TiedGradients
 from unisono.parallel.precision import FULL, LossScaler, Precision, autocast
-from unisono.parallel.reach import require_elementwise_hooks, run_own_hooks_last
-from unisono.parallel.samples import Samples, find_samples
 from unisono.parallel.share import (
     BatchDim,
     Share,
@@ -55,9 +55,9 @@ from unisono.parallel.share import (
     shares,
     targets_dim,
 )
-from unisono.parallel.snapshot import load_tensors, whole_optimizer, whole_tensors
-from unisono.parallel.state import load_whole_state
-from unisono.parallel.zero import Zero
+from unisono.parallel.tensor.head_width import HeadWidth
+from unisono.parallel.tensor.logits import Proof, in_pieces, whole_of_piece
+from unisono.parallel.zero.zero import Zero
 from unisono.plan.action import Action
 from unisono.plan.plan import DATA, REPLICAS, Plan
 

@@ -26,7 +26,7 @@ from unisono.parallel.apply import applied, order_of, parallelize, refuse_what_c
 from unisono.parallel.pipeline.message import is_hollow
 from unisono.parallel.share import BatchDim, dims_of, first_rows, share, shares
 from unisono.parallel.task import Task
-from unisono.parallel.tensor import fitting_rules, require_shareable, shows_by_running
+from unisono.parallel.tensor.tensor_parallel import fitting_rules, require_shareable, shows_by_running
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import AXES, DATA, Plan
 from unisono.simulate.sketch import to_try_out, without_memory

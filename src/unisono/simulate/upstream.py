@@ -17,17 +17,17 @@ from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.mesh.side_effects import no_side_effects
-from unisono.parallel.context import Context, context_parallelize
-from unisono.parallel.even_experts import evenly_visited
-from unisono.parallel.hollow import hollow_copy
-from unisono.parallel.pipeline.foreign import Foreign
+from unisono.parallel.context.context import Context, context_parallelize
+from unisono.parallel.expert.even_experts import evenly_visited
+from unisono.parallel.meta.meta_tensors import hollow_copy
+from unisono.parallel.meta.shadow import Shadow
 from unisono.parallel.pipeline.message import Form, Key, kind_of
+from unisono.parallel.pipeline.off_stage import Foreign
+from unisono.parallel.pipeline.parameter_usage import held_by
 from unisono.parallel.pipeline.rehearsal import Foreseen, foreseen_without_numbers
-from unisono.parallel.pipeline.shadow import Shadow
 from unisono.parallel.pipeline.split import blocks_of
 from unisono.parallel.pipeline.stage import Stage
-from unisono.parallel.pipeline.survey import held_by
-from unisono.parallel.tensor import tensor_parallelize
+from unisono.parallel.tensor.tensor_parallel import tensor_parallelize
 from unisono.plan.plan import Plan
 from unisono.plan.schedule import Schedule
 

@@ -1,7 +1,7 @@
 """Running a step whose parameters are on the meta device: shapes without memory.
 
-What is computed from inputs alone has values, the rest has shapes (pipeline/shadow.py). Where code reads a value that
-does not exist, it gets an answer of the right kind: a scalar is 1, every element is nonzero, and indices are spread
+What is computed from inputs alone has values, the rest has shapes (see parallel/meta/shadow.py). Where code reads a value
+that does not exist, it gets an answer of the right kind: a scalar is 1, every element is nonzero, and indices are spread
 evenly over their range, so that every expert is visited alike.
 """
 
@@ -14,15 +14,18 @@ from typing import Any
 
 import torch
 
-from unisono.parallel import bucket, data, pieces, reducer, units, zero
+from unisono.parallel.data import bucket, reducer
+from unisono.parallel.data import data_parallel as data
+from unisono.parallel.meta.shadow import Shadow, Surface
 from unisono.parallel.pipeline import stage
-from unisono.parallel.pipeline.shadow import Shadow, Surface
+from unisono.parallel.zero import shards as pieces
+from unisono.parallel.zero import units, zero
 from unisono.torch_compat import assume_all_nonzero
 
 _aten = torch.ops.aten
 _DEVICE = torch.Tensor.device.__get__
 _UNISONO = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
-_MODES = tuple(_UNISONO + name for name in ("simulate", "explain", os.path.join("parallel", "pipeline", "shadow.py")))
+_MODES = tuple(_UNISONO + name for name in ("simulate", "explain", os.path.join("parallel", "meta", "shadow.py")))
 _ALLOCATING = {module.__file__ for module in (bucket, data, pieces, reducer, units, zero, stage)}
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 

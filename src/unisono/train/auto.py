@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from unisono.comm.communicator import Communicator
 from unisono.errors import UnisonoError, UsageError
 from unisono.graph.program.program import Model
-from unisono.parallel.loss import Loss
+from unisono.parallel.loss.loss import Loss
 from unisono.parallel.share import BatchDim
 from unisono.parallel.task import Task
 from unisono.plan.explain import why_not

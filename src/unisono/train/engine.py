@@ -25,7 +25,7 @@ from unisono.comm.same_data import SameBatch, require_same_batch
 from unisono.errors import UsageError
 from unisono.launch import environment
 from unisono.parallel.apply import Model
-from unisono.parallel.loss import Loss
+from unisono.parallel.loss.loss import Loss
 from unisono.parallel.pipeline.layers import build_whole
 from unisono.parallel.precision import Precision
 from unisono.parallel.share import BatchDim, Share, first_rows, require_batch_dim

@@ -20,9 +20,9 @@ from torch import nn
 
 from unisono.errors import CheckpointError, UsageError
 from unisono.parallel.layout import layout_of
-from unisono.parallel.state import whole_shape
+from unisono.parallel.optimizer_state import whole_shape
 from unisono.parallel.trainer import Trainer
-from unisono.parallel.zero import Zero
+from unisono.parallel.zero.zero import Zero
 from unisono.train.checkpoint import Checkpoints
 from unisono.train.chunks import held_chunks, whole_chunk
 from unisono.train.inventory import Entry, named_tensors, passing_buffers

@@ -16,7 +16,7 @@ from torch import nn
 
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import Layout, layout_of
-from unisono.parallel.state import whole_shape
+from unisono.parallel.optimizer_state import whole_shape
 from unisono.parallel.trainer import Trainer
 from unisono.train.chunks import Chunk, held_chunks, speaks, whole_chunk, written_chunks
 from unisono.train.encoding import encoded

@@ -19,7 +19,7 @@ from unisono.comm.rendezvous import world
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.parallel.apply import applied
-from unisono.parallel.conjugates import gather_to_use, reduce_to_piece
+from unisono.parallel.autograd_collectives import gather_to_use, reduce_to_piece
 from unisono.parallel.pipeline.backward import Arrival, Pass
 from unisono.parallel.pipeline.message import Form, TensorForm
 from unisono.parallel.recompute import recompute

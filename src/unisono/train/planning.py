@@ -20,18 +20,18 @@ from unisono.graph.capture.trace import trace
 from unisono.mesh.fused import fused
 from unisono.parallel.apply import refuse_what_cannot_be_right
 from unisono.parallel.blocks import Blocks, find_blocks
-from unisono.parallel.cut_dims import cut_dims
-from unisono.parallel.even_experts import evenly_visited
-from unisono.parallel.expert import MoE
-from unisono.parallel.hollow import deep_copy
+from unisono.parallel.checks.optimizer_scope import Reach, reach_of
+from unisono.parallel.expert.even_experts import evenly_visited
+from unisono.parallel.expert.expert import MoE
+from unisono.parallel.meta.meta_tensors import deep_copy
 from unisono.parallel.pipeline.rehearsal import rehearse
 from unisono.parallel.pipeline.split import blocks_of
 from unisono.parallel.precision import HALVES
-from unisono.parallel.reach import Reach, reach_of
-from unisono.parallel.rules import Styles
+from unisono.parallel.rules.rules import Styles
 from unisono.parallel.share import rows_of
 from unisono.parallel.task import Task
-from unisono.parallel.tensor import deriving_once, fitting_rules, heads_of, require_shareable
+from unisono.parallel.tensor.sharded_dims import cut_dims
+from unisono.parallel.tensor.tensor_parallel import deriving_once, fitting_rules, heads_of, require_shareable
 from unisono.plan import search
 from unisono.plan.cutting import chunks_of
 from unisono.plan.hardware import Hardware

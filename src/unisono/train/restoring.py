@@ -14,9 +14,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from unisono.errors import CheckpointError
 from unisono.parallel.layout import layout_of
-from unisono.parallel.state import whole_shape
+from unisono.parallel.optimizer_state import whole_shape
 from unisono.parallel.trainer import Trainer
-from unisono.parallel.zero import Zero
+from unisono.parallel.zero.zero import Zero
 from unisono.train.chunks import Chunk, held_chunks, whole_chunk
 from unisono.train.encoding import decoded
 from unisono.train.inventory import Entry, dtype_name, named_tensors

@@ -20,7 +20,7 @@ from unisono.explain.plan_program import listing, recorded_on_one_device
 from unisono.explain.record import LOSS, Communication, Op, Part, Record, Recorder, TensorType
 from unisono.graph.render.html import as_page
 from unisono.graph.render.listing import tensor_text
-from unisono.parallel.hollow import hollow_copy
+from unisono.parallel.meta.meta_tensors import hollow_copy
 from unisono.parallel.trainer import Trainer
 from unisono.simulate.sketch import without_memory
 from unisono.train.auto import Job

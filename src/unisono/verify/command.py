@@ -102,7 +102,7 @@ def _has_experts(task: Task) -> bool:
     import torch
 
     from unisono.mesh.side_effects import no_side_effects
-    from unisono.parallel.expert import MoE
+    from unisono.parallel.expert.expert import MoE
 
     try:
         with no_side_effects(task.model), torch.device("meta"):

@@ -27,11 +27,11 @@ from torch.optim import Optimizer
 
 from unisono.comm.communicator import Communicator
 from unisono.mesh.random import RandomState
-from unisono.parallel.expert import collect_aux
+from unisono.parallel.expert.expert import collect_aux
+from unisono.parallel.inputs import call, cloned
 from unisono.parallel.layout import layout_of, local_of, wholes_of
-from unisono.parallel.pipeline.inputs import call, cloned
+from unisono.parallel.optimizer_state import whole_shape
 from unisono.parallel.precision import FULL, Precision, autocast
-from unisono.parallel.state import whole_shape
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.verify.record import (
     Record,

@@ -10,7 +10,7 @@ import torch
 from unisono.graph.program.program import Program
 from unisono.mesh.initial import build
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.static import StagedProgram, to_static
+from unisono.parallel.static.to_static import StagedProgram, to_static
 from unisono.parallel.task import Task
 from unisono.verify.float64 import InDouble
 from unisono.verify.record import Record, batch_of, flat_state, leave_out, trainer_record

@@ -21,12 +21,12 @@ from unisono.mesh.initial import build, in_dtype
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.random import RandomState
 from unisono.parallel.apply import draft_for, parallelize
-from unisono.parallel.expert import collect_aux
+from unisono.parallel.expert.expert import collect_aux
+from unisono.parallel.inputs import call
 from unisono.parallel.layout import layout_of, wholes_of
-from unisono.parallel.pipeline.foreign import is_foreign
-from unisono.parallel.pipeline.inputs import call
+from unisono.parallel.optimizer_state import whole_state
+from unisono.parallel.pipeline.off_stage import is_foreign
 from unisono.parallel.precision import Precision, autocast
-from unisono.parallel.state import whole_state
 from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.plan.plan import Plan

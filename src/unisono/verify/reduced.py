@@ -15,7 +15,7 @@ from unisono.errors import UsageError
 from unisono.mesh.draft import Draft, tensors_in
 from unisono.parallel.apply import order_of
 from unisono.parallel.blocks import find_blocks
-from unisono.parallel.hollow import deep_copy
+from unisono.parallel.meta.meta_tensors import deep_copy
 from unisono.plan.plan import Plan
 
 _LEAST = 2  # blocks: one that follows another of its kind

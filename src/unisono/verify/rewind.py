@@ -22,9 +22,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.parallel.pipeline.foreign import is_foreign
+from unisono.parallel.pipeline.off_stage import is_foreign
 from unisono.parallel.trainer import Trainer
-from unisono.parallel.zero import Zero
+from unisono.parallel.zero.zero import Zero
 
 _OWN = frozenset({"_parameters", "_buffers", "_modules"})  # attributes of nn.Module that are restored as tensors
 _CONTAINERS = (list, dict, set)

@@ -38,14 +38,14 @@ from unisono.launch import environment
 from unisono.mesh.draft import Draft
 from unisono.parallel import apply
 from unisono.parallel.apply import Model
-from unisono.parallel.hollow import deep_copy
+from unisono.parallel.full_state import whole_tensors
 from unisono.parallel.layout import layout_of
-from unisono.parallel.loss import Loss
+from unisono.parallel.loss.loss import Loss
+from unisono.parallel.meta.meta_tensors import deep_copy
 from unisono.parallel.precision import Precision
-from unisono.parallel.region import Region
 from unisono.parallel.share import Share, first_rows, first_samples, share, whole_of
-from unisono.parallel.snapshot import whole_tensors
 from unisono.parallel.task import Task
+from unisono.parallel.tensor.region import Region
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import DATA, Plan
 from unisono.verify.fingerprint import (

@@ -28,7 +28,7 @@ from unisono.comm.rendezvous.launcher_env import find_rank_info
 from unisono.errors import LaunchError, UsageError
 from unisono.launch import environment
 from unisono.launch.spawn import spawn
-from unisono.parallel.static import StagedProgram
+from unisono.parallel.static.to_static import StagedProgram
 from unisono.parallel.task import Task, load_task
 from unisono.plan.plan import Plan
 from unisono.verify.agreement import with_agreement

@@ -20,7 +20,7 @@ from unisono.errors import UsageError
 from unisono.mesh.initial import build_layers
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import Blocks
-from unisono.parallel.pipeline.foreign import Foreign
+from unisono.parallel.pipeline.off_stage import Foreign
 from unisono.parallel.pipeline.split import COSTS, Cost, Cut
 from unisono.parallel.pipeline.stage import Stage
 from unisono.parallel.pipeline.tied import Tied

@@ -19,18 +19,18 @@ from torch.utils._pytree import tree_leaves
 from unisono.errors import UsageError
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import find_blocks
-from unisono.parallel.context import hidden_states
-from unisono.parallel.even_experts import evenly_visited
-from unisono.parallel.hollow import hollow, hollow_copy, realised_copy
+from unisono.parallel.context.context import hidden_states
+from unisono.parallel.expert.even_experts import evenly_visited
 from unisono.parallel.layout import full_numel
-from unisono.parallel.pipeline.lending import Lending
+from unisono.parallel.meta.lending import Lending
+from unisono.parallel.meta.meta_tensors import hollow, hollow_copy, realised_copy
+from unisono.parallel.meta.shadow import Shadow
+from unisono.parallel.meta.shapes import KnownShapes
 from unisono.parallel.pipeline.message import Form
-from unisono.parallel.pipeline.shadow import Shadow
+from unisono.parallel.pipeline.parameter_usage import Survey, Users, by_example, left_as_it_was
 from unisono.parallel.pipeline.skips import Skips
 from unisono.parallel.pipeline.split import Cut, require_stages, split
 from unisono.parallel.pipeline.stage import Outcome, Stage
-from unisono.parallel.pipeline.survey import Survey, Users, by_example, left_as_it_was
-from unisono.parallel.shapes import KnownShapes
 from unisono.plan.schedule import Schedule
 
 _SMALL = 5 * 10**7  # parameters of a model of which a copy is made

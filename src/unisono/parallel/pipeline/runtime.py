@@ -25,8 +25,8 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.pipeline.backward import Arrival, Pass
 from unisono.parallel.pipeline.message import Form, Key, TensorForm, kind_of
-from unisono.parallel.pipeline.post import Delivery, Post
 from unisono.parallel.pipeline.stage import Stage
+from unisono.parallel.pipeline.transfers import Delivery, Post
 from unisono.plan import schedule as schedules
 from unisono.plan.action import Action
 from unisono.plan.schedule import Schedule

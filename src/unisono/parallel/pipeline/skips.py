@@ -35,8 +35,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 from unisono.errors import UsageError
+from unisono.parallel.checks.value_reads import reads_values
 from unisono.parallel.pipeline.dependence import Dependence, storages_of
-from unisono.parallel.value_reads import reads_values
 
 Span = tuple[int, ...]  # of an expression: first and last line, first and last column
 Call = tuple[str, int, Span, int]  # file, first line of the function, where in it, how often; or ("", block, (), 0)

@@ -24,9 +24,9 @@ from torch import nn
 from unisono.errors import UsageError
 from unisono.parallel.blocks import Blocks, find_blocks, layers_of
 from unisono.parallel.layout import full_numel
-from unisono.parallel.pipeline.foreign import Foreign
+from unisono.parallel.pipeline.off_stage import Foreign
+from unisono.parallel.pipeline.parameter_usage import Survey, by_example, by_order
 from unisono.parallel.pipeline.stage import Stage
-from unisono.parallel.pipeline.survey import Survey, by_example, by_order
 from unisono.parallel.pipeline.tied import Tied
 from unisono.plan.balance import balanced, checked, require_enough
 from unisono.plan.schedule import Schedule

@@ -29,9 +29,8 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from unisono.errors import UsageError
 from unisono.parallel.blocks import Blocks
+from unisono.parallel.inputs import call
 from unisono.parallel.pipeline.dependence import Dependence
-from unisono.parallel.pipeline.foreign import Foreign
-from unisono.parallel.pipeline.inputs import call
 from unisono.parallel.pipeline.message import (
     Form,
     Key,
@@ -42,8 +41,9 @@ from unisono.parallel.pipeline.message import (
     kind_of,
     places_of,
 )
+from unisono.parallel.pipeline.off_stage import Foreign
 from unisono.parallel.pipeline.skips import Calls, Label, Skips
-from unisono.parallel.units import without_views
+from unisono.parallel.zero.units import without_views
 
 
 @dataclass

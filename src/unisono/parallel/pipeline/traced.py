@@ -18,7 +18,7 @@ from torch.utils import _pytree as pytree
 from unisono.errors import UsageError
 from unisono.graph.capture.trace import Trace, trace
 from unisono.graph.rules.call import tensors_of
-from unisono.parallel.hollow import hollow_copy
+from unisono.parallel.meta.meta_tensors import hollow_copy
 
 Starts = Mapping[str, int]  # modules that begin a stage -> its number
 

@@ -14,7 +14,7 @@ from unisono.compat.vqnet.nn.initial import Initializer, fill
 from unisono.compat.vqnet.nn.module import Module
 from unisono.compat.vqnet.whole import whole_number
 from unisono.errors import UsageError
-from unisono.parallel import linear
+from unisono.parallel.tensor import linear
 
 
 class ColumnParallelLinear(Module, linear.ColumnParallelLinear):

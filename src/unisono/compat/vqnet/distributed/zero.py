@@ -16,9 +16,9 @@ from unisono.compat.vqnet.nn.module import Module
 from unisono.compat.vqnet.tensor.qtensor import plain, wrapped
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel import batchnorm
-from unisono.parallel.clip import clip_by_norm
-from unisono.parallel.zero import Zero
+from unisono.parallel.data import batchnorm
+from unisono.parallel.data.clip import clip_by_norm
+from unisono.parallel.zero.zero import Zero
 from unisono.plan.plan import AXES, Plan
 
 _NAME = "ZeroModelInitial"

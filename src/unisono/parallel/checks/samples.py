@@ -1,0 +1,614 @@
+"""Where samples lie in what a model draws and returns, and whether it keeps them apart: tried once, on a few samples.
+
+The model is run on up to four samples of a batch, then on either half of them, as data ranks and microbatches run it.
+Between the runs
+
+- a call for random numbers whose shape follows the number of samples has samples along the dim that does; one whose
+  shape does not is the same on every rank (dropout of a table of positions);
+- an output has samples along the dim that follows their number, or is free of samples (learned weights of tasks);
+- buffers that the forward pass writes must not depend on the samples;
+- the halves, with the random numbers that belong to their samples, must give the halves of the outputs: else the model
+  mixes samples or reads the size of the batch, and is refused by the name of the first module that shows it.
+
+BatchNorm, whose statistics the plan makes global, and the capacity of uni.nn.MoE, which it makes global too, are left
+out of the comparison. Of a model without values only the shapes are compared; one that cannot be run here is taken to
+have samples along dim 0 of everything.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
+
+from unisono.errors import UsageError
+from unisono.mesh.random import Key, RandomState, SampleDim
+from unisono.mesh.region import Part
+from unisono.mesh.side_effects import no_side_effects
+from unisono.parallel.expert.even_experts import evenly_visited
+from unisono.parallel.expert.expert import MoE, collect_aux
+from unisono.parallel.inputs import call, cloned
+from unisono.parallel.meta.meta_tensors import hollow_copy, realised_copy
+from unisono.parallel.meta.shadow import Shadow
+from unisono.parallel.meta.shapes import KnownShapes
+from unisono.parallel.pipeline.parameter_usage import left_as_it_was
+from unisono.parallel.pipeline.rehearsal import device_of
+from unisono.parallel.share import BatchDim, dims_of, inputs_dim, rows_between, rows_of, samples_between
+
+_FEW = 4
+_SMALL_META = 2 * 10**6  # parameters of a model without values that is given some to be tried
+_TOLERANCE = {torch.float64: 1e-7, torch.float32: 2e-3, torch.float16: 5e-2, torch.bfloat16: 5e-2}
+
+Loss = Callable[[Any, Any], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """What was found out about a model."""
+
+    draws: dict[Key, SampleDim]
+    outputs: tuple[SampleDim | None, ...]  # for every leaf; None for one free of samples, dim=None for one made of all
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What is asked: whether a batch of (inputs, targets) with samples along `dim` can be sharded."""
+
+    batch: tuple[Any, Any]  # a few samples
+    dim: BatchDim
+    loss: Loss | None
+    microbatches: int
+    may_mix: bool
+    all_inputs: Any
+
+    @property
+    def rows(self) -> int:
+        return rows_of(self.batch, self.dim)
+
+    @property
+    def halves(self) -> list[range]:
+        middle = (self.rows + 1) // 2
+        return [range(middle), range(middle, self.rows)]
+
+    def inputs(self, held: range) -> Any:
+        return cloned(rows_between(self.batch, held.start, held.stop, self.dim)[0])
+
+
+def find_samples(
+    model: nn.Module,
+    batch: tuple[Any, Any],
+    dim: BatchDim = 0,
+    loss: Loss | None = None,
+    microbatches: int = 1,
+    may_mix: bool = False,
+) -> Samples | None:
+    """UsageError where the model mixes samples; None where the model could not be run.
+
+    loss: what must not read outputs that are made of all samples. may_mix: samples may be mixed, as the loss is given
+    all of them."""
+    rows = rows_of(batch, dim)
+    if rows < 2:
+        return None
+    inputs, targets = batch
+    job = _Job(rows_between((inputs, targets), 0, min(_FEW, rows), dim), dim, loss, microbatches, may_mix, inputs)
+    tried: nn.Module | None = model
+    if any(tensor.is_meta for tensor in model.parameters()):
+        is_small = sum(map(torch.numel, model.parameters())) <= _SMALL_META
+        tried = realised_copy(model) if is_small else None
+    if tried is None:
+        return _Trial(hollow_copy(model), job, has_values=False).found()
+    return _Trial(tried, job).found()
+
+
+def _states_outside_torch() -> dict[str, Any]:
+    """Of generators of random numbers whose draws cannot be followed."""
+    states: dict[str, Any] = {"Python's random": random.getstate()}
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        kind, keys, *rest = numpy.random.get_state()
+        states["numpy.random"] = (kind, keys.tobytes(), *rest)
+    return states
+
+
+class _Trial:
+    def __init__(self, model: nn.Module, job: _Job, has_values: bool = True) -> None:
+        self._model, self._job, self._has_values = model, job, has_values
+        self._watch = _Watch(model, job.rows, has_values)
+        self._written: dict[str, _Written] = {}  # buffers that the last run has changed
+
+    def found(self) -> Samples | None:
+        versions = {name: parameter._version for name, parameter in self._model.named_parameters()}
+        try:
+            full = self._run(range(self._job.rows))
+        except UsageError:
+            raise
+        except Exception as error:
+            self._require_failing_on_all(error)
+            return None
+        for name, parameter in self._model.named_parameters():
+            if parameter._version != versions.get(name):
+                raise UsageError(
+                    f"the forward pass writes the parameter {name}, and a rank or a microbatch has some of the samples "
+                    "only to write it by; use dp=1 and microbatches=1, or write it in the optimizer's step"
+                )
+        try:
+            written = self._written
+            parts = []
+            for held in self._job.halves:
+                parts.append(self._run(held))
+                self._require_free_of_samples(written)
+            if written and self._job.microbatches > 1:
+                self._require_written_once()
+        except UsageError:
+            raise
+        except Exception:  # whatever a model raises here, its first step will raise too
+            return None
+        self._require_draws_found()
+        places = _output_places(full, parts[0], self._job.rows, len(self._job.halves[0]))
+        if not self._has_values:
+            self._watch.require_certain_order(places)
+            self._require_no_comparison(full, parts[0], places)
+        elif not self._job.may_mix:
+            places = self._apart(full, parts, places)
+        return Samples(self._watch.found, places)
+
+    # ---- runs ----------------------------------------------------------------------------------------------------
+
+    def _run(self, held: range, times: int = 1) -> Any:
+        self._watch.begin(held if len(held) < self._job.rows else None)
+        with contextlib.ExitStack() as scopes:
+            if not self._has_values:
+                for scope in (KnownShapes(), Shadow(device_of(self._job.batch)), evenly_visited(self._model)):
+                    scopes.enter_context(scope)
+            scopes.enter_context(_undisturbed(self._model))
+            scopes.enter_context(_without_batch_statistics(self._model))
+            scopes.enter_context(_without_capacity(self._model))
+            scopes.enter_context(torch.no_grad())
+            scopes.enter_context(self._watch)
+            before, generators = self._buffers(), _states_outside_torch()
+            for _ in range(times):
+                outputs = call(self._model, self._job.inputs(held))
+                self._written, before = self._changed(before), self._buffers()
+            for name, state in _states_outside_torch().items():
+                if state != generators[name]:
+                    raise UsageError(
+                        f"the forward pass draws numbers with {name}, of which every rank and microbatch would draw "
+                        "its own; draw them with torch, which a plan follows, or use dp=1 and microbatches=1"
+                    )
+        collect_aux(self._model)
+        return outputs
+
+    def _buffers(self) -> dict[str, torch.Tensor]:
+        return {name: buffer.detach().clone() for name, buffer in self._model.named_buffers() if not buffer.is_meta}
+
+    def _changed(self, before: dict[str, torch.Tensor]) -> dict[str, _Written]:
+        pairs = ((name, before.get(name), value) for name, value in self._buffers().items())
+        return {name: _Written(old, new) for name, old, new in pairs if old is not None and not _are_same(old, new)}
+
+    # ---- what is refused -----------------------------------------------------------------------------------------
+
+    def _require_failing_on_all(self, error: Exception) -> None:
+        """A model that fails on a few samples must fail on all of them too: then its first step will tell why."""
+        try:
+            with _undisturbed(self._model), torch.no_grad():
+                call(self._model, cloned(self._job.all_inputs))
+        except Exception:
+            return
+        finally:
+            collect_aux(self._model)
+        if not self._has_values:
+            return
+        if self._is_time_major():
+            raise _time_major()
+        shown = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UsageError(
+            f"the model runs on the batch, but not on {self._job.rows} of its samples ({shown}), and dp and "
+            "microbatches give a rank some of them only; let the model take any number of samples, or use dp=1 and "
+            "microbatches=1"
+        ) from error
+
+    def _require_free_of_samples(self, written: dict[str, _Written]) -> None:
+        """`written` by a run on all samples, and other values by the last run, on a half of them."""
+        for name, by_all in written.items():
+            mine = self._written.get(name)
+            if mine is None or by_all.differs_from(mine):
+                raise UsageError(
+                    f"the forward pass writes the buffer {name}, with values that depend on the samples of the batch, "
+                    "of which a rank or a microbatch sees some only; use dp=1 and microbatches=1, or nn.BatchNorm for "
+                    "statistics of the batch"
+                )
+
+    def _require_written_once(self) -> None:
+        """Buffers that a second forward pass writes again, with other values: not a table that is filled once."""
+        self._run(range(self._job.rows), times=2)
+        for name in self._written:
+            raise UsageError(
+                f"every forward pass changes the buffer {name}, and microbatches={self._job.microbatches} runs more of "
+                "them in a step than one device does; use microbatches=1"
+            )
+
+    def _apart(self, full: Any, parts: list[Any], places: tuple[SampleDim | None, ...]) -> tuple[SampleDim | None, ...]:
+        """The places of samples in the outputs, with outputs that are made of all samples marked; UsageError where
+        samples are mixed."""
+        found = list(places)
+        for held, part in zip(self._job.halves, parts, strict=True):
+            pairs = zip(tree_flatten_with_path(full)[0], tree_leaves(part), places, strict=len(places) > 0)
+            for number, ((path, whole), mine, where) in enumerate(pairs):
+                if not isinstance(whole, torch.Tensor) or not _is_inexact(whole):
+                    continue
+                if where is not None and where.dim is not None:
+                    if not _matches(mine, whole, held, self._job.rows):
+                        raise self._mixing()
+                elif not _are_close(mine, whole):
+                    found[number] = SampleDim(whole.ndim, None)
+                    if self._is_used(full, number):
+                        raise self._made_of_all(keystr(path), whole, mine)
+        return tuple(found)
+
+    def _require_draws_found(self) -> None:
+        try:
+            self._watch.require_found()
+        except UsageError:
+            if self._has_values and self._is_time_major():
+                raise _time_major() from None
+            raise
+
+    def _require_no_comparison(self, full: Any, part: Any, places: tuple[SampleDim | None, ...]) -> None:
+        """UsageError where the loss reads an output of samples by samples."""
+        pairs = zip(tree_flatten_with_path(full)[0], tree_leaves(part), places, strict=len(places) > 0)
+        for number, ((path, whole), mine, where) in enumerate(pairs):
+            if where is not None and where.dim is None and self._is_used(full, number):
+                raise self._made_of_all(keystr(path), whole, mine)
+
+    def _is_used(self, outputs: Any, place: int) -> bool:
+        """Whether the loss depends on a leaf of the outputs."""
+        leaves, spec = tree_flatten(outputs)
+        if self._job.loss is None:
+            return False
+        leaves[place] = leaves[place].detach().clone().requires_grad_()
+        try:
+            with torch.enable_grad():
+                value = self._job.loss(tree_unflatten(leaves, spec), self._job.batch[1])
+            if not value.requires_grad:
+                return False
+            return torch.autograd.grad(value, leaves[place], allow_unused=True)[0] is not None
+        except Exception:
+            return True
+
+    def _made_of_all(self, path: str, output: torch.Tensor, part: torch.Tensor) -> UsageError:
+        if part.shape != output.shape:
+            return UsageError(
+                f"the model's output{path} is of shape {tuple(output.shape)} for {self._job.rows} samples: it compares "
+                "samples with each other, and a rank or a microbatch has some of them only; return an embedding for "
+                "every sample and compare them in the loss, given as loss=uni.BatchLoss(loss), or use dp=1 and "
+                "microbatches=1"
+            )
+        return UsageError(
+            f"the model's output{path} is of shape {tuple(output.shape)} for any number of samples, but its values "
+            "depend on the samples, of which a rank or a microbatch has some only; return a value for every sample "
+            "and let the loss take the mean, give the labels of a loss to the model as an input of their own, or use "
+            "dp=1 and microbatches=1"
+        )
+
+    def _mixing(self) -> UsageError:
+        if self._is_time_major():
+            return _time_major()
+        return UsageError(
+            f"the model's outputs for a sample depend on the other samples of the batch, or on how many there are: "
+            f"{self._first_mixing()}. dp and microbatches give a rank some of the samples only; keep samples apart, or "
+            "use dp=1 and microbatches=1"
+        )
+
+    def _is_time_major(self) -> bool:
+        inputs = self._job.all_inputs
+        tensors = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
+        if set(dims_of(inputs, inputs_dim(self._job.dim))) != {0} or any(leaf.ndim < 2 for leaf in tensors):
+            return False
+        try:
+            return find_samples(self._model, (inputs, None), (1, None)) is not None
+        except UsageError:
+            return False
+
+    def _first_mixing(self) -> str:
+        """The first place in the forward pass at which a half of the samples gives other values than all of them."""
+        events: list[tuple[str, Any]] = []
+        with _noting(self._model, lambda place, values: events.append((place, _copied(values)))):
+            self._run(range(self._job.rows))
+        for held in self._job.halves:
+            found = _FirstDifference(events, held, self._job.rows)
+            with contextlib.suppress(_Found), _noting(self._model, found.meet):
+                self._run(held)
+            if found.place:
+                return found.place
+        return "it shows in the outputs only"
+
+
+def _time_major() -> UsageError:
+    return UsageError(
+        "the inputs' samples lie along dim 1 (time-major), but they would be sharded along dim 0: parts of the batch "
+        "along dim 1 give the same outputs as all of it, along dim 0 they do not; pass batch_dim=1"
+    )
+
+
+class _Watch(RandomState):
+    """Notes the calls for random numbers in the run on all samples; in that on a part of them, draws its numbers."""
+
+    def __init__(self, model: nn.Module, rows: int, has_values: bool) -> None:
+        super().__init__(seed=0)
+        self.name_modules(model)
+        self.counts_meta = not has_values
+        self.refuses_unfollowed = True
+        self.found: dict[Key, SampleDim] = {}
+        self._rows = rows
+        self._part: range | None = None
+        self._seen: dict[Key, _Call] = {}
+        self._faults: dict[Key, str] = {}
+        self._unordered: list[Key] = []  # a dim of which it is not known whether samples alternate
+
+    def begin(self, part: range | None) -> None:
+        """A run on these samples, or on all of them."""
+        self.step = 0
+        self._part = part
+
+    def _held(self, key: Key, shape: Any, kind: str, like: torch.Tensor | None, may_be_whole: bool) -> dict[int, Part]:
+        parts: dict[int, Part] = {}
+        if self._part is None:
+            self._seen[key] = _Call.of(shape, like, self._rows)
+        else:
+            parts = self._compared(key, tuple(shape), like, self._part)
+        return parts if self.locate is None else self.locate(shape, kind, parts, key)
+
+    def _compared(self, key: Key, shape: tuple[int, ...], like: torch.Tensor | None, part: range) -> dict[int, Part]:
+        whole = self._seen.get(key)
+        if whole is None or len(whole.shape) != len(shape):
+            self._faults[key] = "other calls for some of the samples than for all of them"
+            return {}
+        changed = [dim for dim, size in enumerate(shape) if size != whole.shape[dim]]
+        if not changed:
+            self.found.setdefault(key, SampleDim(len(shape), None))
+            return {}
+        dim = changed[0]
+        if len(changed) > 1 or shape[dim] * self._rows != whole.shape[dim] * len(part):
+            self._faults[key] = f"shape {whole.shape} for {self._rows} samples and {shape} for {len(part)}"
+            return {}
+        if key not in self.found:
+            alternates, is_certain = whole.alternates(_Call.of(shape, like, len(part)), dim, part, self._rows)
+            self.found[key] = SampleDim(len(shape), dim, alternates)
+            if not is_certain:
+                self._unordered.append(key)
+        held = Part(part, self._rows)
+        return {dim: held.repeated(shape[dim]) if self.found[key].alternates else held.stretched(shape[dim])}
+
+    def require_found(self) -> None:
+        for (site, _), fault in self._faults.items():
+            raise UsageError(
+                f"{site or 'the model'} draws random numbers of which it cannot be said which belong to which sample: "
+                f"{fault}; use dp=1 and microbatches=1, or leave its dropout or noise out"
+            )
+
+    def require_certain_order(self, outputs: tuple[SampleDim | None, ...]) -> None:
+        """Without values it is not seen how samples follow each other in a folded dim: in models whose tensors all have
+        them first, they come one after the other."""
+        everything = [*self.found.values(), *filter(None, outputs)]
+        if self._unordered and any(where.dim for where in everything):
+            raise UsageError(
+                f"{self._unordered[0][0] or 'the model'} draws random numbers along a dim into which samples were "
+                "folded, in a model that does not have samples first; draw them before folding, or use dp=1 and "
+                "microbatches=1"
+            )
+
+
+@dataclass(frozen=True)
+class _Call:
+    shape: tuple[int, ...]
+    sums: dict[int, torch.Tensor]  # by dims that may be folded: a number for every position along the dim
+
+    @classmethod
+    def of(cls, shape: Any, like: torch.Tensor | None, rows: int) -> _Call:
+        shape = tuple(shape)
+        if like is None or like.is_meta or tuple(like.shape) != shape or not like.is_floating_point():
+            return cls(shape, {})
+        folded = [dim for dim, size in enumerate(shape) if size > rows and size % rows == 0]
+        squares = like.detach().double().square() if folded else like
+        return cls(shape, {d: squares.sum([o for o in range(len(shape)) if o != d]) for d in folded})
+
+    def alternates(self, part: _Call, dim: int, held: range, rows: int) -> tuple[bool, bool]:
+        """Whether samples alternate along the dim, judged by the values of those that the part holds; whether that is
+        certain."""
+        times = self.shape[dim] // rows
+        if times == 1:
+            return False, True
+        if dim not in self.sums or dim not in part.sums:
+            return False, False
+        all_of_it, mine = self.sums[dim], part.sums[dim]
+        in_turn = (all_of_it.view(times, rows)[:, held.start : held.stop].reshape(-1) - mine).abs().max()
+        one_by_one = (all_of_it.view(rows, times)[held.start : held.stop].reshape(-1) - mine).abs().max()
+        return bool(in_turn * 10 < one_by_one), True
+
+
+# ---- comparing -------------------------------------------------------------------------------------------------------
+
+
+def _output_places(full: Any, part: Any, rows: int, held: int) -> tuple[SampleDim | None, ...]:
+    """Where samples lie in every leaf, given outputs for all of them and for the first ones; nothing where the latter
+    are of another form altogether."""
+    leaves, spec = tree_flatten(full)
+    others, other_spec = tree_flatten(part)
+    if spec != other_spec:
+        return ()
+    found: list[SampleDim | None] = []
+    for whole, mine in zip(leaves, others, strict=True):
+        if not isinstance(whole, torch.Tensor):
+            found.append(None)
+            continue
+        if whole.ndim != mine.ndim:
+            return ()
+        changed = [dim for dim, size in enumerate(mine.shape) if size != whole.shape[dim]]
+        if any(mine.shape[dim] * rows != whole.shape[dim] * held for dim in changed):
+            return ()
+        if len(changed) > 1:  # samples by samples, as a matrix of similarities is
+            found.append(SampleDim(whole.ndim, None))
+            continue
+        found.append(_first_fitting(mine, whole, changed[0], rows, held) if changed else None)
+    return tuple(found)
+
+
+def _first_fitting(mine: torch.Tensor, whole: torch.Tensor, dim: int, rows: int, held: int) -> SampleDim:
+    orders = [SampleDim(whole.ndim, dim), SampleDim(whole.ndim, dim, alternates=True)]
+    if whole.is_meta or whole.shape[dim] == rows:
+        return orders[0]
+    fitting = (order for order in orders if _are_close(mine, samples_between(whole, order, rows, 0, held)))
+    return next(fitting, orders[0])
+
+
+def _matches(mine: torch.Tensor, whole: torch.Tensor, held: range, rows: int) -> bool:
+    """Whether a part's tensor is that part of the whole's one, along any dim that follows the number of samples; also
+    where shapes tell that they cannot be compared."""
+    changed = [dim for dim in range(whole.ndim) if mine.ndim == whole.ndim and mine.shape[dim] != whole.shape[dim]]
+    if not changed and mine.ndim == whole.ndim:
+        return _are_close(mine, whole)
+    if len(changed) != 1 or mine.shape[changed[0]] * rows != whole.shape[changed[0]] * len(held):
+        return True
+    orders = [SampleDim(whole.ndim, changed[0]), SampleDim(whole.ndim, changed[0], alternates=True)]
+    return any(_are_close(mine, samples_between(whole, order, rows, held.start, held.stop)) for order in orders)
+
+
+def _is_inexact(x: torch.Tensor) -> bool:
+    return x.is_floating_point() or x.is_complex()
+
+
+def _are_close(mine: torch.Tensor, expected: torch.Tensor) -> bool:
+    if mine.shape != expected.shape or mine.dtype != expected.dtype:
+        return False
+    if not mine.numel() or not _is_inexact(mine):
+        return True
+    finite = expected[expected.isfinite()].abs()
+    scale = float(finite.max()) if finite.numel() else 0.0
+    tolerance = _TOLERANCE.get(mine.real.dtype, 2e-3)
+    return torch.allclose(mine, expected, rtol=tolerance, atol=tolerance * scale, equal_nan=True)
+
+
+@dataclass(frozen=True)
+class _Written:
+    """A buffer before and after a forward pass."""
+
+    old: torch.Tensor
+    new: torch.Tensor
+
+    def differs_from(self, other: _Written) -> bool:
+        if self.new.shape != other.new.shape or not self.new.is_floating_point():
+            return not _are_same(self.new, other.new)
+        change = (self.new - self.old).abs().max() if self.new.shape == self.old.shape else self.new.abs().max()
+        return bool((self.new - other.new).abs().max() > 1e-2 * change)
+
+
+def _are_same(one: torch.Tensor, other: torch.Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=0, atol=0, equal_nan=True)
+
+
+# ---- where samples are mixed -----------------------------------------------------------------------------------------
+
+
+class _Found(Exception):
+    """The first difference."""
+
+
+class _FirstDifference:
+    """Compares what comes into and out of modules in one run with what did in another."""
+
+    def __init__(self, events: list[tuple[str, Any]], held: range, rows: int) -> None:
+        self._events, self._held, self._rows = events, held, rows
+        self._next = 0
+        self.place = ""
+
+    def meet(self, place: str, values: list[torch.Tensor]) -> None:
+        if self._next >= len(self._events) or self._events[self._next][0] != place:
+            raise _Found  # another way through the model: nothing can be said
+        wholes = self._events[self._next][1]
+        self._next += 1
+        for mine, whole in zip(values, wholes, strict=False):
+            if not _matches(mine, whole, self._held, self._rows):
+                self.place = f"it shows first in {place}"
+                raise _Found
+
+
+@contextlib.contextmanager
+def _noting(model: nn.Module, note: Callable[[str, list[torch.Tensor]], None]) -> Iterator[None]:
+    """In the block, `note` is given what comes into and out of every module."""
+
+    def into(name: str, _: nn.Module, args: Any, kwargs: Any) -> None:
+        note(f"the input of {name}", _floats((args, kwargs)))
+
+    def out_of(name: str, module: nn.Module, _: Any, outputs: Any) -> None:
+        note(f"the output of {name} ({type(module).__name__})", _floats(outputs))
+
+    hooks: list[Any] = []
+    for name, module in model.named_modules():
+        if name:
+            hooks.append(module.register_forward_pre_hook(partial(into, name), with_kwargs=True))
+            hooks.append(module.register_forward_hook(partial(out_of, name)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def _floats(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor) and _is_inexact(leaf)]
+
+
+def _copied(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    return [value.detach().clone() for value in values]
+
+
+# ---- runs that leave no trace ----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def _undisturbed(model: nn.Module) -> Iterator[None]:
+    with no_side_effects(model), left_as_it_was(model):
+        yield
+
+
+@contextlib.contextmanager
+def _without_batch_statistics(model: nn.Module) -> Iterator[None]:
+    """In the block, every BatchNorm normalises by its running statistics, or not at all where it has none."""
+    changed = [module for module in model.modules() if isinstance(module, _BatchNorm)]
+    for module in changed:
+        module.forward = partial(_normalised, module)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        for module in changed:
+            del module.forward
+
+
+@contextlib.contextmanager
+def _without_capacity(model: nn.Module) -> Iterator[None]:
+    """In the block, every MoE is dropless: which tokens exceed its capacity depends on the whole batch."""
+    limited = [(moe, moe.capacity_factor) for moe in model.modules() if isinstance(moe, MoE)]
+    for moe, _ in limited:
+        moe.capacity_factor = None
+    try:
+        yield
+    finally:
+        for moe, factor in limited:
+            moe.capacity_factor = factor
+
+
+def _normalised(module: _BatchNorm, x: torch.Tensor) -> torch.Tensor:
+    if module.running_mean is not None and module.running_var is not None:
+        return F.batch_norm(x, module.running_mean, module.running_var, module.weight, module.bias, eps=module.eps)
+    shape = (1, -1, *[1] * (x.ndim - 2))
+    return x if module.weight is None else x * module.weight.view(shape) + module.bias.view(shape)

@@ -1,0 +1,112 @@
+"""Data parallelism: every rank has the whole model and a share of the batch.
+
+Each rank computes the gradient of its part of the loss. The loss on the global batch is the sum of the parts (loss.py),
+so its gradient is the sum of theirs: after summing, all ranks take the same optimizer step and stay equal.
+
+`sum_gradients` is that sentence in code. `DataParallel` does the same while the backward is still running (reducer.py).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from unisono.comm.handle import Handle
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.parallel.data.bucket import Bucket, bucket_bytes_for, buckets_of, summed_axes
+from unisono.parallel.data.reducer import Missing, Reducer
+from unisono.parallel.layout import layout_of
+from unisono.plan.plan import REPLICAS
+
+
+def sum_gradients(model: nn.Module, mesh: Mesh) -> None:
+    """The reference: sum every gradient over the ranks that hold parts of it, one after the other."""
+    for parameter in model.parameters():
+        axes = summed_axes(parameter, mesh)
+        if axes and parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            mesh.comm(*axes).all_reduce(parameter.grad)
+
+
+class FlaggedBucket(Bucket):
+    """Its message ends with a number for each parameter: how many ranks have a gradient for it.
+
+    So a gradient of zeros is told from none, which an optimizer passes over, without a message of its own.
+    """
+
+    @property
+    def size(self) -> int:
+        return super().size + len(self.parameters)
+
+    def places(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
+        return super().places(message[: super().size])
+
+    def flags(self, message: torch.Tensor) -> torch.Tensor:
+        return message[super().size :]
+
+
+class DataParallel(Reducer[FlaggedBucket]):
+    """Sums gradients in buckets during the backward, each parameter's over the axes that its layout names.
+
+    replicas = DataParallel(model, mesh)
+    for microbatch in all but the last:
+        with replicas.hold():
+            loss(...).backward()
+    loss(...).backward()
+    replicas.finish()                # now every parameter's .grad is that of the global batch
+
+    Gradients of the step before must be gone (zero_grad) when a step's first backward begins: it writes over them. (Not
+    so in a loop of the user's own, where those of the step before are the same on all ranks, and their mean is too.)
+    """
+
+    def __init__(self, model: nn.Module, mesh: Mesh, bucket_bytes: int | None = None) -> None:
+        most = bucket_bytes or bucket_bytes_for(model)
+        super().__init__(buckets_of(list(model.named_parameters()), mesh, most, FlaggedBucket))
+
+    def _leave(self, bucket: FlaggedBucket) -> Handle:
+        message = bucket.message()
+        seen = [float(id(parameter) in self._seen) for parameter in bucket.parameters]
+        flags = bucket.flags(message)
+        if all(seen):
+            flags.fill_(1.0)
+        else:
+            flags.copy_(torch.tensor(seen))
+        return bucket.comm.all_reduce(message, async_op=True)
+
+    def _settle(self, bucket: FlaggedBucket, total: torch.Tensor) -> None:
+        for parameter, places in zip(bucket.parameters, bucket.places(total), strict=True):
+            parameter.grad = places[0]
+        if any(id(parameter) not in self._seen for parameter in bucket.parameters):
+            for parameter, ranks in zip(bucket.parameters, bucket.flags(total).tolist(), strict=True):
+                if not ranks:
+                    parameter.grad = None
+        if not self.is_own:
+            bucket.spare.put(total)  # the next step's gradients come when these are gone
+
+    def _ask_for_missing(self) -> Missing:
+        return []  # the messages tell
+
+
+def torch_data_parallel(model: nn.Module, mesh: Mesh, **options: Any) -> DistributedDataParallel:
+    """torch's own DistributedDataParallel, made to sum; for plans in which nothing but the batch is cut."""
+    for name, parameter in model.named_parameters():
+        if layout_of(parameter).splits or layout_of(parameter).summed != REPLICAS:
+            raise UsageError(f"{name} is cut, which torch's DistributedDataParallel knows nothing of; use DataParallel")
+    group = mesh.comm(*[axis for axis in REPLICAS if axis in mesh.names]).group
+    wrapped = DistributedDataParallel(
+        model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True, **options
+    )
+    # A lambda, because torch compares a hook's annotations with its own, and strings are not equal to types.
+    wrapped.register_comm_hook(group, lambda state, bucket: _sum(state, bucket))
+    return wrapped
+
+
+def _sum(group: dist.ProcessGroup, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+    future = dist.all_reduce(bucket.buffer(), group=group, async_op=True).get_future()
+    return future.then(lambda done: done.value()[0])

@@ -1,0 +1,134 @@
+"""What the loss counts on the whole batch, when every rank has computed only its part of the outputs.
+
+`Exchanged` asks the other ranks, in one message that travels while the loss is computed. Where every rank has all of
+the targets, each can count the whole by itself (`Foretold`), and no one waits. That this gives the same is seen first:
+the first step asks and compares, and every later one sends along, with the loss, what was in fact counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from unisono.comm.communicator import Communicator
+from unisono.comm.handle import Handle
+from unisono.errors import UsageError
+from unisono.parallel.loss.normalizers import Count
+
+MOST_MEANS = 61  # that a loss may take; so many counts travel in one message
+
+
+class Exchanged:
+    """The counts of all microbatches and ranks, with a check that all take the same means."""
+
+    def __init__(self, name: str, predicted: list[list[Count]], comm: Communicator | None) -> None:
+        self._name = name
+        self._most = max((len(counts) for counts in predicted), default=0)
+        self._agreed: list[float] | None = None
+        taken = [len(counts) for counts in predicted]
+        kinds = [len(taken), sum(taken), sum(number**2 for number in taken)]
+        self._message = joined([*kinds, *summed(predicted)], _device_of(predicted, comm))
+        self._handle: Handle | None = None
+        if comm is not None and comm.size > 1:
+            self._handle = comm.all_reduce(self._message, async_op=True)
+        else:
+            self._agreed = self._read()
+
+    def __call__(self) -> list[float]:
+        """What all have counted, for each mean."""
+        if self._agreed is None:
+            if self._handle is not None:
+                self._handle.wait()
+            self._agreed = self._read()
+        return self._agreed
+
+    def _read(self) -> list[float]:
+        parts, means, squares, *totals = self._message.tolist()
+        if parts * squares != means**2:
+            raise UsageError(
+                f"the loss {self._name} takes {self._most} means on some of this rank's part of the batch and another "
+                "number elsewhere; a loss must take the same means whatever the batch's size"
+            )
+        return totals[: round(means / parts)] if parts else []
+
+
+class Foretold:
+    """The counts of the whole batch, from all of its targets."""
+
+    def __init__(self, counts: Sequence[Count]) -> None:
+        """Those on a GPU stay there: to read one would be to wait for all that the GPU has been given to do."""
+        self._counts = [count if _is_on_gpu(count) else float(count) for count in counts]
+        is_rounded = any(isinstance(count, torch.Tensor) and count.is_floating_point() for count in counts)
+        self._tolerance = 1e-6 if is_rounded else 0.0  # weights of classes, added up in another order
+
+    def __call__(self) -> list[Count]:
+        return self._counts
+
+    def agrees(self, counts: Sequence[Count]) -> bool:
+        """Whether these, with zeros for means that are not taken, are the same."""
+        return self.agree([float(count) for count in self._counts], [float(count) for count in counts])
+
+    def agree(self, mine: Sequence[float], counts: Sequence[float]) -> bool:
+        """The same, where this one's counts have been read."""
+        mine = [*mine, *[0.0] * (len(counts) - len(mine))]
+        return len(mine) == len(counts) and all(
+            abs(one - other) <= self._tolerance * abs(one) for one, other in zip(mine, counts, strict=True)
+        )
+
+
+class Told:
+    """What ranks have counted in fact, and what was foretold, on its way from a GPU: whoever reads it waits for what
+    the GPU had been given to do until then, and for nothing that it was given since."""
+
+    def __init__(self, message: torch.Tensor, foretold: Foretold) -> None:
+        self.foretold = foretold
+        counts = foretold()
+        self._length = len(counts)
+        sent = torch.cat([joined(counts, message.device), message])
+        self._here = torch.empty_like(sent, device="cpu", pin_memory=sent.is_cuda).copy_(sent, non_blocking=True)
+        self._arrival = torch.cuda.Event() if sent.is_cuda else None
+        if self._arrival is not None:
+            self._arrival.record()
+
+    @property
+    def is_here(self) -> bool:
+        return self._arrival is None
+
+    def read(self) -> tuple[list[float], list[float]]:
+        """What was foretold, and what was told."""
+        if self._arrival is not None:
+            self._arrival.synchronize()
+        numbers: list[float] = self._here.tolist()
+        return numbers[: self._length], numbers[self._length :]
+
+
+def _is_on_gpu(count: Count) -> bool:
+    return isinstance(count, torch.Tensor) and count.is_cuda
+
+
+def summed(parts: Sequence[Sequence[Count]]) -> list[Any]:
+    """The sum of all parts' counts, one a mean, with zeros for those that are not taken."""
+    sums: list[Any] = [0.0] * MOST_MEANS
+    for counts in parts:
+        for number, count in enumerate(counts):
+            sums[number] += count
+    return sums
+
+
+def joined(numbers: Sequence[Any], device: torch.device | None) -> torch.Tensor:
+    """Numbers in one tensor; nobody waits for those that are on a GPU."""
+    if device is None or device.type == "cpu":
+        return torch.tensor([float(number) for number in numbers], dtype=torch.float64)
+    known = [0.0 if isinstance(number, torch.Tensor) else float(number) for number in numbers]
+    message = torch.tensor(known, dtype=torch.float64).to(device, non_blocking=True)  # one copy, for which nobody waits
+    for place, number in enumerate(numbers):
+        if isinstance(number, torch.Tensor):
+            message[place] = number
+    return message
+
+
+def _device_of(parts: Sequence[Sequence[Count]], comm: Communicator | None) -> torch.device | None:
+    found = next((count.device for counts in parts for count in counts if isinstance(count, torch.Tensor)), None)
+    return comm.device if found is None and comm is not None else found

@@ -1,0 +1,581 @@
+"""A loss that the model computes itself, from labels among its inputs, normalised over the global batch.
+
+Hugging Face models take `labels=` and return `outputs.loss`, a mean over the samples or tokens that the call was given.
+Under a plan a call is given a part of the batch, so that mean is the wrong one. The part of the forward that depends on
+the labels is therefore not computed where it stands but recorded, and replayed as the loss of `outputs` and `labels`,
+which loss.py can normalise like any other:
+
+    found = ModelLoss.of(model, loss, example)         # once, on a meta copy: which inputs are labels, what is recorded
+    recorded = found.record(model, inputs)             # a forward; a Recorded holds what the loss needs of it
+    loss = with_model_loss(loss)                       # takes Recorded outputs, and Labelled targets
+
+While a forward is recorded, labels are meta tensors: they have shape and dtype, and every function of them gives one
+more such tensor and a step of the program. Functions of other tensors run as always; those that a step takes are its
+`leaves`. Labels that the model feeds to its own layers (the decoder's inputs of T5) are given to them as they are.
+
+Note: what may be replayed. A step keeps the Python numbers that it was called with. One that follows from the size of
+the batch, as in `loss.sum() / labels.shape[0]`, would be that of a part; so the program is recorded for two sizes, and
+must be the same. A leaf must belong to samples (its dim 0 grows with the batch) or not depend on the batch at all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import nn
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import (
+    keystr,
+    register_pytree_node,
+    tree_flatten,
+    tree_flatten_with_path,
+    tree_leaves,
+    tree_map,
+    tree_unflatten,
+)
+
+from unisono.errors import UsageError
+from unisono.mesh.interception import Interception
+from unisono.parallel.expert.expert import collect_aux
+from unisono.parallel.inputs import call
+from unisono.parallel.loss.loss import Loss, name_of
+from unisono.parallel.meta.meta_tensors import hollow, hollow_copy
+from unisono.parallel.pipeline.dependence import Dependence, storages_of
+from unisono.parallel.pipeline.parameter_usage import left_as_it_was
+from unisono.parallel.share import rows_between, rows_of
+
+Trial = TypeVar("Trial")
+
+_NODE = "_unisono_step"
+_NAMES = ("label", "start_positions", "end_positions")  # in the names of inputs that are labels in Hugging Face models
+_DEVICES = {torch.Tensor.cpu, torch.Tensor.cuda}
+_READS = {  # give a Python value of the tensor's numbers
+    torch.Tensor.item,
+    torch.Tensor.tolist,
+    torch.Tensor.numpy,
+    torch.Tensor.__float__,
+    torch.Tensor.__int__,
+    torch.Tensor.__index__,
+    torch.Tensor.__bool__,
+    torch.Tensor.__array__,
+    torch.equal,
+    torch.Tensor.equal,
+    torch.allclose,
+    torch.Tensor.allclose,
+    torch.Tensor.__contains__,
+}
+_device_of = torch.Tensor.device.__get__
+_is_meta = torch.Tensor.is_meta.__get__  # type: ignore[attr-defined]
+_is_cuda = torch.Tensor.is_cuda.__get__  # type: ignore[attr-defined]
+
+
+class Labelled(NamedTuple):
+    """The user's targets, and the labels among the model's inputs."""
+
+    targets: Any
+    labels: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class Ref:
+    """A tensor of a program: label, leaf or outcome of a step, by number; `item` of an outcome of several."""
+
+    kind: str
+    index: int
+    item: int | None = None
+
+
+@dataclass(frozen=True)
+class Step:
+    function: Callable[..., Any]
+    args: Any  # with a Ref in the place of every tensor
+    kwargs: Any
+
+    @property
+    def form(self) -> tuple[Any, ...]:
+        """What is the same wherever the model runs."""
+        plain = tree_map(lambda leaf: None if isinstance(leaf, torch.device) else leaf, (self.args, self.kwargs))
+        return self.function, plain
+
+
+class Values:
+    """The tensors of a program: what each Ref stands for."""
+
+    def __init__(self, steps: Sequence[Step], labels: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
+        if any(_writes(step.function) for step in steps):
+            labels, leaves = [label.clone() for label in labels], [leaf.clone() for leaf in leaves]
+        found: list[Any] = []
+        self._known = {"label": labels, "leaf": leaves, "step": found}
+        for step in steps:
+            args, kwargs = self.of((step.args, step.kwargs))
+            found.append(step.function(*args, **kwargs))
+
+    def of(self, tree: Any) -> Any:
+        """The tree with a tensor in the place of every Ref."""
+        return tree_map(lambda leaf: self._of(leaf) if isinstance(leaf, Ref) else leaf, tree)
+
+    def _of(self, ref: Ref) -> Any:
+        value = self._known[ref.kind][ref.index]
+        return value if ref.item is None else value[ref.item]
+
+
+def _writes(function: Callable[..., Any]) -> bool:
+    name = getattr(function, "__name__", "")
+    return name in ("__setitem__", "__iadd__", "__imul__", "__isub__", "__itruediv__") or (
+        name.endswith("_") and not name.endswith("__")
+    )
+
+
+class Recorder(TorchFunctionMode):
+    """While active, functions of the labels' stand-ins are recorded, and not computed."""
+
+    def __init__(self, labels: Sequence[torch.Tensor], shown: Callable[[torch.Tensor], torch.Tensor]) -> None:
+        """`shown` gives the part of a label that the model has outputs for."""
+        super().__init__()
+        self._labels = list(labels)
+        self.steps: list[Step] = []
+        self.leaves: list[torch.Tensor] = []
+        self._known: dict[int, Ref] = {}  # by id of a leaf
+        self.stand_ins = [_noted(_form(shown(label)), Ref("label", number)) for number, label in enumerate(labels)]
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        tensors = [leaf for leaf in tree_leaves((tuple(args), kwargs)) if isinstance(leaf, torch.Tensor)]
+        if not any(map(ref_of, tensors)):
+            return func(*args, **kwargs)
+        if func in _READS:
+            raise UsageError(
+                f"the model reads values of its labels in Python ({func.__name__}), which cannot be known for a whole "
+                "batch from a part of it; compute the loss from the model's outputs: loss(outputs, targets)"
+            )
+        if func in (_device_of, _is_meta, _is_cuda):
+            return func(self._labels[0])
+        if any(isinstance(tensor, nn.Parameter) for tensor in tensors):
+            return func(*self.real(tuple(args)), **self.real(kwargs))
+        return self._recorded(func, tuple(args), kwargs)
+
+    def _recorded(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        target = args[0] if args and _writes(func) and isinstance(args[0], torch.Tensor) else None
+        if target is not None and ref_of(target) is None:
+            _noted(target, self._leaf(target.detach().clone()))
+        step = Step(func, *tree_map(self._ref, (args, kwargs)))
+        form_args, form_kwargs = tree_map(_on_meta, (args, kwargs))
+        if func in _DEVICES:
+            outcome: Any = form_args[0].detach()
+        else:
+            outcome = func(*form_args, **form_kwargs)
+        if target is not None:
+            self.steps.append(step)
+            return target
+        if isinstance(outcome, torch.Tensor):
+            self.steps.append(step)
+            return _noted(_apart(outcome, form_args), Ref("step", len(self.steps) - 1))
+        if isinstance(outcome, tuple | list) and any(isinstance(each, torch.Tensor) for each in outcome):
+            self.steps.append(step)
+            number = len(self.steps) - 1
+            for item, each in enumerate(outcome):
+                _noted(each, Ref("step", number, item))
+        return outcome
+
+    def real(self, tree: Any) -> Any:
+        """The same tree, with what the recorded tensors in it would be."""
+        refs = with_refs(tree)
+        if not any(isinstance(leaf, Ref) for leaf in tree_leaves(refs)):
+            return tree
+        return Values(self.steps, self._labels, self.leaves).of(refs)
+
+    def _ref(self, leaf: Any) -> Any:
+        if not isinstance(leaf, torch.Tensor):
+            return leaf
+        return ref_of(leaf) or self._leaf(leaf)
+
+    def _leaf(self, tensor: torch.Tensor) -> Ref:
+        if id(tensor) not in self._known:
+            self._known[id(tensor)] = Ref("leaf", len(self.leaves))
+            self.leaves.append(tensor)
+        return self._known[id(tensor)]
+
+    @contextlib.contextmanager
+    def layers_given_values(self, model: nn.Module) -> Iterator[None]:
+        """In the block, layers that have parameters of their own get the labels themselves."""
+
+        def enter(module: nn.Module, args: Any) -> Any:
+            return self.real(args) if module is not model and module._parameters else None
+
+        hook = register_module_forward_pre_hook(enter)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+
+@dataclass
+class Program:
+    """What some of the recorded tensors, with a Ref each in `outputs`, are computed by."""
+
+    steps: list[Step]
+    leaves: list[torch.Tensor]
+    outputs: Any
+
+    @classmethod
+    def for_outputs(cls, recorder: Recorder, outputs: Any) -> Program:
+        """Of all that was recorded, what the outputs need."""
+        steps, outputs = recorder.steps, with_refs(outputs)
+        needed = _needed(steps, [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Ref)])
+        number_of = {
+            "step": {old: new for new, old in enumerate(sorted(ref.index for ref in needed if ref.kind == "step"))},
+            "leaf": {old: new for new, old in enumerate(sorted({ref.index for ref in needed if ref.kind == "leaf"}))},
+        }
+
+        def moved(leaf: Any) -> Any:
+            if not isinstance(leaf, Ref) or leaf.kind == "label":
+                return leaf
+            return replace(leaf, index=number_of[leaf.kind][leaf.index])
+
+        kept = [steps[old] for old in number_of["step"]]
+        return cls(
+            [Step(step.function, *tree_map(moved, (step.args, step.kwargs))) for step in kept],
+            [recorder.leaves[old] for old in number_of["leaf"]],
+            tree_map(moved, outputs),
+        )
+
+
+def _needed(steps: Sequence[Step], outputs: Sequence[Ref]) -> set[Ref]:
+    """The tensors that the outputs are computed from, and the steps that write to the memory of one of them."""
+    needed: set[Ref] = set()
+    pending = list(outputs)
+    while pending:
+        ref = replace(pending.pop(), item=None)
+        if ref not in needed:
+            needed.add(ref)
+            pending += _refs_in(steps[ref.index]) if ref.kind == "step" else []
+        if not pending:
+            memory = {_memory(steps, each) for each in needed}
+            for number, step in enumerate(steps):
+                writer = Ref("step", number)
+                if _writes(step.function) and writer not in needed and _memory(steps, step.args[0]) in memory:
+                    pending.append(writer)
+    return needed
+
+
+def _memory(steps: Sequence[Step], ref: Ref) -> Ref:
+    """The tensor whose memory this one may be a view of."""
+    ref = replace(ref, item=None)
+    while ref.kind == "step":
+        step = steps[ref.index]
+        name = getattr(step.function, "__name__", "")
+        first = step.args[0] if step.args else None
+        if not isinstance(first, Ref) or name.startswith("new_") or name.endswith("_like") or name == "clone":
+            return ref
+        ref = replace(first, item=None)
+    return ref
+
+
+def _refs_in(step: Step) -> list[Ref]:
+    return [leaf for leaf in tree_leaves((step.args, step.kwargs)) if isinstance(leaf, Ref)]
+
+
+def ref_of(tensor: torch.Tensor) -> Ref | None:
+    return getattr(tensor, _NODE, None)
+
+
+def with_refs(tree: Any) -> Any:
+    """The tree with a Ref in the place of every recorded tensor."""
+    return tree_map(lambda leaf: (ref_of(leaf) or leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
+
+
+def _noted(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
+    setattr(tensor, _NODE, ref)
+    return tensor
+
+
+def _apart(outcome: torch.Tensor, given: Any) -> torch.Tensor:
+    """The outcome as an object of its own: contiguous() and to() may hand back what they were given."""
+    return outcome.view_as(outcome) if any(outcome is leaf for leaf in tree_leaves(given)) else outcome
+
+
+def _form(tensor: torch.Tensor) -> torch.Tensor:
+    """A meta tensor of the same shape (of the whole, for logits in shards), dtype and need of a gradient."""
+    with torch.no_grad():
+        if type(tensor) in (torch.Tensor, nn.Parameter):
+            made = torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype, device="meta")
+        else:
+            made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+    return made.requires_grad_(tensor.requires_grad and tensor.is_floating_point())
+
+
+def _on_meta(leaf: Any) -> Any:
+    if isinstance(leaf, torch.Tensor):
+        return leaf if leaf.is_meta else _form(leaf)
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+
+# ---- what a forward leaves for the loss ------------------------------------------------------------------------------
+
+
+@dataclass
+class Recorded:
+    """A forward's outputs, with a Ref where the model's own loss stands, and what it is computed from."""
+
+    outputs: Any
+    samples: list[torch.Tensor]  # leaves that belong to samples: (samples, ...)
+    shared: list[torch.Tensor]  # leaves that do not depend on the batch
+    steps: list[Step]
+    is_flat: list[bool | None]  # of each leaf: whether the model had it as (samples * ..., ...); None of a shared one
+
+    def evaluated(self, labels: Sequence[torch.Tensor]) -> Any:
+        """The outputs as the model would have returned them."""
+        samples, shared = iter(self.samples), iter(self.shared)
+        leaves = [next(shared) if is_flat is None else _flattened(next(samples), is_flat) for is_flat in self.is_flat]
+        return Values(self.steps, labels, leaves).of(self.outputs)
+
+
+def _flattened(leaf: torch.Tensor, is_flat: bool) -> torch.Tensor:
+    return leaf if not is_flat else leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
+
+
+def _is_flat(leaf: torch.Tensor, rows: int, of_example: int | None) -> bool | None:
+    """Whether a leaf has several rows a sample; sequences may be of another length than the example's."""
+    if of_example is None or not leaf.ndim:
+        return None if of_example is None else False
+    return of_example > 1 or leaf.shape[0] != rows
+
+
+def _by_sample(leaf: torch.Tensor, rows: int, is_flat: bool | None, of_example: int) -> torch.Tensor:
+    if not is_flat:
+        return leaf.reshape(1) if rows == 1 and not leaf.ndim else leaf
+    return leaf.reshape(rows, leaf.shape[0] // rows if rows else of_example, *leaf.shape[1:])
+
+
+register_pytree_node(
+    Recorded,
+    lambda recorded: ([recorded.outputs, recorded.samples], (recorded.shared, recorded.steps, recorded.is_flat)),
+    lambda children, context: Recorded(*children, *context),
+)
+
+
+def with_model_loss(loss: Loss) -> Loss:
+    """The loss, also of Recorded outputs with Labelled targets."""
+
+    def evaluated(outputs: Any, targets: Any) -> torch.Tensor:
+        if not isinstance(outputs, Recorded):
+            return loss(outputs, targets)
+        return loss(outputs.evaluated(targets.labels), targets.targets)
+
+    evaluated.__name__ = name_of(loss)
+    return evaluated
+
+
+# ---- which inputs are labels, and what is recorded -------------------------------------------------------------------
+
+
+class NeedsValues(Exception):
+    """The model cannot be run without values, and has none."""
+
+
+def on_two_sizes(
+    model: nn.Module, example: tuple[Any, Any], trial: Callable[[nn.Module, Any], Trial]
+) -> tuple[Trial, Trial, int]:
+    """What trial(model, batch) gives for some samples of the example and for one less, and how many those are.
+
+    The model is a copy without values; where that fails, it is the model itself, or NeedsValues is raised."""
+    rows = min(rows_of(example), 3)
+    sizes = [rows_between(tuple(example), 0, count) for count in (rows, rows - 1)]
+    try:
+        with torch.device("meta"):
+            large, small = (trial(hollow_copy(model), hollow(batch)) for batch in sizes)
+    except UsageError:
+        raise
+    except Exception as error:
+        if any(parameter.is_meta for parameter in model.parameters()):
+            raise NeedsValues from error
+        try:
+            with left_as_it_was(model):
+                large, small = (trial(model, batch) for batch in sizes)
+        finally:
+            collect_aux(model)  # nobody else will
+    return large, small, rows
+
+
+@dataclass(eq=False)
+class ModelLoss:
+    """How a model computes a loss from labels among its inputs."""
+
+    labels: tuple[int, ...]  # which of the inputs' leaves
+    forms: list[Any]  # of the steps
+    multiples: list[int | None]  # of each leaf: its rows a sample, or None where it does not belong to samples
+
+    @classmethod
+    def of(cls, model: nn.Module, loss: Loss, example: tuple[Any, Any]) -> ModelLoss | None:
+        """That of a model whose own loss the user's `loss` reads; None where there is none. May raise NeedsValues."""
+        leaves = tree_leaves(example[0])
+        if sum(isinstance(leaf, torch.Tensor) for leaf in leaves) < 2 or rows_of(example) < 2:
+            return None
+        labels = _named_labels(example[0]) or _inferred_labels(model, example[0])
+        if not labels:
+            return None
+        try:
+            large, small, rows = on_two_sizes(model, example, lambda model, batch: _Trial(model, labels, batch, loss))
+        except (UsageError, NeedsValues):
+            raise
+        except Exception:
+            return None  # it cannot be run on the example: the first step will tell
+        if not large.is_read:
+            return None
+        return cls(labels, large.forms, _multiples(large, small, rows))
+
+    def record(
+        self,
+        model: nn.Module,
+        inputs: Any,
+        shown: Callable[[torch.Tensor], torch.Tensor] = lambda label: label,
+        kept: Callable[[torch.Tensor], torch.Tensor] = lambda leaf: leaf,
+    ) -> Recorded:
+        """Run the model on a microbatch. Where it gives outputs for some of the tokens, `shown` gives their labels;
+        where a rank takes some of the samples to the loss, `kept` gives those of a leaf."""
+        leaves, spec = tree_flatten(inputs)
+        rows = rows_of(inputs)
+        recorder = Recorder(self.labels_in(inputs), shown)
+        for place, stand_in in zip(self.labels, recorder.stand_ins, strict=True):
+            leaves[place] = stand_in
+        with recorder.layers_given_values(model), recorder:
+            program = Program.for_outputs(recorder, call(model, tree_unflatten(leaves, spec)))
+        if [step.form for step in program.steps] != self.forms or len(program.leaves) != len(self.multiples):
+            raise UsageError(
+                "the model computes its own loss in another way than on the example, depending on the batch; compute "
+                "it from the model's outputs: loss(outputs, targets)"
+            )
+        is_flat = [_is_flat(leaf, rows, many) for leaf, many in zip(program.leaves, self.multiples, strict=True)]
+        pairs = list(zip(program.leaves, is_flat, self.multiples, strict=True))
+        samples = [kept(_by_sample(leaf, rows, flat, many)) for leaf, flat, many in pairs if many is not None]
+        shared = [leaf for leaf, _, many in pairs if many is None]
+        return Recorded(program.outputs, samples, shared, program.steps, is_flat)
+
+    def labelled(self, batch: tuple[Any, Any]) -> Labelled:
+        inputs, targets = batch
+        return Labelled(targets, self.labels_in(inputs))
+
+    def labels_in(self, inputs: Any) -> list[torch.Tensor]:
+        leaves = tree_leaves(inputs)
+        return [leaves[place] for place in self.labels]
+
+
+def _answered(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether a model asks a meta tensor for yes or no. It is told yes, as masks of batches without padding would say:
+    where that leads it astray, what is recorded later differs and is refused."""
+    return func is torch.ops.aten._local_scalar_dense.default and args[0].is_meta and args[0].dtype == torch.bool
+
+
+class BatchDependence(Dependence):
+    """What depends on the batch, in a run with or without values."""
+
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return _answered(func, args) or super().operate(func, args, kwargs)
+
+
+class _Trial:
+    """A run of the plain model on a few samples, recorded."""
+
+    def __init__(self, model: nn.Module, labels: tuple[int, ...], example: tuple[Any, Any], loss: Loss) -> None:
+        inputs, targets = example
+        leaves, spec = tree_flatten(inputs)
+        recorder = Recorder([leaves[place] for place in labels], lambda label: label)
+        batch = BatchDependence()
+        batch.mark(leaves)
+        for place, stand_in in zip(labels, recorder.stand_ins, strict=True):
+            leaves[place] = stand_in
+        with torch.no_grad(), batch, recorder.layers_given_values(model), recorder:
+            outputs = call(model, tree_unflatten(leaves, spec))
+            program = Program.for_outputs(recorder, outputs)
+            self.is_read = bool(program.steps)
+            with contextlib.suppress(Exception):
+                self.is_read = self.is_read and ref_of(loss(outputs, targets)) is not None
+        self.forms = [step.form for step in program.steps]
+        self.shapes = [tuple(leaf.shape) for leaf in program.leaves]
+        self.is_of_batch = [leaf in batch for leaf in program.leaves]
+
+
+def _multiples(large: _Trial, small: _Trial, rows: int) -> list[int | None]:
+    """How many rows of each leaf belong to a sample, from runs on `rows` samples and on one less."""
+    if large.forms != small.forms:
+        raise UsageError(
+            "the model's own loss uses the number of samples that it is given, which is that of a part of the batch "
+            f"under this plan; take means with .mean() or reduction='mean' rather than dividing by a size, {_INSTEAD}"
+        )
+    found: list[int | None] = []
+    for shape, other, is_of_batch in zip(large.shapes, small.shapes, large.is_of_batch, strict=True):
+        if not is_of_batch and shape == other:
+            found.append(None)
+        elif is_of_batch and shape and other and shape[0] * (rows - 1) == other[0] * rows and shape[1:] == other[1:]:
+            found.append(shape[0] // rows)
+        elif is_of_batch and rows == 2 and len(shape) == 1 and shape[0] == 2 and not other:
+            found.append(1)  # squeezed: one sample has no dim
+        else:
+            raise UsageError(
+                f"the model's own loss uses a tensor of shape {list(shape)} that is made of all samples of a batch "
+                "before the labels are looked at, such as a router's auxiliary loss or a count: it would be that of a "
+                f"part of the batch; leave it out, {_INSTEAD}"
+            )
+    return found
+
+
+_INSTEAD = "compute the loss from the model's outputs (loss(outputs, targets)), or use dp=1, cp=1, microbatches=1"
+
+
+def _named_labels(inputs: Any) -> tuple[int, ...]:
+    if not isinstance(inputs, dict):
+        return ()
+    return tuple(
+        number
+        for number, (path, leaf) in enumerate(tree_flatten_with_path(inputs)[0])
+        if isinstance(leaf, torch.Tensor) and any(name in keystr(path) for name in _NAMES)
+    )
+
+
+def _inferred_labels(model: nn.Module, inputs: Any) -> tuple[int, ...]:
+    """Inputs that meet no parameter on their way, of a model that returns a number."""
+    try:
+        with torch.device("meta"), torch.no_grad():
+            copy, inputs = hollow_copy(model), hollow(inputs)
+            feeding = _Feeding(copy, tree_leaves(inputs))
+            with feeding:
+                outputs = call(copy, inputs)
+    except Exception:
+        return ()  # a model that needs values
+    leaves = tree_leaves(inputs)
+    if not any(isinstance(leaf, torch.Tensor) and not leaf.ndim for leaf in tree_leaves(outputs)):
+        return ()
+    tensors = [number for number, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    return tuple(number for number in tensors if number not in feeding.fed and leaves[number].ndim)
+
+
+class _Feeding(Interception):
+    """While active, finds which inputs are combined with parameters, directly or by what is made of them."""
+
+    def __init__(self, model: nn.Module, inputs: Sequence[Any]) -> None:
+        super().__init__()
+        self._parameters = {storage for parameter in model.parameters() for storage in storages_of(parameter)}
+        self._inputs: dict[StorageWeakRef, frozenset[int]] = {
+            storage: frozenset([number]) for number, leaf in enumerate(inputs) for storage in storages_of(leaf)
+        }
+        self.fed: set[int] = set()
+
+    def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if _answered(func, args):
+            return True
+        outcome = func(*args, **kwargs)
+        given = storages_of((args, kwargs))
+        reached = frozenset().union(*(self._inputs.get(storage, frozenset()) for storage in given))
+        if not self._parameters.isdisjoint(given):
+            self.fed |= reached
+        for storage in storages_of(outcome) if reached else ():
+            self._inputs[storage] = self._inputs.get(storage, frozenset()) | reached
+        return outcome

@@ -1,0 +1,250 @@
+"""Marks in the place of a plan: what the user said of some tensors and modules, and the plan that follows from it.
+
+    uni.mark(model, "linear1.weight", mesh, [uni.Shard(0)])        # the other layers follow
+    uni.mark(model, "linear3", mesh.at(pp=1))                      # a pipeline's second stage
+    trainer = uni.apply_marks(model, mesh=mesh, loss=loss, optimizer=optimizer, example=batch)
+
+The model itself runs, op by op, under that plan (`trainer.plan`); `uni.to_static` makes a program of the same marks.
+What each axis of the mesh does is read off the marks and what propagates from them:
+
+    pp      stages are marked on parts of it
+    dp      inputs are cut along it, or it is called dp
+    tp      parameters are cut along it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from unisono.errors import UsageError
+from unisono.graph.capture.trace import Trace, trace
+from unisono.graph.marks.api import applied, stages_for, wishes_for
+from unisono.graph.marks.recording import dry_run
+from unisono.graph.marks.spec import Wish
+from unisono.graph.placement.assignment import Assignment, producers
+from unisono.graph.placement.find import find
+from unisono.graph.placement.strategy import placements_of_marks
+from unisono.graph.program.program import Model
+from unisono.graph.rules.call import Call
+from unisono.graph.rules.option import REPLICATE
+from unisono.mesh.initial import build
+from unisono.mesh.mesh import Mesh
+from unisono.mesh.placement import shard_dim
+from unisono.mesh.side_effects import no_side_effects
+from unisono.parallel.apply import parallelize
+from unisono.parallel.blocks import Blocks
+from unisono.parallel.inputs import call
+from unisono.parallel.loss.loss import Loss
+from unisono.parallel.meta.meta_tensors import hollow, hollow_copy
+from unisono.parallel.pipeline.split import blocks_of
+from unisono.parallel.tensor.linear import is_linear
+from unisono.parallel.trainer import Trainer
+from unisono.plan.plan import AXES, Plan
+
+
+def apply_marks(
+    model: Model,
+    *,
+    mesh: Mesh,
+    loss: Loss,
+    optimizer: Callable[[Any], Optimizer],
+    example: tuple[Any, Any],
+    zero: int = 0,
+    microbatches: int = 1,
+    schedule: str = "1f1b",
+    clip: float | None = None,
+    seed: int = 0,
+    dtype: torch.dtype | None = None,
+) -> Trainer:
+    """Put a plain model under the plan that its marks make; every rank calls it alike.
+
+    model, loss, optimizer, example, clip, seed and dtype are those of `uni.parallelize`. zero: what the ranks of the
+    data axis share out besides. microbatches and schedule: of a pipeline.
+    """
+    require_example(example)
+    whole = model if isinstance(model, nn.Module) else build(model, seed)
+    plan, rules = plan_of_marks(whole, mesh, loss, example)
+    plan = plan.but(zero=zero, microbatches=microbatches, schedule=schedule)
+    with applied():
+        trainer = parallelize(
+            whole if isinstance(model, nn.Module) else lambda: whole,
+            plan,
+            loss=loss,
+            optimizer=optimizer,
+            example=example,
+            rules=rules,
+            clip=clip,
+            seed=seed,
+            dtype=dtype,
+        )
+    trainer.model.forward = applied()(trainer.model.forward)
+    return trainer
+
+
+def require_example(example: Any) -> None:
+    if not isinstance(example, tuple | list) or len(example) != 2:
+        raise UsageError(f"example is {type(example).__name__}; expected a global batch: (inputs, targets)")
+
+
+def plan_of_marks(
+    model: nn.Module, mesh: Mesh, loss: Loss, example: tuple[Any, Any]
+) -> tuple[Plan, dict[str, str] | None]:
+    """The plan, and the rules by which tp cuts, that follow from a model's marks on a mesh."""
+    stages = stages_on(model, mesh, example[0])
+    roles: dict[str, str] = {}
+    starts: tuple[int, ...] = ()
+    if stages is not None:
+        roles[stages.axis] = "pp"
+        starts = stages.boundaries(blocks_of(model))
+    rest = [name for name in mesh.names if name not in roles and mesh.size(name) > 1]
+    rules: dict[str, str] = {}
+    if rest and (set(rest) != {"dp"} or _has_marks(model)):
+        inner = Mesh.describe([mesh.size(name) for name in rest], rest)
+        traced = trace(model, example, loss)
+        _require_marks(traced, inner)
+        found = find(traced, inner)
+        for name in rest:
+            roles[name] = _role(found, name)
+        rules = _rules(model, found, [name for name in rest if roles[name] == "tp"])
+    elif rest:
+        roles["dp"] = "dp"
+    require_order(mesh, roles)
+    sizes = {role: mesh.size(name) for name, role in roles.items()}
+    return Plan().but(**sizes, boundaries=starts), rules or None
+
+
+def _has_marks(model: nn.Module) -> bool:
+    return bool(wishes_for(model))
+
+
+# ---- stages ----------------------------------------------------------------------------------------------------------
+
+
+class Stages:
+    """Which modules begin which stage of a pipeline, along which axis."""
+
+    def __init__(self, axis: str, count: int, places: dict[str, int]) -> None:
+        self.axis = axis
+        self.count = count
+        self.places = places
+
+    def boundaries(self, blocks: Blocks) -> tuple[int, ...]:
+        """The first block of every stage."""
+        names = [blocks.name(number) for number in range(len(blocks.modules))]
+        strangers = sorted(set(self.places) - set(names))
+        if strangers:
+            raise UsageError(f"{strangers[0]} is marked as a stage's first, but blocks are {', '.join(names)}")
+        starts = {0: 0}
+        for number, name in enumerate(names):
+            if name in self.places:
+                starts.setdefault(self.places[name], number)
+        order = [starts.get(stage) for stage in range(self.count)]
+        if None in order or order != sorted(order, key=lambda start: start or 0):
+            raise UsageError(
+                f"{self.axis}={self.count} needs as many stages in the order of the blocks ({', '.join(names)}), but "
+                f"the marks say {self.places}; mark the first block of every stage but stage 0"
+            )
+        return tuple(start for start in order if start is not None)
+
+
+def stages_on(model: nn.Module, mesh: Mesh, inputs: Any) -> Stages | None:
+    """The stages that a model's marks make on a mesh, those in its forward too; None where none are marked."""
+    marked = stages_for(model) | _stages_in_forward(model, inputs)
+    found = {name: _place(wish, mesh) for name, wish in marked.items()}
+    axes = {axis for axis, _ in found.values()}
+    if len(axes) > 1:
+        raise UsageError(f"stages are marked along the axes {', '.join(sorted(axes))}; expected one")
+    if not found:
+        return None
+    axis = axes.pop()
+    return Stages(axis, mesh.size(axis), {name: place for name, (_, place) in found.items()})
+
+
+def _stages_in_forward(model: nn.Module, inputs: Any) -> dict[str, Wish]:
+    """Marks that the model makes while it runs. It is run hollow; one that needs values is taken to make none."""
+    try:
+        copy = hollow_copy(model)
+    except Exception:
+        return {}
+    with no_side_effects(model), dry_run(copy) as recorder, torch.no_grad(), torch.device("meta"):
+        call(copy, hollow(inputs))
+    return recorder.stages
+
+
+def _place(wish: Wish, mesh: Mesh) -> tuple[str, int]:
+    for axis in mesh.names:
+        for place in range(mesh.size(axis)):
+            if mesh.size(axis) > 1 and wish.mesh == mesh.at(**{axis: place}):
+                return axis, place
+    raise UsageError(f"a stage is marked for {wish.mesh} ({wish.line}); expected a place of {mesh}, as mesh.at(pp=1)")
+
+
+# ---- the other axes --------------------------------------------------------------------------------------------------
+
+
+def _require_marks(traced: Trace, mesh: Mesh) -> None:
+    marked = placements_of_marks(traced, mesh, traced.marks).values()
+    for axis, name in enumerate(mesh.names):
+        if name != "dp" and all(placements[axis] == REPLICATE for placements in marked):
+            raise UsageError(f"nothing is marked along {name}: cut a parameter or the inputs there, or call it dp")
+
+
+def _role(found: Assignment, axis: str) -> str:
+    trace, place = found.trace, found.mesh.axis(axis)
+    cut = [name for node, name in trace.parameters.items() if found.layout(node)[place] != REPLICATE]
+    fed = [node for node in trace.inputs if shard_dim(found.layout(node)[place]) == 0]
+    if cut and fed:
+        raise UsageError(
+            f"along {axis} both the inputs and {cut[0]} are cut, which no plan does: mark one of them, and to share "
+            "out parameters among data ranks pass zero=3; or make a program of the marks with uni.to_static"
+        )
+    if cut:
+        return "tp"
+    if fed:
+        return "dp"
+    raise UsageError(
+        f"along {axis} neither parameters nor inputs are cut, which no plan does; uni.to_static makes a program of it"
+    )
+
+
+def _rules(model: nn.Module, found: Assignment, axes: list[str]) -> dict[str, str]:
+    if len(axes) > 1:
+        raise UsageError(f"parameters are cut along {' and '.join(axes)}; a plan has one such axis (uni.to_static any)")
+    if not axes:
+        return {}
+    axis, modules, rules = found.mesh.axis(axes[0]), dict(model.named_modules()), {}
+    for node, name in found.trace.parameters.items():
+        layer, _, kind = name.rpartition(".")
+        dim = shard_dim(found.layout(node)[axis])
+        if dim is None or kind == "bias":
+            continue
+        if kind != "weight" or not (is_linear(modules[layer]) or isinstance(modules[layer], nn.Embedding)):
+            raise UsageError(f"{name} is cut, but a plan cuts linear layers and embeddings; use uni.to_static")
+        rules[layer] = _rule(found, node, axis, dim, modules[layer])
+    return rules
+
+
+def _rule(found: Assignment, node: str, axis: int, dim: int, module: nn.Module) -> str:
+    if isinstance(module, nn.Embedding):
+        return "vocab"
+    op = next(user for user in found.trace.node(node).users)
+    by_outputs = dim == (0 if isinstance(module, nn.Linear) else 1)
+    if by_outputs:
+        users = [(u.name, i) for u in op.users for i, t in enumerate(Call(u).tensors) if t is op]
+        stays = users and all(shard_dim(found.wanted(user, i)[axis]) is not None for user, i in users)
+        return "column" if stays else "column_gather"
+    source, output = producers(op)[0]
+    return "row" if shard_dim(found.layout(source, output)[axis]) is not None else "row_split"
+
+
+def require_order(mesh: Mesh, roles: dict[str, str]) -> None:
+    """Ranks are laid out by the plan, the axes of which have an order."""
+    order = [roles[name] for name in mesh.names if name in roles]
+    if order != sorted(order, key=AXES.index):
+        listed = ", ".join(role for role in AXES if role in order)
+        raise UsageError(f"{mesh}: a plan's axes come in the order {listed}; name the mesh's axes in that order")

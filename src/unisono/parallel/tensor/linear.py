@@ -1,0 +1,251 @@
+"""Linear layers shared by several ranks.
+
+Cut by columns, each rank computes some of the output features; cut by rows, each rank takes some of the input features
+and computes a part of every output, and the parts are summed. One after the other they need no talk in between:
+
+    y = f(x A) B:   x -> [A1 | A2] -> f -> [B1 / B2] -> sum        (f elementwise, or attention by heads)
+
+(Features run along rows of torch's weights, which are stored transposed; the names follow the mathematics.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from unisono.comm.communicator import Communicator
+from unisono.comm.rendezvous import world as worlds
+from unisono.errors import UsageError
+from unisono.parallel import autograd_collectives as conjugates
+from unisono.parallel.tensor import deferred
+from unisono.parallel.tensor.parameter_shards import Pieces, lengths_of, packed
+from unisono.parallel.tensor.region import Region
+
+Initialiser = Callable[[torch.Tensor], Any]
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear) or _is_transposed(module)
+
+
+def _is_transposed(module: nn.Module) -> bool:
+    """Hugging Face's Conv1D: a linear layer whose weight is (inputs, outputs)."""
+    return type(module).__name__ == "Conv1D" and hasattr(module, "nf")
+
+
+def features(linear: nn.Module) -> tuple[int, int]:
+    """The numbers of inputs and outputs; of a convolution, its channels."""
+    outputs, inputs = linear.weight.shape[:2]  # type: ignore[index]
+    return (outputs, inputs) if _is_transposed(linear) else (inputs, outputs)
+
+
+def _whole(
+    in_features: int,
+    out_features: int,
+    bias: bool,
+    init: Initialiser | None,
+    bias_init: Initialiser | None,
+    dtype: torch.dtype | None,
+    device: torch.device | str | None,
+) -> nn.Linear:
+    """The layer as one device would have it: made from the same random numbers, on every rank."""
+    linear = nn.Linear(in_features, out_features, bias=bias, dtype=dtype, device=device)
+    with torch.no_grad():
+        if init is not None:
+            init(linear.weight)
+        if bias_init is not None and bias:
+            bias_init(linear.bias)
+    return linear
+
+
+class _ParallelLinear(nn.Module):
+    """What both cuts share: `in_features` and `out_features` are those of the whole layer."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    region: Region
+
+    def _take(self, linear: nn.Module, region: Region) -> None:
+        if not is_linear(linear):
+            raise UsageError(f"{type(self).__name__} of a {type(linear).__name__}: expected an nn.Linear")
+        self.region = region
+        self.transposed = _is_transposed(linear)
+        self.in_features, self.out_features = features(linear)
+        self.train(linear.training)
+
+    def _linear(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        return F.linear(x, self.weight.t() if self.transposed else self.weight, bias)
+
+    def _require_width(self, x: torch.Tensor, width: int, what: str) -> None:
+        if x.shape[-1] != width:
+            raise UsageError(
+                f"{type(self).__name__}({self.in_features}, {self.out_features}): the input is {x.shape[-1]} wide; "
+                f"expected {width}, {what}"
+            )
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return f"{self.in_features}, {self.out_features}, bias={bias}, ranks={self.region.comm.size}"
+
+
+class ColumnParallelLinear(_ParallelLinear):
+    """nn.Linear whose outputs are shared out: rank r computes the r-th piece of them (sizes differ by one at most).
+
+    The input is the same on all ranks; the output is this rank's piece, or with `gather_output` whole on every rank.
+    From the same torch seed the parameters are the pieces of those nn.Linear would have; `init` and `bias_init` are
+    given the whole tensors. Without `comm` all ranks of the world share the layer.
+    """
+
+    is_inside = False
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        gather_output: bool = False,
+        init: Initialiser | None = None,
+        bias_init: Initialiser | None = None,
+        *,
+        comm: Communicator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        whole = _whole(in_features, out_features, bias, init, bias_init, dtype, device)
+        self._cut(whole, Region(comm or worlds.world()), gather_output)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Module,
+        comm: Communicator | Region | None = None,
+        *,
+        gather_output: bool = False,
+        parts: Sequence[int] = (1,),
+        pieces: Pieces | None = None,
+        is_inside: bool = False,
+    ) -> ColumnParallelLinear:
+        """The same layer, cut. `parts` are the relative sizes of what its outputs consist of: (1, 1, 1) for q, k, v
+        in one, each of which is then cut. Layers that share parameters are given the same `pieces`. is_inside: the
+        input comes from a RowParallelLinear that is inside too."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.is_inside = is_inside
+        layer._cut(linear, _region(comm), gather_output, parts, pieces)
+        return layer
+
+    def _cut(
+        self,
+        linear: nn.Module,
+        region: Region,
+        gather_output: bool,
+        parts: Sequence[int] = (1,),
+        pieces: Pieces | None = None,
+    ) -> None:
+        self._take(linear, region)
+        if gather_output and len(parts) > 1:
+            raise UsageError(f"a layer of {len(parts)} parts cannot be cut by columns and gathered; use one of the two")
+        self.gather_output = gather_output
+        pieces = pieces or Pieces(region.comm.rank, region.comm.size)
+        split = packed(int(self.transposed), part_lengths(self.out_features, parts), region.comm.size)
+        self.lengths = lengths_of(split)
+        self.totals = sorted({self.out_features, *part_lengths(self.out_features, parts)})
+        self.packed = split if len(parts) > 1 else None
+        self.weight = pieces.cut(linear.weight, split)  # type: ignore[arg-type]
+        whole_bias: Any = linear.bias
+        bias_split = packed(0, part_lengths(self.out_features, parts), region.comm.size)
+        self.register_parameter("bias", None if whole_bias is None else pieces.cut(whole_bias, bias_split))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x if self.is_inside else self.region.enter(x)
+        self._require_width(x, self.in_features, "the whole of the input features")
+        weight = self.weight.t() if self.transposed else self.weight
+        can_wait = self.is_inside or self.region.has_just_entered(x, self)
+        y = deferred.linear(x, weight, self.bias) if can_wait else F.linear(x, weight, self.bias)
+        if self.gather_output:
+            return conjugates.gather(y, -1, self.lengths, self.region.comm)
+        self.region.locate_inside(self.totals, self.packed)
+        return y
+
+
+class RowParallelLinear(_ParallelLinear):
+    """nn.Linear whose inputs are shared out: rank r takes the r-th piece of them (sizes differ by one at most).
+
+    The input is this rank's piece, or without `input_is_parallel` whole on every rank; the output is whole on every
+    rank. The bias is whole, and added once, after the sum. Otherwise as ColumnParallelLinear.
+    """
+
+    is_inside = False
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        init: Initialiser | None = None,
+        bias_init: Initialiser | None = None,
+        *,
+        comm: Communicator | None = None,
+        dtype: torch.dtype | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        super().__init__()
+        whole = _whole(in_features, out_features, bias, init, bias_init, dtype, device)
+        self._cut(whole, Region(comm or worlds.world()), input_is_parallel)
+
+    @classmethod
+    def from_linear(
+        cls,
+        linear: nn.Module,
+        comm: Communicator | Region | None = None,
+        *,
+        input_is_parallel: bool = True,
+        pieces: Pieces | None = None,
+        is_inside: bool = False,
+    ) -> RowParallelLinear:
+        """The same layer, cut. is_inside: every rank uses the output with its own part of the features, so that the
+        output's gradients are summed as well."""
+        layer = cls.__new__(cls)
+        nn.Module.__init__(layer)
+        layer.is_inside = is_inside
+        layer._cut(linear, _region(comm), input_is_parallel, pieces)
+        return layer
+
+    def _cut(self, linear: nn.Module, region: Region, input_is_parallel: bool, pieces: Pieces | None = None) -> None:
+        self._take(linear, region)
+        self.input_is_parallel = input_is_parallel
+        pieces = pieces or Pieces(region.comm.rank, region.comm.size)
+        split = packed(int(not self.transposed), (self.in_features,), region.comm.size)
+        self.lengths = lengths_of(split)
+        self.weight = pieces.cut(linear.weight, split)  # type: ignore[arg-type]
+        self.register_parameter("bias", linear.bias)  # type: ignore[arg-type]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        comm = self.region.comm
+        if self.input_is_parallel:
+            self._require_width(x, self.lengths[comm.rank], "this rank's piece of the input features")
+        else:
+            self._require_width(x, self.in_features, "the whole of the input features")
+            x = conjugates.split(x, -1, self.lengths, comm)
+        if self.is_inside:
+            y = conjugates.reduce(self._linear(x, None), comm)
+            return conjugates.copy(y if self.bias is None else y + self.bias, comm)
+        y = self.region.leave(self._linear(x, None))
+        return y if self.bias is None else y + self.bias
+
+
+def part_lengths(length: int, parts: Sequence[int]) -> list[int]:
+    """`length` cut in the proportions of `parts`."""
+    if length % sum(parts):
+        raise UsageError(f"{length} features do not consist of parts of the proportions {'+'.join(map(str, parts))}")
+    return [length // sum(parts) * part for part in parts]
+
+
+def _region(comm: Communicator | Region | None) -> Region:
+    return comm if isinstance(comm, Region) else Region(comm or worlds.world())

@@ -1,0 +1,476 @@
+"""Tensor parallelism: every layer is shared by the ranks of "tp", all of which see the same samples.
+
+Two matrix products with something elementwise (or attention, head by head) in between need one sum at the end, if the
+first matrix is cut by columns and the second by rows (see `linear`):
+
+    x  -- copy -->  f(x A_r)  -->  f(x A_r) B_r  -- all-reduce -->  y        rank r has A_r and B_r only
+    dx <-- all-reduce --                          <-- copy --       dy
+
+So a transformer's layer talks four times a step: one all-reduce of its activations in the forward and one in the
+backward, for attention and again for the MLP. With `sequence` the all-reduces are cut in two halves, reduce-scatter and
+all-gather, and what lies between the halves (norms, dropouts, residuals) is cut along the sequence: see `sequence`.
+
+Which layers are cut, and how, say `rules`. What is cut is cut in place, and parameters keep their names.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from unisono.comm.communicator import Communicator
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.parallel.checks.parameter_reads import BORROWS, READ_BY_PARENT
+from unisono.parallel.context.sequence import SequenceParallel
+from unisono.parallel.layout import Split
+from unisono.parallel.rules import published as published_rules
+from unisono.parallel.rules.derived import derived
+from unisono.parallel.rules.inferred import compressed, inferred
+from unisono.parallel.rules.rules import Rules, Style, Styles, known, matched, only_exceptions, published
+from unisono.parallel.rules.searched import searched_rules
+from unisono.parallel.tensor import attention, convolution, custom_layers, user_hooks, vocabulary
+from unisono.parallel.tensor.attention import ParallelMultiheadAttention
+from unisono.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, features, is_linear, part_lengths
+from unisono.parallel.tensor.logits import keep_in_pieces
+from unisono.parallel.tensor.parameter_shards import Pieces, add_up, packed
+from unisono.parallel.tensor.region import Region
+from unisono.parallel.tensor.vocabulary import VocabParallelEmbedding
+
+INSIDE = ("row_sum", "column_inside")
+_LINEAR_KINDS = ("column", "column_gather", "vocab_head", "logits", "row", "row_split", *INSIDE)
+_HEAD_SIZES = ("head_dim", "attention_head_size", "head_size")
+
+Regions = Callable[[str], Region]
+_known: dict[int, tuple[nn.Module, dict[int, Rules]]] | None = None  # rules that a model shows, by ranks
+
+
+def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None, sequence: bool = False) -> nn.Module:
+    """Share the model's layers between the ranks of the mesh's axis "tp", in place; returns the model.
+
+    Every rank passes the same whole model and keeps its pieces. Without rules, the model's own plan is used (Hugging
+    Face), then what is known of its classes, then what its blocks show.
+    """
+    ranks = mesh.size("tp")
+    styles = require_shareable(model, ranks, rules)
+    if ranks == 1:
+        return model
+    parallel = SequenceParallel.of(model, styles, mesh) if sequence else None
+    comm = mesh.comm("tp")
+    plain = Region(comm)
+    if parallel is not None:
+        user_hooks.require_no_hooks_in_blocks(parallel.blocks.path, model)
+    region_of = parallel.region_of if parallel else lambda name: plain
+    user_hooks.guard_hooks(model, styles, region_of)
+    _cut(model, styles, comm, region_of)
+    if parallel is not None:
+        parallel.install()
+    return model
+
+
+def require_shareable(model: nn.Module, ranks: int, rules: Rules | None = None) -> Styles:
+    """How each module is to be cut; UsageError where so many ranks cannot share it, as with heads that they do not
+    divide."""
+    styles = styles_of(model, ranks, rules)
+    _require_sound(model, styles, ranks)
+    return styles
+
+
+def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Styles:
+    """How each module of the model is to be cut, by its name."""
+    if rules is not None and not only_exceptions(rules):
+        styles = matched(model, rules)
+        _follow_ties(model, styles, explicit=True)
+        return styles
+    styles = _brought(model)
+    if not styles and ranks > 1:
+        styles = matched(model, _derived(model, ranks))
+    if all(style.kind == "whole" for style in styles.values()):
+        raise UsageError(
+            f"{type(model).__name__} brings no tensor-parallel plan, and its blocks show none; pass an example for a "
+            "search, or rules such as "
+            '{"*.fc1": "column", "*.fc2": "row", "*.qkv": "column:qkv", "*.out": "row", "*.attention": "heads:heads"}'
+        )
+    _find_attentions(model, styles)
+    styles |= matched(model, rules or {})
+    _follow_ties(model, styles, explicit=False)
+    return styles
+
+
+def _brought(model: nn.Module) -> Styles:
+    theirs = published(model)
+    styles = matched(model, theirs if theirs is not None else known(model), every=False)
+    vectors = {name for name, parameter in model.named_parameters() if parameter.dim() == 1}
+    by_channel = {name: Style("channels") for name in styles.keys() & vectors if styles[name].kind == "column"}
+    styles |= by_channel  # a number for each head, such as an attention sink
+    return {name: style for name, style in styles.items() if style.kind != "vocab" or _is_sharded(model, name)}
+
+
+def _is_sharded(model: nn.Module, name: str) -> bool:
+    """Whether an embedding can be sharded; one that cannot stays replicated."""
+    module = model.get_submodule(name)
+    return not isinstance(module, nn.Embedding) or not vocabulary.option_beyond_lookup(module)
+
+
+@contextlib.contextmanager
+def deriving_once() -> Iterator[None]:
+    """In the block, in which nobody changes a model but to cut it, what its modules show is found once: each that
+    checks the model asks for it, and so does what cuts it."""
+    global _known
+    before, _known = _known, {} if _known is None else _known
+    try:
+        yield
+    finally:
+        _known = before
+
+
+def _derived(model: nn.Module, ranks: int) -> Rules:
+    if _known is None:
+        return derived(model, ranks, _cut_alone)
+    _, found = _known.setdefault(id(model), (model, {}))
+    if ranks not in found:
+        found[ranks] = derived(model, ranks, _cut_alone)
+    return found[ranks]
+
+
+def shows_by_running(model: nn.Module) -> bool:
+    """Whether only what its modules do with numbers tells how they can be cut."""
+    return not _brought(model)
+
+
+def fitting_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tuple[Any, Any] | None) -> Rules | None:
+    """The rules to use. Where none are given and the model shows none, they are searched for in its graph, for which an
+    example of (inputs, targets) is needed; None where the model shows its own."""
+    if ranks == 1 or example is None or (rules is not None and not only_exceptions(rules)):
+        return rules
+    if isinstance(model, nn.Linear | nn.Embedding):
+        raise UsageError(
+            f"tp: the model is one {type(model).__name__}, and a layer is cut within a module that has it; "
+            "wrap it: nn.Sequential(layer)"
+        )
+    try:
+        is_published = published(model) is not None
+    except UsageError as unknown:
+        found = inferred(model, ranks, example[0], _cut_alone, _named(matched(model, rules or {})))
+        if found is None or not found.rules:
+            raise unknown from None
+        return compressed(found.rules, model)
+    if is_published:
+        return _tried_rules(model, ranks, rules, example)
+    found = inferred(model, ranks, example[0], _cut_alone, _named(_brought(model) | matched(model, rules or {})))
+    if found is not None and any(text != "whole" for text in found.rules.values()):
+        return compressed(found.rules, model)
+    try:
+        styles_of(model, ranks, rules)
+        return rules
+    except UsageError as error:
+        try:
+            searched = searched_rules(model, ranks, example, _cut_alone)
+            return {**(rules or {}), **searched} if searched else rules
+        except UsageError as untraceable:
+            raise UsageError(f"{error} (its graph cannot be searched: {untraceable})") from None
+
+
+def _tried_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tuple[Any, Any]) -> Rules | None:
+    """What a model publishes; with sums of gradients that it left out, or inferred rules where it does not hold."""
+    try:
+        styles = require_shareable(model, ranks, rules)
+    except UsageError:
+        return rules
+    tried = published_rules.tried(model, ranks, styles, example[0], _cut_alone)
+    if tried.fails:
+        found = inferred(model, ranks, example[0], _cut_alone, _named(matched(model, rules or {})))
+        return rules if found is None or not found.rules else compressed(found.rules, model)
+    if not tried.sums:
+        return rules
+    return _named(styles) | dict.fromkeys(tried.sums, "summed")
+
+
+def _named(styles: Styles) -> dict[str, str]:
+    return {name: str(style) for name, style in styles.items()}
+
+
+def _cut_alone(module: nn.Module, rules: Rules, comm: Any) -> None:
+    """Share one module by rules, without a mesh."""
+    styles = matched(module, rules)
+    _require_sound(module, styles, comm.size)
+    region = Region(comm)
+    _cut(module, styles, comm, lambda name: region)
+
+
+def _find_attentions(model: nn.Module, styles: Styles) -> None:
+    """Published plans name layers only: a module with a head size around column and row layers is an attention."""
+    for name, module in model.named_modules():
+        inside = {styles[child].kind for child in _children(name, module) if child in styles}
+        if "mla_kv" in inside:
+            continue  # full layers there read the input too, and heads are counted by their width
+        if name not in styles and {"column", "row"} <= inside and any(hasattr(module, size) for size in _HEAD_SIZES):
+            styles[name] = Style("heads")
+
+
+def _children(name: str, module: nn.Module) -> list[str]:
+    return [f"{name}.{child}".lstrip(".") for child, _ in module.named_children()]
+
+
+def _follow_ties(model: nn.Module, styles: Styles, *, explicit: bool) -> None:
+    """Layers that share a weight are cut alike: where nobody gave rules, the others follow the one that has one."""
+    layers = {name: module for name, module in model.named_modules() if is_linear(module) or _is_embedding(module)}
+    for name in [name for name in styles if name in layers and not _rowwise(styles[name])]:
+        for other, module in layers.items():
+            if module is layers[name] or module.weight is not layers[name].weight or styles[name].kind == "whole":
+                continue
+            is_full = other in styles and styles[other].kind == "whole"
+            if other in styles and not is_full:
+                continue
+            if explicit:
+                raise UsageError(
+                    f"{name} and {other} share one weight, but the rules cut {name} only; "
+                    f"add {other!r}: {'vocab' if _is_embedding(module) else 'column_gather'!r}"
+                )
+            if is_full:
+                styles[name] = styles[other]
+            else:
+                styles[other] = Style("vocab" if _is_embedding(module) else "column_gather")
+
+
+def _is_embedding(module: nn.Module) -> bool:
+    return isinstance(module, nn.Embedding)
+
+
+def _rowwise(style: Style) -> bool:
+    return style.kind in ("row", "row_split", "row_sum")
+
+
+# ---- what cannot be right --------------------------------------------------------------------------------------------
+
+
+def _require_sound(model: nn.Module, styles: Styles, ranks: int) -> None:
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, style in styles.items():
+        module = modules.get(name)
+        if module is None:
+            _require_shardable_parameter(name, model.get_parameter(name), style, ranks)
+        elif convolution.is_shardable(module) and style.kind in (*_LINEAR_KINDS, "channels"):
+            convolution.require_shardable(name, module, style, ranks)
+        elif style.kind in _LINEAR_KINDS:
+            _require(is_linear(module), name, style, module, "an nn.Linear")
+            part_lengths(features(module)[1], style.parts)
+            if _rowwise(style) and len(style.parts) > 1:
+                raise UsageError(f"the rule for {name} says {style}, which is for expert weights; expected row")
+            _require_whole_heads(name, modules[name.rpartition(".")[0]], module, style, ranks)
+            _require_kept(name, module, style, ranks)
+        elif style.kind == "vocab":
+            _require(_is_embedding(module), name, style, module, "an nn.Embedding")
+            vocabulary.require_plain(module)
+            _require_kept(name, module, style, ranks)
+        elif style.kind == "heads" and isinstance(module, nn.MultiheadAttention):
+            attention.require_plain(name, module, ranks)
+            user_hooks.require_hooks_kept(name, module, style)
+        elif style.kind in ("heads", "sizes"):
+            attention.require_shares(name, module, style.attributes, ranks)
+
+
+def _require(right: bool, name: str, style: Style, module: nn.Module, expected: str) -> None:
+    if not right:
+        raise UsageError(f"the rule for {name} says {style}, but it is a {type(module).__name__}; expected {expected}")
+
+
+def _require_kept(name: str, module: nn.Module, style: Style, ranks: int) -> None:
+    """What a user has made of a layer must be right on its shards: a forward of its own, and hooks."""
+    if ranks == 1:
+        return
+    user_hooks.require_hooks_kept(name, module, style)
+    if style.kind in INSIDE and not custom_layers.is_plain(module):
+        raise UsageError(f"the rule for {name} says {style}, but its forward is not torch's own; expected an nn.Linear")
+    if not custom_layers.is_plain(module):
+        custom_layers.require_sharding(name, module, style, ranks)
+
+
+def _require_shardable_parameter(name: str, weight: torch.Tensor, style: Style, ranks: int) -> None:
+    if style.kind == "channels" and style.dim < weight.dim() and weight.shape[style.dim] % ranks == 0:
+        return
+    if style.kind not in ("column", "row", "summed") or (style.kind != "summed" and weight.dim() != 3):
+        raise UsageError(
+            f"the rule for {name} says {style}, but it is a parameter of shape {tuple(weight.shape)}; "
+            "expected column or row for expert weights (experts, outputs, inputs), channels for a dim that tp divides, "
+            "summed, or a rule for its module"
+        )
+
+
+def _require_whole_heads(name: str, parent: nn.Module, linear: nn.Module, style: Style, ranks: int) -> None:
+    """A layer inside a module with a head size is cut between heads, not through them."""
+    if style.kind not in ("column", "row"):
+        return
+    inputs, outputs = features(linear)
+    length = inputs if style.kind == "row" else outputs // sum(style.parts)
+    for attribute in _HEAD_SIZES:
+        size = getattr(parent, attribute, None)
+        if isinstance(size, int) and size > 0 and length % size == 0 and (length // size) % ranks:
+            raise UsageError(
+                f"{name} has {length // size} heads of {size}, which tp={ranks} does not divide; use a tp that does"
+            )
+
+
+# ---- the cut -----------------------------------------------------------------------------------------------------
+
+
+def _cut(model: nn.Module, styles: Styles, comm: Communicator, region_of: Regions) -> None:
+    pieces = Pieces(comm.rank, comm.size)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    heads = heads_of(model, styles, modules)
+    made: dict[nn.Module, nn.Module] = {}
+    for name, style in styles.items():
+        module = modules.get(name)
+        if module is None:
+            _cut_parameter(name, modules, style, pieces)
+        elif module in heads:
+            layer = ColumnParallelLinear.from_linear(module, region_of(name), gather_output=False, pieces=pieces)
+            layer.register_forward_hook(_leaving(region_of(name)))
+            keep_in_pieces(layer, features(module)[1], comm)
+            made[module] = _in_place_of(module, layer)
+        elif convolution.is_shardable(module) and style.kind in convolution.KINDS:
+            convolution.shard(module, style, region_of(name), pieces)
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    setattr(parameter, READ_BY_PARENT, style.kind == "channels")
+        elif module not in made and style.kind in (*_LINEAR_KINDS, "vocab"):
+            style = Style("column_gather") if style.kind == "logits" else style
+            made[module] = _sharded(name, module, style, region_of(name), pieces)
+        elif module not in made:
+            if style.kind == "mla_kv":
+                attention.share_rope_key(modules[name.rpartition(".")[0]], module, region_of(name))
+            replacement = _replacement(module, style, region_of(name), pieces)
+            if replacement is not None:
+                made[module] = _in_place_of(module, replacement)
+    for parent in list(model.modules()):
+        for child_name, child in parent._modules.items():
+            if child in made:
+                parent._modules[child_name] = made[child]
+    _share_pieces(model, pieces)
+
+
+def heads_of(model: nn.Module, styles: Styles, modules: dict[str, nn.Module]) -> set[nn.Module]:
+    """The layers that make logits: those whose rule or model (Hugging Face) says so, or that share their weight with an
+    embedding."""
+    said = getattr(model, "get_output_embeddings", lambda: None)()
+    tied = {id(module.weight) for module in modules.values() if isinstance(module, nn.Embedding)}
+    gathered = [modules[name] for name, style in styles.items() if style == Style("column_gather")]
+    said_by_rule = [modules[name] for name, style in styles.items() if style.kind == "logits"]
+    said_otherwise = [head for head in gathered if head is said or id(head.weight) in tied]
+    return {
+        head
+        for head in (*said_by_rule, *said_otherwise)
+        if custom_layers.is_plain(head) and not user_hooks.has_hooks(head)
+    }
+
+
+def _sharded(name: str, module: nn.Module, style: Style, region: Region, pieces: Pieces) -> nn.Module:
+    """A linear layer or embedding on this rank: a parallel layer, or the module itself where it is of another class."""
+    hooked = user_hooks.has_hooks(module)
+    split = None if style.kind == "vocab" else _feature_split(module, style, pieces.ranks)
+    if custom_layers.is_plain(module):
+        layer = _in_place_of(module, _parallel_layer(module, style, region, pieces))
+    else:
+        sharding = custom_layers.require_sharding(name, module, style, pieces.ranks)
+        custom_layers.shard_in_place(name, module, style, region, pieces, sharding)
+        layer = module
+    if hooked and split is not None:
+        user_hooks.show_full_tensors(layer, style, split, region)
+    return layer
+
+
+def _feature_split(module: nn.Module, style: Style, ranks: int) -> Split:
+    inputs, outputs = features(module)
+    return packed(0, [inputs] if _rowwise(style) else part_lengths(outputs, style.parts), ranks)
+
+
+def _in_place_of(module: nn.Module, layer: nn.Module) -> nn.Module:
+    """The layer, with the hooks of the module that it replaces, and what a user has written on it."""
+    user_hooks.carry_hooks(module, layer)
+    for key, value in vars(module).items():
+        if key not in vars(layer) and not key.startswith("_"):
+            setattr(layer, key, value)
+    return layer
+
+
+def _leaving(region: Region) -> Callable[..., None]:
+    return lambda *_: region.locate_outside()
+
+
+def _parallel_layer(module: nn.Module, style: Style, region: Region, pieces: Pieces) -> nn.Module:
+    match style.kind:
+        case "column" | "column_gather" | "vocab_head" | "column_inside":
+            gathers, is_inside = style.kind == "column_gather", style.kind == "column_inside"
+            return ColumnParallelLinear.from_linear(
+                module, region, gather_output=gathers, parts=style.parts, pieces=pieces, is_inside=is_inside
+            )
+        case "row" | "row_split" | "row_sum":
+            parallel, is_inside = style.kind != "row_split", style.kind == "row_sum"
+            return RowParallelLinear.from_linear(
+                module, region, input_is_parallel=parallel, pieces=pieces, is_inside=is_inside
+            )
+    assert isinstance(module, nn.Embedding)
+    return VocabParallelEmbedding.from_embedding(module, region.comm, pieces=pieces)
+
+
+def _replacement(module: nn.Module, style: Style, region: Region, pieces: Pieces) -> nn.Module | None:
+    """The module that takes another's place; None where the module itself is changed."""
+    match style.kind:
+        case "heads" if isinstance(module, nn.MultiheadAttention):
+            return ParallelMultiheadAttention.from_attention(module, region, pieces)
+        case "heads":
+            attention.by_heads(module, style.attributes, region)
+        case "sizes":
+            attention.divide_sizes(module, style.attributes, region.comm.size)
+        case "experts":
+            _sum_experts(module, region)
+        case "summed":
+            for parameter in module.parameters():
+                add_up(parameter, "tp")
+    return None
+
+
+def _cut_parameter(name: str, modules: dict[str, nn.Module], style: Style, pieces: Pieces) -> None:
+    """Expert weights: (experts, outputs, inputs); parameters by channel."""
+    owner_name, _, parameter_name = name.rpartition(".")
+    owner = modules[owner_name]
+    whole: Any = getattr(owner, parameter_name)
+    if style.kind == "summed":
+        add_up(whole, "tp")
+        return
+    if style.kind == "channels":
+        piece = pieces.cut(whole, packed(style.dim, [whole.shape[style.dim]], pieces.ranks))
+        setattr(piece, READ_BY_PARENT, True)
+        setattr(owner, parameter_name, piece)
+        return
+    dim = 1 if style.kind == "column" else 2
+    split = packed(dim, part_lengths(whole.shape[dim], style.parts), pieces.ranks)
+    setattr(owner, parameter_name, pieces.cut(whole, split))
+
+
+def _sum_experts(module: nn.Module, region: Region) -> None:
+    """Every rank has a slice of every expert: tokens and their weights come in whole, and the outputs are summed."""
+
+    def enter(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, ...]:
+        return tuple(map(region.enter_tokens, args)), {key: region.enter_tokens(value) for key, value in kwargs.items()}
+
+    def leave(module: nn.Module, args: tuple[Any, ...], output: torch.Tensor) -> torch.Tensor:
+        return region.leave_tokens(output)
+
+    module.register_forward_pre_hook(enter, with_kwargs=True)
+    module.register_forward_hook(leave, prepend=True)
+
+
+def _share_pieces(model: nn.Module, pieces: Pieces) -> None:
+    """Modules that only hold a parameter that a layer elsewhere uses hold its piece from now on."""
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter in pieces.made:
+                module._parameters[name] = pieces.made[parameter][1]
+                setattr(module, BORROWS, True)
+        if isinstance(module, nn.TransformerEncoder):
+            module.use_nested_tensor = False  # it would reach past the layers' forward for their weights

@@ -1,0 +1,177 @@
+"""Pieces: which rows of each parameter a rank owns, and how the pieces of many travel in one message.
+
+A parameter is cut along dim 0. A message to or from all ranks has one chunk a rank, of equal size: the rank's rows of
+every parameter, one after the other, and padding.
+
+    gradients   [ chunk 0 | chunk 1 | ... ]   --reduce-scatter-->   my chunk, summed
+    parameters  my chunk   --all-gather-->   [ chunk 0 | chunk 1 | ... ]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from unisono.comm.communicator import Communicator
+from unisono.comm.handle import Handle
+from unisono.parallel.data.bucket import Bucket, Spare
+from unisono.parallel.layout import Axes, Layout, Split, layout_of
+from unisono.torch_compat import foreach_copy_
+
+Held = tuple[range, ...]  # the rows of each rank
+
+
+def rows(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor with a dim 0, which a number has not."""
+    return tensor if tensor.ndim else tensor.view(1)
+
+
+def dealt_by_row(shape: torch.Size, load: list[int]) -> Held:
+    """Every rank gets about as many rows; where it does not divide, those with the least load so far get one more."""
+    ranks = len(load)
+    if not shape:
+        return (range(1),) * ranks  # a single number is not worth a cut: all own it
+    small, extra = divmod(shape[0], ranks)
+    favoured = set(sorted(range(ranks), key=lambda rank: load[rank])[:extra])
+    held, first = [], 0
+    for rank in range(ranks):
+        last = first + small + (rank in favoured)
+        held.append(range(first, last))
+        load[rank] += (last - first) * shape[1:].numel()
+        first = last
+    return tuple(held)
+
+
+def dealt_whole(shape: torch.Size, load: list[int]) -> Held:
+    """The rank with the least load so far gets the whole: for optimizers that look at a parameter as a whole."""
+    if not shape:
+        return (range(1),) * len(load)
+    owner = load.index(min(load))
+    load[owner] += shape.numel()
+    return tuple(range(shape[0]) if rank == owner else range(0) for rank in range(len(load)))
+
+
+class Piece:
+    """One parameter, and the rows of it that each rank of its group owns."""
+
+    def __init__(self, name: str, parameter: nn.Parameter, held: Held, axes: Axes, rank: int) -> None:
+        self.name = name
+        self.parameter = parameter
+        self.held = held
+        self.mine = held[rank]
+        self.shape = parameter.shape
+        layout = layout_of(parameter)
+        self.whole_layout = layout
+        self.layout: Layout = layout.cut(Split(axes, 0, held)) if self.shape else layout
+        self.optimized = parameter  # what the optimizer sees: this rank's rows, perhaps in another precision
+        self.earlier: torch.Tensor | None = None  # the gradient before the backward that is under way
+
+    def of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+        """The rows of a rank, as a view."""
+        held = self.held[rank]
+        return rows(whole)[held.start : held.stop]
+
+    def size(self, rank: int) -> int:
+        return len(self.held[rank]) * self.shape[1:].numel()
+
+    def own(self, whole: torch.Tensor) -> torch.Tensor:
+        """This rank's rows, in the shape that the optimizer sees."""
+        return rows(whole)[self.mine.start : self.mine.stop].view(self.local_shape)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether all ranks own as many rows, and some."""
+        return bool(self.shape) and len(self.mine) > 0 and len({len(held) for held in self.held}) == 1
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        return (len(self.mine), *self.shape[1:]) if self.shape else ()
+
+
+class PieceBucket(Bucket):
+    """Parameters whose pieces travel together."""
+
+    def __init__(
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], comm: Communicator, pieces: Sequence[Piece]
+    ) -> None:
+        super().__init__(names, parameters, comm)
+        self.pieces = list(pieces)
+        self.sent: torch.Tensor | None = None  # the message that is on its way
+        self.chunk = max(sum(piece.size(rank) for piece in pieces) for rank in range(comm.size))
+        self.is_even = all(piece.is_even for piece in pieces)
+
+    @property
+    def size(self) -> int:
+        return self.comm.size * self.chunk
+
+    def places(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
+        """Where each rank's rows of each parameter lie in a message, for evenly cut parameters those of all ranks in
+        one; the padding becomes zeros."""
+        ranks = self.comm.size
+        if self.is_even:
+            first, found = 0, []
+            for piece in self.pieces:
+                last = first + piece.size(0)
+                rows_of_all = message.view(ranks, self.chunk)[:, first:last]
+                found.append([rows_of_all.unflatten(1, piece.local_shape)])
+                first = last
+            return found
+        by_rank = []
+        for rank in range(ranks):
+            message[rank * self.chunk + self._used(rank) : (rank + 1) * self.chunk].zero_()
+            by_rank.append(self._rows(message, rank))
+        return [list(places) for places in zip(*by_rank, strict=True)]
+
+    def parts(self, index: int, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
+        if self.is_even:
+            return [gradient.unflatten(0, (self.comm.size, -1))]
+        return [self.pieces[index].of(gradient, rank) for rank in range(self.comm.size)]
+
+    def all_gather(self, locals_: Sequence[torch.Tensor], dtype: torch.dtype, spare: Spare | None = None) -> Handle:
+        """Give every rank this rank's rows of every parameter; the handle gives the message."""
+        device = self.parameters[0].device
+        chunk = torch.empty(self.chunk, dtype=dtype, device=device)
+        used = self._used(self.comm.rank)
+        chunk[used:].zero_()
+        places = chunk[:used].split([local.numel() for local in locals_])
+        foreach_copy_(list(places), [local.reshape(-1) for local in locals_])
+        message = (spare or Spare()).take(self.size, dtype, device)
+        return self.comm.all_gather_into(message, chunk, async_op=True)
+
+    @torch.no_grad()
+    def unpack(self, message: torch.Tensor, wholes: Sequence[torch.Tensor], has_own: bool = False) -> None:
+        """Put what `all_gather` brought into whole tensors; with `has_own`, which have this rank's rows already."""
+        if self.is_even:  # what is there already is written once more: that costs less than to leave it out
+            sources = [places[0] for places in self.places(message)]
+            foreach_copy_([self.parts(index, whole)[0] for index, whole in enumerate(wholes)], sources)
+            return
+        targets, sources = [], []
+        for rank in range(self.comm.size):
+            if has_own and rank == self.comm.rank:
+                continue
+            for piece, place, whole in zip(self.pieces, self._rows(message, rank), wholes, strict=True):
+                targets.append(piece.of(whole, rank))
+                sources.append(place)
+        foreach_copy_(targets, sources)
+
+    def mine_in(self, chunk: torch.Tensor) -> list[torch.Tensor]:
+        """This rank's rows of every parameter, in its chunk."""
+        sizes = [piece.size(self.comm.rank) for piece in self.pieces]
+        parts = chunk[: sum(sizes)].split(sizes)
+        return [part.view(piece.local_shape) for piece, part in zip(self.pieces, parts, strict=True)]
+
+    def _used(self, rank: int) -> int:
+        """How much of a rank's chunk is rows; the rest is padding."""
+        return sum(piece.size(rank) for piece in self.pieces)
+
+    def _rows(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
+        """Where the rows of a rank lie in a message, shaped as rows."""
+        first = rank * self.chunk
+        places = []
+        for piece in self.pieces:
+            last = first + piece.size(rank)
+            places.append(message[first:last].view(len(piece.held[rank]), *piece.shape[1:]))
+            first = last
+        return places

@@ -1,0 +1,354 @@
+"""ZeRO: replicas stop keeping the same things many times.
+
+Data-parallel ranks all hold the same parameters, gradients and optimizer state. Each needs its own copy of none of them
+at all times. With P parameters on N ranks, and Adam in mixed precision (2 bytes a parameter, 2 a gradient, 12 for the
+float32 copy and two moments), a rank holds
+
+    stage 0   everything                                         16 P          2 P elements communicated a step
+    stage 1   1/N of the optimizer state                    4 P + 12 P / N     reduce-scatter P + all-gather P
+    stage 2   ... and of the gradients                      2 P + 14 P / N     reduce-scatter P + all-gather P
+    stage 3   ... and of the parameters                         16 P / N       all-gather 2 P + reduce-scatter P
+
+The step: gradients are summed by reduce-scatter, so that each rank gets the sum for its own rows (pieces.py); the
+optimizer, which sees those rows only, updates them; the ranks gather each other's rows. Stage 1 keeps whole gradients
+while microbatches accumulate; stage 2 sends them off bucket by bucket in every backward; stage 3 also gathers
+parameters only where they are used (units.py). In a pipeline a backward is that of one stage on one microbatch.
+
+With `shard=M` a group of M data ranks holds one copy of everything, and there are N / M such groups (HSDP): the
+reduce-scatter and the all-gathers stay within a group, and each rank's sum is then summed over the groups.
+
+An optimizer that treats every element alone (SGD, Adam, ...) does to rows exactly what it would do to the whole. Others
+(Muon, Adafactor, ...) get whole parameters, dealt out to the ranks (reach.py).
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
+
+from unisono.comm.communicator import Communicator
+from unisono.comm.handle import Handle
+from unisono.errors import UsageError
+from unisono.mesh.mesh import Mesh
+from unisono.parallel.checks.optimizer_scope import Reach, require_whole
+from unisono.parallel.data.bucket import BUCKET_BYTES, Spare, buckets_of, summed_axes
+from unisono.parallel.data.reducer import Reducer
+from unisono.parallel.layout import lay, layout_of
+from unisono.parallel.precision import HALVES
+from unisono.parallel.zero.shards import Piece, PieceBucket, dealt_by_row, dealt_whole
+from unisono.parallel.zero.units import Units
+from unisono.plan.plan import COPIES, REPLICAS
+
+_MESSAGES = 2  # of gradients that may be on their way while the next is filled, where gradients are spread
+
+
+class Zero(Reducer[PieceBucket]):
+    """A model's optimizer, with its state (stage 1), gradients (2) and parameters (3) spread over the replicas.
+
+    zero = Zero(model, mesh, lambda parameters: torch.optim.AdamW(parameters, lr=3e-4), stage=2)
+    loss(...).backward()
+    zero.finish()                    # each rank has the gradients of its rows: zero.pieces[name].optimized.grad
+    zero.optimizer.step()            # an ordinary torch optimizer, for schedulers too; parameters are up to date after
+    zero.optimizer.zero_grad()
+
+    Half parameters get a float32 copy of this rank's rows, which is what the optimizer updates. With `offload` the
+    optimizer's rows and state live, and are updated, in host memory.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        mesh: Mesh,
+        optimizer: Callable[[list[nn.Parameter]], Optimizer],
+        stage: int,
+        *,
+        offload: bool = False,
+        units: list[nn.Module] | None = None,
+        users: Mapping[str, tuple[int, ...]] | None = None,
+        tied: Collection[str] = (),
+        fill: Callable[[str, nn.Parameter], None] = lambda name, parameter: None,
+        lent: contextlib.AbstractContextManager[Any] | None = None,
+        bucket_bytes: int = BUCKET_BYTES,
+    ) -> None:
+        """Of a pipeline: `units` are the blocks here, `users` the stages here that use a parameter, and `tied` the
+        parameters that other ranks of the pipeline hold too. `fill` gives a parameter its values, in stage 3, before
+        it is cut: only one of those that are left without is whole at a time; in `lent` they have values to look at."""
+        if stage not in (1, 2, 3):
+            raise UsageError(f"zero: stage {stage!r}; expected 1, 2 or 3")
+        self.stage = stage
+        self.mesh = mesh
+        with lent or contextlib.nullcontext():
+            self.optimizer = optimizer(list(model.parameters()))
+        _require_parameters_of(model, self.optimizer)
+        reach = require_whole(self.optimizer, optimizer, model, is_spread=True)
+        self._is_elementwise = reach is Reach.ELEMENT
+        self._loads: dict[int, list[int]] = {}
+        self._spare = Spare()  # one for all buckets: what ZeRO saves is not to be spent on messages
+        self.pieces: dict[str, Piece] = {}
+        self._offload = offload
+        self._tied = frozenset(tied)
+        self._of_stage: dict[int, list[PieceBucket]] = {}  # of a pipeline, in stage 2: sent in each of its backwards
+        self._is_pipeline = users is not None
+        self._under_way: list[PieceBucket] = []
+        self._kept: set[int] = set()  # what the optimizer sees, that had gradients before the last backward
+        named = list(model.named_parameters())
+        if stage == 3:
+            self._units = Units(model, units, users, mesh.comm(*(axis for axis in REPLICAS if axis in mesh.names)))
+            buckets = [
+                bucket
+                for unit in self._units
+                for bucket in buckets_of(unit.named, mesh, 2**62, self._bucket)
+                if unit.adopt(bucket)
+            ]
+        elif stage == 2 and users is not None:
+            buckets = self._buckets_by_stage(named, users, bucket_bytes)
+        else:
+            buckets = buckets_of(named, mesh, bucket_bytes, self._bucket)
+        self.alone = {name: p for name, p in named if p.requires_grad and not summed_axes(p, mesh)}
+        self._copies = {name: self._copy(p, p.data) for name, p in self.alone.items() if self._needs_copy(p)}
+        for bucket in buckets:
+            for piece in bucket.pieces:
+                fill(piece.name, piece.parameter)
+                self._take(piece)
+        self._hand_over()
+        super().__init__(buckets, watch=stage == 1 or (stage == 2 and not self._is_pipeline))
+        if stage == 3:
+            self._units.start(self._send, self._end_of_units)
+        self.optimizer.register_step_post_hook(lambda *_: self.publish())
+
+    def _buckets_by_stage(
+        self, named: list[tuple[str, nn.Parameter]], users: Mapping[str, tuple[int, ...]], bucket_bytes: int
+    ) -> list[PieceBucket]:
+        """Of what several stages here use, gradients stay until the end of the step: they travel once."""
+        groups: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
+        for name, parameter in named:
+            groups.setdefault(users[name], []).append((name, parameter))
+        buckets = []
+        for stages, members in groups.items():
+            made = buckets_of(members, self.mesh, bucket_bytes, self._bucket)
+            buckets += made
+            if len(stages) == 1:
+                self._of_stage[stages[0]] = made
+        return buckets
+
+    def _bucket(self, names: Any, parameters: Any, comm: Communicator) -> PieceBucket:
+        everyone, axes = comm, summed_axes(parameters[0], self.mesh)
+        if COPIES in axes:  # this rank's group holds all of them, and so do the others
+            axes = tuple(axis for axis in axes if axis != COPIES)
+            comm = self.mesh.comm(*axes)
+        load = self._loads.setdefault(id(comm), [0] * comm.size)
+        deal = dealt_by_row if self._is_elementwise else dealt_whole
+        pieces = []
+        for name, parameter in zip(names, parameters, strict=True):
+            # All ranks of a pipeline that hold a parameter cut it alike, whatever else they hold.
+            held = deal(parameter.shape, [0] * comm.size if name in self._tied else load)
+            pieces.append(Piece(name, parameter, held, axes, comm.rank))
+        self.pieces.update({piece.name: piece for piece in pieces})
+        bucket = PieceBucket(names, parameters, comm, pieces)
+        bucket.spare, bucket.everyone = self._spare, everyone
+        return bucket
+
+    def _take(self, piece: Piece) -> None:
+        """Make what the optimizer will see of a parameter."""
+        parameter = piece.parameter
+        local = piece.own(parameter.data)
+        if self.stage == 3:
+            local = local.clone()
+        if self._needs_copy(parameter):
+            piece.optimized = self._copy(parameter, local)
+        elif self.stage < 3:
+            piece.optimized = nn.Parameter(local)  # a view: what the optimizer writes is in the parameter
+        lay(piece.optimized, piece.layout)
+        if self.stage == 3:
+            self._units.cut(piece, local)
+
+    def _needs_copy(self, parameter: nn.Parameter) -> bool:
+        return parameter.dtype in HALVES or (self._offload and parameter.device.type != "cpu")
+
+    def _copy(self, parameter: nn.Parameter, local: torch.Tensor) -> nn.Parameter:
+        """What the optimizer has of a parameter that is half, or on a device with little memory."""
+        dtype = torch.float32 if parameter.dtype in HALVES else parameter.dtype
+        copy = nn.Parameter(local.to("cpu" if self._offload else parameter.device, dtype, copy=True))
+        lay(copy, layout_of(parameter))
+        return copy
+
+    def _hand_over(self) -> None:
+        """Let the optimizer see pieces in the place of parameters, and cut the state that it has already."""
+        mine = {id(piece.parameter): piece for piece in self.pieces.values()}
+        seen = {key: piece.optimized for key, piece in mine.items()}
+        seen |= {id(self.alone[name]): copy for name, copy in self._copies.items()}
+        for group in self.optimizer.param_groups:
+            group["params"] = [seen.get(id(p), p) for p in group["params"]]
+        for parameter in list(self.optimizer.state):
+            if id(parameter) in mine:
+                piece = mine[id(parameter)]
+                state = self.optimizer.state.pop(parameter)
+                self.optimizer.state[piece.optimized] = {key: _cut(value, piece) for key, value in state.items()}
+
+    @property
+    def units(self) -> Units | None:
+        """What is gathered and freed together, in stage 3."""
+        return self._units if self.stage == 3 else None
+
+    @property
+    def of_stage(self) -> Mapping[int, list[PieceBucket]]:
+        """Of a pipeline, in stage 2: what leaves in every backward of a stage."""
+        return self._of_stage
+
+    # ---- gradients -----------------------------------------------------------------------------------------------
+
+    def hold(self) -> contextlib.AbstractContextManager[None]:
+        """As Reducer.hold in stage 1. Later stages have no room for whole gradients: every backward sends its own."""
+        return super().hold() if self.stage == 1 else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def at_work(self, stage: int, kind: str) -> Iterator[None]:
+        """Around an action of a pipeline: F, B, or the halves I and W of a backward."""
+        if self.stage == 3 and kind != "W":
+            with self._units.at_work(stage, is_backward=kind != "F"):
+                yield
+        else:
+            yield
+        if kind in ("B", "W"):
+            for bucket in self._of_stage.get(stage, ()):
+                self._send(bucket)
+
+    def _end_of_units(self) -> None:
+        if self.is_own:
+            self.finish()
+
+    def _complete(self) -> None:
+        if self.stage == 3:
+            return  # every backward has sent all it made
+        if self.stage == 2 and self._is_pipeline:
+            sent = {id(bucket) for buckets in self._of_stage.values() for bucket in buckets}
+            for bucket in self.buckets:
+                if id(bucket) not in sent:
+                    self._send(bucket)
+        else:
+            super()._complete()
+
+    def _leave(self, bucket: PieceBucket) -> Handle:
+        if self.stage > 1:  # what a stage saves is not to be spent on messages that have arrived long since
+            self._under_way = [other for other in self._under_way if other.handle is not None]
+            while len(self._under_way) >= _MESSAGES:
+                self._land(self._under_way.pop(0))
+            self._under_way.append(bucket)
+        bucket.sent = bucket.message()
+        if bucket.everyone is bucket.comm:
+            return bucket.comm.reduce_scatter(bucket.sent, async_op=True)
+        return self.mesh.comm(COPIES).all_reduce(bucket.comm.reduce_scatter(bucket.sent), async_op=True)
+
+    def _land(self, bucket: PieceBucket) -> None:
+        super()._land(bucket)
+        if bucket.sent is not None:
+            self._spare.put(bucket.sent)
+            bucket.sent = None
+
+    def _settle(self, bucket: PieceBucket, total: torch.Tensor) -> None:
+        for piece, gradient in zip(bucket.pieces, bucket.mine_in(total), strict=True):
+            if piece.earlier is not None and self.is_own:
+                piece.optimized.grad = piece.earlier
+            piece.earlier = None
+            self._give(piece.optimized, gradient)
+
+    def _give(self, optimized: nn.Parameter, gradient: torch.Tensor) -> None:
+        gradient = gradient.to(optimized.device, optimized.dtype)
+        if self.is_own and optimized.grad is not None:
+            self._kept.add(id(optimized))
+            optimized.grad = optimized.grad + gradient
+        else:
+            optimized.grad = gradient
+
+    def _drop(self, name: str, parameter: nn.Parameter) -> None:
+        if id(self.pieces[name].optimized) not in self._kept:
+            self.pieces[name].optimized.grad = None
+
+    def complete(self) -> None:
+        super().complete()
+        self._give_to_copies()
+
+    def _give_to_copies(self) -> None:
+        for name, copy in self._copies.items():
+            gradient = self.alone[name].grad
+            if gradient is not None:
+                self._give(copy, gradient)
+                self.alone[name].grad = None
+            elif not self.is_own:
+                copy.grad = None
+
+    def finish(self) -> None:
+        """Wait until all gradients are summed; then each rank has those of its pieces."""
+        self._kept.clear()
+        super().finish()
+        if self.stage == 3:
+            self._units.settle()
+        self._give_to_copies()
+        if not self._is_elementwise:  # whoever owns nothing of a parameter has nothing to optimize
+            for piece in self.pieces.values():
+                if not len(piece.mine):
+                    piece.optimized.grad = None
+
+    # ---- parameters ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """After the optimizer's step: bring everybody's parameters up to date."""
+        for name, copy in self._copies.items():
+            self.alone[name].copy_(copy)
+        if self.stage == 3:
+            self._units.refresh(self.pieces.values())
+            return
+        handles = [
+            bucket.all_gather([p.optimized.detach() for p in bucket.pieces], bucket.parameters[0].dtype, self._spare)
+            for bucket in self.buckets
+        ]
+        for bucket, handle in zip(self.buckets, handles, strict=True):
+            message = handle.wait()
+            is_view = not self._needs_copy(bucket.parameters[0])  # then the optimizer has written this rank's rows
+            bucket.unpack(message, [parameter.data for parameter in bucket.parameters], has_own=is_view)
+            self._spare.put(message)
+
+    def optimized(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """What the optimizer sees, by name: pieces, and parameters that have no replicas. Layouts tell how they lie."""
+        for name, piece in self.pieces.items():
+            yield name, piece.optimized
+        for name, parameter in self.alone.items():
+            yield name, self._copies.get(name, parameter)
+
+
+def _require_parameters_of(model: nn.Module, optimizer: Optimizer) -> None:
+    names = {id(parameter) for parameter in model.parameters()}
+    strangers = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
+    if strangers:
+        raise UsageError(
+            f"the optimizer has {strangers} parameters that are not the model's; build it from those given"
+        )
+    shapes = {parameter.shape for parameter in model.parameters()}
+    for place, value in _beside_state(optimizer):
+        if value.numel() > 1 and value.shape in shapes and id(value) not in names:
+            raise UsageError(
+                f"{type(optimizer).__name__} keeps a tensor of a parameter's shape in {place}, where ZeRO cannot cut "
+                "it with the parameter; keep it in its state, as self.state[parameter]['...'], or use zero=0"
+            )
+
+
+def _beside_state(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that an optimizer holds, but for its parameters in their groups and its state."""
+    kept = {name: value for name, value in vars(optimizer).items() if name not in ("state", "param_groups")}
+    groups = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
+    for place, tree in [*((f"its attribute {name}", value) for name, value in kept.items()), ("its groups", groups)]:
+        yield from ((place, leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
+
+
+def _cut(value: Any, piece: Piece) -> Any:
+    """Optimizer state of the parameter's shape lies as the parameter does."""
+    if isinstance(value, torch.Tensor) and value.shape == piece.shape:
+        return piece.own(value).to(piece.optimized.device, piece.optimized.dtype, copy=True)
+    return value
