@@ -1,8 +1,8 @@
 """Running a step whose parameters are on the meta device: shapes without memory.
 
-What is computed from inputs alone has values, the rest has shapes (see parallel/meta/shadow.py). Where code reads a value
-that does not exist, it gets an answer of the right kind: a scalar is 1, every element is nonzero, and indices are spread
-evenly over their range, so that every expert is visited alike.
+What is computed from inputs alone has values, the rest has shapes (see parallel/meta/shadow.py). Where code reads a
+value that does not exist, it gets an answer of the right kind: a scalar is 1, every element is nonzero, and indices are
+spread evenly over their range, so that every expert is visited alike.
 """
 
 from __future__ import annotations
