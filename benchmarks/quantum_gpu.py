@@ -18,9 +18,10 @@ import numpy as np
 import torch
 
 from unisono.quantum import Circuit, Layer, Z, weight
+from unisono.quantum.distributed.local_steps import Run
+from unisono.quantum.distributed.program import Program
 from unisono.quantum.kernels.gpu import GpuCompiled
-from unisono.quantum.program import Program, Run
-from unisono.quantum.schedule import Schedule
+from unisono.quantum.schedule.schedule import Schedule
 
 
 def hardware_efficient(wires: int, depth: int) -> Circuit:

@@ -23,9 +23,10 @@ def run_here(wires: int, depth: int, threads: int, repeats: int, out: str) -> No
     import torch
 
     import unisono as uni
-    from unisono.quantum.program import Program, Trades
+    from unisono.quantum.circuit.templates import hardware_efficient
+    from unisono.quantum.distributed.local_steps import Trades
+    from unisono.quantum.distributed.program import Program
     from unisono.quantum.state import State
-    from unisono.quantum.templates import hardware_efficient
 
     comm = uni.init()
     torch.set_num_threads(threads)

@@ -16,7 +16,7 @@ from unisono import cli
 from unisono import quantum as uq
 from unisono.comm.communicator import Communicator
 from unisono.mesh.mesh import Mesh
-from unisono.quantum.circuit import Circuit
+from unisono.quantum.circuit.circuit import Circuit
 from unisono.quantum.state import State
 
 # What a word before a dot stands for in the pages. The other words (dist, qml, engine of DeepSpeed, ...) are not ours.

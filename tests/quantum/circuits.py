@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from unisono.quantum.circuit import Circuit
-from unisono.quantum.gates import GATES
-from unisono.quantum.parameter import Affine, feature, weight
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.circuit.gates import GATES
+from unisono.quantum.circuit.parameter import Affine, feature, weight
 
 NAMES = sorted(name for name, kind in GATES.items() if kind.unitary)
 

@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from unisono.quantum.circuit import Circuit
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.circuit.parameter import weight
 from unisono.quantum.layer import Layer
-from unisono.quantum.observable import X, Z
-from unisono.quantum.parameter import weight
+from unisono.quantum.observables.observable import X, Z
 
 
 @pytest.fixture(scope="session")

@@ -7,11 +7,12 @@ from typing import Any
 
 import torch
 
-from unisono.quantum.blocks import block
-from unisono.quantum.circuit import Circuit
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.distributed.local_steps import Run, Trades
+from unisono.quantum.distributed.program import Program
 from unisono.quantum.kernels import reference
-from unisono.quantum.program import Program, Run, Trades
-from unisono.quantum.schedule import Schedule
+from unisono.quantum.kernels.reference import block
+from unisono.quantum.schedule.schedule import Schedule
 
 
 def amplitudes(circuit: Circuit, schedule: Schedule, weights: Any = (), features: Any = ()) -> torch.Tensor:

@@ -12,8 +12,8 @@ import torch
 from tests.ranks import RankPool
 from unisono import quantum as uq
 from unisono.errors import UsageError
-from unisono.quantum.gates import gate
-from unisono.quantum.program import Program
+from unisono.quantum.circuit.gates import gate
+from unisono.quantum.distributed.program import Program
 
 CIRCUIT = uq.Circuit(2).ry(0, uq.weight(0)).rx(1, uq.feature(0)).cx(0, 1)
 STATE = uq.State(3)

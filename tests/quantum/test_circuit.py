@@ -18,8 +18,8 @@ from tests.quantum import dense
 from tests.quantum.circuits import random_circuit
 from unisono import quantum as uq
 from unisono.errors import UsageError
-from unisono.quantum.circuit import Circuit
-from unisono.quantum.parameter import Affine
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.circuit.parameter import Affine
 
 SEEDS = st.integers(0, 2**32 - 1)
 

@@ -15,7 +15,7 @@ from tests.ranks import RankPool
 from unisono.cli import main
 from unisono.quantum import storage
 from unisono.quantum.job import Job, read
-from unisono.quantum.observable import observable
+from unisono.quantum.observables.observable import observable
 from unisono.quantum.qasm import from_qasm
 
 Pools = Callable[[str, int], RankPool]

@@ -10,9 +10,9 @@ import pytest
 
 from tests.quantum.circuits import random_circuit
 from unisono.errors import UsageError
-from unisono.quantum.circuit import Circuit
-from unisono.quantum.gates import pauli_rotation
-from unisono.quantum.parameter import feature, weight
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.circuit.gates import pauli_rotation
+from unisono.quantum.circuit.parameter import feature, weight
 
 
 def lines(circuit: Circuit, width: int = 120) -> list[str]:

@@ -14,11 +14,11 @@ from tests.quantum import dense
 from tests.quantum.circuits import random_circuit
 from tests.ranks import RankPool
 from unisono.errors import UsageError
-from unisono.quantum.circuit import Circuit
-from unisono.quantum.expectation import expectations, words_values
-from unisono.quantum.kernels import words
-from unisono.quantum.observable import Hermitian, PauliSum, Projector, Word, X, Y, Z
-from unisono.quantum.reading import reading
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.kernels import pauli_strings
+from unisono.quantum.observables.expectation import expectations, words_values
+from unisono.quantum.observables.measurement_plan import reading
+from unisono.quantum.observables.observable import Hermitian, PauliSum, Projector, Word, X, Y, Z
 from unisono.quantum.state import State
 
 Pools = Callable[[str, int], RankPool]
@@ -138,15 +138,15 @@ def test_words_fast_and_plain(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtyp
     added = mine.numpy() + ((factors @ table) * theirs.numpy())[index ^ flip]
     tolerance = 1e-3 if dtype == torch.complex64 else 1e-11
     for fast in (True, False):
-        monkeypatch.setattr(words, "_fast", lambda _, fast=fast: fast)
-        many, few, plain = words.word_sums(mine, theirs, [(flip, signs), (flip, signs[:3]), (0, signs)])
+        monkeypatch.setattr(pauli_strings, "_fast", lambda _, fast=fast: fast)
+        many, few, plain = pauli_strings.word_sums(mine, theirs, [(flip, signs), (flip, signs[:3]), (0, signs)])
         np.testing.assert_allclose(many, expected, atol=tolerance)
         np.testing.assert_allclose(few, expected[:3], atol=tolerance)
         np.testing.assert_allclose(plain, table @ (theirs.numpy().conj() * mine.numpy()), atol=tolerance)
-        (alike,) = words.word_sums(mine, mine, [(0, signs)])
+        (alike,) = pauli_strings.word_sums(mine, mine, [(0, signs)])
         np.testing.assert_allclose(alike, table @ (mine.numpy().conj() * mine.numpy()), atol=tolerance)
         into = mine.clone()
-        words.add_words(into, theirs, [(flip, signs[:8], factors[:8]), (flip, signs[8:], factors[8:])])
+        pauli_strings.add_words(into, theirs, [(flip, signs[:8], factors[:8]), (flip, signs[8:], factors[8:])])
         np.testing.assert_allclose(into.numpy(), added, atol=tolerance)
 
 

@@ -11,11 +11,11 @@ import pytest
 from tests.quantum import dense
 from tests.quantum.circuits import NAMES, random_unitary
 from unisono.errors import UsageError
-from unisono.quantum import gates
-from unisono.quantum.circuit import Circuit
-from unisono.quantum.gates import GATES, Gate
-from unisono.quantum.operation import Operation
-from unisono.quantum.parameter import affine
+from unisono.quantum.circuit import gates
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.circuit.gates import GATES, Gate
+from unisono.quantum.circuit.operation import Operation
+from unisono.quantum.circuit.parameter import affine
 
 ANGLES = (0.7, -1.9, 2.6)
 

@@ -9,12 +9,13 @@ import torch
 from tests.quantum.circuits import random_circuit, random_unitary
 from unisono.errors import UsageError
 from unisono.quantum import Circuit, Layer, State, Z, weight
-from unisono.quantum.application import applied
-from unisono.quantum.expectation import expectations
-from unisono.quantum.kernels import code, reference, runner
+from unisono.quantum.kernels import code, reference
 from unisono.quantum.kernels.gpu import ROW_BITS, GpuCompiled
-from unisono.quantum.kernels.words_gpu import GpuWords
-from unisono.quantum.observable import PauliSum, observable
+from unisono.quantum.kernels.pauli_strings_gpu import GpuWords
+from unisono.quantum.kernels.runner import runner
+from unisono.quantum.observables.application import applied
+from unisono.quantum.observables.expectation import expectations
+from unisono.quantum.observables.observable import PauliSum, observable
 
 WEIGHTS, FEATURES = np.array([0.3, -1.1, 2.0, 4.4, -2.9]), np.array([0.7, 0.2])
 TOLERANCE = {torch.complex64: 2e-5, torch.complex128: 1e-12}

@@ -20,14 +20,14 @@ from tests.quantum import dense
 from tests.quantum.circuits import NAMES, random_circuit, random_unitary
 from unisono.errors import UsageError
 from unisono.quantum import Circuit, hardware_efficient, weight
-from unisono.quantum.compiled import _ROOM, LANE_BITS, Compiled, assemble, narrowed
-from unisono.quantum.gates import GATES
+from unisono.quantum.circuit.gates import GATES
+from unisono.quantum.circuit.parameter import Affine
+from unisono.quantum.compile.compiled import _ROOM, LANE_BITS, Compiled, assemble, narrowed
+from unisono.quantum.compile.packed import Packed, arrays_of
+from unisono.quantum.gradients.layer_outputs import Expectations
 from unisono.quantum.kernels import code, compiling, cpu, reference
 from unisono.quantum.kernels.threads import together
-from unisono.quantum.measuring import Expectations
-from unisono.quantum.observable import observable
-from unisono.quantum.packed import Packed, arrays_of
-from unisono.quantum.parameter import Affine
+from unisono.quantum.observables.observable import observable
 from unisono.quantum.state import State
 
 WEIGHTS, FEATURES = np.array([0.3, -1.1, 2.0, 4.4, -2.9]), np.array([0.7, 0.2])

@@ -17,7 +17,7 @@ from tests.quantum import dense
 from tests.ranks import RankPool
 from unisono import quantum as uq
 from unisono.errors import MissingPackageError, UsageError
-from unisono.quantum import memory
+from unisono.quantum.distributed import memory
 
 Pools = Callable[[str, int], RankPool]
 OBSERVABLES: list[Any] = [

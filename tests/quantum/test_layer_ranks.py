@@ -15,7 +15,7 @@ from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.quantum.layer import Layer
-from unisono.quantum.observable import X, Y, Z
+from unisono.quantum.observables.observable import X, Y, Z
 
 Pools = Callable[[str, int], RankPool]
 Found = tuple[np.ndarray, np.ndarray, np.ndarray]

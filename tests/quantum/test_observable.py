@@ -11,7 +11,18 @@ from hypothesis import strategies as st
 
 from tests.quantum import dense
 from unisono.errors import UsageError
-from unisono.quantum.observable import Hermitian, I, PauliSum, Projector, X, Y, Z, multiply, observable, observables
+from unisono.quantum.observables.observable import (
+    Hermitian,
+    I,
+    PauliSum,
+    Projector,
+    X,
+    Y,
+    Z,
+    multiply,
+    observable,
+    observables,
+)
 
 N = 3
 WORDS = st.lists(st.sampled_from("IXYZ"), min_size=N, max_size=N)

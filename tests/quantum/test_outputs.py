@@ -16,12 +16,12 @@ from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.quantum import outputs
 from unisono.quantum import shots as shots_module
-from unisono.quantum.application import applied
-from unisono.quantum.circuit import Circuit
-from unisono.quantum.observable import Hermitian, PauliSum, Projector, X, Y, Z, observable
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.circuit.templates import hardware_efficient
+from unisono.quantum.observables.application import applied
+from unisono.quantum.observables.observable import Hermitian, PauliSum, Projector, X, Y, Z, observable
 from unisono.quantum.outputs import simulate
 from unisono.quantum.shots import final_measurements, measured
-from unisono.quantum.templates import hardware_efficient
 
 Pools = Callable[[str, int], RankPool]
 N = 6

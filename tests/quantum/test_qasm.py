@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from tests.quantum import dense
 from tests.quantum.circuits import random_circuit
 from unisono.errors import UsageError
-from unisono.quantum.circuit import Circuit
-from unisono.quantum.parameter import feature, weight
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.circuit.parameter import feature, weight
 from unisono.quantum.qasm import QasmError, from_qasm, load_qasm
 from unisono.quantum.qasm.catalogue import FILES
 from unisono.quantum.shots import measured

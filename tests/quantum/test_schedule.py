@@ -17,18 +17,19 @@ import torch
 from tests.quantum import dense, lockstep
 from tests.quantum.circuits import random_circuit
 from unisono.errors import UsageError
-from unisono.quantum.circuit import Circuit
-from unisono.quantum.commutation import letters, mixed_wires
-from unisono.quantum.compiled import Compiled, assemble
-from unisono.quantum.cut import Order, cut
-from unisono.quantum.forecast import Forecast, Rates
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.circuit.commutation import letters, mixed_wires
+from unisono.quantum.circuit.templates import hardware_efficient, qaoa, uccsd
+from unisono.quantum.compile.compiled import Compiled, assemble
+from unisono.quantum.distributed.local_steps import Run
+from unisono.quantum.distributed.program import Program
 from unisono.quantum.kernels import reference
-from unisono.quantum.postpone import postponed
-from unisono.quantum.program import Program, Run
-from unisono.quantum.schedule import Schedule, tiles
-from unisono.quantum.step import Exchange, Segment
-from unisono.quantum.sweeps import Sweep, cost
-from unisono.quantum.templates import hardware_efficient, qaoa, uccsd
+from unisono.quantum.schedule.forecast import Forecast, Rates
+from unisono.quantum.schedule.partition import Order, cut
+from unisono.quantum.schedule.postpone import postponed
+from unisono.quantum.schedule.schedule import Schedule
+from unisono.quantum.schedule.step import Exchange, Segment
+from unisono.quantum.schedule.sweeps import Sweep, cost, tiles
 
 
 def random_layers(wires: int, depth: int, seed: int) -> Circuit:

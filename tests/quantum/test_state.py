@@ -18,12 +18,13 @@ from tests.quantum import dense
 from tests.quantum.circuits import random_circuit
 from tests.ranks import RankPool
 from unisono.errors import UsageError
-from unisono.quantum import staging
-from unisono.quantum.allocation import zeros
-from unisono.quantum.circuit import Circuit
-from unisono.quantum.holdings import Holdings
-from unisono.quantum.program import Program, Run, Trades
-from unisono.quantum.sharing import share
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.distributed import shared_memory as staging
+from unisono.quantum.distributed.global_index_map import Holdings
+from unisono.quantum.distributed.local_steps import Run, Trades
+from unisono.quantum.distributed.memory import zeros
+from unisono.quantum.distributed.program import Program
+from unisono.quantum.distributed.rank_groups import share
 from unisono.quantum.state import NormError, State
 
 Pools = Callable[[str, int], RankPool]

@@ -15,7 +15,7 @@ from tests.quantum import dense
 from tests.quantum.circuits import random_circuit
 from tests.ranks import RankPool
 from unisono.errors import UsageError
-from unisono.quantum.circuit import Circuit
+from unisono.quantum.circuit.circuit import Circuit
 from unisono.quantum.state import State
 from unisono.quantum.storage import DamagedStateError, load, save
 

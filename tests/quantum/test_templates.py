@@ -9,9 +9,8 @@ import pytest
 
 from tests.quantum import dense
 from unisono.errors import UsageError
-from unisono.quantum.circuit import Circuit
-from unisono.quantum.observable import X, Y, Z
-from unisono.quantum.templates import (
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.circuit.templates import (
     excitation_words,
     excitations,
     hardware_efficient,
@@ -20,6 +19,7 @@ from unisono.quantum.templates import (
     strongly_entangling,
     uccsd,
 )
+from unisono.quantum.observables.observable import X, Y, Z
 
 
 def exponential(matrix: np.ndarray) -> np.ndarray:

@@ -2,7 +2,15 @@
 
     from unisono import quantum as uq
 
-The names below load what they need on first use.
+The names below load what they need on first use. In this folder is what users call:
+
+    state        a state vector sharded over ranks        outputs     probabilities, samples, variances, ...
+    layer        a circuit as a torch module              shots       measured classical bits
+    storage      states on disk                           command     `unisono qsim`, which runs a job
+    arguments    checks of what callers pass
+
+and below it, from the ground up: circuit/ (gates and circuits), observables/, schedule/ (when ranks exchange qubits),
+compile/ and kernels/ (operations on one rank's amplitudes), distributed/ (what each rank runs), gradients/, qasm/.
 """
 
 from __future__ import annotations
@@ -11,17 +19,26 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from unisono.quantum.circuit import Circuit as Circuit
-    from unisono.quantum.expectation import expectations as expectations
+    from unisono.quantum.circuit.circuit import Circuit as Circuit
+    from unisono.quantum.circuit.operation import Operation as Operation
+    from unisono.quantum.circuit.parameter import Affine as Affine
+    from unisono.quantum.circuit.parameter import feature as feature
+    from unisono.quantum.circuit.parameter import weight as weight
+    from unisono.quantum.circuit.templates import hardware_efficient as hardware_efficient
+    from unisono.quantum.circuit.templates import maxcut as maxcut
+    from unisono.quantum.circuit.templates import qaoa as qaoa
+    from unisono.quantum.circuit.templates import strongly_entangling as strongly_entangling
+    from unisono.quantum.circuit.templates import uccsd as uccsd
+    from unisono.quantum.distributed.rank_groups import share as share
     from unisono.quantum.layer import Layer as Layer
-    from unisono.quantum.observable import Hermitian as Hermitian
-    from unisono.quantum.observable import I as I
-    from unisono.quantum.observable import PauliSum as PauliSum
-    from unisono.quantum.observable import Projector as Projector
-    from unisono.quantum.observable import X as X
-    from unisono.quantum.observable import Y as Y
-    from unisono.quantum.observable import Z as Z
-    from unisono.quantum.operation import Operation as Operation
+    from unisono.quantum.observables.expectation import expectations as expectations
+    from unisono.quantum.observables.observable import Hermitian as Hermitian
+    from unisono.quantum.observables.observable import I as I
+    from unisono.quantum.observables.observable import PauliSum as PauliSum
+    from unisono.quantum.observables.observable import Projector as Projector
+    from unisono.quantum.observables.observable import X as X
+    from unisono.quantum.observables.observable import Y as Y
+    from unisono.quantum.observables.observable import Z as Z
     from unisono.quantum.outputs import amplitudes as amplitudes
     from unisono.quantum.outputs import counts as counts
     from unisono.quantum.outputs import density as density
@@ -32,63 +49,54 @@ if TYPE_CHECKING:
     from unisono.quantum.outputs import shard as shard
     from unisono.quantum.outputs import simulate as simulate
     from unisono.quantum.outputs import variances as variances
-    from unisono.quantum.parameter import Affine as Affine
-    from unisono.quantum.parameter import feature as feature
-    from unisono.quantum.parameter import weight as weight
     from unisono.quantum.qasm import QasmError as QasmError
     from unisono.quantum.qasm import from_qasm as from_qasm
     from unisono.quantum.qasm import load_qasm as load_qasm
-    from unisono.quantum.schedule import Schedule as Schedule
-    from unisono.quantum.sharing import share as share
+    from unisono.quantum.schedule.schedule import Schedule as Schedule
     from unisono.quantum.shots import measured as measured
     from unisono.quantum.state import State as State
     from unisono.quantum.storage import load as load
     from unisono.quantum.storage import save as save
-    from unisono.quantum.templates import hardware_efficient as hardware_efficient
-    from unisono.quantum.templates import maxcut as maxcut
-    from unisono.quantum.templates import qaoa as qaoa
-    from unisono.quantum.templates import strongly_entangling as strongly_entangling
-    from unisono.quantum.templates import uccsd as uccsd
 
 _HOME = {
-    "Affine": "parameter",
-    "Circuit": "circuit",
-    "Hermitian": "observable",
-    "I": "observable",
+    "Affine": "circuit.parameter",
+    "Circuit": "circuit.circuit",
+    "Hermitian": "observables.observable",
+    "I": "observables.observable",
     "Layer": "layer",
-    "Operation": "operation",
-    "PauliSum": "observable",
-    "Projector": "observable",
+    "Operation": "circuit.operation",
+    "PauliSum": "observables.observable",
+    "Projector": "observables.observable",
     "QasmError": "qasm",
-    "Schedule": "schedule",
+    "Schedule": "schedule.schedule",
     "State": "state",
-    "X": "observable",
-    "Y": "observable",
-    "Z": "observable",
+    "X": "observables.observable",
+    "Y": "observables.observable",
+    "Z": "observables.observable",
     "amplitudes": "outputs",
     "counts": "outputs",
     "density": "outputs",
-    "expectations": "expectation",
-    "feature": "parameter",
+    "expectations": "observables.expectation",
+    "feature": "circuit.parameter",
     "fidelity": "outputs",
     "from_qasm": "qasm",
-    "hardware_efficient": "templates",
+    "hardware_efficient": "circuit.templates",
     "load": "storage",
     "load_qasm": "qasm",
-    "maxcut": "templates",
+    "maxcut": "circuit.templates",
     "measured": "shots",
     "overlap": "outputs",
     "probabilities": "outputs",
-    "qaoa": "templates",
+    "qaoa": "circuit.templates",
     "samples": "outputs",
     "save": "storage",
     "shard": "outputs",
-    "share": "sharing",
+    "share": "distributed.rank_groups",
     "simulate": "outputs",
-    "strongly_entangling": "templates",
-    "uccsd": "templates",
+    "strongly_entangling": "circuit.templates",
+    "uccsd": "circuit.templates",
     "variances": "outputs",
-    "weight": "parameter",
+    "weight": "circuit.parameter",
 }
 
 __all__ = sorted(_HOME)

@@ -4,17 +4,13 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.quantum.parameter import is_index
-
-if TYPE_CHECKING:
-    from unisono.quantum.circuit import Circuit
-    from unisono.quantum.state import State
+from unisono.quantum.circuit.parameter import is_index
 
 DTYPES = (torch.complex64, torch.complex128)
 
@@ -38,20 +34,18 @@ def require_dtype(dtype: Any) -> torch.dtype:
     return dtype
 
 
-def require_circuit(circuit: Any, what: str) -> Circuit:
-    from unisono.quantum.circuit import Circuit  # what circuits are made of is checked here too
-
-    if not isinstance(circuit, Circuit):
-        raise UsageError(f"{what} of {shown(circuit)}: expected a uq.Circuit")
-    return circuit
-
-
-def require_state(state: Any, what: str) -> State:
-    from unisono.quantum.state import State  # it imports this module
-
-    if not isinstance(state, State):
-        raise UsageError(f"{what} of {shown(state)}: expected a uq.State, such as uq.simulate(circuit) makes")
-    return state
+def require_device(given: torch.device | str) -> torch.device:
+    """The device, if it is here and states can be on it."""
+    try:
+        device = torch.device(given)
+    except (TypeError, RuntimeError, ValueError):
+        raise UsageError(f"device {given!r}: expected 'cpu', 'cuda' or 'cuda:1'") from None
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"device {str(device)!r}: states are on 'cpu' or 'cuda'")
+    found = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
+    if device.type == "cuda" and (device.index or 0) >= found:
+        raise UsageError(f"device {str(device)!r}: torch sees {found} CUDA GPUs here; use device='cpu'")
+    return device
 
 
 def require_path(path: Any, what: str) -> Path:

@@ -86,7 +86,7 @@ def run(chosen: argparse.Namespace) -> int:
 
 def _found(job: Any, ranks: int, backend: str | None) -> dict[str, Any]:
     from unisono.launch.spawn import spawn
-    from unisono.quantum.circuit import Circuit
+    from unisono.quantum.circuit.circuit import Circuit
     from unisono.quantum.job import Job, on_rank, read
 
     if ranks == 1 and backend is None:

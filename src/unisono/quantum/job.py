@@ -13,16 +13,16 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
 from unisono.quantum import outputs, storage
-from unisono.quantum.circuit import Circuit
-from unisono.quantum.expectation import expectations
-from unisono.quantum.observable import observables
-from unisono.quantum.parameter import require_seed
-from unisono.quantum.reading import reading
-from unisono.quantum.schedule import Schedule
-from unisono.quantum.sharing import share
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.circuit.parameter import require_seed
+from unisono.quantum.distributed.rank_groups import share
+from unisono.quantum.observables.expectation import expectations
+from unisono.quantum.observables.measurement_plan import reading
+from unisono.quantum.observables.observable import observables
+from unisono.quantum.schedule.logical_qubits import narrowest
+from unisono.quantum.schedule.schedule import Schedule
 from unisono.quantum.shots import final_measurements, measured
 from unisono.quantum.state import State
-from unisono.quantum.tracks import narrowest
 
 
 @dataclass(frozen=True)

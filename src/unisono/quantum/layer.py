@@ -23,21 +23,21 @@ from torch import nn
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import MissingPackageError, UsageError
-from unisono.quantum.adjoint import gradients
-from unisono.quantum.arguments import require_circuit, require_comm, require_count, require_dtype, shown
-from unisono.quantum.circuit import Circuit
-from unisono.quantum.exchange import DEFAULT_CHUNK
-from unisono.quantum.kernels import require_device, require_kernel
-from unisono.quantum.measuring import Output, output_of
-from unisono.quantum.memory import require_room
-from unisono.quantum.observable import observables as parsed
-from unisono.quantum.parameter import finite_vector, require_seed
-from unisono.quantum.program import Program
-from unisono.quantum.schedule import Schedule
-from unisono.quantum.sharing import Grid, Share, share, share_grid
-from unisono.quantum.shifting import finite_differences, parameter_shift
+from unisono.quantum.arguments import require_comm, require_count, require_device, require_dtype, shown
+from unisono.quantum.circuit.circuit import Circuit, require_circuit
+from unisono.quantum.circuit.parameter import finite_vector, require_seed
+from unisono.quantum.distributed.exchange import DEFAULT_CHUNK
+from unisono.quantum.distributed.memory import require_room
+from unisono.quantum.distributed.program import Program
+from unisono.quantum.distributed.rank_groups import Grid, Share, share, share_grid
+from unisono.quantum.gradients.adjoint import gradients
+from unisono.quantum.gradients.layer_outputs import Output, output_of
+from unisono.quantum.gradients.parameter_shift import finite_differences, parameter_shift
+from unisono.quantum.kernels.runner import require_kernel
+from unisono.quantum.observables.observable import observables as parsed
+from unisono.quantum.schedule.logical_qubits import narrowest
+from unisono.quantum.schedule.schedule import Schedule
 from unisono.quantum.state import State, device_of, nodes_of
-from unisono.quantum.tracks import narrowest
 from unisono.torch_compat import is_functorch_wrapped
 
 METHODS = ("adjoint", "parameter-shift", "finite-diff")
@@ -125,7 +125,7 @@ class Layer(nn.Module):
 
     def plan(self) -> str:
         """What a forward will do: sweeps, exchanges, memory."""
-        from unisono.quantum.forecast import Forecast
+        from unisono.quantum.schedule.forecast import Forecast
 
         return str(Forecast.of(Schedule.of(self.circuit, 1 << self.share(1).held), self.dtype))
 

@@ -18,17 +18,17 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.quantum.application import applied, inner
-from unisono.quantum.arguments import require_circuit, require_state, shown
-from unisono.quantum.blocks import block
-from unisono.quantum.circuit import Circuit
-from unisono.quantum.expectation import words_values
-from unisono.quantum.gates import PAULIS
-from unisono.quantum.observable import observables
-from unisono.quantum.parameter import in_order, is_index, require_seed
-from unisono.quantum.program import trades
-from unisono.quantum.state import NORM_TOLERANCE, State, whole_vector
-from unisono.quantum.step import Exchange
+from unisono.quantum.arguments import shown
+from unisono.quantum.circuit.circuit import Circuit, require_circuit
+from unisono.quantum.circuit.gates import PAULIS
+from unisono.quantum.circuit.parameter import in_order, is_index, require_seed
+from unisono.quantum.distributed.local_steps import trades
+from unisono.quantum.kernels.reference import block
+from unisono.quantum.observables.application import applied, inner
+from unisono.quantum.observables.expectation import words_values
+from unisono.quantum.observables.observable import observables
+from unisono.quantum.schedule.step import Exchange
+from unisono.quantum.state import NORM_TOLERANCE, State, require_state, whole_vector
 
 MOST_PROBABILITIES = 26  # wires
 MOST_DENSITY = 10  # wires

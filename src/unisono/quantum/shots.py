@@ -13,11 +13,11 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.quantum.arguments import require_circuit
-from unisono.quantum.circuit import Circuit
+from unisono.quantum.circuit.circuit import Circuit, require_circuit
+from unisono.quantum.circuit.parameter import require_seed
+from unisono.quantum.distributed.local_steps import Measure
+from unisono.quantum.distributed.program import Program
 from unisono.quantum.outputs import require_shots, samples
-from unisono.quantum.parameter import require_seed
-from unisono.quantum.program import Measure, Program
 from unisono.quantum.state import State
 
 _AT_ONCE = 1 << 30  # bytes of states that may wait while others go on

@@ -7,6 +7,7 @@ state.amplitudes()                          # the whole vector, on every rank, i
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,18 +17,17 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.quantum.allocation import zeros
-from unisono.quantum.arguments import require_circuit, require_comm, require_dtype, shown
-from unisono.quantum.blocks import block
-from unisono.quantum.circuit import MOST, Circuit
-from unisono.quantum.exchange import DEFAULT_CHUNK, borrow, chunks, summed, trade
-from unisono.quantum.holdings import Holdings
-from unisono.quantum.kernels import require_device, require_kernel
-from unisono.quantum.memory import require_room
-from unisono.quantum.norm import squares
-from unisono.quantum.parameter import finite_vector, is_index, require_seed
-from unisono.quantum.program import Conditional, LocalStep, Measure, Program, Run, Trades
-from unisono.quantum.schedule import Schedule
+from unisono.quantum.arguments import require_comm, require_device, require_dtype, shown
+from unisono.quantum.circuit.circuit import MOST, Circuit, require_circuit
+from unisono.quantum.circuit.parameter import finite_vector, is_index, require_seed
+from unisono.quantum.distributed.exchange import DEFAULT_CHUNK, borrow, chunks, summed, trade
+from unisono.quantum.distributed.global_index_map import Holdings
+from unisono.quantum.distributed.local_steps import Conditional, LocalStep, Measure, Run, Trades
+from unisono.quantum.distributed.memory import require_room, zeros
+from unisono.quantum.distributed.program import Program
+from unisono.quantum.kernels.reference import block
+from unisono.quantum.kernels.runner import require_kernel
+from unisono.quantum.schedule.schedule import Schedule
 
 NORM_TOLERANCE = 1e-3  # of amplitudes that come from outside
 DRIFT = {torch.complex64: 1e-3, torch.complex128: 1e-9}  # of the norm, before it is an error
@@ -346,3 +346,25 @@ def _prepared(gates: Sequence[Any]) -> np.ndarray:
     for operation in gates:
         vector = operation.matrix(operation.angles()) @ vector
     return vector
+
+
+def require_state(state: Any, what: str) -> State:
+    if not isinstance(state, State):
+        raise UsageError(f"{what} of {shown(state)}: expected a uq.State, such as uq.simulate(circuit) makes")
+    return state
+
+
+_SQUARES = 1 << 19  # numbers whose squares are added in their own precision
+
+
+def squares(amplitudes: torch.Tensor) -> torch.Tensor:
+    """The sum of squared moduli, in float64: summed in chunks that are short enough for their own precision."""
+    parts = torch.view_as_real(amplitudes)
+    if amplitudes.is_contiguous():
+        parts = parts.view(-1)
+        if len(parts) >= _SQUARES and parts.device.type == "cpu" and importlib.util.find_spec("numba") is not None:
+            from unisono.quantum.kernels.squares import squares as fast
+
+            return torch.tensor(fast(parts.numpy()), dtype=torch.float64)
+    norms = [torch.linalg.vector_norm(part) for part in parts.split(_SQUARES)]
+    return torch.stack(norms).double().square().sum()

@@ -18,8 +18,8 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.quantum.arguments import require_comm, require_path, require_state
-from unisono.quantum.state import State
+from unisono.quantum.arguments import require_comm, require_path
+from unisono.quantum.state import State, require_state
 
 FORMAT = "unisono quantum state 1"
 _BLOCK = 1 << 20  # amplitudes a digest

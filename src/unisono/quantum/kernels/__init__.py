@@ -1,76 +1,17 @@
-"""What applies operations to a rank's amplitudes: the readable kernel in torch, and the fast ones."""
+"""Kernels: operations applied to one rank's amplitudes.
 
-from __future__ import annotations
+Read in this order:
 
-import importlib.util
-from collections.abc import Sequence
-from typing import Any, Protocol
+    reference           the readable kernel in torch; the others are tested against it
+    runner              the choice of a kernel
+    code                the instructions that compile/ writes and the fast kernels read
+    cpu, cpu_reverse    the CPU kernel (numba), forward and backward; rotations and vector are its vector code
+    bind                angles filled into a program
+    gpu, tiles.cu       the GPU kernel
+    pauli_strings       signed sums over amplitudes for Pauli strings, with pauli_strings_cpu, _gpu and .cu
+    squares, flags      the norm of a state; counters in shared memory
+    workspace, threads  working memory and threads of the CPU kernel
+    compiling           how numba kernels are compiled and cached on disk
 
-import numpy as np
-import torch
-
-from unisono.errors import UsageError
-from unisono.quantum.kernels import reference
-from unisono.quantum.operation import Operation
-
-
-class Runner(Protocol):
-    """Operations on a rank's amplitudes, ready to be run in place, and to be undone on a state and a co-state at once,
-    which gives the gradients of weights and of features."""
-
-    def __call__(self, local: torch.Tensor, weights: Any = (), features: Any = ()) -> None: ...
-
-    def reverse(
-        self, local: torch.Tensor, costate: torch.Tensor, weights: Any = (), features: Any = ()
-    ) -> tuple[np.ndarray, np.ndarray]: ...
-
-
-KERNELS = ("auto", "cpu", "gpu", "reference")
-
-
-def runner(operations: Sequence[Operation], axes: int, dtype: torch.dtype, device: torch.device, kernel: str) -> Runner:
-    """Operations on the axes of 2^axes amplitudes, made ready to be run many times.
-
-    "auto" is the fastest kernel there is for the device: "gpu" on one, else "cpu" (numba) where it is installed, else
-    "reference"."""
-    if kernel == "auto":
-        kernel = _fastest(operations, axes, device)
-    if kernel == "gpu":
-        from unisono.quantum.kernels.gpu import GpuCompiled  # it imports this module
-
-        return GpuCompiled(operations, axes, dtype, device)
-    if kernel == "cpu":
-        from unisono.quantum.compiled import Compiled  # numba is optional
-
-        return Compiled(operations, axes, dtype)
-    return reference.Reference(operations)
-
-
-def _fastest(operations: Sequence[Operation], axes: int, device: torch.device) -> str:
-    if axes == 0:
-        return "reference"
-    if device.type == "cuda":
-        from unisono.quantum.kernels.gpu import fits
-
-        return "gpu" if torch.version.hip is None and fits(operations) else "reference"
-    return "cpu" if device.type == "cpu" and importlib.util.find_spec("numba") is not None else "reference"
-
-
-def require_device(given: torch.device | str) -> torch.device:
-    """The device, if it is here and states can be on it."""
-    try:
-        device = torch.device(given)
-    except (TypeError, RuntimeError, ValueError):
-        raise UsageError(f"device {given!r}: expected 'cpu', 'cuda' or 'cuda:1'") from None
-    if device.type not in ("cpu", "cuda"):
-        raise UsageError(f"device {str(device)!r}: states are on 'cpu' or 'cuda'")
-    found = torch.cuda.device_count() if device.type == "cuda" and torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= found:
-        raise UsageError(f"device {str(device)!r}: torch sees {found} CUDA GPUs here; use device='cpu'")
-    return device
-
-
-def require_kernel(kernel: str) -> str:
-    if not isinstance(kernel, str) or kernel not in KERNELS:
-        raise UsageError(f"kernel {kernel!r}: expected one of {', '.join(KERNELS)}")
-    return kernel
+Called by distributed/local_steps.py, compile/bound.py and observables/.
+"""

@@ -6,7 +6,7 @@ import math
 
 from unisono.quantum.kernels import code
 from unisono.quantum.kernels.compiling import entry, inner
-from unisono.quantum.kernels.parity import parity
+from unisono.quantum.kernels.vector import parity
 
 KIND, COUNT, FORM, MASK0 = code.KIND, code.COUNT, code.FORM, code.MASK0
 ROWS, ROW_COUNT, VALUES, SLOT = code.ROWS, code.ROW_COUNT, code.VALUES, code.SLOT

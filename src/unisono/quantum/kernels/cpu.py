@@ -6,8 +6,7 @@ import numpy as np
 
 from unisono.quantum.kernels import code
 from unisono.quantum.kernels.compiling import entry, inner
-from unisono.quantum.kernels.parity import parity
-from unisono.quantum.kernels.turning import turn1, turn2, turn3_0, turn3_1, turn3_2, turn3_3
+from unisono.quantum.kernels.rotations import turn1, turn2, turn3_0, turn3_1, turn3_2, turn3_3
 from unisono.quantum.kernels.vector import (
     deinterleave,
     fetch_add,
@@ -18,6 +17,7 @@ from unisono.quantum.kernels.vector import (
     interleave,
     load,
     mul,
+    parity,
     prefetch,
     scatter_block,
     splat,

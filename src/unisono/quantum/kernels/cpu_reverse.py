@@ -12,7 +12,7 @@ import numpy as np
 from unisono.quantum.kernels import code
 from unisono.quantum.kernels.compiling import entry, inner
 from unisono.quantum.kernels.cpu import dense, flipped, gather, holds, meet, pair, row_of, scatter, start_of
-from unisono.quantum.kernels.turning import back1, back2, back3
+from unisono.quantum.kernels.rotations import back1, back2, back3
 from unisono.quantum.kernels.vector import fetch_add, fma, fnma, load, mul, splat, store, sub, total, width
 
 KIND, COUNT, SLOT, VALUES = code.KIND, code.COUNT, code.SLOT, code.VALUES

@@ -15,12 +15,12 @@ import torch
 from numpy.typing import NDArray
 
 from unisono.errors import UsageError
-from unisono.quantum.assembly import Code
-from unisono.quantum.commutation import mixed_wires
-from unisono.quantum.compiled import assemble, narrowed
+from unisono.quantum.arguments import require_device
+from unisono.quantum.circuit.commutation import mixed_wires
+from unisono.quantum.circuit.operation import Operation
+from unisono.quantum.compile.assembly import Code
+from unisono.quantum.compile.compiled import assemble, narrowed
 from unisono.quantum.kernels import code as fields
-from unisono.quantum.kernels import require_device
-from unisono.quantum.operation import Operation
 
 THREADS = 256  # of a block
 BLOCKS = {torch.complex64: 4, torch.complex128: 3}  # that a multiprocessor has at a time: as registers allow

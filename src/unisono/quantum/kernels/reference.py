@@ -10,10 +10,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from unisono.quantum.blocks import block
-from unisono.quantum.gates import PauliRotation
-from unisono.quantum.operation import Operation
-from unisono.quantum.parameter import Affine
+from unisono.quantum.circuit.gates import PauliRotation
+from unisono.quantum.circuit.operation import Operation
+from unisono.quantum.circuit.parameter import Affine
 
 _WIDEST_MATRIX = 4  # targets; wider Pauli rotations are taken apart
 
@@ -106,3 +105,29 @@ class Reference:
         self, local: torch.Tensor, costate: torch.Tensor, weights: Any = (), features: Any = ()
     ) -> tuple[np.ndarray, np.ndarray]:
         return reverse(local, costate, self.operations, weights, features)
+
+
+def block(local: torch.Tensor, axes: Sequence[int], value: int) -> torch.Tensor:
+    """The part of a local array where `axes` read `value` (first axis most significant): a view of few dimensions."""
+    bits = {axis: value >> (len(axes) - 1 - number) & 1 for number, axis in enumerate(axes)}
+    shape: list[int] = []
+    index: list[int | slice] = []
+    past = 0
+    for axis in sorted(bits):
+        shape += [2 ** (axis - past), 2]
+        index += [slice(None), bits[axis]]
+        past = axis + 1
+    return local.view(*shape, -1)[tuple(index)]
+
+
+def flipped(amplitudes: torch.Tensor, mask: int) -> torch.Tensor:
+    """amplitudes[i ^ mask], for all i: bits that are flipped become dimensions to reverse."""
+    shape, dims, run = [], [], 1
+    for bit in reversed(range(len(amplitudes).bit_length() - 1)):
+        if mask >> bit & 1:
+            shape += [run, 2]
+            dims.append(len(shape) - 1)
+            run = 1
+        else:
+            run *= 2
+    return amplitudes.view(*shape, run).flip(dims).reshape(-1) if mask else amplitudes

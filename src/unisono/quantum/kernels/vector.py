@@ -336,3 +336,13 @@ def give_way(typing: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(), generate
+
+
+@intrinsic
+def parity(typing: Any, word: Any) -> Any:
+    """1 for an integer with an odd number of set bits, else 0."""
+
+    def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.and_(builder.ctpop(args[0]), args[0].type(1))
+
+    return types.int64(types.int64), generate

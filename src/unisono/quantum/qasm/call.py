@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from unisono.quantum.operation import Operation
-from unisono.quantum.parameter import Affine, affine
+from unisono.quantum.circuit.operation import Operation
+from unisono.quantum.circuit.parameter import Affine, affine
 from unisono.quantum.qasm.catalogue import Known, operations, power
 from unisono.quantum.qasm.scope import Definition, Operand, Scope
 from unisono.quantum.qasm.token import Cursor, Token

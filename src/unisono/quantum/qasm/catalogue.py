@@ -6,9 +6,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from unisono.quantum.gates import CONTROLLED, GATES
-from unisono.quantum.operation import Operation
-from unisono.quantum.parameter import Affine
+from unisono.quantum.circuit.gates import CONTROLLED, GATES
+from unisono.quantum.circuit.operation import Operation
+from unisono.quantum.circuit.parameter import Affine
 
 
 @dataclass(frozen=True)

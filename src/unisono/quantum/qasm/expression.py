@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unisono.errors import UsageError
-from unisono.quantum.parameter import Affine
+from unisono.quantum.circuit.parameter import Affine
 from unisono.quantum.qasm.token import Cursor, Token
 
 Value = int | float | Affine

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import numpy as np
 
-from unisono.quantum.gates import GATES, Matrix
-from unisono.quantum.operation import Operation
-from unisono.quantum.parameter import Affine
+from unisono.quantum.circuit.gates import GATES, Matrix
+from unisono.quantum.circuit.operation import Operation
+from unisono.quantum.circuit.parameter import Affine
 from unisono.quantum.qasm.catalogue import FILES, Known
 from unisono.quantum.qasm.scope import Definition
 

@@ -15,10 +15,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from unisono.errors import UsageError
-from unisono.quantum.circuit import Circuit
-from unisono.quantum.gates import GATES
-from unisono.quantum.operation import Operation
-from unisono.quantum.parameter import Affine, feature, weight
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.circuit.gates import GATES
+from unisono.quantum.circuit.operation import Operation
+from unisono.quantum.circuit.parameter import Affine, feature, weight
 from unisono.quantum.qasm.call import call
 from unisono.quantum.qasm.catalogue import BUILT_IN, DEFINED, FILES
 from unisono.quantum.qasm.native import native

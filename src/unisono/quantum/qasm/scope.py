@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from unisono.quantum.operation import Controls, Operation
+from unisono.quantum.circuit.operation import Controls, Operation
 from unisono.quantum.qasm.catalogue import Known
 from unisono.quantum.qasm.expression import Value, evaluate, integer
 from unisono.quantum.qasm.token import Cursor, Token

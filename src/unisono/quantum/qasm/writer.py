@@ -11,13 +11,16 @@ from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from unisono.errors import UsageError
-from unisono.quantum.circuit import Circuit
-from unisono.quantum.decompose import few_controls, named, two_level
-from unisono.quantum.gates import CONTROLLED, GATES
-from unisono.quantum.operation import Operation
-from unisono.quantum.parameter import Affine
+from unisono.quantum.circuit.gates import CONTROLLED, GATES
+from unisono.quantum.circuit.operation import Operation
+from unisono.quantum.circuit.parameter import Affine
+from unisono.quantum.qasm.decompose import few_controls, named, two_level
+
+if TYPE_CHECKING:
+    from unisono.quantum.circuit.circuit import Circuit
 
 DEFINITIONS = {  # gates that one of the standard files lacks, in terms of what both have
     "rzz": "gate rzz(a) p, q { cx p, q; rz(a) q; cx p, q; }",

@@ -26,11 +26,11 @@ from unisono.compat.vqnet.qnn.vqc.gate import Wires
 from unisono.compat.vqnet.tensor.qtensor import plain, wrapped
 from unisono.compat.vqnet.whole import whole_number
 from unisono.errors import UsageError
-from unisono.quantum.circuit import Circuit
-from unisono.quantum.gates import CONTROLLED, gate
+from unisono.quantum.circuit.circuit import Circuit
+from unisono.quantum.circuit.gates import CONTROLLED, gate
+from unisono.quantum.circuit.parameter import Affine, feature, weight
 from unisono.quantum.layer import Layer
-from unisono.quantum.observable import PauliSum
-from unisono.quantum.parameter import Affine, feature, weight
+from unisono.quantum.observables.observable import PauliSum
 
 ADJOINT = "adjoint"
 _GRAD_MODES = ("", ADJOINT)

@@ -12,7 +12,7 @@ import torch
 from unisono.compat.vqnet.nn.module import Module
 from unisono.compat.vqnet.whole import whole_number
 from unisono.errors import UsageError
-from unisono.quantum.observable import PauliSum, observable
+from unisono.quantum.observables.observable import PauliSum, observable
 
 _BY_WIRES = ("wires", "observables", "coefficient")
 _ACCEPTED = (

@@ -1,0 +1,16 @@
+"""Circuits: what a user writes down, independent of ranks and kernels.
+
+Read in this order:
+
+    parameter      angles: numbers, weights, features, and affine expressions of them
+    gates          matrices, derivatives and inverses of the gates
+    operation      a gate on targets, under controls, with angles
+    circuit        the circuit; its gate methods are in gate_methods
+    templates      common ansatz circuits
+    commutation    which operations commute, for the scheduler
+    drawing        circuits as text and as SVG
+    operations     the immutable sequence of operations that circuit, schedule and program share
+    growable       a list and an array that leave no freed blocks on the heap
+
+Everything else in unisono.quantum builds on this folder.
+"""

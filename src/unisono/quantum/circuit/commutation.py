@@ -1,0 +1,71 @@
+"""What an operation does to each of its wires, and so what it commutes with.
+
+An operation has a letter for each wire: Z where it is diagonal (a control, a phase), X or Y where it only mixes along
+that axis (the target of a CNOT, a rotation), * where it does anything else. Operations whose letters agree, and are no
+*, on every wire they share commute: on those wires both live in one commutative algebra.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+
+from unisono.quantum.circuit.gates import ArrayGate, Gate, PauliRotation, pauli_word
+from unisono.quantum.circuit.operation import Operation
+
+_LETTERS = {
+    "x": "X",
+    "sx": "X",
+    "sxdg": "X",
+    "rx": "X",
+    "y": "Y",
+    "ry": "Y",
+    "rxx": "XX",
+    "ryy": "YY",
+    "rzx": "ZX",
+}
+_LARGEST_LOOK = 6  # targets of an explicit unitary whose letters are found by looking at its matrix
+
+
+def letters(operation: Operation) -> tuple[str, ...]:
+    """A letter of X, Y, Z, * for each of operation.wires."""
+    return ("Z",) * len(operation.controls) + gate_letters(operation.gate)[: len(operation.targets)]
+
+
+def mixed_wires(operation: Operation) -> tuple[int, ...]:
+    """The wires on which the operation is not diagonal: those that a rank must hold to apply it."""
+    return tuple(w for w, letter in zip(operation.wires, letters(operation), strict=True) if letter != "Z")
+
+
+@lru_cache(maxsize=4096)
+def gate_letters(gate: Gate) -> tuple[str, ...]:
+    if gate.diagonal or gate.name == "measure":
+        return ("Z",) * gate.targets
+    if isinstance(gate, PauliRotation):
+        return tuple(gate.word)
+    if gate.name in _LETTERS:
+        return tuple(_LETTERS[gate.name])
+    if isinstance(gate, ArrayGate) and gate.targets <= _LARGEST_LOOK:
+        return tuple(_seen_letter(gate.matrix(), target, gate.targets) for target in range(gate.targets))
+    return ("*",) * gate.targets
+
+
+@lru_cache(maxsize=4096)
+def moves(gate: Gate) -> tuple[tuple[int, complex], ...] | None:
+    """For a gate that only permutes basis states and gives them phases: where each goes, and its phase; else None."""
+    if gate.parameters or not gate.unitary or gate.diagonal or gate.targets > _LARGEST_LOOK:
+        return None
+    matrix = gate.matrix()
+    if (np.abs(matrix) > 1e-12).sum() != len(matrix):
+        return None
+    rows = np.abs(matrix).argmax(axis=0)
+    return tuple((int(row), complex(matrix[row, column])) for column, row in enumerate(rows))
+
+
+def _seen_letter(matrix: np.ndarray, target: int, targets: int) -> str:
+    for letter in "ZXY":
+        pauli = pauli_word("I" * target + letter + "I" * (targets - target - 1))
+        if np.abs(matrix @ pauli - pauli @ matrix).max() < 1e-12:
+            return letter
+    return "*"

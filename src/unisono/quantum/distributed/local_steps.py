@@ -1,0 +1,128 @@
+"""The steps of one rank: operations on its local axes, and blocks exchanged with partners."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from unisono.quantum.circuit.operation import Operation
+from unisono.quantum.circuit.operations import shared
+from unisono.quantum.distributed.global_index_map import Holdings
+from unisono.quantum.kernels.runner import Runner, runner
+from unisono.quantum.schedule.step import Event, Exchange, Segment, Step
+
+
+@dataclass(frozen=True)
+class Run:
+    """Unitary operations on local axes, in order; a gphase without controls scales the whole local array."""
+
+    operations: Sequence[Operation]
+    runners: dict[tuple[object, ...], Runner] = field(default_factory=dict, compare=False, repr=False)
+
+    def runner(self, axes: int, dtype: torch.dtype, device: torch.device, kernel: str) -> Runner:
+        """The operations made ready for a kernel; made once."""
+        key = (axes, dtype, device, kernel)
+        if key not in self.runners:
+            self.runners[key] = runner(self.operations, axes, dtype, device, kernel)
+        return self.runners[key]
+
+
+@dataclass(frozen=True)
+class Trade:
+    """The block of the local array where `axes` read `block` (first axis most significant) goes to `partner`, whose own
+    block comes in its place."""
+
+    partner: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Trades:
+    """All trades of an exchange, in rounds in which ranks pair up."""
+
+    axes: tuple[int, ...]
+    trades: tuple[Trade, ...]
+
+
+@dataclass(frozen=True)
+class Measure:
+    """A wire is measured, into classical `bits`, or reset. The wire is `axis`, or this rank holds its `value`."""
+
+    axis: int | None
+    value: int
+    bits: tuple[int, ...]
+    condition: tuple[tuple[int, int], ...]
+    reset: bool
+
+
+@dataclass(frozen=True)
+class Conditional:
+    """An operation on local axes that happens when classical bits have the values of its condition."""
+
+    operation: Operation
+
+
+LocalStep = Run | Trades | Measure | Conditional
+
+
+def local_steps(steps: Iterable[Step], rank: int, holdings: Holdings) -> Iterator[LocalStep]:
+    """A rank's part of the steps of a schedule; `holdings` follows them."""
+    for step in steps:
+        if isinstance(step, Segment):
+            if operations := holdings.restrict(step.operations, rank):
+                yield Run(shared(operations, step.operations))
+        elif isinstance(step, Exchange):
+            yield trades(step, holdings, rank)
+        elif step.operation.gate.unitary:
+            for operation in holdings.restrict([step.operation], rank):
+                yield Conditional(operation)
+        else:
+            yield _measure(step, holdings, rank)
+
+
+def _measure(step: Event, holdings: Holdings, rank: int) -> Measure:
+    operation = step.operation
+    (position,) = operation.targets
+    local = position >= holdings.held
+    return Measure(
+        position - holdings.held if local else None,
+        0 if local else holdings.bit(rank, position),
+        operation.bits,
+        operation.condition,
+        operation.name == "reset",
+    )
+
+
+def trades(exchange: Exchange, holdings: Holdings, rank: int) -> Trades:
+    """Who trades which block with whom.
+
+    Positions trade places in pairs, so amplitude i and amplitude s(i) do, s being its own inverse. A rank's block v,
+    the bits taken being t, goes to the rank whose bits are v, and is its block t."""
+    held = holdings.held
+    local = [(give, take) for give, take in zip(exchange.give, exchange.take, strict=True) if give >= held]
+    index = int(holdings.table[rank])
+    for give, take in zip(exchange.give, exchange.take, strict=True):
+        if give < held:
+            index = _swapped(index, held - 1 - give, held - 1 - take)
+    rank_of = {int(other): number for number, other in enumerate(holdings.table)}
+    mine = 0
+    for _, take in local:
+        mine = mine << 1 | (index >> (held - 1 - take) & 1)
+    made = []
+    for step in range(2 ** len(local)):
+        block = mine ^ step
+        target = index
+        for number, (_, take) in enumerate(reversed(local)):
+            shift = held - 1 - take
+            target = (target & ~(1 << shift)) | ((block >> number & 1) << shift)
+        if rank_of[target] != rank:
+            made.append(Trade(rank_of[target], block))
+    return Trades(tuple(give - held for give, _ in local), tuple(made))
+
+
+def _swapped(index: int, first: int, second: int) -> int:
+    if (index >> first ^ index >> second) & 1:
+        index ^= 1 << first | 1 << second
+    return index

@@ -1,0 +1,127 @@
+"""What a layer puts out for one sample's state, and the co-state that a gradient of it starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from unisono.errors import UsageError
+from unisono.quantum.observables.application import applied_words
+from unisono.quantum.observables.expectation import Observed
+from unisono.quantum.observables.observable import LARGEST_EXPANSION, PauliSum
+from unisono.quantum.outputs import MOST_PROBABILITIES
+from unisono.quantum.state import State
+
+if TYPE_CHECKING:
+    from unisono.quantum.kernels.pauli_strings_gpu import GpuWords
+
+
+class Expectations:
+    """The expectation of each observable."""
+
+    shiftable = True
+
+    def __init__(self, observables: Sequence[PauliSum], wires: int, dtype: torch.dtype) -> None:
+        self.observables = tuple(each.check(wires) for each in observables)
+        self.width = len(self.observables)
+        self.dtype = torch.float32 if dtype == torch.complex64 else torch.float64
+        self._observed = Observed(self.observables, wires)
+        self._on_gpu: dict[tuple[int, ...], GpuWords] = {}
+
+    def read(self, state: State) -> torch.Tensor:
+        if words := self._gpu_words(state):
+            return torch.from_numpy(words.values(state.local)).to(self.dtype)
+        return self._observed.values(state).to(self.dtype)
+
+    def costate(self, state: State, output: torch.Tensor, gradient: torch.Tensor) -> State:
+        weights = gradient.double().tolist()
+        if words := self._gpu_words(state):
+            return state.like(words.applied(state.local, weights))
+        seen = self._observed
+        terms = [(w * c, word) for w, each in zip(weights, seen.sums, strict=True) for c, word in each]
+        projectors = [(w * c, bits) for w, each in zip(weights, seen.projectors, strict=True) for c, bits in each]
+        return applied_words(state, terms, projectors)
+
+    def _gpu_words(self, state: State) -> GpuWords | None:
+        """The GPU's own kernel, where one GPU has the whole state and the observables are short Pauli sums."""
+        wide = [len(bits) for each in self.observables for _, bits in each.projectors]
+        wide += [len(block.wires) for each in self.observables for block in each.blocks]
+        if state.device.type != "cuda" or state.held or state.kernel == "reference" or max(wide, default=0) > _WIDEST:
+            return None
+        from unisono.quantum.kernels.pauli_strings_gpu import GpuWords  # compiled where there is a GPU
+
+        if state.layout not in self._on_gpu:
+            self._on_gpu[state.layout] = GpuWords(self.observables, state.layout)
+        return self._on_gpu[state.layout]
+
+
+_WIDEST = min(4, LARGEST_EXPANSION)  # wires of a matrix or projector that is worth writing out in words
+
+
+class Amplitudes:
+    """All amplitudes, in the order of wires."""
+
+    shiftable = False
+
+    def __init__(self, wires: int, dtype: torch.dtype) -> None:
+        self.width, self.dtype = _all(wires), dtype
+
+    def read(self, state: State) -> torch.Tensor:
+        return state.amplitudes()
+
+    def costate(self, state: State, output: torch.Tensor, gradient: torch.Tensor) -> State:
+        """dL = Re <gradient|d psi>, so half of the gradient."""
+        return _placed(state, gradient / 2)
+
+
+class Probabilities:
+    """The probability of every basis state, in the order of wires."""
+
+    shiftable = True
+
+    def __init__(self, wires: int, dtype: torch.dtype) -> None:
+        self.width = _all(wires)
+        self.dtype = torch.float32 if dtype == torch.complex64 else torch.float64
+
+    def read(self, state: State) -> torch.Tensor:
+        amplitudes = state.amplitudes()
+        return (amplitudes.real**2 + amplitudes.imag**2).to(self.dtype)
+
+    def costate(self, state: State, output: torch.Tensor, gradient: torch.Tensor) -> State:
+        """dL = sum of gradient * 2 Re(conj(psi) d psi)"""
+        made = _placed(state, gradient.to(state.dtype))
+        made.local *= state.local
+        return made
+
+
+Output = Expectations | Amplitudes | Probabilities
+
+
+def output_of(kind: str, observables: Sequence[PauliSum], wires: int, dtype: torch.dtype) -> Output:
+    if not isinstance(kind, str):
+        raise UsageError(f"output={kind!r}: expected 'expectations', 'state' or 'probabilities'")
+    if kind == "expectations":
+        if not observables:
+            raise UsageError("a layer of expectations needs observables; or say output='state' or 'probabilities'")
+        return Expectations(observables, wires, dtype)
+    if observables:
+        raise UsageError(f"output={kind!r} takes no observables")
+    if kind == "state":
+        return Amplitudes(wires, dtype)
+    if kind == "probabilities":
+        return Probabilities(wires, dtype)
+    raise UsageError(f"output={kind!r}: expected 'expectations', 'state' or 'probabilities'")
+
+
+def _placed(state: State, amplitudes: torch.Tensor) -> State:
+    """Amplitudes in the order of wires, as a state of this layout."""
+    return state.blank().place(amplitudes)
+
+
+def _all(wires: int) -> int:
+    if wires > MOST_PROBABILITIES:
+        raise UsageError(f"all amplitudes of {wires} wires: at most {MOST_PROBABILITIES} wires can be put out")
+    return int(np.left_shift(1, wires))

@@ -1,0 +1,91 @@
+"""An observable applied to a state: the co-state that gradients and variances start from.
+
+A word P sends |i> to f(i) |i ^ x>, f a sign and a power of i; words that flip the same bits share one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from unisono.quantum.kernels.pauli_strings import add_words
+from unisono.quantum.kernels.reference import block
+from unisono.quantum.observables.observable import PauliSum, Values, Word
+from unisono.quantum.state import State
+
+_PIECE = 1 << 18  # amplitudes whose copies in double precision are in memory together
+
+Masked = tuple[int, int, complex]  # bits that a word flips, bits whose sign counts, its coefficient and power of i
+
+
+def applied(state: State, observable: PauliSum) -> State:
+    """O|state>, a state of the same layout that is not normalised. Ranks exchange once for each mask of held wires that
+    words flip; the state itself is not changed."""
+    observable.check(state.wires)
+    return applied_words(state, PauliSum(observable.terms, observable.blocks).paulis().terms, observable.projectors)
+
+
+def applied_words(
+    state: State, terms: Sequence[tuple[float, Word]], projectors: Sequence[tuple[float, Values]]
+) -> State:
+    """The same for weighted words and projectors."""
+    made = state.blank()
+    axes = state.wires - state.held
+    by_flip: dict[int, list[Masked]] = {}
+    for coefficient, word in terms:
+        masked = _masked(coefficient, word, state)
+        by_flip.setdefault(masked[0] >> axes, []).append(masked)
+    for flip, group in sorted(by_flip.items()):
+        for place, theirs in state.partner_chunks(flip):
+            _add(made.local, state, place, theirs, group, flip)
+    for coefficient, values in projectors:
+        _project(made.local, state, coefficient, dict(values))
+    return made
+
+
+def inner(left: State, right: State) -> complex:
+    """<left|right> of two states of one layout, of any precision; summed in double precision."""
+    pieces = zip(left.local.split(_PIECE), right.local.split(_PIECE), strict=True)
+    products = [torch.vdot(a.to(torch.complex128), b.to(torch.complex128)) for a, b in pieces]
+    parts = left.total(torch.view_as_real(torch.stack(products).sum()).clone())
+    return complex(*parts.tolist())
+
+
+def _add(into: torch.Tensor, state: State, place: int, theirs: torch.Tensor, group: list[Masked], flip: int) -> None:
+    """Add what the words make of the partner's amplitudes at `place`."""
+    axes, width = state.wires - state.held, len(theirs)
+    held = int(state.holdings.table[state.rank]) ^ flip
+    above = (held << axes) | place
+    shifts: dict[int, dict[int, list[tuple[int, complex]]]] = {}  # by place, then by what is flipped within it
+    for flips, signs, factor in group:
+        sign = -1 if (above & signs & ~(width - 1)).bit_count() % 2 else 1
+        at = place ^ (flips & ((1 << axes) - 1) & ~(width - 1))
+        shifts.setdefault(at, {}).setdefault(flips & (width - 1), []).append((signs & (width - 1), sign * factor))
+    for at, by_flip in shifts.items():
+        groups = [
+            (flip, np.array([mask for mask, _ in members]), np.array([scale for _, scale in members]))
+            for flip, members in sorted(by_flip.items())
+        ]
+        add_words(into[at : at + width], theirs, groups)
+
+
+def _masked(coefficient: float, word: Word, state: State) -> Masked:
+    flips = signs = 0
+    factor = complex(coefficient)
+    for wire, letter in word:
+        bit = 1 << (state.wires - 1 - state.layout.index(wire))
+        flips |= bit if letter in "XY" else 0
+        signs |= bit if letter in "YZ" else 0
+        factor *= 1j if letter == "Y" else 1
+    return flips, signs, factor
+
+
+def _project(into: torch.Tensor, state: State, coefficient: float, values: dict[int, int]) -> None:
+    axes = {wire: state.axis(wire) for wire in values}
+    if any(axis is None and state.value(wire) != values[wire] for wire, axis in axes.items()):
+        return
+    local = {axis: values[wire] for wire, axis in axes.items() if axis is not None}
+    index = int("0" + "".join(map(str, local.values())), 2)
+    block(into, [*local], index).add_(block(state.local, [*local], index), alpha=coefficient)

@@ -1,0 +1,163 @@
+"""Expectation values of observables on a spread state.
+
+A Pauli string P maps amplitude i to i ^ x with the sign (-1)^(i & z) and a power of i; x and z are masks of its Paulis.
+Strings with the same x share the products conj(psi[i ^ x]) psi[i]; their signed sums are computed together
+(kernels/pauli_strings.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from unisono.quantum.circuit.gates import gate
+from unisono.quantum.circuit.operation import Operation
+from unisono.quantum.distributed.local_steps import Run, trades
+from unisono.quantum.kernels.pauli_strings import word_sums
+from unisono.quantum.kernels.reference import block
+from unisono.quantum.observables.measurement_plan import Reading, Shift, Stage, Turns, reading
+from unisono.quantum.observables.observable import PauliSum, Word
+from unisono.quantum.observables.observable import observables as parsed
+from unisono.quantum.state import State, require_state
+
+_TURN = {"X": ("h", "h"), "Y": ("sx", "sxdg")}  # the gate that makes the letter Z, and the one back
+_IN_FRAME = {  # what a letter is once the wire is turned, and its sign
+    "X": {"X": ("Z", 1), "Z": ("X", 1), "Y": ("Y", -1)},
+    "Y": {"Y": ("Z", 1), "Z": ("Y", -1), "X": ("X", 1)},
+}
+
+
+def expectations(state: State, observables: Any, *, restore: bool = True) -> torch.Tensor:
+    """<O> of each observable (or of one), float64, on every rank. `restore` puts the layout back, for who walks on."""
+    return Observed(parsed(observables), require_state(state, "expectations").wires).values(state, restore=restore)
+
+
+class Observed:
+    """Observables made ready to be read many times: `sums` are their Pauli words, matrices written out, and
+    `projectors` what is left."""
+
+    def __init__(self, observables: Sequence[PauliSum], wires: int) -> None:
+        plain = [each.check(wires) for each in observables]
+        self.sums = [PauliSum(each.terms, each.blocks).paulis().terms for each in plain]
+        self.projectors = [each.projectors for each in plain]
+        self._words = sorted({word for terms in self.sums for _, word in terms})
+
+    def values(self, state: State, *, restore: bool = True) -> torch.Tensor:
+        values = dict(zip(self._words, words_values(state, self._words, restore=restore).tolist(), strict=True))
+        found = [
+            sum(coefficient * values[word] for coefficient, word in terms)
+            + sum(coefficient * _projected(state, bits) for coefficient, bits in projectors)
+            for terms, projectors in zip(self.sums, self.projectors, strict=True)
+        ]
+        return torch.tensor(found, dtype=torch.float64)
+
+
+def words_values(state: State, words: Sequence[Word], *, restore: bool = True) -> torch.Tensor:
+    """The expectation of each word, read with the exchanges of `reading`; one sum over ranks at the end."""
+    plan = reading(words, state.layout, state.held)
+    values = np.zeros(len(words))
+    for stage in plan.stages:
+        _enter(state, stage)
+        for shift in stage.shifts:
+            _read(state, stage, shift, words, values)
+    if restore:
+        _return(state, plan)
+    return state.total(torch.from_numpy(values).to(state.device)).cpu()
+
+
+def _enter(state: State, stage: Stage) -> None:
+    _turn(state, stage.turn, back=False)
+    if stage.exchange is not None:
+        state.exchange(trades(stage.exchange, state.holdings, state.rank))
+    state.layout = stage.layout
+    _turn(state, stage.turn_back, back=True)
+
+
+def _return(state: State, plan: Reading) -> None:
+    for stage, before in zip(reversed(plan.stages[1:]), reversed(plan.stages[:-1]), strict=True):
+        _turn(state, stage.turn_back, back=False)
+        if stage.exchange is not None:
+            state.exchange(trades(stage.exchange, state.holdings, state.rank))
+        state.layout = before.layout
+        _turn(state, stage.turn, back=True)
+
+
+def _turn(state: State, turns: Turns, *, back: bool) -> None:
+    operations = []
+    for wire, letter in turns:
+        axis = state.axis(wire)
+        assert axis is not None, f"wire {wire} is turned while it is held"
+        operations.append(Operation(gate(_TURN[letter][back]), (axis,)))
+    if operations:
+        state.apply(Run(tuple(operations)))
+
+
+@dataclass(frozen=True)
+class _Masks:
+    """A word on physical bits: what it flips, whose sign counts, and its power of i, with signs of frames."""
+
+    flip: int
+    sign: int
+    factor: complex
+
+
+def _masks(word: Word, stage: Stage) -> _Masks:
+    flip = sign = 0
+    factor = complex(1)
+    top = len(stage.layout) - 1
+    for wire, original in word:
+        letter, turned = _IN_FRAME[stage.frames[wire]][original] if wire in stage.frames else (original, 1)
+        bit = 1 << (top - stage.layout.index(wire))
+        factor *= turned
+        if letter in "XY":
+            flip |= bit
+        if letter in "YZ":
+            sign |= bit
+        if letter == "Y":
+            factor *= 1j
+    return _Masks(flip, sign, factor)
+
+
+def _read(state: State, stage: Stage, shift: Shift, words: Sequence[Word], values: np.ndarray) -> None:
+    """Add this rank's part of each word's value."""
+    axes = state.wires - state.held
+    local = (1 << axes) - 1
+    held_index = int(state.holdings.table[state.rank])
+    groups: dict[int, list[tuple[int, _Masks]]] = {}
+    for number in shift.words:
+        masks = _masks(words[number], stage)
+        groups.setdefault(masks.flip & local, []).append((number, masks))
+    for place, theirs in state.partner_chunks(shift.flip):
+        width = len(theirs)
+        by_place: dict[int, list[int]] = {}
+        for flip in groups:
+            by_place.setdefault(place ^ (flip & ~(width - 1)), []).append(flip)
+        for at, flips in by_place.items():
+            members = [(number, masks) for flip in flips for number, masks in groups[flip]]
+            within = [
+                (flip & (width - 1), np.array([masks.sign & (width - 1) for _, masks in groups[flip]]))
+                for flip in flips
+            ]
+            sums = np.concatenate(word_sums(state.local[at : at + width], theirs, within))
+            for (number, masks), total in zip(members, sums.tolist(), strict=True):
+                outside = (held_index << axes | at) & masks.sign & ~(width - 1)
+                values[number] += (masks.factor * total).real * (-1) ** outside.bit_count()
+
+
+def _projected(state: State, values: Sequence[tuple[int, int]]) -> float:
+    """The probability of reading these bits on these wires."""
+    axes, index, mine = [], 0, True
+    for wire, bit in values:
+        axis = state.axis(wire)
+        if axis is None:
+            mine &= state.value(wire) == bit
+        else:
+            axes.append(axis)
+            index = index << 1 | bit
+    part = block(state.local, axes, index) if axes else state.local
+    chance = torch.linalg.vector_norm(torch.view_as_real(part), dtype=torch.float64) ** 2
+    return float(state.total(chance * mine))

@@ -1,0 +1,192 @@
+"""The one algorithm of the scheduler: cut operations into segments, each of which mixes few wires.
+
+The same cut serves every level: wires that fit a node, wires that fit a rank, axes that fit a cache. A segment is grown
+in program order (or, from the end, against it): an operation joins when nothing it must follow is left out and its
+mixed wires fit beside those taken already. Operations that commute with what is left out overtake it; so a cut is
+delayed as long as any operation can go first.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Collection, Hashable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from unisono.quantum.circuit.commutation import letters, moves
+from unisono.quantum.circuit.growable import Pieces
+from unisono.quantum.circuit.operation import Operation
+
+_IS_OPEN = operator.attrgetter("open")
+
+
+@dataclass
+class Cut:
+    """A segment: the wires it mixes, its operations in an order that may be run, and where in the input each stood."""
+
+    active: set[int] = field(default_factory=set)
+    operations: list[Operation] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+
+
+class Order:
+    """What must follow what: on each wire, operations with equal letters form a group that waits for the one before."""
+
+    def __init__(self, operations: Sequence[Operation]) -> None:
+        self._groups: list[tuple[_Group, ...]] = [()] * len(operations)
+        last: dict[Hashable, tuple[str, _Group]] = {}
+        for number, operation in enumerate(operations):
+            mine = []
+            for wire, letter in _touched(operation):
+                known, group = last.get(wire, ("", None))
+                if group is None or letter == "*" or letter != known:
+                    group = _Group(group)
+                    last[wire] = (letter, group)
+                group.left += 1
+                mine.append(group)
+            self._groups[number] = tuple(mine)
+
+    def ready(self, number: int) -> bool:
+        return all(map(_IS_OPEN, self._groups[number]))
+
+    def finish(self, number: int) -> None:
+        for group in self._groups[number]:
+            group.left -= 1
+            if not group.left:
+                group.open = False
+                if group.after is not None:
+                    group.after.open = True
+
+
+class _Group:
+    """`left` operations on a wire that may run while it is `open`; the group `after` it waits for all of them."""
+
+    __slots__ = ("after", "left", "open")
+
+    def __init__(self, before: _Group | None) -> None:
+        self.left, self.open = 0, before is None
+        self.after: _Group | None = None
+        if before is not None:
+            before.after = self
+
+
+def cut(
+    operations: Sequence[Operation],
+    capacity: int,
+    *,
+    relabel: bool = False,
+    bundle: frozenset[int] = frozenset(),
+    free: frozenset[int] = frozenset(),
+) -> list[Cut]:
+    """Segments that mix at most `capacity` wires each and together are the operations: grown from the front, or from
+    the back where that makes fewer.
+
+    With `relabel`, wires that are not active are held by ranks, which may be renamed: gates that only permute basis
+    states are free there. Wires of `bundle` are active all together or not at all; wires that
+    are `free` need no room."""
+    forwards = _cut(operations, capacity, relabel, bundle, free)
+    if len(forwards) <= 2:
+        return forwards
+    backwards = _cut(operations[::-1], capacity, relabel, bundle, free)
+    if len(backwards) >= len(forwards):
+        return forwards
+    last = len(operations) - 1
+    return [
+        Cut(piece.active, piece.operations[::-1], [last - number for number in reversed(piece.numbers)])
+        for piece in reversed(backwards)
+    ]
+
+
+def cut_until(
+    operations: Sequence[Operation],
+    wanted: Collection[int],
+    capacity: int,
+    *,
+    bundle: frozenset[int] = frozenset(),
+    free: frozenset[int] = frozenset(),
+) -> tuple[list[Operation], list[Operation]]:
+    """(first, rest): as few segments as `cut` makes that have all operations whose numbers are `wanted`, and whatever
+    else fits those segments; and what does not. No wanted operation may have to follow one that is not."""
+    order = Order(operations)
+    needs = _all_needs(operations, False, bundle, free)
+    left: Sequence[int] | Pieces[int] = sorted(range(len(operations)), key=lambda number: number not in wanted)
+    first: list[Operation] = []
+    while next(iter(left), None) in wanted:
+        piece, left = _grow(operations, left, needs, order, capacity)
+        first += piece.operations
+    return first, [operations[number] for number in left]
+
+
+def _cut(
+    operations: Sequence[Operation], capacity: int, relabel: bool, bundle: frozenset[int], free: frozenset[int]
+) -> list[Cut]:
+    order = Order(operations)
+    needs = _all_needs(operations, relabel, bundle, free)
+    left: Sequence[int] | Pieces[int] = range(len(operations))
+    cuts = []
+    while left:
+        piece, left = _grow(operations, left, needs, order, capacity)
+        cuts.append(piece)
+    return cuts
+
+
+Needs = tuple[frozenset[int], bool]  # the wires an operation mixes, and whether it may run with all of its wires held
+
+
+def _grow(
+    operations: Sequence[Operation], left: Iterable[int], needs: Sequence[Needs], order: Order, capacity: int
+) -> tuple[Cut, Pieces[int]]:
+    """A segment of what is left, and what is left then."""
+    active: set[int] = set()
+    taken: Pieces[int] = Pieces()
+    later: Pieces[int] = Pieces()
+    for number in left:
+        if not order.ready(number):
+            later.append(number)
+            continue
+        mixed, permutes = needs[number]
+        outside = mixed - active
+        fits = len(active) + len(outside) <= capacity
+        if not fits and permutes and len(active) == capacity:
+            fits, outside = active.isdisjoint(operations[number].wires), frozenset()
+        if fits:
+            order.finish(number)
+            active |= outside
+            taken.append(number)
+        else:
+            later.append(number)
+    if not taken:
+        raise AssertionError(f"no operation fits {capacity} wires; the caller checks the widest first")
+    return Cut(active, list(Pieces(operations[number] for number in taken)), list(taken)), later
+
+
+def _all_needs(
+    operations: Sequence[Operation], relabel: bool, bundle: frozenset[int], free: frozenset[int]
+) -> list[Needs]:
+    """Equal ones are one object: there are far fewer than operations."""
+    known: dict[Needs, Needs] = {}
+    found = (_bundled(_needs(operation, relabel), bundle, free) for operation in operations)
+    return list(Pieces(known.setdefault(each, each) for each in found))
+
+
+def _needs(operation: Operation, relabel: bool) -> Needs:
+    mixed = frozenset(w for w, letter in zip(operation.wires, letters(operation), strict=True) if letter != "Z")
+    permutes = relabel and bool(mixed) and not operation.condition and moves(operation.gate) is not None
+    if permutes and len(operation.wires) == 1:
+        return frozenset(), False  # held or local, X and Y always run
+    return mixed, permutes
+
+
+def _bundled(needs: Needs, bundle: frozenset[int], free: frozenset[int]) -> Needs:
+    mixed, permutes = needs[0] - free, needs[1]
+    return (mixed | bundle if mixed & bundle else mixed), permutes
+
+
+def _touched(operation: Operation) -> list[tuple[Hashable, str]]:
+    """(wire, letter) pairs; classical bits, and the order of random draws, are wires of their own kind."""
+    touched: list[tuple[Hashable, str]] = [*zip(operation.wires, letters(operation), strict=True)]
+    if not operation.is_unitary:
+        touched += [(("bit", bit), "*") for bit in operation.bits]
+        touched += [(("bit", bit), "Z") for bit, _ in operation.condition if bit not in operation.bits]
+        if operation.name in ("measure", "reset"):
+            touched.append(("draws", "*"))
+    return touched

@@ -1,0 +1,72 @@
+"""Operations that need not come before an exchange wait until after it, where they fill sweeps of the next segment.
+
+A segment ends where ranks exchange, and its last sweep over memory is seldom full. Of its operations, only those that
+mix a wire which is given away, and what these must follow, have to be done by then: sweeps are made until those are in,
+with whatever else fits them. The rest joins the segment after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from unisono.quantum.circuit.commutation import mixed_wires
+from unisono.quantum.circuit.operation import Operation
+from unisono.quantum.schedule.partition import Order, cut_until
+from unisono.quantum.schedule.step import Event, Exchange, Segment, Step
+from unisono.quantum.schedule.sweeps import SWEEP, Sweep
+
+
+def postponed(steps: Sequence[Step], wires: int, held: int, sweep: Sweep = SWEEP) -> list[Step]:
+    """The same steps, but for operations that have moved past exchanges."""
+    made: list[Step] = []
+    waiting: list[Operation] = []
+    for number, step in enumerate(steps):
+        if not isinstance(step, Segment):
+            if isinstance(step, Event) and waiting:
+                made.append(Segment(tuple(waiting)))
+                waiting = []
+            made.append(step)
+            continue
+        ready, waiting = _parted([*waiting, *step.operations], _moved(steps[number + 1 :], wires), held, sweep)
+        made.append(Segment(tuple(ready)))
+    return [*made, Segment(tuple(waiting))] if waiting else made
+
+
+def _moved(steps: Sequence[Step], wires: int) -> list[int]:
+    """Where each position is after the exchanges that come first."""
+    places = list(range(wires))
+    for step in steps:
+        if not isinstance(step, Exchange):
+            break
+        partner = dict(zip((*step.give, *step.take), (*step.take, *step.give), strict=True))
+        places = [partner.get(place, place) for place in places]
+    return places
+
+
+def _parted(
+    operations: Sequence[Operation], places: Sequence[int], held: int, sweep: Sweep
+) -> tuple[list[Operation], list[Operation]]:
+    """What runs before the exchanges, and what waits, on the positions after them."""
+    wires = len(places)
+    if list(places) == list(range(wires)):
+        return list(operations), []
+    lanes, near = sweep.lowest(range(wires))
+    bound = _bound(operations, places, held)
+    ready, waiting = cut_until(operations, bound, sweep.room(operations), bundle=lanes, free=near | set(range(held)))
+    return ready, [operation.on(places) for operation in waiting]
+
+
+def _bound(operations: Sequence[Operation], places: Sequence[int], held: int) -> set[int]:
+    """The numbers of the operations that cannot wait: they mix what is held now or later, or one that cannot wait must
+    follow them."""
+    last = len(operations) - 1
+    backwards = operations[::-1]
+    order = Order(backwards)
+    bound = set()
+    for number, operation in enumerate(backwards):
+        stays = all(min(position, places[position]) >= held for position in mixed_wires(operation))
+        if stays and order.ready(number):
+            order.finish(number)
+        else:
+            bound.add(last - number)
+    return bound
