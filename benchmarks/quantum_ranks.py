@@ -24,7 +24,7 @@ def run_here(wires: int, depth: int, threads: int, repeats: int, out: str) -> No
 
     import unisono as uni
     from unisono.quantum.circuit.templates import hardware_efficient
-    from unisono.quantum.distributed.local_steps import Trades
+    from unisono.quantum.distributed.local_steps import LocalExchange
     from unisono.quantum.distributed.program import Program
     from unisono.quantum.state import State
 
@@ -44,7 +44,7 @@ def run_here(wires: int, depth: int, threads: int, repeats: int, out: str) -> No
         for step in program.steps:
             before = time.perf_counter()
             state.do(step, weights)
-            spent += (time.perf_counter() - before) * isinstance(step, Trades)
+            spent += (time.perf_counter() - before) * isinstance(step, LocalExchange)
         comm.barrier()
         times.append(time.perf_counter() - begin)
         exchanging.append(spent)

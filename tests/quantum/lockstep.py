@@ -1,5 +1,5 @@
-"""All ranks of a schedule in one process: programs run step by step, trades done by copying. No messages, so any number
-of ranks and nodes is cheap; the real exchange is tested in test_state.py."""
+"""All ranks of a schedule in one process: programs run step by step, exchanges done by copying. No messages, so any
+number of ranks and nodes is cheap; the real exchange is tested in test_state.py."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from unisono.quantum.circuit.circuit import Circuit
-from unisono.quantum.distributed.local_steps import Run, Trades
+from unisono.quantum.distributed.local_steps import LocalExchange, Run
 from unisono.quantum.distributed.program import Program
 from unisono.quantum.kernels import reference
 from unisono.quantum.kernels.reference import block
@@ -21,15 +21,15 @@ def amplitudes(circuit: Circuit, schedule: Schedule, weights: Any = (), features
     programs = [Program.of(schedule, rank) for rank in range(ranks)]
     local = _begin(schedule)
     for steps in _aligned(programs):
-        if isinstance(steps[0], Trades):
-            _trade(local, steps)
+        if isinstance(steps[0], LocalExchange):
+            _exchange(local, steps)
         else:
             for part, runs in zip(local, steps, strict=True):
                 for run in runs:
                     reference.run(part, run.operations, weights, features)
     whole = torch.empty_like(local)
     for rank in range(ranks):
-        whole[int(programs[rank].holdings.table[rank])] = local[rank]
+        whole[int(programs[rank].index_map.table[rank])] = local[rank]
     order = [schedule.finish.index(wire) for wire in range(circuit.wires)]
     return whole.reshape((2,) * circuit.wires).permute(order).reshape(-1)
 
@@ -54,10 +54,10 @@ def _aligned(programs: list[Program]) -> list[list[Any]]:
     return found
 
 
-def _trade(local: torch.Tensor, steps: list[Trades]) -> None:
+def _exchange(local: torch.Tensor, steps: list[LocalExchange]) -> None:
     before = local.clone()
     for rank, step in enumerate(steps):
-        for trade in step.trades:
-            other = steps[trade.partner]
-            (back,) = [each for each in other.trades if each.partner == rank]
-            block(local[rank], step.axes, trade.block).copy_(block(before[trade.partner], other.axes, back.block))
+        for sent in step.blocks:
+            other = steps[sent.partner]
+            (back,) = [each for each in other.blocks if each.partner == rank]
+            block(local[rank], step.axes, sent.block).copy_(block(before[sent.partner], other.axes, back.block))

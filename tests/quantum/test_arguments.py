@@ -70,7 +70,7 @@ REFUSED: list[tuple[Callable[[Any], object], list[Any], str]] = [
     (lambda v: v + CIRCUIT, [3, "x", None, 1.5, [1]], r"\+ a circuit: expected another Circuit"),
     (lambda v: uq.State(3).do(v), ODD, "do of .* expected a step of a Program"),
     (lambda v: uq.State(3).apply(v), [*ODD, CIRCUIT], "apply of .* expected a Run"),
-    (lambda v: uq.State(3).exchange(v), ODD, "exchange of .* expected Trades"),
+    (lambda v: uq.State(3).exchange(v), ODD, "exchange of .* expected a LocalExchange"),
     (lambda v: Program.of(v), [*ODD, CIRCUIT], "expected a Schedule"),
     (lambda v: uq.Layer(CIRCUIT, "Z0", batch_axis=v), [3, None, ["dp"]], "batch_axis=.* name of an axis"),
     (lambda v: uq.Layer(CIRCUIT, "Z0", state_axis=v), ["dp", "x", ""], "state_axis=.* without a mesh"),

@@ -16,18 +16,18 @@ from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.quantum.circuit.circuit import Circuit
 from unisono.quantum.kernels import pauli_strings
-from unisono.quantum.observables.expectation import expectations, words_values
+from unisono.quantum.observables.expectation import expectations, pauli_values
 from unisono.quantum.observables.measurement_plan import reading
-from unisono.quantum.observables.observable import Hermitian, PauliSum, Projector, Word, X, Y, Z
+from unisono.quantum.observables.observable import Hermitian, PauliString, PauliSum, Projector, X, Y, Z
 from unisono.quantum.state import State
 
 Pools = Callable[[str, int], RankPool]
 
 
-def random_words(wires: int, count: int, seed: int, weight: int | None = None) -> list[Word]:
+def random_words(wires: int, count: int, seed: int, weight: int | None = None) -> list[PauliString]:
     """Different words; `weight` letters each, or any number of them."""
     draw = np.random.default_rng(seed)
-    words: set[Word] = set()
+    words: set[PauliString] = set()
     while len(words) < count:
         if weight is None:
             picked = [(wire, "IXYZ"[draw.integers(4)]) for wire in range(wires)]
@@ -73,10 +73,10 @@ def test_values_equal_the_dense_reference(pools: Pools, backend: str, size: int)
             assert back
 
 
-def read_words(comm: Any, words: list[Word]) -> tuple[np.ndarray, int]:
+def read_words(comm: Any, words: list[PauliString]) -> tuple[np.ndarray, int]:
     state = State(8, comm, kernel="reference").run(random_circuit(8, 60, 5))
     plan = reading(words, state.layout, state.held)
-    return words_values(state, words, restore=False).numpy(), len(plan.stages)
+    return pauli_values(state, words, restore=False).numpy(), len(plan.stages)
 
 
 def test_stages_with_turned_wires_read_the_same(pools: Pools) -> None:
@@ -89,13 +89,13 @@ def test_stages_with_turned_wires_read_the_same(pools: Pools) -> None:
         np.testing.assert_allclose(values, expected, atol=1e-12)
 
 
-def read_held_words(comm: Any) -> tuple[np.ndarray, list[Word]]:
+def read_held_words(comm: Any) -> tuple[np.ndarray, list[PauliString]]:
     """Many words that flip a held wire and no other, with Y there: their sums are imaginary."""
     state = State(6, comm, kernel="reference").run(random_circuit(6, 60, 8))
     held, others = state.layout[0], sorted(state.layout[1:])
     words = [tuple(sorted([(held, "Y"), *((wire, "Z") for wire in others[:count])])) for count in range(6)]
     words += [tuple(sorted([(held, "Y"), (wire, "Z")])) for wire in others[1:]]
-    return words_values(state, words).numpy(), words
+    return pauli_values(state, words).numpy(), words
 
 
 def test_words_that_flip_held_wires_only(pools: Pools) -> None:
@@ -139,14 +139,14 @@ def test_words_fast_and_plain(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtyp
     tolerance = 1e-3 if dtype == torch.complex64 else 1e-11
     for fast in (True, False):
         monkeypatch.setattr(pauli_strings, "_fast", lambda _, fast=fast: fast)
-        many, few, plain = pauli_strings.word_sums(mine, theirs, [(flip, signs), (flip, signs[:3]), (0, signs)])
+        many, few, plain = pauli_strings.pauli_sums(mine, theirs, [(flip, signs), (flip, signs[:3]), (0, signs)])
         np.testing.assert_allclose(many, expected, atol=tolerance)
         np.testing.assert_allclose(few, expected[:3], atol=tolerance)
         np.testing.assert_allclose(plain, table @ (theirs.numpy().conj() * mine.numpy()), atol=tolerance)
-        (alike,) = pauli_strings.word_sums(mine, mine, [(0, signs)])
+        (alike,) = pauli_strings.pauli_sums(mine, mine, [(0, signs)])
         np.testing.assert_allclose(alike, table @ (mine.numpy().conj() * mine.numpy()), atol=tolerance)
         into = mine.clone()
-        pauli_strings.add_words(into, theirs, [(flip, signs[:8], factors[:8]), (flip, signs[8:], factors[8:])])
+        pauli_strings.add_pauli_strings(into, theirs, [(flip, signs[:8], factors[:8]), (flip, signs[8:], factors[8:])])
         np.testing.assert_allclose(into.numpy(), added, atol=tolerance)
 
 

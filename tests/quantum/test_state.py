@@ -20,8 +20,8 @@ from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.quantum.circuit.circuit import Circuit
 from unisono.quantum.distributed import shared_memory as staging
-from unisono.quantum.distributed.global_index_map import Holdings
-from unisono.quantum.distributed.local_steps import Run, Trades
+from unisono.quantum.distributed.global_index_map import GlobalIndexMap
+from unisono.quantum.distributed.local_steps import LocalExchange, Run
 from unisono.quantum.distributed.memory import zeros
 from unisono.quantum.distributed.program import Program
 from unisono.quantum.distributed.rank_groups import share
@@ -94,7 +94,7 @@ def there_and_back(comm: Any, seed: int) -> tuple[np.ndarray, np.ndarray]:
     for step in program.steps:
         walked.do(step)
     for step in reversed(program.steps):
-        assert isinstance(step, Run | Trades)
+        assert isinstance(step, Run | LocalExchange)
         undone = Run(tuple(o.inverse() for o in reversed(step.operations))) if isinstance(step, Run) else step
         walked.do(undone)
     return inverted.amplitudes().numpy(), walked.amplitudes().numpy()
@@ -235,11 +235,11 @@ def test_a_number_of_ranks_that_is_no_power_of_two(pools: Pools) -> None:
 
 
 def test_permutations_of_held_bits_move_no_amplitude() -> None:
-    holdings = Holdings(3)
+    index_map = GlobalIndexMap(3)
     circuit = Circuit(3).x(0).cnot(0, 2).toffoli(0, 2, 1).cswap(1, 0, 2)
     expected = dense.unitary(circuit).real.argmax(axis=0)
-    assert holdings.restrict(circuit.operations, 5) == []
-    np.testing.assert_array_equal(holdings.table, expected)
+    assert index_map.restrict(circuit.operations, 5) == []
+    np.testing.assert_array_equal(index_map.table, expected)
 
 
 def test_a_schedule_from_another_layout_is_refused() -> None:

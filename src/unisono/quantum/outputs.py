@@ -22,10 +22,10 @@ from unisono.quantum.arguments import shown
 from unisono.quantum.circuit.circuit import Circuit, require_circuit
 from unisono.quantum.circuit.gates import PAULIS
 from unisono.quantum.circuit.parameter import in_order, is_index, require_seed
-from unisono.quantum.distributed.local_steps import trades
+from unisono.quantum.distributed.local_steps import local_exchange
 from unisono.quantum.kernels.reference import block
 from unisono.quantum.observables.application import applied, inner
-from unisono.quantum.observables.expectation import words_values
+from unisono.quantum.observables.expectation import pauli_values
 from unisono.quantum.observables.observable import observables
 from unisono.quantum.schedule.step import Exchange
 from unisono.quantum.state import NORM_TOLERANCE, State, require_state, whole_vector
@@ -124,7 +124,7 @@ def amplitudes(state: State, strings: Sequence[str]) -> torch.Tensor:
         for wire in state.layout:
             index = index << 1 | int(bits[wire])
         axes = state.wires - state.held
-        if index >> axes == int(state.holdings.table[state.rank]):
+        if index >> axes == int(state.index_map.table[state.rank]):
             found[number] = state.local[index & ((1 << axes) - 1)]
     return torch.view_as_complex(state.total(torch.view_as_real(found))).to(state.dtype).cpu()
 
@@ -152,7 +152,7 @@ def shard(state: State) -> torch.Tensor:
         mine = _permuted(state.local, order)
         if state.comm is None:
             return mine
-        target = [_ordered(state, int(index)) for index in state.holdings.table]
+        target = [_ordered(state, int(index)) for index in state.index_map.table]
         received = torch.empty_like(mine)
         if target[state.rank] == state.rank:
             return mine
@@ -170,7 +170,7 @@ def overlap(left: State, right: State | torch.Tensor | np.ndarray) -> complex:
                 f"states of {left.wires} and {right.wires} wires on {1 << left.held} and {1 << right.held} ranks: "
                 "expected alike"
             )
-        if left.layout == right.layout and np.array_equal(left.holdings.table, right.holdings.table):
+        if left.layout == right.layout and np.array_equal(left.index_map.table, right.index_map.table):
             return inner(left, right)
         theirs = shard(right)
     else:
@@ -285,7 +285,7 @@ def _density_from_words(state: State, wires: Sequence[int]) -> torch.Tensor:
     """For states whose ranks have fewer wires than are asked for: from the values of all Pauli words."""
     letters = [*product("IXYZ", repeat=len(wires))]
     words = [tuple(sorted((w, c) for w, c in zip(wires, each, strict=True) if c != "I")) for each in letters]
-    values = words_values(state, words).tolist()
+    values = pauli_values(state, words).tolist()
     total: Any = 0
     for each, value in zip(letters, values, strict=True):
         total = total + value * reduce(np.kron, [PAULIS[letter] for letter in each])  # type: ignore[arg-type]
@@ -305,12 +305,12 @@ def _local(state: State, wires: Sequence[int]) -> Iterator[None]:
     layout = list(before)
     for give, take in zip(exchange.give, exchange.take, strict=True):
         layout[give], layout[take] = layout[take], layout[give]
-    state.exchange(trades(exchange, state.holdings, state.rank))
+    state.exchange(local_exchange(exchange, state.index_map, state.rank))
     state.layout = tuple(layout)
     try:
         yield
     finally:
-        state.exchange(trades(exchange, state.holdings, state.rank))
+        state.exchange(local_exchange(exchange, state.index_map, state.rank))
         state.layout = before
 
 

@@ -74,7 +74,7 @@ def _courses(circuit: Circuit, state: State, shots: int, given: tuple, seed: int
     shared, rest = _parted(circuit)
     weights, features = given
     state.run(shared, weights[: shared.weights], features[: shared.features])
-    program = Program.of(state.schedule(rest), state.rank, state.holdings)
+    program = Program.of(state.schedule(rest), state.rank, state.index_map)
     bits = torch.zeros((shots, circuit.bits), dtype=torch.uint8)
     draws = [np.random.default_rng([seed, shot]) for shot in range(shots)]
     measurements = sum(isinstance(step, Measure) for step in program.steps)

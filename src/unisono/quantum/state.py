@@ -20,9 +20,9 @@ from unisono.errors import UsageError
 from unisono.quantum.arguments import require_comm, require_device, require_dtype, shown
 from unisono.quantum.circuit.circuit import MOST, Circuit, require_circuit
 from unisono.quantum.circuit.parameter import finite_vector, is_index, require_seed
-from unisono.quantum.distributed.exchange import DEFAULT_CHUNK, borrow, chunks, summed, trade
-from unisono.quantum.distributed.global_index_map import Holdings
-from unisono.quantum.distributed.local_steps import Conditional, LocalStep, Measure, Run, Trades
+from unisono.quantum.distributed.exchange import DEFAULT_CHUNK, borrow, chunks, exchange_blocks, summed
+from unisono.quantum.distributed.global_index_map import GlobalIndexMap
+from unisono.quantum.distributed.local_steps import Conditional, LocalExchange, LocalStep, Measure, Run
 from unisono.quantum.distributed.memory import require_room, zeros
 from unisono.quantum.distributed.program import Program
 from unisono.quantum.kernels.reference import block
@@ -41,8 +41,8 @@ class NormError(ArithmeticError):
 class State:
     """2^wires amplitudes over the 2^held ranks of `comm` (None: all here).
 
-    `local` are this rank's; `layout[p]` is the wire at position p: the first `held` positions are bits of the held
-    index that `holdings` knows for each rank, the others are the axes of `local`. All ranks call every method alike."""
+    `local` are this rank's; `layout[p]` is the wire at position p: the first `held` positions are global qubits, whose
+    bits on each rank are in `index_map`; the others are the axes of `local`. All ranks call every method alike."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class State:
         require_room(wires, self.held, dtype, self.device, chunk, self.comm)
         self.local = zeros(1 << (wires - self.held), dtype, self.device)
         self.layout: tuple[int, ...] = tuple(range(wires))
-        self.holdings = Holdings(self.held)
+        self.index_map = GlobalIndexMap(self.held)
         self.draws = np.random.default_rng(seed)
         self._begin(self.layout, [np.array([1, 0])] * wires)
         self.fresh = True
@@ -106,7 +106,7 @@ class State:
             weights, features = circuit.check_values(weights, features)
             circuit = self.schedule(circuit)
         if isinstance(circuit, Schedule):
-            circuit = Program.of(circuit, self.rank, None if self.fresh else self.holdings)
+            circuit = Program.of(circuit, self.rank, None if self.fresh else self.index_map)
         weights = finite_vector("weights", weights, circuit.schedule.weights, copy=False)
         features = finite_vector("features", features, circuit.schedule.features, copy=False)
         circuit.prepare(self.wires - self.held, self.dtype, self.device, self.kernel)
@@ -114,7 +114,7 @@ class State:
         for step in circuit.steps:
             self.do(step, weights, features)
         self.layout = circuit.schedule.finish
-        self.holdings = circuit.holdings.copy()
+        self.index_map = circuit.index_map.copy()
         return self
 
     def begin(self, schedule: Schedule) -> None:
@@ -133,7 +133,7 @@ class State:
         """One step of a program."""
         if isinstance(step, Run):
             self.apply(step, weights, features)
-        elif isinstance(step, Trades):
+        elif isinstance(step, LocalExchange):
             self.exchange(step)
         elif isinstance(step, Measure):
             if self.holds(step.condition):
@@ -150,13 +150,13 @@ class State:
             raise UsageError(f"apply of {shown(run)}: expected a Run of a Program, or state.run(circuit)")
         run.runner(self.wires - self.held, self.dtype, self.device, self.kernel)(self.local, weights, features)
 
-    def exchange(self, step: Trades) -> None:
-        """Trade blocks with other ranks; the norm must be the same after as it was at the start."""
-        if not isinstance(step, Trades):
-            raise UsageError(f"exchange of {shown(step)}: expected Trades, a step of a Program")
+    def exchange(self, step: LocalExchange) -> None:
+        """Exchange blocks with other ranks; the norm must stay the same."""
+        if not isinstance(step, LocalExchange):
+            raise UsageError(f"exchange of {shown(step)}: expected a LocalExchange, a step of a Program")
         if self.comm is None:
             return
-        trade(self.local, step, self.comm, self.chunk)
+        exchange_blocks(self.local, step, self.comm, self.chunk)
         norm = summed(squares(self.local), self.comm) ** 0.5
         if not abs(norm - self.norm_expected) <= DRIFT[self.dtype] * self.norm_expected:
             raise NormError(
@@ -168,7 +168,7 @@ class State:
         """The amplitudes of the rank whose held index differs by `flip`, a chunk at a time, with each chunk's place.
 
         A chunk is only there until the next is asked for, and all of them must be."""
-        partner = self.holdings.rank_of(int(self.holdings.table[self.rank]) ^ flip)
+        partner = self.index_map.rank_of(int(self.index_map.table[self.rank]) ^ flip)
         if flip and self.comm is not None:
             return borrow(self.local, partner, self.comm, self.chunk)
         return chunks(self.local, self.chunk if self.device.type == "cuda" else 4 * self.local.nbytes)
@@ -185,7 +185,7 @@ class State:
         position = self._position(wire)
         if position >= self.held:
             raise UsageError(f"wire {wire} is an axis of this rank's amplitudes; state.axis({wire}) says which")
-        return self.holdings.bit(self.rank, position)
+        return self.index_map.bit(self.rank, position)
 
     def _position(self, wire: int) -> int:
         if not is_index(wire) or not 0 <= wire < self.wires:
@@ -208,7 +208,7 @@ class State:
         parts = [self.local] if self.comm is None else self.comm.all_gather(self.local)
         whole = torch.empty((1 << self.held, len(self.local)), dtype=self.dtype, device=self.device)
         for rank, part in enumerate(parts):
-            whole[int(self.holdings.table[rank])] = part
+            whole[int(self.index_map.table[rank])] = part
         order = [self.layout.index(wire) for wire in range(self.wires)]
         return whole.reshape((2,) * self.wires).permute(order).reshape(-1)
 
@@ -228,7 +228,7 @@ class State:
             .reshape((2,) * self.wires)
             .permute(self.layout)
         )
-        self.local.copy_(whole.reshape(1 << self.held, -1)[int(self.holdings.table[self.rank])])
+        self.local.copy_(whole.reshape(1 << self.held, -1)[int(self.index_map.table[self.rank])])
         self.norm_expected = self.norm()
         self.fresh = False
         return self
@@ -237,7 +237,7 @@ class State:
         """A state with the same layout and other amplitudes: a co-state, a copy."""
         other = object.__new__(State)
         other.__dict__.update(self.__dict__)
-        other.local, other.bits, other.holdings = local, dict(self.bits), self.holdings.copy()
+        other.local, other.bits, other.index_map = local, dict(self.bits), self.index_map.copy()
         return other
 
     def blank(self) -> State:
@@ -258,10 +258,10 @@ class State:
 
     def _begin(self, layout: tuple[int, ...], vectors: Sequence[np.ndarray]) -> None:
         """A product state, from zeros but for the first amplitude: a vector of two amplitudes for each wire."""
-        self.layout, self.holdings = layout, Holdings(self.held)
+        self.layout, self.index_map = layout, GlobalIndexMap(self.held)
         factor = complex(1)
         for position in range(self.held):
-            factor *= complex(vectors[layout[position]][self.holdings.bit(self.rank, position)])
+            factor *= complex(vectors[layout[position]][self.index_map.bit(self.rank, position)])
         self.local[:1].fill_(factor)
         filled = 1  # from the least significant axis up: [v0 * x, v1 * x]
         for position in reversed(range(self.held, self.wires)):

@@ -20,7 +20,7 @@ from unisono.errors import UsageError
 from unisono.quantum.arguments import shown
 from unisono.quantum.circuit.gate_methods import GateMethods
 from unisono.quantum.circuit.gates import ALIASES, BARRIER, CONTROLLED, MEASURE, Gate, gate
-from unisono.quantum.circuit.growable import Pieces
+from unisono.quantum.circuit.growable import ChunkedList
 from unisono.quantum.circuit.operation import Controls, Operation
 from unisono.quantum.circuit.operations import Operations
 from unisono.quantum.circuit.parameter import Angle, affine, finite_vector, in_order, is_index
@@ -42,11 +42,11 @@ class Circuit(GateMethods):
             raise UsageError(f"Circuit({wires}, bits={bits!r}): expected a number of classical bits of 0 to {MOST}")
         self.wires = int(wires)
         self.bits = int(bits)
-        self._operations: Pieces[Operation] | Operations = Operations()  # pieces while the circuit grows
+        self._operations: ChunkedList[Operation] | Operations = Operations()  # pieces while the circuit grows
 
     @property
     def operations(self) -> Operations:
-        if isinstance(self._operations, Pieces):
+        if isinstance(self._operations, ChunkedList):
             self._operations = Operations(self._operations)
         return self._operations
 
@@ -72,7 +72,7 @@ class Circuit(GateMethods):
 
     def _add(self, operations: list[Operation]) -> None:
         if isinstance(self._operations, Operations):
-            self._operations = Pieces(self._operations)
+            self._operations = ChunkedList(self._operations)
         self._operations.extend(operations)
 
     def _checked(self, operation: Operation, bits: int) -> Operation:

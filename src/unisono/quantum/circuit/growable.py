@@ -19,7 +19,7 @@ _FIRST = 1 << 11  # bytes; and then twice as many. The C library keeps blocks of
 T = TypeVar("T")
 
 
-class Pieces(Generic[T]):
+class ChunkedList(Generic[T]):
     """A list in chunks; grows at its end."""
 
     __slots__ = ("_last", "_pieces")

@@ -7,7 +7,7 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
-from unisono.quantum.circuit.growable import PIECE, Pieces
+from unisono.quantum.circuit.growable import PIECE, ChunkedList
 from unisono.quantum.circuit.operation import Operation
 
 
@@ -49,7 +49,7 @@ class Operations(Sequence[Operation]):
         return f"Operations({list(self)})"
 
 
-def shared(made: Sequence[Operation] | Pieces[Operation], given: Sequence[Operation]) -> Operations:
+def shared(made: Sequence[Operation] | ChunkedList[Operation], given: Sequence[Operation]) -> Operations:
     """The operations made of those given; they are the given ones where nothing was changed, for a circuit, its
     schedule and its program may have thousands of operations, and be kept together."""
     same = isinstance(given, Operations) and len(made) == len(given) and all(map(operator.is_, made, given))

@@ -15,7 +15,7 @@ from unisono.errors import UsageError
 from unisono.quantum.arguments import require_count
 from unisono.quantum.circuit.circuit import Circuit
 from unisono.quantum.circuit.parameter import affine, is_index, weight
-from unisono.quantum.observables.observable import PauliSum, Word, Z, multiply
+from unisono.quantum.observables.observable import PauliString, PauliSum, Z, multiply
 
 _MOST_LAYERS = 1 << 20
 ENTANGLERS = ("cnot_ring", "cnot_line", "cz_ring", "cz_line")
@@ -121,9 +121,9 @@ def excitations(wires: int, electrons: int) -> list[tuple[tuple[int, ...], tuple
     return found
 
 
-def excitation_words(holes: Sequence[int], particles: Sequence[int]) -> list[tuple[float, Word]]:
+def excitation_words(holes: Sequence[int], particles: Sequence[int]) -> list[tuple[float, PauliString]]:
     """(coefficient, word) with T - T^+ = i * sum of coefficient * word, T exciting `holes` to `particles`."""
-    parts: list[tuple[complex, Word]] = [(1 + 0j, ())]
+    parts: list[tuple[complex, PauliString]] = [(1 + 0j, ())]
     for wire, sign in [*((wire, -1j) for wire in particles), *((wire, 1j) for wire in reversed(holes))]:
         string = tuple((below, "Z") for below in range(wire))
         ladder = [(0.5 + 0j, (*string, (wire, "X"))), (0.5 * sign, (*string, (wire, "Y")))]
@@ -131,8 +131,10 @@ def excitation_words(holes: Sequence[int], particles: Sequence[int]) -> list[tup
     return [(2 * value.imag, word) for value, word in parts if abs(value.imag) > 1e-12]
 
 
-def _product(left: list[tuple[complex, Word]], right: list[tuple[complex, Word]]) -> list[tuple[complex, Word]]:
-    total: dict[Word, complex] = {}
+def _product(
+    left: list[tuple[complex, PauliString]], right: list[tuple[complex, PauliString]]
+) -> list[tuple[complex, PauliString]]:
+    total: dict[PauliString, complex] = {}
     for (a, first), (b, second) in product(left, right):
         factor, word = multiply(first, second)
         total[word] = total.get(word, 0) + a * b * factor

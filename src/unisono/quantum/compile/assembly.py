@@ -9,7 +9,7 @@ from itertools import chain
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.quantum.circuit.growable import Numbers, Pieces
+from unisono.quantum.circuit.growable import ChunkedList, Numbers
 from unisono.quantum.circuit.parameter import Affine
 from unisono.quantum.compile.angles import Angles
 from unisono.quantum.compile.frame import SKEW, Basis, Frame, Layout, skew
@@ -87,8 +87,8 @@ class Assembler:
         self._constants, self._constant_places = Numbers(np.float64), Numbers(np.int64)
         self._batches: list[Batch] = []
         self._known: dict[tuple[object, ...], tuple[int, int]] = {}
-        self._turn_angles: Pieces[Affine] = Pieces()
-        self._term_angles: Pieces[Affine] = Pieces()
+        self._turn_angles: ChunkedList[Affine] = ChunkedList()
+        self._term_angles: ChunkedList[Affine] = ChunkedList()
         self._records = Numbers(np.int64)
         self._term_constants, self._term_slopes = Numbers(np.float64), Numbers(np.float64)
         self._term_numbers = Numbers(np.int64)

@@ -1,12 +1,12 @@
-"""Operations in terms of what kernels do: turns, phases, flips and, rarely, dense matrices.
+"""Operations in terms of what kernels do: rotations, phases, flips and, rarely, dense matrices.
 
-    Turn    exp(-i angle Y / 2) on one axis, under controls: real, the only thing that mixes amplitudes
-    Phase   a diagonal: amplitudes are multiplied by exp(i ...), whatever the number of axes
-    Flip    X or CNOT: amplitudes move, and kernels only rename them
-    Dense   an explicit unitary on two or more axes
+    Rotation  exp(-i angle Y / 2) on one axis, under controls: real, the only thing that mixes amplitudes
+    Phase     a diagonal: amplitudes are multiplied by exp(i ...), whatever the number of axes
+    Flip      X or CNOT: amplitudes move, and kernels only rename them
+    Dense     an explicit unitary on two or more axes
 
-Every gate with parameters becomes turns and phases whose angles are affine in those parameters, so that all gradients
-follow from turns and phases alone.
+Every gate with parameters becomes rotations and phases whose angles are affine in those parameters, so that all
+gradients follow from rotations and phases alone.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ NONE = Affine()
 
 
 @dataclass(frozen=True)
-class Turn:
+class Rotation:
     target: int
     controls: Controls
     angle: Affine
@@ -58,7 +58,7 @@ class Dense:
     matrix: np.ndarray
 
 
-Primitive = Turn | Phase | Flip | Dense
+Primitive = Rotation | Phase | Flip | Dense
 
 _CONSTANT_PHASES = {"z": math.pi, "s": HALF_PI, "sdg": -HALF_PI, "t": HALF_PI / 2, "tdg": -HALF_PI / 2}
 _WORDS = {"rx": "X", "ry": "Y", "rz": "Z", "rxx": "XX", "ryy": "YY", "rzz": "ZZ", "rzx": "ZX"}
@@ -93,7 +93,7 @@ def _pauli_rotation(word: str, targets: tuple[int, ...], controls: Controls, ang
     after = [_undone(step) for step in before if not _is_pivot_s(step, pivot)]
     if letters[pivot] == "X":
         after.append(_s(pivot, -1))
-    return [*before, Turn(pivot, controls, angle), *reversed(after)]
+    return [*before, Rotation(pivot, controls, angle), *reversed(after)]
 
 
 def _s(axis: int, sign: int) -> Phase:
@@ -132,7 +132,7 @@ def _euler(operation: Operation, left: Affine, angle: Affine, right: Affine, sha
     (target,) = operation.targets
     controls, axis = operation.controls, ((target,),)
     made: list[Primitive] = [Phase(controls, axis, (0.0, 0.0), (0.0, 1.0), right)]
-    made.append(Turn(target, controls, angle))
+    made.append(Rotation(target, controls, angle))
     made.append(Phase(controls, axis, (shared, shared), (0.0, 1.0), left))
     return made
 
@@ -143,7 +143,7 @@ def _rot(operation: Operation) -> list[Primitive]:
     controls, axis = operation.controls, ((target,),)
     return [
         Phase(controls, axis, (0.0, 0.0), (-0.5, 0.5), first),
-        Turn(target, controls, middle),
+        Rotation(target, controls, middle),
         Phase(controls, axis, (0.0, 0.0), (-0.5, 0.5), last),
     ]
 
@@ -153,7 +153,7 @@ def _x(operation: Operation) -> list[Primitive]:
     (target,) = operation.targets
     if len(operation.controls) > 1:
         sign = Phase(operation.controls, ((target,),), (0.0, math.pi))
-        return [sign, Turn(target, operation.controls, Affine(math.pi))]
+        return [sign, Rotation(target, operation.controls, Affine(math.pi))]
     if not operation.controls:
         return [Flip(target)]
     ((control, value),) = operation.controls
@@ -170,7 +170,7 @@ def _y(operation: Operation) -> list[Primitive]:
 def _h(operation: Operation) -> list[Primitive]:
     (target,) = operation.targets
     sign = Phase(operation.controls, ((target,),), (0.0, math.pi))
-    return [sign, Turn(target, operation.controls, Affine(HALF_PI))]
+    return [sign, Rotation(target, operation.controls, Affine(HALF_PI))]
 
 
 def _root_x(operation: Operation, sign: int) -> list[Primitive]:
@@ -178,7 +178,7 @@ def _root_x(operation: Operation, sign: int) -> list[Primitive]:
     (target,) = operation.targets
     return [
         _s(target, 1),
-        Turn(target, operation.controls, Affine(sign * HALF_PI)),
+        Rotation(target, operation.controls, Affine(sign * HALF_PI)),
         _s(target, -1),
         Phase(operation.controls, (), (sign * HALF_PI / 2,)),
     ]

@@ -1,7 +1,7 @@
-"""The primitives of a tile in few passes: stages of turns that run together, each followed by one merged phase.
+"""The primitives of a tile in few passes: stages of rotations that run together, each followed by one merged phase.
 
-In terms of rows (frame.py) a turn changes rows by its mask, and a turn or phase reads parities. Two items conflict when
-one changes what the other reads. Everything goes to the earliest stage that its conflicts allow.
+In terms of rows (frame.py) a rotation changes rows by its mask, and a rotation or phase reads parities. Two items
+conflict when one changes what the other reads. Everything goes to the earliest stage that its conflicts allow.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 
 from unisono.quantum.circuit.parameter import Affine
 from unisono.quantum.compile.frame import Frame, Layout, Parity, odd
-from unisono.quantum.compile.lowering import Dense, Flip, Phase, Primitive, Turn
+from unisono.quantum.compile.lowering import Dense, Flip, Phase, Primitive, Rotation
 
 Guards = tuple[tuple[Parity, int], ...]  # parities and the values they must have
 
@@ -94,7 +94,7 @@ def stages(primitives: Iterable[Primitive], layout: Layout, top: int) -> tuple[l
     return made, frame
 
 
-def _mix(frame: Frame, primitive: Turn | Dense, top: int) -> Mix:
+def _mix(frame: Frame, primitive: Rotation | Dense, top: int) -> Mix:
     targets = primitive.targets if isinstance(primitive, Dense) else (primitive.target,)
     guard_masks = {
         number: frame.mask[top - axis]
@@ -105,7 +105,7 @@ def _mix(frame: Frame, primitive: Turn | Dense, top: int) -> Mix:
         tuple(frame.mask[top - axis] for axis in targets),
         tuple(frame.parity[top - axis] for axis in targets),
         _guards(frame, primitive.controls, top),
-        primitive.angle if isinstance(primitive, Turn) else None,
+        primitive.angle if isinstance(primitive, Rotation) else None,
         primitive.matrix if isinstance(primitive, Dense) else None,
         guard_masks,
     )

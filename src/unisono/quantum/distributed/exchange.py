@@ -1,6 +1,6 @@
-"""Trading blocks of the state between ranks, in place, through buffers of bounded size.
+"""Exchange of blocks of the state between ranks, in place, through buffers of bounded size.
 
-Ranks of one host trade through shared memory (shared_memory.py), others by messages."""
+Ranks of one host use shared memory (shared_memory.py), others by messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
-from unisono.quantum.distributed.local_steps import Trades
+from unisono.quantum.distributed.local_steps import LocalExchange
 from unisono.quantum.distributed.shared_memory import known, staging
 from unisono.quantum.kernels.reference import block
 
@@ -19,13 +19,13 @@ _SHARED = 8 << 20  # bytes of a rank's slots in shared memory: what is packed is
 _BUFFERS = 4  # two to send and two to receive: one pair travels while the other is packed
 
 
-def trade(local: torch.Tensor, step: Trades, comm: Communicator, chunk: int = DEFAULT_CHUNK) -> None:
+def exchange_blocks(local: torch.Tensor, step: LocalExchange, comm: Communicator, chunk: int = DEFAULT_CHUNK) -> None:
     """Do one exchange. A pair of ranks walks the same pieces in the same order, so each piece finds its place."""
     shared = staging(comm, min(chunk, _SHARED, 2 * local.nbytes)) if local.device.type == "cpu" else None
-    for each in step.trades:
+    for each in step.blocks:
         if shared is not None and shared.reaches(each.partner):
             pieces = _split(block(local, step.axes, each.block), max(1, shared.slot // local.element_size()))
-            shared.trade(pieces, each.partner)
+            shared.exchange_blocks(pieces, each.partner)
         else:
             limit = max(1, chunk // (_BUFFERS * local.element_size()))
             _send(list(_split(block(local, step.axes, each.block), limit)), each.partner, comm)
@@ -46,7 +46,7 @@ def borrow(
 
 
 def summed(value: torch.Tensor, comm: Communicator) -> float:
-    """The sum over ranks, on every rank; those of one host that have traded need no message for it."""
+    """The sum over ranks, on every rank; those of one host that have exchanged blocks need no message for it."""
     shared = known(comm)
     if shared is not None and shared.has_all:
         return shared.total(float(value))
@@ -61,7 +61,7 @@ def chunks(local: torch.Tensor, chunk: int) -> Iterator[tuple[int, torch.Tensor]
 
 
 def _send(pieces: list[torch.Tensor], partner: int, comm: Communicator) -> None:
-    """Trade pieces as messages: while one pair of buffers travels, the other is packed."""
+    """Exchange chunks as messages: while one pair of buffers travels, the other is packed."""
     size = max(piece.numel() for piece in pieces)
     buffers = [pieces[0].new_empty(size) for _ in range(min(_BUFFERS, 2 * len(pieces)))]
     waiting: tuple[Handle, torch.Tensor, torch.Tensor] | None = None

@@ -1,8 +1,8 @@
-"""Which held index each rank has, and what is left of an operation for a rank that knows its held bits.
+"""Which global index each rank has, and what an operation becomes on a rank that knows its bits of the global qubits.
 
-rank r, with g held bits h = holds[r], sees
-a phase or control on held wires        the phase or control with those bits put in
-X, CNOT, SWAP, Toffoli on held wires    another h, for every rank: no amplitude moves
+On rank r, whose g global qubits read table[r]:
+a phase or control on global qubits        becomes the phase or control with those bits put in
+X, CNOT, SWAP, Toffoli on global qubits    change the table, for every rank: no amplitude moves
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ _WORDS = {"rz": "Z", "rzz": "ZZ", "rzx": "ZX"}
 _AXIS = {"X": "rx", "Y": "ry", "Z": "rz"}
 
 
-class Holdings:
-    """The table rank -> held index of 2^g ranks."""
+class GlobalIndexMap:
+    """The table rank -> global index of 2^g ranks."""
 
     def __init__(self, held: int, table: NDArray[np.int64] | None = None) -> None:
         self.held = held  # how many positions
         self.table = np.arange(2**held, dtype=np.int64) if table is None else table.copy()
 
-    def copy(self) -> Holdings:
-        return Holdings(self.held, self.table)
+    def copy(self) -> GlobalIndexMap:
+        return GlobalIndexMap(self.held, self.table)
 
     def rank_of(self, index: int) -> int:
-        """The rank that has a held index."""
+        """The rank that has a global index."""
         return int(np.flatnonzero(self.table == index)[0])
 
     def bit(self, rank: int, position: int) -> int:
@@ -44,7 +44,7 @@ class Holdings:
     def restrict(self, operations: Iterable[Operation], rank: int) -> list[Operation]:
         """What the operations, on positions, are for one rank: operations on its local axes.
 
-        Operations that permute held indices change the table, for all ranks, as they pass."""
+        Operations that permute global indices change the table, for all ranks, as they pass."""
         if not self.held:
             return list(operations)
         local = []

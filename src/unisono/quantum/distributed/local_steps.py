@@ -9,7 +9,7 @@ import torch
 
 from unisono.quantum.circuit.operation import Operation
 from unisono.quantum.circuit.operations import shared
-from unisono.quantum.distributed.global_index_map import Holdings
+from unisono.quantum.distributed.global_index_map import GlobalIndexMap
 from unisono.quantum.kernels.runner import Runner, runner
 from unisono.quantum.schedule.step import Event, Exchange, Segment, Step
 
@@ -30,7 +30,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Trade:
+class BlockExchange:
     """The block of the local array where `axes` read `block` (first axis most significant) goes to `partner`, whose own
     block comes in its place."""
 
@@ -39,11 +39,11 @@ class Trade:
 
 
 @dataclass(frozen=True)
-class Trades:
-    """All trades of an exchange, in rounds in which ranks pair up."""
+class LocalExchange:
+    """One rank's part of an exchange: all its blocks, in rounds in which ranks pair up."""
 
     axes: tuple[int, ...]
-    trades: tuple[Trade, ...]
+    blocks: tuple[BlockExchange, ...]
 
 
 @dataclass(frozen=True)
@@ -64,49 +64,49 @@ class Conditional:
     operation: Operation
 
 
-LocalStep = Run | Trades | Measure | Conditional
+LocalStep = Run | LocalExchange | Measure | Conditional
 
 
-def local_steps(steps: Iterable[Step], rank: int, holdings: Holdings) -> Iterator[LocalStep]:
-    """A rank's part of the steps of a schedule; `holdings` follows them."""
+def local_steps(steps: Iterable[Step], rank: int, index_map: GlobalIndexMap) -> Iterator[LocalStep]:
+    """A rank's part of the steps of a schedule; `index_map` is updated on the way."""
     for step in steps:
         if isinstance(step, Segment):
-            if operations := holdings.restrict(step.operations, rank):
+            if operations := index_map.restrict(step.operations, rank):
                 yield Run(shared(operations, step.operations))
         elif isinstance(step, Exchange):
-            yield trades(step, holdings, rank)
+            yield local_exchange(step, index_map, rank)
         elif step.operation.gate.unitary:
-            for operation in holdings.restrict([step.operation], rank):
+            for operation in index_map.restrict([step.operation], rank):
                 yield Conditional(operation)
         else:
-            yield _measure(step, holdings, rank)
+            yield _measure(step, index_map, rank)
 
 
-def _measure(step: Event, holdings: Holdings, rank: int) -> Measure:
+def _measure(step: Event, index_map: GlobalIndexMap, rank: int) -> Measure:
     operation = step.operation
     (position,) = operation.targets
-    local = position >= holdings.held
+    local = position >= index_map.held
     return Measure(
-        position - holdings.held if local else None,
-        0 if local else holdings.bit(rank, position),
+        position - index_map.held if local else None,
+        0 if local else index_map.bit(rank, position),
         operation.bits,
         operation.condition,
         operation.name == "reset",
     )
 
 
-def trades(exchange: Exchange, holdings: Holdings, rank: int) -> Trades:
-    """Who trades which block with whom.
+def local_exchange(exchange: Exchange, index_map: GlobalIndexMap, rank: int) -> LocalExchange:
+    """Which block a rank exchanges with which partner.
 
-    Positions trade places in pairs, so amplitude i and amplitude s(i) do, s being its own inverse. A rank's block v,
+    Positions change places in pairs, so amplitude i and amplitude s(i) do, s being its own inverse. A rank's block v,
     the bits taken being t, goes to the rank whose bits are v, and is its block t."""
-    held = holdings.held
+    held = index_map.held
     local = [(give, take) for give, take in zip(exchange.give, exchange.take, strict=True) if give >= held]
-    index = int(holdings.table[rank])
+    index = int(index_map.table[rank])
     for give, take in zip(exchange.give, exchange.take, strict=True):
         if give < held:
             index = _swapped(index, held - 1 - give, held - 1 - take)
-    rank_of = {int(other): number for number, other in enumerate(holdings.table)}
+    rank_of = {int(other): number for number, other in enumerate(index_map.table)}
     mine = 0
     for _, take in local:
         mine = mine << 1 | (index >> (held - 1 - take) & 1)
@@ -118,8 +118,8 @@ def trades(exchange: Exchange, holdings: Holdings, rank: int) -> Trades:
             shift = held - 1 - take
             target = (target & ~(1 << shift)) | ((block >> number & 1) << shift)
         if rank_of[target] != rank:
-            made.append(Trade(rank_of[target], block))
-    return Trades(tuple(give - held for give, _ in local), tuple(made))
+            made.append(BlockExchange(rank_of[target], block))
+    return LocalExchange(tuple(give - held for give, _ in local), tuple(made))
 
 
 def _swapped(index: int, first: int, second: int) -> int:

@@ -1,7 +1,7 @@
-"""A schedule as one rank runs it: operations on local axes, and blocks traded with partners. Static, so made once.
+"""A schedule as one rank runs it: operations on local axes, and blocks exchanged with partners. Made once.
 
-Walked forwards it runs the circuit; walked backwards, with each operation undone, it goes back: a trade is its own
-inverse.
+Walked forwards it runs the circuit; walked backwards, with each operation undone, it goes back: an exchange is its
+own inverse.
 """
 
 from __future__ import annotations
@@ -12,25 +12,25 @@ import torch
 
 from unisono.errors import UsageError
 from unisono.quantum.arguments import shown
-from unisono.quantum.distributed.global_index_map import Holdings
+from unisono.quantum.distributed.global_index_map import GlobalIndexMap
 from unisono.quantum.distributed.local_steps import LocalStep, Run, local_steps
 from unisono.quantum.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
 class Program:
-    """`holdings` is the table of held indices after the last step."""
+    """`index_map` is that after the last step."""
 
     schedule: Schedule
     rank: int
     steps: tuple[LocalStep, ...]
-    holdings: Holdings
+    index_map: GlobalIndexMap
 
     @classmethod
-    def of(cls, schedule: Schedule, rank: int = 0, holdings: Holdings | None = None) -> Program:
+    def of(cls, schedule: Schedule, rank: int = 0, index_map: GlobalIndexMap | None = None) -> Program:
         if not isinstance(schedule, Schedule):
             raise UsageError(f"a program of {shown(schedule)}: expected a Schedule, such as Schedule.of(circuit)")
-        table = Holdings(schedule.held) if holdings is None else holdings.copy()
+        table = GlobalIndexMap(schedule.held) if index_map is None else index_map.copy()
         steps = tuple(local_steps(schedule.steps, rank, table))
         return cls(schedule, rank, steps, table)
 

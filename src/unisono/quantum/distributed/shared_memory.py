@@ -60,8 +60,8 @@ class Staging:
         flat = torch.frombuffer(self._maps[rank], dtype=like.dtype, count=like.numel(), offset=start)
         return flat.view(like.shape)
 
-    def trade(self, pieces: Iterator[torch.Tensor], partner: int) -> None:
-        """Trade pieces with a partner, who has pieces of the same shapes.
+    def exchange_blocks(self, pieces: Iterator[torch.Tensor], partner: int) -> None:
+        """Exchange pieces with a partner, who has pieces of the same shapes.
 
         A slot is packed again only when the partner has come to the piece after: then it has unpacked this one."""
         for number, piece in enumerate(pieces):
@@ -71,7 +71,8 @@ class Staging:
         self._meet(partner)
 
     def borrow(self, pieces: Iterator[tuple[int, torch.Tensor]], partner: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The partner's pieces, where it put them, while it looks at this rank's; `trade` says when a slot is free."""
+        """The partner's pieces, where it put them, while it looks at this rank's; a slot is free as in
+        `exchange_blocks`."""
         for number, (place, piece) in enumerate(pieces):
             self.place(self._rank, number, piece).copy_(piece)
             self._meet(partner)

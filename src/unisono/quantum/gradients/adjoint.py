@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from unisono.errors import UsageError
-from unisono.quantum.distributed.local_steps import Run, Trades
+from unisono.quantum.distributed.local_steps import LocalExchange, Run
 from unisono.quantum.distributed.program import Program
 from unisono.quantum.state import State
 
@@ -22,13 +22,13 @@ def gradients(program: Program, state: State, costate: State, weights: Any = (),
     """This rank's share of the gradients; their sum over the ranks of the state is the whole.
 
     `state` is what the program ended in. Both states are walked back to where the program began, and are spent."""
-    if any(not isinstance(step, Run | Trades) for step in program.steps):
+    if any(not isinstance(step, Run | LocalExchange) for step in program.steps):
         raise UsageError("a circuit with measurements, resets or conditions has no gradient")
     costate.norm_expected = costate.norm() if state.held else 1.0
     sizes = (np.size(weights), np.size(features))
     found = tuple(np.zeros(size) for size in sizes)
     for step in reversed(program.steps):
-        if isinstance(step, Trades):
+        if isinstance(step, LocalExchange):
             state.exchange(step)
             costate.exchange(step)
             continue

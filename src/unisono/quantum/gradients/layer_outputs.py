@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 from unisono.errors import UsageError
-from unisono.quantum.observables.application import applied_words
+from unisono.quantum.observables.application import applied_pauli_strings
 from unisono.quantum.observables.expectation import Observed
 from unisono.quantum.observables.observable import LARGEST_EXPANSION, PauliSum
 from unisono.quantum.outputs import MOST_PROBABILITIES
@@ -43,7 +43,7 @@ class Expectations:
         seen = self._observed
         terms = [(w * c, word) for w, each in zip(weights, seen.sums, strict=True) for c, word in each]
         projectors = [(w * c, bits) for w, each in zip(weights, seen.projectors, strict=True) for c, bits in each]
-        return applied_words(state, terms, projectors)
+        return applied_pauli_strings(state, terms, projectors)
 
     def _gpu_words(self, state: State) -> GpuWords | None:
         """The GPU's own kernel, where one GPU has the whole state and the observables are short Pauli sums."""

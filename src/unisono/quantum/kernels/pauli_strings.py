@@ -1,8 +1,8 @@
-"""Pauli words and amplitudes: the sums that expectation values are made of, and words applied to a state.
+"""Pauli strings and amplitudes: the sums that expectation values are made of, and strings applied to a state.
 
-A word sends amplitude i to i ^ flip with the sign (-1)^popcount(i & sign). Words that flip the same bits are a group.
-`theirs` are the amplitudes that a word acts on, `mine` or `into` those where they go; all are arrays of the same power
-of two.
+A string maps amplitude i to i ^ flip with the sign (-1)^popcount(i & sign). Strings that flip the same bits form a
+group. `theirs` are the amplitudes that a string acts on, `mine` or `into` those where they go; all are arrays of the
+same power of two.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Group = tuple[int, NDArray[np.int64]]  # what the words flip, and the mask of ea
 Weighted = tuple[int, NDArray[np.int64], NDArray[np.complex128]]  # and each word's factor
 
 
-def word_sums(mine: torch.Tensor, theirs: torch.Tensor, groups: Sequence[Group]) -> list[NDArray[np.complex128]]:
+def pauli_sums(mine: torch.Tensor, theirs: torch.Tensor, groups: Sequence[Group]) -> list[NDArray[np.complex128]]:
     """For each group, and each sign mask of it: the sum over i of conj(theirs[i ^ flip]) * mine[i] * (-1)^popcount(i &
     sign)."""
     if not _fast(mine):
@@ -50,7 +50,7 @@ def word_sums(mine: torch.Tensor, theirs: torch.Tensor, groups: Sequence[Group])
     return np.split(total[:, 0] + 1j * total[:, 1], starts[1:-1])
 
 
-def add_words(into: torch.Tensor, theirs: torch.Tensor, groups: Sequence[Weighted]) -> None:
+def add_pauli_strings(into: torch.Tensor, theirs: torch.Tensor, groups: Sequence[Weighted]) -> None:
     """into[i ^ flip] += theirs[i] * sum over words of factor * (-1)^popcount(i & sign), for each group."""
     if not _fast(into):
         for flip, signs, factors in groups:

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from unisono.quantum.distributed.memory import zeros_like
 from unisono.quantum.kernels.gpu import THREADS, kernel_of, real_of
-from unisono.quantum.observables.observable import PauliSum, Word
+from unisono.quantum.observables.observable import PauliString, PauliSum
 
 _BLOCKS = 8  # of a multiprocessor
 
@@ -85,7 +85,7 @@ def _sent(numbers: Any, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     return torch.tensor([*numbers, 0], dtype=dtype, device=device)  # never empty: kernels take its address
 
 
-def _masks(word: Word, bit_of: dict[int, int]) -> tuple[int, int, complex]:
+def _masks(word: PauliString, bit_of: dict[int, int]) -> tuple[int, int, complex]:
     """What the word flips, whose sign counts (of the amplitude it arrives at), and its power of i."""
     flip = sign = 0
     power = 1 + 0j

@@ -1,6 +1,6 @@
 """An observable applied to a state: the co-state that gradients and variances start from.
 
-A word P sends |i> to f(i) |i ^ x>, f a sign and a power of i; words that flip the same bits share one pass.
+A Pauli string maps |i> to f(i) |i ^ x>, f a sign and a power of i; strings that flip the same bits share one pass.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from unisono.quantum.kernels.pauli_strings import add_words
+from unisono.quantum.kernels.pauli_strings import add_pauli_strings
 from unisono.quantum.kernels.reference import block
-from unisono.quantum.observables.observable import PauliSum, Values, Word
+from unisono.quantum.observables.observable import PauliString, PauliSum, Values
 from unisono.quantum.state import State
 
 _PIECE = 1 << 18  # amplitudes whose copies in double precision are in memory together
@@ -24,11 +24,13 @@ def applied(state: State, observable: PauliSum) -> State:
     """O|state>, a state of the same layout that is not normalised. Ranks exchange once for each mask of held wires that
     words flip; the state itself is not changed."""
     observable.check(state.wires)
-    return applied_words(state, PauliSum(observable.terms, observable.blocks).paulis().terms, observable.projectors)
+    return applied_pauli_strings(
+        state, PauliSum(observable.terms, observable.blocks).paulis().terms, observable.projectors
+    )
 
 
-def applied_words(
-    state: State, terms: Sequence[tuple[float, Word]], projectors: Sequence[tuple[float, Values]]
+def applied_pauli_strings(
+    state: State, terms: Sequence[tuple[float, PauliString]], projectors: Sequence[tuple[float, Values]]
 ) -> State:
     """The same for weighted words and projectors."""
     made = state.blank()
@@ -56,7 +58,7 @@ def inner(left: State, right: State) -> complex:
 def _add(into: torch.Tensor, state: State, place: int, theirs: torch.Tensor, group: list[Masked], flip: int) -> None:
     """Add what the words make of the partner's amplitudes at `place`."""
     axes, width = state.wires - state.held, len(theirs)
-    held = int(state.holdings.table[state.rank]) ^ flip
+    held = int(state.index_map.table[state.rank]) ^ flip
     above = (held << axes) | place
     shifts: dict[int, dict[int, list[tuple[int, complex]]]] = {}  # by place, then by what is flipped within it
     for flips, signs, factor in group:
@@ -68,10 +70,10 @@ def _add(into: torch.Tensor, state: State, place: int, theirs: torch.Tensor, gro
             (flip, np.array([mask for mask, _ in members]), np.array([scale for _, scale in members]))
             for flip, members in sorted(by_flip.items())
         ]
-        add_words(into[at : at + width], theirs, groups)
+        add_pauli_strings(into[at : at + width], theirs, groups)
 
 
-def _masked(coefficient: float, word: Word, state: State) -> Masked:
+def _masked(coefficient: float, word: PauliString, state: State) -> Masked:
     flips = signs = 0
     factor = complex(coefficient)
     for wire, letter in word:

@@ -16,11 +16,11 @@ import torch
 
 from unisono.quantum.circuit.gates import gate
 from unisono.quantum.circuit.operation import Operation
-from unisono.quantum.distributed.local_steps import Run, trades
-from unisono.quantum.kernels.pauli_strings import word_sums
+from unisono.quantum.distributed.local_steps import Run, local_exchange
+from unisono.quantum.kernels.pauli_strings import pauli_sums
 from unisono.quantum.kernels.reference import block
-from unisono.quantum.observables.measurement_plan import Reading, Shift, Stage, Turns, reading
-from unisono.quantum.observables.observable import PauliSum, Word
+from unisono.quantum.observables.measurement_plan import BasisRotations, Reading, Shift, Stage, reading
+from unisono.quantum.observables.observable import PauliString, PauliSum
 from unisono.quantum.observables.observable import observables as parsed
 from unisono.quantum.state import State, require_state
 
@@ -47,7 +47,7 @@ class Observed:
         self._words = sorted({word for terms in self.sums for _, word in terms})
 
     def values(self, state: State, *, restore: bool = True) -> torch.Tensor:
-        values = dict(zip(self._words, words_values(state, self._words, restore=restore).tolist(), strict=True))
+        values = dict(zip(self._words, pauli_values(state, self._words, restore=restore).tolist(), strict=True))
         found = [
             sum(coefficient * values[word] for coefficient, word in terms)
             + sum(coefficient * _projected(state, bits) for coefficient, bits in projectors)
@@ -56,7 +56,7 @@ class Observed:
         return torch.tensor(found, dtype=torch.float64)
 
 
-def words_values(state: State, words: Sequence[Word], *, restore: bool = True) -> torch.Tensor:
+def pauli_values(state: State, words: Sequence[PauliString], *, restore: bool = True) -> torch.Tensor:
     """The expectation of each word, read with the exchanges of `reading`; one sum over ranks at the end."""
     plan = reading(words, state.layout, state.held)
     values = np.zeros(len(words))
@@ -72,7 +72,7 @@ def words_values(state: State, words: Sequence[Word], *, restore: bool = True) -
 def _enter(state: State, stage: Stage) -> None:
     _turn(state, stage.turn, back=False)
     if stage.exchange is not None:
-        state.exchange(trades(stage.exchange, state.holdings, state.rank))
+        state.exchange(local_exchange(stage.exchange, state.index_map, state.rank))
     state.layout = stage.layout
     _turn(state, stage.turn_back, back=True)
 
@@ -81,12 +81,12 @@ def _return(state: State, plan: Reading) -> None:
     for stage, before in zip(reversed(plan.stages[1:]), reversed(plan.stages[:-1]), strict=True):
         _turn(state, stage.turn_back, back=False)
         if stage.exchange is not None:
-            state.exchange(trades(stage.exchange, state.holdings, state.rank))
+            state.exchange(local_exchange(stage.exchange, state.index_map, state.rank))
         state.layout = before.layout
         _turn(state, stage.turn, back=True)
 
 
-def _turn(state: State, turns: Turns, *, back: bool) -> None:
+def _turn(state: State, turns: BasisRotations, *, back: bool) -> None:
     operations = []
     for wire, letter in turns:
         axis = state.axis(wire)
@@ -105,7 +105,7 @@ class _Masks:
     factor: complex
 
 
-def _masks(word: Word, stage: Stage) -> _Masks:
+def _masks(word: PauliString, stage: Stage) -> _Masks:
     flip = sign = 0
     factor = complex(1)
     top = len(stage.layout) - 1
@@ -122,11 +122,11 @@ def _masks(word: Word, stage: Stage) -> _Masks:
     return _Masks(flip, sign, factor)
 
 
-def _read(state: State, stage: Stage, shift: Shift, words: Sequence[Word], values: np.ndarray) -> None:
+def _read(state: State, stage: Stage, shift: Shift, words: Sequence[PauliString], values: np.ndarray) -> None:
     """Add this rank's part of each word's value."""
     axes = state.wires - state.held
     local = (1 << axes) - 1
-    held_index = int(state.holdings.table[state.rank])
+    held_index = int(state.index_map.table[state.rank])
     groups: dict[int, list[tuple[int, _Masks]]] = {}
     for number in shift.words:
         masks = _masks(words[number], stage)
@@ -142,7 +142,7 @@ def _read(state: State, stage: Stage, shift: Shift, words: Sequence[Word], value
                 (flip & (width - 1), np.array([masks.sign & (width - 1) for _, masks in groups[flip]]))
                 for flip in flips
             ]
-            sums = np.concatenate(word_sums(state.local[at : at + width], theirs, within))
+            sums = np.concatenate(pauli_sums(state.local[at : at + width], theirs, within))
             for (number, masks), total in zip(members, sums.tolist(), strict=True):
                 outside = (held_index << axes | at) & masks.sign & ~(width - 1)
                 values[number] += (masks.factor * total).real * (-1) ** outside.bit_count()

@@ -1,13 +1,13 @@
-"""How the values of many Pauli words are read off a spread state with few exchanges.
+"""How many Pauli strings are evaluated on a sharded state with few exchanges.
 
-A word is read without exchange where it is diagonal on every held wire. What to do with the others:
+A string needs no exchange where it is diagonal on every global qubit. For the others:
 
-    a stage   turns local wires so that the letter most words have there becomes Z, then holds them instead of others:
-              every word that has that letter or none on the wires now held is read without exchange
-    a shift   pairs each rank with the one whose held index differs by a mask: reads every word that flips that mask
+    a stage   rotates local qubits so that the Pauli that most strings have there becomes Z, then makes them global:
+              every string that has that Pauli or the identity on the global qubits needs no further exchange
+    a shift   pairs each rank with the one whose global index differs by a mask: evaluates every string that flips it
 
-Stages are chosen greedily, for the most words each; then as many are kept as make the fewest exchanges together with
-the shifts that the words left over need. There are at most 2^g - 1 shifts, however many the words.
+Stages are chosen greedily, for the most strings each; then as many are kept as make the fewest exchanges together with
+the shifts that the remaining strings need. There are at most 2^g - 1 shifts, however many the strings.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.quantum.observables.observable import Word
+from unisono.quantum.observables.observable import PauliString
 from unisono.quantum.schedule.step import Exchange
 
 LETTERS = "IXYZ"
 Letters = NDArray[np.int8]  # (words, wires), indices into LETTERS
-Turns = tuple[tuple[int, str], ...]  # (wire, the letter that becomes Z)
+BasisRotations = tuple[tuple[int, str], ...]  # (wire, the Pauli that becomes Z)
 
 
 @dataclass(frozen=True)
@@ -40,9 +40,9 @@ class Stage:
 
     `layout` is the one to read in; frames[wire] is the letter that a held wire's Z then stands for."""
 
-    turn: Turns
+    turn: BasisRotations
     exchange: Exchange | None
-    turn_back: Turns
+    turn_back: BasisRotations
     layout: tuple[int, ...]
     frames: dict[int, str]
     shifts: tuple[Shift, ...] = ()
@@ -68,7 +68,7 @@ class Reading:
         return total
 
 
-def reading(words: Sequence[Word], layout: Sequence[int], held: int) -> Reading:
+def reading(words: Sequence[PauliString], layout: Sequence[int], held: int) -> Reading:
     """The plan for words on a state with this layout."""
     letters = _letters(words, len(layout))
     stages = [Stage((), None, (), tuple(layout), {})]
@@ -143,7 +143,7 @@ def _shifts(flips: NDArray[np.int64], words: NDArray[np.int64]) -> tuple[Shift, 
     )
 
 
-def _letters(words: Iterable[Word], wires: int) -> Letters:
+def _letters(words: Iterable[PauliString], wires: int) -> Letters:
     words = list(words)
     letters = np.zeros((len(words), wires), dtype=np.int8)
     for number, word in enumerate(words):

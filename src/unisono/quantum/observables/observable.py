@@ -1,4 +1,4 @@
-"""Observables: real sums of Pauli words, Hermitian matrices on few wires, and projectors.
+"""Observables: real sums of Pauli strings, Hermitian matrices on few wires, and projectors.
 
     Z(0)      0.5 * X(1) @ X(2) - Z(0)      "X5"      "0.5 Z0 Z1 + X2"      {"Z0 Z1": 0.5, "X2": 1}
     Hermitian(matrix, wires=(0, 1))         Projector("01", wires=(0, 3))
@@ -23,7 +23,7 @@ from unisono.errors import UsageError
 from unisono.quantum.circuit.gates import Matrix, pauli_word
 from unisono.quantum.circuit.parameter import in_order, is_index
 
-Word = tuple[tuple[int, str], ...]  # (wire, "X" | "Y" | "Z"), sorted by wire; () is the identity
+PauliString = tuple[tuple[int, str], ...]  # (wire, "X" | "Y" | "Z"), sorted by wire; () is the identity
 Values = tuple[tuple[int, int], ...]  # (wire, 0 | 1), sorted by wire
 
 HERMITIAN_TOLERANCE = 1e-8
@@ -46,7 +46,7 @@ class PauliSum:
 
     Each word occurs once, with a coefficient that is not zero."""
 
-    terms: tuple[tuple[float, Word], ...] = ()
+    terms: tuple[tuple[float, PauliString], ...] = ()
     blocks: tuple[Block, ...] = ()
     projectors: tuple[tuple[float, Values], ...] = ()
 
@@ -159,7 +159,7 @@ class PauliSum:
 
     __hash__ = None  # type: ignore[assignment]
 
-    def _exact(self) -> dict[Word, float]:
+    def _exact(self) -> dict[PauliString, float]:
         return {word: coefficient for coefficient, word in self.terms}
 
     def __str__(self) -> str:
@@ -238,7 +238,7 @@ def observables(given: Any) -> tuple[PauliSum, ...]:
     return made
 
 
-def multiply(left: Word, right: Word) -> tuple[complex, Word]:
+def multiply(left: PauliString, right: PauliString) -> tuple[complex, PauliString]:
     """The product of two words: a power of i, and a word."""
     factor = 1 + 0j
     letters = dict(left)
@@ -260,7 +260,7 @@ _LETTER = re.compile(r"([IXYZ])(\d*)")
 
 
 def _parse(text: str) -> PauliSum:
-    parts: list[tuple[complex, Word]] = []
+    parts: list[tuple[complex, PauliString]] = []
     position = 0
     while position < len(text.rstrip()):
         match = _SUM.match(text, position)
@@ -274,7 +274,7 @@ def _parse(text: str) -> PauliSum:
     return PauliSum(_collect(parts))
 
 
-def _word(text: str) -> Word:
+def _word(text: str) -> PauliString:
     if not isinstance(text, str):
         raise UsageError(f'Pauli word {text!r}: expected letters with wires, such as "X0 Z12"')
     letters: dict[int, str] = {}
@@ -292,8 +292,8 @@ def _word(text: str) -> Word:
     return tuple(sorted(letters.items()))
 
 
-def _collect(parts: Iterable[tuple[complex, Word]]) -> tuple[tuple[float, Word], ...]:
-    total: dict[Word, complex] = {}
+def _collect(parts: Iterable[tuple[complex, PauliString]]) -> tuple[tuple[float, PauliString], ...]:
+    total: dict[PauliString, complex] = {}
     for coefficient, word in parts:
         total[word] = total.get(word, 0) + coefficient
     for word, coefficient in total.items():
@@ -302,9 +302,9 @@ def _collect(parts: Iterable[tuple[complex, Word]]) -> tuple[tuple[float, Word],
     return tuple((coefficient.real, word) for word, coefficient in total.items() if coefficient.real)
 
 
-def _block_words(block: Block) -> list[tuple[complex, Word]]:
+def _block_words(block: Block) -> list[tuple[complex, PauliString]]:
     _refuse_expansion("Hermitian matrix", len(block.wires))
-    parts: list[tuple[complex, Word]] = []
+    parts: list[tuple[complex, PauliString]] = []
     size = len(block.matrix)
     for letters in product("IXYZ", repeat=len(block.wires)):
         overlap = np.vdot(pauli_word("".join(letters)), block.matrix) / size
@@ -316,9 +316,9 @@ def _block_words(block: Block) -> list[tuple[complex, Word]]:
     return parts
 
 
-def _projector_words(coefficient: float, values: Values) -> list[tuple[complex, Word]]:
+def _projector_words(coefficient: float, values: Values) -> list[tuple[complex, PauliString]]:
     _refuse_expansion("Projector", len(values))
-    parts: list[tuple[complex, Word]] = [(complex(coefficient), ())]
+    parts: list[tuple[complex, PauliString]] = [(complex(coefficient), ())]
     for wire, bit in values:
         sign = -0.5 if bit else 0.5
         parts = [(0.5 * c, w) for c, w in parts] + [(sign * c, (*w, (wire, "Z"))) for c, w in parts]
@@ -373,7 +373,7 @@ def _plain(value: Any) -> Any:
     return int(value) if is_index(value) else value
 
 
-def _written(word: Word) -> str:
+def _written(word: PauliString) -> str:
     return " ".join(f"{letter}{wire}" for wire, letter in word) or "I"
 
 

@@ -20,7 +20,7 @@ from unisono.quantum.arguments import shown
 from unisono.quantum.circuit.templates import hardware_efficient
 from unisono.quantum.compile.compiled import sweep_count
 from unisono.quantum.distributed.exchange import DEFAULT_CHUNK
-from unisono.quantum.distributed.global_index_map import Holdings
+from unisono.quantum.distributed.global_index_map import GlobalIndexMap
 from unisono.quantum.distributed.local_steps import Run, local_steps
 from unisono.quantum.distributed.memory import local_bytes, shown_bytes
 from unisono.quantum.kernels.runner import runner
@@ -132,7 +132,7 @@ class Forecast:
 
 def _work(schedule: Schedule, rank: int, dtype: torch.dtype) -> tuple[int, int]:
     """Sweeps, as the CPU kernel makes them, and operations of a rank."""
-    steps = local_steps(schedule.steps, rank, Holdings(schedule.held))
+    steps = local_steps(schedule.steps, rank, GlobalIndexMap(schedule.held))
     runs = [step for step in steps if isinstance(step, Run)]
     axes = schedule.wires - schedule.held
     return sum(sweep_count(run.operations, axes, dtype) for run in runs), sum(len(run.operations) for run in runs)

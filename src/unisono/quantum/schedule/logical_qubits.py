@@ -1,8 +1,7 @@
-"""A circuit made ready to be cut: operations on tracks.
+"""A circuit prepared for partitioning: operations on logical qubits.
 
-A track is a wire that SWAP does not touch: swapping two wires renames their tracks, and costs nothing. Identities and
-barriers are gone, an iSWAP is a phase and a renaming, and a gate that mixes more wires than a rank holds is taken apart
-or refused.
+A SWAP of two wires exchanges the logical qubits they stand for, and costs nothing. Identities and barriers are removed,
+an iSWAP is a phase and a renaming, and a gate that mixes more wires than a rank holds is decomposed or refused.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, replace
 from unisono.errors import UsageError
 from unisono.quantum.circuit.commutation import mixed_wires
 from unisono.quantum.circuit.gates import diagonal
-from unisono.quantum.circuit.growable import Pieces
+from unisono.quantum.circuit.growable import ChunkedList
 from unisono.quantum.circuit.operation import Operation
 from unisono.quantum.circuit.operations import Operations, shared
 
@@ -21,33 +20,33 @@ _SWAPS = {"swap": (), "iswap": (1, 1j, 1j, 1), "iswapdg": (1, -1j, -1j, 1)}  # t
 
 
 @dataclass(frozen=True)
-class Tracks:
-    """`operations` on tracks; wire w begins on track w and ends on track `ends[w]`; `leading[t]` are the constant gates
-    on track t alone that come before all others, where they were asked for."""
+class LogicalQubits:
+    """`operations` on logical qubits; wire w begins as qubit w and ends as qubit `ends[w]`; `leading[q]` are the
+    constant gates on qubit q alone that come before all others, where they were asked for."""
 
     operations: Operations
     ends: tuple[int, ...]
     leading: tuple[tuple[Operation, ...], ...]
 
 
-def tracks(operations: Sequence[Operation], wires: int, capacity: int, *, lead: bool) -> Tracks:
-    track_of = list(range(wires))
-    on_tracks: Pieces[Operation] = Pieces()
+def to_logical_qubits(operations: Sequence[Operation], wires: int, capacity: int, *, lead: bool) -> LogicalQubits:
+    qubit_of = list(range(wires))
+    placed_operations: ChunkedList[Operation] = ChunkedList()
     for operation in operations:
         if operation.name in ("barrier", "id"):
             continue
-        placed = operation.on(track_of)
+        placed = operation.on(qubit_of)
         if _renames(operation):
             if phases := _SWAPS[operation.name]:
-                on_tracks.append(replace(placed, gate=diagonal(phases)))
+                placed_operations.append(replace(placed, gate=diagonal(phases)))
             first, second = operation.targets
-            track_of[first], track_of[second] = track_of[second], track_of[first]
+            qubit_of[first], qubit_of[second] = qubit_of[second], qubit_of[first]
         else:
-            on_tracks.extend(_fitting(placed, wires, capacity))
+            placed_operations.extend(_fitting(placed, wires, capacity))
     leading: list[list[Operation]] = [[] for _ in range(wires)]
     if lead:
-        on_tracks = _without_leading(on_tracks, leading)
-    return Tracks(shared(on_tracks, operations), tuple(track_of), tuple(map(tuple, leading)))
+        placed_operations = _without_leading(placed_operations, leading)
+    return LogicalQubits(shared(placed_operations, operations), tuple(qubit_of), tuple(map(tuple, leading)))
 
 
 def narrowest(operations: Iterable[Operation]) -> int:
@@ -74,8 +73,8 @@ def _fitting(operation: Operation, wires: int, capacity: int) -> tuple[Operation
     return parts
 
 
-def _without_leading(operations: Iterable[Operation], leading: list[list[Operation]]) -> Pieces[Operation]:
-    rest: Pieces[Operation] = Pieces()
+def _without_leading(operations: Iterable[Operation], leading: list[list[Operation]]) -> ChunkedList[Operation]:
+    rest: ChunkedList[Operation] = ChunkedList()
     touched: set[int] = set()
     for operation in operations:
         alone = len(operation.targets) == len(operation.wires) == 1 and operation.is_unitary and operation.is_constant

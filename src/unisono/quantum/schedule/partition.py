@@ -13,7 +13,7 @@ from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from unisono.quantum.circuit.commutation import letters, moves
-from unisono.quantum.circuit.growable import Pieces
+from unisono.quantum.circuit.growable import ChunkedList
 from unisono.quantum.circuit.operation import Operation
 
 _IS_OPEN = operator.attrgetter("open")
@@ -108,7 +108,7 @@ def cut_until(
     else fits those segments; and what does not. No wanted operation may have to follow one that is not."""
     order = Order(operations)
     needs = _all_needs(operations, False, bundle, free)
-    left: Sequence[int] | Pieces[int] = sorted(range(len(operations)), key=lambda number: number not in wanted)
+    left: Sequence[int] | ChunkedList[int] = sorted(range(len(operations)), key=lambda number: number not in wanted)
     first: list[Operation] = []
     while next(iter(left), None) in wanted:
         piece, left = _grow(operations, left, needs, order, capacity)
@@ -121,7 +121,7 @@ def _cut(
 ) -> list[Cut]:
     order = Order(operations)
     needs = _all_needs(operations, relabel, bundle, free)
-    left: Sequence[int] | Pieces[int] = range(len(operations))
+    left: Sequence[int] | ChunkedList[int] = range(len(operations))
     cuts = []
     while left:
         piece, left = _grow(operations, left, needs, order, capacity)
@@ -134,11 +134,11 @@ Needs = tuple[frozenset[int], bool]  # the wires an operation mixes, and whether
 
 def _grow(
     operations: Sequence[Operation], left: Iterable[int], needs: Sequence[Needs], order: Order, capacity: int
-) -> tuple[Cut, Pieces[int]]:
+) -> tuple[Cut, ChunkedList[int]]:
     """A segment of what is left, and what is left then."""
     active: set[int] = set()
-    taken: Pieces[int] = Pieces()
-    later: Pieces[int] = Pieces()
+    taken: ChunkedList[int] = ChunkedList()
+    later: ChunkedList[int] = ChunkedList()
     for number in left:
         if not order.ready(number):
             later.append(number)
@@ -156,7 +156,7 @@ def _grow(
             later.append(number)
     if not taken:
         raise AssertionError(f"no operation fits {capacity} wires; the caller checks the widest first")
-    return Cut(active, list(Pieces(operations[number] for number in taken)), list(taken)), later
+    return Cut(active, list(ChunkedList(operations[number] for number in taken)), list(taken)), later
 
 
 def _all_needs(
@@ -165,7 +165,7 @@ def _all_needs(
     """Equal ones are one object: there are far fewer than operations."""
     known: dict[Needs, Needs] = {}
     found = (_bundled(_needs(operation, relabel), bundle, free) for operation in operations)
-    return list(Pieces(known.setdefault(each, each) for each in found))
+    return list(ChunkedList(known.setdefault(each, each) for each in found))
 
 
 def _needs(operation: Operation, relabel: bool) -> Needs:

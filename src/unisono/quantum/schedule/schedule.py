@@ -20,11 +20,11 @@ from unisono.errors import UsageError
 from unisono.quantum.arguments import require_dtype
 from unisono.quantum.circuit.circuit import Circuit, require_circuit
 from unisono.quantum.circuit.commutation import mixed_wires
-from unisono.quantum.circuit.growable import Pieces
+from unisono.quantum.circuit.growable import ChunkedList
 from unisono.quantum.circuit.operation import Operation
 from unisono.quantum.circuit.operations import shared
 from unisono.quantum.circuit.parameter import is_index
-from unisono.quantum.schedule.logical_qubits import Tracks, tracks
+from unisono.quantum.schedule.logical_qubits import LogicalQubits, to_logical_qubits
 from unisono.quantum.schedule.paging import Pages, Tier
 from unisono.quantum.schedule.partition import cut
 from unisono.quantum.schedule.postpone import postponed
@@ -73,7 +73,7 @@ class Schedule:
             raise UsageError(f"sweep={sweep!r}: expected a Sweep")
         if outer > held:
             raise UsageError(f"{nodes} nodes for {ranks} ranks: expected no more nodes than ranks")
-        ready = tracks(circuit.operations, circuit.wires, circuit.wires - held, lead=start is None)
+        ready = to_logical_qubits(circuit.operations, circuit.wires, circuit.wires - held, lead=start is None)
         begin, steps, end = _cheapest(ready.operations, circuit.wires, outer, held, start, sweep)
         in_order = _in_order(circuit.operations, held)
         read = circuit.weights, circuit.features
@@ -174,22 +174,22 @@ def _steps(pieces: Sequence[Piece], pages: Pages) -> Iterator[Step]:
 
 def _merged(steps: Iterator[Step], given: Sequence[Operation]) -> Iterator[Step]:
     """Neighbouring segments as one; `given` may be the operations of one."""
-    run: Pieces[Operation] = Pieces()
+    run: ChunkedList[Operation] = ChunkedList()
     for step in steps:
         if isinstance(step, Segment):
             run.extend(step.operations)
             continue
         if run:
             yield Segment(shared(run, given))
-            run = Pieces()
+            run = ChunkedList()
         yield step
     if run:
         yield Segment(shared(run, given))
 
 
-def _finish(ready: Tracks, end: Sequence[int]) -> tuple[int, ...]:
-    wire_on = {track: wire for wire, track in enumerate(ready.ends)}
-    return tuple(wire_on[track] for track in end)
+def _finish(ready: LogicalQubits, end: Sequence[int]) -> tuple[int, ...]:
+    wire_of = {qubit: wire for wire, qubit in enumerate(ready.ends)}
+    return tuple(wire_of[qubit] for qubit in end)
 
 
 def _undone(step: Step) -> Step:
