@@ -218,7 +218,7 @@ def test_a_browser_draws_it(run_folder: Path, tmp_path: Path) -> None:
         assert all((cut > 0) == (where == "phone") for cut in seen["cut"]), "whole on a desk, to be pushed on a phone"
         assert seen["ranks"] == ["rank 0", "rank 1", "rank 2", "rank 3"]
         assert "all_reduce" in seen["said"]
-        assert seen["program"] > 50
+        assert seen["program"] > 20
         assert 3 <= len(seen["found"]) < 20
         assert all("all_to_all" in line and "blocks.0.experts" in line for line in seen["found"])
         assert seen["asked"] == 0

@@ -111,12 +111,12 @@ class RunFolder(Callback):
                     self._board.add_scalar(name, value, step)
 
     def write_program(self, page: str) -> None:
-        """The distributed program as a page; none where it is empty."""
+        """The distributed program as a page; none where it is empty, or where there is no room for it."""
         file = self.path / "program.html"
-        if page:
-            file.write_text(page, encoding="utf-8")
-        else:
+        with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)  # of an earlier start, under another plan
+            if page:
+                file.write_text(page, encoding="utf-8")
 
     def write_rank(self, held: dict[str, Any]) -> None:
         """What this rank held and said, for the report; where there is no room for it, that fails nothing."""
