@@ -16,6 +16,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.context.context import attention
 from unisono.parallel.context.ring_attention import ring_attention
+from unisono.parallel.context.sharded_attention import SpreadAttention
 from unisono.parallel.context.tokens import Tokens, require_fit
 from unisono.parallel.context.ulysses import ulysses_attention
 
@@ -250,3 +251,61 @@ def test_errors() -> None:
         require_fit("ring", x, x[:, :, :5], x[:, :, :5], tokens, 0, 1)
     with pytest.raises(UsageError, match=r"expected \(batch, heads, tokens, width\)"):
         require_fit("ring", x[0], x[0], x[0], tokens, 0, 1)
+
+
+# ---- masks where ranks hold different numbers of tokens, or one --------------------------------------------------
+
+
+def masks(length: int) -> dict[str, torch.Tensor | None]:
+    generator = torch.Generator().manual_seed(length)
+    padding = torch.randn(2, 1, 1, length, dtype=torch.float64, generator=generator)
+    return {
+        "keys": padding,
+        "whole": torch.randn(length, length, dtype=torch.float64, generator=generator),
+        "broadcast": padding[..., :1],
+        "second sequence": None,
+    }
+
+
+def attend_with_masks(comm: Communicator, length: int, kind: str) -> None:
+    q, k, v, wanted = shapes(length, 4, 4)
+    tokens = Tokens.zigzag(length, comm.size)
+    for name, mask in masks(length).items():
+        other = shapes(2, 4, 4)[1:3] if name == "second sequence" else None
+        for learned in (False, True) if name == "keys" else (False,):
+            leaves = [x.clone().requires_grad_() for x in (q, k, v)]
+            added = None if mask is None else mask.clone().requires_grad_(learned)
+            serial = F.scaled_dot_product_attention(leaves[0], *(other or leaves[1:]), attn_mask=added)
+            (serial * wanted).sum().backward()
+            mine = [tokens.cut(x, comm.rank, 2).requires_grad_() for x in (q, k, v)]
+            part = None if mask is None else (tokens.cut(mask, comm.rank, 3) if name == "keys" else mask.clone())
+            part = None if part is None else part.requires_grad_(learned)
+            with SpreadAttention(comm, kind, tokens):
+                out = F.scaled_dot_product_attention(mine[0], *(other or mine[1:]), attn_mask=part)
+            (out * tokens.cut(wanted, comm.rank, 2)).sum().backward()
+            torch.testing.assert_close(out, tokens.cut(serial, comm.rank, 2), msg=lambda why, name=name: name + why)
+            for leaf, shard in zip(leaves, mine, strict=True):
+                if leaf.grad is not None:
+                    torch.testing.assert_close(shard.grad, tokens.cut(leaf.grad, comm.rank, 2))
+            if learned:
+                assert added is not None
+                assert part is not None
+                torch.testing.assert_close(part.grad, tokens.cut(added.grad, comm.rank, 3))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("length", [4, 6, 7, 10])
+def test_masks_of_ranks_with_few_tokens(pools: Pools, length: int, kind: str) -> None:
+    pools("gloo", 4).run(attend_with_masks, length, kind)
+
+
+def mask_on_some_ranks(comm: Communicator) -> None:
+    tokens = Tokens.zigzag(6, comm.size)
+    q, k, v = (tokens.cut(x, comm.rank, 2) for x in shapes(6, 4, 4)[:3])
+    mask = torch.zeros(6, 6, dtype=torch.float64) if tokens.count(comm.rank) > 1 else None
+    with SpreadAttention(comm, "ring", tokens), pytest.raises(UsageError, match="a mask on ranks"):
+        F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def test_a_mask_on_some_ranks_only_is_refused_by_all(pools: Pools) -> None:
+    pools("gloo", 4).run(mask_on_some_ranks)

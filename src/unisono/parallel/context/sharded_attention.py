@@ -7,13 +7,16 @@
 It is a handler of the attention dispatcher (torch_patches.py), so nn.MultiheadAttention and everything else that looks
 the function up in torch.nn.functional takes part; the fused paths of torch's transformer layers, which do not, are off.
 Keys that are not as many as this rank's tokens are those of a second sequence, which every rank has all of: no rank
-needs another's. Attention dropout draws the weights' mask by global positions, from the RandomState that is active.
+needs another's. Where ranks hold different numbers of tokens, or one, shapes seen on one rank do not tell a sharded dim
+from a broadcast or replicated one, so ranks decide by the shapes of all (`_Call`). Attention dropout draws the weights'
+mask by global positions, from the RandomState that is active.
 """
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from dataclasses import astuple, dataclass
 from types import TracebackType
 from typing import Any
 
@@ -41,6 +44,22 @@ _entered: list[SpreadAttention] = []
 def active() -> SpreadAttention | None:
     """The one that attention goes through at the moment."""
     return _entered[-1] if _entered else None
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What one rank was asked: counts of keys, rows and columns of the mask (-1 where there is none), is_causal."""
+
+    keys: int
+    rows: int
+    columns: int
+    causal: int
+
+    @classmethod
+    def of(cls, k: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> _Call:
+        if mask is None:
+            return cls(k.shape[2], -1, -1, int(causal))
+        return cls(k.shape[2], mask.shape[-2] if mask.dim() > 1 else 1, mask.shape[-1], int(causal))
 
 
 class SpreadAttention:
@@ -85,12 +104,25 @@ class SpreadAttention:
         q, k, v = (_cast_as_torch_would(x) for x in (query, key, value))
         if q.dim() == 3:
             q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-        is_own = k.shape[2] == self.tokens.count(self.comm.rank)
-        if not is_own:
+        calls = self._calls_of_all_ranks(_Call.of(k, attn_mask, is_causal), k.is_meta)
+        if all(call.keys == count for call, count in zip(calls, self.tokens.counts, strict=True)):
+            out = self._own_tokens(attend, q, k, v, attn_mask, dropout_p, is_causal, scale, calls)
+        else:
             self._require_same_keys(k, v)
-        run = self._own_tokens if is_own else self._second_sequence
-        out = run(attend, q, k, v, attn_mask, dropout_p, is_causal, scale)
+            out = self._second_sequence(attend, q, k, v, attn_mask, dropout_p, is_causal, scale)
         return out if query.dim() == 4 else out.squeeze(0)
+
+    def _calls_of_all_ranks(self, mine: _Call, is_meta: bool) -> list[_Call]:
+        """By rank. Ranks with equally many tokens, two at least, are asked the same."""
+        counts = self.tokens.counts
+        if len(set(counts)) == 1 and (counts[0] > 1 or self.tokens.length == 1):
+            return [mine] * len(counts)
+        if self.comm.is_simulated or is_meta:
+            held = self.tokens.count(self.comm.rank)  # as the others would be asked, if shapes equal to it follow it
+            fields = [[count if held > 0 and x == held else x for x in astuple(mine)[:3]] for count in counts]
+            return [_Call(*sizes, mine.causal) for sizes in fields]
+        numbers = torch.tensor(astuple(mine), device=self.comm.device)
+        return [_Call(*each.tolist()) for each in self.comm.all_gather(numbers)]
 
     def _require_same_keys(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """UsageError where keys other than this rank's tokens differ between ranks, which shows that they are made of
@@ -120,9 +152,17 @@ class SpreadAttention:
         dropout_p: float,
         causal: bool,
         scale: float | None,
+        calls: list[_Call],
     ) -> torch.Tensor:
-        mask = None if attn_mask is None else self._of_global_positions(attn_mask)
-        causal = self._is_causal(causal) if mask is None else causal
+        masked = [rank for rank, call in enumerate(calls) if call.columns >= 0]
+        if masked and len(masked) < len(calls):
+            raise UsageError(
+                f"attention with a mask on ranks {masked} and without one on the others, which hold "
+                f"{list(self.tokens.counts)} of {self.tokens.length} tokens under cp={self.comm.size}; expected a mask "
+                "on all: use longer sequences, or a plan with a smaller cp"
+            )
+        mask = None if attn_mask is None else self._of_global_positions(attn_mask, calls)
+        causal = self._is_causal(calls) if mask is None else causal
         if self.kind == "ulysses":
             return self._ulysses(attend, q, k, v, mask, dropout_p, causal, scale)
         if mask is None or not mask.requires_grad:
@@ -133,15 +173,13 @@ class SpreadAttention:
         )
         return self._second_sequence(attend, q, keys, values, mask, dropout_p, causal, scale)
 
-    def _is_causal(self, causal: bool) -> bool:
+    def _is_causal(self, calls: list[_Call]) -> bool:
         """What is_causal is where there are several tokens: models leave it out where they see one query, as a rank
         with a single token of the sequence does."""
         tokens = self.tokens
-        if min(tokens.counts) > 1 or tokens.length == 1 or self.comm.is_simulated:
-            return causal
-        flags = [bool(flag) for flag in self.comm.all_gather(torch.tensor([int(causal)], device=self.comm.device))]
+        flags = [bool(call.causal) for call in calls]
         of_several = [flag for flag, count in zip(flags, tokens.counts, strict=True) if count > 1]
-        if of_several or all(flags):
+        if of_several or all(flags) or tokens.length == 1 or self.comm.is_simulated:
             return all(flags) or any(of_several)
         raise UsageError(
             f"attention without a mask and without is_causal to a sequence of {tokens.length} tokens under "
@@ -185,15 +223,17 @@ class SpreadAttention:
             gqa = k.shape[1] != q.shape[1]
             return attend(q, k, v, mask, dropout_p, scale=scale, enable_gqa=gqa)
 
-    def _of_global_positions(self, mask: torch.Tensor) -> torch.Tensor:
+    def _of_global_positions(self, mask: torch.Tensor, calls: list[_Call]) -> torch.Tensor:
         """The mask for the whole sequence. One that hides some of this rank's own keys is gathered from all ranks."""
-        length, mine = self.tokens.length, self.tokens.count(self.comm.rank)
-        queries, keys = mask.shape[-2] if mask.dim() > 1 else 1, mask.shape[-1]
-        if keys in (1, length) and queries in (1, length):
+        tokens, length = self.tokens, self.tokens.length
+        if all(c.columns == count and c.rows == 1 for c, count in zip(calls, tokens.counts, strict=True)):
+            if mask.requires_grad:
+                dim = mask.dim() - 1
+                return tokens.ordered(conjugates.gather_to_use(mask, dim, tokens.counts, self.comm), dim)
+            return tokens.join(self.comm.all_gather(mask.contiguous(), uneven=True), -1)
+        if all(c.columns in (1, length) and c.rows in (1, length) for c in calls):
             return mask
-        if keys == mine and queries == 1:
-            pieces = self.comm.all_gather(mask.contiguous(), uneven=True)
-            return self.tokens.join(pieces, -1)
+        mine = tokens.count(self.comm.rank)
         raise UsageError(
             f"attention with a mask of shape {tuple(mask.shape)} while this rank holds {mine} of {length} tokens; "
             f"expected a mask of the whole sequence, (..., {length}, {length}): make it before the blocks, "
