@@ -118,9 +118,12 @@ class SpreadAttention:
         if len(set(counts)) == 1 and (counts[0] > 1 or self.tokens.length == 1):
             return [mine] * len(counts)
         if self.comm.is_simulated or is_meta:
-            held = self.tokens.count(self.comm.rank)  # as the others would be asked, if shapes equal to it follow it
-            fields = [[count if held > 0 and x == held else x for x in astuple(mine)[:3]] for count in counts]
-            return [_Call(*sizes, mine.causal) for sizes in fields]
+            held = self.tokens.count(self.comm.rank)
+
+            def of(size: int, count: int) -> int:  # what another rank would see, if equal sizes are sharded alike
+                return count if size == held else size
+
+            return [_Call(of(mine.keys, count), mine.rows, of(mine.columns, count), mine.causal) for count in counts]
         numbers = torch.tensor(astuple(mine), device=self.comm.device)
         return [_Call(*each.tolist()) for each in self.comm.all_gather(numbers)]
 
