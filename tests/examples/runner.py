@@ -164,5 +164,8 @@ def _of_rank(output: str, rank: int) -> str:
 
 
 def _require_success(command: str, end: End) -> None:
-    if end.code != 0:
-        raise AssertionError(f"{command} ended with {end.code}:\n{end.output}")
+    if end.code == 0:
+        return
+    why = f"did not end within {TIMEOUT:g} s and was aborted" if end.code is None else f"ended with {end.code}"
+    lines = [line for line in end.output.splitlines() if "Extension modules: " not in line]  # faulthandler's, 5 KB each
+    raise AssertionError("\n".join([f"{command} {why}:", *lines, f"(the output of: {command}, which {why})"]))
