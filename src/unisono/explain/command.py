@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,7 +82,12 @@ def _of_plan(chosen: argparse.Namespace, name: str) -> tuple[str, Account]:
             file = Path(chosen.save_graphs) / f"rank_{rank}" / "program.txt"
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_text(as_text(explained(task, plan, rank), title) + "\n")
-    return title, explained(task, plan, chosen.rank)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        found = explained(task, plan, chosen.rank)
+    for message in dict.fromkeys(str(each.message) for each in caught):
+        print(f"unisono: warning: {message}", file=sys.stderr)
+    return title, found
 
 
 def lowered_task(task: Task, on_mesh: OnMesh) -> Lowered:
