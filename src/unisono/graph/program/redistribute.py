@@ -17,7 +17,6 @@ So an edge may have nothing to do forward and a sum to do backward: Megatron's f
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -25,7 +24,7 @@ from typing import Any
 import torch
 
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.placement import Partial, Placements, Replicate, is_partial, shard_dim
+from unisono.mesh.placement import Placements, is_partial
 from unisono.mesh.reshard import Mover
 from unisono.mesh.route import Step, find_route
 
@@ -65,18 +64,6 @@ def _steps(way: Way, mesh: Mesh, source: Placements, target: Placements) -> tupl
     shape, sizes = way.shape, mesh.shape
     found = find_route(shape, way.dtype.itemsize, sizes, source, target)
     return tuple(step for step in found if math.prod(mesh.shape[axis] for axis in step.axes) > 1)
-
-
-def gradient_placements(placements: Sequence[Any], is_split: Sequence[bool]) -> Placements:
-    """How the gradient of an op's input lies that came as `placements`; is_split: whether the op is, axis by axis."""
-    return tuple(
-        placement
-        if shard_dim(placement) is not None
-        else Partial("sum")
-        if isinstance(placement, Replicate) and split
-        else Replicate()
-        for placement, split in zip(placements, is_split, strict=True)
-    )
 
 
 class Edge:

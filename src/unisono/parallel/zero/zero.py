@@ -196,11 +196,6 @@ class Zero(Reducer[PieceBucket]):
         """What is gathered and freed together, in stage 3."""
         return self._units if self.stage == 3 else None
 
-    @property
-    def of_stage(self) -> Mapping[int, list[PieceBucket]]:
-        """Of a pipeline, in stage 2: what leaves in every backward of a stage."""
-        return self._of_stage
-
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
