@@ -124,6 +124,7 @@ def test_what_shapes_suggest_is_tried(block: type[nn.Module]) -> None:
         ({"*.fc1": "vocab"}, 2, "blocks.0.fc1 says vocab, but it is a Linear; expected an nn.Embedding"),
         ({"*.attention": "heads:heads"}, 3, "blocks.0.attention has heads=4, which tp=3 does not divide"),
         ({"*.attention": "heads:nheads"}, 2, "has no whole number of that name; it has heads"),
+        ({"*.fc1": "mla_kv"}, 2, "blocks.0.fc1: Block has no number qk_rope_head_dim, .* keep its layers full"),
         ({"*.fc1": "column:5+1"}, 2, None),
         ({"*.fc1": "column:7+4"}, 2, "96 features do not consist of parts of the proportions 7\\+4"),
         ({"*.tokens": "vocab"}, 2, "tokens and head share one weight, .* add 'head': 'column_gather'"),

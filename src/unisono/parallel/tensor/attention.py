@@ -140,6 +140,16 @@ def _with_shared_key(region: Region, width: int, forward: Callable[..., Any], x:
     return torch.cat([latent, conjugates.copy(key, region.comm)], -1)
 
 
+def require_latent(name: str, attention: nn.Module, ranks: int) -> None:
+    if not isinstance(getattr(attention, "qk_rope_head_dim", None), int):
+        raise UsageError(
+            f"rule mla_kv for {name}: {type(attention).__name__} has no number qk_rope_head_dim, the width of the "
+            f'key that heads share; keep its layers full with the rule {{"{name.rpartition(".")[0]}.*": "whole"}}'
+        )
+    heads = [number for number in ("num_heads", "num_attention_heads") if hasattr(attention, number)]
+    require_shares(name.rpartition(".")[0], attention, heads, ranks)
+
+
 def require_shares(name: str, module: nn.Module, attributes: Sequence[str], ranks: int) -> None:
     """That every rank can have the same number of heads."""
     for attribute in attributes:

@@ -272,6 +272,9 @@ def _require_sound(model: nn.Module, styles: Styles, ranks: int) -> None:
             user_hooks.require_hooks_kept(name, module, style)
         elif style.kind in ("heads", "sizes"):
             attention.require_shares(name, module, style.attributes, ranks)
+        elif style.kind == "mla_kv":
+            _require(is_linear(module), name, style, module, "an nn.Linear")
+            attention.require_latent(name, modules[name.rpartition(".")[0]], ranks)
 
 
 def _require(right: bool, name: str, style: Style, module: nn.Module, expected: str) -> None:
