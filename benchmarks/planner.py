@@ -20,7 +20,6 @@ import json
 import os
 import statistics
 import sys
-import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -37,10 +36,11 @@ from torch import nn
 import unisono as uni
 from unisono.errors import UsageError
 from unisono.mesh.philox import draw_fast
-from unisono.plan.hardware import Hardware
+from unisono.plan.hardware.spec import Hardware
+from unisono.plan.hardware.toml import read_hardware
 from unisono.plan.plan import Plan
-from unisono.train.measure_command import measure
-from unisono.train.planning import Planner
+from unisono.planner.measure.thorough import measure
+from unisono.planner.planner import Planner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import GPT, Config
@@ -238,12 +238,9 @@ def main() -> int:
     if unknown or chosen.steps < 1:
         parser.error(f"--tasks takes {', '.join(TASKS)}, and --steps at least 1")
     if chosen.hardware is None:
-        with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-            file.write(measure(RANKS, "gloo"))
-            file.flush()
-            hardware = Hardware.read(file.name)
+        hardware = measure(RANKS, "gloo")
     else:
-        hardware = Hardware.read(chosen.hardware)
+        hardware = read_hardware(chosen.hardware)
     results = []
     for name in chosen.tasks.split(","):
         results.append(judge(name, hardware, chosen.steps))

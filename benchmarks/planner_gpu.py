@@ -15,7 +15,6 @@ import json
 import multiprocessing
 import statistics
 import sys
-import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass, replace
@@ -27,12 +26,13 @@ from rich.console import Console
 from rich.table import Table
 
 import unisono as uni
-from unisono.plan.hardware import Hardware, Link
-from unisono.plan.hardware_file import written
+from unisono.plan.hardware.spec import Hardware, Link
+from unisono.plan.hardware.toml import read_hardware, write_hardware
 from unisono.plan.plan import Plan
+from unisono.planner.measure.figures import hardware_of
+from unisono.planner.measure.thorough import measured_gpu
+from unisono.planner.planner import Planner
 from unisono.simulate.dry_run import run_here
-from unisono.train.measure_command import measured_gpu
-from unisono.train.planning import Planner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "examples"))
 from gpt import Config, large_gpt
@@ -98,13 +98,10 @@ def usual(visits: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def this_gpu() -> Hardware:
-    """The figures of this GPU; what ranks say to each other does not matter here."""
-    text = written(measured_gpu(), 1, True)
-    print(text)
-    with tempfile.NamedTemporaryFile("w", suffix=".toml") as file:
-        file.write(text.replace("devices_per_node = 1", "devices_per_node = 8"))
-        file.flush()
-        return Hardware.read(file.name)
+    """The figures of this GPU; communication does not matter here."""
+    hardware = replace(hardware_of(measured_gpu(), 1, True), devices_per_node=8)
+    print(write_hardware(hardware))
+    return hardware
 
 
 def show(results: list[dict[str, Any]]) -> None:
@@ -132,7 +129,7 @@ def main() -> int:
     chosen = parser.parse_args()
     if not torch.cuda.is_available():
         parser.error("this needs a CUDA device")
-    hardware = Hardware.read(chosen.hardware) if chosen.hardware else this_gpu()
+    hardware = read_hardware(chosen.hardware) if chosen.hardware else this_gpu()
     wanted = [each for each in SETTINGS if not chosen.only or each.name in chosen.only.split(",")]
     # Each in a process of its own: what one leaves behind on the GPU would count for the next.
     apart = multiprocessing.get_context("spawn")

@@ -18,10 +18,10 @@ from pathlib import Path
 
 from unisono import cli
 from unisono.parallel.context.tokens import Tokens
-from unisono.plan.picture import draw_svg
 from unisono.plan.plan import Plan
-from unisono.plan.schedule import schedule
-from unisono.plan.timeline import timeline
+from unisono.plan.schedules.picture import draw_svg
+from unisono.plan.schedules.schedule import schedule
+from unisono.plan.schedules.timeline import timeline
 from unisono.report.mesh_picture import mesh_svg
 
 ROOT = Path(__file__).resolve().parent.parent

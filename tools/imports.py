@@ -16,7 +16,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "unisono"
 MAY_IMPORT: dict[str, set[str]] = {}
 _GROUND = ["errors", "torch_compat", "torch_patches"]
 _STACK = [*_GROUND, "launch", "comm", "mesh", "graph", "plan", "parallel"]
-_STACK += ["simulate", "verify", "explain", "train", "compat", "report"]
+_STACK += ["simulate", "planner", "verify", "explain", "train", "compat", "report"]
 for _height, _layer in enumerate(_STACK):
     MAY_IMPORT[_layer] = set(_STACK[:_height])
 MAY_IMPORT["quantum"] = {*_GROUND, "launch", "comm"}

@@ -14,9 +14,9 @@ from unisono.comm import bench_command, doctor
 from unisono.errors import UnisonoError, UsageError
 from unisono.explain import command as explain_command
 from unisono.launch import command as run_command
+from unisono.planner import command as plan_command
 from unisono.quantum import command as qsim_command
 from unisono.report import command as report_command
-from unisono.train import measure_command, plan_command
 from unisono.verify import command as verify_command
 
 
@@ -24,7 +24,7 @@ def add_bench(subparsers: Any) -> None:
     parser = subparsers.add_parser("bench", help="measure how fast ranks talk and compute", allow_abbrev=False)
     kinds = parser.add_subparsers(metavar="WHAT", required=True)
     bench_command.add_kind(kinds)
-    measure_command.add_kind(kinds)
+    plan_command.add_bench_kind(kinds)
 
 
 # To add a sub-command: a function that takes the sub-parsers, adds its own parser and sets its default

@@ -17,7 +17,7 @@ from unisono.parallel.pipeline.layers import build_whole, split_layers
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import Cut, split
 from unisono.parallel.pipeline.tied import TiedGradients
-from unisono.plan.schedule import schedule
+from unisono.plan.schedules.schedule import schedule
 
 SEED = 5
 STEPS = 2

@@ -10,8 +10,8 @@ import torch
 from tests.parallel.cases import CASES, STEPS, Job, agree, batch, build, called, piped, plain, rows
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
-from unisono.plan.activations import microbatches_alive
-from unisono.plan.schedule import schedule
+from unisono.plan.schedules.activations import microbatches_alive
+from unisono.plan.schedules.schedule import schedule
 
 Pools = Callable[[str, int], RankPool]
 

@@ -25,9 +25,9 @@ from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import split
 from unisono.parallel.pipeline.tied import TiedGradients
 from unisono.parallel.recompute import recompute
-from unisono.plan.action import Action
-from unisono.plan.activations import microbatches_alive
-from unisono.plan.schedule import schedule
+from unisono.plan.schedules.action import Action
+from unisono.plan.schedules.activations import microbatches_alive
+from unisono.plan.schedules.schedule import schedule
 
 Pools = Callable[[str, int], RankPool]
 

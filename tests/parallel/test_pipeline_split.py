@@ -15,8 +15,8 @@ from tests.parallel.cases import CASES, SEED, batch, build, called
 from unisono.errors import UsageError
 from unisono.parallel.pipeline.layers import LayerSpec, build_whole, split_layers
 from unisono.parallel.pipeline.split import Cut, split
-from unisono.plan.balance import balanced
-from unisono.plan.schedule import Schedule, schedule
+from unisono.plan.schedules.schedule import Schedule, schedule
+from unisono.plan.search.balance import balanced
 
 
 def _cuts(name: str, made: Schedule, **options: object) -> list[Cut]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
-from unisono.plan.schedule import NAMES, Schedule, schedule
+from unisono.plan.schedules.schedule import NAMES, Schedule, schedule
 
 
 def examples(count: int) -> settings:

@@ -7,9 +7,9 @@ from hypothesis import given
 
 from tests.plan.pipelines import examples, pipelines
 from unisono.errors import UsageError
-from unisono.plan.activations import Sizes, alive, alive_over_time, microbatches_alive, peak
-from unisono.plan.schedule import Schedule, forward_only, schedule
-from unisono.plan.timeline import timeline
+from unisono.plan.schedules.activations import Sizes, alive, alive_over_time, microbatches_alive, peak
+from unisono.plan.schedules.schedule import Schedule, forward_only, schedule
+from unisono.plan.schedules.timeline import timeline
 
 
 @pytest.mark.parametrize("p", [1, 2, 3, 4, 8])

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import UsageError
-from unisono.plan.collective import group
-from unisono.plan.curve import seconds_at, share_at
-from unisono.plan.hardware import Hardware
+from unisono.plan.cost.collective import group
+from unisono.plan.hardware.spec import Hardware, seconds_at, share_at
+from unisono.plan.hardware.toml import read_hardware
 from unisono.plan.plan import REPLICAS, Plan
 
 GOOD = """
@@ -35,7 +35,7 @@ latency = 1e-5
 def read(folder: Path, text: str) -> Hardware:
     file = folder / "machine.toml"
     file.write_text(text)
-    return Hardware.read(file)
+    return read_hardware(file)
 
 
 def test_a_whole_file(tmp_path: Path) -> None:
@@ -96,11 +96,11 @@ def test_errors_name_file_and_key(tmp_path: Path, old: str, new: str, message: s
 
 def test_machines_that_come_along_and_one_that_does_not() -> None:
     for name in ("h100", "h200", "a100"):
-        assert Hardware.read(name).devices_per_node == 8
+        assert read_hardware(name).devices_per_node == 8
     with pytest.raises(UsageError, match="there is no file b9000; give a TOML file, or one of: a100, h100, h200"):
-        Hardware.read("b9000")
+        read_hardware("b9000")
     with pytest.raises(UsageError, match="12 devices do not fill nodes of 8"):
-        Hardware.read("h100").with_devices(12)
+        read_hardware("h100").with_devices(12)
 
 
 def test_groups_know_whether_they_cross_nodes(tmp_path: Path) -> None:

@@ -11,15 +11,15 @@ import pytest
 import torch
 
 from tests.ranks import RankPool
-from unisono.plan.activations import Sizes, peak
-from unisono.plan.hardware import Hardware, Link
-from unisono.plan.memory import MemoryModel, chunks_alive, saved_by, state_of
+from unisono.plan.cost.memory import MemoryModel, chunks_alive, saved_by, state_of
+from unisono.plan.hardware.spec import Hardware, Link
+from unisono.plan.hardware.toml import read_hardware
 from unisono.plan.plan import Plan
-from unisono.plan.portrait import OptimizerState, Portrait, Weight
-from unisono.plan.schedule import schedule
-from unisono.plan.setting import Setting
-from unisono.plan.stages import Stages, placement_of
-from unisono.train.planning import Planner
+from unisono.plan.profile.model_profile import ModelProfile, OptimizerState, Setting, Weight
+from unisono.plan.profile.stages import Stages, placement_of
+from unisono.plan.schedules.activations import Sizes, peak
+from unisono.plan.schedules.schedule import schedule
+from unisono.planner.planner import Planner
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
 import gpt as examples
@@ -39,22 +39,22 @@ SETTINGS = {
 
 
 @cache
-def portrait_of_175b() -> Portrait:
+def profile_of_175b() -> ModelProfile:
     """GPT-3 as the paper has it: dropout everywhere, masks of a byte, attention that keeps its matrices, and layers cut
     by columns that gather their inputs again."""
     hardware = Hardware(
         "paper", 8, 80e9, {"bfloat16": 1e15}, 1e12, Link(1e11, 0), Link(1e10, 0), flash=False, dropout_mask=1.0
     )
     task = examples.large_gpt("gpt3", examples.Config(51200, LENGTH, WIDTH, HEADS, LAYERS, dropout=0.1), batch=8)
-    return Planner(task, hardware, keeps_gathered=False).portrait
+    return Planner(task, hardware, keeps_gathered=False).profile
 
 
 @pytest.mark.parametrize("name", PER_LAYER)
 def test_activations_of_gpt3_from_its_trace(name: str) -> None:
-    portrait = portrait_of_175b()
-    layer = saved_by(portrait, portrait.blocks[0], SETTINGS[name])
+    profile = profile_of_175b()
+    layer = saved_by(profile, profile.blocks[0], SETTINGS[name])
     assert round(layer / MIB) == PER_LAYER[name]
-    total = sum(saved_by(portrait, block, SETTINGS[name]) for block in portrait.blocks)
+    total = sum(saved_by(profile, block, SETTINGS[name]) for block in profile.blocks)
     assert total / GIB == pytest.approx(ALL_LAYERS[name], rel=2e-4)  # the paper leaves out the norms' statistics
 
 
@@ -72,11 +72,11 @@ def test_activations_of_gpt3_from_the_formulas() -> None:
 
 
 def test_gpt3_has_its_parameters_and_fused_attention_keeps_no_matrix() -> None:
-    portrait = Planner(examples.gpt3_175b(), Hardware.read("h100")).portrait
+    profile = Planner(examples.gpt3_175b(), read_hardware("h100")).profile
     embeddings = (51200 + LENGTH) * WIDTH
-    assert portrait.parameters == embeddings + LAYERS * (12 * WIDTH**2 + 13 * WIDTH) + 2 * WIDTH
-    assert portrait.tied == ("tokens.weight",)
-    kept = saved_by(portrait, portrait.blocks[0], Setting(1, 1, 1, 1, False, "none"))
+    assert profile.parameters == embeddings + LAYERS * (12 * WIDTH**2 + 13 * WIDTH) + 2 * WIDTH
+    assert profile.tied == ("tokens.weight",)
+    kept = saved_by(profile, profile.blocks[0], Setting(1, 1, 1, 1, False, "none"))
     assert kept == pytest.approx(32 * LENGTH * WIDTH, rel=2e-3)  # 34 without two masks; a number a query
 
 
@@ -122,12 +122,12 @@ def test_closed_forms_bound_what_schedules_keep(name: str) -> None:
 
 def test_more_saving_needs_less() -> None:
     task = examples.large_gpt("activations", examples.Config(256, 256, 64, 4, 4), batch=64)
-    portrait = Planner(task, Hardware.read("h100")).portrait
-    memory = MemoryModel(portrait)
+    profile = Planner(task, read_hardware("h100")).profile
+    memory = MemoryModel(profile)
 
     def needs(text: str) -> float:
         plan = Plan.parse(text)
-        return memory.footprint(plan, Stages(portrait, tuple(range(plan.pp)), placement_of(plan.pp, 1, False))).total
+        return memory.footprint(plan, Stages(profile, tuple(range(plan.pp)), placement_of(plan.pp, 1, False))).total
 
     assert needs("dp=8") > needs("dp=8,recompute=full")
     assert needs("dp=8,microbatches=1") > needs("dp=8,recompute=full,zero=3")
@@ -140,12 +140,12 @@ PLANS = ("dp=2,zero=1", "dp=2,zero=2", "dp=2,zero=3", "tp=2,sp", "pp=2,microbatc
 def test_predicted_state_is_that_of_real_trainers(pools: Callable[[str, int], RankPool]) -> None:
     from tests.equivalence import tasks
 
-    planner = Planner(tasks.gpt, Hardware.read("h100"))
+    planner = Planner(tasks.gpt, read_hardware("h100"))
     search = planner.search(2)
     for text, measured in zip(PLANS, pools("gloo", 2).run(_states)[0], strict=True):
         plan = Plan.parse(text)
         stages = search.stages(plan.but(boundaries=(0, 2) if plan.pp > 1 else ()))
-        parameters, _, optimizer = search.memory._state(plan, stages, 0).bytes(plan, planner.portrait.optimizer)
+        parameters, _, optimizer = search.memory._state(plan, stages, 0).bytes(plan, planner.profile.optimizer)
         assert measured == parameters + optimizer, text
 
 

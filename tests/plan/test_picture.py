@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.plan.pipelines import every_pipeline, examples, pipelines
-from unisono.plan.picture import draw_svg, draw_text, summary
-from unisono.plan.schedule import Schedule, forward_only, schedule
-from unisono.plan.timeline import Costs, timeline
+from unisono.plan.schedules.picture import draw_svg, draw_text, summary
+from unisono.plan.schedules.schedule import Schedule, forward_only, schedule
+from unisono.plan.schedules.timeline import Costs, timeline
 
 SVG = "{http://www.w3.org/2000/svg}"
 

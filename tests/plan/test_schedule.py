@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.plan.pipelines import examples, pipelines
 from unisono.errors import UsageError
-from unisono.plan.action import Action
-from unisono.plan.schedule import NAMES, Schedule, check, forward_only, in_order, schedule
+from unisono.plan.schedules.action import Action
 from unisono.plan.schedules.one_f_one_b import split_evenly
+from unisono.plan.schedules.schedule import NAMES, Schedule, check, forward_only, in_order, schedule
 
 
 def runs_to_the_end(made: Schedule) -> bool:

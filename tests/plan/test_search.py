@@ -9,53 +9,52 @@ from pathlib import Path
 import pytest
 
 from unisono.errors import UsageError
-from unisono.plan.balance import balanced, quickly_balanced
-from unisono.plan.explain import why_not
-from unisono.plan.hardware import Hardware
-from unisono.plan.matrices import Matrices
-from unisono.plan.neighbours import neighbours
+from unisono.plan.cost.op_time import OpTimer
+from unisono.plan.format import shortfall
+from unisono.plan.hardware.spec import AttentionTime
+from unisono.plan.hardware.toml import read_hardware
 from unisono.plan.plan import Plan
-from unisono.plan.portrait import Portrait, Segment, Weight, Work
-from unisono.plan.roofline import Roofline
-from unisono.plan.search import Search, choose
-from unisono.plan.setting import Setting
-from unisono.plan.words import shortfall
+from unisono.plan.profile.model_profile import ModelProfile, OpCost, Segment, Setting, Weight
+from unisono.plan.search.balance import balanced, quickly_balanced
+from unisono.plan.search.neighbours import neighbours
+from unisono.plan.search.search import Search, choose
+from unisono.plan.search.why_not import why_not
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "examples"))
-H100 = Hardware.read("h100")
+H100 = read_hardware("h100")
 
 
-def portrait(layers: int = 24, width: int = 4096, batch: int = 256) -> Portrait:
+def profile(layers: int = 24, width: int = 4096, batch: int = 256) -> ModelProfile:
     """A GPT in figures: a block of two regions, 12 width^2 parameters."""
     tokens, h = 2048, width
     hidden = 2.0 * tokens * h
     mlp = 2.0 * tokens * 12 * h * h
-    works = (
-        Work("norm", "memory", moved=2 * hidden, saved=hidden),
-        Work("column", "matmul", flops=0.6 * mlp, moved=5 * hidden, weights=14.0 * h * h, saved=hidden, is_cut=True,
+    ops = (
+        OpCost("norm", "memory", moved=2 * hidden, saved=hidden),
+        OpCost("column", "matmul", flops=0.6 * mlp, moved=5 * hidden, weights=14.0 * h * h, saved=hidden, is_cut=True,
              saved_is="gathered"),
-        Work("core", "attention", flops=4.0 * tokens**2 * h, moved=4 * hidden, saved=4 * hidden, is_cut=True,
+        OpCost("core", "attention", flops=4.0 * tokens**2 * h, moved=4 * hidden, saved=4 * hidden, is_cut=True,
              saved_is="cut", is_core=True, core_saved=hidden / 64),
-        Work("row", "matmul", flops=0.4 * mlp, moved=5 * hidden, weights=10.0 * h * h, saved=5 * hidden, is_cut=True,
+        OpCost("row", "matmul", flops=0.4 * mlp, moved=5 * hidden, weights=10.0 * h * h, saved=5 * hidden, is_cut=True,
              saved_is="cut"),
     )  # fmt: skip
     block = Segment(
-        works, (Weight("up", (8 * h, h), 2, 0), Weight("down", (h, 4 * h), 2, 1)), (hidden,) * 2, (hidden,) * 2
+        ops, (Weight("up", (8 * h, h), 2, 0), Weight("down", (h, 4 * h), 2, 1)), (hidden,) * 2, (hidden,) * 2
     )
-    before = Segment((Work("embed", "memory", moved=hidden),), (Weight("tokens", (50000, h), 2, 0),), in_blocks=False)
-    head = Work("head", "matmul", flops=2.0 * tokens * h * 50000, moved=hidden, saved=tokens * 50000 * 2.0, is_cut=True,
-                saved_is="cut")  # fmt: skip
+    before = Segment((OpCost("embed", "memory", moved=hidden),), (Weight("tokens", (50000, h), 2, 0),), in_blocks=False)
+    head = OpCost("head", "matmul", flops=2.0 * tokens * h * 50000, moved=hidden, saved=tokens * 50000 * 2.0,
+                  is_cut=True, saved_is="cut")  # fmt: skip
     after = Segment((head,), (Weight("head", (50000, h), 2, 0),), in_blocks=False)
-    return Portrait("figures", batch, before, (block,) * layers, after, hidden, "bfloat16", length=tokens)
+    return ModelProfile("figures", batch, before, (block,) * layers, after, hidden, "bfloat16", length=tokens)
 
 
 def test_a_model_that_fits_one_device_is_replicated() -> None:
-    plan = choose(portrait(layers=12, width=1024, batch=64), 8, H100)
+    plan = choose(profile(layers=12, width=1024, batch=64), 8, H100)
     assert (plan.dp, plan.tp, plan.pp, plan.cp) == (8, 1, 1, 1)
 
 
 def test_a_larger_model_is_cut_and_fits() -> None:
-    search = Search(portrait(layers=48, width=8192), 64, H100)
+    search = Search(profile(layers=48, width=8192), 64, H100)
     result = search.run(5)
     assert all(each.fits and each.plan.world == 64 for each in result.candidates)
     assert result.best.plan.tp * result.best.plan.pp > 1 or result.best.plan.zero == 3
@@ -66,7 +65,7 @@ def test_a_larger_model_is_cut_and_fits() -> None:
 
 
 def test_tp_across_nodes_loses_and_says_so() -> None:
-    search = Search(portrait(layers=48, width=8192), 64, H100)
+    search = Search(profile(layers=48, width=8192), 64, H100)
     best = search.judged(Plan(tp=8, dp=8, zero=1, sequence=True, microbatches=8), played=True)
     told = {each.change: each.reason for each in why_not(search, best)}
     assert told["tp=16"].startswith("+")
@@ -76,18 +75,18 @@ def test_tp_across_nodes_loses_and_says_so() -> None:
 def test_nothing_fits() -> None:
     tight = replace(H100, memory=4 * 2**30)
     with pytest.raises(UsageError, match=r"none of .* plans for 8 devices fits figures: the smallest, .* GiB of 3\.7"):
-        choose(portrait(layers=48, width=8192), 8, tight)
+        choose(profile(layers=48, width=8192), 8, tight)
 
 
 def test_what_the_job_does_not_allow_is_not_chosen() -> None:
-    search = Search(portrait(), 16, H100, lambda plan: "no tp here" if plan.tp > 1 else None)
+    search = Search(profile(), 16, H100, lambda plan: "no tp here" if plan.tp > 1 else None)
     result = search.run(20)
     assert all(each.plan.tp == 1 for each in result.candidates)
     assert "cannot: no tp here" in [each.reason for each in why_not(search, result.best)]
 
 
 def test_quick_forms_agree_with_played_schedules() -> None:
-    search = Search(portrait(), 16, H100)
+    search = Search(profile(), 16, H100)
     for text in (
         "dp=4,pp=4,microbatches=16",
         "dp=4,pp=4,microbatches=16,schedule=interleaved,chunks=2",
@@ -126,17 +125,17 @@ def test_a_plan_carries_boundaries() -> None:
 
 
 def test_boundaries_and_stages_that_the_model_has_not() -> None:
-    search = Search(portrait(layers=4, width=256), 2, H100)
+    search = Search(profile(layers=4, width=256), 2, H100)
     for boundaries in ((0, 4), (0, 1, 2)):
         with pytest.raises(UsageError, match="first block of each of 2 stages, rising from 0 to at most 3"):
             search.judged(Plan(pp=2, boundaries=boundaries))
-    without = Search(replace(portrait(layers=4, width=256), blocks=()), 2, H100)
+    without = Search(replace(profile(layers=4, width=256), blocks=()), 2, H100)
     with pytest.raises(UsageError, match="has only 0 blocks to share out"):
         without.judged(Plan(pp=2))
 
 
 def test_a_block_that_costs_nothing_does_not_unbalance_the_others() -> None:
-    job = portrait(layers=8, width=1024)
+    job = profile(layers=8, width=1024)
     idle = Segment((), ())
     even = Search(job, 2, H100).cuts.evened(Plan(pp=2)).starts
     longer = Search(replace(job, blocks=(idle, *job.blocks)), 2, H100)
@@ -145,7 +144,7 @@ def test_a_block_that_costs_nothing_does_not_unbalance_the_others() -> None:
 
 def test_ranks_take_turns_on_cores() -> None:
     """Four ranks on two cores compute half as fast, unless a pipeline leaves cores idle anyway."""
-    job = portrait(layers=8, width=1024, batch=16)
+    job = profile(layers=8, width=1024, batch=16)
     enough, few = (replace(H100, cores=cores, overlap=0.0, asynchronous=False) for cores in (4, 2))
     apart, sharing = (Search(job, 4, hardware) for hardware in (enough, few))
     plan = Plan(dp=4)
@@ -162,7 +161,7 @@ def test_ranks_take_turns_on_cores() -> None:
 
 
 def test_an_optimizer_that_torch_steps_op_by_op_takes_longer() -> None:
-    job = portrait(layers=4, width=1024, batch=8)
+    job = profile(layers=4, width=1024, batch=8)
     hardware = replace(H100, asynchronous=False, optimizer_rate=1e10, looped_optimizer_rate=5e9)
     looped = replace(job, optimizer=replace(job.optimizer, is_looped=True))
     quick, slow = (Search(each, 2, hardware).judged(Plan(dp=2)).duration.optimizer for each in (job, looped))
@@ -170,7 +169,7 @@ def test_an_optimizer_that_torch_steps_op_by_op_takes_longer() -> None:
 
 
 def test_ops_reach_a_share_of_their_rates_in_a_step() -> None:
-    job = portrait(layers=4, width=1024, batch=8)
+    job = profile(layers=4, width=1024, batch=8)
     alone = replace(H100, asynchronous=False, op_overhead=0.0)
     one, other = (Search(job, 2, each).judged(Plan(dp=2)).duration for each in (alone, replace(alone, together=0.8)))
     assert other.compute == pytest.approx(one.compute / 0.8)
@@ -181,7 +180,7 @@ def test_ops_reach_a_share_of_their_rates_in_a_step() -> None:
 
 def test_a_ring_costs_its_hops_and_its_visits() -> None:
     """Keys and values make P - 1 hops forward and again backward, and as many what others add to their gradients."""
-    job = portrait(layers=4, width=1024, batch=8)
+    job = profile(layers=4, width=1024, batch=8)
     still = replace(H100, asynchronous=False, op_overhead=0.0)
     curve = ((1.0, 1e-3), (1e12, 1e-3))
     for ranks in (2, 4):
@@ -196,22 +195,22 @@ def test_a_ring_costs_its_hops_and_its_visits() -> None:
 def test_a_ring_attends_to_halves_where_no_query_looks_ahead() -> None:
     """Of two ranks each has the half of the queries: their own keys, and of the other's keys half as many pairs."""
     curve = ((256.0, 256e-8), (65536.0, 65536e-8))
-    hardware = replace(H100, asynchronous=False, op_overhead=0.0, together=1.0, matrices={})
-    known = replace(hardware, matrices={"attention": Matrices((1e-3, 2e-3), curve, curve)})
+    hardware = replace(H100, asynchronous=False, op_overhead=0.0, together=1.0, attention_times={})
+    known = replace(hardware, attention_times={"attention": AttentionTime((1e-3, 2e-3), curve, curve)})
     for causal, pairs in ((True, 0.25 + 0.125), (False, 0.5)):
-        work = Work("core", "attention", flops=4.0 * 32 * 4 * 128**2, heads=4, matrix=128.0**2, is_causal=causal)
+        work = OpCost("core", "attention", flops=4.0 * 32 * 4 * 128**2, heads=4, matrix=128.0**2, is_causal=causal)
         segment = Segment((work,), (), (), ())
         setting = Setting.of(Plan(cp=2), 8)
-        roofline = Roofline(known, "float32")
-        plain, more = roofline.op(replace(work, is_cut=True), segment, setting), roofline.ring(work, setting)
+        op_timer = OpTimer(known, "float32")
+        plain, more = op_timer.op(replace(work, is_cut=True), segment, setting), op_timer.ring(work, setting)
         assert plain.forward + more.forward == pytest.approx(1e-3 + 8 * 4 * pairs * 128**2 * 1e-8)
         assert plain.inputs + more.inputs == pytest.approx(2e-3 + 8 * 4 * pairs * 128**2 * 1e-8)
-        assert Roofline(hardware, "float32").ring(work, setting) == (0, 0, 0, 0, 0)
+        assert OpTimer(hardware, "float32").ring(work, setting) == (0, 0, 0, 0, 0)
 
 
 def test_products_of_few_rows_take_as_long_as_their_weights_do() -> None:
     """... however few they are; with many rows computing hides it."""
-    job = portrait(layers=4, width=1024, batch=64)
+    job = profile(layers=4, width=1024, batch=64)
     hidden = replace(H100, asynchronous=False)
     shown = replace(hidden, rates=hidden.rates | {"weights": (1e9, 5e8)})
     weights = 4 * 24.0 * 1024**2 / 4
@@ -226,7 +225,7 @@ def test_products_of_few_rows_take_as_long_as_their_weights_do() -> None:
 
 def test_zero_copies_rows_and_its_third_stage_sends_block_by_block() -> None:
     """... twice gathered and once scattered for each microbatch: as many messages as there are blocks, and the root."""
-    job = portrait(layers=4, width=1024, batch=8)
+    job = profile(layers=4, width=1024, batch=8)
     curve = tuple((name, ((1.0, 1e-3),)) for name in ("all_gather", "reduce_scatter"))
     still = replace(H100, asynchronous=False, overlap=0.0, memory_bandwidth=1e30, op_overhead=0.0)
     timed = replace(still, intra_node=replace(still.intra_node, ranks=2, measured=curve), flops={"bfloat16": 1e30})
@@ -249,7 +248,7 @@ def test_zero_copies_rows_and_its_third_stage_sends_block_by_block() -> None:
 
 
 def test_files_from_before_zeros_copies_were_measured_still_do() -> None:
-    job = portrait(layers=4, width=1024, batch=8)
+    job = profile(layers=4, width=1024, batch=8)
     old = replace(H100, asynchronous=False, overlap=0.0, rates={"reshape": (1e9, 1e9)})
     new = replace(old, unit_rate=1e9, piece_rate=H100.memory_bandwidth * H100.memory_efficiency)
     gpu = replace(old, rates={"rows": (3e9, 3e9)})
@@ -264,7 +263,7 @@ def test_files_from_before_zeros_copies_were_measured_still_do() -> None:
 
 def test_halves_of_a_backward_cost_each_layer_a_start() -> None:
     """... on all stages but the first, whose inputs nobody waits for; whole backwards have none of it."""
-    job = portrait(layers=4, width=1024, batch=8)
+    job = profile(layers=4, width=1024, batch=8)
     quick = replace(H100, asynchronous=False)
     slow = replace(quick, split_overhead=10.0)
     for schedule, layers in (("1f1b", 0), ("zb1p", 2 * 2 + 1)):  # of the last stage: two blocks, and the head
@@ -275,14 +274,14 @@ def test_halves_of_a_backward_cost_each_layer_a_start() -> None:
 
 def test_a_stage_costs_its_way_in_and_its_messages_a_beginning() -> None:
     """... of the ranks' own time: a stage for each forward, a message at each end; the last stage has the loss too."""
-    job = portrait(layers=4, width=1024, batch=8)
+    job = profile(layers=4, width=1024, batch=8)
     quick = replace(H100, asynchronous=False, microbatch_overhead=0.0)
     for schedule, chunks, ends in (("1f1b", 1, 1), ("interleaved", 2, 3), ("zbv", 2, 2)):
         plan = Plan(pp=2, microbatches=8, schedule=schedule, chunks=chunks)
         search = Search(job, 2, quick)
         staged, posted = (Search(job, 2, replace(quick, **{key: 10.0})) for key in ("stage_overhead", "post_overhead"))
         stages = search.stages(plan)
-        plain, with_stages, with_posts = (each.time.stage_paces(plan, stages) for each in (search, staged, posted))
+        plain, with_stages, with_posts = (each.time.stage_costs(plan, stages) for each in (search, staged, posted))
         assert all(b.forward - a.forward == pytest.approx(10) for a, b in zip(plain, with_stages, strict=True))
         of_first = [
             b.both - a.both for a, b, rank in zip(plain, with_posts, stages.placement, strict=True) if rank == 0
@@ -290,23 +289,23 @@ def test_a_stage_costs_its_way_in_and_its_messages_a_beginning() -> None:
         assert sum(of_first) == pytest.approx(2 * ends * 10.0)
         assert search.judged(plan, played=True).seconds < posted.judged(plan, played=True).seconds
     lossy = Search(job, 2, replace(quick, stage_overhead=1.0, microbatch_overhead=4.0))
-    paces = lossy.time.stage_paces(Plan(pp=2, microbatches=8), lossy.stages(Plan(pp=2, microbatches=8)))
-    assert [round(pace.forward) for pace in paces] == [1 + 2, 1 + 2 + 4]
+    costs = lossy.time.stage_costs(Plan(pp=2, microbatches=8), lossy.stages(Plan(pp=2, microbatches=8)))
+    assert [round(cost.forward) for cost in costs] == [1 + 2, 1 + 2 + 4]
 
 
 def test_a_first_stage_is_played_with_its_backward_whole() -> None:
     """Where its weights had theirs later, a V of as many microbatches as ranks would end later."""
-    job = portrait(layers=8, width=1024, batch=8)
+    job = profile(layers=8, width=1024, batch=8)
     search = Search(job, 4, replace(H100, asynchronous=False))
     plan = Plan(pp=4, microbatches=4, schedule="zbv", chunks=2)
-    paces = search.time.stage_paces(plan, search.stages(plan))
-    quick = search.time._played(plan, search.stages(plan), paces)
-    paces[0] = replace(paces[0], inputs=0.0, weights=paces[0].backward)
-    assert search.time._played(plan, search.stages(plan), paces) == pytest.approx(quick)
+    costs = search.time.stage_costs(plan, search.stages(plan))
+    quick = search.time._played(plan, search.stages(plan), costs)
+    costs[0] = replace(costs[0], inputs=0.0, weights=costs[0].backward)
+    assert search.time._played(plan, search.stages(plan), costs) == pytest.approx(quick)
 
 
 def test_ulysses_costs_two_exchanges_each_way_and_the_copies_around_them() -> None:
-    job = portrait(layers=4, width=1024, batch=8)
+    job = profile(layers=4, width=1024, batch=8)
     still = replace(H100, asynchronous=False, op_overhead=0.0)
     curve = ((1.0, 1e-3), (1e12, 1e-3))
     timed = replace(still, intra_node=replace(still.intra_node, ranks=2, measured=(("all_to_all", curve),)))
@@ -317,7 +316,7 @@ def test_ulysses_costs_two_exchanges_each_way_and_the_copies_around_them() -> No
 
 
 def test_neighbours_divide_the_devices_and_keep_microbatches_or_their_size() -> None:
-    job = portrait(layers=8, width=1024)
+    job = profile(layers=8, width=1024)
     of_three = dict(neighbours(Plan(dp=3), 3, job))
     assert {plan.tp for plan in of_three["tp=3"]} == {3}
     found = dict(neighbours(Plan(dp=4, pp=2, microbatches=8, schedule="interleaved", chunks=4), 8, job))
@@ -328,7 +327,7 @@ def test_neighbours_divide_the_devices_and_keep_microbatches_or_their_size() -> 
 
 def test_no_neighbour_is_faster_than_the_best() -> None:
     """One sample: a pipeline's ranks wait for each other, less where the halves of a backward are apart."""
-    search = Search(portrait(layers=4, width=1024, batch=1), 2, H100, lambda plan: "no tp" if plan.tp > 1 else None)
+    search = Search(profile(layers=4, width=1024, batch=1), 2, H100, lambda plan: "no tp" if plan.tp > 1 else None)
     best = search.run(5).best
     assert best.plan.pp == 2
     assert all(each.seconds is None or each.seconds > best.seconds * 0.995 for each in why_not(search, best))

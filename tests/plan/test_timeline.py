@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 
 from tests.plan.pipelines import examples, pipelines
 from unisono.errors import UsageError
-from unisono.plan.action import Action
-from unisono.plan.schedule import Schedule, schedule
-from unisono.plan.timeline import Costs, Timeline, timeline
+from unisono.plan.schedules.action import Action
+from unisono.plan.schedules.schedule import Schedule, schedule
+from unisono.plan.schedules.timeline import Costs, Timeline, timeline
 
 RANKS = (1, 2, 3, 4, 5, 8)
 MICROBATCHES = (1, 2, 3, 4, 5, 7, 8, 9, 13, 16, 24)
@@ -29,7 +29,7 @@ def test_bubble_of_gpipe_and_1f1b(name: str, backward: int) -> None:
 def test_bubble_of_the_naive_pipeline() -> None:
     for p in RANKS:
         played = timeline(schedule("naive", p, 1))
-        assert played.bubble_fraction() == (p - 1) / p  # one rank works at a time
+        assert played.bubble_fraction() == (p - 1) / p  # one rank ops at a time
         assert played.makespan == 3 * p
 
 

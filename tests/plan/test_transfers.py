@@ -13,9 +13,9 @@ from tests.plan.pipelines import every_pipeline, examples, pipelines
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
-from unisono.plan.action import COMPUTE, Action, Lists
-from unisono.plan.schedule import Schedule, forward_only, schedule
-from unisono.plan.transfers import check_transfers, lower
+from unisono.plan.schedules.action import COMPUTE, Action, Lists
+from unisono.plan.schedules.schedule import Schedule, forward_only, schedule
+from unisono.plan.schedules.transfers import check_transfers, lower
 
 TWIN = {"SEND_F": ("RECV_F", 1), "SEND_B": ("RECV_B", -1)}
 

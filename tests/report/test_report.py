@@ -107,7 +107,7 @@ def reported(comm: Communicator, folder: str) -> None:
     trained = engine(PLAN, model=lambda: Mixture().double())
     trained.dataloader(data(), batch_size=8)
     with known_machine():
-        trained.foreseen()
+        trained.predicted()
     trained.fit(data(), steps=4, epochs=2, batch_size=8, save=folder, progress=False)
 
 

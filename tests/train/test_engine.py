@@ -24,7 +24,7 @@ from tests.ranks import RankPool
 from tests.train import stores
 from unisono.errors import CheckpointError, UnisonoError, UsageError
 from unisono.launch import environment
-from unisono.train.auto import HARDWARE
+from unisono.planner.auto import HARDWARE
 from unisono.train.fit import NonFiniteLoss
 from unisono.train.pace import slowest
 
@@ -719,7 +719,7 @@ MACHINE = Path(__file__).resolve().parents[2] / "tools" / "two_cores.toml"
 
 @contextlib.contextmanager
 def known_machine() -> Iterator[None]:
-    """What is foreseen is foreseen for this one; none is measured."""
+    """What is predicted is predicted for this one; none is measured."""
     os.environ[HARDWARE] = str(MACHINE)
     try:
         yield

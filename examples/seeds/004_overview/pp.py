@@ -15,9 +15,9 @@ from __future__ import annotations
 from transformer import deviation, under
 
 import unisono as uni
-from unisono.plan.picture import draw_text
-from unisono.plan.schedule import schedule
-from unisono.plan.timeline import timeline
+from unisono.plan.schedules.picture import draw_text
+from unisono.plan.schedules.schedule import schedule
+from unisono.plan.schedules.timeline import timeline
 
 
 def main() -> None:

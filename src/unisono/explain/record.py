@@ -27,7 +27,7 @@ from unisono.parallel.loss.loss import GlobalLoss
 from unisono.parallel.pipeline.message import is_hollow
 from unisono.parallel.pipeline.runtime import Execution
 from unisono.parallel.trainer import Trainer
-from unisono.plan.action import Action
+from unisono.plan.schedules.action import Action
 from unisono.torch_compat import MODULE_CALL, autograd_node, in_backward, no_torch_function_subclass
 from unisono.torch_patches import on_patched_call, patched
 

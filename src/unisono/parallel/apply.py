@@ -64,9 +64,9 @@ from unisono.parallel.tensor.head_width import HeadWidth
 from unisono.parallel.tensor.tensor_parallel import deriving_once, fitting_rules, require_shareable, tensor_parallelize
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.parallel.zero.zero import Zero
-from unisono.plan.balance import checked
 from unisono.plan.plan import AXES, DATA, REPLICAS, Plan
-from unisono.plan.schedule import Schedule, schedule
+from unisono.plan.schedules.schedule import Schedule, schedule
+from unisono.plan.search.balance import checked
 
 Found = TypeVar("Found")
 Model = nn.Module | Callable[[], nn.Module] | Sequence[LayerSpec]

@@ -58,8 +58,8 @@ from unisono.parallel.share import (
 from unisono.parallel.tensor.head_width import HeadWidth
 from unisono.parallel.tensor.logits import Proof, in_pieces, whole_of_piece
 from unisono.parallel.zero.zero import Zero
-from unisono.plan.action import Action
 from unisono.plan.plan import DATA, REPLICAS, Plan
+from unisono.plan.schedules.action import Action
 
 Batch = tuple[Any, Any] | Share
 

@@ -12,7 +12,7 @@ from itertools import pairwise
 from typing import Any
 
 from unisono.errors import UsageError
-from unisono.plan import schedule as schedules
+from unisono.plan.schedules import schedule as schedules
 
 # The axes of a plan's mesh, the slowest first: neighbours in the world are neighbours in tp. The data axis is three of
 # them, "replica" times "dp" times "ep": experts may be spread over a part of it ("ep"), and ZeRO may shard over a part

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from unisono.plan.action import Action
-from unisono.plan.picture import draw_svg
 from unisono.plan.plan import Plan
-from unisono.plan.schedule import Schedule, schedule
-from unisono.plan.timeline import Costs, Span, Timeline, timeline
+from unisono.plan.schedules.action import Action
+from unisono.plan.schedules.picture import draw_svg
+from unisono.plan.schedules.schedule import Schedule, schedule
+from unisono.plan.schedules.timeline import Costs, Span, Timeline, timeline
 from unisono.report.run import Run
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from unisono.plan.picture import WORDS
+from unisono.plan.schedules.picture import WORDS
 from unisono.report.run import Run
 
 

@@ -29,7 +29,7 @@ from unisono.parallel.pipeline.split import blocks_of
 from unisono.parallel.pipeline.stage import Stage
 from unisono.parallel.tensor.tensor_parallel import tensor_parallelize
 from unisono.plan.plan import Plan
-from unisono.plan.schedule import Schedule
+from unisono.plan.schedules.schedule import Schedule
 
 
 def foreseen_in(model: nn.Module, order: Schedule, inputs: Any) -> Foreseen:

@@ -31,8 +31,8 @@ from unisono.parallel.precision import Precision
 from unisono.parallel.share import BatchDim, Share, first_rows, require_batch_dim
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
+from unisono.planner.auto import Choice, Job, choice_for
 from unisono.train import evaluation, prediction, scheduling
-from unisono.train.auto import Choice, Job, foresee
 from unisono.train.callbacks import Callback
 from unisono.train.checkpoint import Checkpoints
 from unisono.train.data import Loader
@@ -115,7 +115,7 @@ class Engine:
         _require_pair(example)
         self._example = example
         if self._plan == "auto":
-            plan = self.foreseen(example).plan
+            plan = self.predicted(example).plan
         else:
             assert isinstance(self._plan, Plan)
             plan = _fitting(self._plan, self.comm.size)
@@ -139,14 +139,14 @@ class Engine:
             self.schedule = scheduling.require_stepped(self._scheduler(self.trainer.optimizer))
         return self
 
-    def foreseen(self, example: tuple[Any, Any] | None = None) -> Choice:
+    def predicted(self, example: tuple[Any, Any] | None = None) -> Choice:
         """What is expected of the plan, which is searched for if none is given; every rank calls it."""
         if self.choice is None:
             example = self._example if example is None else example
             if example is None:
                 raise UsageError("the engine has seen no batch yet: call prepare(example) with one")
             plan = self._plan if isinstance(self._plan, Plan) else None
-            self.choice = foresee(self._job(example), self.comm, self.device, plan)
+            self.choice = choice_for(self._job(example), self.comm, self.device, plan)
         return self.choice
 
     def _job(self, example: tuple[Any, Any]) -> Job:
@@ -154,11 +154,11 @@ class Engine:
 
     def cost(self) -> Choice:
         """The time of a step and the memory of a rank that are expected; every rank calls it."""
-        return self.foreseen()
+        return self.predicted()
 
     def explain(self) -> str:
         """The plan, what is expected of it, and what its neighbours lack; every rank calls it."""
-        return str(self.foreseen())
+        return str(self.predicted())
 
     def _recall(self, folder: str | Path, batch_size: int) -> None:
         """A run that goes on with as many ranks as before keeps the plan that was found for it; one that a launcher

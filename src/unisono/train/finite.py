@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves
 from unisono.comm.rendezvous import world
 from unisono.parallel.share import Share
 from unisono.parallel.trainer import Trainer
-from unisono.plan.action import Action
+from unisono.plan.schedules.action import Action
 
 Batch = tuple[Any, Any] | Share
 

@@ -122,7 +122,7 @@ class Fit:
             self._require_epochs()
         self._require_numbers()
         if self.options.progress:
-            self._display.say(str(self.engine.foreseen()).splitlines()[0])
+            self._display.say(str(self.engine.predicted()).splitlines()[0])
             if self.engine.ready.proof:
                 self._display.say(self.engine.ready.proof)
             if self.engine.ready.coverage:

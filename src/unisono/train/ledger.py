@@ -17,7 +17,7 @@ from torch import nn
 
 from unisono.comm import traffic
 from unisono.parallel.trainer import Trainer
-from unisono.plan.action import Action
+from unisono.plan.schedules.action import Action
 
 
 class Ledger:

@@ -22,8 +22,8 @@ from unisono.graph.render.html import as_page
 from unisono.graph.render.listing import tensor_text
 from unisono.parallel.meta.meta_tensors import hollow_copy
 from unisono.parallel.trainer import Trainer
+from unisono.planner.auto import Job
 from unisono.simulate.sketch import without_memory
-from unisono.train.auto import Job
 
 _MOST = 5000  # lines
 _MOST_SHAPES = 4

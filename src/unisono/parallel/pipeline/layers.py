@@ -24,8 +24,8 @@ from unisono.parallel.pipeline.off_stage import Foreign
 from unisono.parallel.pipeline.split import COSTS, Cost, Cut
 from unisono.parallel.pipeline.stage import Stage
 from unisono.parallel.pipeline.tied import Tied
-from unisono.plan.balance import balanced, checked, require_enough
-from unisono.plan.schedule import Schedule
+from unisono.plan.schedules.schedule import Schedule
+from unisono.plan.search.balance import balanced, checked, require_enough
 
 
 class LayerSpec:

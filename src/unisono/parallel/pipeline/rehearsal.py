@@ -31,7 +31,7 @@ from unisono.parallel.pipeline.parameter_usage import Survey, Users, by_example,
 from unisono.parallel.pipeline.skips import Skips
 from unisono.parallel.pipeline.split import Cut, require_stages, split
 from unisono.parallel.pipeline.stage import Outcome, Stage
-from unisono.plan.schedule import Schedule
+from unisono.plan.schedules.schedule import Schedule
 
 _SMALL = 5 * 10**7  # parameters of a model of which a copy is made
 

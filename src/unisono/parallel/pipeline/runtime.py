@@ -1,7 +1,7 @@
 """The pipeline at work: each rank carries out its list of actions.
 
-The list is the schedule's, with the transfers written out by `plan.transfers`; nothing is decided here. What an action
-leaves behind, another one picks up: by (stage, microbatch), in one of four places.
+The list is the schedule's, with the transfers written out by `plan.schedules.transfers`; nothing is decided here. What
+an action leaves behind, another one picks up: by (stage, microbatch), in one of four places.
 
     messages    what a stage gets from the one before: made by RECV_F (or F on this same rank), used by F
     passes      a microbatch between F and its backward
@@ -27,10 +27,10 @@ from unisono.parallel.pipeline.backward import Arrival, Pass
 from unisono.parallel.pipeline.message import Form, Key, TensorForm, kind_of
 from unisono.parallel.pipeline.stage import Stage
 from unisono.parallel.pipeline.transfers import Delivery, Post
-from unisono.plan import schedule as schedules
-from unisono.plan.action import Action
-from unisono.plan.schedule import Schedule
-from unisono.plan.transfers import lower
+from unisono.plan.schedules import schedule as schedules
+from unisono.plan.schedules.action import Action
+from unisono.plan.schedules.schedule import Schedule
+from unisono.plan.schedules.transfers import lower
 
 Loss = Callable[[Any, int], torch.Tensor]  # (outputs, number of the microbatch) -> its part of the loss
 Around = Callable[[Action], contextlib.AbstractContextManager[Any]]

@@ -28,8 +28,8 @@ from unisono.parallel.pipeline.off_stage import Foreign
 from unisono.parallel.pipeline.parameter_usage import Survey, by_example, by_order
 from unisono.parallel.pipeline.stage import Stage
 from unisono.parallel.pipeline.tied import Tied
-from unisono.plan.balance import balanced, checked, require_enough
-from unisono.plan.schedule import Schedule
+from unisono.plan.schedules.schedule import Schedule
+from unisono.plan.search.balance import balanced, checked, require_enough
 
 Cost = str | Sequence[float]  # "parameters", "operations", or one number a block
 COSTS = ("parameters", "operations")

@@ -18,7 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import pairwise
 
-from unisono.plan.action import Action, Lists
+from unisono.plan.schedules.action import Action, Lists
 
 
 def one_f_one_b(ranks: int, microbatches: int, chunks: int) -> Lists:

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 
-from unisono.plan.action import Action, Kind, Lists
+from unisono.plan.schedules.action import Action, Kind, Lists
 from unisono.plan.schedules.one_f_one_b import alternate
 
 

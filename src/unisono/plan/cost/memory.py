@@ -1,0 +1,360 @@
+"""What a plan keeps in the memory of a device.
+
+    model state     parameters, gradients and optimizer state of this rank's stages: cut by tp and ep, and by ZeRO over
+                    the N replicas (dp x cp)
+    activations     what the ops of a block save (from the trace), cut by tp, sp, cp and recomputation, times the
+                    microbatches that the schedule keeps alive
+    workspace       what the segment has whose backward runs: what its ops have saved or computed again, gradients of
+                    activations, copies; or the optimizer's temporaries
+    buffers         messages under way: buckets of gradients, gathered parameters; what libraries keep for themselves
+
+The backward frees activations as gradients come: the highest of its moments counts, or the optimizer's step.
+`Hardware.margin` is kept free on top, for fragments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from math import ceil, prod
+from typing import NamedTuple
+
+from unisono.plan.plan import Plan
+from unisono.plan.profile.model_profile import (
+    ModelProfile,
+    OpCost,
+    OptimizerState,
+    Segment,
+    Setting,
+    Weight,
+    hidden_bytes,
+)
+from unisono.plan.profile.stages import Stages
+
+BUCKET = 25 * 2**20  # bytes of gradients that travel together
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """Bytes on the rank that needs most."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    workspace: float
+    buffers: float
+    stage: int = 0  # the pipeline rank that needs it
+
+    @property
+    def state(self) -> float:
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        return self.state + self.activations + self.workspace + self.buffers
+
+    def parts(self) -> dict[str, float]:
+        names = ("parameters", "gradients", "optimizer", "activations", "workspace", "buffers")
+        return {name: getattr(self, name) for name in names}
+
+
+# ---- model state -----------------------------------------------------------------------------------------------------
+
+
+def local_shape(weight: Weight, plan: Plan) -> tuple[int, ...]:
+    """The largest piece of a parameter on a rank, before ZeRO."""
+    shape = list(weight.shape)
+    if weight.tp_dim is not None:
+        shape[weight.tp_dim] = ceil(shape[weight.tp_dim] / plan.tp)
+    if weight.is_expert:
+        shape[0] = ceil(shape[0] / plan.ep)
+    return tuple(shape)
+
+
+def local_elements(weights: Sequence[Weight], plan: Plan) -> int:
+    """Of the largest pieces on a rank, before ZeRO; each name counts once."""
+    return sum(prod(local_shape(weight, plan)) for weight in {weight.name: weight for weight in weights}.values())
+
+
+@dataclass(frozen=True)
+class State:
+    """Elements on a rank: all of its parameters that are trained, and what ZeRO leaves it of them. Those that are not
+    have neither gradients nor state, and ZeRO does not cut them."""
+
+    elements: int
+    sharded: int  # the largest share of any rank: rows are dealt, so shares differ by a row of each parameter at most
+    itemsize: int
+    frozen: int = 0  # bytes
+
+    def bytes(self, plan: Plan, optimizer: OptimizerState) -> tuple[float, float, float]:
+        """Parameters, gradients and optimizer state, between steps and with gradients summed."""
+        if not plan.zero:
+            whole = self.elements * self.itemsize
+            return whole + self.frozen, whole, self.elements * optimizer.plain
+        held = self.sharded * (optimizer.sharded + optimizer.copy)
+        parameters = (self.sharded if plan.zero == 3 else self.elements) * self.itemsize
+        gradients = (self.elements if plan.zero == 1 else self.sharded) * self.itemsize
+        return parameters + self.frozen, gradients, 0.0 if plan.offload else held
+
+
+def state_of(weights: Sequence[Weight], plan: Plan) -> State:
+    """What a rank holds of these parameters; each name counts once."""
+    elements = sharded = frozen = 0
+    itemsize = 4
+    for weight in {weight.name: weight for weight in weights}.values():
+        shape = local_shape(weight, plan)
+        numel = prod(shape)
+        if weight.is_frozen:
+            frozen += numel * weight.itemsize
+            continue
+        replicas = plan.dp // plan.copies * plan.cp // (plan.ep if weight.is_expert else 1)
+        itemsize = itemsize if elements else weight.itemsize
+        elements += numel
+        sharded += ceil(shape[0] / replicas) * (numel // shape[0]) if shape and shape[0] else numel
+    return State(elements, sharded, itemsize, frozen)
+
+
+# ---- activations -----------------------------------------------------------------------------------------------------
+
+
+def saved_by(profile: ModelProfile, segment: Segment, setting: Setting) -> float:
+    """What a segment keeps of one microbatch between its forward and its backward."""
+    if setting.recompute == "full" and segment.in_blocks:
+        return hidden_bytes(profile, setting)
+    return kept_by_ops(profile, segment, setting, core=setting.recompute != "selective")
+
+
+def kept_by_ops(profile: ModelProfile, segment: Segment, setting: Setting, *, core: bool = True) -> float:
+    """The same without recomputation of the whole; `core`: with what attention's core keeps."""
+    kept = segment.saved
+    outside = setting.outside(segment)
+    cut, whole = kept["cut"], kept["whole"]
+    if core:
+        cut += kept["core_cut"]
+        whole += kept["core_whole"]
+    if setting.tp > 1:
+        cut += kept["under_tp"]
+    gathered = kept["gathered"] / (setting.cp if profile.keeps_gathered else outside)
+    return setting.rows * (cut / setting.tp / setting.cp + whole / outside + gathered)
+
+
+def high_water(profile: ModelProfile, segment: Segment, setting: Setting) -> float:
+    """The most that the backward of a segment has, what the segment has saved included: as its ops run backward, from
+    the last to the first, they free what they have saved, and hold gradients."""
+    kept = highest = 0.0
+    for work in segment.ops:
+        kept += _kept_by_op(profile, segment, work, setting)
+        core = 0.0
+        if work.is_core and setting.recompute == "selective":  # computed again
+            core = work.core_saved * setting.rows / setting.cp / (setting.tp if work.is_cut else 1)
+        highest = max(highest, kept + core + _held_by_op(segment, work, setting))
+    return highest
+
+
+def _kept_by_op(profile: ModelProfile, segment: Segment, work: OpCost, setting: Setting) -> float:
+    saved = work.saved - (work.core_saved if setting.recompute == "selective" else 0.0)
+    divided = {
+        "cut": setting.tp * setting.cp,
+        "whole": setting.outside(segment),
+        "gathered": setting.cp if profile.keeps_gathered else setting.outside(segment),
+    }
+    under_tp = work.tp_saved / setting.tp / setting.cp if setting.tp > 1 else 0.0
+    return setting.rows * (saved / divided[work.saved_is] + under_tp)
+
+
+def _held_by_op(segment: Segment, work: OpCost, setting: Setting) -> float:
+    """Gradients of activations and of the op's parameters, temporaries, and copies that are sent."""
+    inside, outside = setting.tp * setting.cp, setting.outside(segment)
+    temporary = work.tp_temporary if setting.tp > 1 and work.tp_saved else work.temporary
+    held = work.held_cut / inside + work.held_whole / outside + temporary / (inside if work.is_cut else outside)
+    copies = 0.0
+    if setting.tp > 1 and work.role in ("column", "gather", "row"):
+        # With sp a gradient is whole here, and in another order of its dims for the message; else where a region
+        # begins its sum is made in a copy.
+        shares_sequence = setting.sequence and segment.in_blocks
+        copies = 2.0 if shares_sequence else 0.0 if work.role == "row" else 1.0
+    return setting.rows * (held + copies * work.crossing / setting.cp) + work.gradients / (
+        setting.tp if work.role else 1
+    )
+
+
+def chunks_alive(schedule: str, ranks: int, microbatches: int, chunks: int, rank: int) -> int:
+    """The most stages' activations (a stage of a microbatch each) that a rank of a pipeline keeps: closed forms of what
+    `plan.schedules.activations` counts."""
+    match schedule:
+        case "1f1b":
+            return min(microbatches, ranks - rank)
+        case "interleaved" if chunks > 1:
+            group = ceil(microbatches / max(1, microbatches // ranks))
+            return min(microbatches * chunks, (chunks - 1) * group + 2 * (ranks - 1 - rank) + 1)
+        case "interleaved":
+            return min(microbatches, ranks - rank)
+        case "zb1p":
+            return min(microbatches, ranks)
+        case "zbv":
+            return min(2 * microbatches, 2 * ranks)
+        case _:
+            return microbatches
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------------
+
+
+class Moment(NamedTuple):
+    """A point of the backward: what is saved by then for what is still to come, the most that the segment at hand has,
+    and the elements of the parameters whose gradients are there already. At the first of them the loss is at hand."""
+
+    waiting: float
+    at_hand: float
+    done: int
+
+
+class MemoryModel:
+    """Judges plans for one profile. A plan takes microseconds: what segments need is remembered by their setting."""
+
+    def __init__(self, profile: ModelProfile, library: float = 0.0) -> None:
+        """`library`: bytes that the device's libraries keep for themselves."""
+        self.profile = profile
+        self.library = library
+        self._saved: dict[tuple[int, Setting], tuple[float, float]] = {}
+        self._states: dict[tuple[object, ...], State] = {}
+        self._moments: dict[Setting, list[Moment]] = {}
+
+    def footprint(self, plan: Plan, stages: Stages) -> Footprint:
+        """Of the rank that needs most."""
+        ranks = stages.telling_ranks
+        return max((self.of_rank(plan, stages, rank) for rank in ranks), key=lambda each: each.total)
+
+    def of_rank(self, plan: Plan, stages: Stages, rank: int) -> Footprint:
+        """Of a rank of the pipeline. Those of the other axes hold equally much, but for rows that do not divide."""
+        setting = Setting.of(plan, self.profile.batch)
+        state = self._state(plan, stages, rank)
+        parameters, _, held = state.bytes(plan, self.profile.optimizer)
+        peaks = [self._stepping(plan, state, (parameters, held), rank)]
+        if plan.pp > 1:
+            alive, workspace = self._activations(plan, stages, rank, setting)
+            growing, buffers = self._gradients(plan, state, 0, is_first=False)
+            buffers += 2 * hidden_bytes(self.profile, setting) + self.library
+            peaks.append(Footprint(parameters, growing, held, alive, workspace, buffers, rank))
+        else:
+            end = Moment(0.0, 0.0, state.elements)
+            for place, moment in enumerate([*self._backward(plan, setting), end]):
+                growing, buffers = self._gradients(plan, state, moment.done, is_first=place == 0)
+                buffers += self.library
+                peaks.append(Footprint(parameters, growing, held, moment.waiting, moment.at_hand, buffers, rank))
+        return max(peaks, key=lambda each: each.total)
+
+    def _backward(self, plan: Plan, setting: Setting) -> list[Moment]:
+        """Of the whole model, from its end: what comes after the blocks, of each kind of blocks the last, the first
+        block, and what comes before."""
+        if setting not in self._moments:
+            segments = self.profile.segments
+            sizes = [self._segment_state(segment, plan).elements for segment in segments]
+            saved = [self._of_segment(segment, setting)[0] for segment in segments]
+            places = {segment: place for place, segment in enumerate(segments)}
+            told = sorted({*places.values(), 0, min(1, len(segments) - 1)}, reverse=True)
+            before = [0.0, *accumulate(saved)]
+            after = [0, *accumulate(reversed(sizes))]
+            self._moments[setting] = [
+                Moment(before[n], self._of_segment(segments[n], setting)[1], after[len(segments) - 1 - n]) for n in told
+            ]
+        return self._moments[setting]
+
+    def _gradients(self, plan: Plan, state: State, done: int, *, is_first: bool) -> tuple[float, float]:
+        """Gradients of parameters when those of `done` elements have left in messages, and the messages.
+
+        Without ZeRO messages become the gradients, and their memory stays for those of the next step. ZeRO keeps one of
+        them; from its second stage on two are under way while one is filled.
+        """
+        whole, itemsize = float(state.elements * state.itemsize), state.itemsize
+        replicas = plan.dp // plan.copies * plan.cp
+        accumulates = plan.microbatches > 1 or plan.pp > 1
+        sent = float(done * itemsize)
+        left = whole - sent if accumulates else 0.0  # of microbatches before the last
+        if replicas == 1:
+            return (whole if accumulates else sent), 0.0
+        bucket = self._bucket(plan, state)
+        if plan.zero == 0:
+            return whole + left, 0.0
+        if plan.zero == 1:
+            return left + sent, bucket + sent / replicas
+        arrived = float(state.sharded * itemsize) if accumulates else sent / replicas
+        if plan.zero == 2:
+            return arrived, bucket if is_first else min(3 * bucket, max(whole, bucket))
+        unit, root = self._largest_unit * self.profile.gradient_itemsize / plan.tp, self._root(plan)
+        if is_first:
+            return arrived, root + max(unit, root)
+        # Two units are whole, or on their way to be; one has gradients; of those before it up to two are under way.
+        return arrived, 2 * root + 3 * unit + min(2 * unit, max(sent - root, 0.0))
+
+    def _state(self, plan: Plan, stages: Stages, rank: int) -> State:
+        key = (plan.tp, plan.ep, plan.dp, plan.copies, plan.cp, stages.starts, stages.placement, rank)
+        if key not in self._states:
+            parts = [(self._segment_state(segment, plan), count) for segment, count in stages.segments_of(rank)]
+            if stages.holds_both_ends(rank) and self.profile.tied:
+                twice = [w for w in self.profile.after.weights if w.name in self.profile.tied]
+                parts.append((state_of(twice, plan), -1))
+            self._states[key] = State(
+                sum(part.elements * count for part, count in parts),
+                sum(part.sharded * count for part, count in parts),
+                next((part.itemsize for part, _ in parts if part.elements), self.profile.gradient_itemsize),
+                sum(part.frozen * count for part, count in parts),
+            )
+        return self._states[key]
+
+    def _segment_state(self, segment: Segment, plan: Plan) -> State:
+        key = (id(segment), plan.tp, plan.ep, plan.dp, plan.copies, plan.cp)
+        if key not in self._states:
+            self._states[key] = state_of(segment.weights, plan)
+        return self._states[key]
+
+    def _of_segment(self, segment: Segment, setting: Setting) -> tuple[float, float]:
+        """What a segment keeps of a microbatch, and the most that it has in its backward."""
+        key = (id(segment), setting)
+        if key not in self._saved:
+            self._saved[key] = (
+                saved_by(self.profile, segment, setting), high_water(self.profile, segment, setting)
+            )  # fmt: skip
+        return self._saved[key]
+
+    def _activations(self, plan: Plan, stages: Stages, rank: int, setting: Setting) -> tuple[float, float]:
+        """Of a rank of a pipeline: what its microbatches keep, and what the backward of one has beside that."""
+        saved = workspace = 0.0
+        for segment, count in stages.segments_of(rank):
+            kept, highest = self._of_segment(segment, setting)
+            saved += kept * count
+            workspace = max(workspace, highest - kept)
+        alive = chunks_alive(plan.schedule, plan.pp, plan.microbatches, stages.chunks, rank)
+        return saved * alive / stages.chunks, workspace
+
+    def _bucket(self, plan: Plan, state: State) -> float:
+        if plan.dp * plan.cp == 1:
+            return 0.0
+        return min(max(BUCKET, self._largest_weight / plan.tp), float(state.elements * state.itemsize))
+
+    def _stepping(self, plan: Plan, state: State, kept: tuple[float, float], rank: int) -> Footprint:
+        """While the optimizer steps: gradients as it sees them, its temporaries, and then what ZeRO gathers."""
+        optimizer = self.profile.optimizer
+        mine = state.sharded if plan.zero else state.elements
+        seen = 4 if plan.zero and optimizer.copy else state.itemsize
+        gathered = (state.elements + state.sharded) * state.itemsize if plan.zero in (1, 2) else 0.0
+        message = self._bucket(plan, state) if plan.zero in (1, 2) else 0.0  # which the first that is gathered takes
+        workspace = max(mine * optimizer.temporary + message, gathered)
+        return Footprint(kept[0], float(mine * seen), kept[1], 0.0, workspace, self.library, rank)
+
+    @cached_property
+    def _largest_unit(self) -> int:
+        return max((block.numel for block in self.profile.blocks), default=0)
+
+    def _root(self, plan: Plan) -> float:
+        """What is outside the blocks is whole as long as the model ops."""
+        both = {w.name: w for end in (self.profile.before, self.profile.after) for w in end.weights}
+        return state_of(list(both.values()), plan).elements * float(self.profile.gradient_itemsize)
+
+    @cached_property
+    def _largest_weight(self) -> float:
+        weights = [w for segment in set(self.profile.segments) for w in segment.weights if not w.is_frozen]
+        return float(max((w.numel * w.itemsize for w in weights), default=0))

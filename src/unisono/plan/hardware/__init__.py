@@ -1,0 +1,1 @@
+"""Machines: `spec` (Hardware, Link, curves), `toml` (files), and the files of known machines in machines/."""

@@ -1,0 +1,170 @@
+"""Hardware: the figures of a machine that the cost model reads.
+
+A device computes at `flops[dtype]` times an efficiency that depends on the size of a call: small matrix products do not
+fill a device. `matmul` and `attention` are therefore curves (FLOPs of one call, share of the peak), interpolated over
+the logarithm. Files are read and written by `toml`; `unisono bench hardware` measures this machine.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from dataclasses import dataclass, field, replace
+
+from unisono.errors import UsageError
+
+# ---- curves ----------------------------------------------------------------------------------------------------------
+
+Curve = tuple[tuple[float, float], ...]  # (size, share or seconds), sizes rising
+
+
+def share_at(curve: Curve, size: float) -> float:
+    """The curve's value at a size: linear between points over the logarithm, flat beyond them."""
+    place = bisect_right(curve, (size, math.inf))
+    if place == 0:
+        # Below the first point a call takes as long as the smallest that was measured.
+        return curve[0][1] * max(size, 1.0) / curve[0][0] if len(curve) > 1 else curve[0][1]
+    if place == len(curve):
+        return curve[-1][1]
+    (low, below), (high, above) = curve[place - 1], curve[place]
+    part = math.log(size / low) / math.log(high / low)
+    return below + (above - below) * part
+
+
+def seconds_at(curve: Curve, size: float) -> float:
+    """The time that a measured curve (bytes, seconds) gives: flat below its sizes, beyond them at its last slope."""
+    place = bisect_right(curve, (size, math.inf))
+    if place == 0 or len(curve) == 1:
+        return curve[0][1]
+    (low, below), (high, above) = curve[min(place, len(curve) - 1) - 1], curve[min(place, len(curve) - 1)]
+    return max(below + (above - below) * (size - low) / (high - low), curve[0][1])
+
+
+HEAD_WIDTH = 32  # of the heads on which the curves of AttentionTime are measured
+
+
+@dataclass(frozen=True)
+class AttentionTime:
+    """Seconds of attention on CPUs, (forward, backward), from its matrices of queries by keys, one a head of each
+    sample. A call has a fixed cost; a matrix takes time for its elements, each of which is a product over the head's
+    width plus a softmax, which takes as long as products over `softmax_width` more columns."""
+
+    call: tuple[float, ...]
+    forward: Curve  # seconds of a matrix by its elements
+    backward: Curve
+    softmax_width: tuple[float, ...] = (0.0, 0.0)
+
+    def seconds(self, matrices: float, elements: float, width: float) -> tuple[float, float]:
+        """Of a call with so many matrices of so many elements."""
+        forward, backward = (
+            call + matrices * _of_matrix(curve, elements) * (width + softmax) / (HEAD_WIDTH + softmax)
+            for call, curve, softmax in zip(self.call, (self.forward, self.backward), self.softmax_width, strict=True)
+        )
+        return forward, backward
+
+
+def _of_matrix(curve: Curve, elements: float) -> float:
+    """Seconds of a matrix; below the smallest that was measured, proportional to its elements."""
+    smallest, seconds = curve[0]
+    return seconds_at(curve, elements) if elements >= smallest else seconds * elements / smallest
+
+
+# ---- the machine -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Link:
+    """A link between devices, alpha-beta: `latency` seconds a message, `bandwidth` bytes a second in each direction."""
+
+    bandwidth: float
+    latency: float
+    measured: tuple[tuple[str, Curve], ...] = ()  # of a collective: (bytes, seconds), between `ranks` ranks
+    ranks: int = 0
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine of nodes with equal devices."""
+
+    name: str
+    devices_per_node: int
+    memory: float  # bytes of a device
+    flops: dict[str, float]  # peak operations a second, by dtype
+    memory_bandwidth: float  # bytes a second
+    intra_node: Link
+    inter_node: Link
+    matmul: Curve = ((1.0, 1.0),)  # share of the peak that a product of so many operations reaches
+    attention: Curve = ((1.0, 1.0),)
+    memory_efficiency: float = 1.0  # share of the bandwidth that elementwise work reaches
+    together: float = 1.0  # share of these rates that ops reach in a step, where one follows another
+    rates: dict[str, tuple[float, float]] = field(default_factory=dict)  # of an op: bytes a second, forward, backward
+    optimizer_rate: float = 0.0  # bytes a second that an optimizer passes; 0: as other elementwise work
+    looped_optimizer_rate: float = 0.0  # ... one that torch steps parameter by parameter; 0: the same
+    piece_rate: float = 0.0  # bytes a second of copies into ZeRO's messages and out of them; 0: as other copies
+    unit_rate: float = 0.0  # ... in ZeRO's third stage, whose blocks get new memory for every use; 0: as a transpose
+    op_overhead: float = 0.0  # seconds that an op takes beside its work, forward or backward
+    asynchronous: bool = False  # whether that is the time of a host which runs ahead while the device ops
+    message_overhead: float = 0.0  # seconds that a message takes of that host, with the copies around it
+    # Seconds that a parameter takes of the host, by the stages of ZeRO: in a backward, and after it.
+    gradient_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    parameter_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)
+    dropout_overhead: float = 0.0  # seconds that a dropout takes beside its work: it finds out what to draw
+    # Of attention and attention_dropout on CPUs; where there is none, attention is timed by its FLOPs.
+    attention_times: dict[str, AttentionTime] = field(default_factory=dict)
+    # As `matmul` and `attention`, for a dtype (matmul_float32), or of a backward's products (matmul_backward).
+    curves: dict[str, Curve] = field(default_factory=dict)
+    step_overhead: float = 0.0  # seconds that a step takes beside its ops
+    microbatch_overhead: float = 0.0  # seconds that each further microbatch, or each of a stage, takes beside its ops
+    stage_overhead: float = 0.0  # seconds that a stage's forward of a microbatch takes beside its blocks
+    post_overhead: float = 0.0  # seconds that a rank takes itself to begin a send or a receive between stages
+    recompute_overhead: float = 0.0  # seconds that a block, or a core, takes more where it is computed again
+    split_overhead: float = 0.0  # seconds that a layer takes more where a pipeline runs its backward in halves
+    overlap: float = 1.0  # share of a gradient's travel that can hide behind the backward
+    margin: float = 0.05  # share of the memory that allocators cannot use: fragments and context
+    flash: bool = True  # whether attention keeps no matrix of queries by keys
+    library_memory: float = 0.0  # bytes that the device's libraries keep once they have computed
+    dropout_mask: float = 0.0  # bytes that a dropout keeps for an element; unisono draws again on GPUs
+    nodes: int | None = None
+    cores: int | None = None  # that the devices of a node are: where they are more than that, they take turns
+    source: str = field(default="", compare=False)
+
+    def peak(self, dtype: str) -> float:
+        if dtype in self.flops:
+            return self.flops[dtype]
+        fallback = {"float16": "bfloat16", "bfloat16": "float16"}.get(dtype, "float32")
+        if fallback in self.flops:
+            return self.flops[fallback]
+        raise UsageError(
+            f"hardware {self.source or self.name}: no flops.{dtype}, in which the model computes; known are "
+            f"{', '.join(self.flops)}"
+        )
+
+    def curve(self, kind: str, dtype: str) -> Curve:
+        """What share of the peak `matmul` or `attention` reaches."""
+        return self.curves.get(f"{kind}_{dtype}", self.attention if kind == "attention" else self.matmul)
+
+    def with_devices(self, devices: int) -> Hardware:
+        """The same kind of machine with so many devices."""
+        if devices < 1:
+            raise UsageError(f"devices={devices}: expected at least 1")
+        most = None if self.nodes is None else self.nodes * self.devices_per_node
+        if most is not None and devices > most:
+            raise UsageError(
+                f"{devices} devices are asked for, but {self.source or self.name} has {self.nodes} nodes x "
+                f"{self.devices_per_node} = {most}; ask for fewer, or raise machine.nodes"
+            )
+        if devices > self.devices_per_node and devices % self.devices_per_node:
+            raise UsageError(
+                f"{devices} devices do not fill nodes of {self.devices_per_node}; use a multiple of "
+                f"{self.devices_per_node}"
+            )
+        return replace(self, nodes=math.ceil(devices / self.devices_per_node))
+
+    def turns(self, devices: int) -> float:
+        """How many devices share a core, where so many of them compute."""
+        here = min(devices, self.devices_per_node)
+        return 1.0 if self.cores is None else max(here / self.cores, 1.0)
+
+    @property
+    def usable_memory(self) -> float:
+        return self.memory * (1 - self.margin)

@@ -1,0 +1,106 @@
+"""What the activations of one sample take under tensor parallelism, sp and recomputation: `unisono plan --activations`.
+
+For one layer (block) and for all, as Megatron counts it (a layer cut by columns gathers its input again in the
+backward) and as unisono keeps it; what the tp ranks say to each other in a layer; and what of the forward is computed
+again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from unisono.errors import UsageError
+from unisono.plan.cost.memory import saved_by
+from unisono.plan.plan import Plan
+from unisono.plan.profile.model_profile import Setting
+
+if TYPE_CHECKING:
+    from unisono.plan.profile.model_profile import ModelProfile, Segment
+    from unisono.planner.planner import Planner
+
+MIB, GIB = 2**20, 2**30
+
+
+@dataclass(frozen=True)
+class ActivationRow:
+    plan: str
+    layer: float  # bytes of the first block
+    all_layers: float
+    kept: float  # bytes of the first block, in unisono
+    talk: str  # a layer, forward; the backward has as much
+    again: float  # share of a layer's forward that is computed again
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "plan": self.plan,
+            "layer_mib": self.layer / MIB,
+            "all_layers_gib": self.all_layers / GIB,
+            "kept_mib": self.kept / MIB,
+            "talk": self.talk,
+            "computed_again": self.again,
+        }
+
+
+def activation_rows(planner: Planner, ranks: int) -> list[ActivationRow]:
+    """One sample on one device, with tp over `ranks`, with sp, with selective and with full recomputation."""
+    profile = planner.profile
+    if not profile.blocks:
+        raise UsageError(f"--activations: {profile.name} has no repeated blocks, whose layers could be distinguished")
+    plans = [Plan()]
+    if ranks > 1:
+        refusal = planner.allows(Plan(tp=ranks))
+        if refusal:
+            raise UsageError(f"--activations with --devices {ranks}: {refusal}")
+        shared = Plan(tp=ranks, sequence=True)
+        plans += [Plan(tp=ranks), shared, shared.but(recompute="selective")]
+    plans.append(Plan(recompute="full"))
+    return [_row(profile, plan) for plan in plans]
+
+
+def _row(profile: ModelProfile, plan: Plan) -> ActivationRow:
+    setting = Setting.of(plan, 1)
+    gathering = replace(profile, keeps_gathered=False)
+    first = profile.blocks[0]
+    return ActivationRow(
+        str(plan) if plan != Plan() else "one device",
+        saved_by(gathering, first, setting),
+        sum(saved_by(gathering, block, setting) for block in profile.blocks),
+        saved_by(replace(profile, keeps_gathered=True), first, setting),
+        _talk(first, setting),
+        _again(first, setting),
+    )
+
+
+def _talk(segment: Segment, setting: Setting) -> str:
+    if setting.tp == 1:
+        return "-"
+    if setting.sequence:
+        return f"{len(segment.enters)} all_gather, {len(segment.leaves)} reduce_scatter"
+    return f"{len(segment.leaves)} all_reduce"
+
+
+def _again(segment: Segment, setting: Setting) -> float:
+    whole = sum(work.flops for work in segment.ops)
+    if setting.recompute == "none" or not whole:
+        return 0.0
+    return sum(work.flops for work in segment.ops if setting.recompute == "full" or work.is_core) / whole
+
+
+def show(profile: ModelProfile, rows: list[ActivationRow]) -> str:
+    titles = ("plan", "a layer", f"{len(profile.blocks)} layers", "kept by unisono", "says in a layer", "again")
+    cells = [
+        (
+            row.plan,
+            f"{row.layer / MIB:.0f} MiB",
+            f"{row.all_layers / GIB:.2f} GiB",
+            f"{row.kept / MIB:.0f} MiB",
+            row.talk,
+            f"{row.again:.1%}" if row.again else "-",
+        )
+        for row in rows
+    ]
+    widths = [max(map(len, column)) for column in zip(titles, *cells, strict=True)]
+    lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in (titles, *cells)]
+    head = f"{profile.name}: activations of one sample in {profile.dtype}, on one device"
+    return "\n".join([head, *(line.rstrip() for line in lines), "again: of a layer's forward, what is computed again"])

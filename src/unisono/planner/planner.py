@@ -1,0 +1,349 @@
+"""A task as the planner sees it, and which plans it allows.
+
+profile = profile_of(task, hardware)                     # traced without being allocated
+plan = choose(task, world, hardware)                   # what Engine(plan="auto") uses
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import cache, cached_property
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from unisono.errors import UsageError
+from unisono.graph.capture.trace import trace
+from unisono.mesh.fused import fused
+from unisono.parallel.apply import refuse_what_cannot_be_right
+from unisono.parallel.blocks import Blocks, find_blocks
+from unisono.parallel.checks.optimizer_scope import Reach, reach_of
+from unisono.parallel.expert.even_experts import evenly_visited
+from unisono.parallel.expert.expert import MoE
+from unisono.parallel.meta.meta_tensors import deep_copy
+from unisono.parallel.pipeline.rehearsal import rehearse
+from unisono.parallel.pipeline.split import blocks_of
+from unisono.parallel.precision import HALVES
+from unisono.parallel.rules.rules import Styles
+from unisono.parallel.share import rows_of
+from unisono.parallel.task import Task
+from unisono.parallel.tensor.sharded_dims import cut_dims
+from unisono.parallel.tensor.tensor_parallel import deriving_once, fitting_rules, heads_of, require_shareable
+from unisono.plan.hardware.spec import Hardware
+from unisono.plan.plan import Plan
+from unisono.plan.profile.from_trace import Subject, read
+from unisono.plan.profile.model_profile import ModelProfile, OptimizerState, Segment, Weight
+from unisono.plan.schedules.schedule import schedule
+from unisono.plan.search import search
+from unisono.plan.search.partition import chunks_of
+from unisono.plan.search.search import Search
+from unisono.simulate.sketch import to_try_out, without_memory
+
+_TRACED_ROWS = 2  # of the batch: some models treat a single sample in another way
+
+
+class Planner:
+    """A task that is planned for: its model without memory, its profile, and what it allows."""
+
+    def __init__(
+        self, task: Task, hardware: Hardware, batch: int | None = None, *, keeps_gathered: bool = True
+    ) -> None:
+        """keeps_gathered: under sp, what a layer cut by columns has gathered stays until its backward."""
+        self.task = task
+        self.hardware = hardware
+        if task.batch_dim != 0:
+            raise UsageError(
+                f"batch_dim={task.batch_dim!r}: plans are searched for batches with samples first; give the plan, or "
+                "transpose the batch"
+            )
+        self.model = without_memory(task)
+        example = task.batch(0)
+        self.batch = rows_of(example) if batch is None else batch
+        if self.batch < 1:
+            raise UsageError(f"batch={self.batch}: expected at least 1 sample")
+        self._rows = min(_TRACED_ROWS, rows_of(example), self.batch)
+        self._example = _first_rows(example, self._rows)
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            raise UsageError(f"{type(self.model).__name__} has no parameters to train, so there is nothing to plan for")
+        self._probe = task.optimizer(list(self.model.parameters()))
+        self._keeps_gathered = keeps_gathered
+        self._tp_refusals: dict[int, str | None] = {}
+        self._pp_refusals: dict[int, str | None] = {}
+        self.profile = self._profile()
+
+    def _profile(self) -> ModelProfile:
+        weights = dict(_weights(self.model, self._styles()))
+        blocks = _blocks(self.model)
+        short, repeats = self._short
+        subject = Subject(
+            name=self.task.name or type(self.model).__name__,
+            batch=self.batch,
+            rows=self._rows,
+            weights=weights,
+            blocks=blocks.path if blocks else "",
+            names=blocks.names if blocks else (),
+            count=len(blocks.modules) - repeats + 1 if blocks else 0,
+            optimizer=self._optimizer_state(),
+            flash=self.hardware.flash,
+            keeps_gathered=self._keeps_gathered,
+            mask_bytes=self.hardware.dropout_mask,
+            repeats=repeats,
+            recomputes=blocks is not None and _is_repeated(self.model, blocks),
+            clips=self.task.clip is not None,
+        )
+        with evenly_visited(short):
+            profile = read(trace(short.train(), self._example, self.task.loss), subject)
+        experts = [module.experts for module in self.model.modules() if isinstance(module, MoE)]
+        if experts and blocks:
+            profile = _with_traffic(profile, blocks)
+        return replace(profile, expert_count=min(experts, default=0))
+
+    def search(self, world: int) -> Search:
+        return Search(self.profile, world, self.hardware, self.allows)
+
+    # ---- what the task allows ------------------------------------------------------------------------------------
+
+    def allows(self, plan: Plan) -> str | None:
+        """Why the task cannot run under a plan; None where it can."""
+        if self._refused_at_once(plan.microbatches > 1, plan.pp > 1, plan.sequence):
+            return self._refused_at_once(plan.microbatches > 1, plan.pp > 1, plan.sequence)
+        if plan.pp > 1 and self._pp_refusal(plan):
+            return self._pp_refusal(plan)
+        if plan.tp > 1 and self._tp_refusal(plan.tp):
+            return self._tp_refusal(plan.tp)
+        if plan.sequence and not self._has_repeated_blocks:
+            return "sp: the model has no list of blocks of one class, between which it would share sequences"
+        if plan.cp > 1 and self._cp_refusal(plan):
+            return self._cp_refusal(plan)
+        return self._optimizer_refusal(plan)
+
+    @cache  # noqa: B019 (a planner lives as long as its command)
+    def _refused_at_once(self, microbatches: bool, pipeline: bool, sequence: bool) -> str | None:
+        """What `parallelize` refuses before ranks compute, for plans of this kind (but for too many stages)."""
+        kind = Plan(
+            tp=2 if sequence else 1,
+            sequence=sequence,
+            microbatches=2 if microbatches else 1,
+            pp=2 if pipeline and len(self.profile.blocks) > 1 else 1,
+        )
+        try:
+            refuse_what_cannot_be_right(kind, self.model)
+        except UsageError as error:
+            return str(error)
+        return None
+
+    def _pp_refusal(self, plan: Plan) -> str | None:
+        """What stages say that cannot run, as where tensors go round the blocks. Of blocks that are alike two tell."""
+        short, repeats = self._short
+        stages = 2 if repeats > 1 else plan.pp * chunks_of(plan)
+        if stages not in self._pp_refusals:
+            try:
+                rehearse(short, schedule("1f1b", stages, 1), self._example[0])
+                self._pp_refusals[stages] = None
+            except UsageError as error:
+                self._pp_refusals[stages] = str(error)
+        return self._pp_refusals[stages]
+
+    @cached_property
+    def _short(self) -> tuple[nn.Module, int]:
+        return _shortened(self.model, _blocks(self.model))
+
+    @cached_property
+    def _has_repeated_blocks(self) -> bool:
+        try:
+            return bool(find_blocks(self.model).modules)
+        except UsageError:
+            return False
+
+    def _tp_refusal(self, tp: int) -> str | None:
+        if tp not in self._tp_refusals:
+            try:
+                with deriving_once():
+                    require_shareable(self._shareable, tp, self._rules(tp))
+                self._tp_refusals[tp] = self._more_than_share(tp)
+            except UsageError as error:
+                self._tp_refusals[tp] = str(error)
+        return self._tp_refusals[tp]
+
+    def _more_than_share(self, tp: int) -> str | None:
+        """Layers may be cut unevenly, but beyond their length ranks would hold nothing."""
+        segments = (self.profile.before, *set(self.profile.blocks), self.profile.after)
+        cut = [weight.shape[weight.tp_dim] for s in segments for weight in s.weights if weight.tp_dim is not None]
+        longest = max(cut, default=0)
+        return f"tp={tp}: no layer has more than {longest} rows or columns to share" if tp > longest > 0 else None
+
+    def _cp_refusal(self, plan: Plan) -> str | None:
+        if not any(work.is_core for block in self.profile.blocks for work in block.ops):
+            return "cp: no block calls F.scaled_dot_product_attention"
+        if self.profile.has_experts:
+            return "cp: experts under cp are not planned for"
+        if plan.context == "ulysses" and self._heads and self._heads % (plan.cp * plan.tp):
+            return f"ulysses: {self._heads} heads for cp={plan.cp} x tp={plan.tp}"
+        return None
+
+    @cached_property
+    def _heads(self) -> int:
+        names = ("heads", "num_heads", "n_head", "num_attention_heads", "nhead")
+        found = [getattr(m, n) for m in self.model.modules() for n in names if type(getattr(m, n, None)) is int]
+        return min(found, default=0)
+
+    def _optimizer_refusal(self, plan: Plan) -> str | None:
+        reach = self._reach
+        name = type(self._probe).__name__
+        if reach is Reach.TENSOR and (plan.tp > 1 or plan.ep > 1):
+            return f"{name} looks at parameters as a whole, which tp and ep cut"
+        if reach is Reach.MODEL and (plan.zero or plan.tp > 1 or plan.pp > 1 or plan.ep > 1):
+            return f"{name} looks at the whole model; only dp, cp and microbatches leave it one"
+        return None
+
+    @cached_property
+    def _reach(self) -> Reach:
+        return reach_of(self._probe, self.task.optimizer)
+
+    # ---- what the model shows ------------------------------------------------------------------------------------
+
+    @cached_property
+    def _shareable(self) -> nn.Module:
+        return to_try_out(self.task, self.model)
+
+    @cache  # noqa: B019
+    def _rules(self, tp: int) -> Any:
+        return fitting_rules(self._shareable, tp, self.task.rules, self._example)
+
+    def _styles(self) -> Styles:
+        """How tp would cut, for the smallest tp that can; nothing where none can."""
+        for tp in (2, 3, 5, 7):
+            try:
+                return require_shareable(self._shareable, tp, self._rules(tp))
+            except UsageError:
+                continue
+        return {}
+
+    def _optimizer_state(self) -> OptimizerState:
+        dtype = next((p.dtype for p in self.model.parameters()), torch.float32)
+        plain, temporary, is_looped = _measured_state(self.task.optimizer, dtype)
+        traffic = 3 * dtype.itemsize + 2 * plain
+        if dtype not in HALVES:
+            return OptimizerState(plain, plain, 0.0, temporary, traffic, traffic, is_looped)
+        sharded, wide, _ = _measured_state(self.task.optimizer, torch.float32)
+        return OptimizerState(plain, sharded, 4.0, wide, 12.0 + 2 * sharded, traffic, is_looped)
+
+
+def _with_traffic(profile: ModelProfile, blocks: Blocks) -> ModelProfile:
+    """With what goes to experts: every token of a sample, as often as it visits one."""
+    made: dict[tuple[int, int], Segment] = {}
+    segments = []
+    for segment, block in zip(profile.blocks, blocks.modules, strict=True):
+        visits = sum(module.top_k for module in block.modules() if isinstance(module, MoE))
+        if (id(segment), visits) not in made:
+            made[id(segment), visits] = replace(segment, expert_traffic=visits * profile.hidden)
+        segments.append(made[id(segment), visits])
+    return replace(profile, blocks=tuple(segments))
+
+
+def profile_of(task: Task, hardware: Hardware, batch: int | None = None) -> ModelProfile:
+    return Planner(task, hardware, batch).profile
+
+
+def choose(task: Task, world: int, hardware: Hardware, batch: int | None = None) -> Plan:
+    """The fastest plan that fits `world` devices."""
+    planner = Planner(task, hardware, batch)
+    return search.choose(planner.profile, world, hardware, planner.allows)
+
+
+# ---- looking at a model ----------------------------------------------------------------------------------------------
+
+
+def _first_rows(example: Any, rows: int) -> Any:
+    whole = rows_of(example)
+    return pytree.tree_map(
+        lambda leaf: leaf[:rows] if isinstance(leaf, torch.Tensor) and leaf.ndim and len(leaf) == whole else leaf,
+        example,
+    )
+
+
+def _blocks(model: nn.Module) -> Blocks | None:
+    """Those that a pipeline cuts between."""
+    try:
+        return blocks_of(model)
+    except UsageError:
+        return None
+
+
+def _is_repeated(model: nn.Module, blocks: Blocks) -> bool:
+    """Whether recomputation takes the same blocks, which must be of one class."""
+    try:
+        return find_blocks(model).modules == blocks.modules
+    except UsageError:
+        return False
+
+
+def _shortened(model: nn.Module, blocks: Blocks | None) -> tuple[nn.Module, int]:
+    """A model with two of its blocks, where all are alike, and how often the second of them stands in the whole."""
+    if blocks is None or not blocks.path or len(blocks.modules) < 4 or len(set(map(_look, blocks.modules))) > 1:
+        return model, 1
+    short = deep_copy(model) if next(model.parameters()).is_meta else model
+    holder = short.get_submodule(blocks.path)
+    if short is model or not isinstance(holder, nn.ModuleList):
+        return model, 1
+    del holder[2:]
+    return short, len(blocks.modules) - 1
+
+
+def _look(module: nn.Module) -> tuple[object, ...]:
+    parameters = tuple((name, p.shape, p.dtype, p.requires_grad) for name, p in module.named_parameters())
+    return (type(module), parameters, tuple((name, type(child)) for name, child in module.named_modules()))
+
+
+def _weights(model: nn.Module, styles: Styles) -> Iterator[tuple[str, Weight]]:
+    """Every parameter, with the dim that tp cuts."""
+    cut = cut_dims(model, styles)
+    gathered = _gathered(model, styles)
+    experts = {id(p) for module in model.modules() if isinstance(module, MoE) for p in _expert_parameters(module)}
+    for name, parameter in model.named_parameters():
+        yield (
+            name,
+            Weight(
+                name,
+                tuple(parameter.shape),
+                parameter.itemsize,
+                cut[name].dim if name in cut else None,
+                id(parameter) in experts,
+                id(parameter) in gathered,
+                not parameter.requires_grad,
+            ),
+        )
+
+
+def _gathered(model: nn.Module, styles: Styles) -> set[int]:
+    """Weights of layers that gather what they give; heads whose logits stay in pieces do not."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    heads = heads_of(model, styles, modules)
+    layers = [modules[name] for name, style in styles.items() if style.kind == "column_gather"]
+    return {id(layer.weight) for layer in layers if layer not in heads}
+
+
+def _expert_parameters(module: MoE) -> Iterator[nn.Parameter]:
+    for name, parameter in module.named_parameters(recurse=False):
+        if name != "router":
+            yield parameter
+
+
+def _measured_state(make: Callable[[Any], torch.optim.Optimizer], dtype: torch.dtype) -> tuple[float, float, bool]:
+    """Bytes of state for an element, and of temporaries while stepping: of a matrix that it is tried on. And whether a
+    CPU steps it parameter by parameter."""
+    parameter = nn.Parameter(torch.zeros(64, 64, dtype=dtype))
+    optimizer = make([parameter])
+    parameter.grad = torch.zeros_like(parameter)
+    with fused(optimizer):
+        is_looped = not optimizer.param_groups[0].get("fused")
+    try:
+        optimizer.step()
+    except (RuntimeError, TypeError):
+        return 2.0 * dtype.itemsize, float(dtype.itemsize), is_looped  # it needs a closure, or more: as Adam
+    tensors = [value for value in optimizer.state[parameter].values() if isinstance(value, torch.Tensor)]
+    state = sum(value.numel() * value.itemsize for value in tensors if value.numel() > 1) / parameter.numel()
+    return state, float(dtype.itemsize) if len([v for v in tensors if v.numel() > 1]) > 1 else 0.0, is_looped
