@@ -25,7 +25,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.processes import become
-from unisono.launch import proctree
+from unisono.launch.worker import process_tree
 
 MPIEXEC = Path(sys.prefix) / "bin" / "mpiexec"  # MPICH's
 LINE = "PMI_FD"  # the variable in which MPICH's mpiexec tells a rank its line to it
@@ -108,7 +108,7 @@ def _open_door(size: int, job: Callable[[], Any]) -> Path:
     door.listen(size)
     parent = os.getpid()
     if os.fork() == 0:
-        proctree.die_with_parent(parent)
+        process_tree.die_with_parent(parent)
         _look_after(door, size, job, folder)
     door.close()
     return folder
@@ -162,7 +162,7 @@ def _admit(door: socket.socket, job: Callable[[], Any]) -> Rank:
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        proctree.die_with_parent(parent)
+        process_tree.die_with_parent(parent)
         for source, target in ((stdout, 1), (stderr, 2)):
             os.dup2(source, target)
         os.environ.clear()

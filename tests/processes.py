@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from unisono.launch import proctree
+from unisono.launch.worker import process_tree
 
 
 @dataclass(frozen=True)
@@ -48,7 +48,7 @@ def _fork(job: Callable[[], Any], output: Path) -> int:
     parent = os.getpid()
     pid = os.fork()
     if pid == 0:
-        proctree.die_with_parent(parent)
+        process_tree.die_with_parent(parent)
         with open(output, "w") as sink:
             os.dup2(sink.fileno(), 1)
             os.dup2(sink.fileno(), 2)

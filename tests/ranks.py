@@ -26,8 +26,8 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
 from tests import mpi_ranks
-from unisono.launch import proctree
-from unisono.launch.turns import give_way
+from unisono.launch.threads import use_batch_scheduling
+from unisono.launch.worker import process_tree
 
 TIMEOUT = 120  # seconds for one call
 GRACE = 20  # seconds for the others, once one has failed: they may wait for it in a collective
@@ -233,8 +233,8 @@ def _end(process: Any) -> None:
 
 
 def _serve_with(parent: int, *args: Any) -> None:
-    proctree.die_with_parent(parent)
-    give_way()
+    process_tree.die_with_parent(parent)
+    use_batch_scheduling()
     _serve(*args)
     os._exit(0)
 

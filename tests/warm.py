@@ -30,7 +30,7 @@ from typing import Any
 
 from tests.processes import become
 from tools.commands import start_agents_with
-from unisono.launch import proctree
+from unisono.launch.worker import process_tree
 
 DOOR = "UNISONO_TEST_DOOR"  # in the environment of a command: where its agent knocks
 _AGENT = ["agent"]
@@ -40,7 +40,7 @@ _CLONE_NEWUTS = 0x04000000
 # A `python` for agents: hands over what it was given and where it runs, and ends as the agent does.
 STAND_IN = """#!{python} -IS
 import json, os, signal, socket, sys
-assert sys.argv[1:] == ["-P", "-m", "unisono.launch.agent"], sys.argv
+assert sys.argv[1:] == ["-P", "-m", "unisono.launch.agent.node_agent"], sys.argv
 door = socket.socket(socket.AF_UNIX)
 door.connect({door!r})
 socket.send_fds(door, [b"+"], [0, 1, 2])
@@ -194,7 +194,7 @@ def _admit(door: socket.socket) -> tuple[int, socket.socket]:
     pid = os.fork()
     if pid == 0:
         try:
-            proctree.die_with_parent(parent)
+            process_tree.die_with_parent(parent)
             _settle(order, streams)
         except BaseException:
             os._exit(255)
@@ -243,10 +243,10 @@ def _job(order: Mapping[str, Any]) -> Callable[[], None]:
 
 
 def _agent() -> None:
-    from unisono.launch import agent
+    from unisono.launch.agent import node_agent
 
     with contextlib.suppress(BrokenPipeError):
-        sys.exit(agent.main())
+        sys.exit(node_agent.main())
 
 
 def _command(words: Sequence[str], name: str) -> None:
@@ -259,14 +259,10 @@ def _command(words: Sequence[str], name: str) -> None:
 
 
 def main(path: str, parent: str) -> None:
-    proctree.die_with_parent(int(parent))
+    process_tree.die_with_parent(int(parent))
     import torch._dynamo
     import torch._functorch.aot_autograd
     import torch.export._trace  # noqa: F401  what an engine that plans needs, 2 s in each job
-
-    import unisono.cli
-    import unisono.launch.agent
-    import unisono.launch.elastic  # noqa: F401
 
     assert len(os.listdir("/proc/self/task")) == 1, "what is forked from here must find no thread but its own"
     serve(path)

@@ -42,7 +42,7 @@ COMMON = (
     "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.tensor", "torch.export", "torch.nn.parallel",
     "torch.export._trace", "torch._functorch.aot_autograd", "torch._export.non_strict_utils",
     "numba", "sklearn.datasets", "unisono.cli", "unisono.nn", "unisono.parallel.apply", "unisono.train.engine",
-    "unisono.quantum.layer", "unisono.launch.elastic",
+    "unisono.quantum.layer", "unisono.launch.agent.elastic",
 )  # fmt: skip
 HARDWARE = ROOT / "tools" / "two_cores.toml"
 _HIGHEST = 1 << 20  # of descriptors
@@ -146,14 +146,14 @@ def _ended_within(limit: float, child: int) -> int | None:
 def _end(child: int) -> None:
     """End a child and all below it. Ranks come first: aborted, they print where they are, which is what one wants to
     know, and those who wait for them may end by themselves and tell it."""
-    from unisono.launch import proctree
+    from unisono.launch.worker import process_tree
 
-    for pid in proctree.descendants(child):
-        if not proctree.descendants(pid):
+    for pid in process_tree.descendants(child):
+        if not process_tree.descendants(pid):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGABRT)
     if _ended_within(10, child) is None:
-        proctree.sweep(child)
+        process_tree.sweep(child)
         with contextlib.suppress(ProcessLookupError, ChildProcessError):  # it may have ended meanwhile
             os.kill(child, signal.SIGKILL)
             os.waitpid(child, 0)
@@ -214,7 +214,7 @@ def _local_job(words: Sequence[str]) -> Any:
 
 def start_agents_with(begin: Callable[..., subprocess.Popen[bytes]]) -> None:
     """Let the launcher of this process start its agents on this machine with `begin`, given Popen's options."""
-    from unisono.launch import link
+    from unisono.launch.transport import link
 
     start_anew = link.start_detached
 
@@ -233,9 +233,9 @@ def _launched(words: list[str]) -> int:
     """The launcher's command in this process, its agent in a fork of it."""
     from unisono import cli
     from unisono.compat import vqnetrun
-    from unisono.launch import agent
+    from unisono.launch.agent import node_agent
 
-    start_agents_with(functools.partial(_Forked, agent.main))
+    start_agents_with(functools.partial(_Forked, node_agent.main))
     sys.argv = words
     return vqnetrun.main(words[1:]) if words[0] == "vqnetrun" else cli.main(words[1:])
 
@@ -278,10 +278,10 @@ class _Forked(subprocess.Popen[bytes]):
 def _ranks(job: Any) -> int:
     import unisono as uni
     from unisono.errors import LaunchError
-    from unisono.launch import rank
+    from unisono.launch.worker import rank_main
 
     def perform() -> None:
-        code = rank.run(job.program)
+        code = rank_main.run(job.program)
         if code:
             sys.exit(code)
 

@@ -13,7 +13,8 @@ from tests.comm import hang_program
 from tests.mpi_ranks import MPIEXEC
 from tests.processes import run_forked
 from tests.ranks import free_port
-from unisono.launch import environment, failure
+from unisono.launch import environment
+from unisono.launch.outcome import failure
 
 PROGRAM = Path(hang_program.__file__)
 SOURCE = PROGRAM.read_text().splitlines()

@@ -19,7 +19,7 @@ from tests.launch import namespaces
 from tests.launch.harness import Run, wait_for, write_script
 from tests.launch.namespaces import Hosts
 from unisono.errors import UsageError
-from unisono.launch import environment, hosts, survivors
+from unisono.launch import environment, hosts, launcher
 from unisono.launch.job import SCRIPT, Job, Program
 
 STEPS = 80
@@ -38,7 +38,7 @@ def two_hosts(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Hosts]:
 
 
 def on_two_hosts(made: Hosts, folder: Path, *arguments: str) -> Run:
-    told = {"UNISONO_SSH": made.ssh, environment.SILENCE: str(SILENCE)}
+    told = {"UNISONO_SSH": made.ssh, environment.HOST_TIMEOUT: str(SILENCE)}
     return Run(["run", *arguments], folder, told, before=made.inside)
 
 
@@ -77,7 +77,7 @@ def test_a_host_that_falls_silent_is_noticed(two_hosts: Hosts, tmp_path: Path) -
         two_hosts.kill_second()  # what runs there would end by itself, after minutes
         assert run.left_running() == []
     assert process.returncode == 0, out + said
-    assert "host node1 is gone (its agent was lost); going on with 1 rank on node0: restart 1 of 3" in said
+    assert "host node1 is lost (its agent was lost); continuing with 1 rank on node0: restart 1 of 3" in said
     assert f"step {STEPS} done" in out
     steps = [json.loads(line)["step"] for line in (folder / "steps.jsonl").read_text().splitlines()]
     assert steps == list(range(1, STEPS + 1))
@@ -106,30 +106,31 @@ def job(named: str, ranks: int | None) -> Job:
     return Job(Program(SCRIPT, "x.py"), placements, hosts=tuple(listed), elastic=True, max_restarts=3)
 
 
-def test_what_is_left_of_a_job() -> None:
+def test_job_without_lost_hosts() -> None:
     whole = job("a:2,b:2,c:1", None)
-    left = survivors.of(whole, {"b": "its agent was lost"})
+    left = launcher.without_hosts(whole, {"b": "its agent was lost"})
     assert [(each.host.name, each.first_rank, each.count) for each in left.placements] == [("a", 0, 2), ("c", 2, 1)]
-    assert survivors.tell({"b": "its agent was lost"}, left, 2) == (
-        "host b is gone (its agent was lost); going on with 3 ranks on a, c: restart 2 of 3"
+    assert launcher.describe_restart({"b": "its agent was lost"}, left, 2) == (
+        "host b is lost (its agent was lost); continuing with 3 ranks on a, c: restart 2 of 3"
     )
-    assert survivors.why_not(replace(whole, min_ranks=4), left, 2) == (
-        "3 ranks on a, c are too few to go on: --min-ranks is 4"
+    assert launcher.why_not_continue(replace(whole, min_ranks=4), left, 2) == (
+        "3 ranks on a, c are too few to continue: --min-ranks is 4"
     )
-    further = survivors.of(left, {"a": "ssh refused"})
-    assert (further.world, further.environment[environment.GONE]) == (1, "b,a")
-    assert survivors.why_not(left, further, 3) == ""
-    assert survivors.why_not(left, further, 4).startswith("1 rank on c could go on, but the job was restarted 3 times")
-    assert survivors.why_not(left, survivors.of(further, {"c": "x"}), 3) == "no host is left to go on with"
+    further = launcher.without_hosts(left, {"a": "ssh refused"})
+    assert (further.world, further.environment[environment.LOST_HOSTS]) == (1, "b,a")
+    assert launcher.why_not_continue(left, further, 3) == ""
+    assert launcher.why_not_continue(left, further, 4) == "1 rank on c could continue, but --max-restarts 3 is used up"
+    nothing = launcher.without_hosts(further, {"c": "x"})
+    assert launcher.why_not_continue(left, nothing, 3) == "no host is left to continue on"
 
 
 def test_spare_hosts_take_the_place_of_the_lost() -> None:
-    left = survivors.of(job("a:2,b:2,spare:2", 4), {"b": "its agent was lost"})
+    left = launcher.without_hosts(job("a:2,b:2,spare:2", 4), {"b": "its agent was lost"})
     assert [(each.host.name, each.count) for each in left.placements] == [("a", 2), ("spare", 2)]
 
 
 def test_a_plan_by_hand_that_fits_no_more_says_what_to_do(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(environment.GONE, "b")
+    monkeypatch.setenv(environment.LOST_HOSTS, "b")
     engine = uni.Engine(nn.Linear(2, 2), nn.functional.mse_loss, lambda p: torch.optim.SGD(p, lr=0.1), plan="dp=2,tp=2")
     with pytest.raises(UsageError, match=r"needs 4 ranks .* but 1 are running.*lost host b .*plan='auto'. chooses"):
         engine.prepare((torch.zeros(4, 2), torch.zeros(4, 2)))

@@ -13,9 +13,9 @@ import pytest
 from torch.distributed import HashStore
 
 from tests.launch.harness import MARK, Run, wait_for, write_script
-from unisono.launch.elastic import Meeting
-from unisono.launch.job import SCRIPT, Program, Share
-from unisono.launch.link import Links, agent_command
+from unisono.launch.agent.elastic import NodeRendezvous
+from unisono.launch.job import SCRIPT, NodeJob, Program
+from unisono.launch.transport.link import Links, agent_command
 
 # Every rank ignores SIGTERM and has a child in a session of its own, whose parent then dies.
 STAY = """
@@ -111,7 +111,7 @@ def _agent_of(launcher: int) -> int:
 # Every rank takes three seconds to save what it has when it is asked to go; longer than a rank gets that says nothing.
 SAVE = """
 import os, pathlib, signal, sys, time
-from unisono.launch import patience
+from unisono.launch.outcome import failure
 rank = os.environ["RANK"]
 
 def save(signum, frame):
@@ -120,7 +120,7 @@ def save(signum, frame):
     sys.exit(0)
 
 signal.signal(signal.SIGTERM, save)
-patience.ask(20)
+failure.request_grace(20)
 pathlib.Path(f"up.{rank}").touch()
 while True:
     time.sleep(0.1)
@@ -148,8 +148,8 @@ def test_an_agent_that_hears_nothing_of_its_launcher_ends_its_rank(tmp_path: Pat
     assert link.process is not None
     assert links.await_event([link], "hello", time.monotonic() + 60)
     program = Program(SCRIPT, "script.py", directory=str(tmp_path))
-    share = Share(program, "far", 0, 1, 0, 1, 1, "127.0.0.1", 1, {MARK: run.mark}, local_world=1)
-    link.wire.send({"do": "run", "share": share.to_json()})
+    share = NodeJob(program, "far", 0, 1, 0, 1, 1, "127.0.0.1", 1, {MARK: run.mark}, local_world=1)
+    link.wire.send({"do": "run", "job": share.to_json()})
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "up").exists():
@@ -168,14 +168,15 @@ def test_the_first_node_keeps_the_store_until_the_others_know_the_end() -> None:
     program, store = Program(SCRIPT, "script.py", (), "."), HashStore()
     common: dict[str, Any] = {"program": program, "count": 1, "world": 2, "address": "", "port": 0, "environment": {}}
     first, second = (
-        Meeting(store, Share(host=f"node{node}", node=node, nodes=2, first_rank=node, **common)) for node in range(2)
+        NodeRendezvous(store, NodeJob(host=f"node{node}", node=node, nodes=2, first_rank=node, **common))
+        for node in range(2)
     )
     assert not first.finished_everywhere(first_time=True)
     assert second.finished_everywhere(first_time=True)
-    waiting = threading.Thread(target=first.part)
+    waiting = threading.Thread(target=first.exit_barrier)
     waiting.start()
     waiting.join(timeout=0.2)
     assert waiting.is_alive()
-    second.part()
+    second.exit_barrier()
     waiting.join(timeout=20)
     assert not waiting.is_alive()

@@ -51,7 +51,11 @@ dist.all_reduce(torch.ones(1))
         ),
         ("code", 3, "rank 2 failed (exit code 3):\nsys.exit(3) at script.py:16\n"),
         ("message", 1, "rank 2 failed (exit code 1):\nno data here\n"),
-        ("sudden", 9, "rank 2 failed (exit code 9); it said nothing, as after os._exit or an exit in native code\n"),
+        (
+            "sudden",
+            9,
+            "rank 2 failed (exit code 9); it reported no error, as after os._exit or an exit in native code\n",
+        ),
     ],
 )
 def test_first_failure_alone(tmp_path: Path, how: str, code: int, said: str) -> None:
@@ -147,7 +151,7 @@ def test_the_report_of_a_hang_stands_alone(tmp_path: Path, how: str) -> None:
         tmp_path,
         "import os, sys, time\n"
         "from unisono.errors import HangError\n"
-        "from unisono.launch import failure\n"
+        "from unisono.launch.outcome import failure\n"
         "rank = int(os.environ['RANK'])\n"
         "if rank == 0:\n"
         "    open('new', 'w').write(str(os.getpid()))\n"

@@ -9,7 +9,8 @@ import pytest
 
 from tests.launch.harness import Run, write_script
 from unisono.errors import LaunchError, UsageError
-from unisono.launch import failure, mpiexec
+from unisono.launch.outcome import failure
+from unisono.launch.transport import mpiexec
 
 pytest.importorskip("mpi4py")
 

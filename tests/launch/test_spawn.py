@@ -14,7 +14,7 @@ import pytest
 import unisono as uni
 from tests.launch.harness import write_script
 from unisono.errors import LaunchError, UsageError
-from unisono.launch import rank
+from unisono.launch.worker import rank_main
 
 
 def total(start: float) -> tuple[int, Any]:
@@ -95,10 +95,10 @@ def test_after_torch_has_computed_with_threads_here(tmp_path: Path) -> None:
 
 def test_ranks_have_what_was_open_here_and_not_spawns_store() -> None:
     def body() -> dict[int, str]:
-        return {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in rank.open_descriptors() if fd > 2}
+        return {fd: os.readlink(f"/proc/self/fd/{fd}") for fd in rank_main.open_descriptors() if fd > 2}
 
     with open(os.devnull) as kept:
-        before = rank.open_descriptors()
+        before = rank_main.open_descriptors()
         for found in uni.spawn(body, 2):
             assert found[kept.fileno()] == os.devnull
             new = {link.partition(":")[0] for fd, link in found.items() if fd not in before}

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import signal
 
-from unisono.launch import failure, verdict
-from unisono.launch.verdict import RankFailure
+from unisono.launch.outcome import failure, verdict
+from unisono.launch.outcome.verdict import RankFailure
 
 
 def _failed(rank: int, kind: str, age: float, code: int = 1, text: str = "") -> RankFailure:
@@ -36,7 +36,7 @@ def test_words() -> None:
     told = "rank 3 failed on host node1 (exit code 1):\nTraceback\n  ...\nValueError: boom"
     assert verdict.tell(raised, "node1") == told
     assert verdict.in_one_line(raised, None) == "rank 3 failed (exit code 1): ValueError: boom"
-    silent = "rank 2 failed (exit code 7); it said nothing, as after os._exit or an exit in native code"
+    silent = "rank 2 failed (exit code 7); it reported no error, as after os._exit or an exit in native code"
     assert verdict.tell(_failed(2, verdict.EXIT, 0, code=7), None) == silent
     killed = _failed(2, verdict.SIGNAL, 0, code=-signal.SIGKILL)
     assert verdict.tell(killed, None).startswith("rank 2 was killed by SIGKILL (")

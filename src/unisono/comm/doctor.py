@@ -131,7 +131,7 @@ def _mpi() -> Finding:
 
 
 def _mpiexec() -> Finding:
-    from unisono.launch import mpiexec
+    from unisono.launch.transport import mpiexec
 
     if importlib.util.find_spec("mpi4py") is None:
         return Finding("mpiexec", ABSENT, "not needed without mpi4py")

@@ -1,4 +1,4 @@
-"""`unisono run`: its options, and the job they describe."""
+"""`unisono run`: the options, and the Job made from them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from unisono.errors import UsageError
-from unisono.launch import environment, hosts, launcher, proctree
+from unisono.launch import environment, hosts, launcher
 from unisono.launch.console import Console, terminal_variables
 from unisono.launch.hosts import Host
 from unisono.launch.job import MODULE, SCRIPT, Job, Program
-from unisono.launch.watch import Interrupted
+from unisono.launch.outcome.monitor import Interrupted
+from unisono.launch.worker import process_tree
 
 _PYTHON = re.compile(r"python(3(\.\d+)?)?")
 _BACKENDS = ("auto", "gloo", "nccl", "mpi")
@@ -40,7 +41,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("-n", "-np", dest="n", type=int, metavar="N", help="ranks in all (default: every slot of the hosts)")
     add("-H", "--hosts", metavar="a:2,b:2", help="hosts with their slots")
     add("-f", "--hostfile", "-hostfile", metavar="FILE", help="a file of lines like `node0 slots=4`")
-    add("--backend", choices=_BACKENDS, default="auto", help="what ranks talk over (default: auto)")
+    add("--backend", choices=_BACKENDS, default="auto", help="communication backend (default: auto)")
     add("--output-filename", metavar="DIR", help="also write each rank's output to DIR/rank.N")
     add("--verbose", action="store_true", help="show the checks before the start")
     add("--start-timeout", type=float, default=30.0, metavar="S", help="seconds for the start (default: 30)")
@@ -51,17 +52,24 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="K",
         help="start again after a failure, K times at most",
     )
-    add("--elastic", action="store_true", help="when a host is gone, restart with fewer ranks on those left")
-    add("--min-ranks", type=int, metavar="K", help="with --elastic: end when fewer than K ranks are left")
+    add("--elastic", action="store_true", help="when a host is lost, restart with fewer ranks on the others")
+    add("--min-ranks", type=int, metavar="K", help="with --elastic: end when fewer than K ranks remain")
     add("--timeout", type=float, metavar="S", help="seconds a collective may take before the job is stopped")
     add("--check", action="store_true", help="compare every collective between ranks before it runs")
     add(
         "--check-plan",
         choices=("auto", "full", "off"),
-        help="how plans are proved before the first step (default: as the script says)",
+        help="how plans are verified before the first step (default: set by the script)",
     )
-    add("-x", "--env", action="append", default=[], metavar="NAME[=VALUE]", help="give ranks a variable")
-    add("--master-port", type=int, default=0, metavar="PORT", help="where ranks meet (default: any free one)")
+    add(
+        "-x",
+        "--env",
+        action="append",
+        default=[],
+        metavar="NAME[=VALUE]",
+        help="environment variable of the ranks",
+    )
+    add("--master-port", type=int, default=0, metavar="PORT", help="port of the rendezvous (default: any free one)")
     add("--python", default="", metavar="PATH", help="the interpreter on other hosts (default: this one)")
     add("--ssh", metavar="COMMAND", help='the ssh to use, with options: "ssh -F file" (default: $UNISONO_SSH)')
     add("-m", dest="module", action="store_true", help="run a module, as `python -m` does")
@@ -69,27 +77,27 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    """Start the job and watch it; the exit code is that of the first rank that failed."""
+    """Run the job; the exit code is that of the first rank that failed."""
     job = job_of(chosen)
-    proctree.adopt_orphans()
+    process_tree.adopt_orphans()
     console = Console(job.output_directory)
     try:
         outcome = launcher.launch(job, console)
     except Interrupted as interrupted:
         console.flush()
         if interrupted.signum != signal.SIGPIPE:
-            console.say(f"stopped by {interrupted}; all ranks have ended")
+            console.message(f"stopped by {interrupted}; all ranks have ended")
         return 128 + interrupted.signum
     finally:
         console.close()
-        proctree.sweep(os.getpid())
-    if outcome.told:
-        console.say(outcome.told)
+        process_tree.sweep(os.getpid())
+    if outcome.error:
+        console.message(outcome.error)
     return outcome.code
 
 
 def job_of(chosen: argparse.Namespace) -> Job:
-    """The job that the options describe. UsageError, before anything starts, when they describe none."""
+    """The job of these options; UsageError if they are invalid."""
     named = _hosts(chosen)
     placements = hosts.place(named, chosen.n)
     for name in ("start_timeout", "timeout"):
@@ -121,16 +129,16 @@ def job_of(chosen: argparse.Namespace) -> Job:
 
 
 def _require_elastic(chosen: argparse.Namespace, world: int) -> None:
-    """--elastic and --min-ranks must make sense together with the rest."""
+    """Check --elastic and --min-ranks against the other options."""
     if chosen.min_ranks is not None:
         if not chosen.elastic:
-            raise UsageError(f"--min-ranks {chosen.min_ranks} says how far --elastic may shrink: give --elastic too")
+            raise UsageError(f"--min-ranks {chosen.min_ranks} limits how far --elastic may shrink: give --elastic too")
         if not 1 <= chosen.min_ranks <= world:
             raise UsageError(f"--min-ranks {chosen.min_ranks}: must be between 1 and the {world} ranks of the job")
     if not chosen.elastic:
         return
     if chosen.max_restarts == 0:
-        raise UsageError("--elastic goes on by restarting: say how often with --max-restarts R")
+        raise UsageError("--elastic continues by restarting: give the number of restarts with --max-restarts R")
     if chosen.backend == "mpi":
         raise UsageError("--elastic does not work with --backend mpi, where mpiexec ends all hosts; use gloo or nccl")
 
@@ -162,19 +170,19 @@ def _program(command: list[str], module: bool) -> Program:
         return Program(MODULE, target, tuple(args), os.getcwd())
     path = Path(target)
     if not path.exists():
-        raise UsageError(f"script {target!r} is not there; check the path (the directory is {os.getcwd()})")
+        raise UsageError(f"script {target!r} does not exist; check the path (the directory is {os.getcwd()})")
     if not path.is_file():
         raise UsageError(f"{target!r} is not a file; give a Python script, or -m and a module")
     return Program(SCRIPT, target, tuple(args), os.getcwd())
 
 
 def _without_python(words: list[str]) -> tuple[list[str], bool]:
-    """`python script.py` means the script, `python -m module` the module: ranks run this interpreter."""
+    """Drop a leading `python`: ranks run this interpreter."""
     given = words[0]
     if os.sep in given and not (os.path.exists(given) and os.path.samefile(given, sys.executable)):
         raise UsageError(f"ranks run {sys.executable}, not {given}; start with: {given} -m unisono run ...")
     words = words[1:]
-    while words and words[0] == "-u":  # output is passed on line by line in any case
+    while words and words[0] == "-u":  # output is forwarded line by line in any case
         words = words[1:]
     if words and words[0] == "-m":
         return words[1:], True
@@ -194,7 +202,7 @@ def _require_module(name: str) -> None:
 
 
 def _variables(chosen: argparse.Namespace, world: int) -> dict[str, str]:
-    variables = environment.travelling(dict(os.environ)) | terminal_variables(world)
+    variables = environment.forwarded(dict(os.environ)) | terminal_variables(world)
     if chosen.backend != "auto":
         variables[environment.BACKEND] = chosen.backend
     if chosen.check_plan:

@@ -1,7 +1,7 @@
-"""What the user sees of a job: the ranks' lines after their `[rank]`, one file a rank, the launcher's words.
+"""Console: the output of a job. Lines of ranks with the prefix `[rank]`, one file a rank, messages of the launcher.
 
-A line that a rank has not finished, or rewrites with carriage returns (a progress bar), is shown live on a
-terminal, and only in its last state elsewhere.
+An unfinished line, or one that is rewritten with carriage returns (a progress bar), is shown live on a terminal, and
+only in its last state elsewhere.
 """
 
 from __future__ import annotations
@@ -14,28 +14,28 @@ from pathlib import Path
 from typing import BinaryIO, TextIO
 
 from unisono.errors import LaunchError, UsageError
-from unisono.launch.wire import bytes_of
+from unisono.launch.transport.wire import bytes_of
 
-_LONGEST = 1 << 20  # a line without end is broken here
+_LONGEST = 1 << 20  # characters of a line before it is broken
 _CLEAR_LINE = "\r\x1b[K"
 _CONTROL = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]")
 _ERASING = re.compile(r"^(?:\x1b\[[0-2]?K)+")
 
 
 class Console:
-    """Takes the ranks' output in pieces, writes lines. `mute` silences ranks that fail because one did."""
+    """Receives output of ranks in chunks and writes lines. `mute` hides ranks that fail because another one did."""
 
     def __init__(self, directory: str | None = None, prefix: bool = True) -> None:
         self._partial: dict[tuple[int, str], str] = {}
-        self._live: tuple[TextIO, int, str] | None = None  # on the terminal's last line: where, whose, what
+        self._live: tuple[TextIO, int, str] | None = None  # the terminal's last line: stream, rank, text
         self._muted: set[int] = set()
         self._prefix = prefix
         self._directory = _prepared(directory) if directory else None
         self._files: dict[int, BinaryIO] = {}
-        self.is_unread = False  # True when whoever read our output has gone, as `| head` does
+        self.is_unread = False  # True after the reader of our output has closed it, as `| head` does
 
     def write(self, rank: int, stream: str, text: str) -> None:
-        """A piece of a rank's output. stream is "out" or "err"."""
+        """Write a chunk of a rank's output. stream is "out" or "err"."""
         self.to_file(rank, text)
         if rank in self._muted:
             return
@@ -49,7 +49,7 @@ class Console:
         if _is_visible(state) and target.isatty():
             self._clear_live()
             self._draw_live((target, rank, self._labelled(rank, state)))
-        # of a line that is being rewritten only the last state counts, so it need not grow
+        # of a line that is being rewritten, keep only the last state
         rest = "\r" + state if "\r" in rest else rest
         if len(rest) > _LONGEST:
             self._line(target, self._labelled(rank, rest))
@@ -57,8 +57,8 @@ class Console:
         self._partial[rank, stream] = rest
         self._flush(target)
 
-    def say(self, text: str) -> None:
-        """The launcher's own word, on stderr."""
+    def message(self, text: str) -> None:
+        """Write a message of the launcher on stderr."""
         self._line(sys.stderr, text)
         self._flush(sys.stderr)
 
@@ -74,14 +74,14 @@ class Console:
             raise LaunchError(f"--output-filename: {path} cannot be written: {error.strerror}") from None
 
     def mute(self, ranks: set[int]) -> None:
-        """Show these no more; their files go on."""
+        """Hide these ranks; their files are still written."""
         self._muted |= ranks
 
     def unmute(self, ranks: set[int]) -> None:
         self._muted -= ranks
 
     def flush(self) -> None:
-        """End unfinished lines."""
+        """Write unfinished lines."""
         self._clear_live()
         for (rank, stream), rest in self._partial.items():
             state = _last_state(rest)
@@ -122,16 +122,16 @@ class Console:
         try:
             _write(target, text)
         except BrokenPipeError:
-            self._lose(target)
+            self._discard(target)
 
     def _flush(self, target: TextIO) -> None:
         try:
             target.flush()
         except BrokenPipeError:
-            self._lose(target)
+            self._discard(target)
 
-    def _lose(self, target: TextIO) -> None:
-        """Nobody reads target any more: what still comes goes nowhere."""
+    def _discard(self, target: TextIO) -> None:
+        """The reader of target has closed it: discard what follows."""
         self.is_unread = True
         null = os.open(os.devnull, os.O_WRONLY)
         os.dup2(null, target.fileno())
@@ -139,7 +139,7 @@ class Console:
 
 
 def terminal_variables(ranks: int) -> dict[str, str]:
-    """What lets programs inside ranks draw for the launcher's terminal; nothing when there is none."""
+    """Variables by which programs in ranks format for the launcher's terminal; none without a terminal."""
     if not sys.stdout.isatty():
         return {}
     size = shutil.get_terminal_size()
@@ -152,9 +152,9 @@ def terminal_variables(ranks: int) -> dict[str, str]:
 
 
 def _last_state(line: str) -> str:
-    """What a terminal would show of a line with carriage returns in it.
+    """The text that a terminal would show of a line with carriage returns.
 
-    What erases the line is left out: the rank's label stands there by then, which it would take along.
+    Sequences that erase the line are removed: they would erase the prefix as well.
     """
     if "\r" not in line:
         return line
@@ -163,12 +163,12 @@ def _last_state(line: str) -> str:
 
 
 def _is_visible(text: str) -> bool:
-    """Whether it is more than instructions to the terminal, such as to show its cursor again."""
+    """Whether it is more than control sequences, such as showing the cursor."""
     return bool(_CONTROL.sub("", text))
 
 
 def _write(target: TextIO, text: str) -> None:
-    """Write text that may hold bytes that are no UTF-8, as the bytes they were."""
+    """Write text with surrogate escapes as the original bytes."""
     try:
         target.write(text)
     except UnicodeEncodeError:

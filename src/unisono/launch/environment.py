@@ -1,43 +1,43 @@
-"""The variables through which a launcher tells a rank who it is.
+"""Environment variables of ranks and of the launcher.
 
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR and MASTER_PORT are torchrun's, so that plain
-torch.distributed scripts run too. The rest is unisono's own.
+torch.distributed scripts run too. The others are unisono's own.
 """
 
 from __future__ import annotations
 
 import os
 
-BACKEND = "UNISONO_BACKEND"  # what `--backend` said: gloo, nccl or mpi; absent for auto
-CHECK_PLAN = "UNISONO_CHECK_PLAN"  # "auto", "full" or "off": how a plan is proved before the first step
+BACKEND = "UNISONO_BACKEND"  # from `--backend`: gloo, nccl or mpi; unset for auto
+CHECK_PLAN = "UNISONO_CHECK_PLAN"  # "auto", "full" or "off": how a plan is verified before the first step
 CHECK = "UNISONO_CHECK"  # "1": compare every collective between ranks before it runs
-HOST = "UNISONO_HOST"  # this rank's host as the user wrote it
-FAILURE_FILE = "UNISONO_FAILURE_FILE"  # where this rank writes why it failed, for the launcher to show
-TIMEOUT = "UNISONO_TIMEOUT"  # seconds: the default timeout of collectives, as `--timeout` said
-ATTEMPT = "UNISONO_ATTEMPT"  # how often the job was restarted before this start: "0", "1", ...
-GONE = "UNISONO_GONE"  # the hosts that an elastic job has lost: "b,c"; absent while it has all
+HOST = "UNISONO_HOST"  # this rank's host as given by the user
+FAILURE_FILE = "UNISONO_FAILURE_FILE"  # path of this rank's failure record, see outcome.failure
+TIMEOUT = "UNISONO_TIMEOUT"  # seconds: the default timeout of collectives, from `--timeout`
+ATTEMPT = "UNISONO_ATTEMPT"  # restarts of the job before this start: "0", "1", ...
+LOST_HOSTS = "UNISONO_GONE"  # hosts that an elastic job has lost: "b,c"; unset if none
 
 SSH = "UNISONO_SSH"  # read by the launcher: the ssh command, when no --ssh is given
-SILENCE = "UNISONO_SILENCE"  # read by the launcher: seconds without a word after which a host counts as gone
+HOST_TIMEOUT = "UNISONO_SILENCE"  # read by the launcher: seconds without an answer after which a host is lost
 MPIEXEC = "UNISONO_MPIEXEC"  # read by the launcher: the mpiexec to use
-CONNECT = "UNISONO_CONNECT"  # how an agent that mpiexec started finds its launcher
+CONNECT = "UNISONO_CONNECT"  # address of the launcher for agents started by mpiexec
 
-# A remote rank starts in its host's own environment; of the launcher's, these travel with the job.
-TRAVELLING_PREFIXES = ("UNISONO_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTHON")
-STAYING = (CONNECT, FAILURE_FILE, GONE, HOST, SSH, SILENCE, MPIEXEC)
+# A remote rank starts in its host's environment, with these variables of the launcher's.
+FORWARDED_PREFIXES = ("UNISONO_", "NCCL_", "GLOO_", "TORCH_", "OMP_", "MKL_", "PYTHON")
+NOT_FORWARDED = (CONNECT, FAILURE_FILE, LOST_HOSTS, HOST, SSH, HOST_TIMEOUT, MPIEXEC)
 
 
 def absolute_path(path: str) -> str:
-    """A list of folders such as PYTHONPATH, of which relative ones mean the same from any directory."""
+    """A search path such as PYTHONPATH with its relative folders made absolute."""
     return os.pathsep.join(os.path.abspath(folder) for folder in path.split(os.pathsep))
 
 
-def travelling(environment: dict[str, str]) -> dict[str, str]:
-    """The part of the launcher's environment that goes with the job to other hosts."""
+def forwarded(environment: dict[str, str]) -> dict[str, str]:
+    """The part of the launcher's environment that is forwarded to ranks."""
     return {
         name: absolute_path(value) if name == "PYTHONPATH" and value else value
         for name, value in environment.items()
-        if name.startswith(TRAVELLING_PREFIXES) and name not in STAYING
+        if name.startswith(FORWARDED_PREFIXES) and name not in NOT_FORWARDED
     }
 
 
@@ -54,7 +54,7 @@ def of_rank(
     host: str,
     attempt: int,
 ) -> dict[str, str]:
-    """Who a rank is and where its world meets."""
+    """The identity of a rank and the address of its rendezvous."""
     return {
         "RANK": str(rank),
         "WORLD_SIZE": str(world),
@@ -73,7 +73,7 @@ def of_rank(
 
 
 def of_elastic(attempt: int, max_restarts: int) -> dict[str, str]:
-    """What torch.distributed's env:// looks for: it then joins the launcher's store, and opens none."""
+    """With these, torch.distributed's env:// joins the launcher's store instead of opening one."""
     return {
         "TORCHELASTIC_RESTART_COUNT": str(attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(max_restarts),

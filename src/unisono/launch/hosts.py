@@ -1,4 +1,4 @@
-"""Which hosts run how many ranks: host lists, hostfiles, and the placing of ranks on them."""
+"""Hosts and their slots: host lists, hostfiles, and the placement of ranks on them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from unisono.errors import UsageError
 
 LOCAL = "localhost"
-# What ssh and mpiexec accept as a host. A leading "-" would be read as an option by them.
+# Host names that ssh and mpiexec accept; they would parse a leading "-" as an option.
 _NAME = re.compile(r"(?!-)[A-Za-z0-9_.:%@\[\]-]+")
 
 
@@ -52,7 +52,7 @@ def parse_list(text: str) -> list[Host]:
 def parse_file(path: str | Path) -> list[Host]:
     """Hosts from a hostfile: a line is `node0 slots=4`; `#` starts a comment; blank lines are fine.
 
-    Batch systems write a host once a slot instead, as lines of nothing but its name: these are counted.
+    Batch systems write the bare name once for each slot instead: such lines are counted.
     """
     try:
         lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
@@ -61,7 +61,7 @@ def parse_file(path: str | Path) -> list[Host]:
     except UnicodeDecodeError:
         raise UsageError(f"hostfile {str(path)!r} is not a text file") from None
     hosts: list[Host] = []
-    counted: set[str] = set()  # hosts that stand there without slots
+    counted: set[str] = set()  # hosts given without slots
     for number, line in enumerate(lines, start=1):
         words = line.partition("#")[0].split()
         if not words:
@@ -86,7 +86,7 @@ def parse_file(path: str | Path) -> list[Host]:
 
 
 def place(hosts: list[Host], n: int | None) -> list[Placement]:
-    """Fill the hosts in their order with n ranks (all slots when n is None); hosts left empty drop out."""
+    """Place n ranks (None: one for every slot) on the hosts in order; hosts without ranks are dropped."""
     slots = sum(host.slots for host in hosts)
     if n is None:
         n = slots
@@ -107,17 +107,17 @@ def place(hosts: list[Host], n: int | None) -> list[Placement]:
 
 def _host(name: str, count: str, where: str) -> Host:
     if not _NAME.fullmatch(name):
-        raise UsageError(f"{where}: {name!r} is no host name")
+        raise UsageError(f"{where}: {name!r} is not a host name")
     if not count.isascii() or not count.isdigit() or int(count) < 1:
         raise UsageError(f"{where}: the slots of {name} must be a whole number of at least 1, not {count!r}")
     return Host(name, int(count))
 
 
 def _require_new(host: Host, hosts: list[Host], where: str) -> None:
-    """Two nodes on one host would give ranks the same local ranks, and so the same GPUs."""
+    """Two nodes on one host would have equal local ranks, and so use the same GPUs."""
     for other in hosts:
         if other.name == host.name:
-            raise UsageError(f"{where}: host {host.name!r} is there twice; give it once with all its slots")
+            raise UsageError(f"{where}: host {host.name!r} is given twice; give it once with all its slots")
         if other.is_local and host.is_local:
             both = f"{other.name!r} and {host.name!r} are the same host, this one"
             raise UsageError(f"{where}: {both}; give it once with all its slots ({other.slots + host.slots})")

@@ -1,10 +1,11 @@
-"""What to run, and where: the description of a job, and of the share that one agent gets of it."""
+"""Job: what to run, and where. NodeJob: the part of it that one agent runs."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from unisono.launch import environment
 from unisono.launch.hosts import Host, Placement
 
 SCRIPT = "script"
@@ -24,23 +25,23 @@ class Program:
 
 @dataclass(frozen=True)
 class Job:
-    """Everything the user said about a run."""
+    """The options of a run."""
 
     program: Program
     placements: tuple[Placement, ...]
     backend: str | None = None
-    environment: dict[str, str] = field(default_factory=dict)  # what the ranks get on top of their host's
+    environment: dict[str, str] = field(default_factory=dict)  # of the ranks, in addition to their host's
     output_directory: str | None = None
     verbose: bool = False
     start_timeout: float = 30.0
     max_restarts: int = 0
-    master_port: int = 0  # 0: the first host's system picks a free one
+    master_port: int = 0  # 0: a free port of the first host
     python: str = ""  # the interpreter on other hosts; "" is the launcher's own
     ssh: tuple[str, ...] = ("ssh",)
-    time_limit: float | None = None  # seconds until the job is ended
-    hosts: tuple[Host, ...] = ()  # all that were named, also those that no rank needs
-    elastic: bool = False  # go on with the hosts that are left when one is gone
-    min_ranks: int = 1  # fewer than these are not worth going on with
+    time_limit: float | None = None  # seconds
+    hosts: tuple[Host, ...] = ()  # all that were given, also those without ranks
+    elastic: bool = False  # continue on the remaining hosts when one is lost
+    min_ranks: int = 1  # end the job when fewer remain
 
     @property
     def world(self) -> int:
@@ -63,7 +64,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Share:
+class NodeJob:
     """The part of a job that one agent runs: `count` ranks from `first_rank` on."""
 
     program: Program
@@ -77,15 +78,33 @@ class Share:
     port: int
     environment: dict[str, str]
     max_restarts: int = 0
-    attempt: int = 0  # how often the job was restarted before these agents came
-    local_rank: int = 0  # of the first rank here, and how many ranks the host has: an MPI agent runs only one
+    attempt: int = 0  # restarts of the job before these agents started
+    local_rank: int = 0  # with local_world: set under MPI, where each agent runs one rank of its host
     local_world: int = 0
+
+    def rank_variables(self, rank: int, local_rank: int, local_world: int, port: int, attempt: int) -> dict[str, str]:
+        """The environment of one rank."""
+        return {
+            **self.environment,
+            **environment.of_rank(
+                rank=rank,
+                world=self.world,
+                local_rank=local_rank,
+                local_world=local_world,
+                node=self.node,
+                nodes=self.nodes,
+                address=self.address,
+                port=port,
+                host=self.host,
+                attempt=attempt,
+            ),
+        }
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> Share:
+    def from_json(cls, data: dict[str, Any]) -> NodeJob:
         program = dict(data["program"])
         program["args"] = tuple(program["args"])
         return cls(**{**data, "program": Program(**program)})

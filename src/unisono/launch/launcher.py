@@ -1,65 +1,66 @@
-"""Runs a job: preflight, start over the elastic agents or over mpiexec, watch, end."""
+"""launch(): preflight, start over elastic agents or mpiexec, monitor, end.
+
+With `--elastic`, a job that has lost hosts is started again on those that remain.
+"""
 
 from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
 
 from unisono.errors import PreflightError
-from unisono.launch import mpijob, preflight, remote, survivors
+from unisono.launch import environment, hosts, mpi_launcher
 from unisono.launch.console import Console
-from unisono.launch.job import Job, Share
-from unisono.launch.link import Links
-from unisono.launch.watch import Interrupted, Outcome, Watch, ending
+from unisono.launch.job import Job, NodeJob
+from unisono.launch.outcome.monitor import Interrupted, Monitor, Outcome, ending
+from unisono.launch.transport import preflight, ssh
+from unisono.launch.transport.link import Links
+
+Causes = Mapping[str, str]  # by host: why it counts as lost
 
 
 def launch(job: Job, console: Console) -> Outcome:
-    """Run the job to its end. LaunchError when it cannot be started, Interrupted when a signal ended it."""
+    """Run the job to its end. LaunchError if it cannot be started, Interrupted if a signal ended it."""
     with _interruptible():
-        if job.backend == mpijob.BACKEND:
-            return mpijob.run(job, console)
-        return _over_elastic(job, console)
+        if job.backend == mpi_launcher.BACKEND:
+            return mpi_launcher.run(job, console)
+        return _run_elastic(job, console)
 
 
-def _over_elastic(job: Job, console: Console) -> Outcome:
-    """The agents restart their ranks by themselves; without a host that is gone only a new start goes on."""
+def _run_elastic(job: Job, console: Console) -> Outcome:
+    """Agents restart their ranks themselves; after the loss of a host, new agents are started on the others."""
     outcome = _attempt(job, console, 0)
-    while job.elastic and outcome.gone:
+    while job.elastic and outcome.lost_hosts:
         attempt = outcome.attempt + 1
-        left = survivors.of(job, outcome.gone)
-        refusal = survivors.why_not(job, left, attempt)
+        remaining = without_hosts(job, outcome.lost_hosts)
+        refusal = why_not_continue(job, remaining, attempt)
         if refusal:
-            return replace(outcome, told=f"{outcome.told}\n{refusal}")
+            return replace(outcome, error=f"{outcome.error}\n{refusal}")
         console.flush()
-        console.say(survivors.tell(outcome.gone, left, attempt))
-        job = left
-        outcome = _attempt_again(job, console, attempt)
+        console.message(describe_restart(outcome.lost_hosts, remaining, attempt))
+        job = remaining
+        try:
+            outcome = _attempt(job, console, attempt)
+        except PreflightError as error:  # more hosts are lost; no restart was used
+            outcome = Outcome(1, str(error), lost_hosts=error.causes, attempt=attempt - 1)
     return outcome
-
-
-def _attempt_again(job: Job, console: Console, attempt: int) -> Outcome:
-    """As _attempt; that a host does not answer is an outcome, and no restart was used up by it."""
-    try:
-        return _attempt(job, console, attempt)
-    except PreflightError as error:
-        return Outcome(1, str(error), gone=error.causes, attempt=attempt - 1)
 
 
 def _attempt(job: Job, console: Console, attempt: int) -> Outcome:
     links = Links()
-    watch = Watch(job, links, console, attempt=attempt)
-    with ending(watch):
-        preflight.gather(job, links, console.say)
-        reached_at = preflight.addresses(links)
-        address = reached_at[links.all[0]]
-        port = preflight.open_door(job, links, links.all[0], address)
-        preflight.require_reach(links, links.all[0], address, port)
+    monitor = Monitor(job, links, console, attempt=attempt)
+    with ending(monitor):
+        preflight.gather(job, links, console.message)
+        master = links.all[0]
+        address = preflight.addresses(links)[master]
+        port = preflight.open_store_port(job, links, master, address)
+        preflight.require_reach(links, master, address, port)
         for node, link in enumerate(links):
-            share = Share(
+            part = NodeJob(
                 program=job.program,
                 host=link.host,
                 node=node,
@@ -73,14 +74,48 @@ def _attempt(job: Job, console: Console, attempt: int) -> Outcome:
                 max_restarts=job.max_restarts,
                 attempt=attempt,
             )
-            link.wire.send({"do": "run", "share": share.to_json()})
-        with remote.heard(links):
-            return watch.until_end()
+            link.wire.send({"do": "run", "job": part.to_json()})
+        with ssh.keepalive(links):
+            return monitor.until_end()
+
+
+def without_hosts(job: Job, lost: Causes) -> Job:
+    """The job on the remaining hosts: with as many ranks as before if spare slots allow it, else fewer (or none)."""
+    left = tuple(host for host in job.hosts if host.name not in lost)
+    ranks = min(job.world, sum(host.slots for host in left))
+    known = [name for name in job.environment.get(environment.LOST_HOSTS, "").split(",") if name]
+    return replace(
+        job,
+        hosts=left,
+        placements=tuple(hosts.place(list(left), ranks)) if left else (),
+        environment={**job.environment, environment.LOST_HOSTS: ",".join([*known, *lost])},
+    )
+
+
+def why_not_continue(job: Job, remaining: Job, attempt: int) -> str:
+    """Why the job does not continue on the remaining hosts; "" if it does."""
+    if not remaining.world:
+        return "no host is left to continue on"
+    if attempt > job.max_restarts:
+        return f"{_ranks_of(remaining)} could continue, but --max-restarts {job.max_restarts} is used up"
+    if remaining.world < job.min_ranks:
+        return f"{_ranks_of(remaining)} are too few to continue: --min-ranks is {job.min_ranks}"
+    return ""
+
+
+def describe_restart(lost: Causes, remaining: Job, attempt: int) -> str:
+    causes = ", ".join(f"host {host} is lost ({cause})" for host, cause in lost.items())
+    return f"{causes}; continuing with {_ranks_of(remaining)}: restart {attempt} of {remaining.max_restarts}"
+
+
+def _ranks_of(job: Job) -> str:
+    names = ", ".join(placement.host.name for placement in job.placements)
+    return f"{job.world} rank{'s' if job.world > 1 else ''} on {names}"
 
 
 @contextmanager
 def _interruptible() -> Iterator[None]:
-    """SIGINT, SIGTERM and SIGHUP raise Interrupted, once; a second one ends the launcher at once."""
+    """SIGINT, SIGTERM and SIGHUP raise Interrupted once; a second signal ends the launcher at once."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return

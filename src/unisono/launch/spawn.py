@@ -1,4 +1,4 @@
-"""spawn(): run a function on ranks that are forked from this process, for notebooks and tests."""
+"""spawn(): run a function on ranks forked from this process, for notebooks and tests."""
 
 from __future__ import annotations
 
@@ -12,13 +12,16 @@ from collections.abc import Callable, Sequence
 from typing import Any, SupportsIndex
 
 from unisono.errors import LaunchError, UsageError
-from unisono.launch import environment, launcher, network, rank, verdict
+from unisono.launch import environment, launcher
 from unisono.launch.console import Console
-from unisono.launch.crew import Crew
 from unisono.launch.hosts import LOCAL, Host, Placement
 from unisono.launch.job import CALL, Job, Program
-from unisono.launch.openmp import release_threads, stay_alone
-from unisono.launch.watch import Interrupted
+from unisono.launch.outcome import verdict
+from unisono.launch.outcome.monitor import Interrupted
+from unisono.launch.threads import release_openmp_threads, run_openmp_serially
+from unisono.launch.transport import network
+from unisono.launch.worker import rank_main
+from unisono.launch.worker.pool import WorkerPool
 
 _BACKENDS = (None, "gloo", "nccl", "mpi")
 
@@ -47,12 +50,12 @@ def spawn(
 
 def _result(number: int, data: bytes) -> Any:
     if not data:
-        raise LaunchError(f"spawn: rank {number} ended without a result; the function must return, not end its process")
+        raise LaunchError(f"spawn: rank {number} ended without a result; the function must return, not exit")
     try:
         return pickle.loads(data)
     except Exception as error:
         raise LaunchError(
-            f"spawn: what rank {number} returned cannot be unpickled here ({type(error).__name__}: {error}); "
+            f"spawn: the result of rank {number} cannot be unpickled here ({type(error).__name__}: {error}); "
             "return plain data or tensors"
         ) from error
 
@@ -63,9 +66,9 @@ def _validate(fn: object, n: int, backend: str | None, args: Sequence[Any], time
     if not isinstance(n, SupportsIndex) or isinstance(n, bool) or n.__index__() < 1:
         raise UsageError(f"spawn needs a number of ranks of at least 1, not {n!r}")
     if backend not in _BACKENDS:
-        raise UsageError(f"backend {backend!r} is unknown; use gloo, nccl or mpi, or none to choose by itself")
+        raise UsageError(f"backend {backend!r} is unknown; use gloo, nccl or mpi, or None for automatic choice")
     if not isinstance(args, Sequence) or isinstance(args, str):
-        raise UsageError(f"spawn: args={args!r}; expected a tuple of what the function is to be called with")
+        raise UsageError(f"spawn: args={args!r}; expected a tuple of the function's arguments")
     if timeout is not None and (not isinstance(timeout, (int, float)) or not timeout > 0):
         raise UsageError(f"timeout {timeout!r} must be a number of seconds above 0")
     torch = sys.modules.get("torch")
@@ -79,8 +82,8 @@ def _validate(fn: object, n: int, backend: str | None, args: Sequence[Any], time
 def _over_fork(
     fn: Callable[..., Any], n: int, backend: str | None, args: tuple[Any, ...], timeout: float | None
 ) -> dict[int, bytes]:
-    release_threads()
-    keep = rank.open_descriptors()
+    release_openmp_threads()
+    keep = rank_main.open_descriptors()
     store, port = _open_store()
     console = Console()
     results: dict[int, bytearray] = {number: bytearray() for number in range(n)}
@@ -92,43 +95,43 @@ def _over_fork(
             console.write(number, stream, data.decode("utf-8", "surrogateescape"))
 
     def body(result_fd: int | None) -> int:
-        stay_alone()
-        atexit._clear()  # what this process does at its end is not the ranks' to do
-        return rank.perform(lambda: rank.answer(fn(*args), result_fd))
+        run_openmp_serially()
+        atexit._clear()  # exit handlers of this process are not for the ranks
+        return rank_main.perform(lambda: rank_main.send_result(fn(*args), result_fd))
 
-    crew = Crew(listener, keep, with_results=True)
+    pool = WorkerPool(listener, keep, with_results=True)
     try:
         for number in range(n):
-            crew.start(number, _variables(number, n, backend, port), body)
-        crew.release()
-        _await(crew, timeout)
-        crew.drain()
+            pool.start(number, _variables(number, n, backend, port), body)
+        pool.release()
+        _await(pool, timeout)
+        pool.drain()
     finally:
-        crew.stop()
-        crew.close()
+        pool.stop()
+        pool.close()
         console.close()
         del store
     return {number: bytes(data) for number, data in results.items()}
 
 
-def _await(crew: Crew, timeout: float | None) -> None:
+def _await(pool: WorkerPool, timeout: float | None) -> None:
     deadline = None if timeout is None else time.monotonic() + timeout
-    while crew.running:
-        crew.pump(0.1)
-        if crew.failures():
-            raise LaunchError(verdict.tell(verdict.first(crew.settled_failures()), None))
-        if deadline is not None and time.monotonic() > deadline and crew.running:
-            late = ", ".join(str(member.rank) for member in crew.running)
-            raise LaunchError(f"spawn: rank {late} still ran after the timeout of {timeout:g} s; all were ended")
+    while pool.running:
+        pool.pump(0.1)
+        if pool.failures():
+            raise LaunchError(verdict.describe(verdict.first(pool.settled_failures()), None))
+        if deadline is not None and time.monotonic() > deadline and pool.running:
+            late = ", ".join(str(worker.rank) for worker in pool.running)
+            raise LaunchError(f"spawn: rank {late} still ran after the timeout of {timeout:g} s; all ranks were ended")
 
 
 def _open_store() -> tuple[Any, int]:
-    """The store where the ranks meet, served by this process."""
+    """The store for the rendezvous of the ranks, served by this process."""
     from torch.distributed import TCPStore
 
-    door = network.listen("127.0.0.1", 0)  # where torch would listen, each rank's name would be asked of the DNS
-    port = int(door.getsockname()[1])
-    listening = door.detach()
+    server = network.listen("127.0.0.1", 0)  # a socket opened by torch would look up each rank's name in DNS
+    port = int(server.getsockname()[1])
+    listening = server.detach()
     return TCPStore("127.0.0.1", port, is_master=True, wait_for_workers=False, master_listen_fd=listening), port
 
 
@@ -146,9 +149,9 @@ def _variables(number: int, n: int, backend: str | None, port: int) -> dict[str,
         attempt=0,
     )
     variables |= environment.of_elastic(attempt=0, max_restarts=0)
-    # a fork of a process that has used its OpenMP pool must not use one: its threads are not there
+    # a fork of a process that has used OpenMP threads must not use any: it does not have them
     variables |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}
-    variables[environment.BACKEND] = backend or "auto"  # whatever this process itself was started with
+    variables[environment.BACKEND] = backend or "auto"  # independent of how this process was started
     return variables
 
 
@@ -175,13 +178,13 @@ def _over_mpi(fn: Callable[..., Any], n: int, args: tuple[Any, ...], timeout: fl
         raise KeyboardInterrupt from None
     finally:
         console.close()
-    if outcome.told:
-        raise LaunchError(outcome.told)
+    if outcome.error:
+        raise LaunchError(outcome.error)
     return outcome.results
 
 
 def _preparation(with_main: bool) -> dict[str, Any]:
-    """What multiprocessing's spawn tells a fresh process so that it can load what was pickled here."""
+    """multiprocessing's preparation data, with which a new process can unpickle objects of this one."""
     data: dict[str, Any] = {"sys_path": list(sys.path), "sys_argv": list(sys.argv), "dir": os.getcwd()}
     main = sys.modules["__main__"]
     spec = getattr(main, "__spec__", None)

@@ -397,7 +397,7 @@ def _fitting(plan: Plan, ranks: int) -> Plan:
     try:
         return plan.fit(ranks)
     except UsageError as error:
-        gone = os.environ.get(environment.GONE)
+        gone = os.environ.get(environment.LOST_HOSTS)
         if not gone:
             raise
         raise UsageError(

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from unisono.errors import UnisonoError, UsageError
-from unisono.launch import environment, preload
+from unisono.launch import environment
+from unisono.launch.worker import preload
 from unisono.parallel.share import Share, first_rows
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.train import evaluation, finite
@@ -203,7 +204,7 @@ class Fit:
             self.engine.schedule.step()
         self.history.losses.append(loss)
         if len(self.history.losses) == 1:
-            preload.note()
+            preload.record_modules()
         self.history.step = trainer.steps
         self.moment = Moment(
             step=trainer.steps,

@@ -14,7 +14,7 @@ import time
 import torch
 
 from unisono.comm.communicator import Communicator
-from unisono.launch.stack import frames_of
+from unisono.launch.threads import frames_of
 
 _PAUSE = 0.02  # seconds between looks
 _STANDS_OUT = 1.5  # times the median of the others' own work, or more

@@ -17,7 +17,7 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
-from unisono.launch import patience
+from unisono.launch.outcome import failure
 
 PATIENCE = 60.0  # seconds that the launcher gives ranks between SIGTERM and the end, for a step and a checkpoint
 _GRACE = "UNISONO_GRACE"  # the same, as the user says
@@ -46,11 +46,11 @@ class Preemption:
             self._asked.set()
 
         before = signal.signal(signal.SIGTERM, note)
-        patience.ask(float(os.environ.get(_GRACE, PATIENCE)))
+        failure.request_grace(float(os.environ.get(_GRACE, PATIENCE)))
         try:
             yield
         finally:
-            patience.ask(0)
+            failure.request_grace(0)
             signal.signal(signal.SIGTERM, before)
 
     def ask(self) -> None:

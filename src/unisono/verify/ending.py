@@ -18,7 +18,7 @@ from pathlib import Path
 from torch import nn
 
 from unisono.errors import HangError, TaskError, UnisonoError, UsageError
-from unisono.launch.rank import is_of_a_lost_peer
+from unisono.launch.worker.rank_main import is_peer_failure
 
 REFUSAL = "refusal"  # the library says that the plan cannot be right, and why
 FAILURE = "failure"  # an error of any other kind
@@ -47,7 +47,7 @@ class Ending:
             return cls(FAILURE, _in_one_line(error))
         if isinstance(error, UsageError):
             return cls(REFUSAL, _in_one_line(error))
-        is_lost = isinstance(error, HangError) or is_of_a_lost_peer(error)
+        is_lost = isinstance(error, HangError) or is_peer_failure(error)
         return cls(LOST if is_lost else FAILURE, described(error))
 
     @property

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from unisono.comm.rendezvous.solo import alone
 from unisono.errors import LaunchError, UnisonoError
-from unisono.launch import proctree
+from unisono.launch.worker import process_tree
 from unisono.verify.ending import Ending
 from unisono.verify.record import Record
 
@@ -46,7 +46,7 @@ class Reference:
             self._process = os.fork()
         if self._process == 0:
             try:
-                proctree.die_with_parent(parent)
+                process_tree.die_with_parent(parent)
                 self._serve()
             finally:
                 os._exit(1)

@@ -20,7 +20,7 @@ from types import FrameType
 import torch
 
 from unisono.comm.watchdog.op_log import P2P, OpLog, describe, frame_place
-from unisono.launch import failure
+from unisono.launch.outcome import failure
 
 _SIZE = 4096
 _PREFIX = "unisono-rank-"
@@ -34,7 +34,7 @@ _KEPT = 3600.0  # seconds that the note of a dead rank is kept for others to rea
 
 class CrashNote:
     def __init__(self) -> None:
-        path = failure.last_words_path()
+        path = failure.last_operation_path()
         self._is_own = path is None
         if path is None:
             _remove_old()
@@ -80,8 +80,8 @@ def fate(address: str) -> str | None:
     host, pid, path = json.loads(address)
     if host != _host():
         return None
-    words = failure.read_last_words(Path(path)) if path else ""
-    last = f"; last began {words}" if words else ""
+    operation = failure.read_last_operation(Path(path)) if path else ""
+    last = f"; last began {operation}" if operation else ""
     state = _state(pid)
     if state in _DEAD:
         return f"{DIED}{last}"

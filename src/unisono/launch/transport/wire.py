@@ -1,6 +1,6 @@
 """Messages between the launcher and its agents: one JSON object a line, over pipes, ssh or a socket.
 
-Nothing that travels here passes through a shell. Bytes that are no UTF-8 survive as surrogate escapes.
+No message passes through a shell. Bytes that are not UTF-8 are kept as surrogate escapes.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _CHUNK = 1 << 16
 
 
 class Wire:
-    """One end of a connection. `closed` turns True when the other end is gone."""
+    """One end of a connection. `closed` is True after the other end has closed."""
 
     def __init__(self, read_fd: int, write_fd: int) -> None:
         self.read_fd = read_fd
@@ -28,7 +28,7 @@ class Wire:
         self._sending = threading.Lock()
 
     def send(self, message: Message) -> bool:
-        """False when the other end is gone."""
+        """False if the connection is closed."""
         data = memoryview(json.dumps(message).encode() + b"\n")
         try:
             with self._sending:
@@ -39,21 +39,21 @@ class Wire:
         return True
 
     def receive(self) -> list[Message]:
-        """What has arrived; blocks when nothing has. At the end of the stream: an empty list, and closed."""
+        """Received messages; blocks until there is one. At the end of the stream: an empty list and `closed`."""
         messages: list[Message] = []
         while not messages and not self.closed:
             messages = self.read_once()
         return messages
 
     def is_silent(self, seconds: float | None) -> bool:
-        """Whether nothing comes within so many seconds; None waits for ever."""
+        """Whether nothing arrives within so many seconds (None: no limit)."""
         try:
             return not select.select([self.read_fd], [], [], seconds)[0]
         except (OSError, ValueError):
-            return False  # closed: a read tells
+            return False  # closed: the next read reports it
 
     def read_once(self) -> list[Message]:
-        """The whole messages after one read (which blocks unless the descriptor is readable)."""
+        """The complete messages after one read, which blocks unless data is available."""
         try:
             data = os.read(self.read_fd, _CHUNK)
         except OSError:
@@ -65,7 +65,7 @@ class Wire:
         return [message for line in lines if (message := _decode(line)) is not None]
 
     def hang_up(self) -> None:
-        """Say no more: the other end reads the end of the stream, and can still answer."""
+        """Close the sending direction: the other end reads the end of the stream, and can still send."""
         with self._sending:
             self._hang_up()
 
@@ -85,7 +85,7 @@ class Wire:
 
 
 def _decode(line: bytes) -> Message | None:
-    """None for what is no message: a login script on a remote host may print before the agent speaks."""
+    """None for other output: a login script on a remote host may print before the agent starts."""
     try:
         message = json.loads(line)
     except ValueError:

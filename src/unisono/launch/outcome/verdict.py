@@ -1,7 +1,7 @@
-"""Which failure came first, and how it is told.
+"""Which failure was the first, and its description for the user.
 
-When one rank dies, its peers fail within milliseconds because their connections break, and are often noticed
-first. So order in time is not enough: a broken connection is debris as long as anything else has failed.
+When a rank dies, its peers fail within milliseconds because their connections break, and are often noticed first. So
+order in time is not enough: a broken connection counts as a consequence as long as anything else has failed.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from unisono.launch import failure
+from unisono.launch.outcome import failure
 
-EXIT = "exit"  # ended with a code and no word
+EXIT = "exit"  # ended with a code and without a failure record
 SIGNAL = "signal"  # killed
 
-# Nothing that a peer does ends a process with one of these: the rank that got it is where it began.
+# No action of a peer ends a process with one of these: the rank that received it is the origin.
 _OWN_FAULT = {signal.SIGKILL, signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 _HINTS = {
     signal.SIGKILL: "the kernel does this when memory runs out; see dmesg",
@@ -26,10 +26,10 @@ _HINTS = {
     signal.SIGABRT: "native code aborted; its message is in the rank's output",
 }
 
-_SILENT = "it said nothing, as after os._exit or an exit in native code"
-_DIFFER = "(ranks whose collectives differ crash like this: --check finds the first difference before it does harm)"
-_TOO_LONG = "(gloo ends a rank so that is sent more than the tensor holds in which it receives)"
-# What a rank began last, as its black box has it. Messages have no number: each rank has its own count of them.
+NO_RECORD = "it reported no error, as after os._exit or an exit in native code"
+_DIFFER = "(ranks whose collectives differ can crash like this: --check reports the first difference before it runs)"
+_TOO_LONG = "(gloo aborts a rank that is sent more elements than the receiving tensor holds)"
+# The last operation as in the crash note. Point-to-point operations have no number: each rank counts its own.
 _COLLECTIVE = re.compile(r"(?P<what>.*?#(?P<number>\d+).*?) at \S+?:\d+(?P<group>.*)")
 _RECEIVING = ("recv ", "irecv ", "exchange ")
 
@@ -50,12 +50,12 @@ class RankFailure:
         return 128 - self.code if self.code < 0 else self.code or 1
 
     @property
-    def is_debris(self) -> bool:
+    def is_consequence(self) -> bool:
         return self.kind == failure.PEER
 
     @property
-    def may_come_of_a_loss(self) -> bool:
-        """Whether this is what ranks say when the host of others is gone."""
+    def could_follow_a_loss(self) -> bool:
+        """Whether ranks fail like this when another host is lost."""
         return self.kind in (failure.PEER, failure.HANG)
 
 
@@ -64,13 +64,13 @@ def first(failures: Iterable[RankFailure]) -> RankFailure:
 
 
 def _order(each: RankFailure) -> int:
-    if each.is_debris:
+    if each.is_consequence:
         return 2
     return 0 if each.kind == SIGNAL and -each.code in _OWN_FAULT else 1
 
 
-def tell(each: RankFailure, host: str | None, last: Mapping[int, str] | None = None) -> str:
-    """The words for the user. host is None when there is only one; `last` is what ranks began last."""
+def describe(each: RankFailure, host: str | None, last: Mapping[int, str] | None = None) -> str:
+    """The message for the user. host: None if there is only one; last: the last operation of each rank."""
     if each.kind == failure.HANG:
         return each.text.rstrip("\n")
     where = f" on host {host}" if host else ""
@@ -78,22 +78,22 @@ def tell(each: RankFailure, host: str | None, last: Mapping[int, str] | None = N
         name = signal_name(-each.code)
         hint = _HINTS.get(-each.code)  # type: ignore[call-overload]
         head = f"rank {each.rank} was killed by {name}{where}" + (f" ({hint})" if hint else "")
-        return head + _whereabouts(each.rank, last or {}, -each.code)
+        return head + _last_operations(each.rank, last or {}, -each.code)
     head = f"rank {each.rank} failed{where} (exit code {each.exit_code})"
     if each.text.strip():
         return f"{head}:\n{each.text.rstrip()}"
-    return f"{head}; {_SILENT}{_whereabouts(each.rank, last or {})}"
+    return f"{head}; {NO_RECORD}{_last_operations(each.rank, last or {})}"
 
 
-def _whereabouts(dead: int, last: Mapping[int, str], signum: int = 0) -> str:
-    """What the dead rank, then the others began last; and what it means when that explains the signal."""
+def _last_operations(dead: int, last: Mapping[int, str], signum: int = 0) -> str:
+    """The last operation of the dead rank, then of the others, and an explanation if it fits the signal."""
     if dead not in last:
         return ""
     ranks_at: dict[str, list[int]] = {}
     for rank in sorted(last, key=lambda rank: (rank != dead, rank)):
         ranks_at.setdefault(last[rank], []).append(rank)
-    told = [f"{_ranks(sorted(ranks))} last began {words}" for words, ranks in ranks_at.items()]
-    return "\n" + "; ".join(told) + _explanation(dead, last, signum)
+    lines = [f"{_ranks(sorted(ranks))} last began {operation}" for operation, ranks in ranks_at.items()]
+    return "\n" + "; ".join(lines) + _explanation(dead, last, signum)
 
 
 def _explanation(dead: int, last: Mapping[int, str], signum: int) -> str:
@@ -101,11 +101,11 @@ def _explanation(dead: int, last: Mapping[int, str], signum: int) -> str:
         return ""
     if last[dead].startswith(_RECEIVING) and signum == signal.SIGABRT:
         return f"\n{_TOO_LONG}"
-    return f"\n{_DIFFER}" if any(_differ(last[dead], words) for words in last.values()) else ""
+    return f"\n{_DIFFER}" if any(_differ(last[dead], other) for other in last.values()) else ""
 
 
 def _differ(one: str, other: str) -> bool:
-    """Whether they are collectives of one number and group, and yet not the same."""
+    """Whether they are different collectives with the same number in the same group."""
     mine, theirs = _COLLECTIVE.fullmatch(one), _COLLECTIVE.fullmatch(other)
     if mine is None or theirs is None or mine["group"] != theirs["group"]:
         return False
@@ -116,9 +116,9 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {','.join(map(str, ranks))}"
 
 
-def in_one_line(each: RankFailure, host: str | None) -> str:
-    """The cause without its traceback: the first line, and the last one where a traceback follows."""
-    lines = tell(each, host).splitlines()
+def summary(each: RankFailure, host: str | None) -> str:
+    """One line: the first, and the last of the traceback if there is one."""
+    lines = describe(each, host).splitlines()
     return lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}"
 
 

@@ -1,4 +1,4 @@
-"""Addresses, interfaces and reachability, as a node sees them."""
+"""Addresses, interfaces and reachability of this host."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def listen(address: str, port: int, backlog: int = 2048) -> socket.socket:
 
 
 def source_address(towards: str) -> str:
-    """The address from which this host would talk to another. Sends nothing."""
+    """The local address of a connection to another host. Sends nothing."""
     family, _, _, _, target = socket.getaddrinfo(towards, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
@@ -73,7 +73,7 @@ def all_addresses() -> list[str]:
 
 
 def reach(address: str, port: int, timeout: float) -> float | str:
-    """Milliseconds until a TCP connection stands, or why it does not."""
+    """Milliseconds to open a TCP connection, or the error."""
     start = time.perf_counter()
     try:
         with socket.create_connection((address, port), timeout=timeout):

@@ -1,4 +1,4 @@
-"""No process outlives its job: dying with a parent, adopting orphans, sweeping descendants. Linux."""
+"""Process trees on Linux, so that no process outlives its job: end with a parent, adopt orphans, kill descendants."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def die_with_parent(parent: int, signum: int = signal.SIGKILL) -> None:
-    """Have the kernel send signum to this process when `parent` ends; at once if it already has."""
+    """Have the kernel send signum to this process when `parent` ends; immediately if it already has."""
     _libc.prctl(_PR_SET_PDEATHSIG, signum, 0, 0, 0)
     if os.getppid() != parent:
         os.kill(os.getpid(), signum)
@@ -47,9 +47,9 @@ def descendants(root: int) -> list[int]:
     return found
 
 
-def sweep(root: int, patience: float = 2.0) -> None:
+def sweep(root: int, timeout: float = 2.0) -> None:
     """Kill everything below root. New children that appear meanwhile are killed too."""
-    end = time.monotonic() + patience
+    end = time.monotonic() + timeout
     while (found := descendants(root)) and time.monotonic() < end:
         for pid in found:
             with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""mpiexec: finding one, telling MPICH from Open MPI, and its command line for a job."""
+"""mpiexec: which one to use, its flavour (MPICH or Open MPI), and its command line for a job."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class Mpiexec:
     def command(
         self, placements: Sequence[Placement], program: Sequence[str], interface: str | None = None
     ) -> list[str]:
-        """Start `program` once a rank. MPICH must be told over which interface it reaches other hosts."""
+        """The command that starts `program` on every rank. MPICH needs the interface that leads to other hosts."""
         n = sum(placement.count for placement in placements)
         hosts = ",".join(f"{each.host.name}:{each.count}" for each in placements)
         elsewhere = any(not each.host.is_local for each in placements)
         if self.flavour == OPEN_MPI:
             options = ["--allow-run-as-root"] if os.geteuid() == 0 else []
-            # with OVERSUBSCRIBE all ranks would land on the first host, so there the slots must do
+            # with OVERSUBSCRIBE all ranks would be placed on the first host
             options += ["--host", hosts] if elsewhere else ["--map-by", ":OVERSUBSCRIBE"]
             options += ["--bind-to", "none"]
             options += [word for name in self.exported() for word in ("-x", name)]
@@ -43,7 +43,7 @@ class Mpiexec:
         return [self.path, *options, "-n", str(n), *program]
 
     def variables(self, ssh: Sequence[str], folder: Path) -> dict[str, str]:
-        """What mpiexec needs in its environment; folder outlives the job."""
+        """Environment variables of mpiexec; folder must exist as long as the job."""
         found: dict[str, str] = {}
         if tuple(ssh) != ("ssh",):
             wrapper = folder / "ssh"
@@ -54,7 +54,7 @@ class Mpiexec:
         return found | self._library()
 
     def _library(self) -> dict[str, str]:
-        """mpi4py must load this mpiexec's library: for Open MPI in a prefix of its own, say where it is."""
+        """mpi4py must load the library of this mpiexec: set its path for Open MPI in its own prefix."""
         if self.flavour != OPEN_MPI or "MPI4PY_LIBMPI" in os.environ:
             return {}
         libraries = sorted((Path(self.path).parent.parent / "lib").glob("libmpi.so.*"), key=lambda p: len(p.name))
@@ -63,7 +63,7 @@ class Mpiexec:
         return {"MPI4PY_MPIABI": "openmpi", "MPI4PY_LIBMPI": str(libraries[0])}
 
     def exported(self) -> list[str]:
-        """Open MPI hands only named variables to other hosts; MPICH all."""
+        """Open MPI forwards only these variables to other hosts; MPICH all."""
         named = [environment.CONNECT, "MPI4PY_MPIABI", "MPI4PY_LIBMPI", "PYTHONPATH"]
         return [name for name in named if name in os.environ or name != "PYTHONPATH"]
 
@@ -74,7 +74,7 @@ def find() -> Mpiexec:
     if chosen:
         path = shutil.which(chosen)
         if path is None:
-            raise UsageError(f"{environment.MPIEXEC}={chosen!r} is no program that can be run; check the path")
+            raise UsageError(f"{environment.MPIEXEC}={chosen!r} is not an executable; check the path")
         return Mpiexec(path, _flavour(path))
     beside = Path(sys.executable).parent / "mpiexec"
     path = str(beside) if os.access(beside, os.X_OK) else shutil.which("mpiexec")
@@ -98,13 +98,13 @@ def _flavour(path: str) -> str:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise LaunchError(f"{path} --version failed: {error}; choose another with {environment.MPIEXEC}") from None
-    said = done.stdout + done.stderr
-    if "Open MPI" in said or "OpenRTE" in said or "PRRTE" in said:
+    output = done.stdout + done.stderr
+    if "Open MPI" in output or "OpenRTE" in output or "PRRTE" in output:
         return OPEN_MPI
-    if "HYDRA" in said or "MPICH" in said or "Intel(R) MPI" in said:
+    if "HYDRA" in output or "MPICH" in output or "Intel(R) MPI" in output:
         return MPICH
-    first = said.strip().splitlines()[0] if said.strip() else "nothing"
+    first = output.strip().splitlines()[0] if output.strip() else "nothing"
     raise LaunchError(
-        f"{path} is neither MPICH's nor Open MPI's mpiexec (--version says {first!r});"
+        f"{path} is neither MPICH's nor Open MPI's mpiexec (--version prints {first!r});"
         f" choose another with {environment.MPIEXEC}"
     )

@@ -1,4 +1,4 @@
-"""Before anything starts: can every host do its part? Each host that cannot is named with the cause."""
+"""Checks before the start: agents, versions, program and reachability. Names every host that fails and the cause."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 
 from unisono.errors import PreflightError
-from unisono.launch import remote
 from unisono.launch.job import Job
-from unisono.launch.link import Link, Links, agent_command
-from unisono.launch.wire import Message
+from unisono.launch.transport import ssh
+from unisono.launch.transport.link import Link, Links, agent_command
+from unisono.launch.transport.wire import Message
 
-Say = Callable[[str], None]
+Print = Callable[[str], None]
 _PROBE_TIMEOUT = 3.0
 
 
-def gather(job: Job, links: Links, say: Say) -> None:
+def gather(job: Job, links: Links, say: Print) -> None:
     """Start an agent on every host, in parallel, and check each; PreflightError names every host that fails."""
     began = time.monotonic()
     deadline = began + job.start_timeout
@@ -25,7 +25,7 @@ def gather(job: Job, links: Links, say: Say) -> None:
         if host.is_local:
             command = agent_command()
         else:
-            command = remote.command(host.name, job.ssh, job.python, job.start_timeout)
+            command = ssh.command(host.name, job.ssh, job.python, job.start_timeout)
         link = links.start(host.name, command)
         link.is_local = host.is_local
         link.ranks = range(placement.first_rank, placement.first_rank + placement.count)
@@ -34,7 +34,7 @@ def gather(job: Job, links: Links, say: Say) -> None:
     sound = [link for link in links if link.host not in problems]
     problems |= _program(job, sound, links, deadline)
     if job.verbose:
-        _tell(job, links, problems, time.monotonic() - began, say)
+        _print_result(job, links, problems, time.monotonic() - began, say)
         if not problems and job.several_hosts:
             reached_at = addresses(links)
             for line in matrix_lines(links, matrix(links, reached_at)):
@@ -51,14 +51,14 @@ def _greet(job: Job, links: Links, deadline: float) -> dict[str, str]:
         if answer is None:
             problems[link.host] = f"no answer within --start-timeout {job.start_timeout:g} s"
         elif answer["event"] == "gone":
-            problems[link.host] = remote.cause(link, job.python)
+            problems[link.host] = ssh.cause(link, job.python)
         else:
             link.hello = answer
     return problems
 
 
 def _versions(links: Links, known: dict[str, str]) -> dict[str, str]:
-    """Ranks that speak different versions may misread each other: all hosts must have the first one's."""
+    """All hosts must have the versions of the first one."""
     problems: dict[str, str] = {}
     sound = [link for link in links if link.host not in known]
     for link in sound:
@@ -80,13 +80,13 @@ def _program(job: Job, sound: Sequence[Link], links: Links, deadline: float) -> 
     for link in sound:
         answer = answers.get(link, {"event": "gone"})
         if answer["event"] == "gone":
-            problems[link.host] = f"its agent stopped answering: {remote.cause(link, job.python)}"
+            problems[link.host] = f"its agent stopped answering: {ssh.cause(link, job.python)}"
         elif answer["problem"]:
             problems[link.host] = answer["problem"]
     return problems
 
 
-def _tell(job: Job, links: Links, problems: dict[str, str], seconds: float, say: Say) -> None:
+def _print_result(job: Job, links: Links, problems: dict[str, str], seconds: float, say: Print) -> None:
     say(f"preflight of {len(links.all)} host(s), {job.world} ranks, in {seconds:.1f} s:")
     for link in links:
         ranks = f"ranks {link.ranks.start}-{link.ranks.stop - 1}"
@@ -98,7 +98,7 @@ def _tell(job: Job, links: Links, problems: dict[str, str], seconds: float, say:
 
 
 def addresses(links: Links) -> dict[Link, str]:
-    """How each node is reached by the others: as ssh saw it, the name itself where ssh does not tell."""
+    """The address of each node for the others: as in its ssh connection, or its name if that is unknown."""
     if len(links.all) == 1:
         return {links.all[0]: "127.0.0.1"}
     here = launcher_address(links)
@@ -106,13 +106,13 @@ def addresses(links: Links) -> dict[Link, str]:
 
 
 def launcher_address(links: Links) -> str | None:
-    """This host's address as the other hosts see it; None when they do not tell."""
-    seen_from_afar = [link.hello["launcher_address"] for link in links if not link.is_local]
-    return next((address for address in seen_from_afar if address), None)
+    """This host's address as the other hosts see it; None if unknown."""
+    seen_by_others = [link.hello["launcher_address"] for link in links if not link.is_local]
+    return next((address for address in seen_by_others if address), None)
 
 
-def open_door(job: Job, links: Links, master: Link, address: str) -> int:
-    """Have the master's host listen where the job's store will be; the port."""
+def open_store_port(job: Job, links: Links, master: Link, address: str) -> int:
+    """Have the master's host listen for the job's store; return the port."""
     interface = "127.0.0.1" if address == "127.0.0.1" else "::" if ":" in address else ""
     question: Message = {"do": "listen", "name": "store", "address": interface, "port": job.master_port}
     answers = links.ask([(master, question)], "listening", time.monotonic() + job.start_timeout)
@@ -129,7 +129,7 @@ def open_door(job: Job, links: Links, master: Link, address: str) -> int:
 
 
 def require_reach(links: Links, master: Link, address: str, port: int) -> None:
-    """Every host must reach the master's port: else its ranks would wait for it for minutes, in silence."""
+    """Every host must reach the master's port; else its ranks would wait for minutes before they fail."""
     others = [link for link in links if link is not master]
     probe = {"do": "probe", "targets": [(address, port)], "timeout": _PROBE_TIMEOUT}
     deadline = time.monotonic() + 10 + _PROBE_TIMEOUT
@@ -137,7 +137,7 @@ def require_reach(links: Links, master: Link, address: str, port: int) -> None:
     found = {link: answers.get(link, {}).get("found", ["no answer"])[0] for link in others}
     causes = {
         link.host: f"cannot reach {master.host} at {address} port {port}: {cause};"
-        " if a firewall stands between, choose an open port with --master-port"
+        " if a firewall is in between, choose an open port with --master-port"
         for link, cause in found.items()
         if isinstance(cause, str)
     }
@@ -146,15 +146,15 @@ def require_reach(links: Links, master: Link, address: str, port: int) -> None:
 
 
 def matrix(links: Links, reached_at: dict[Link, str]) -> list[list[float | str]]:
-    """Row by column: from node to node, milliseconds until connected or why not."""
+    """From node (row) to node (column): milliseconds to connect, or the error."""
     deadline = time.monotonic() + 10 + _PROBE_TIMEOUT * len(links.all)
     question: Message = {"do": "listen", "name": "probe", "port": 0}
-    doors = links.ask(
+    ports = links.ask(
         [(link, {**question, "address": "::" if ":" in reached_at[link] else ""}) for link in links],
         "listening",
         deadline,
     )
-    targets = [(reached_at[link], doors.get(link, {}).get("port", 0)) for link in links]
+    targets = [(reached_at[link], ports.get(link, {}).get("port", 0)) for link in links]
     probe = {"do": "probe", "targets": targets, "timeout": _PROBE_TIMEOUT}
     found = links.ask([(link, probe) for link in links], "probed", deadline)
     unknown = ["no answer"] * len(targets)

@@ -1,6 +1,6 @@
-"""A job over MPI: mpiexec starts one agent a rank, and each agent calls the launcher back.
+"""A job over MPI: mpiexec starts one agent a rank, and each agent connects to the launcher.
 
-So output, failures and the end of the job go the same way as without MPI, whatever mpiexec is like.
+Output, failures and the end of the job are then handled as without MPI, for every flavour of mpiexec.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ import time
 from pathlib import Path
 
 from unisono.errors import LaunchError
-from unisono.launch import environment, mpiexec, network, preflight
+from unisono.launch import environment
 from unisono.launch.console import Console
-from unisono.launch.job import Job, Share
-from unisono.launch.link import Link, Links, agent_command, end_group
-from unisono.launch.watch import Outcome, Watch, ending
-from unisono.launch.wire import Message, Wire
+from unisono.launch.job import Job, NodeJob
+from unisono.launch.outcome.monitor import Monitor, Outcome, ending
+from unisono.launch.transport import mpiexec, network, preflight
+from unisono.launch.transport.link import Link, Links, agent_command, end_group
+from unisono.launch.transport.wire import Message, Wire
 
 BACKEND = "mpi"
 _GREETING_TIMEOUT = 5.0
@@ -36,52 +37,52 @@ def run(job: Job, console: Console) -> Outcome:
     address = _check_hosts(job, console) if job.elsewhere else "127.0.0.1"
     for attempt in range(job.max_restarts + 1):
         outcome = _attempt(job, console, attempt, address)
-        if not outcome.told or outcome.is_hopeless or attempt == job.max_restarts:
+        if not outcome.error or outcome.is_permanent or attempt == job.max_restarts:
             break
-        console.say(f"restart {attempt + 1} of {job.max_restarts}: {outcome.in_one_line}")
+        console.message(f"restart {attempt + 1} of {job.max_restarts}: {outcome.summary}")
     return outcome
 
 
 def _check_hosts(job: Job, console: Console) -> str | None:
-    """The preflight; the launcher's address as the other hosts see it."""
+    """Run the preflight; return the launcher's address as the other hosts see it."""
     links = Links()
-    with ending(Watch(job, links, console)):
-        preflight.gather(job, links, console.say)
+    with ending(Monitor(job, links, console)):
+        preflight.gather(job, links, console.message)
         return preflight.launcher_address(links)
 
 
 def _attempt(job: Job, console: Console, attempt: int, address: str | None) -> Outcome:
     links = Links()
     folder = Path(tempfile.mkdtemp(prefix="unisono-mpi-"))
-    watch = Watch(job, links, console, lambda link: (folder / "log").read_text(errors="replace"))
+    monitor = Monitor(job, links, console, lambda link: (folder / "log").read_text(errors="replace"))
     token = secrets.token_hex(16)
-    door = network.listen("" if job.elsewhere else "127.0.0.1", 0)
-    process = _start(job, console, folder, f"{token} {door.getsockname()[1]}", address)
+    server = network.listen("" if job.elsewhere else "127.0.0.1", 0)
+    process = _start(job, console, folder, f"{token} {server.getsockname()[1]}", address)
     try:
-        with ending(watch):
-            _admit(job, links, door, token, process, folder / "log")
-            _share_out(job, links, attempt)
-            return watch.until_end()
+        with ending(monitor):
+            _admit(job, links, server, token, process, folder / "log")
+            _assign_ranks(job, links, attempt)
+            return monitor.until_end()
     finally:
-        door.close()
+        server.close()
         _end_mpiexec(process)
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def _start(
-    job: Job, console: Console, folder: Path, meeting_point: str, address: str | None
+    job: Job, console: Console, folder: Path, token_and_port: str, address: str | None
 ) -> subprocess.Popen[bytes]:
-    """mpiexec. Its own words go to a file: they are shown only when no rank can explain a failure."""
+    """Start mpiexec. Its output goes to a file, and is shown only when no rank reports the cause of a failure."""
     tool = mpiexec.find()
     addresses = [address] if address else network.all_addresses()
     interface = network.interface_of(address) if address and job.elsewhere else None
     variables = dict(os.environ) | tool.variables(job.ssh, folder)
     if variables.get("PYTHONPATH"):  # mpiexec may start ranks in another directory
         variables["PYTHONPATH"] = environment.absolute_path(variables["PYTHONPATH"])
-    variables[environment.CONNECT] = f"{meeting_point} {','.join(addresses)}"
+    variables[environment.CONNECT] = f"{token_and_port} {','.join(addresses)}"
     command = tool.command(job.placements, agent_command(job.python or sys.executable), interface)
     if job.verbose:
-        console.say(f"{tool.flavour}: {shlex.join(command)}")
+        console.message(f"{tool.flavour}: {shlex.join(command)}")
     with (folder / "log").open("wb") as log:
         return subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=variables, start_new_session=True
@@ -89,16 +90,16 @@ def _start(
 
 
 def _admit(
-    job: Job, links: Links, door: socket.socket, token: str, process: subprocess.Popen[bytes], log: Path
+    job: Job, links: Links, server: socket.socket, token: str, process: subprocess.Popen[bytes], log: Path
 ) -> None:
-    """Wait until every rank's agent has called in."""
+    """Wait until the agent of every rank has connected."""
     deadline = time.monotonic() + job.start_timeout
-    door.settimeout(0.05)
+    server.settimeout(0.05)
     while len(links.all) < job.world:
         if process.poll() is not None or time.monotonic() > deadline:
             raise LaunchError(_why_mpiexec_failed(job, len(links.all), process, log))
         try:
-            connection, _ = door.accept()
+            connection, _ = server.accept()
         except TimeoutError:
             continue
         connection.settimeout(None)
@@ -114,41 +115,41 @@ def _admit(
 
 
 def _greeting(wire: Wire) -> list[Message]:
-    """The token and the hello of whoever called; less when it is no agent."""
-    said: list[Message] = []
-    while len(said) < 2 and not wire.closed:
+    """The first two messages of a connection, its token and its hello; fewer if it is no agent."""
+    messages: list[Message] = []
+    while len(messages) < 2 and not wire.closed:
         readable, _, _ = select.select([wire.read_fd], [], [], _GREETING_TIMEOUT)
         if not readable:
             break
-        said += wire.read_once()
-    return said
+        messages += wire.read_once()
+    return messages
 
 
 def _why_mpiexec_failed(job: Job, arrived: int, process: subprocess.Popen[bytes], log: Path) -> str:
-    said = log.read_text(errors="replace").strip()
+    output = log.read_text(errors="replace").strip()
     code = process.poll()
-    ended = f"ended with code {code}" if code is not None else f"gave no sign in {job.start_timeout:g} s"
+    ended = f"ended with code {code}" if code is not None else f"did not finish starting in {job.start_timeout:g} s"
     head = f"mpiexec {ended} when {arrived} of {job.world} ranks had started"
-    return f"{head}:\n{said}" if said else f"{head} (it wrote nothing; raise --start-timeout if it is only slow)"
+    return f"{head}:\n{output}" if output else f"{head} (it wrote nothing; raise --start-timeout if it is only slow)"
 
 
-def _share_out(job: Job, links: Links, attempt: int) -> None:
-    """Tell each agent which rank it has: as mpiexec numbered it."""
+def _assign_ranks(job: Job, links: Links, attempt: int) -> None:
+    """Send each agent the rank that mpiexec numbered it."""
     for link in links:
         rank = _mpi_number(link, "PMI_RANK", "OMPI_COMM_WORLD_RANK")
         if rank is None:
-            raise LaunchError("mpiexec told its ranks no rank (neither PMI_RANK nor OMPI_COMM_WORLD_RANK)")
+            raise LaunchError("mpiexec set no rank (neither PMI_RANK nor OMPI_COMM_WORLD_RANK)")
         placement = job.placement_of(rank)
         link.host, link.is_local = placement.host.name, placement.host.is_local
         link.ranks = range(rank, rank + 1)
     master = next(link for link in links if link.ranks.start == 0)
     address = preflight.addresses(links)[master] if job.several_hosts else "127.0.0.1"
-    port = preflight.open_door(job, links, master, address)
+    port = preflight.open_store_port(job, links, master, address)
     for link in links:
         rank = link.ranks.start
         placement = job.placement_of(rank)
         local = _mpi_number(link, "MPI_LOCALRANKID", "OMPI_COMM_WORLD_LOCAL_RANK")
-        share = Share(
+        part = NodeJob(
             program=job.program,
             host=link.host,
             node=job.placements.index(placement),
@@ -164,16 +165,16 @@ def _share_out(job: Job, links: Links, attempt: int) -> None:
             local_rank=rank - placement.first_rank if local is None else local,
             local_world=placement.count,
         )
-        link.wire.send({"do": "run", "share": share.to_json()})
+        link.wire.send({"do": "run", "job": part.to_json()})
 
 
 def _mpi_number(link: Link, *names: str) -> int | None:
-    told = link.hello["mpi"]
-    return next((int(told[name]) for name in names if name in told), None)
+    variables = link.hello["mpi"]
+    return next((int(variables[name]) for name in names if name in variables), None)
 
 
 def _end_mpiexec(process: subprocess.Popen[bytes]) -> None:
-    """It ends by itself after its ranks; when it does not, ask, then kill."""
+    """It ends by itself after its ranks; if not, by SIGTERM, then SIGKILL."""
     try:
         process.wait(timeout=1)
     except subprocess.TimeoutExpired:

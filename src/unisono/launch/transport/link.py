@@ -1,4 +1,4 @@
-"""The launcher's connections to its agents: processes started here, over ssh, or calling in under mpiexec."""
+"""The launcher's connections to its agents: started here, started over ssh, or connecting under mpiexec."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from unisono.launch.wire import Message, Wire
+from unisono.launch.transport.wire import Message, Wire
 
 _ERRORS_KEPT = 1 << 16
 
 
 class Link:
-    """An agent as the launcher sees it."""
+    """The launcher's connection to one agent."""
 
     def __init__(self, host: str, wire: Wire, process: subprocess.Popen[bytes] | None = None) -> None:
         self.host = host
@@ -27,7 +27,7 @@ class Link:
         self.ended: Message | None = None
         self.ranks: range = range(0)
         self.is_local = False
-        self.errors = b""  # what ssh, or an agent before it could speak, wrote on stderr
+        self.errors = b""  # stderr of ssh, or of an agent that failed to start
 
     @property
     def gone(self) -> bool:
@@ -44,7 +44,7 @@ class Link:
 
 
 class Links:
-    """All agents of a job, listened to together."""
+    """The connections of all agents of a job."""
 
     def __init__(self) -> None:
         self.all: list[Link] = []
@@ -54,7 +54,7 @@ class Links:
         return iter(self.all)
 
     def start(self, host: str, command: Sequence[str], environment: Mapping[str, str] | None = None) -> Link:
-        """Start an agent by a command that speaks on stdin and stdout."""
+        """Start an agent that communicates on stdin and stdout."""
         process = start_detached(command, environment, stdin=subprocess.PIPE)
         assert process.stdin is not None
         assert process.stdout is not None
@@ -72,28 +72,28 @@ class Links:
         self._selector.register(link.wire.read_fd, selectors.EVENT_READ, link)
 
     def receive(self, timeout: float) -> list[tuple[Link, Message]]:
-        """What agents said within timeout; {"event": "gone"} when one's connection ended."""
-        heard: list[tuple[Link, Message]] = []
+        """Messages of agents within timeout; {"event": "gone"} for a connection that ended."""
+        messages: list[tuple[Link, Message]] = []
         if not self._selector.get_map():
             time.sleep(max(0.0, timeout))
-            return heard
+            return messages
         for key, _ in self._selector.select(max(0.0, timeout)):
             link: Link = key.data
             if key.fd != link.wire.read_fd:
                 self._read_errors(link, key)
                 continue
-            heard += [(link, message) for message in link.wire.read_once()]
+            messages += [(link, message) for message in link.wire.read_once()]
             if link.gone:
                 self._selector.unregister(key.fd)
                 self._read_errors_left(link)
-                heard.append((link, {"event": "gone"}))
-        return heard
+                messages.append((link, {"event": "gone"}))
+        return messages
 
-    def ask(self, questions: Iterable[tuple[Link, Message]], event: str, deadline: float) -> dict[Link, Message]:
-        """Send each agent its question; the answers that came by the deadline ("gone" is one)."""
+    def ask(self, requests: Iterable[tuple[Link, Message]], event: str, deadline: float) -> dict[Link, Message]:
+        """Send each agent its request; return the answers by the deadline ("gone" is one)."""
         open_links = set()
-        for link, question in questions:
-            link.wire.send(question)
+        for link, request in requests:
+            link.wire.send(request)
             open_links.add(link)
         return self.await_event(open_links, event, deadline)
 
@@ -118,7 +118,7 @@ class Links:
         link.errors = (link.errors + data)[-_ERRORS_KEPT:]
 
     def _read_errors_left(self, link: Link) -> None:
-        """What was said on stderr just before the end."""
+        """The rest of stderr after the process has ended."""
         if link.process is None or link.process.stderr is None:
             return
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -128,13 +128,13 @@ class Links:
                 link.errors = (link.errors + data)[-_ERRORS_KEPT:]
 
     def hang_up(self) -> None:
-        """Tell all agents that it is over: they end everything they started."""
+        """Close the connections: agents then end everything they started."""
         for link in self.all:
             if not link.gone:
                 link.wire.hang_up()
 
     def close(self) -> None:
-        """Give back the descriptors."""
+        """Close all file descriptors."""
         self._selector.close()
         for link in self.all:
             link.wire.close()
@@ -150,7 +150,7 @@ class Links:
 def start_detached(
     command: Sequence[str], environment: Mapping[str, str] | None = None, stdin: int = subprocess.DEVNULL
 ) -> subprocess.Popen[bytes]:
-    """In a session of its own, so that Ctrl-C reaches the launcher alone."""
+    """Start a process in its own session, so that Ctrl-C reaches the launcher alone."""
     return subprocess.Popen(
         list(command),
         stdin=stdin,
@@ -170,5 +170,5 @@ def end_group(process: subprocess.Popen[bytes], signum: int = signal.SIGKILL) ->
 
 
 def agent_command(python: str = sys.executable) -> list[str]:
-    """-P: a file of the user's in the working directory must not shadow a module that the agent needs."""
-    return [python, "-P", "-m", "unisono.launch.agent"]
+    """With -P, so that no file in the working directory shadows a module that the agent needs."""
+    return [python, "-P", "-m", "unisono.launch.agent.node_agent"]

@@ -1,0 +1,2 @@
+"""The process that runs one node's ranks: node_agent (main program), connection (events to the launcher, stop requests
+from it), elastic (torch's elastic agent: rendezvous and restarts). Started by `launcher` and `mpi_launcher`."""

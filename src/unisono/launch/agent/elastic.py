@@ -1,0 +1,227 @@
+"""PyTorch's elastic agent over a WorkerPool: runs the rendezvous, numbers the ranks and restarts them.
+
+Note: how nodes agree on a restart. In torch elastic a failed node re-enters the rendezvous, and the others notice by
+num_nodes_waiting(). Here a generation number in the shared store has that role: a failed node moves it from g to g + 1
+(only the first of several succeeds); every other node sees a number above its own, stops its ranks and joins. A node
+whose ranks have all finished stays in the monitor loop until those of every node have, so that it can still restart.
+"""
+
+from __future__ import annotations
+
+import datetime
+import logging
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch.distributed import PrefixStore, TCPStore
+from torch.distributed.elastic.agent.server.api import (
+    RunResult,
+    SimpleElasticAgent,
+    WorkerGroup,
+    WorkerSpec,
+    WorkerState,
+)
+from torch.distributed.elastic.events import Event, EventSource
+from torch.distributed.elastic.rendezvous import RendezvousHandler, RendezvousInfo, RendezvousStoreInfo
+
+from unisono.launch import environment
+from unisono.launch.agent.connection import Reporter
+from unisono.launch.job import NodeJob
+from unisono.launch.outcome import failure
+from unisono.launch.transport import network
+from unisono.launch.worker import preload, rank_main
+from unisono.launch.worker.pool import WorkerPool
+
+_MONITOR = 0.1  # seconds of forwarding output between checks of the other nodes
+_STORE_TIMEOUT = datetime.timedelta(seconds=300)
+_EXIT_TIMEOUT = 30.0  # seconds in which the other nodes must notice that all have finished
+
+
+def open_store(job: NodeJob, listening: int | None) -> TCPStore:
+    """The job's store, served by the first node from a socket that is already listening."""
+    return TCPStore(
+        job.address,
+        job.port,
+        is_master=listening is not None,
+        timeout=_STORE_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=listening,
+    )
+
+
+class NodeRendezvous(RendezvousHandler):
+    """A rendezvous of nodes with fixed numbers, once a generation."""
+
+    def __init__(self, store: TCPStore, job: NodeJob) -> None:
+        self._store = store
+        self._job = job
+        self._generations = PrefixStore("unisono/generations", store)
+        self._ranks_store: TCPStore | None = None
+        self.generation = -1
+
+    def next_rendezvous(self) -> RendezvousInfo:
+        before, now = str(self.generation), str(self.generation + 1)
+        self._generations.compare_set("current", "" if self.generation < 0 else before, now)
+        self.generation += 1
+        if self._job.node == 0:
+            self._generations.set(f"port/{now}", str(self._open_ranks_store()))
+        if self._generations.add(f"arrived/{now}", 1) == self._job.nodes:
+            self._generations.set(f"complete/{now}", "1")
+        self._await(f"complete/{now}")
+        return RendezvousInfo(
+            PrefixStore(f"unisono/agents/{now}", self._store),
+            self._job.node,
+            self._job.nodes,
+            RendezvousStoreInfo(self._job.address, int(self._generations.get(f"port/{now}"))),
+        )
+
+    def _await(self, key: str) -> None:
+        """Wait for the key by polling: no signal interrupts the store's own wait, and a host may never arrive."""
+        deadline, pause = time.monotonic() + _STORE_TIMEOUT.total_seconds(), 0.002
+        while not self._generations.check([key]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"the other nodes did not join within {_STORE_TIMEOUT.total_seconds():g} s")
+            time.sleep(pause)
+            pause = min(2 * pause, 0.2)
+
+    def _open_ranks_store(self) -> int:
+        """Port of the ranks' store: the agents' own for the first generation, a new one without old keys later."""
+        if self.generation == 0:
+            return self._job.port
+        server = network.listen("127.0.0.1" if self._job.address == "127.0.0.1" else "", 0)
+        port = int(server.getsockname()[1])
+        self._ranks_store = open_store(replace(self._job, port=port), server.detach())
+        return port
+
+    def await_forks(self) -> None:
+        """Wait until all nodes have forked their ranks: no rank may use the first node's store before."""
+        if self._generations.add(f"forked/{self.generation}", 1) == self._job.nodes:
+            self._generations.set(f"all forked/{self.generation}", "1")
+        self._await(f"all forked/{self.generation}")
+
+    def num_nodes_waiting(self) -> int:
+        return 1 if int(self._generations.get("current")) > self.generation else 0
+
+    def finished_everywhere(self, first_time: bool) -> bool:
+        """Whether the ranks of all nodes have finished; first_time: those of this node just have."""
+        count = self._generations.add(f"finished/{self.generation}", 1 if first_time else 0)
+        return count == self._job.nodes
+
+    def exit_barrier(self) -> None:
+        """All have finished: the first node serves the store until the others know it as well."""
+        exited = f"exited/{self.generation}"
+        if self._generations.add(exited, 1) == self._job.nodes:
+            return
+        deadline = time.monotonic() + _EXIT_TIMEOUT
+        while self._job.node == 0 and time.monotonic() < deadline:
+            if self._generations.add(exited, 0) == self._job.nodes:
+                return
+            time.sleep(0.01)
+
+    def get_backend(self) -> str:
+        return "unisono"
+
+    @property
+    def use_agent_store(self) -> bool:
+        return True
+
+    def is_closed(self) -> bool:
+        return False
+
+    def set_closed(self) -> None:
+        pass
+
+    def get_run_id(self) -> str:
+        return "unisono"
+
+    def shutdown(self) -> bool:
+        return True
+
+
+class Agent(SimpleElasticAgent):
+    """Runs a NodeJob to its end, restarts included."""
+
+    def __init__(self, job: NodeJob, pool: WorkerPool, store: TCPStore, reporter: Reporter) -> None:
+        logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+        self._job = job
+        self._pool = pool
+        self._handler = NodeRendezvous(store, job)
+        self._reporter = reporter
+        self._finished = False
+        self.stop_signal = signal.SIGTERM
+        self.before_shutdown: Callable[[], None] = lambda: None
+        spec = WorkerSpec(
+            role="default",
+            local_world_size=job.count,
+            rdzv_handler=self._handler,
+            entrypoint=rank_main.run,
+            max_restarts=job.max_restarts,
+            monitor_interval=1e-3,  # _monitor_workers waits, and forwards output meanwhile
+        )
+        super().__init__(spec)
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        if torch.cuda.is_initialized():
+            raise AssertionError("ranks must not be forked after CUDA was initialised")
+        self._finished = False
+        preload.import_recorded([worker.record for worker in self._pool.workers.values()])
+        self._pool.clear()
+        attempt = self._attempt
+        self._reporter.started(attempt)
+        ids: dict[int, Any] = {}
+        port = worker_group.master_port
+        assert port is not None
+        for worker in worker_group.workers:
+            variables = self._job.rank_variables(worker.global_rank, worker.local_rank, self._job.count, port, attempt)
+            variables |= environment.of_elastic(attempt, self._job.max_restarts)
+            ids[worker.local_rank] = self._pool.start(worker.global_rank, variables, self._run_program)
+        self._handler.await_forks()
+        self._pool.release()
+        return ids
+
+    @property
+    def _attempt(self) -> int:
+        """Restarts of the job so far, those by these agents included."""
+        return self._job.attempt + self._handler.generation
+
+    def _run_program(self, results: int | None) -> int:
+        return rank_main.run(self._job.program, results)
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._pool.pump(_MONITOR)
+        if self._pool.failures():
+            # restarts are counted for the job, not for each node
+            self._remaining_restarts = 0 if self._is_permanent() else self._job.max_restarts - self._attempt
+            self._reporter.failed(self._pool, self._attempt, self._remaining_restarts > 0)
+            return RunResult(state=WorkerState.FAILED)
+        if self._pool.running:
+            return RunResult(state=WorkerState.HEALTHY)
+        first_time, self._finished = not self._finished, True
+        if not self._handler.finished_everywhere(first_time):
+            return RunResult(state=WorkerState.HEALTHY)
+        self._handler.exit_barrier()
+        return RunResult(state=WorkerState.SUCCEEDED)
+
+    def _is_permanent(self) -> bool:
+        return any(each.kind == failure.USAGE for each in self._pool.failures())
+
+    def _stop_workers(self, worker_group: WorkerGroup, is_restart: bool = False) -> None:
+        self._pool.stop()
+
+    def _shutdown(self, death_sig: signal.Signals = signal.SIGTERM, timeout: int = 0, is_restart: bool = False) -> None:
+        self.before_shutdown()
+        self._pool.stop(self.stop_signal)
+
+    def _exit_barrier(self) -> None:
+        """Nothing to wait for: _monitor_workers reports success only when every node has finished."""
+
+    def _construct_event(self, state: str, source: EventSource, *_: Any, **__: Any) -> Event:
+        """Without the host's full name: its lookup can take seconds where name service is slow."""
+        return Event(f"torchelastic.worker.status.{state}", source=source)
+
+    def _record_worker_events(self, result: RunResult) -> None:
+        pass

@@ -1,0 +1,2 @@
+"""The launcher's connections to its agents: wire (messages), link (processes and their wires), ssh, mpiexec, network
+(addresses and interfaces), preflight (checks before the start). Called by `launcher` and `mpi_launcher`."""
