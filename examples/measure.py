@@ -18,7 +18,7 @@ import unisono as uni
 from unisono.comm import traffic
 from unisono.parallel.task import load_task
 from unisono.plan.plan import Plan
-from unisono.train.ledger import SavedActivations
+from unisono.train.telemetry.step_profile import SavedActivations
 
 HERE = Path(__file__).resolve().parent
 
@@ -66,7 +66,7 @@ def cost(address: str, plan: str) -> Cost:
         trainer.update()
     states = [value for state in trainer.optimizer.state.values() for value in state.values()]
     return Cost(
-        loss.item(), size([*trainer.model.parameters(), *optimized]), gradients, size(states), saved.most,
+        loss.item(), size([*trainer.model.parameters(), *optimized]), gradients, size(states), saved.peak,
         seen.sent, dict(seen.calls),
     )  # fmt: skip
 

@@ -22,7 +22,7 @@ from unisono.plan.plan import Plan
 from unisono.plan.schedules.picture import draw_svg
 from unisono.plan.schedules.schedule import schedule
 from unisono.plan.schedules.timeline import timeline
-from unisono.report.mesh_picture import mesh_svg
+from unisono.report.charts import mesh_svg
 
 ROOT = Path(__file__).resolve().parent.parent
 IMAGES = ROOT / "docs" / "images"

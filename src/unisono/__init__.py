@@ -37,17 +37,17 @@ if TYPE_CHECKING:
     from unisono.parallel.trainer import Trainer as Trainer
     from unisono.plan.plan import Plan as Plan
     from unisono.train.callbacks import Callback as Callback
-    from unisono.train.checkpoint import Checkpoints as Checkpoints
-    from unisono.train.data import Loader as Loader
+    from unisono.train.checkpoint.checkpoints import Checkpoints as Checkpoints
+    from unisono.train.checkpoint.weights import export_weights as export_weights
+    from unisono.train.checkpoint.weights import import_weights as import_weights
+    from unisono.train.data.loader import Loader as Loader
+    from unisono.train.data.partition import DataPartitioner as DataPartitioner
+    from unisono.train.data.partition import split_data as split_data
+    from unisono.train.data.sampler import DistributedBatchSampler as DistributedBatchSampler
     from unisono.train.engine import Engine as Engine
-    from unisono.train.export import export_weights as export_weights
-    from unisono.train.export import import_weights as import_weights
     from unisono.train.metrics import Accuracy as Accuracy
     from unisono.train.metrics import Metric as Metric
     from unisono.train.metrics import Perplexity as Perplexity
-    from unisono.train.partition import DataPartitioner as DataPartitioner
-    from unisono.train.partition import split_data as split_data
-    from unisono.train.sampler import DistributedBatchSampler as DistributedBatchSampler
     from unisono.verify.self_check import parallelize as parallelize
 
 __version__ = "0.1.0"
@@ -60,10 +60,10 @@ _HOME = {
     "Metric": "unisono.train.metrics",
     "Perplexity": "unisono.train.metrics",
     "Communicator": "unisono.comm.communicator",
-    "Checkpoints": "unisono.train.checkpoint",
-    "DataPartitioner": "unisono.train.partition",
-    "DistributedBatchSampler": "unisono.train.sampler",
-    "Loader": "unisono.train.data",
+    "Checkpoints": "unisono.train.checkpoint.checkpoints",
+    "DataPartitioner": "unisono.train.data.partition",
+    "DistributedBatchSampler": "unisono.train.data.sampler",
+    "Loader": "unisono.train.data.loader",
     "Plan": "unisono.plan.plan",
     "Program": "unisono.graph.program.program",
     "Task": "unisono.parallel.task",
@@ -73,8 +73,8 @@ _HOME = {
     "Partial": "unisono.mesh.placement",
     "Replicate": "unisono.mesh.placement",
     "Shard": "unisono.mesh.placement",
-    "export_weights": "unisono.train.export",
-    "import_weights": "unisono.train.export",
+    "export_weights": "unisono.train.checkpoint.weights",
+    "import_weights": "unisono.train.checkpoint.weights",
     "init": "unisono.comm.rendezvous.world",
     "is_initialized": "unisono.comm.rendezvous.world",
     "rank": "unisono.comm.rendezvous.world",
@@ -86,7 +86,7 @@ _HOME = {
     "shard_tensor": "unisono.graph.marks.api",
     "shutdown": "unisono.comm.rendezvous.world",
     "spawn": "unisono.launch.spawn",
-    "split_data": "unisono.train.partition",
+    "split_data": "unisono.train.data.partition",
     "StagedProgram": "unisono.parallel.static.to_static",
     "apply_marks": "unisono.parallel.static.marked",
     "to_static": "unisono.parallel.static.to_static",

@@ -90,7 +90,7 @@ def test_a_rank_that_leaves_early_is_mentioned(tmp_path: Path) -> None:
     write_script(tmp_path, SCRIPT)
     done = Run(["run", "-n", "4", "script.py", "leave"], tmp_path).finish()
     assert done.returncode == 1
-    assert done.stderr.endswith("(rank 2 had already ended, code 0)\n")
+    assert done.stderr.endswith("(rank 2 had already ended with code 0)\n")
 
 
 def test_a_job_whose_ranks_will_not_end_is_ended(tmp_path: Path) -> None:

@@ -163,7 +163,7 @@ def test_a_rank_without_a_result_and_one_with_an_unreadable_one() -> None:
 
     with pytest.raises(LaunchError, match="rank 1 ended without a result; the function must return"):
         uni.spawn(body, np.int64(2))  # type: ignore[arg-type]
-    with pytest.raises(LaunchError, match=r"rank 0 returned cannot be unpickled here .ValueError: invalid literal"):
+    with pytest.raises(LaunchError, match=r"result of rank 0 cannot be unpickled here .ValueError: invalid"):
         uni.spawn(Unreadable, 1)
 
 

@@ -38,7 +38,7 @@ from unisono.launch import environment
         (["-n", "1", "--timeout", "inf", "ok.py"], "--timeout inf: must be above 0 seconds, 1e+09 at most"),
         (["-H", "a", "--start-timeout", "inf", "ok.py"], "--start-timeout inf"),
         (["-n", "1", "--max-restarts", "-1", "ok.py"], "--max-restarts -1"),
-        (["-n", "2", "--elastic", "ok.py"], "--elastic goes on by restarting"),
+        (["-n", "2", "--elastic", "ok.py"], "--elastic continues by restarting"),
         (["-n", "2", "--min-ranks", "1", "ok.py"], "give --elastic too"),
         (["-n", "2", "--max-restarts", "1", "--elastic", "--min-ranks", "3", "ok.py"], "between 1 and the 2 ranks"),
         (["-n", "2", "--max-restarts", "1", "--elastic", "--backend", "mpi", "ok.py"], "--elastic does not work with"),
@@ -85,5 +85,5 @@ def test_relative_folders_of_the_python_path_travel_as_absolute_ones(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = environment.travelling({"PYTHONPATH": "lib:/opt/lib:", "PYTHONHASHSEED": "1", "HOME": "x"})
+    told = environment.forwarded({"PYTHONPATH": "lib:/opt/lib:", "PYTHONHASHSEED": "1", "HOME": "x"})
     assert told == {"PYTHONPATH": f"{tmp_path}/lib:/opt/lib:{tmp_path}", "PYTHONHASHSEED": "1"}

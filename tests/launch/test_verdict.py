@@ -26,7 +26,7 @@ def test_a_killed_rank_comes_before_the_reports_of_those_that_noticed() -> None:
     assert verdict.first(failures).rank == 3
 
 
-def test_an_abort_may_be_debris_so_time_decides() -> None:
+def test_an_abort_may_be_a_consequence_so_time_decides() -> None:
     failures = [_failed(0, failure.EXCEPTION, 0.5), _failed(3, verdict.SIGNAL, 0.1, code=-signal.SIGABRT)]
     assert verdict.first(failures).rank == 0
 
@@ -34,36 +34,36 @@ def test_an_abort_may_be_debris_so_time_decides() -> None:
 def test_words() -> None:
     raised = _failed(3, failure.EXCEPTION, 0, text="Traceback\n  ...\nValueError: boom\n")
     told = "rank 3 failed on host node1 (exit code 1):\nTraceback\n  ...\nValueError: boom"
-    assert verdict.tell(raised, "node1") == told
-    assert verdict.in_one_line(raised, None) == "rank 3 failed (exit code 1): ValueError: boom"
+    assert verdict.describe(raised, "node1") == told
+    assert verdict.summary(raised, None) == "rank 3 failed (exit code 1): ValueError: boom"
     silent = "rank 2 failed (exit code 7); it reported no error, as after os._exit or an exit in native code"
-    assert verdict.tell(_failed(2, verdict.EXIT, 0, code=7), None) == silent
+    assert verdict.describe(_failed(2, verdict.EXIT, 0, code=7), None) == silent
     killed = _failed(2, verdict.SIGNAL, 0, code=-signal.SIGKILL)
-    assert verdict.tell(killed, None).startswith("rank 2 was killed by SIGKILL (")
+    assert verdict.describe(killed, None).startswith("rank 2 was killed by SIGKILL (")
     assert killed.exit_code == 137
-    assert verdict.tell(_failed(0, failure.HANG, 0, text="ranks 0,1 wait\n"), "a") == "ranks 0,1 wait"
-    assert verdict.tell(_failed(1, verdict.SIGNAL, 0, code=-70), None) == "rank 1 was killed by signal 70"
+    assert verdict.describe(_failed(0, failure.HANG, 0, text="ranks 0,1 wait\n"), "a") == "ranks 0,1 wait"
+    assert verdict.describe(_failed(1, verdict.SIGNAL, 0, code=-70), None) == "rank 1 was killed by signal 70"
 
 
 def test_of_a_rank_that_aborted_is_told_what_it_and_the_others_began_last() -> None:
     aborted = _failed(2, verdict.SIGNAL, 0, code=-signal.SIGABRT)
     last = dict.fromkeys((0, 1), "all_reduce #2 float32[1024] at a.py:7")
-    alike = verdict.tell(aborted, None, {**last, 2: last[0]}).splitlines()
+    alike = verdict.describe(aborted, None, {**last, 2: last[0]}).splitlines()
     assert alike[1:] == ["ranks 0,1,2 last began all_reduce #2 float32[1024] at a.py:7"]
-    differ = verdict.tell(aborted, None, {**last, 2: "all_reduce #2 float32[512] at a.py:10"}).splitlines()
+    differ = verdict.describe(aborted, None, {**last, 2: "all_reduce #2 float32[512] at a.py:10"}).splitlines()
     assert differ[1] == (
         "rank 2 last began all_reduce #2 float32[512] at a.py:10; "
         "ranks 0,1 last began all_reduce #2 float32[1024] at a.py:7"
     )
     assert "--check" in differ[2]
-    assert len(verdict.tell(aborted, None, last).splitlines()) == 1  # nothing is known of the rank itself
+    assert len(verdict.describe(aborted, None, last).splitlines()) == 1  # nothing is known of the rank itself
 
 
 def test_that_collectives_differ_is_said_only_where_they_do_and_where_it_crashes_ranks() -> None:
     last = dict.fromkeys((0, 1), "all_reduce #2 float32[1024] at a.py:7")
 
     def told(signum: int, words: str) -> str:
-        return verdict.tell(_failed(2, verdict.SIGNAL, 0, code=-signum), None, {**last, 2: words})
+        return verdict.describe(_failed(2, verdict.SIGNAL, 0, code=-signum), None, {**last, 2: words})
 
     assert "--check" in told(signal.SIGSEGV, "all_reduce #2 float32[512] at a.py:10")
     assert "--check" not in told(signal.SIGKILL, "all_reduce #2 float32[512] at a.py:10")
@@ -71,4 +71,4 @@ def test_that_collectives_differ_is_said_only_where_they_do_and_where_it_crashes
     assert "--check" not in told(signal.SIGABRT, "barrier #2 at a.py:9 in the group of ranks 1,2")
     received = told(signal.SIGABRT, "recv from rank 0 float32[16] at a.py:9").splitlines()
     assert received[1].startswith("rank 2 last began recv from rank 0 float32[16] at a.py:9; ranks 0,1 last began")
-    assert received[2] == "(gloo ends a rank so that is sent more than the tensor holds in which it receives)"
+    assert received[2] == "(gloo aborts a rank that is sent more elements than the receiving tensor holds)"

@@ -21,8 +21,8 @@ from unisono import cli
 from unisono.comm.communicator import Communicator
 from unisono.report import charts
 from unisono.report.page import _memory, as_page
-from unisono.report.program import programs
-from unisono.report.run import Run
+from unisono.report.program_listing import programs
+from unisono.report.run_record import Run
 
 BROWSER = next(
     (found for name in ("chromium", "chromium-browser", "google-chrome") if (found := shutil.which(name))), ""
@@ -49,7 +49,7 @@ window.addEventListener('load', () => {
     cut: [...document.querySelectorAll('.timeline')].map(box => box.scrollWidth - box.clientWidth),
     boxes: document.querySelectorAll('#pipeline rect[fill="#3b6fb6"] title').length,
     ranks: [...document.querySelectorAll('#run svg text[font-weight]')].map(text => text.textContent),
-    said: [...document.querySelectorAll('#said td:first-child')].map(cell => cell.textContent),
+    said: [...document.querySelectorAll('#communication td:first-child')].map(cell => cell.textContent),
     wide: document.documentElement.scrollWidth,
     paper: getComputedStyle(document.body).backgroundColor,
     program: program.length,
@@ -228,7 +228,7 @@ def test_a_browser_draws_it(run_folder: Path, tmp_path: Path) -> None:
 
 def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(tmp_path / "nowhere")]) == 2
-    assert "there is no folder" in capsys.readouterr().err
+    assert "does not exist" in capsys.readouterr().err
     assert cli.main(["report", str(tmp_path)]) == 2
     assert "has no run.json" in capsys.readouterr().err
     (tmp_path / "run.json").write_text('{"starts": [')

@@ -15,7 +15,7 @@ from unisono.comm.communicator import Communicator
 from unisono.parallel.layout import layout_of, local_of
 from unisono.parallel.optimizer_state import whole_shape
 from unisono.parallel.trainer import Trainer
-from unisono.train.inventory import named_tensors
+from unisono.train.checkpoint.inventory import named_tensors
 
 
 class AttentionBlock(nn.Module):

@@ -19,8 +19,8 @@ from torch import nn
 import unisono as uni
 from unisono.errors import CheckpointError, UsageError
 from unisono.parallel.trainer import Trainer
-from unisono.train.manifest import Manifest
-from unisono.train.restoring import read_model
+from unisono.train.checkpoint.manifest import Manifest
+from unisono.train.checkpoint.restoring import read_model
 
 
 def make(width: int = 4, optimizer: Any = torch.optim.AdamW, **options: Any) -> Trainer:
@@ -128,7 +128,7 @@ def test_damage_is_named_and_the_one_before_is_taken(trainer: Trainer, tmp_path:
         with pytest.raises(CheckpointError, match=rf"step-00000002 is damaged: {file}.*{words}"):
             checkpoints.load(make(), 2)
     flip(file_of(tmp_path, 1))
-    with pytest.raises(CheckpointError, match=r"no checkpoint .* is whole: step-00000002 .*; step-00000001 "):
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* is intact: step-00000002 .*; step-00000001 "):
         checkpoints.newest_good()
 
 
@@ -261,7 +261,7 @@ def make_large(trainer: Trainer) -> None:
 
 def test_a_folder_that_cannot_be_written(trainer: Trainer, full_disk: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match=r"was not saved in .*Not a directory.*there is none before it"):
+    with pytest.raises(CheckpointError, match=r"was not saved in .*Not a directory.*there is no earlier one"):
         uni.Checkpoints(tmp_path / "file").save(trainer, 1)
     checkpoints = uni.Checkpoints(full_disk)
     checkpoints.save(trainer, 1)

@@ -145,8 +145,8 @@ def test_bad_input() -> None:
     with pytest.raises(UsageError, match="dataset of type int"):
         uni.Loader(7, 2)
     for wrong, words in (
-        (DataLoader(pairs), "a DataLoader, whose samples are batches already"),
-        ((pair for pair in pairs), "a generator as a dataset, which can be read once only"),
+        (DataLoader(pairs), "a DataLoader as a dataset, whose items are batches"),
+        ((pair for pair in pairs), "a generator as a dataset, which can be read only once"),
         ({"x": pairs}, "a dict as a dataset"),
         (pairs.tensors, "a tuple of 2 tensors as a dataset"),
     ):

@@ -26,7 +26,7 @@ from unisono.errors import CheckpointError, UnisonoError, UsageError
 from unisono.launch import environment
 from unisono.planner.auto import HARDWARE
 from unisono.train.fit import NonFiniteLoss
-from unisono.train.pace import slowest
+from unisono.train.telemetry.straggler import straggler_message
 
 PLANS = ["dp=2,pp=2,microbatches=2", "dp=2,cp=2", "dp=2,tp=2,zero=2"]
 TOLERANCE = 1e-9
@@ -146,7 +146,7 @@ def perplexities(comm: Any, plan: str) -> dict[str, Any]:
         made.prepare(tuple(torch.stack(each) for each in zip(*data(4), strict=True)))
         return made.evaluate(data(12), batch_size=4)
 
-    with pytest.raises(UsageError, match="the loss that is trained is neither"):
+    with pytest.raises(UsageError, match="the training loss is neither"):
         evaluated(smoothed, "perplexity")
     return {"shifted": evaluated(shifted, "perplexity"), "as told": evaluated(smoothed, uni.Perplexity(shift=0))}
 
@@ -315,12 +315,12 @@ def saved_and_loaded(comm: Any, place: str) -> None:
     assert other.ready.steps == 1, "what was saved last, though of fewer steps"
     for step in (1, 2):
         uni.Checkpoints(tmp_path / "of a run").save(fewer.ready, step)
-    with pytest.raises(UsageError, match="holds the checkpoints of steps 1, 2; none of them would stay"):
+    with pytest.raises(UsageError, match="holds the checkpoints of steps 1, 2; they would be deleted"):
         fewer.save(tmp_path / "of a run")
-    with pytest.raises(CheckpointError, match=r"no checkpoint in .*saved/step-00000001, which is one itself: give"):
+    with pytest.raises(CheckpointError, match=r"saved/step-00000001, which is a checkpoint itself: give"):
         other.load(tmp_path / "saved" / "step-00000001")
     other._scheduler, other.trainer = lambda optimizer: torch.optim.lr_scheduler.StepLR(optimizer, 2), None
-    with pytest.raises(CheckpointError, match="the scheduler was CosineAnnealingLR, and is StepLR"):
+    with pytest.raises(CheckpointError, match="a scheduler CosineAnnealingLR, but this one is StepLR"):
         other.prepare(batch).load(tmp_path / "saved")
     other._optimizer, other.trainer = torch.optim.SGD, None
     with pytest.raises(CheckpointError, match="the optimizer was AdamW, and is SGD"):
@@ -346,7 +346,7 @@ def gone_on(comm: Any, place: str) -> None:
     assert one.fit(data(), batch_size=10, steps=2, **given).step == 8
     loader = one.dataloader(data(), 10)
     assert len(one.fit(loader, **given).losses) == 3
-    with pytest.raises(UsageError, match=r"has 1 epochs behind it, and fit\(epochs=1\) ends there"):
+    with pytest.raises(UsageError, match=r"has completed 1 epochs, and fit\(epochs=1\) ends there"):
         one.fit(loader, **given)
     saved: dict[str, Any] = {"save": f"{place}/run", **given}
     engine("dp=1").fit(data(), batch_size=5, **saved)
@@ -450,7 +450,7 @@ def own_loaders(comm: Any, plan: str) -> dict[str, Any]:
     found["of data"] = one.evaluate(data(12), 4)
     found["whole"] = one.evaluate(uni.Loader(data(12), 4, shuffle=False))
     found["collated"] = one.evaluate(uni.Loader(data(12), 4, collate=torch.utils.data.default_collate))
-    for part, words in ((one.ready.part, "is a function, which is asked with whole batches"), ((1, 4), "rank's part")):
+    for part, words in ((one.ready.part, "is a function, which needs global batches"), ((1, 4), "rank's part")):
         if comm.size > 1:
             with pytest.raises(UsageError, match=words):
                 one.evaluate(uni.Loader(data(12), 4, part=part))
@@ -579,7 +579,7 @@ def test_under_every_plan_the_same_module_is_named_and_the_same_state_kept(
         assert (faults, skipped) == ([], 1)
         assert told == answers[0][2]
         assert "at step 4 (epoch 1) on samples [8, 9, 10, 11, 12, 13, 14, 15]" in told
-        assert "blocks.1.norm.0 (Counting) gave an infinite number from finite inputs" in told
+        assert "blocks.1.norm.0 (Counting) returned infinity for finite inputs" in told
 
 
 # ---- bad input -----------------------------------------------------------------------------------------------------
@@ -624,7 +624,7 @@ def refused_input(comm: Any) -> None:
     prepared = engine("dp=1", ["accuracy"]).prepare(torch.utils.data.default_collate(data(8)))
     with pytest.raises(UsageError, match="the dataset to evaluate is empty"):
         prepared.evaluate(Nothing())
-    with pytest.raises(UsageError, match="the dataset gave no sample in epoch 1"):
+    with pytest.raises(UsageError, match="the dataset had no sample in epoch 1"):
         prepared.fit(Nothing(), progress=False)
     with pytest.raises(UsageError, match="predict was given no sample"):
         prepared.predict(torch.zeros(0, 8, dtype=torch.long))
@@ -639,9 +639,9 @@ def refused_input(comm: Any) -> None:
             prepared.fit(data(), save=save)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"expected a list of uni\.Callback"):
         prepared.fit(data(), callbacks=Seen())  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match="a batch without a sample"):
+    with pytest.raises(UsageError, match="the batch has no sample"):
         prepared.run((torch.zeros(0, 8, dtype=torch.long), torch.zeros(0, 8, dtype=torch.long)))
-    with pytest.raises(UsageError, match="predict was given a list of tuples, as datasets are"):
+    with pytest.raises(UsageError, match="predict was given a list of tuples, like a dataset"):
         prepared.predict(data(4))
     plateau = uni.Engine(
         Words, loss, torch.optim.SGD, plan="dp=1", scheduler=torch.optim.lr_scheduler.ReduceLROnPlateau
@@ -654,9 +654,7 @@ def refused_input(comm: Any) -> None:
     broken = engine("dp=1").prepare(torch.utils.data.default_collate(data(8)))
     with torch.no_grad():
         broken.model.get_parameter("head.weight")[0] = math.nan
-    with pytest.raises(
-        NonFiniteLoss, match=r"parameter head.weight is not finite .* No step can be trained from there"
-    ):
+    with pytest.raises(NonFiniteLoss, match=r"parameter head.weight is not finite .* Training cannot continue"):
         broken.fit(data(), nonfinite="skip", progress=False)
     with pytest.raises(UsageError, match="epochs=0"):
         engine("dp=1").fit(data(), epochs=0)
@@ -719,7 +717,7 @@ MACHINE = Path(__file__).resolve().parents[2] / "tools" / "two_cores.toml"
 
 @contextlib.contextmanager
 def known_machine() -> Iterator[None]:
-    """What is predicted is predicted for this one; none is measured."""
+    """The prediction is for this machine description; none is measured."""
     os.environ[HARDWARE] = str(MACHINE)
     try:
         yield
@@ -743,8 +741,10 @@ def test_a_slow_rank_is_named_where_people_look(pools: Callable[[str, int], Rank
 
 
 def test_the_slow_rank_is_named() -> None:
-    assert slowest([1.0, 1.1, 4.0, 0.9], 5.0, ["a", "a", "b", "b"]).startswith("rank 2 on b is slow: it was busy 80%")
-    assert slowest([1.0, 1.1, 1.2, 0.9], 5.0, ["a"] * 4) == ""
+    assert straggler_message([1.0, 1.1, 4.0, 0.9], 5.0, ["a", "a", "b", "b"]).startswith(
+        "rank 2 on b is slow: it was busy 80%"
+    )
+    assert straggler_message([1.0, 1.1, 1.2, 0.9], 5.0, ["a"] * 4) == ""
 
 
 @pytest.mark.gpu

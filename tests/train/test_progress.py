@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from unisono.train.moment import Moment
-from unisono.train.progress import Display
+from unisono.train.callbacks import StepInfo
+from unisono.train.telemetry.progress import Display
 
 NO_ENGINE: Any = None
 
 
 def line(width: int) -> str:
     """The bar after a step of 140, as it stands on the terminal."""
-    moment = Moment(80, 1, 3, 140, 2.8131, (0.0024,), 32, 2048, 0.794, 0.073, (349 << 20, 362 << 20))
+    moment = StepInfo(80, 1, 3, 140, 2.8131, (0.0024,), 32, 2048, 0.794, 0.073, (349 << 20, 362 << 20))
     shown = io.StringIO()
     display = Display(True, Console(file=shown, width=width, force_terminal=True, highlight=False, soft_wrap=True))
     display.on_start(NO_ENGINE, 0, 140)
@@ -45,10 +45,10 @@ def test_the_wider_the_more_is_told() -> None:
 
 def test_the_time_that_is_left_counts_what_is_done_between_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     shown, now = io.StringIO(), [100.0]
-    monkeypatch.setattr("unisono.train.progress.time.perf_counter", lambda: now[0])
+    monkeypatch.setattr("unisono.train.telemetry.progress.time.perf_counter", lambda: now[0])
     display = Display(True, Console(file=shown, force_terminal=False, soft_wrap=True))
     display.on_start(NO_ENGINE, 40, 140)
     now[0] += 120
-    display.on_step(NO_ENGINE, Moment(80, 1, 3, 140, 2.8131, (), 32, None, 0.1))
+    display.on_step(NO_ENGINE, StepInfo(80, 1, 3, 140, 2.8131, (), 32, None, 0.1))
     assert "step 80/140 loss 2.8131" in shown.getvalue()
     assert "3:00 left" in shown.getvalue(), "40 steps took two minutes, and 60 are to come"

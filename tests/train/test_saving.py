@@ -22,7 +22,7 @@ from tests.ranks import RankPool, free_port
 from tests.train import stores
 from unisono.comm.communicator import Communicator
 from unisono.errors import CheckpointError
-from unisono.train.inventory import collect
+from unisono.train.checkpoint.inventory import collect
 
 
 def failing_rank(comm: Communicator, folder: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Charts as SVG: lines over steps and stacked bars. Colours come from the page, so that they fit light and dark."""
+"""Charts as SVG: lines over steps, stacked bars and the mesh of a plan. The page has their colours."""
 
 from __future__ import annotations
 
@@ -6,15 +6,17 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from math import floor, isfinite, log10
 
+from unisono.plan.plan import AXES, Plan
+
 WIDTH, HEIGHT = 720, 260
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64, 12, 12, 34
 HUES = ("#1c7ed6", "#d9480f", "#2f9e44", "#9c36b5", "#e8a200", "#0c8599")
 _ROW = 26
-_POINTS = 1000  # of a curve, at most (and two)
+_POINTS = 1000  # maximum of a curve, and two
 
 
 def line_chart(curves: Mapping[str, Sequence[tuple[float, float]]], unit: str, axis: str = "step") -> str:
-    """One line a curve; a point under the pointer tells its numbers."""
+    """One line for each curve; tooltips show the values of points."""
     points = [(x, y) for curve in curves.values() for x, y in curve if isfinite(y)]
     if not points:
         return ""
@@ -42,25 +44,25 @@ def line_chart(curves: Mapping[str, Sequence[tuple[float, float]]], unit: str, a
         path = " ".join(f"{x},{y}" for x, y in placed)
         parts.append(f'<polyline fill="none" stroke="{hue}" stroke-width="2" points="{path}"/>')
         for (x, y), (step, value) in zip(placed, drawn, strict=True):
-            told = f"{escape(name)} {value:.6g} {escape(unit)} at {escape(axis)} {step:g}"
-            parts.append(f'<circle cx="{x}" cy="{y}" r="6" fill="{hue}" class="point"><title>{told}</title></circle>')
+            title = f"{escape(name)} {value:.6g} {escape(unit)} at {escape(axis)} {step:g}"
+            parts.append(f'<circle cx="{x}" cy="{y}" r="6" fill="{hue}" class="point"><title>{title}</title></circle>')
     return "\n".join([*parts, "</svg>", legend(list(curves))])
 
 
 def thinned(curve: Sequence[tuple[float, float]]) -> Sequence[tuple[float, float]]:
-    """No more points than a screen shows: of each run of neighbours the lowest and the highest, and the two ends."""
+    """Reduce the points of a curve: of each run of neighbours the minimum and the maximum, and the two ends."""
     if len(curve) <= _POINTS:
         return curve
     run = -(-2 * len(curve) // _POINTS)
     kept = {0, len(curve) - 1}
     for first in range(0, len(curve), run):
-        places = range(first, min(first + run, len(curve)))
-        kept |= {min(places, key=lambda at: curve[at][1]), max(places, key=lambda at: curve[at][1])}
+        indices = range(first, min(first + run, len(curve)))
+        kept |= {min(indices, key=lambda at: curve[at][1]), max(indices, key=lambda at: curve[at][1])}
     return [curve[at] for at in sorted(kept)]
 
 
 def stacked_bars(rows: Mapping[str, Mapping[str, float]], shown: str = "MiB", scale: float = 2**20) -> str:
-    """A bar a row, cut in kinds, with its sum."""
+    """One bar for each row, stacked by kind, with its sum."""
     if not rows:
         return ""
     kinds = list(dict.fromkeys(kind for parts in rows.values() for kind in parts))
@@ -75,10 +77,10 @@ def stacked_bars(rows: Mapping[str, Mapping[str, float]], shown: str = "MiB", sc
         drawn.append(f'<text x="{margin - 8}" y="{y + 16}" text-anchor="end">{escape(name)}</text>')
         for kind, value in parts.items():
             width = room * value / most
-            told = f"{escape(name)}: {escape(kind)} {value / scale:.4g} {shown}"
+            title = f"{escape(name)}: {escape(kind)} {value / scale:.4g} {shown}"
             drawn.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{width:.1f}" height="{_ROW - 6}" fill="{hues[kind]}">'
-                f"<title>{told}</title></rect>"
+                f"<title>{title}</title></rect>"
             )
             x += width
         drawn.append(
@@ -105,3 +107,38 @@ def _ticks(low: float, high: float) -> list[float]:
     step = max(factor * power for factor in (1, 2, 5) if factor * power <= (high - low) / 4)
     first = -floor(-low / step)
     return [number * step for number in range(first, floor(high / step) + 1)]
+
+
+_BOX, _GAP, _MAX_RANKS = 84, 8, 256
+_RANK_HUES = ("#1c7ed6", "#2f9e44", "#d9480f", "#9c36b5", "#0c8599", "#e8a200", "#c2255c", "#495057")
+
+
+def mesh_svg(plan: Plan) -> str:
+    """The mesh of a plan: rows are indices on the slowest axis, columns the rest, colours indices on the fastest."""
+    sizes = dict(zip(AXES, plan.shape, strict=True))
+    used = [axis for axis in AXES if sizes[axis] > 1]
+    if not used or plan.world > _MAX_RANKS:
+        return ""
+    rows = sizes[used[0]] if len(used) > 1 else 1
+    columns = plan.world // rows
+    step = _BOX + _GAP
+    width, height = columns * step, rows * step
+    parts = [f'<svg class="mesh" viewBox="-1 -1 {width} {height}" width="{min(width, 1100)}">']
+    for rank in range(plan.world):
+        indices, rest = {}, rank
+        for axis in reversed(AXES):
+            rest, indices[axis] = divmod(rest, sizes[axis])
+        row, column = divmod(rank, columns)
+        x, y = column * step, row * step
+        labels = [f"{axis} {indices[axis]}" for axis in used]
+        hue = _RANK_HUES[indices[used[-1]] % len(_RANK_HUES)]
+        parts.append(f"<g><title>rank {rank}: {', '.join(labels)}</title>")
+        parts.append(f'<rect x="{x}" y="{y}" width="{_BOX}" height="{_BOX}" rx="8" fill="{hue}" fill-opacity=".16"')
+        parts.append(f'stroke="{hue}" stroke-width="2"/>')
+        parts.append(f'<text x="{x + _BOX / 2}" y="{y + 24}" text-anchor="middle" font-weight="600">rank {rank}</text>')
+        for line, text in enumerate(labels):
+            parts.append(
+                f'<text class="soft" x="{x + _BOX / 2}" y="{y + 42 + 14 * line}" text-anchor="middle">{text}</text>'
+            )
+        parts.append("</g>")
+    return "\n".join([*parts, "</svg>"])

@@ -8,14 +8,14 @@ from typing import Any
 
 from unisono.errors import UsageError
 from unisono.report.page import as_page
-from unisono.report.run import Run
-from unisono.report.trace_file import trace_json
+from unisono.report.run_record import Run
+from unisono.report.run_timeline import trace_json
 
 
 def add_parser(subparsers: Any) -> None:
     parser = subparsers.add_parser("report", help="write one HTML file that shows a run", allow_abbrev=False)
-    parser.add_argument("run", metavar="RUN", help="the folder that fit(save=...) was given")
-    parser.add_argument("-o", "--output", metavar="FILE", help="where to write it (default: RUN/report.html)")
+    parser.add_argument("run", metavar="RUN", help="the folder of fit(save=...)")
+    parser.add_argument("-o", "--output", metavar="FILE", help="output file (default: RUN/report.html)")
     parser.set_defaults(handler=handle)
 
 

@@ -1,4 +1,4 @@
-"""The report of a run as one HTML file: nothing is loaded from elsewhere, it reads on a phone and in the dark."""
+"""The report of a run as one self-contained HTML file."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any
 
 from unisono.errors import MissingPackageError
 from unisono.plan.plan import AXES, Plan
-from unisono.report import charts, pipeline
-from unisono.report.mesh_picture import mesh_svg
-from unisono.report.program import programs
-from unisono.report.run import Run
+from unisono.report import charts
+from unisono.report.program_listing import programs
+from unisono.report.run_record import Run
+from unisono.report.run_timeline import pipeline_svgs
 
 _KINDS = ("parameters", "gradients", "optimizer", "activations", "buffers")
 
 
 def as_page(run: Run) -> str:
-    """The whole file as text."""
+    """The file as text."""
     try:
         import jinja2
     except ImportError:
         raise MissingPackageError("jinja2", "unisono report", "report") from None
     source = resources.files("unisono.report").joinpath("page.html").read_text(encoding="utf-8")
     template = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined).from_string(source)
-    planned, measured = pipeline.pictures(run)
+    planned, measured = pipeline_svgs(run)
     return template.render(
         name=run.path.resolve().name,
         facts=_facts(run),
         starts=[_start(start) for start in run.starts],
-        mesh=mesh_svg(run.plan),
+        mesh=charts.mesh_svg(run.plan),
         planned=planned,
         measured=measured,
         losses=charts.line_chart({"loss": run.curve("loss")} | _validation(run), ""),
@@ -53,15 +53,15 @@ def _facts(run: Run) -> list[tuple[str, str]]:
         ("model", f"{start['model']['name']}, {start['model']['parameters']:,} parameters"),
         ("plan", str(run.plan)),
         ("ranks", f"{start['world']} over {start['backend']}"),
-        ("steps", f"{len(losses)} of {start['steps'] or 'unknown'} told, {start['batch_size']} samples each"),
+        ("steps", f"{len(losses)} of {start['steps'] or 'unknown'} logged, {start['batch_size']} samples each"),
     ]
     if losses:
-        facts.append(("loss", f"{losses[0][1]:.4f} at first, {losses[-1][1]:.4f} at last"))
+        facts.append(("loss", f"{losses[0][1]:.4f} first, {losses[-1][1]:.4f} last"))
     if seconds:
-        told = f"{1000 * statistics.median(seconds):.1f} ms measured (median)"
+        text = f"{1000 * statistics.median(seconds):.1f} ms measured (median)"
         if run.predicted.get("seconds"):
-            told += f", {1000 * run.predicted['seconds']:.1f} ms predicted"
-        facts.append(("step time", told))
+            text += f", {1000 * run.predicted['seconds']:.1f} ms predicted"
+        facts.append(("step time", text))
     facts.append(("software", f"torch {start['torch']}, Python {start['python']}, seed {start['seed']}"))
     return facts
 
@@ -83,32 +83,32 @@ def _times(run: Run) -> dict[str, list[tuple[float, float]]]:
 
 
 def _memory(run: Run) -> dict[str, dict[str, float]]:
-    """By rank: what was predicted, where it was, above what was measured."""
+    """By rank: predicted, if there is a prediction, and measured."""
     rows: dict[str, dict[str, float]] = {}
     stages = run.predicted.get("memory_by_stage") or []
-    for rank, told in sorted(run.ranks.items()):
+    for rank, data in sorted(run.ranks.items()):
         if stages:
-            predicted = stages[_place(run.plan, rank, "pp") % len(stages)]
+            predicted = stages[_index_on(run.plan, rank, "pp") % len(stages)]
             rows[f"rank {rank} predicted"] = {kind: predicted.get(kind, 0) for kind in _KINDS}
-        rows[f"rank {rank}"] = {kind: told["memory"].get(kind, 0) for kind in _KINDS}
+        rows[f"rank {rank}"] = {kind: data["memory"].get(kind, 0) for kind in _KINDS}
     return rows
 
 
-def _place(plan: Plan, rank: int, axis: str) -> int:
-    """Of a rank on an axis of the mesh."""
+def _index_on(plan: Plan, rank: int, axis: str) -> int:
+    """The index of a rank on an axis of the mesh."""
     for name, size in reversed(list(zip(AXES, plan.shape, strict=True))):
-        rank, place = divmod(rank, size)
+        rank, index = divmod(rank, size)
         if name == axis:
-            return place
+            return index
     return 0
 
 
 def _collectives(run: Run) -> list[tuple[str, int, str, str]]:
-    """Of the watched step, summed over ranks: kind, calls, bytes passed, bytes sent."""
-    names = sorted({op for told in run.ranks.values() for op in told["collectives"]})
+    """Of the profiled step, summed over ranks: kind, calls, payload, bytes sent."""
+    names = sorted({op for data in run.ranks.values() for op in data["collectives"]})
     rows = []
     for op in names:
-        found = [told["collectives"][op] for told in run.ranks.values() if op in told["collectives"]]
+        found = [data["collectives"][op] for data in run.ranks.values() if op in data["collectives"]]
         calls, payload = sum(each["calls"] for each in found), sum(each["payload"] for each in found)
         rows.append((op, calls, _size(payload), _size(sum(each["sent"] for each in found))))
     return rows

@@ -1,1 +1,11 @@
-"""Training: tasks, and the proof that a plan changes nothing."""
+"""Training: `uni.Engine`, its data, its checkpoints and its records.
+
+    engine         Engine: chooses and applies a plan, then fit, evaluate, predict, save, load
+    fit            the training loop; callbacks: StepInfo and Callback; nonfinite, preemption: how a run stops early
+    evaluation     loss and metrics over a dataset, predictions; metrics: Accuracy, Perplexity
+    data/          Loader: global batches of which each rank reads its part
+    checkpoint/    Checkpoints that any plan can load, export and import of weights
+    telemetry/     progress, run folder, profile and program of a step, stragglers
+
+Read in this order. Called by user scripts; `report` reads the run folder.
+"""

@@ -1,10 +1,10 @@
-"""The Engine: a plain model, trained under a plan that is given or searched for, by one call.
+"""The Engine: trains a plain model under a given or searched plan.
 
     engine = uni.Engine(model, loss=F.cross_entropy, optimizer=lambda p: torch.optim.AdamW(p, lr=3e-4), plan="auto")
     engine.fit(dataset, epochs=3, batch_size=64, save="runs/gpt", resume=True)
     engine.evaluate(held_out); engine.predict(x); engine.save(path); engine.load(path)
 
-The same script runs on one process and under `unisono run -n 8`; every rank calls the engine alike.
+The same script runs in one process and under `unisono run -n 8`; every rank makes the same calls.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torch.optim import Optimizer
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
 from unisono.comm.same_data import SameBatch, require_same_batch
-from unisono.errors import UsageError
+from unisono.errors import CheckpointError, UsageError
 from unisono.launch import environment
 from unisono.parallel.apply import Model
 from unisono.parallel.loss.loss import Loss
@@ -32,30 +33,30 @@ from unisono.parallel.share import BatchDim, Share, first_rows, require_batch_di
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
 from unisono.planner.auto import Choice, Job, choice_for
-from unisono.train import evaluation, prediction, scheduling
+from unisono.train import evaluation
 from unisono.train.callbacks import Callback
-from unisono.train.checkpoint import Checkpoints
-from unisono.train.data import Loader
+from unisono.train.checkpoint.checkpoints import Checkpoints
+from unisono.train.checkpoint.inventory import shapes_here
+from unisono.train.data.loader import Loader
+from unisono.train.data.sampler import require_whole_number
 from unisono.train.fit import Fit, History, Options
-from unisono.train.inventory import shapes_here
 from unisono.train.metrics import Function, Metric, named, number_of
-from unisono.train.order import require_whole_number
-from unisono.train.run_folder import RunFolder
-from unisono.train.step_program import StepProgram
+from unisono.train.telemetry.run_folder import RunFolder
+from unisono.train.telemetry.step_program import StepProgram
 from unisono.verify.self_check import check_level, parallelize
 
 Scheduler = Callable[[Optimizer], Any]
 
 
 class Engine:
-    """model: a module, or a function that builds one. loss(outputs, targets) gives a scalar, optimizer(parameters) a
+    """model: a module, or a function that builds one. loss(outputs, targets) returns a scalar, optimizer(parameters) a
     torch optimizer, scheduler(optimizer) a torch scheduler, stepped after every training step. metrics: names
     ("accuracy", "top5", "perplexity"), Metrics, or functions (outputs, targets) -> number. plan: "auto", a Plan or its
-    text. clip: the largest norm of the gradients. rules: which layers tp cuts, where the model does not say. device:
-    where this rank computes; by default its GPU, where it has one, else the CPU. check: how the plan is proved on the
-    model and the first batch before training, "auto", "full" or "off". batch: what ranks give to `run`: "global", all
-    of them the same batch, or "local", each data rank its own samples. batch_dim: along which dim of batches samples
-    lie, as for uni.parallelize: 1 for time-major ones, which the engine's loader then makes."""
+    text. clip: the maximum norm of the gradients. rules: which layers tp shards, if the model does not define it.
+    device: of this rank; default: its GPU if it has one, else the CPU. check: how the plan is verified on the model and
+    the first batch before training, "auto", "full" or "off". batch: the argument of `run`: "global", the same batch on
+    all ranks, or "local", on each data rank its own samples. batch_dim: the dim of samples in a batch, as for
+    uni.parallelize: 1 for time-major batches, which the engine's loader then makes."""
 
     def __init__(
         self,
@@ -101,7 +102,7 @@ class Engine:
             if value is not None and not callable(value):
                 raise UsageError(f"Engine({name}={value!r}): expected a function; {_FORMS[name]}")
         self.trainer: Trainer | None = None
-        self.schedule: Any = None  # torch's scheduler, once there is an optimizer
+        self.schedule: Any = None  # torch's scheduler, set by prepare
         self.choice: Choice | None = None
         self._example: tuple[Any, Any] | None = None
         self.program = StepProgram(None)
@@ -109,7 +110,7 @@ class Engine:
     # ---- before training -----------------------------------------------------------------------------------------
 
     def prepare(self, example: tuple[Any, Any]) -> Engine:
-        """Choose the plan and put the model under it; `fit` does it by itself, with its first batch."""
+        """Choose the plan and apply it to the model; `fit` does so with its first batch."""
         if self.trainer is not None:
             return self
         _require_pair(example)
@@ -119,7 +120,7 @@ class Engine:
         else:
             assert isinstance(self._plan, Plan)
             plan = _fitting(self._plan, self.comm.size)
-        if self.comm.rank == 0:  # now, as the plan shards a module in place
+        if self.comm.rank == 0:  # before the plan shards the module in place
             self.program = StepProgram(self._job(example))
         self.trainer = parallelize(
             self._placed(),
@@ -136,11 +137,11 @@ class Engine:
             batch_dim=self._batch_dim,
         )
         if self._scheduler is not None:
-            self.schedule = scheduling.require_stepped(self._scheduler(self.trainer.optimizer))
+            self.schedule = _require_scheduler(self._scheduler(self.trainer.optimizer))
         return self
 
     def predicted(self, example: tuple[Any, Any] | None = None) -> Choice:
-        """What is expected of the plan, which is searched for if none is given; every rank calls it."""
+        """The prediction for the plan, which is searched for if none is given; every rank calls it."""
         if self.choice is None:
             example = self._example if example is None else example
             if example is None:
@@ -153,31 +154,31 @@ class Engine:
         return Job(self._model, self._loss, self._optimizer, example, self._rules, self._batch_dim)
 
     def cost(self) -> Choice:
-        """The time of a step and the memory of a rank that are expected; every rank calls it."""
+        """The predicted time of a step and memory of a rank; every rank calls it."""
         return self.predicted()
 
     def explain(self) -> str:
-        """The plan, what is expected of it, and what its neighbours lack; every rank calls it."""
+        """The plan, its prediction, and why not its neighbours; every rank calls it."""
         return str(self.predicted())
 
     def _recall(self, folder: str | Path, batch_size: int) -> None:
-        """A run that goes on with as many ranks as before keeps the plan that was found for it; one that a launcher
-        has started again also what was expected, for which ranks had measured their machine."""
+        """A run that resumes with as many ranks as before keeps its plan; after a restart by the launcher also the
+        prediction, for which ranks had measured their machine."""
         starts = RunFolder.starts(Path(folder))
         if not starts or starts[-1]["world"] != self.comm.size:
             return
         last = starts[-1]
         if self._plan == "auto":
             self._plan = Plan.parse(last["plan"])
-        is_again = int(os.environ.get(environment.ATTEMPT, "0")) > 0
-        is_alike = last["plan"] == str(self._plan) and last.get("batch_size") == batch_size
-        if is_again and is_alike and last.get("predicted"):
+        is_restart = int(os.environ.get(environment.ATTEMPT, "0")) > 0
+        is_same = last["plan"] == str(self._plan) and last.get("batch_size") == batch_size
+        if is_restart and is_same and last.get("predicted"):
             assert isinstance(self._plan, Plan)
             self.choice = Choice(self._plan, **last["predicted"])
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """The device of this rank."""
         if self._device is None:
             self._device = torch.device("cpu")
             if torch.cuda.is_available():
@@ -185,7 +186,7 @@ class Engine:
         return self._device
 
     def _placed(self) -> Model:
-        """The model on this rank's device; one that a function builds is built on the CPU first, as everywhere."""
+        """The model on this rank's device; a function builds it on the CPU first."""
         model, device = self._model, self.device
         if isinstance(model, nn.Module):
             return model.to(device)
@@ -197,7 +198,7 @@ class Engine:
         return placed
 
     def require_numbers(self) -> None:
-        """That every function among the metrics gives a number for the batch that the engine has seen first."""
+        """Check that every metric function returns a number for the engine's first batch."""
         functions = {name: each for name, each in self.metrics.items() if not isinstance(each, Metric)}
         if functions and self._example is not None:
             inputs, targets = self._example
@@ -210,8 +211,8 @@ class Engine:
         return world.world() if world.is_initialized() else world.init()
 
     @property
-    def _elsewhere(self) -> torch.device | None:
-        """Where batches must be moved to, if anywhere."""
+    def _batch_device(self) -> torch.device | None:
+        """The device that batches must be moved to, if any."""
         return None if self.device.type == "cpu" else self.device
 
     @property
@@ -227,30 +228,30 @@ class Engine:
 
     @property
     def model(self) -> nn.Module:
-        """What this rank holds of the model."""
+        """This rank's part of the model."""
         return self.ready.model
 
     def dataloader(
         self, dataset: Any, batch_size: int, *, shuffle: bool | None = None, workers: int = 0, whole: bool = False
     ) -> Loader:
-        """Global batches in an order that depends on the seed and the epoch only, of which each rank reads its share.
+        """Global batches in an order that depends on seed and epoch only; each rank reads its part.
 
-        An engine that has no plan yet is prepared with the first batch. whole: every rank reads all of it.
+        An engine without a plan is prepared with the first batch. whole: every rank reads full batches.
         """
         self._require_global("fit and evaluate read one dataset")
         given: dict[str, Any] = {
             "shuffle": shuffle, "seed": self.seed, "workers": workers, "batch_dim": self._batch_dim
         }  # fmt: skip
         if self.trainer is None:
-            self._prepare_with(Loader(dataset, batch_size, device=self._elsewhere, **given))
+            self._prepare_with(Loader(dataset, batch_size, device=self._batch_device, **given))
         part = (0, 1) if whole else self.ready.part
-        return Loader(dataset, batch_size, part=part, device=self._elsewhere, **given)
+        return Loader(dataset, batch_size, part=part, device=self._batch_device, **given)
 
     def _require_global(self, what: str) -> None:
         if self._batch == "local":
             raise UsageError(
-                f'Engine(batch="local") is for run(batch), where every data rank brings its own samples, but {what} on '
-                'every rank alike; use batch="global"'
+                f'Engine(batch="local") is for run(batch), where every data rank has its own samples, but {what} on '
+                'every rank; use batch="global"'
             )
 
     def _prepare_with(self, loader: Loader) -> None:
@@ -266,15 +267,15 @@ class Engine:
     # ---- training ------------------------------------------------------------------------------------------------
 
     def run(self, batch: tuple[Any, Any]) -> torch.Tensor:
-        """One training step on a global batch; the loss that one device would have seen.
+        """One training step on a global batch; returns the loss as on one device.
 
-        Every rank gives the same batch or, of an engine with batch="local", its own samples.
+        Every rank passes the same batch or, with Engine(batch="local"), its own samples.
         """
         if self.trainer is None and self._batch == "global":
             SameBatch(self.comm).require(batch)
         self.prepare(batch)
         if not first_rows(batch, self._batch_dim):
-            raise UsageError("run was given a batch without a sample; expected at least one")
+            raise UsageError("run: the batch has no sample; expected at least one")
         loss = self.ready.step(batch)
         if self.schedule is not None:
             self.schedule.step()
@@ -299,17 +300,17 @@ class Engine:
         progress: bool = True,
         look_every: int = 10,
     ) -> History:
-        """Train on the dataset; on every rank alike.
+        """Train on the dataset; every rank calls it.
 
-        steps: end after so many, in the middle of an epoch if need be. validation: data to evaluate after each epoch.
-        save: the run's folder, with its log and a checkpoint after every `save_every` steps (None: every epoch), the
-        newest `keep` of them. resume: go on from the newest good one. nonfinite: "stop" at a loss that is NaN or
-        infinite, or "skip" such steps. look_every: steps between two looks at memory and pace.
+        steps: end after so many, possibly within an epoch. validation: data to evaluate after each epoch. save: the
+        run folder, with a log and a checkpoint after every `save_every` steps (None: every epoch), of which the newest
+        `keep` are kept. resume: continue from the newest valid one. nonfinite: "stop" at a loss that is NaN or
+        infinite, or "skip" such steps. look_every: steps between two samples of memory and stragglers.
         """
         if save is not None and (not isinstance(save, str | Path) or not str(save)):
             raise UsageError(f"fit(save={save!r}): expected the path of a folder")
         if save is None and (save_every is not None or resume):
-            raise UsageError("fit(save_every=..., resume=...) needs save=FOLDER: where checkpoints are")
+            raise UsageError("fit(save_every=..., resume=...) needs save=FOLDER, the folder of checkpoints")
         for each in callbacks if isinstance(callbacks, Sequence) else [callbacks]:
             if not isinstance(callbacks, Sequence) or not isinstance(each, Callback):
                 raise UsageError(f"fit(callbacks=...): {each!r}; expected a list of uni.Callback")
@@ -332,50 +333,61 @@ class Engine:
         return evaluation.evaluate(self.ready, self._in_order(dataset, batch_size), self.metrics)
 
     def predict(self, inputs: Any, batch_size: int = 32) -> Any:
-        """The model's outputs for all inputs, in their order, on every rank. `inputs`: as the model takes them."""
+        """The model's outputs for all inputs, in order, on every rank. `inputs`: as for the model."""
         self._require_global("predict takes all inputs")
-        return prediction.predict(self.ready, inputs, batch_size, self.device)
+        return evaluation.predict(self.ready, inputs, batch_size, self.device)
 
     def save(self, path: str | Path) -> None:
-        """A checkpoint that any plan can load, in the place of one saved there before; every rank calls it."""
+        """Save a checkpoint that any plan can load; replaces an earlier one there. Every rank calls it."""
         saved = Checkpoints(path, keep=1)
         if len(saved.steps()) > 1:
             raise UsageError(
-                f"{path} holds the checkpoints of steps {', '.join(map(str, saved.steps()))}; none of them would stay; "
+                f"{path} holds the checkpoints of steps {', '.join(map(str, saved.steps()))}; they would be deleted; "
                 "give another folder"
             )
         saved.save(self.ready, self.ready.steps, extra=self.own_state())
 
     def load(self, path: str | Path) -> None:
-        """Go on from a checkpoint of the same model, saved under any plan."""
+        """Load a checkpoint of the same model, saved under any plan."""
         self.load_own_state(Checkpoints(path).load(self.ready).extra)
 
     def about_model(self) -> dict[str, Any]:
-        """What is trained, in short; every rank calls it."""
+        """Name and number of parameters of the model; every rank calls it."""
         own = {name for name, _ in self.ready.model.named_parameters()}
         mine = {name: about for name, about in shapes_here(self.ready).items() if name in own}
-        whole: dict[str, Any] = {}
+        full: dict[str, Any] = {}
         for theirs in self.ready.mesh.comm("pp").all_gather_object(mine):
-            whole |= theirs
+            full |= theirs
         model = self._model if isinstance(self._model, nn.Module) else self.ready.model
-        return {"name": type(model).__name__, "parameters": sum(math.prod(shape) for shape, _ in whole.values())}
+        return {"name": type(model).__name__, "parameters": sum(math.prod(shape) for shape, _ in full.values())}
 
     def own_state(self) -> dict[str, Any]:
-        """What the trainer does not know of."""
-        return scheduling.state_of(self.schedule)
+        """State beside the trainer's: of the scheduler."""
+        if self.schedule is None:
+            return {}
+        return {"schedule": self.schedule.state_dict(), "scheduler": type(self.schedule).__qualname__}
 
     def load_own_state(self, state: dict[str, Any]) -> None:
-        """Go on with the scheduler as it was; one that is new begins now."""
-        scheduling.go_on(self.schedule, state)
+        """Restore the scheduler; one that was not saved starts now."""
+        if self.schedule is None or "schedule" not in state:
+            return
+        kind = type(self.schedule).__qualname__
+        saved = state.get("scheduler", kind)
+        if saved != kind:
+            raise CheckpointError(
+                f"the checkpoint has a scheduler {saved}, but this one is {kind}, which cannot load its state; build "
+                "it as it was when the checkpoint was saved"
+            )
+        self.schedule.load_state_dict(state["schedule"])
 
     def _in_order(self, dataset: Any, batch_size: int) -> Loader:
         if isinstance(dataset, Loader):
             return dataset
-        return self.dataloader(dataset, batch_size, shuffle=False, whole=evaluation.needs_whole(self.metrics))
+        return self.dataloader(dataset, batch_size, shuffle=False, whole=evaluation.needs_global_batches(self.metrics))
 
 
 def _buildable(model: Model, seed: int) -> nn.Module | Callable[[], nn.Module]:
-    """A list of layers as a function that builds them."""
+    """A list of LayerSpec as a function that builds the model."""
     if isinstance(model, nn.Module) or callable(model):
         return model
     if not isinstance(model, list | tuple) or not model:
@@ -386,26 +398,39 @@ def _buildable(model: Model, seed: int) -> nn.Module | Callable[[], nn.Module]:
 
 
 _FORMS = {
-    "loss": "loss(outputs, targets) gives a scalar tensor",
-    "optimizer": "optimizer(parameters) gives a torch optimizer, as lambda p: torch.optim.AdamW(p, lr=3e-4)",
-    "scheduler": "scheduler(optimizer) gives a torch scheduler",
+    "loss": "loss(outputs, targets) returns a scalar tensor",
+    "optimizer": "optimizer(parameters) returns a torch optimizer, e.g. lambda p: torch.optim.AdamW(p, lr=3e-4)",
+    "scheduler": "scheduler(optimizer) returns a torch scheduler",
 }
 
 
 def _fitting(plan: Plan, ranks: int) -> Plan:
-    """The plan, if it fits these ranks; else UsageError, which also says when ranks were lost with their host."""
+    """The plan, if it fits these ranks; else UsageError, which names hosts that were lost."""
     try:
         return plan.fit(ranks)
     except UsageError as error:
-        gone = os.environ.get(environment.LOST_HOSTS)
-        if not gone:
+        lost = os.environ.get(environment.LOST_HOSTS)
+        if not lost:
             raise
         raise UsageError(
-            f"{error}. The job lost host {gone} and goes on with {ranks} ranks: Engine(plan='auto') chooses a plan for "
-            "what is left"
+            f"{error}. The job lost host {lost} and continues with {ranks} ranks: Engine(plan='auto') chooses a plan "
+            "for them"
         ) from None
 
 
 def _require_pair(example: Any) -> None:
     if not isinstance(example, tuple | list) or len(example) != 2:
         raise UsageError(f"a batch is a {type(example).__name__}; expected (inputs, targets)")
+
+
+def _require_scheduler(schedule: Any) -> Any:
+    """Return the scheduler, if it can be stepped after each training step without arguments."""
+    if not all(callable(getattr(schedule, name, None)) for name in ("step", "state_dict", "load_state_dict")):
+        raise UsageError(f"scheduler(optimizer) returned a {type(schedule).__name__}; expected a torch scheduler")
+    needed = [each.name for each in signature(schedule.step).parameters.values() if each.default is each.empty]
+    if needed:
+        raise UsageError(
+            f"{type(schedule).__name__}.step needs {needed[0]}, but the engine steps its scheduler after every step "
+            "without arguments; step this one yourself, in the on_epoch of a callback"
+        )
+    return schedule

@@ -1,28 +1,41 @@
-"""The loss and the metrics of a model on whole data, from what each rank computes of it."""
+"""evaluate(): loss and metrics over a dataset; predict(): outputs for any number of samples. Both under any plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from unisono.errors import UsageError
-from unisono.parallel.share import Share, first_rows
+from unisono.mesh.random import SampleDim
+from unisono.parallel.share import (
+    BatchDim,
+    Share,
+    dims_of,
+    first_rows,
+    inputs_dim,
+    rows_between,
+    rows_of,
+    samples_between,
+)
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import REPLICAS
+from unisono.train.data.sampler import require_whole_number
 from unisono.train.metrics import Function, Metric, number_of
 
 
 def evaluate(trainer: Trainer, batches: Iterable[Any], metrics: dict[str, Metric | Function]) -> dict[str, float]:
     """The mean loss over the samples of all batches, and each metric; the same on every rank.
 
-    `batches` are this rank's shares, or whole; functions among the metrics need whole ones (see `needs_whole`).
+    `batches`: global batches, or this rank's part of each; metrics that are functions need global ones
+    (see `needs_global_batches`).
     """
     summed = {name: metric for name, metric in metrics.items() if isinstance(metric, Metric)}
-    asked = {name: metric for name, metric in metrics.items() if not isinstance(metric, Metric)}
+    functions = {name: metric for name, metric in metrics.items() if not isinstance(metric, Metric)}
     sums: dict[str, torch.Tensor] = {}
-    totals = dict.fromkeys(("loss", *asked), 0.0)
+    totals = dict.fromkeys(("loss", *functions), 0.0)
     samples = 0
     for batch in batches:
         rows = batch.of if isinstance(batch, Share) else first_rows(batch, trainer.batch_dim)
@@ -30,10 +43,10 @@ def evaluate(trainer: Trainer, batches: Iterable[Any], metrics: dict[str, Metric
         for name, part in parts.items():
             sums[name] = sums[name] + part if name in sums else part
         totals["loss"] += rows * float(loss)
-        if asked:
-            inputs, targets = _whole(batch, next(iter(asked)))
+        if functions:
+            inputs, targets = _global_batch(batch, next(iter(functions)))
             outputs = trainer.predict(inputs)
-            for name, function in asked.items():
+            for name, function in functions.items():
                 totals[name] += rows * number_of(name, function(outputs, targets))
         samples += rows
     if not samples:
@@ -42,17 +55,17 @@ def evaluate(trainer: Trainer, batches: Iterable[Any], metrics: dict[str, Metric
     return means | {name: number_of(name, summed[name].value(each)) for name, each in sums.items()}
 
 
-def needs_whole(metrics: dict[str, Metric | Function]) -> bool:
-    """Whether every rank must have whole batches to answer for these metrics."""
+def needs_global_batches(metrics: dict[str, Metric | Function]) -> bool:
+    """Whether these metrics need global batches on every rank."""
     return any(not isinstance(metric, Metric) for metric in metrics.values())
 
 
-def _whole(batch: Any, name: str) -> tuple[Any, Any]:
+def _global_batch(batch: Any, name: str) -> tuple[Any, Any]:
     if not isinstance(batch, Share):
         return batch[0], batch[1]
     if len(batch.positions) < batch.of:
         raise UsageError(
-            f"metric {name!r} is a function, which is asked with whole batches, but the loader gives a rank its part: "
+            f"metric {name!r} is a function, which needs global batches, but the loader gives each rank its part: "
             "make it with Loader(..., whole=True), or give the dataset itself"
         )
     inputs, targets = batch.batch
@@ -60,12 +73,12 @@ def _whole(batch: Any, name: str) -> tuple[Any, Any]:
 
 
 def _sums_of(trainer: Trainer, batch: Any, metrics: dict[str, Metric]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    """The loss of one batch, and what each metric sums over it."""
+    """The loss of one batch, and the sums of each metric over it."""
     if not metrics:
         return trainer.evaluate(batch), {}
-    mine: dict[str, torch.Tensor] = {}
+    local: dict[str, torch.Tensor] = {}
     for metric in metrics.values():
-        metric.trained_with(trainer.loss.loss, is_spread=trainer.plan.cp > 1)
+        metric.trained_with(trainer.loss.loss, is_sharded=trainer.plan.cp > 1)
 
     def observe(outputs: Any, targets: Any) -> None:
         for name, metric in metrics.items():
@@ -74,13 +87,71 @@ def _sums_of(trainer: Trainer, batch: Any, metrics: dict[str, Metric]) -> tuple[
                 shown = f"a tensor of shape {list(part.shape)}" if isinstance(part, torch.Tensor) else repr(part)
                 raise UsageError(f"metric {name!r}: its sums are {shown}; expected a tensor with one dim")
             part = part.detach().cpu().double()
-            mine[name] = mine[name] + part if name in mine else part
+            local[name] = local[name] + part if name in local else part
 
     loss = trainer.evaluate(batch, observe)
-    lengths = trainer.mesh.comm("pp").all_gather_object({name: len(part) for name, part in mine.items()})
-    length = max(lengths, key=len)  # only the last stage has seen outputs
-    flat = torch.cat([mine.get(name, torch.zeros(length[name], dtype=torch.double)) for name in metrics])
+    lengths = trainer.mesh.comm("pp").all_gather_object({name: len(part) for name, part in local.items()})
+    length = max(lengths, key=len)  # only the last stage has outputs
+    flat = torch.cat([local.get(name, torch.zeros(length[name], dtype=torch.double)) for name in metrics])
     trainer.mesh.comm(*REPLICAS).all_reduce(flat)
     trainer.mesh.comm("pp").all_reduce(flat)
     parts = flat.split([length[name] for name in metrics])
     return loss, dict(zip(metrics, parts, strict=True))
+
+
+def predict(trainer: Trainer, inputs: Any, batch_size: int, device: torch.device) -> Any:
+    """The model's outputs for all inputs, in their order, on every rank."""
+    if isinstance(inputs, list) and inputs and isinstance(inputs[0], tuple):
+        raise UsageError(
+            "predict was given a list of tuples, like a dataset; expected the inputs of all samples, as for the "
+            "model, e.g. torch.stack([sample[0] for sample in dataset])"
+        )
+    dim = inputs_dim(trainer.batch_dim)
+    rows = rows_of(inputs, dim)
+    require_whole_number("batch_size", batch_size, 1)
+    if not rows:
+        raise UsageError("predict was given no sample; expected at least one")
+    inputs = tree_map(lambda leaf: leaf.to(device) if isinstance(leaf, torch.Tensor) else leaf, inputs)
+    least = trainer.part[1] * trainer.plan.microbatches if trainer.plan.pp > 1 else 1
+    batch_size = max(batch_size, least)
+    parts = []
+    for start in range(0, rows, batch_size):
+        part = rows_between(inputs, start, min(start + batch_size, rows), dim)
+        held = rows_of(part, dim)
+        outputs = trainer.predict(_with_rows(part, least, dim))
+        dims = trainer.prediction_places(outputs, max(held, least))
+        parts.append(_first_samples(outputs, dims, max(held, least), held))
+    return _joined(parts, dims)
+
+
+def _with_rows(inputs: Any, least: int, dim: BatchDim) -> Any:
+    """The inputs, padded with the last sample if a pipeline needs more of them."""
+    missing = least - rows_of(inputs, dim)
+    if missing <= 0:
+        return inputs
+    leaves, spec = tree_flatten(inputs)
+
+    def longer(leaf: torch.Tensor, along: int) -> torch.Tensor:
+        last = leaf.narrow(along, leaf.shape[along] - 1, 1)
+        return torch.cat([leaf, *[last] * missing], along)
+
+    dims = dims_of(inputs, dim)
+    return tree_unflatten(
+        [leaf if along is None else longer(leaf, along) for leaf, along in zip(leaves, dims, strict=True)], spec
+    )
+
+
+def _first_samples(outputs: Any, dims: Sequence[SampleDim | None], rows: int, held: int) -> Any:
+    leaves, spec = tree_flatten(outputs)
+    pairs = zip(leaves, dims, strict=True)
+    return tree_unflatten([samples_between(leaf, dim, rows, 0, held) for leaf, dim in pairs], spec)
+
+
+def _joined(parts: Sequence[Any], dims: Sequence[SampleDim | None]) -> Any:
+    """The outputs of all parts, concatenated; of outputs without a sample dim, the first."""
+    flat = [tree_flatten(part) for part in parts]
+    leaves = [
+        leaf if dim is None or dim.dim is None else torch.cat([each[index] for each, _ in flat], dim.dim)
+        for index, (leaf, dim) in enumerate(zip(flat[0][0], dims, strict=True))
+    ]
+    return tree_unflatten(leaves, flat[0][1])

@@ -1,4 +1,4 @@
-"""The loop of `Engine.fit`: steps, looks, checkpoints, and how a run ends."""
+"""The training loop of `Engine.fit`: steps, memory and straggler samples, evaluation, checkpoints, end of the run."""
 
 from __future__ import annotations
 
@@ -19,47 +19,44 @@ from unisono.launch import environment
 from unisono.launch.worker import preload
 from unisono.parallel.share import Share, first_rows
 from unisono.parallel.trainer import Trainer, takes_closure
-from unisono.train import evaluation, finite
-from unisono.train.callbacks import Callback
-from unisono.train.checkpoint import Checkpoints
-from unisono.train.data import Loader
-from unisono.train.ledger import Ledger
-from unisono.train.moment import Moment, tokens_of
-from unisono.train.pace import Pace, slowest
+from unisono.train import evaluation, nonfinite
+from unisono.train.callbacks import Callback, StepInfo, tokens_of
+from unisono.train.checkpoint.checkpoints import Checkpoints
+from unisono.train.data.loader import Loader
 from unisono.train.preemption import Preemption
-from unisono.train.progress import Display
-from unisono.train.run_folder import RunFolder
+from unisono.train.telemetry.progress import Display
+from unisono.train.telemetry.run_folder import RunFolder
+from unisono.train.telemetry.step_profile import StepProfile
+from unisono.train.telemetry.straggler import BusyMonitor, straggler_message
 
 if TYPE_CHECKING:
     from unisono.train.engine import Engine
 
 _NONFINITE = ("stop", "skip")
-_NOTHING = "No parameter was updated by this step; fit(nonfinite='skip') leaves such steps out"
-_FOR_EVER = (
-    "No step can be trained from there; go on from a checkpoint before it, with a lower learning rate or clip=..."
-)
-_MAY_HAVE = "The optimizer evaluates the loss several times in a step, and may have updated parameters before"
+_NOT_UPDATED = "No parameter was updated by this step; fit(nonfinite='skip') skips such steps"
+_PERMANENT = "Training cannot continue; resume from an earlier checkpoint, with a lower learning rate or clip=..."
+_MAYBE_UPDATED = "The optimizer evaluates the loss several times in a step, and may have updated parameters before"
 
 
 class NonFiniteLoss(UnisonoError, ArithmeticError):
-    """The loss was NaN or infinite; the message says when, on which samples and where it began."""
+    """The loss was NaN or infinite; the message contains the step, the samples and the module of origin."""
 
 
 @dataclass
 class History:
-    """What a run gave: the loss of every step done, and the values of every evaluation."""
+    """Result of a run: the loss of every step, and the values of every evaluation."""
 
     losses: list[float] = field(default_factory=list)
     values: list[dict[str, float]] = field(default_factory=list)
-    first_step: int = 0  # steps that were done before, after a resume
+    first_step: int = 0  # steps done before, after a resume
     step: int = 0
     skipped: int = 0
-    stopped: str = ""  # why the run ended before its time; nothing where it did not
+    stopped: str = ""  # why the run ended early; "" if it did not
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the user said of a run; see `Engine.fit`."""
+    """Options of a run, see `Engine.fit`."""
 
     epochs: int = 1
     steps: int | None = None
@@ -96,21 +93,21 @@ class Fit:
         self.options = options
         self.folder = folder
         self.validation = validation
-        self.steps: int | None = None  # of the trainer, when the run is over; None where the data has no length
-        self._began = engine.ready.steps  # steps that were done before this run, and are none of it
+        self.steps: int | None = None  # trainer.steps at the end of the run; None if the data has no length
+        self._began = engine.ready.steps  # steps done before this run
         self.history = History()
-        self.moment: Moment | None = None
-        self._loss = math.nan  # of the step that it was resumed after
+        self.info: StepInfo | None = None
+        self._loss = math.nan  # of the last step before a resume
         self._display = Display(options.progress and engine.comm.rank == 0)
         self._checkpoints = None if folder is None else Checkpoints(folder.checkpoints, keep=options.keep)
-        self._saved = -1  # the step saved last
-        self._ended = loader.epoch  # epochs that were evaluated and told of, after their last step
+        self._saved = -1  # last saved step
+        self._ended = loader.epoch  # epochs whose on_epoch was called
         self._given = list(callbacks)
         self._skips = options.nonfinite == "skip"
         self._callbacks: list[Callback] = [self._display, *([folder] if folder else []), *callbacks]
         self._preemption = Preemption(engine.comm)
-        self._pace = Pace()
-        self._ledger = Ledger()
+        self._busy = BusyMonitor()
+        self._profile = StepProfile()
 
     # ---- the run -------------------------------------------------------------------------------------------------
 
@@ -123,42 +120,43 @@ class Fit:
             self._require_epochs()
         self._require_numbers()
         if self.options.progress:
-            self._display.say(str(self.engine.predicted()).splitlines()[0])
+            self._display.message(str(self.engine.predicted()).splitlines()[0])
             if self.engine.ready.proof:
-                self._display.say(self.engine.ready.proof)
+                self._display.message(self.engine.ready.proof)
             if self.engine.ready.coverage:
-                self._display.say(self.engine.ready.coverage)
+                self._display.message(self.engine.ready.coverage)
             if self.engine.ready.note:
-                self._display.say(f"the model was built whole on every rank: {self.engine.ready.note}")
+                self._display.message(f"the full model was built on every rank: {self.engine.ready.note}")
         done = self.engine.ready.steps
         self.history.first_step = self.history.step = done
         if self.folder is not None:
             self.folder.open(self._about(), done)
         for each in self._callbacks:
             each.on_start(self.engine, done, self.steps)
-        self._pace.start()
+        self._busy.start()
         try:
             with self._preemption.listening():
                 self._epochs()
         except BaseException:
             if self._checkpoints is not None:
-                self._checkpoints.settle()  # what the last steps saved must not be lost with this one
+                self._checkpoints.settle()  # do not lose a checkpoint that is being written
             raise
         finally:
-            self._pace.stop()
-            if self.folder is not None and self._ledger.is_written:
-                held = self._ledger.held(self.engine.ready) | {"plan": str(self.engine.plan), "peak": peak_memory()}
-                self.folder.write_rank(held | {"program": self.engine.program.lines})
+            self._busy.stop()
+            if self.folder is not None and self._profile.is_recorded:
+                measured = self._profile.as_json(self.engine.ready)
+                measured |= {"plan": str(self.engine.plan), "peak": peak_memory()}
+                self.folder.write_rank(measured | {"program": self.engine.program.lines})
             if self.folder is not None and self.engine.comm.rank == 0 and self.engine.program.is_recorded:
                 self.folder.write_program(self.engine.program.page(self.engine.ready, 0))
             for each in reversed(self._callbacks):
-                each.on_end(self.engine, self.moment)
+                each.on_end(self.engine, self.info)
         if self._checkpoints is not None:
             self._checkpoints.wait()
         return self.history
 
     def _epochs(self) -> None:
-        if self._ended < self.loader.epoch:  # it was asked to stop right after the last step of an epoch
+        if self._ended < self.loader.epoch:  # stopped right after the last step of an epoch, then resumed
             self._end_epoch()
             if self.history.stopped:
                 return
@@ -171,8 +169,8 @@ class Fit:
                     break
             if self.engine.ready.steps > done or (position and self._ended < self.loader.epoch):
                 self._end_epoch()
-            elif not position:  # else it was resumed where an epoch ends, which only a look at the data could tell
-                raise UsageError(f"the dataset gave no sample in epoch {self.loader.epoch}; expected at least one")
+            elif not position:  # else it was resumed at the end of an epoch of unknown length
+                raise UsageError(f"the dataset had no sample in epoch {self.loader.epoch}; expected at least one")
             if self.history.stopped:
                 return
         self._save(is_last=True)
@@ -181,11 +179,11 @@ class Fit:
         return self.steps is not None and self.engine.ready.steps >= self.steps
 
     def _is_over(self, ends: bool) -> bool:
-        """Whether the run ends after this step; with a checkpoint where it was asked to go."""
-        if self._preemption.was_asked():
+        """Whether the run ends after this step; if so, it is saved."""
+        if self._preemption.was_requested():
             self.history.stopped = "asked to stop (SIGTERM)"
             self._save(is_last=True)
-            self._display.say(f"asked to stop: ended after step {self.history.step}{self._where_saved()}")
+            self._display.message(f"asked to stop: ended after step {self.history.step}{self._where_saved()}")
             return True
         if ends:
             self.history.stopped = "a callback ended it"
@@ -194,10 +192,10 @@ class Fit:
         return False
 
     def _step(self, batch: Any) -> bool:
-        """One step and all that follows from it; whether a callback wants to end the run."""
+        """One step with its callbacks and checkpoint; whether a callback ends the run."""
         trainer, began = self.engine.ready, time.perf_counter()
         rows = batch.of if isinstance(batch, Share) else first_rows(batch, trainer.batch_dim)
-        self._preemption.ask()
+        self._preemption.start_check()
         with self._observed(trainer):
             loss, is_skipped = self._trained(trainer, batch)
         if self.engine.schedule is not None and not is_skipped:
@@ -206,7 +204,7 @@ class Fit:
         if len(self.history.losses) == 1:
             preload.record_modules()
         self.history.step = trainer.steps
-        self.moment = Moment(
+        self.info = StepInfo(
             step=trainer.steps,
             epoch=self.loader.epoch + 1,
             epochs=self.options.epochs,
@@ -221,36 +219,36 @@ class Fit:
             skipped=is_skipped,
         )
         if trainer.steps % self.options.look_every == 0:
-            self._look(self.moment)
-        asks = [bool(each.on_step(self.engine, self.moment)) for each in self._callbacks]
-        if self._is_due() and self.loader.state_dict()["position"]:  # else after the epoch, when it is evaluated
+            self._sample(self.info)
+        asks = [bool(each.on_step(self.engine, self.info)) for each in self._callbacks]
+        if self._is_due() and self.loader.state_dict()["position"]:  # else after the evaluation of the epoch
             self._save()
         return self._agreed(any(asks))
 
     @contextlib.contextmanager
     def _observed(self, trainer: Trainer) -> Iterator[None]:
-        """The third step goes into the ledger, when all is allocated, and the second is written down as it runs; of a
-        shorter run the last two, or one for both."""
+        """Record the program of the second step and the profile of the third, when all memory is allocated; of a
+        shorter run, of the last two steps, or of one."""
         done = len(self.history.losses)
-        watched = min(2, (self.steps or 3) - 1 - self.history.first_step)
+        profiled = min(2, (self.steps or 3) - 1 - self.history.first_step)
         with contextlib.ExitStack() as observers:
-            if self.folder is not None and not self.engine.program.is_recorded and done == max(watched - 1, 0):
-                observers.callback(self._pace.own_seconds)  # some ranks write, and those who wait for them do not count
+            if self.folder is not None and not self.engine.program.is_recorded and done == max(profiled - 1, 0):
+                observers.callback(self._busy.own_seconds)  # only some ranks record: do not count the others' waiting
                 observers.enter_context(self.engine.program.recording(trainer))
-            if self.folder is not None and not self._ledger.is_written and done == watched:
-                observers.enter_context(self._ledger.watching(trainer))
+            if self.folder is not None and not self._profile.is_recorded and done == profiled:
+                observers.enter_context(self._profile.recording(trainer))
             yield
 
     def _agreed(self, ends: bool) -> bool:
-        """Callbacks of a user may want to end the run on one rank only; then it ends on all."""
+        """Whether a callback of the user ends the run, on any rank."""
         return bool(self._given) and any(self.engine.comm.all_gather_object(ends))
 
     def _trained(self, trainer: Trainer, batch: Any) -> tuple[float, bool]:
-        """The loss of a training step, and whether the step was left out because it is not finite."""
+        """The loss of a training step, and whether the step was skipped because it is not finite."""
         if takes_closure(trainer.optimizer):
             loss = float(trainer.step(batch))
             if not math.isfinite(loss):
-                raise NonFiniteLoss(self._told(loss, finite.first_culprit(trainer, batch), trainer.steps, _MAY_HAVE))
+                raise self._nonfinite(loss, nonfinite.origin(trainer, batch), trainer.steps, _MAYBE_UPDATED)
             return loss, False
         held = {name: buffer.clone() for name, buffer in trainer.model.named_buffers()} if self._skips else {}
         trainer.zero_grad()
@@ -259,9 +257,9 @@ class Fit:
             trainer.update()
             return loss, False
         if not self._skips:
-            raise NonFiniteLoss(self._told(loss, finite.first_culprit(trainer, batch), trainer.steps + 1, _NOTHING))
-        if broken := finite.broken_parameter(trainer):
-            raise NonFiniteLoss(self._told(loss, broken, trainer.steps + 1, _FOR_EVER))
+            raise self._nonfinite(loss, nonfinite.origin(trainer, batch), trainer.steps + 1, _NOT_UPDATED)
+        if broken := nonfinite.nonfinite_parameter(trainer):
+            raise self._nonfinite(loss, broken, trainer.steps + 1, _PERMANENT)
         with torch.no_grad():
             for name, buffer in trainer.model.named_buffers():
                 buffer.copy_(held[name])
@@ -270,47 +268,48 @@ class Fit:
         self.history.skipped += 1
         return loss, True
 
-    def _told(self, loss: float, culprit: str, step: int, outcome: str) -> str:
+    def _nonfinite(self, loss: float, origin: str, step: int, outcome: str) -> NonFiniteLoss:
         ids = self.loader.ids
         shown = f"{ids[:16]}{' ...' if len(ids) > 16 else ''}"
         where = f"at step {step} (epoch {self.loader.epoch + 1}) on samples {shown}"
-        return f"the loss is {loss} {where}; {culprit}. {outcome}"
+        return NonFiniteLoss(f"the loss is {loss} {where}; {origin}. {outcome}")
 
-    # ---- looks and ends of epochs --------------------------------------------------------------------------------
+    # ---- sampling and ends of epochs -----------------------------------------------------------------------------
 
-    def _look(self, moment: Moment) -> None:
-        """What every rank holds, and whether one of them keeps the others waiting."""
+    def _sample(self, info: StepInfo) -> None:
+        """Gather the peak memory of all ranks, and look for a straggler."""
         comm = self.engine.comm
-        own, passed = self._pace.own_seconds()
+        own, passed = self._busy.own_seconds()
         seen = comm.all_gather_object((peak_memory(), own, passed, comm.host))
-        moment.memory = tuple(memory for memory, *_ in seen)
-        moment.slow = slowest([own for _, own, *_ in seen], max(p for *_, p, _ in seen), [host for *_, host in seen])
+        info.memory = tuple(memory for memory, *_ in seen)
+        passed = max(passed for *_, passed, _ in seen)
+        info.slow = straggler_message([own for _, own, *_ in seen], passed, [host for *_, host in seen])
 
     def _is_due(self) -> bool:
-        """Whether it is time for a checkpoint, by the number of steps."""
+        """Whether `save_every` requires a checkpoint after this step."""
         return self.options.save_every is not None and self.engine.ready.steps % self.options.save_every == 0
 
     def _end_epoch(self) -> None:
-        if self.moment is None:  # after a resume, with no step since
+        if self.info is None:  # after a resume, with no step since
             done, epoch = self.engine.ready.steps, self.loader.epoch
-            self.moment = Moment(done, epoch, self.options.epochs, self.steps, self._loss, (), 0, None, 0.0)
-        moment = self.moment
+            self.info = StepInfo(done, epoch, self.options.epochs, self.steps, self._loss, (), 0, None, 0.0)
+        info = self.info
         if self.validation is not None:
             values = evaluation.evaluate(self.engine.ready, self.validation, self.engine.metrics)
-            moment.values = {f"validation_{name}": value for name, value in values.items()}
-            self.history.values.append(moment.values)
-        asks = [bool(each.on_epoch(self.engine, moment)) for each in self._callbacks]
+            info.values = {f"validation_{name}": value for name, value in values.items()}
+            self.history.values.append(info.values)
+        asks = [bool(each.on_epoch(self.engine, info)) for each in self._callbacks]
         if self._agreed(any(asks)):
             self.history.stopped = "a callback ended it"
         self._ended = self.loader.state_dict()["epoch"]
         if self.options.save_every is None or self._is_due() or self.history.stopped:
-            self._saved = -1  # what may have been saved at this step does not know of the epoch's end
+            self._saved = -1  # a checkpoint saved at this step does not include the end of the epoch
             self._save()
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------
 
     def _save(self, is_last: bool = False) -> None:
-        """A checkpoint of this step, written while training goes on; waited for where nothing comes after it."""
+        """Start a checkpoint of this step, written in the background; if it is the last, wait for it."""
         step = self.engine.ready.steps
         if self._checkpoints is None or self.folder is None:
             return
@@ -318,8 +317,8 @@ class Fit:
             self._saved = step
             state = self.loader.state_dict()
             own = {**self.engine.own_state(), "began": self._began, "ended": self._ended}
-            if self.moment is not None and math.isfinite(self.moment.loss):
-                own["loss"] = self.moment.loss
+            if self.info is not None and math.isfinite(self.info.loss):
+                own["loss"] = self.info.loss
             self._checkpoints.save(self.engine.ready, step, state, own, wait=is_last)
             for each in self._callbacks:
                 each.on_save(self.engine, step, str(self.folder.checkpoints))
@@ -327,16 +326,16 @@ class Fit:
             self._checkpoints.wait()
 
     def _restore(self) -> bool:
-        """Go on from the newest good checkpoint, where the user or a restart of the job asks for it; whether it did."""
+        """Resume from the newest valid checkpoint, if requested or after a restart of the job; whether it did."""
         if self._checkpoints is None or self.folder is None:
             return False
         self._checkpoints.require_same_model(self.engine.ready)
-        is_again = int(os.environ.get(environment.ATTEMPT, "0")) > 0
-        if not self.options.resume and not is_again:
+        is_restart = int(os.environ.get(environment.ATTEMPT, "0")) > 0
+        if not self.options.resume and not is_restart:
             if self._checkpoints.steps():
                 raise UsageError(
                     f"run folder {self.folder.path} has checkpoints of an earlier run (the newest of step "
-                    f"{self._checkpoints.steps()[-1]}); pass resume=True to go on from it, or give another folder"
+                    f"{self._checkpoints.steps()[-1]}); pass resume=True to continue from it, or give another folder"
                 )
             return False
         if self._checkpoints.newest_good() is None:
@@ -350,15 +349,15 @@ class Fit:
         self._loss = restored.extra.get("loss", math.nan)
         under = "" if restored.plan == str(self.engine.plan) else f", saved under plan {restored.plan}"
         if restored.note:
-            self._display.say(restored.note)
-        self._display.say(f"resumed at step {restored.step} from {self.folder.checkpoints}{under}")
+            self._display.message(restored.note)
+        self._display.message(f"resumed at step {restored.step} from {self.folder.checkpoints}{under}")
         return True
 
     def _where_saved(self) -> str:
         return "" if self.folder is None else f", saved in {self.folder.checkpoints}"
 
     def _about(self) -> dict[str, Any]:
-        """What the run folder tells of this start."""
+        """The entry of this start in run.json."""
         trainer = self.engine.ready
         return {
             "model": self.engine.about_model(),
@@ -375,19 +374,19 @@ class Fit:
         }
 
     def _last_step(self) -> int | None:
-        """The trainer's step after which the run is over: where the data ends, or after as many as were asked for."""
+        """trainer.steps at the end of the run: at the end of the data, or after `steps`."""
         left = self.loader.batches_left(self.options.epochs)
         end = None if left is None else self.engine.ready.steps + left
         if self.options.steps is None:
             return end
-        asked = self._began + self.options.steps
-        return asked if end is None else min(asked, end)
+        wanted = self._began + self.options.steps
+        return wanted if end is None else min(wanted, end)
 
     def _require_epochs(self) -> None:
         if self.loader.epoch >= self.options.epochs:
             raise UsageError(
-                f"the loader has {self.loader.epoch} epochs behind it, and fit(epochs={self.options.epochs}) ends "
-                "there: nothing would be trained; give more epochs, or begin anew by loader.set_epoch(0)"
+                f"the loader has completed {self.loader.epoch} epochs, and fit(epochs={self.options.epochs}) ends "
+                "there: nothing would be trained; give more epochs, or start over with loader.set_epoch(0)"
             )
 
     def _require_skippable(self) -> None:
@@ -395,11 +394,11 @@ class Fit:
             name = type(self.engine.ready.optimizer).__name__
             raise UsageError(
                 f"fit(nonfinite='skip') with {name}, which evaluates the loss several times in a step: a step of it "
-                "cannot be left out; use nonfinite='stop'"
+                "cannot be skipped; use nonfinite='stop'"
             )
 
     def _require_numbers(self) -> None:
-        """Every metric is asked once, before anything is trained: of the first batch that it will be asked of."""
+        """Compute every metric once before training, so that one that fails does so now."""
         if self.validation is not None:
             first = self.validation.first()
             evaluation.evaluate(self.engine.ready, [] if first is None else [first], self.engine.metrics)
@@ -407,7 +406,7 @@ class Fit:
             self.engine.require_numbers()
 
     def _require_rows(self) -> None:
-        """Every batch, also the last and smallest one, must be enough for a pipeline's microbatches."""
+        """Every batch, also the smallest, must have enough samples for the microbatches of a pipeline."""
         trainer = self.engine.ready
         parts = trainer.part[1] * trainer.plan.microbatches
         for what, loader in (("training", self.loader), ("validation", self.validation)):
@@ -415,13 +414,13 @@ class Fit:
             if loader is not None and smallest is not None and smallest < parts and trainer.plan.pp > 1:
                 raise UsageError(
                     f"the smallest {what} batch of an epoch has {smallest} samples (batch_size={loader.batch_size}), "
-                    f"but plan {trainer.plan} cuts each batch in {parts}: use fewer microbatches, or a batch_size "
+                    f"but plan {trainer.plan} divides each batch into {parts}: use fewer microbatches, or a batch_size "
                     "that leaves more"
                 )
 
 
 def peak_memory() -> int:
-    """Bytes that this rank has held at most: of GPU memory where it has a GPU, else of the process."""
+    """Peak memory of this rank in bytes: of its GPU if it has one, else of the process."""
     if torch.cuda.is_available() and torch.cuda.is_initialized():
         return int(torch.cuda.max_memory_allocated())
     scale = 1 if sys.platform == "darwin" else 1024

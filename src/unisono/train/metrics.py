@@ -1,10 +1,10 @@
-"""Metrics over the whole data, whatever part of it a rank has seen.
+"""Metrics over a dataset of which each rank has seen a part.
 
     uni.Engine(..., metrics=["accuracy", Accuracy(k=5), "perplexity", my_function])
 
-A Metric says what to sum over samples and what the sums amount to; each rank sums what it computes, and only the sums
-travel. A function (outputs, targets) -> number is asked with the outputs of a whole global batch, on every rank alike,
-and its answers are averaged over the samples.
+A Metric defines sums over samples and their value; each rank sums over its own samples, and only the sums are
+communicated. A function (outputs, targets) -> number is called with the outputs of a global batch on every rank, and
+its results are averaged over the samples.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ Function = Callable[[Any, Any], Any]
 
 
 class Metric:
-    """`sums` of what one part of the data gives, and the `value` of the sums over all of it."""
+    """`sums` over a part of the data, and the `value` of the sums over all of it."""
 
     name = "metric"
 
-    def trained_with(self, loss: Function, is_spread: bool) -> None:
-        """Called before `sums`, with the loss that is trained, and whether outputs are of some tokens only (cp)."""
+    def trained_with(self, loss: Function, is_sharded: bool) -> None:
+        """Called before `sums` with the training loss, and whether a rank has only some tokens of a sequence (cp)."""
 
     def sums(self, outputs: Any, targets: Any) -> torch.Tensor:
         raise AssertionError(f"{type(self).__name__} has no sums")
@@ -36,7 +36,7 @@ class Metric:
 
 
 class Accuracy(Metric):
-    """The share of targets that are among the k largest outputs; targets equal to `ignored` do not count."""
+    """The fraction of targets among the k largest outputs; targets equal to `ignored` are not counted."""
 
     def __init__(self, k: int = 1, ignored: int = -100) -> None:
         if not isinstance(k, int) or k < 1:
@@ -59,11 +59,10 @@ class Accuracy(Metric):
 
 
 class Perplexity(Metric):
-    """exp of the mean cross entropy that is trained; targets equal to `ignored` do not count.
+    """exp of the mean cross entropy of the training loss; targets equal to `ignored` are not counted.
 
-    The loss shows what is counted: the cross entropy of each output with its own target, or, where the loss shifts
-    them, with the next one. A loss that is neither is refused, unless `shift` says by how many places targets are
-    shifted, 0 or 1.
+    By comparison with the loss it is found whether that takes each output with its own target or, if the loss shifts
+    targets, with the next one. A loss that is neither is refused, unless `shift` gives the shift: 0 or 1.
     """
 
     name = "perplexity"
@@ -74,17 +73,17 @@ class Perplexity(Metric):
         self.ignored = ignored
         self.shift = shift
         self._loss: Function | None = None
-        self._is_spread = False
+        self._is_sharded = False
 
-    def trained_with(self, loss: Function, is_spread: bool) -> None:
-        self._loss, self._is_spread = loss, is_spread
+    def trained_with(self, loss: Function, is_sharded: bool) -> None:
+        self._loss, self._is_sharded = loss, is_sharded
 
     def sums(self, outputs: Any, targets: Any) -> torch.Tensor:
-        """Cross entropies and their counts, by shift; and how often the loss was either of their means, or neither."""
+        """Cross entropies and their counts by shift; and how often the loss was either of their means, or neither."""
         scores = _class_last(_scores(outputs), targets, self.name)
         exact = scores if scores.dtype == torch.float64 else scores.float()
         by_shift = [self._cross_entropy(exact, targets)]
-        has_next = targets.dim() > 1 and not self._is_spread  # where ranks share sequences, the next token is elsewhere
+        has_next = targets.dim() > 1 and not self._is_sharded  # under cp the next token may be on another rank
         by_shift.append(self._cross_entropy(exact[:, :-1], targets[:, 1:]) if has_next else torch.zeros(2).double())
         votes = self._votes(by_shift, outputs, targets).to(by_shift[0].device)
         return torch.cat([*(each.to(votes.device) for each in by_shift), votes])
@@ -102,11 +101,11 @@ class Perplexity(Metric):
             return votes
         given = self._loss(outputs, targets)
         if not bool(given.isfinite()):
-            return votes  # nothing to count here
+            return votes  # no targets to count
         near = 1e-4 if given.dtype in (torch.float32, torch.float64) else 2e-2
         means = [float(lost / count) if count else math.nan for lost, count in by_shift]
         fits = [math.isclose(float(given), mean, rel_tol=near, abs_tol=1e-6) for mean in means]
-        if not all(fits):  # else the batch does not tell
+        if not all(fits):  # else the batch does not distinguish them
             votes[fits.index(True) if any(fits) else 2] = 1
         return votes
 
@@ -115,8 +114,8 @@ class Perplexity(Metric):
         if votes[2] or (votes[0] and votes[1]):
             raise UsageError(
                 "metric 'perplexity' is exp of the mean cross entropy of the outputs and their targets, or the next "
-                "ones, but the loss that is trained is neither (or, under cp, looks at the next ones); give "
-                "Perplexity(shift=0) or Perplexity(shift=1) to have that of the outputs, whatever the loss is"
+                "ones, but the training loss is neither (or, under cp, uses the next ones); give "
+                "Perplexity(shift=0) or Perplexity(shift=1) to compute it from the outputs, whatever the loss is"
             )
         lost, count = by_shift[1 if votes[1] else 0]
         return math.exp(min(float(lost / count), 700.0)) if count else math.nan
@@ -130,7 +129,7 @@ _NAMED: dict[str, Callable[[], Metric]] = {
 
 
 def named(metrics: Sequence[str | Metric | Function] | None) -> dict[str, Metric | Function]:
-    """The metrics a user gave, each with the name that it is shown by."""
+    """The given metrics by name."""
     if isinstance(metrics, str) or callable(metrics) or isinstance(metrics, Metric):
         metrics = [metrics]
     if metrics is not None and not isinstance(metrics, Sequence):
@@ -142,18 +141,18 @@ def named(metrics: Sequence[str | Metric | Function] | None) -> dict[str, Metric
                 raise UsageError(f"metric {each!r}: expected one of {', '.join(_NAMED)}, a Metric or a function")
             each = _NAMED[each]()
         if isinstance(each, type) and issubclass(each, Metric):
-            raise UsageError(f"metric {each.__name__} is a class; expected one of it: {each.__name__}()")
+            raise UsageError(f"metric {each.__name__} is a class; expected an instance: {each.__name__}()")
         if not isinstance(each, Metric) and not callable(each):
             raise UsageError(f"metric {each!r}: expected one of {', '.join(_NAMED)}, a Metric or a function")
         name = each.name if isinstance(each, Metric) else getattr(each, "__name__", type(each).__name__)
         if name in found or name == "loss":
-            raise UsageError(f"two metrics are called {name!r}; give each a name of its own")
+            raise UsageError(f"two metrics are named {name!r}; names must differ")
         found[name] = each
     return found
 
 
 def number_of(name: str, answer: Any) -> float:
-    """What a user's function answered, as a number; UsageError where it is none."""
+    """The result of a metric as a number; UsageError if it is none."""
     if isinstance(answer, torch.Tensor) and answer.numel() != 1:
         raise UsageError(f"metric {name!r} returned a tensor of shape {list(answer.shape)}; expected one number")
     try:
@@ -165,7 +164,7 @@ def number_of(name: str, answer: Any) -> float:
 
 
 def _scores(outputs: Any) -> torch.Tensor:
-    """The scores of the classes in what a model returns: itself, its `logits`, or the first of several."""
+    """The class scores in the output of a model: the output itself, its `logits`, or the first of several."""
     outputs = getattr(outputs, "logits", outputs)
     if isinstance(outputs, dict) and "logits" in outputs:
         outputs = outputs["logits"]
@@ -177,7 +176,7 @@ def _scores(outputs: Any) -> torch.Tensor:
 
 
 def _class_last(scores: torch.Tensor, targets: Any, name: str) -> torch.Tensor:
-    """Scores with their classes in the last dim, as the shape of the targets tells where they are."""
+    """Scores with the classes in the last dim; the shape of the targets determines which dim they are in."""
     if isinstance(targets, torch.Tensor):
         if targets.shape == scores.shape[:-1]:
             return scores

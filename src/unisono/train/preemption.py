@@ -1,7 +1,7 @@
-"""Being asked to go: SIGTERM, which schedulers send before they take a machine away.
+"""Preemption: SIGTERM, which schedulers send before they take a machine away.
 
-The signal reaches ranks at different moments, so none may act on it alone: at the end of each step the ranks agree
-whether any has been asked. The question travels while the step computes.
+The signal reaches ranks at different times, so none may act on it alone: an all_reduce, which overlaps with the step,
+tells all ranks whether any of them has received it.
 """
 
 from __future__ import annotations
@@ -19,22 +19,22 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.launch.outcome import failure
 
-PATIENCE = 60.0  # seconds that the launcher gives ranks between SIGTERM and the end, for a step and a checkpoint
-_GRACE = "UNISONO_GRACE"  # the same, as the user says
+GRACE = 60.0  # seconds between SIGTERM and SIGKILL that the launcher grants, for a step and a checkpoint
+_GRACE_VARIABLE = "UNISONO_GRACE"  # overrides it
 
 
 class Preemption:
-    """Notes SIGTERM while it is `listening`; `ask` before a step and `was_asked` after it, on every rank."""
+    """Notes SIGTERM while `listening`. Every rank calls `start_check` before a step and `was_requested` after it."""
 
     def __init__(self, comm: Communicator) -> None:
         self._comm = comm
-        self._asked = threading.Event()
+        self._requested = threading.Event()
         self._flag = torch.zeros(1, dtype=torch.int32)
-        self._travelling: Handle | None = None
+        self._pending: Handle | None = None
 
     def request(self) -> None:
-        """As if the signal had come."""
-        self._asked.set()
+        """As if the signal had been received."""
+        self._requested.set()
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
@@ -43,25 +43,25 @@ class Preemption:
             return
 
         def note(signum: int, frame: FrameType | None) -> None:
-            self._asked.set()
+            self._requested.set()
 
         before = signal.signal(signal.SIGTERM, note)
-        failure.request_grace(float(os.environ.get(_GRACE, PATIENCE)))
+        failure.request_grace(float(os.environ.get(_GRACE_VARIABLE, GRACE)))
         try:
             yield
         finally:
             failure.request_grace(0)
             signal.signal(signal.SIGTERM, before)
 
-    def ask(self) -> None:
+    def start_check(self) -> None:
         if self._comm.size > 1:
-            self._flag.fill_(int(self._asked.is_set()))
-            self._travelling = self._comm.all_reduce(self._flag, "max", async_op=True)
+            self._flag.fill_(int(self._requested.is_set()))
+            self._pending = self._comm.all_reduce(self._flag, "max", async_op=True)
 
-    def was_asked(self) -> bool:
-        """Whether any rank had been asked when the step began."""
+    def was_requested(self) -> bool:
+        """Whether any rank had received the signal when the step began."""
         if self._comm.size == 1:
-            return self._asked.is_set()
-        assert self._travelling is not None
-        self._travelling.wait()
+            return self._requested.is_set()
+        assert self._pending is not None
+        self._pending.wait()
         return bool(self._flag.item())

@@ -73,7 +73,7 @@ class Monitor:
         """Wait until the job has ended by itself or failed for good."""
         began = time.monotonic()
         for link in self._links:
-            if link.gone:  # lost after the preflight
+            if link.is_closed:  # lost after the preflight
                 self._lose(link)
         while any(link.ended is None for link in self._links) and not self._lost:
             self._listen(0.1)
@@ -105,7 +105,7 @@ class Monitor:
                 link.wire.send({"do": "stop", "signal": signum})
         self._links.hang_up()
         began = time.monotonic()
-        while time.monotonic() < began + self._grace + STOP and any(not link.gone for link in self._links):
+        while time.monotonic() < began + self._grace + STOP and any(not link.is_closed for link in self._links):
             self._listen(0.1)
         self._links.kill()
 
@@ -135,7 +135,7 @@ class Monitor:
                 if message["problem"] and not self._problem:
                     self._problem = f"the agent on host {link.host} failed:\n{message['problem'].rstrip()}"
                     self._problem_since = time.monotonic()
-            case "gone":
+            case "closed":
                 self._lose(link)
 
     def _output(self, rank: int, stream: str, data: str) -> None:

@@ -30,7 +30,7 @@ class Link:
         self.errors = b""  # stderr of ssh, or of an agent that failed to start
 
     @property
-    def gone(self) -> bool:
+    def is_closed(self) -> bool:
         return self.wire.closed
 
     @property
@@ -72,7 +72,7 @@ class Links:
         self._selector.register(link.wire.read_fd, selectors.EVENT_READ, link)
 
     def receive(self, timeout: float) -> list[tuple[Link, Message]]:
-        """Messages of agents within timeout; {"event": "gone"} for a connection that ended."""
+        """Messages of agents within timeout; {"event": "closed"} for a connection that ended."""
         messages: list[tuple[Link, Message]] = []
         if not self._selector.get_map():
             time.sleep(max(0.0, timeout))
@@ -83,14 +83,14 @@ class Links:
                 self._read_errors(link, key)
                 continue
             messages += [(link, message) for message in link.wire.read_once()]
-            if link.gone:
+            if link.is_closed:
                 self._selector.unregister(key.fd)
                 self._read_errors_left(link)
-                messages.append((link, {"event": "gone"}))
+                messages.append((link, {"event": "closed"}))
         return messages
 
     def ask(self, requests: Iterable[tuple[Link, Message]], event: str, deadline: float) -> dict[Link, Message]:
-        """Send each agent its request; return the answers by the deadline ("gone" is one)."""
+        """Send each agent its request; return the answers by the deadline ("closed" is one)."""
         open_links = set()
         for link, request in requests:
             link.wire.send(request)
@@ -99,11 +99,11 @@ class Links:
 
     def await_event(self, links: Iterable[Link], event: str, deadline: float) -> dict[Link, Message]:
         waiting = set(links)
-        answers: dict[Link, Message] = {link: {"event": "gone"} for link in waiting if link.gone}
+        answers: dict[Link, Message] = {link: {"event": "closed"} for link in waiting if link.is_closed}
         waiting -= set(answers)
         while waiting and (left := deadline - time.monotonic()) > 0:
             for link, message in self.receive(min(left, 0.1)):
-                if link in waiting and message["event"] in (event, "gone"):
+                if link in waiting and message["event"] in (event, "closed"):
                     answers[link] = message
                     waiting.discard(link)
         return answers
@@ -130,7 +130,7 @@ class Links:
     def hang_up(self) -> None:
         """Close the connections: agents then end everything they started."""
         for link in self.all:
-            if not link.gone:
+            if not link.is_closed:
                 link.wire.hang_up()
 
     def close(self) -> None:

@@ -16,7 +16,7 @@ Print = Callable[[str], None]
 _PROBE_TIMEOUT = 3.0
 
 
-def gather(job: Job, links: Links, say: Print) -> None:
+def gather(job: Job, links: Links, show: Print) -> None:
     """Start an agent on every host, in parallel, and check each; PreflightError names every host that fails."""
     began = time.monotonic()
     deadline = began + job.start_timeout
@@ -34,11 +34,11 @@ def gather(job: Job, links: Links, say: Print) -> None:
     sound = [link for link in links if link.host not in problems]
     problems |= _program(job, sound, links, deadline)
     if job.verbose:
-        _print_result(job, links, problems, time.monotonic() - began, say)
+        _print_result(job, links, problems, time.monotonic() - began, show)
         if not problems and job.several_hosts:
             reached_at = addresses(links)
             for line in matrix_lines(links, matrix(links, reached_at)):
-                say(line)
+                show(line)
     if problems:
         raise PreflightError(problems)
 
@@ -50,7 +50,7 @@ def _greet(job: Job, links: Links, deadline: float) -> dict[str, str]:
         answer = answers.get(link)
         if answer is None:
             problems[link.host] = f"no answer within --start-timeout {job.start_timeout:g} s"
-        elif answer["event"] == "gone":
+        elif answer["event"] == "closed":
             problems[link.host] = ssh.cause(link, job.python)
         else:
             link.hello = answer
@@ -78,23 +78,23 @@ def _program(job: Job, sound: Sequence[Link], links: Links, deadline: float) -> 
     answers = links.ask([(link, question) for link in sound], "checked", deadline)
     problems = {}
     for link in sound:
-        answer = answers.get(link, {"event": "gone"})
-        if answer["event"] == "gone":
+        answer = answers.get(link, {"event": "closed"})
+        if answer["event"] == "closed":
             problems[link.host] = f"its agent stopped answering: {ssh.cause(link, job.python)}"
         elif answer["problem"]:
             problems[link.host] = answer["problem"]
     return problems
 
 
-def _print_result(job: Job, links: Links, problems: dict[str, str], seconds: float, say: Print) -> None:
-    say(f"preflight of {len(links.all)} host(s), {job.world} ranks, in {seconds:.1f} s:")
+def _print_result(job: Job, links: Links, problems: dict[str, str], seconds: float, show: Print) -> None:
+    show(f"preflight of {len(links.all)} host(s), {job.world} ranks, in {seconds:.1f} s:")
     for link in links:
         ranks = f"ranks {link.ranks.start}-{link.ranks.stop - 1}"
         if link.host in problems:
-            say(f"  {link.host}: {problems[link.host]}")
+            show(f"  {link.host}: {problems[link.host]}")
             continue
         versions = ", ".join(f"{name} {link.hello[name]}" for name in ("python", "unisono", "torch"))
-        say(f"  {link.host}: ok, {ranks}, {versions}")
+        show(f"  {link.host}: ok, {ranks}, {versions}")
 
 
 def addresses(links: Links) -> dict[Link, str]:

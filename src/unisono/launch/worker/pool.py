@@ -1,6 +1,6 @@
 """WorkerPool: the ranks of one node as child processes. Forks them, forwards their output, detects failures, ends them.
 
-Note: forks and locks. A lock that another thread holds at the moment of a fork stays locked in the child forever. The
+Note: forks and locks. A lock that another thread holds during a fork stays locked in the child forever. The
 pool itself uses one thread, but torch's TCPStore has its own, which resolves the name of every peer that connects under
 a lock of the C library that each rank needs to connect. So no rank starts before the last one is forked: ranks wait on
 a pipe that `release` closes.

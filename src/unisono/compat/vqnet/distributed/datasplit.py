@@ -6,7 +6,7 @@ from typing import Any
 
 from unisono.compat.vqnet.distributed.joining import joined_if_many
 from unisono.errors import UsageError
-from unisono.train import partition
+from unisono.train.data import partition
 
 
 def split_data(x_train: Any, y_train: Any, shuffle: bool = False) -> tuple[Any, Any]:

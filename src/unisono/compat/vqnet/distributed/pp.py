@@ -16,7 +16,7 @@ from unisono.compat.vqnet.tensor.qtensor import plain
 from unisono.errors import UsageError
 from unisono.parallel.apply import parallelize
 from unisono.plan.plan import Plan
-from unisono.train.data import Loader
+from unisono.train.data.loader import Loader
 
 _NAME = "PipelineParallelTrainingWrapper"
 _KEYS = {

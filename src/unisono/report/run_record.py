@@ -1,4 +1,4 @@
-"""A run, read back from its folder (see train/run_folder.py)."""
+"""Run: the contents of a run folder (see train/telemetry/run_folder.py)."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from unisono.plan.plan import Plan
 
 @dataclass(frozen=True)
 class Run:
-    """What a run's folder tells: its starts, its steps, and what each rank of the last start held."""
+    """Starts and steps of a run, and the profile of each rank of the last start."""
 
     path: Path
     starts: list[dict[str, Any]]
     steps: list[dict[str, Any]]
     ranks: dict[int, dict[str, Any]] = field(default_factory=dict)
-    program: str = ""  # the distributed program as a page, where the run could be traced
+    program: str = ""  # page of the distributed program; "" if there is none
 
     @classmethod
     def read(cls, path: Path) -> Run:
-        """UsageError where the folder is no run's."""
+        """Read a run folder; UsageError if it is not one."""
         file = path / "run.json"
         if not path.is_dir():
-            raise UsageError(f"there is no folder {path}; give the folder that fit(save=...) was given")
+            raise UsageError(f"the folder {path} does not exist; give the folder of fit(save=...)")
         if not file.is_file():
-            raise UsageError(f"{path} has no run.json; give the folder that fit(save=...) was given")
+            raise UsageError(f"{path} has no run.json; give the folder of fit(save=...)")
         try:
             starts = json.loads(file.read_text(encoding="utf-8"))["starts"]
             plan = Plan.parse(starts[-1]["plan"])
@@ -38,10 +38,10 @@ class Run:
         steps = list(_lines(path / "steps.jsonl"))
         ranks = {}
         for rank in range(plan.world):
-            with contextlib.suppress(OSError, ValueError):  # a rank that was killed has written none
-                told = json.loads((path / "ranks" / f"{rank}.json").read_text(encoding="utf-8"))
-                if told.get("plan", str(plan)) == str(plan):  # else it is of an earlier start
-                    ranks[rank] = told
+            with contextlib.suppress(OSError, ValueError):  # a killed rank has written none
+                data = json.loads((path / "ranks" / f"{rank}.json").read_text(encoding="utf-8"))
+                if data.get("plan", str(plan)) == str(plan):  # else it is of an earlier start
+                    ranks[rank] = data
         page = path / "program.html"
         return cls(path, starts, steps, ranks, page.read_text(encoding="utf-8") if page.is_file() else "")
 
@@ -55,9 +55,11 @@ class Run:
 
     @property
     def why(self) -> list[list[str]]:
-        """Why not another plan: as the last start said that searched for this one. One that resumes does not search."""
-        told = [start.get("predicted") or {} for start in self.starts if start["plan"] == self.starts[-1]["plan"]]
-        return next((each["why"] for each in reversed(told) if each.get("why")), [])
+        """Why not another plan: from the last start that searched for this one. A resumed run does not search."""
+        predictions = [
+            start.get("predicted") or {} for start in self.starts if start["plan"] == self.starts[-1]["plan"]
+        ]
+        return next((each["why"] for each in reversed(predictions) if each.get("why")), [])
 
     def curve(self, name: str) -> list[tuple[float, float]]:
         """The values of a number over the steps."""
@@ -68,5 +70,5 @@ class Run:
 def _lines(file: Path) -> Any:
     if file.is_file():
         for line in file.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):  # the last one, cut short by a kill
+            with contextlib.suppress(ValueError):  # a truncated last line of a killed run
                 yield json.loads(line)

@@ -1,12 +1,12 @@
-"""Checkpoints: a trainer's state on disk, which any other plan can go on from.
+"""Checkpoints: a trainer's state on disk, which can be loaded under any other plan.
 
     checkpoints = uni.Checkpoints("runs/gpt", keep=3)
-    checkpoints.save(trainer, step, loader.state_dict(), wait=False)      # training goes on while it is written
+    checkpoints.save(trainer, step, loader.state_dict(), wait=False)      # written in the background
     restored = checkpoints.load(trainer)                                  # under this plan or another
     loader.load_state_dict(restored.data_state)
 
-Every rank calls these alike; the folder is one that all ranks see. Each rank writes, aside, what no other writes; when
-all have, the folder is renamed, and only then is it a checkpoint. Whatever fails, the ones before it are untouched.
+Every rank calls these; the folder must be visible to all ranks. Each rank writes its part to a temporary folder, which
+is renamed when all have finished, and is a checkpoint only then. A failure leaves earlier checkpoints intact.
 """
 
 from __future__ import annotations
@@ -20,44 +20,43 @@ from typing import Any, NamedTuple
 from unisono.comm.rendezvous import world
 from unisono.errors import CheckpointError, UsageError
 from unisono.parallel.trainer import Trainer
-from unisono.train.inventory import Inventory, Shapes, collect, shapes_here
-from unisono.train.manifest import NAME as MANIFEST
-from unisono.train.manifest import Manifest, differences, shown
-from unisono.train.order import require_whole_number
-from unisono.train.restoring import Restoration
-from unisono.train.saving import Saving, Target, folder_of, path_of, steps_in, tidy
-from unisono.train.staging import Staging
+from unisono.train.checkpoint.inventory import Inventory, Shapes, collect, shapes_here
+from unisono.train.checkpoint.manifest import NAME as MANIFEST
+from unisono.train.checkpoint.manifest import Manifest, differences, shown
+from unisono.train.checkpoint.restoring import Restoration
+from unisono.train.checkpoint.saving import Saving, Staging, Target, folder_of, path_of, remove_leftovers, steps_in
+from unisono.train.data.sampler import require_whole_number
 
-_SETTLING = 30.0  # seconds that a rank which has failed gives to what is being saved
+_SETTLE_TIMEOUT = 30.0  # seconds that a failed rank waits for a checkpoint that is being written
 
 
 class Found(NamedTuple):
-    """A checkpoint that was checked."""
+    """A validated checkpoint."""
 
     step: int
     path: Path
-    note: str  # what newer ones were passed over, and why; "" if none
+    note: str  # newer ones that are damaged, and why; "" if none
 
 
 @dataclass(frozen=True)
 class Restored:
     step: int
     data_state: Any
-    plan: str  # that it was saved under
+    plan: str  # under which it was saved
     extra: Any
     note: str
 
 
 class Checkpoints:
-    """The checkpoints in a folder, of which the newest `keep` stay (None: all)."""
+    """The checkpoints in a folder, of which the newest `keep` are kept (None: all)."""
 
     def __init__(self, folder: str | Path, keep: int | None = 3) -> None:
         self.folder = Path(folder)
         self.keep = None if keep is None else require_whole_number("keep", keep, 1)
         self._rank, self._ranks = (world.rank(), world.world_size()) if world.is_initialized() else (0, 1)
         self._staging = Staging()
-        self._under_way: Saving | None = None
-        self._token = ""  # of this job's saves; none before the first
+        self._pending: Saving | None = None
+        self._token = ""  # of this job's saves; "" before the first
 
     def __repr__(self) -> str:
         return f"Checkpoints({str(self.folder)!r}, keep={self.keep})"
@@ -67,10 +66,10 @@ class Checkpoints:
     def save(
         self, trainer: Trainer, step: int, data_state: Any = None, extra: Any = None, *, wait: bool = True
     ) -> None:
-        """Save as `step`; extra: numbers, text and tensors in lists and dicts, the same on all ranks.
+        """Save as `step`; extra: numbers, strings and tensors in lists and dicts, the same on all ranks.
 
-        wait=False returns when the state is copied to host memory. If writing fails after that, the next `save` or
-        `wait` raises it, on every rank.
+        wait=False returns after the state is copied to host memory. If writing fails after that, the next `save` or
+        `wait` raises the error, on every rank.
         """
         require_whole_number("step", step, 0)
         trainer.loss.settle()
@@ -80,46 +79,46 @@ class Checkpoints:
         self._begin(trainer, step, data_state, collect(trainer, extra), wait)
 
     def save_weights(self, trainer: Trainer, step: int) -> Path:
-        """Save the model without optimizer and generators: enough to export. Every rank calls it."""
+        """Save the model without optimizer and generators, for export. Every rank calls it."""
         trainer.loss.settle()
         self.wait()
         self._begin(trainer, step, None, collect(trainer, weights_only=True), wait=True)
         return self._path(step)
 
     def _begin(self, trainer: Trainer, step: int, data_state: Any, inventory: Inventory, wait: bool) -> None:
-        if not self._token:  # from now on the folder is this job's to write
+        if not self._token:  # this job writes to the folder from now on
             if self._rank == 0:
-                tidy(self.folder)
-            self._token = self._told(secrets.token_hex(4))
+                remove_leftovers(self.folder)
+            self._token = self._from_first(secrets.token_hex(4))
         tensors = [entry.tensor[chunk.slices] for entry in inventory.entries for chunk in entry.written]
         about = {
             "step": step,
             "plan": str(trainer.plan),
             "ranks": self._ranks,
             "seed": trainer.random.seed,
-            "data": copy.deepcopy(data_state),  # it may change before it is written
+            "data": copy.deepcopy(data_state),  # the caller may change it before it is written
         }
         target = Target(self.folder, step, self._token, self._rank, self._ranks)
         if wait:
-            self._under_way = Saving(target, inventory, tensors, about, self.keep)
+            self._pending = Saving(target, inventory, tensors, about, self.keep)
             self.wait()
         else:
-            self._under_way = Saving(target, inventory, self._staging.copied(tensors), about, self.keep)
-            self._under_way.start()
+            self._pending = Saving(target, inventory, self._staging.copied(tensors), about, self.keep)
+            self._pending.start()
 
     def wait(self) -> None:
-        """Until what is being saved is published; every rank calls it, at the latest when training ends."""
-        saving, self._under_way = self._under_way, None
+        """Wait until the pending checkpoint is published; every rank calls it, at the latest when training ends."""
+        saving, self._pending = self._pending, None
         if saving is None:
             return
         failures = {rank: error for rank, error in enumerate(self._from_all(saving.written())) if error is not None}
-        if not failures and (error := self._told(saving.published() if self._rank == 0 else None)) is not None:
+        if not failures and (error := self._from_first(saving.published() if self._rank == 0 else None)) is not None:
             failures[0] = error
         if failures:
             if self._rank == 0:
-                saving.give_up()
+                saving.abort()
             rank, error = min(failures.items())
-            before = "those before it are intact" if steps_in(self.folder) else "there is none before it"
+            before = "earlier checkpoints are intact" if steps_in(self.folder) else "there is no earlier one"
             raise CheckpointError(
                 f"the checkpoint of step {saving.target.step} was not saved in {self.folder}: rank {rank}: {error}"
                 + (f" (and {len(failures) - 1} more ranks)" if len(failures) > 1 else "")
@@ -127,36 +126,36 @@ class Checkpoints:
             )
 
     def settle(self) -> None:
-        """After a failure: let what is being written be written, without a word to other ranks."""
-        if self._under_way is not None:
-            self._under_way.settle(_SETTLING)
+        """After a failure: wait for a pending write, without communication."""
+        if self._pending is not None:
+            self._pending.settle(_SETTLE_TIMEOUT)
 
     def steps(self) -> list[int]:
-        """Published steps, oldest first; whether they are whole, `newest_good` tells."""
+        """Published steps, oldest first; `newest_good` validates them."""
         return steps_in(self.folder)
 
     # ---- loading -------------------------------------------------------------------------------------------------
 
     def newest_good(self) -> Found | None:
-        """The newest checkpoint of which every byte is as it was written, or None; every rank calls it."""
+        """The newest checkpoint whose checksums match, or None; every rank calls it."""
         found, faults = self._newest()
         if found is None and faults:
-            raise CheckpointError(f"no checkpoint in {self.folder} is whole: {shown(faults)}")
+            raise CheckpointError(f"no checkpoint in {self.folder} is intact: {shown(faults)}")
         return found
 
     def _newest(self) -> tuple[Found | None, list[str]]:
         self.wait()
-        passed: list[str] = []
-        for step in reversed(self._told(self.steps())):
+        damaged: list[str] = []
+        for step in reversed(self._from_first(self.steps())):
             faults = self._faults(self._path(step))
             if not faults:
-                note = f"went back to step {step}, because {shown(passed)}" if passed else ""
-                return Found(step, self._path(step), note), passed
-            passed.append(f"{folder_of(step)} is damaged: {shown(faults)}")
-        return None, passed
+                note = f"went back to step {step}, because {shown(damaged)}" if damaged else ""
+                return Found(step, self._path(step), note), damaged
+            damaged.append(f"{folder_of(step)} is damaged: {shown(faults)}")
+        return None, damaged
 
     def _faults(self, path: Path) -> list[str]:
-        """What is wrong with a checkpoint; ranks share the files."""
+        """Defects of a checkpoint; each rank validates some of its files."""
         try:
             manifest = Manifest.read(path)
             mine = manifest.faults(path, sorted(manifest.files)[self._rank :: self._ranks])
@@ -165,7 +164,7 @@ class Checkpoints:
         return list(dict.fromkeys(fault for theirs in self._from_all(mine) for fault in theirs))
 
     def load(self, trainer: Trainer, which: int | str = "newest") -> Restored:
-        """Put a checkpoint into the trainer: the newest that is whole, or that of a step; every rank calls it."""
+        """Load a checkpoint into the trainer: the newest valid one, or that of a step; every rank calls it."""
         found = self._found(which)
         manifest = Manifest.read(found.path)
         self._require_model(manifest, trainer, found.path)
@@ -176,23 +175,23 @@ class Checkpoints:
         if which == "newest":
             found = self.newest_good()
             if found is None:
-                raise CheckpointError(f"there is no checkpoint in {self.folder}{_elsewhere(self.folder)}")
+                raise CheckpointError(f"there is no checkpoint in {self.folder}{_hint(self.folder)}")
             return found
         if isinstance(which, str):
             raise UsageError(f"which={which!r}; expected 'newest' or a step")
         self.wait()
-        known = self._told(self.steps())
+        known = self._from_first(self.steps())
         if which not in known:
-            there = f"those of {', '.join(map(str, known))}" if known else "none"
-            raise CheckpointError(f"there is no checkpoint of step {which} in {self.folder}, but {there}")
+            there = f"it has {', '.join(map(str, known))}" if known else "it has none"
+            raise CheckpointError(f"there is no checkpoint of step {which} in {self.folder}: {there}")
         faults = self._faults(self._path(which))
         if faults:
             raise CheckpointError(f"the checkpoint {self._path(which)} is damaged: {shown(faults)}")
         return Found(which, self._path(which), "")
 
     def require_same_model(self, trainer: Trainer) -> None:
-        """That what is in the folder, if anything, is of this model: else training would lose one of the two."""
-        for step in reversed(self._told(self.steps())):
+        """Check that checkpoints in the folder are of this model: saving would replace those of another."""
+        for step in reversed(self._from_first(self.steps())):
             try:
                 manifest = Manifest.read(self._path(step))
             except CheckpointError:
@@ -204,7 +203,7 @@ class Checkpoints:
         found = differences(manifest.model, _shapes(trainer))
         if found:
             raise CheckpointError(
-                f"the checkpoint {path} is of another model: {shown(found)}; use another folder, or the model it is of"
+                f"the checkpoint {path} is of another model: {shown(found)}; use another folder, or that model"
             )
 
     # ---- among ranks ---------------------------------------------------------------------------------------------
@@ -212,30 +211,30 @@ class Checkpoints:
     def _path(self, step: int) -> Path:
         return path_of(self.folder, step)
 
-    def _told(self, value: Any) -> Any:
-        """What rank 0 says."""
+    def _from_first(self, value: Any) -> Any:
+        """The value of rank 0."""
         return world.world().broadcast_object(value) if self._ranks > 1 else value
 
     def _from_all(self, value: Any) -> list[Any]:
         return world.world().all_gather_object(value) if self._ranks > 1 else [value]
 
 
-def _elsewhere(folder: Path) -> str:
-    """Where the checkpoints are that a user may have meant."""
+def _hint(folder: Path) -> str:
+    """The folder that the user may have meant."""
     inside = folder / "checkpoints"
     if steps_in(inside):
-        return f"; those of that run are in {inside}"
+        return f"; the checkpoints of that run are in {inside}"
     if (folder / MANIFEST).exists():
-        return f", which is one itself: give the folder that it is in, {folder.parent}"
-    return "" if folder.is_dir() else ": there is no such folder"
+        return f", which is a checkpoint itself: give its parent, {folder.parent}"
+    return "" if folder.is_dir() else ": the folder does not exist"
 
 
 def _shapes(trainer: Trainer) -> Shapes:
-    """Of the whole model, also where a pipeline has taken it apart."""
+    """Of the full model, also under pipeline parallelism."""
     mine = shapes_here(trainer)
     if trainer.mesh.size("pp") == 1:
         return mine
-    whole: Shapes = {}
+    full: Shapes = {}
     for theirs in trainer.mesh.comm("pp").all_gather_object(mine):
-        whole.update(theirs)
-    return whole
+        full.update(theirs)
+    return full

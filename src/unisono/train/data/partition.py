@@ -1,6 +1,6 @@
-"""Data cut once and for all: a part for each rank, or parts for training and testing.
+"""Fixed partitions of a dataset: one for each rank, or for training and testing.
 
-For training, prefer a Loader, which cuts every batch: its order does not depend on the number of ranks.
+For training, prefer a Loader, which partitions every batch: its order does not depend on the number of ranks.
 """
 
 from __future__ import annotations
@@ -17,25 +17,25 @@ from torch.utils.data import Dataset
 from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
 from unisono.parallel.layout import Split
-from unisono.train.order import order
+from unisono.train.data.sampler import order
 
 
 def split_data(x: Any, y: Any, shuffle: bool = False, *, seed: int = 0) -> tuple[Any, Any]:
     """This rank's part of samples and labels: arrays, tensors or lists of one length.
 
-    Parts differ by one sample at most, and none is left out. Shuffled, ranks still get parts that do not overlap.
+    Parts differ by one sample at most and cover all samples, without overlap.
     """
     if len(x) != len(y):
-        raise UsageError(f"split_data: {len(x)} samples but {len(y)} labels; expected one label a sample")
+        raise UsageError(f"split_data: {len(x)} samples but {len(y)} labels; expected one label for each sample")
     ranks, rank = (world.world_size(), world.rank()) if world.is_initialized() else (1, 0)
     if len(x) < ranks:
-        raise UsageError(f"split_data: {len(x)} samples for {ranks} ranks; expected at least one a rank")
+        raise UsageError(f"split_data: {len(x)} samples for {ranks} ranks; expected at least one for each rank")
     held = Split.even((), 0, len(x), ranks).held[rank]
     mine = order(len(x), seed, 0, shuffle)[torch.as_tensor(held)]
-    return _taken(x, mine), _taken(y, mine)
+    return _select(x, mine), _select(y, mine)
 
 
-def _taken(data: Any, positions: torch.Tensor) -> Any:
+def _select(data: Any, positions: torch.Tensor) -> Any:
     if isinstance(data, torch.Tensor):
         return data[positions.to(data.device)]
     if isinstance(data, np.ndarray):
@@ -44,7 +44,7 @@ def _taken(data: Any, positions: torch.Tensor) -> Any:
 
 
 class Partition(Dataset[Any]):
-    """Some samples of a dataset."""
+    """A subset of a dataset."""
 
     def __init__(self, data: Any, indices: Sequence[int]) -> None:
         self.data = data
@@ -58,7 +58,7 @@ class Partition(Dataset[Any]):
 
 
 class DataPartitioner:
-    """A dataset in parts of these sizes, given as fractions; shuffled by the seed, alike on every rank.
+    """A dataset in parts of these fractional sizes; shuffled by the seed, the same on every rank.
 
     train = DataPartitioner(dataset, [0.8, 0.2], seed=1).use(0)
     """
@@ -69,7 +69,7 @@ class DataPartitioner:
         self.data = data
         indices = list(range(len(data)))
         random.Random(seed).shuffle(indices)
-        # Rounded where the parts end, so that fractions that sum to 1 leave no sample out.
+        # Round the ends, so that fractions that sum to 1 cover all samples.
         ends = [min(round(total * len(indices)), len(indices)) for total in accumulate(sizes)]
         self.partitions = [indices[first:last] for first, last in zip([0, *ends], ends, strict=False)]
         for number, part in enumerate(self.partitions):

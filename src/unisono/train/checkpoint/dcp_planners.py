@@ -1,7 +1,7 @@
-"""How an inventory is written and read through torch.distributed.checkpoint.
+"""Planners of torch.distributed.checkpoint that write and read an inventory.
 
-Each rank writes chunks that no other writes, and reads, of whatever chunks are stored, what overlaps those that it
-holds now: torch's resharding works on boxes, and the plans that made them do not matter. No rank sees a whole tensor.
+Each rank writes chunks that no other writes, and reads the overlap of the stored chunks with its own: torch's
+resharding works on boxes, whatever plan made them. No rank holds a full tensor.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from unisono.errors import CheckpointError
-from unisono.train.chunks import Chunk
-from unisono.train.inventory import Entry
+from unisono.train.checkpoint.chunks import Chunk
+from unisono.train.checkpoint.inventory import Entry
 
 
 class ChunkSavePlanner(SavePlanner):
-    """Writes the chunks of this rank; `tensors` are their contents, entry by entry and chunk by chunk."""
+    """Writes the chunks of this rank; `tensors`: their contents, by entry and chunk."""
 
     def __init__(self, entries: Sequence[Entry], tensors: Sequence[torch.Tensor]) -> None:
         chunks = [(entry, chunk) for entry in entries for chunk in entry.written]
@@ -72,7 +72,7 @@ def _write_item(entry: Entry, chunk: Chunk) -> WriteItem:
 
 
 class ChunkLoadPlanner(LoadPlanner):
-    """Fills what this rank holds of each entry."""
+    """Fills this rank's chunks of each entry."""
 
     def __init__(self, entries: Sequence[Entry]) -> None:
         self._entries = {entry.name: entry for entry in entries}
@@ -99,7 +99,7 @@ class ChunkLoadPlanner(LoadPlanner):
         found = sum(math.prod(item.lengths) for item in items)
         wanted = sum(math.prod(chunk.sizes) for chunk in entry.held)
         if found != wanted:
-            raise CheckpointError(f"the checkpoint holds {found} of the {wanted} elements of {entry.name} wanted here")
+            raise CheckpointError(f"the checkpoint holds {found} of the {wanted} elements of {entry.name} needed here")
         return items
 
     def create_global_plan(self, global_plan: list[LoadPlan]) -> list[LoadPlan]:
@@ -109,10 +109,10 @@ class ChunkLoadPlanner(LoadPlanner):
         return central_plan
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor; checkpoints hold nothing else")
+        raise CheckpointError(f"{read_item.dest_index.fqn} is not a tensor; checkpoints contain nothing else")
 
     def resolve_tensor(self, read_item: ReadItem) -> torch.Tensor:
-        """Where what is read goes: a view of what the rank holds."""
+        """The destination of a read: a view of the rank's shard."""
         name, offsets = read_item.dest_index.fqn, read_item.dest_index.offset
         assert offsets is not None
         chunk = self._chunks[name, tuple(offsets)]

@@ -1,4 +1,4 @@
-"""The distributed program of a run: what the first rank of each stage did and said in a step (train/transcript.py)."""
+"""The distributed program of a run: ops and communication of one step on the first rank of each stage."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from unisono.graph.render.colours import COLOURS, OTHER
 from unisono.graph.render.sizes import size_text
-from unisono.report.run import Run
+from unisono.report.run_record import Run
 
 _HUES = {**COLOURS, "send": "#0b7285", "recv": "#0b7285", "broadcast": "#5f3dc4"}
 _ENDS = {"send": "to", "recv": "from"}
@@ -15,13 +15,13 @@ _ENDS = {"send": "to", "recv": "from"}
 
 @dataclass(frozen=True)
 class Row:
-    kind: str  # op, talk or part
+    kind: str  # op, communication or part
     name: str
     shape: str
     where: str  # the module, or the ranks
     phase: str
     hue: str
-    words: str  # what a search looks in
+    words: str  # text to search in
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class Program:
 
 
 def programs(run: Run) -> list[Program]:
-    """One for each rank that wrote its own down."""
+    """One for each rank that recorded its program."""
     found = []
-    for rank, told in sorted(run.ranks.items()):
-        lines = told.get("program") or []
+    for rank, data in sorted(run.ranks.items()):
+        lines = data.get("program") or []
         if lines:
             stages = sorted({line["stage"] for line in lines if "stage" in line})
             title = f"rank {rank}" + (f", stage {' and '.join(map(str, stages))}" if stages else "")
@@ -59,7 +59,7 @@ def _row(line: dict[str, Any]) -> Row:
         name = f"{name} of microbatch {line['microbatch']}{stage}"
         return Row(kind, name, "", "", "", OTHER, name)
     where = line["path"]
-    if kind == "talk":
+    if kind == "communication":
         ends = _ENDS.get(name, "among")
         ranks = ", ".join(map(str, line["ranks"]))
         where = " ".join(filter(None, (f"{ends} {'rank' if name in _ENDS else 'ranks'} {ranks}", line["path"])))

@@ -1,4 +1,4 @@
-"""A checkpoint put into a trainer: each rank reads what it holds under its plan."""
+"""Loads a checkpoint into a trainer: each rank reads its shards under its own plan."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from unisono.parallel.layout import layout_of
 from unisono.parallel.optimizer_state import whole_shape
 from unisono.parallel.trainer import Trainer
 from unisono.parallel.zero.zero import Zero
-from unisono.train.chunks import Chunk, held_chunks, whole_chunk
-from unisono.train.encoding import decoded
-from unisono.train.inventory import Entry, dtype_name, named_tensors
-from unisono.train.manifest import Manifest
-from unisono.train.planners import ChunkLoadPlanner
-from unisono.train.saving import cause_of
-from unisono.train.storage import IndexReader
+from unisono.train.checkpoint.chunks import Chunk, held_chunks, whole_chunk
+from unisono.train.checkpoint.dcp_planners import ChunkLoadPlanner
+from unisono.train.checkpoint.inventory import Entry, decoded, dtype_name, named_tensors
+from unisono.train.checkpoint.manifest import Manifest
+from unisono.train.checkpoint.saving import cause_of
+from unisono.train.checkpoint.storage import IndexReader
 
 
 def read_entries(folder: Path, manifest: Manifest, entries: Sequence[Entry]) -> None:
     """Fill the entries from the checkpoint."""
     wanted = {entry.name for entry in entries}
     stored = {name: about for name, about in manifest.tensors.items() if name in wanted}
-    # It warns that it does not talk to other ranks, which is what we are after.
+    # no collectives, as intended
     warnings.filterwarnings("ignore", message="torch.distributed is disabled", category=UserWarning)
     try:
         dcp.load({}, storage_reader=IndexReader(folder, stored), planner=ChunkLoadPlanner(entries), no_dist=True)
@@ -38,8 +37,8 @@ def read_entries(folder: Path, manifest: Manifest, entries: Sequence[Entry]) -> 
         raise cause_of(error) from error
 
 
-def whole_entry(name: str, manifest: Manifest, device: torch.device | str = "cpu") -> Entry:
-    """Room for a stored tensor, all of it."""
+def full_entry(name: str, manifest: Manifest, device: torch.device | str = "cpu") -> Entry:
+    """An empty entry for a full stored tensor."""
     about = manifest.tensors.get(name)
     if about is None:
         raise CheckpointError(f"the checkpoint has no {name}")
@@ -49,8 +48,8 @@ def whole_entry(name: str, manifest: Manifest, device: torch.device | str = "cpu
 
 
 def read_model(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """All parameters and buffers, whole, in this process."""
-    entries = {name: whole_entry(f"model.{name}", manifest) for name in manifest.model}
+    """All parameters and buffers, unsharded."""
+    entries = {name: full_entry(f"model.{name}", manifest) for name in manifest.model}
     read_entries(folder, manifest, list(entries.values()))
     return {name: entry.tensor.to(getattr(torch, manifest.model[name][1])) for name, entry in entries.items()}
 
@@ -65,15 +64,15 @@ class Restoration:
 
     def __post_init__(self) -> None:
         self._entries: list[Entry] = []
-        # By its identity: a parameter, which must live as long as that counts, its shape and what is held of it.
-        self._laid: dict[int, tuple[torch.Tensor, tuple[int, ...], list[Chunk]]] = {}
+        # By id: the parameter (kept alive, so that the id stays valid), its full shape and its chunks.
+        self._chunks: dict[int, tuple[torch.Tensor, tuple[int, ...], list[Chunk]]] = {}
 
     def run(self) -> Any:
-        """Restore all of the trainer's state; what was saved as `extra`."""
+        """Restore all of the trainer's state; return `extra`."""
         self._require_same_groups()
         with torch.no_grad():
             for name, tensor in named_tensors(self.trainer).items():
-                self._add_laid(f"model.{name}", tensor, tensor)
+                self._add_sharded(f"model.{name}", tensor, tensor)
             states = {id(tensor): self._state(name, tensor) for name, tensor in self.trainer.optimized()}
             groups = [
                 {key: decoded(value, self._common) for key, value in group["values"].items()}
@@ -92,12 +91,12 @@ class Restoration:
         was, kind = self.manifest.optimizer.get("kind"), type(self.trainer.optimizer).__qualname__
         if was is not None and was != kind:
             raise CheckpointError(
-                f"{self.folder}: the optimizer was {was}, and is {kind}, which cannot go on from the other's state; "
-                "import_weights takes the weights alone"
+                f"{self.folder}: the optimizer was {was}, but this one is {kind}, which cannot load its state; "
+                "import_weights loads only the weights"
             )
         if len(saved) != len(mine):
             raise CheckpointError(
-                f"{self.folder}: the optimizer had {len(saved)} parameter groups, and has {len(mine)}; "
+                f"{self.folder}: the optimizer had {len(saved)} parameter groups, but this one has {len(mine)}; "
                 "build it as it was when the checkpoint was saved"
             )
         was_in = {name: number for number, group in enumerate(saved) for name in group["params"]}
@@ -106,42 +105,43 @@ class Restoration:
             for name in (names[id(each)] for each in group["params"] if id(each) in names):
                 if was_in.get(name, number) != number:
                     raise CheckpointError(
-                        f"{self.folder}: {name} was in the optimizer's parameter group {was_in[name]}, and is in group "
+                        f"{self.folder}: {name} was in the optimizer's parameter group {was_in[name]}, but now in "
+                        f"group "
                         f"{number}; build it as it was when the checkpoint was saved"
                     )
 
-    def _add_laid(self, entry: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
-        if id(parameter) not in self._laid:
+    def _add_sharded(self, entry: str, tensor: torch.Tensor, parameter: torch.Tensor) -> None:
+        if id(parameter) not in self._chunks:
             shape = tuple(whole_shape(parameter))
             held = held_chunks(shape, layout_of(parameter), self.trainer.mesh)
-            self._laid[id(parameter)] = parameter, shape, held
-        _, shape, held = self._laid[id(parameter)]
+            self._chunks[id(parameter)] = parameter, shape, held
+        _, shape, held = self._chunks[id(parameter)]
         self._entries.append(Entry(entry, tensor.detach(), shape, held, []))
 
     def _common(self, name: str, device: torch.device | str = "cpu") -> torch.Tensor:
-        self._entries.append(whole_entry(name, self.manifest, device))
+        self._entries.append(full_entry(name, self.manifest, device))
         return self._entries[-1].tensor
 
     def _state(self, name: str, parameter: torch.Tensor) -> dict[str, Any]:
-        """Room for a parameter's optimizer state, on this rank, to be filled."""
+        """Empty optimizer state of a parameter on this rank, to be filled."""
         state: dict[str, Any] = {}
-        for key, told in self.manifest.optimizer["state"].get(name, {}).items():
-            if isinstance(told, dict) and "laid" in told:
-                saved = self.manifest.tensors[told["laid"]]["dtype"]
+        for key, entry in self.manifest.optimizer["state"].get(name, {}).items():
+            if isinstance(entry, dict) and "laid" in entry:
+                saved = self.manifest.tensors[entry["laid"]]["dtype"]
                 state[key] = torch.empty_like(parameter, dtype=self._dtype(name, parameter, saved), requires_grad=False)
-                self._add_laid(told["laid"], state[key], parameter)
+                self._add_sharded(entry["laid"], state[key], parameter)
             else:
                 device = self._device(key, parameter)
-                state[key] = decoded(told, lambda entry, device=device: self._common(entry, device))  # type: ignore[misc]
+                state[key] = decoded(entry, lambda name, device=device: self._common(name, device))  # type: ignore[misc]
         return state
 
     def _dtype(self, name: str, parameter: torch.Tensor, saved: str) -> torch.dtype:
-        """As it was; but where the optimizer has its parameter in another precision now, state follows it."""
+        """The saved dtype; if the optimizer's parameter has another precision now, that of the parameter."""
         was = self.manifest.tensors[f"model.{name}"]["dtype"]
         return getattr(torch, saved) if was == dtype_name(parameter.dtype) else parameter.dtype
 
     def _device(self, key: str, parameter: torch.Tensor) -> torch.device | str:
-        """torch's optimizers count their steps on the host, unless they are fused or captured."""
+        """Optimizers of torch keep their step count on the host, unless fused or capturable."""
         if key != "step":
             return parameter.device
         for group in self.trainer.optimizer.param_groups:
@@ -150,7 +150,7 @@ class Restoration:
         return "cpu"
 
     def _generators(self) -> dict[str, torch.Tensor]:
-        """torch's own generators: restored where each rank goes on as what it was."""
+        """torch's own generators: restored if the plan is the same."""
         manifest, trainer = self.manifest, self.trainer
         if manifest.ranks != trainer.mesh.size() or manifest.plan != str(trainer.plan):
             return {}
@@ -169,8 +169,8 @@ class Restoration:
                 trainer.optimizer.state[tensor] = states[id(tensor)]
         for group, values in zip(trainer.optimizer.param_groups, groups, strict=True):
             group.update(values)
-        told = self.manifest.trainer
-        trainer.steps, trainer.skipped = told["steps"], told["skipped"]
+        state = self.manifest.trainer
+        trainer.steps, trainer.skipped = state["steps"], state["skipped"]
         trainer.random.seed = self.manifest.seed
-        if trainer.scaler is not None and told["scaler"] is not None:
-            trainer.scaler.load_state_dict(told["scaler"])
+        if trainer.scaler is not None and state["scaler"] is not None:
+            trainer.scaler.load_state_dict(state["scaler"])

@@ -1,9 +1,8 @@
-"""Chunks: where what a rank holds of a tensor lies in the whole, as boxes; and which of them this rank writes.
+"""Chunks: a rank's shard of a tensor as boxes of the full tensor, and the boxes that this rank writes.
 
-A layout may give a rank any indices along a dim (the heads of q, k and v are three runs). Every product of runs is a
-box, which is what storage can name. Ranks that hold the same share the writing: a large chunk is cut among them along
-its first dim, a small one goes to the rank that its name points at. All that follows from the layout, so the ranks need
-not ask each other.
+A layout may assign any indices along a dim to a rank (the heads of q, k and v are three runs). Every product of runs is
+a box, the unit of storage. Replicas divide the writing: a large chunk is split among them along its first dim, a small
+one is written by the rank that a hash of its name selects. All of it follows from the layout, without communication.
 """
 
 from __future__ import annotations
@@ -19,17 +18,17 @@ import numpy as np
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import Layout, Split
 
-WORTH_CUTTING = 1 << 18  # bytes a rank
+MIN_SPLIT = 1 << 18  # bytes for each rank, from which a chunk is split
 
 
 class Chunk(NamedTuple):
-    offsets: tuple[int, ...]  # of its first element in the whole tensor
+    offsets: tuple[int, ...]  # of its first element in the full tensor
     sizes: tuple[int, ...]
-    local: tuple[int, ...]  # of its first element in what this rank holds
+    local: tuple[int, ...]  # of its first element in this rank's shard
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Where it lies in what this rank holds."""
+        """Its slices of this rank's shard."""
         return tuple(slice(first, first + size) for first, size in zip(self.local, self.sizes, strict=True))
 
     def rows(self, first: int, last: int) -> Chunk:
@@ -46,9 +45,9 @@ def whole_chunk(shape: Sequence[int]) -> Chunk:
 
 
 def held_chunks(shape: Sequence[int], layout: Layout, mesh: Mesh) -> list[Chunk]:
-    """What this rank holds of a whole tensor of that shape."""
-    cuts = [[split for split in layout.splits if split.dim == dim] for dim in range(len(shape))]
-    runs = [_runs(length, splits, mesh) for length, splits in zip(shape, cuts, strict=True)]
+    """This rank's chunks of a full tensor of that shape."""
+    by_dim = [[split for split in layout.splits if split.dim == dim] for dim in range(len(shape))]
+    runs = [_runs(length, splits, mesh) for length, splits in zip(shape, by_dim, strict=True)]
     chunks = []
     for box in product(*runs):
         offsets, sizes, local = zip(*box, strict=True) if box else ((), (), ())
@@ -57,7 +56,7 @@ def held_chunks(shape: Sequence[int], layout: Layout, mesh: Mesh) -> list[Chunk]
 
 
 def _runs(length: int, splits: Sequence[Split], mesh: Mesh) -> list[tuple[int, int, int]]:
-    """(first index in the whole, how many, first index here) for each run of consecutive indices along a dim."""
+    """(first global index, length, first local index) for each run of consecutive indices along a dim."""
     if not splits:
         return [(0, length, 0)] if length else []
     held = np.arange(length)
@@ -71,7 +70,7 @@ def _runs(length: int, splits: Sequence[Split], mesh: Mesh) -> list[tuple[int, i
 
 
 def written_chunks(name: str, chunks: Sequence[Chunk], itemsize: int, layout: Layout, mesh: Mesh) -> list[Chunk]:
-    """Those of the chunks that this rank holds, or parts of them, that it and no other writes."""
+    """The chunks, or parts of them, that this rank and no other writes."""
     axes = _replica_axes(layout, mesh)
     count, index = (mesh.size(*axes), mesh.index(*axes)) if axes else (1, 0)
     if count == 1:
@@ -79,7 +78,7 @@ def written_chunks(name: str, chunks: Sequence[Chunk], itemsize: int, layout: La
     mine = []
     for chunk in chunks:
         size = math.prod(chunk.sizes) * itemsize
-        if chunk.sizes and chunk.sizes[0] >= count and size >= count * WORTH_CUTTING:
+        if chunk.sizes and chunk.sizes[0] >= count and size >= count * MIN_SPLIT:
             rows = Split.even((), 0, chunk.sizes[0], count).held[index]
             mine.append(chunk.rows(rows[0], rows[-1] + 1))
         elif zlib.crc32(name.encode()) % count == index:
@@ -87,8 +86,8 @@ def written_chunks(name: str, chunks: Sequence[Chunk], itemsize: int, layout: La
     return mine
 
 
-def speaks(layout: Layout, mesh: Mesh) -> bool:
-    """Whether this rank, of all that hold something of a tensor in its stage, is the one that tells what is common."""
+def writes_metadata(layout: Layout, mesh: Mesh) -> bool:
+    """Whether this rank, of all in its stage that hold a part of a tensor, writes what is common to them."""
     for split in layout.splits:
         holders = [rank for rank, held in enumerate(split.held) if len(held)]
         if holders and mesh.index(*split.axes) != holders[0]:
@@ -98,5 +97,5 @@ def speaks(layout: Layout, mesh: Mesh) -> bool:
 
 
 def _replica_axes(layout: Layout, mesh: Mesh) -> tuple[str, ...]:
-    """Along these, ranks of a stage hold the same of a tensor."""
+    """The axes along which the tensor is replicated within a stage."""
     return tuple(axis for axis in mesh.names if axis not in layout.axes and axis != "pp")

@@ -1,8 +1,8 @@
-"""Reading samples and making batches of them, with randomness that goes by the sample.
+"""Reads samples and collates batches, with random numbers that depend on the sample.
 
-Before a sample is read, Python's, numpy's and torch's generators are seeded with (seed, epoch, sample). So what an
-augmentation draws depends neither on the rank, nor on the worker process, nor on what was read before; and the reading
-process gets its generators back as they were.
+Before a sample is read, the generators of Python, NumPy and torch are seeded with (seed, epoch, sample). The random
+numbers of an augmentation therefore depend neither on the rank, nor on the worker, nor on earlier samples; afterwards
+the generators of the process are restored.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from torch.utils.data import Dataset, IterableDataset, TensorDataset, default_co
 from unisono.errors import UsageError
 from unisono.parallel.layout import Split
 from unisono.parallel.share import BatchDim, dims_of, first_rows, inputs_dim, rows_between, rows_of
-from unisono.train.order import number_of
+from unisono.train.data.sampler import seed_from
 
 Collate = Callable[[list[Any]], Any]
 
 
 class Request(NamedTuple):
-    """One global batch, and what of it to read here."""
+    """One global batch, and the samples of it to read here."""
 
     epoch: int
     start: int  # of the batch in the epoch's order
     stop: int
     samples: list[int]  # to read
-    rows: int  # of them, in the batch that is given; fewer only where a rank has none of the batch
+    rows: int  # in the resulting batch; fewer than samples only if the rank has none of the batch
 
 
 @dataclass(frozen=True)
-class Cutter:
-    """How a batch is collated, and which part of it is."""
+class Batcher:
+    """Selects this rank's part of a batch and collates it."""
 
     part: tuple[int, int]
     collate: Collate
@@ -47,7 +47,7 @@ class Cutter:
     batch_dim: BatchDim = 0
 
     def held(self, rows: int) -> range:
-        """Which rows of a batch of so many are read here."""
+        """The samples of a batch of so many that are read here."""
         if self.whole:
             return range(rows)
         index, count = self.part
@@ -62,28 +62,28 @@ class Cutter:
             if self.collate is not default_collate:
                 raise
             raise UsageError(
-                f"samples of this dataset cannot be made a batch: {str(error).splitlines()[0]}; let them have one "
-                "shape, or give uni.Loader(dataset, batch_size, collate=...), whose function pads them"
+                f"samples of this dataset cannot be collated: {str(error).splitlines()[0]}; give them equal shapes, "
+                "or use uni.Loader(dataset, batch_size, collate=...) with a function that pads them"
             ) from None
         return self.checked(made, rows)
 
     def checked(self, made: Any, rows: int) -> Any:
-        """A collated batch, as a pair where one is expected, with its first rows."""
+        """Validate a collated batch; as a pair if one is expected, with its first rows."""
         if self.pairs:
-            if isinstance(made, dict):  # named inputs, labels among them: the model computes the loss itself
+            if isinstance(made, dict):  # named inputs with labels: the model computes the loss itself
                 made = (made, None)
             if not isinstance(made, list | tuple) or len(made) != 2:
-                shown = f"{len(made)} things" if isinstance(made, list | tuple) else type(made).__name__
+                shown = f"{len(made)} items" if isinstance(made, list | tuple) else type(made).__name__
                 raise UsageError(
-                    f"a batch of this dataset is {shown}; expected (inputs, targets): let the dataset give such pairs, "
-                    "or give uni.Loader(dataset, batch_size, collate=...), of a list of samples to (inputs, targets)"
+                    f"a batch of this dataset is {shown}; expected (inputs, targets): let the dataset return such "
+                    "pairs, or use uni.Loader(dataset, batch_size, collate=...) to make them from a list of samples"
                 )
             made = (made[0], made[1])
         if self.collate is default_collate:
             made = self._arranged(made)
         found = first_rows(made, self._dim) if self.part[1] == 1 else rows_of(made, self._dim)
         if found not in (rows, 1):
-            raise UsageError(f"collate gave a batch of {found} rows for {rows} samples; expected one row a sample")
+            raise UsageError(f"collate returned a batch of {found} samples for {rows}; expected as many")
         return made if found == rows else rows_between(made, 0, rows, self._dim)
 
     @property
@@ -91,7 +91,7 @@ class Cutter:
         return self.batch_dim if self.pairs else inputs_dim(self.batch_dim)
 
     def _arranged(self, made: Any) -> Any:
-        """A batch with samples first, with them along their own dim instead."""
+        """Move the samples from dim 0 to batch_dim."""
         leaves, spec = tree_flatten(made)
         dims = dims_of(made, self._dim)
         moved = [leaf.movedim(0, dim) if dim else leaf for leaf, dim in zip(leaves, dims, strict=True)]
@@ -101,26 +101,26 @@ class Cutter:
 class Reader(Dataset[Any]):
     """A dataset of batches: reader[request] is the batch."""
 
-    def __init__(self, data: Any, cutter: Cutter, seed: int) -> None:
-        self.data, self.cutter, self.seed = data, cutter, seed
+    def __init__(self, data: Any, batcher: Batcher, seed: int) -> None:
+        self.data, self.batcher, self.seed = data, batcher, seed
 
     def __getitem__(self, request: Request) -> Any:
-        if type(self.data) is TensorDataset and self.cutter.collate is default_collate:
+        if type(self.data) is TensorDataset and self.batcher.collate is default_collate:
             rows = torch.as_tensor(request.samples)
-            return self.cutter.checked([tensor[rows.to(tensor.device)] for tensor in self.data.tensors], request.rows)
-        with generators_kept():
+            return self.batcher.checked([tensor[rows.to(tensor.device)] for tensor in self.data.tensors], request.rows)
+        with preserved_generators():
             samples = []
             for sample in request.samples:
                 seed_generators(self.seed, request.epoch, sample)
                 samples.append(self.data[sample])
-        return self.cutter.batch(samples, request.rows)
+        return self.batcher.batch(samples, request.rows)
 
 
 class Stream(IterableDataset[tuple[Request, Any]]):
-    """The rest of an epoch of an iterable dataset, in batches, from a position on."""
+    """The rest of an epoch of an iterable dataset in batches, from a position on."""
 
-    def __init__(self, data: Any, cutter: Cutter, seed: int, batch_size: int, drop_last: bool) -> None:
-        self.data, self.cutter, self.seed = data, cutter, seed
+    def __init__(self, data: Any, batcher: Batcher, seed: int, batch_size: int, drop_last: bool) -> None:
+        self.data, self.batcher, self.seed = data, batcher, seed
         self.batch_size, self.drop_last = batch_size, drop_last
         self.epoch = self.position = 0
 
@@ -139,14 +139,14 @@ class Stream(IterableDataset[tuple[Request, Any]]):
             yield self._batch(start, samples)
 
     def _samples(self) -> Iterator[Any]:
-        with generators_kept():
+        with preserved_generators():
             seed_generators(self.seed, self.epoch, "start")
             if hasattr(self.data, "set_epoch"):
                 self.data.set_epoch(self.epoch)
             stream = iter(self.data)
         position = 0
         while True:
-            with generators_kept():
+            with preserved_generators():
                 seed_generators(self.seed, self.epoch, position)
                 try:
                     sample = next(stream)
@@ -157,14 +157,14 @@ class Stream(IterableDataset[tuple[Request, Any]]):
 
     def _batch(self, start: int, samples: list[Any]) -> tuple[Request, Any]:
         rows = len(samples)
-        held = self.cutter.held(rows)
+        held = self.batcher.held(rows)
         request = Request(self.epoch, start, start + rows, [], len(held))
-        return request, self.cutter.batch(samples[held.start : held.stop] or samples[:1], len(held))
+        return request, self.batcher.batch(samples[held.start : held.stop] or samples[:1], len(held))
 
 
 @contextlib.contextmanager
-def generators_kept() -> Iterator[None]:
-    """After the block, the process's generators are as they were before."""
+def preserved_generators() -> Iterator[None]:
+    """Restore the generators of the process after the block."""
     kept = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -175,7 +175,7 @@ def generators_kept() -> Iterator[None]:
 
 
 def seed_generators(*identity: object) -> None:
-    number = number_of("sample", *identity)
+    number = seed_from("sample", *identity)
     random.seed(number)
     np.random.seed(number & 0xFFFFFFFF)
     torch.default_generator.manual_seed(number)

@@ -1,8 +1,8 @@
-"""Which module first gave a number that is none: for a run that stops because its loss is NaN or infinite.
+"""Finds the module that first returned NaN or infinity, for a run that stops because its loss is not finite.
 
-The step is run again with a look at every module's inputs and outputs; random numbers belong to the step, so it goes as
-it went. The culprit took finite inputs and gave something else. So may others after it, where ranks cut samples or
-sequences: what they get from other ranks is no input of theirs. The first is the one that one device would meet first.
+The step is repeated with hooks on every module; random numbers are a function of the step, so the repetition is exact.
+The origin has finite inputs and an output that is not. So may later modules, if ranks shard samples or sequences: data
+received from other ranks is not among their inputs. The first in the order of one device is reported.
 """
 
 from __future__ import annotations
@@ -23,37 +23,37 @@ Batch = tuple[Any, Any] | Share
 
 class Finding(NamedTuple):
     stage: int  # of the pipeline
-    place: int  # among the stage's modules, in the order in which they end
-    told: str
+    order: int  # among the stage's modules, by the end of their forward
+    text: str
 
 
-def first_culprit(trainer: Trainer, batch: Batch) -> str:
-    """One line on where it began, over all ranks; every rank calls it."""
+def origin(trainer: Trainer, batch: Batch) -> str:
+    """One line that names the origin, over all ranks; every rank calls it."""
     comm = world.world()
-    before = broken_parameter(trainer) or _first_told(_in_batch(batch))
+    before = nonfinite_parameter(trainer) or _first_of_ranks(_in_batch(batch))
     if before:
         return before
     everyone = enumerate(comm.all_gather_object(_in_step(trainer, batch)))
     findings = [(each, rank) for rank, each in everyone if each is not None]
     if not findings:
-        return "every module's output is finite: the loss function itself made it"
-    (*_, told), rank = min(findings)
-    return f"{told} (rank {rank})"
+        return "every module's output is finite: it comes from the loss function"
+    (*_, text), rank = min(findings)
+    return f"{text} (rank {rank})"
 
 
-def broken_parameter(trainer: Trainer) -> str:
-    """One line on a parameter that is not finite, over all ranks; every rank calls it."""
-    return _first_told(_in_parameters(trainer))
+def nonfinite_parameter(trainer: Trainer) -> str:
+    """One line that names a parameter that is not finite, over all ranks; every rank calls it."""
+    return _first_of_ranks(_in_parameters(trainer))
 
 
-def _first_told(mine: str) -> str:
-    return next((told for told in world.world().all_gather_object(mine) if told), "")
+def _first_of_ranks(mine: str) -> str:
+    return next((text for text in world.world().all_gather_object(mine) if text), "")
 
 
 def _in_parameters(trainer: Trainer) -> str:
     for name, parameter in trainer.optimized():
         if not _is_finite(parameter):
-            return f"parameter {name} is not finite before the step: an earlier update broke it"
+            return f"parameter {name} is not finite before the step: an earlier update made it so"
     return ""
 
 
@@ -61,34 +61,34 @@ def _in_batch(batch: Batch) -> str:
     pair = batch.batch if isinstance(batch, Share) else batch
     for kind, part in zip(("inputs", "targets"), pair, strict=True):
         if not _is_finite(part):
-            return f"the batch's {kind} hold a number that is not finite"
+            return f"the batch's {kind} contain a number that is not finite"
     return ""
 
 
 def _in_step(trainer: Trainer, batch: Batch) -> Finding | None:
     found: list[Finding] = []
-    places: dict[str, int] = {}
+    orders: dict[str, int] = {}
     stage = 0
 
-    def look(name: str) -> Any:
+    def make_hook(name: str) -> Any:
         def hook(module: nn.Module, arguments: Any, keywords: Any, outputs: Any) -> None:
-            place = places.setdefault(name, len(places))
+            order = orders.setdefault(name, len(orders))
             if not _is_finite(outputs) and _is_finite((arguments, keywords)):
                 bad = next(leaf for leaf in _numbers(outputs) if not bool(torch.isfinite(leaf).all()))
-                kind = "NaN" if bool(torch.isnan(bad).any()) else "an infinite number"
-                told = f"{name or 'the model'} ({type(module).__name__}) gave {kind} from finite inputs"
-                found.append(Finding(stage, place, f"{told}, shape {list(bad.shape)}"))
+                kind = "NaN" if bool(torch.isnan(bad).any()) else "infinity"
+                where = f"{name or 'the model'} ({type(module).__name__})"
+                text = f"{where} returned {kind} for finite inputs, shape {list(bad.shape)}"
+                found.append(Finding(stage, order, text))
 
         return hook
 
-    def turn_to(microbatch: int, action: Action | None) -> None:
+    def set_stage(microbatch: int, action: Action | None) -> None:
         nonlocal stage
         stage = 0 if action is None else action.stage
 
-    handles = [
-        module.register_forward_hook(look(name), with_kwargs=True) for name, module in trainer.model.named_modules()
-    ]
-    before, trainer.on_microbatch = trainer.on_microbatch, turn_to
+    modules = trainer.model.named_modules()
+    handles = [module.register_forward_hook(make_hook(name), with_kwargs=True) for name, module in modules]
+    before, trainer.on_microbatch = trainer.on_microbatch, set_stage
     try:
         trainer.zero_grad()
         with torch.random.fork_rng(devices=[]):

@@ -1,4 +1,4 @@
-"""A sampler for torch's own DataLoader: each rank gets its part of every global batch.
+"""The order of samples, and DistributedBatchSampler: each rank's part of every global batch, for torch's DataLoader.
 
     sampler = uni.DistributedBatchSampler(len(dataset), batch_size=64, seed=1)
     loader = torch.utils.data.DataLoader(dataset, batch_sampler=sampler)
@@ -6,23 +6,56 @@
         sampler.set_epoch(epoch)
         for inputs, targets in loader: ...
 
-`batch_size` is global, and together the ranks take the same batches whatever their number: what one process would take.
+`batch_size` is global: together the ranks read the batches of one process, whatever their number. The shuffle depends
+on (seed, epoch) only, and is the same on every rank, under every plan and on every version of torch.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 
+import torch
 from torch.utils.data import Sampler
 
 from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
+from unisono.mesh.philox import Stream, words
+from unisono.mesh.region import runs_of
 from unisono.parallel.layout import Split
-from unisono.train.order import order, require_part, require_whole_number
+
+
+def order(samples: int, seed: int, epoch: int, shuffle: bool = True) -> torch.Tensor:
+    """The indices of all samples in the order of an epoch."""
+    if not shuffle:
+        return torch.arange(samples)
+    drawn = runs_of((samples,), {})
+    high, low = (words(Stream.of("order of samples", seed, epoch, lane), drawn, torch.device("cpu")) for lane in (0, 1))
+    return ((high.long() << 32) | (low.long() & 0xFFFFFFFF)).argsort(stable=True)
+
+
+def seed_from(*identity: object) -> int:
+    """A 63-bit seed; different identities give unrelated seeds."""
+    digest = hashlib.blake2b("\0".join(map(str, identity)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+def require_whole_number(name: str, value: object, least: int) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < least:
+        raise UsageError(f"{name}={value!r}; expected a whole number of at least {least}")
+    return value
+
+
+def require_part(part: tuple[int, int]) -> tuple[int, int]:
+    """Validate (index, count): which of how many parts of every batch."""
+    index, count = part
+    if not 0 <= index < count:
+        raise UsageError(f"part={part}: expected (index, count) with an index from 0 to count - 1")
+    return index, count
 
 
 class DistributedBatchSampler(Sampler[list[int]]):
-    """Lists of sample numbers: this rank's part of each batch. part: (index, count), by default rank and world size."""
+    """Lists of sample indices: this rank's part of each batch. part: (index, count), default: rank and world size."""
 
     def __init__(
         self,
@@ -49,7 +82,7 @@ class DistributedBatchSampler(Sampler[list[int]]):
             )
 
     def set_epoch(self, epoch: int) -> None:
-        """Before each epoch: its order depends on the seed and on this."""
+        """Set the epoch, before iterating it: the order depends on seed and epoch."""
         self.epoch = require_whole_number("epoch", epoch, 0)
 
     def __len__(self) -> int:

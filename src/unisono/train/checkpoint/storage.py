@@ -1,7 +1,7 @@
-"""Files of a checkpoint: one safetensors file a rank, written in one pass that computes its checksum, read by mapping.
+"""Files of a checkpoint: one safetensors file for each rank, written in one pass with its checksum, read by mmap.
 
-A file is a header in JSON and bytes; nothing in it can be run. Each chunk is a tensor `<name>@<offsets>` in it, largest
-element size first, so that every chunk is aligned. What lies where is also in the manifest, in one index.
+A file is a JSON header and bytes; nothing in it can be executed. Each chunk is a tensor `<name>@<offsets>` in it,
+largest element size first, so that every chunk is aligned. The manifest has an index of all chunks.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, SavePlan
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from unisono.train.inventory import dtype_name
+from unisono.train.checkpoint.inventory import dtype_name
 
 SAFE_NAMES = {
     torch.float64: "F64",
@@ -54,7 +54,7 @@ class Stored(NamedTuple):
 
 
 class ChecksumFile:
-    """A file that is written from start to end, with its checksum."""
+    """A file that is written sequentially, with its checksum."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
@@ -84,7 +84,7 @@ def checksum_of(path: Path) -> str:
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
-    """The elements of a tensor on the host, row by row."""
+    """The elements of a tensor on the host, in row-major order."""
     return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
@@ -92,27 +92,27 @@ Described = tuple[str, torch.dtype, Sequence[int]]  # a tensor's name, dtype and
 
 
 def safetensors_header(tensors: Sequence[Described]) -> tuple[bytes, list[tuple[int, int]]]:
-    """The head of a safetensors file of these, in this order, and where each one's bytes lie in the file."""
+    """The header of a safetensors file of these tensors, and the byte range of each in the file."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-    places, first = [], 0
+    ranges, first = [], 0
     for name, dtype, shape in tensors:
         size = dtype.itemsize * torch.Size(shape).numel()
-        known = SAFE_NAMES.get(dtype)  # the format has no complex numbers: those are bytes
+        known = SAFE_NAMES.get(dtype)  # the format has no complex numbers: stored as bytes
         entries[name] = {
             "dtype": known or "U8",
             "shape": list(shape) if known else [size],
             "data_offsets": [first, first + size],
         }
-        places.append((first, first + size))
+        ranges.append((first, first + size))
         first += size
     text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-(len(text) + 8) % _HEADER_ALIGNMENT)
     head = len(text).to_bytes(8, "little") + text
-    return head, [(len(head) + begin, len(head) + end) for begin, end in places]
+    return head, [(len(head) + begin, len(head) + end) for begin, end in ranges]
 
 
 def sync_folder(path: Path) -> None:
-    """Make renames in a folder survive a loss of power."""
+    """Make renames in a folder durable."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -121,7 +121,7 @@ def sync_folder(path: Path) -> None:
 
 
 class RankWriter(StorageWriter):
-    """Writes one rank's file; `stored`, `size` and `checksum` tell what came of it."""
+    """Writes one rank's file; sets `stored`, `size` and `checksum`."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -147,16 +147,16 @@ class RankWriter(StorageWriter):
             assert item.tensor_data is not None
             where = ",".join(map(str, item.tensor_data.chunk.offsets))
             described.append((f"{item.index.fqn}@{where}", _properties(item).dtype, item.tensor_data.chunk.sizes))
-        head, places = safetensors_header(described)
+        head, ranges = safetensors_header(described)
         results = []
         with open(self.path, "wb", buffering=1 << 20) as file:
             out = ChecksumFile(file)
             out.write(head)
-            for item, (begin, end) in zip(items, places, strict=True):
+            for item, (begin, end) in zip(items, ranges, strict=True):
                 tensor = planner.resolve_data(item)
                 assert isinstance(tensor, torch.Tensor)
                 out.write(bytes_of(tensor))
-                results.append(WriteResult(item.index, end - begin, self._note(item, begin, end)))
+                results.append(WriteResult(item.index, end - begin, self._record(item, begin, end)))
             file.flush()
             os.fsync(file.fileno())
         self.size, self.checksum = out.size, out.checksum
@@ -164,13 +164,13 @@ class RankWriter(StorageWriter):
         done.set_result(results)
         return done
 
-    def _note(self, item: WriteItem, begin: int, end: int) -> Stored:
+    def _record(self, item: WriteItem, begin: int, end: int) -> Stored:
         assert item.tensor_data is not None
         chunk = item.tensor_data.chunk
-        place = Stored(tuple(chunk.offsets), tuple(chunk.sizes), self.path.name, begin, end)
+        stored = Stored(tuple(chunk.offsets), tuple(chunk.sizes), self.path.name, begin, end)
         about = {"dtype": dtype_name(_properties(item).dtype), "shape": list(item.tensor_data.size), "chunks": []}
-        self.stored.setdefault(item.index.fqn, about)["chunks"].append(place)
-        return place
+        self.stored.setdefault(item.index.fqn, about)["chunks"].append(stored)
+        return stored
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         pass
@@ -186,10 +186,10 @@ def _properties(item: WriteItem) -> TensorProperties:
 
 
 class IndexReader(StorageReader):
-    """Reads chunks from the files of a folder by the manifest's index: no file is unpickled."""
+    """Reads chunks from the files of a folder by the manifest's index; nothing is unpickled."""
 
     def __init__(self, folder: Path, stored: dict[str, Any]) -> None:
-        """`stored`: {name: {"dtype", "shape", "chunks": [Stored]}}, only names that will be asked for."""
+        """`stored`: {name: {"dtype", "shape", "chunks": [Stored]}}, only names that will be read."""
         self._folder = folder
         self._stored = stored
         self._places = {
@@ -233,9 +233,9 @@ class IndexReader(StorageReader):
             content = self._mapped(chunk.file)[chunk.begin : chunk.end].view(getattr(torch, dtype)).view(chunk.sizes)
             for dim, (first, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
                 content = content.narrow(dim, first, length)
-            room = planner.resolve_tensor(item)
-            room.copy_(content)
-            planner.commit_tensor(item, room)
+            target = planner.resolve_tensor(item)
+            target.copy_(content)
+            planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done

@@ -1,7 +1,7 @@
-"""The ledger of a rank: what it held and said during one step of a run, for the report.
+"""StepProfile: memory and communication of a rank in one step of a run, for the report.
 
-One step, early in the run, is watched: the activations that autograd keeps, the bytes of each kind of collective, and
-when each action of a pipeline ran. What it costs, it costs that step only.
+One early step is profiled: the activations that autograd saves, the bytes of each kind of collective, and the times of
+each pipeline action. The overhead is limited to that step.
 """
 
 from __future__ import annotations
@@ -20,46 +20,46 @@ from unisono.parallel.trainer import Trainer
 from unisono.plan.schedules.action import Action
 
 
-class Ledger:
-    """Watch one step with `watching`; afterwards `held` tells."""
+class StepProfile:
+    """Profile one step in `recording`; afterwards `as_json` returns the result."""
 
     def __init__(self) -> None:
         self._saved: SavedActivations | None = None
         self._spans: list[tuple[str, int, int, float, float]] = []
-        self._said: traffic.Traffic | None = None
+        self._traffic: traffic.Traffic | None = None
         self._began = self._ended = 0.0
 
     @property
-    def is_written(self) -> bool:
-        return self._said is not None
+    def is_recorded(self) -> bool:
+        return self._traffic is not None
 
     @contextlib.contextmanager
-    def watching(self, trainer: Trainer) -> Iterator[None]:
-        """The step that runs in the block is the one that is told of."""
+    def recording(self, trainer: Trainer) -> Iterator[None]:
+        """Profile the step that runs in the block."""
 
-        def note(action: Action, start: float, end: float) -> None:
+        def record(action: Action, start: float, end: float) -> None:
             self._spans.append((action.kind, action.stage, action.microbatch, start, end))
 
         saved = self._saved = SavedActivations(trainer.model)
-        trainer.on_action = note
+        trainer.on_action = record
         self._began = time.time()
         try:
-            with traffic.counted() as said, torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
+            with traffic.counted() as counted, torch.autograd.graph.saved_tensors_hooks(saved.pack, saved.unpack):
                 yield
-            self._said = said
+            self._traffic = counted
         finally:
             self._ended = time.time()
             trainer.on_action = None
 
-    def held(self, trainer: Trainer) -> dict[str, Any]:
-        """Bytes by kind, bytes said by kind of collective, spans of the pipeline: as JSON."""
-        said = self._said or traffic.Traffic()
+    def as_json(self, trainer: Trainer) -> dict[str, Any]:
+        """Memory by kind, traffic by kind of collective, spans of the pipeline."""
+        counted = self._traffic or traffic.Traffic()
         return {
             "coordinate": dict(zip(trainer.mesh.names, map(int, trainer.mesh.coordinate()), strict=True)),
-            "memory": memory_by_kind(trainer) | {"activations": self._saved.most if self._saved else 0},
+            "memory": memory_by_kind(trainer) | {"activations": self._saved.peak if self._saved else 0},
             "collectives": {
-                op: {"calls": said.calls[op], "payload": said.payload[op], "sent": said.sent_by[op]}
-                for op in said.calls
+                op: {"calls": counted.calls[op], "payload": counted.payload[op], "sent": counted.sent_by[op]}
+                for op in counted.calls
             },
             "step": {"began": self._began, "ended": self._ended},
             "spans": self._spans,
@@ -67,15 +67,15 @@ class Ledger:
 
 
 class SavedActivations:
-    """Bytes of the tensors that autograd saves for the backward, now and at most; `model`'s own tensors do not count.
+    """Bytes of the tensors that autograd saves for the backward, now and at the peak, without the model's own.
 
     Storages are distinguished by identity, not by address: ZeRO 3 frees the storage of a parameter while autograd still
-    has a tensor in it, and an activation may then lie at the same address.
+    has a tensor in it, and an activation may then have the same address.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.now = 0
-        self.most = 0
+        self.peak = 0
         self._model = model
         self._saved: dict[int, int] = {}  # storages, each with the number of saved tensors in it
 
@@ -88,7 +88,7 @@ class SavedActivations:
         self._saved[storage] = count + 1
         if not count:
             self.now += size
-            self.most = max(self.most, self.now)
+            self.peak = max(self.peak, self.now)
         return SavedTensor(self, storage, size, tensor)
 
     @staticmethod
@@ -103,7 +103,7 @@ class SavedActivations:
 
 
 class SavedTensor:
-    """What autograd holds in place of a tensor; deleted when autograd no longer needs it."""
+    """Stands for a tensor in autograd's graph; deleted when autograd no longer needs it."""
 
     __slots__ = ("_all", "_size", "_storage", "tensor")
 
@@ -139,6 +139,6 @@ def memory_by_kind(trainer: Trainer) -> dict[str, int]:
 
 
 def _bytes(tensors: list[torch.Tensor]) -> int:
-    """Of the tensors' memory, each piece once."""
-    pieces = {(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()) for tensor in tensors}
-    return sum(size for pointer, size in pieces if pointer)
+    """Bytes of the tensors' storages, each counted once."""
+    storages = {(tensor.untyped_storage().data_ptr(), tensor.untyped_storage().nbytes()) for tensor in tensors}
+    return sum(size for pointer, size in storages if pointer)

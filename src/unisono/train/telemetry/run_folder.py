@@ -1,10 +1,11 @@
-"""The folder of a run: what it is, what happened at each step, what each rank held. `unisono report` reads it.
+"""The folder of a run, which `unisono report` reads.
 
-run.json          what is being trained, under which plan, since when; one entry for each start
-steps.jsonl       a line a step that was looked at
-ranks/N.json      what rank N held and said, written at the end
-tensorboard/      the same numbers, where tensorboard is installed
-checkpoints/      see checkpoint.py
+run.json          model, plan and time; one entry for each start
+steps.jsonl       one line for each step
+ranks/N.json      profile and program of one step on rank N, written at the end
+program.html      the program of a step beside that of one device
+tensorboard/      the numbers of steps.jsonl, if tensorboard is installed
+checkpoints/      see train/checkpoint/
 """
 
 from __future__ import annotations
@@ -17,15 +18,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from unisono.errors import UnisonoError, UsageError
-from unisono.train.callbacks import Callback
-from unisono.train.moment import Moment
+from unisono.train.callbacks import Callback, StepInfo
 
 if TYPE_CHECKING:
     from unisono.train.engine import Engine
 
 
 class RunFolder(Callback):
-    """Rank 0 writes the run's numbers; every rank its own file at the end."""
+    """Rank 0 writes the numbers of the run; every rank its own file at the end."""
 
     def __init__(self, path: str | Path, rank: int) -> None:
         self.path = Path(path)
@@ -38,13 +38,13 @@ class RunFolder(Callback):
         return self.path / "checkpoints"
 
     def open(self, about: dict[str, Any], first_step: int) -> None:
-        """Make the folder, or go on in it; UsageError where another model was trained there."""
+        """Create the folder, or continue in it; UsageError if another model was trained there."""
         try:
             (self.path / "ranks").mkdir(parents=True, exist_ok=True)
             if self._rank == 0:
                 self._begin(about, first_step)
         except OSError as error:
-            raise UsageError(f"run folder {self.path}: cannot be made: {error.strerror}; give another path") from None
+            raise UsageError(f"run folder {self.path}: cannot be created: {error.strerror}; use another path") from None
 
     def _begin(self, about: dict[str, Any], first_step: int) -> None:
         starts = self.starts(self.path)
@@ -53,7 +53,7 @@ class RunFolder(Callback):
                 f"run folder {self.path} belongs to another model: {_shown(starts[-1]['model'])} was trained there, "
                 f"this is {_shown(about['model'])}; give another folder"
             )
-        self._forget_after(first_step)
+        self._drop_after(first_step)
         starts.append({**about, "first_step": first_step, "time": time.time()})
         _write(self.path / "run.json", {"starts": starts})
         self._lines = open(self.path / "steps.jsonl", "a", encoding="utf-8")  # noqa: SIM115  # open for the run
@@ -61,7 +61,7 @@ class RunFolder(Callback):
 
     @staticmethod
     def starts(path: Path) -> list[dict[str, Any]]:
-        """What run.json tells of the starts in this folder, the first one first."""
+        """The starts in run.json, oldest first."""
         file = path / "run.json"
         if not file.exists():
             return []
@@ -73,28 +73,28 @@ class RunFolder(Callback):
         except (ValueError, KeyError, TypeError):
             raise UsageError(f"{file} cannot be read as the record of a run; give another folder") from None
 
-    def _forget_after(self, step: int) -> None:
-        """Drop the lines of steps that a resumed run will do again."""
+    def _drop_after(self, step: int) -> None:
+        """Drop the lines of steps that a resumed run will repeat."""
         file = self.path / "steps.jsonl"
         if not file.exists():
             return
         kept = []
         for line in file.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):  # a line cut short by a kill
+            with contextlib.suppress(ValueError):  # a truncated line of a killed run
                 if json.loads(line)["step"] <= step:
                     kept.append(line)
-        beside = file.with_suffix(".new")
-        beside.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
-        beside.replace(file)
+        temporary = file.with_suffix(".new")
+        temporary.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+        temporary.replace(file)
 
-    def on_step(self, engine: Engine, moment: Moment) -> None:
-        self._note(moment.step, moment.numbers())
+    def on_step(self, engine: Engine, info: StepInfo) -> None:
+        self._log(info.step, info.numbers())
 
-    def on_epoch(self, engine: Engine, moment: Moment) -> None:
-        if moment.values:
-            self._note(moment.step, {"step": moment.step, "epoch": moment.epoch, **moment.values})
+    def on_epoch(self, engine: Engine, info: StepInfo) -> None:
+        if info.values:
+            self._log(info.step, {"step": info.step, "epoch": info.epoch, **info.values})
 
-    def _note(self, step: int, numbers: dict[str, Any]) -> None:
+    def _log(self, step: int, numbers: dict[str, Any]) -> None:
         if self._lines is None:
             return
         try:
@@ -102,8 +102,8 @@ class RunFolder(Callback):
             self._lines.flush()
         except OSError as error:
             raise UnisonoError(
-                f"step {step} cannot be noted in {self._lines.name}: {error.strerror}; checkpoints are intact, and "
-                "resume=True goes on from the newest"
+                f"step {step} cannot be logged in {self._lines.name}: {error.strerror}; checkpoints are intact, and "
+                "resume=True continues from the newest"
             ) from None
         if self._board is not None:
             for name, value in numbers.items():
@@ -111,27 +111,27 @@ class RunFolder(Callback):
                     self._board.add_scalar(name, value, step)
 
     def write_program(self, page: str) -> None:
-        """The distributed program as a page; none where it is empty, or where there is no room for it."""
+        """Write the page of the distributed program, if there is one; a full disk is not an error."""
         file = self.path / "program.html"
         with contextlib.suppress(OSError):
             file.unlink(missing_ok=True)  # of an earlier start, under another plan
             if page:
                 file.write_text(page, encoding="utf-8")
 
-    def write_rank(self, held: dict[str, Any]) -> None:
-        """What this rank held and said, for the report; where there is no room for it, that fails nothing."""
+    def write_rank(self, measured: dict[str, Any]) -> None:
+        """Write this rank's file for the report; a full disk is not an error."""
         with contextlib.suppress(OSError):
-            _write(self.path / "ranks" / f"{self._rank}.json", held)
+            _write(self.path / "ranks" / f"{self._rank}.json", measured)
 
-    def on_end(self, engine: Engine, moment: Moment | None) -> None:
+    def on_end(self, engine: Engine, info: StepInfo | None) -> None:
         lines, board, self._lines, self._board = self._lines, self._board, None, None
         for each in (lines, board):
-            with contextlib.suppress(OSError):  # what could not be written has been told
+            with contextlib.suppress(OSError):  # the error has been raised before
                 each.close() if each is not None else None
 
 
 def _plain(value: Any) -> Any:
-    """JSON has no NaN and no infinity: nothing in their place."""
+    """None for NaN and infinity, which JSON does not have."""
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -148,6 +148,6 @@ def _shown(model: Any) -> str:
 
 
 def _write(path: Path, value: Any) -> None:
-    beside = path.with_suffix(path.suffix + ".new")
-    beside.write_text(json.dumps(value, indent=1), encoding="utf-8")
-    beside.replace(path)
+    temporary = path.with_suffix(path.suffix + ".new")
+    temporary.write_text(json.dumps(value, indent=1), encoding="utf-8")
+    temporary.replace(path)

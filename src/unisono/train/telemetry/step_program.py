@@ -1,7 +1,7 @@
-"""The program of a run: one step of it, recorded as it ran, for the report.
+"""StepProgram: the ops and collectives of one step of a run, recorded as it runs, for the report.
 
-The first rank of each pipeline stage records its step (explain/record.py). Rank 0 also shows its own beside the model
-on one device, which is recorded on the meta device and takes no memory.
+The first rank of each pipeline stage records its step (explain/record.py). Rank 0 also writes a page that shows its
+step beside the model on one device, which is recorded on the meta device without memory.
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from unisono.parallel.trainer import Trainer
 from unisono.planner.auto import Job
 from unisono.simulate.sketch import without_memory
 
-_MOST = 5000  # lines
-_MOST_SHAPES = 4
+_MAX_LINES = 5000
+_MAX_SHAPES = 4
 _ACTIONS = {"F": "forward", "B": "backward", "I": "backward of inputs", "W": "backward of weights"}
 
 
 class StepProgram:
-    """Made before a plan is applied to the job's model, which changes a module in place."""
+    """Create it before a plan is applied to the job's model, which changes a module in place."""
 
     def __init__(self, job: Job | None) -> None:
-        """job: on the rank that writes the page."""
+        """job: None on ranks that do not write the page."""
         self.is_recorded = False
         self.record = Record()
         self._job = job
-        self._form: nn.Module | None = None  # a module's shapes
+        self._form: nn.Module | None = None  # copy of the module on the meta device
         if job is not None and isinstance(job.model, nn.Module):
-            with contextlib.suppress(Exception):  # training must not end for a page
+            with contextlib.suppress(Exception):  # must not fail the training
                 self._form = hollow_copy(job.model)
 
     @contextlib.contextmanager
     def recording(self, trainer: Trainer) -> Iterator[None]:
-        """The step in the block is recorded, on ranks that are the first of their stage."""
+        """Record the step in the block, on the first rank of each stage."""
         self.is_recorded = True
         coordinate = dict(zip(trainer.mesh.names, trainer.mesh.coordinate(), strict=True))
         if any(index for axis, index in coordinate.items() if axis != "pp"):
@@ -57,12 +57,12 @@ class StepProgram:
 
     @property
     def lines(self) -> list[dict[str, Any]]:
-        """What the report shows: of all microbatches what the ranks communicate, of the first also the ops."""
+        """For the report: the communication of all microbatches, and the ops of the first."""
         made = [line for event in self.record.events if (line := _line(event)) is not None]
-        return made[:_MOST]
+        return made[:_MAX_LINES]
 
     def page(self, trainer: Trainer, rank: int) -> str:
-        """This rank's step beside the model on one device; empty where that cannot be recorded."""
+        """This rank's step beside the model on one device; "" if that cannot be recorded."""
         if self._job is None or not self.record.events:
             return ""
         job = self._job
@@ -75,7 +75,7 @@ class StepProgram:
             return as_page(listing(serial, self.record, trainer, job.example, rank), f"program of plan {trainer.plan}")
         except Exception as error:
             warnings.warn(
-                f"the run has no page of its program under plan {trainer.plan}: {type(error).__name__}: {error}",
+                f"the report has no program page for plan {trainer.plan}: {type(error).__name__}: {error}",
                 RuntimeWarning,
                 stacklevel=2,
             )
@@ -95,13 +95,13 @@ def _line(event: Op | Communication | Part) -> dict[str, Any] | None:
         kinds = {"kind": "op", "phase": event.phase, "name": event.function, "path": event.path}
         return kinds | {"shape": _shapes(event.outputs)}
     if event.microbatch and event.path != LOSS:
-        return None  # of a microbatch like the first
+        return None  # like the first microbatch
     shapes = () if event.tensor is None else (event.tensor,)
     size = sum(each.bytes for each in shapes)
-    kinds = {"kind": "talk", "phase": event.phase, "name": event.kind, "path": event.path}
+    kinds = {"kind": "communication", "phase": event.phase, "name": event.kind, "path": event.path}
     return kinds | {"shape": _shapes(shapes), "ranks": list(event.ranks), "bytes": size}
 
 
 def _shapes(tensors: tuple[TensorType, ...]) -> str:
     found = [tensor_text(each.dtype, each.shape) for each in tensors]
-    return " ".join(found if len(found) <= _MOST_SHAPES else [*found[:_MOST_SHAPES], "..."])
+    return " ".join(found if len(found) <= _MAX_SHAPES else [*found[:_MAX_SHAPES], "..."])

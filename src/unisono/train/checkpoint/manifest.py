@@ -1,6 +1,6 @@
-"""The manifest of a checkpoint: what it holds, where each chunk of it lies, and the checksums that prove it whole.
+"""The manifest of a checkpoint: its contents, the location of each chunk, and the checksums of its files.
 
-It is JSON, written last, and carries a checksum of itself. A folder without one is no checkpoint.
+It is JSON, written last, with its own checksum. A folder without a manifest is not a checkpoint.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from unisono.errors import CheckpointError
-from unisono.train.inventory import Shapes, dtype_name
-from unisono.train.storage import Stored, checksum_of
+from unisono.train.checkpoint.inventory import Shapes, dtype_name
+from unisono.train.checkpoint.storage import Stored, checksum_of
 
 NAME = "manifest.json"
 VERSION = 1
@@ -29,11 +29,11 @@ class Manifest:
     step: int
     plan: str
     ranks: int
-    seed: int  # of the random numbers; with the trainer's steps, all of their state
-    data: Any  # the state of the data, as it was given
+    seed: int  # with the trainer's steps, the state of unisono's random numbers
+    data: Any  # state of the data, as passed to save
     trainer: dict[str, Any]
     model: Shapes
-    passing: list[str]  # of the model's buffers: those that its own state_dict leaves out
+    passing: list[str]  # buffers that are not in the model's state_dict
     optimizer: dict[str, Any]
     extra: Any
     files: dict[str, dict[str, Any]]  # {name: {"bytes", "sha256"}}
@@ -46,23 +46,23 @@ class Manifest:
     def write(self, folder: Path) -> None:
         body = {"format": "unisono checkpoint", "version": VERSION, "fingerprint": self.fingerprint, **asdict(self)}
         text = json.dumps(body, separators=(",", ":"))
-        whole = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text})
+        signed = json.dumps({"sha256": hashlib.sha256(text.encode()).hexdigest(), "body": text})
         with open(folder / NAME, "w", encoding="utf-8") as file:
-            file.write(whole)
+            file.write(signed)
             file.flush()
             os.fsync(file.fileno())
 
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         try:
-            whole = json.loads((folder / NAME).read_text(encoding="utf-8"))
-            text = whole["body"]
-            is_whole = hashlib.sha256(text.encode()).hexdigest() == whole["sha256"]
+            signed = json.loads((folder / NAME).read_text(encoding="utf-8"))
+            text = signed["body"]
+            is_intact = hashlib.sha256(text.encode()).hexdigest() == signed["sha256"]
         except FileNotFoundError:
-            raise CheckpointError(f"{folder}: {NAME} is missing; it was not completely written") from None
+            raise CheckpointError(f"{folder}: {NAME} is missing; the checkpoint is incomplete") from None
         except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
             raise CheckpointError(f"{folder}: {NAME} is damaged ({type(error).__name__}: {error})") from None
-        if not is_whole:
+        if not is_intact:
             raise CheckpointError(f"{folder}: {NAME} does not match its checksum")
         return cls._parsed(json.loads(text), folder)
 
@@ -75,26 +75,26 @@ class Manifest:
         manifest.model = {name: (tuple(shape), dtype) for name, (shape, dtype) in manifest.model.items()}
         for name, about in manifest.tensors.items():
             if about["dtype"] not in _DTYPES:
-                raise CheckpointError(f"{folder}: {NAME} says that {name} is of dtype {about['dtype']!r}")
+                raise CheckpointError(f"{folder}: {NAME} gives {name} the dtype {about['dtype']!r}")
             chunks = [Stored(tuple(a), tuple(b), *rest) for a, b, *rest in about["chunks"]]
-            strange = {chunk.file for chunk in chunks} - set(manifest.files)
-            if strange:
-                raise CheckpointError(f"{folder}: {NAME} puts {name} in {min(strange)!r}, which is not among its files")
+            unknown = {chunk.file for chunk in chunks} - set(manifest.files)
+            if unknown:
+                raise CheckpointError(f"{folder}: {NAME} puts {name} in {min(unknown)!r}, which is not among its files")
             about["chunks"] = chunks
         for name in manifest.files:
             if Path(name).name != name:
-                raise CheckpointError(f"{folder}: {NAME} names a file outside of the checkpoint, {name!r}")
+                raise CheckpointError(f"{folder}: {NAME} names a file outside the checkpoint, {name!r}")
         return manifest
 
     def faults(self, folder: Path, files: Iterable[str] | None = None) -> list[str]:
-        """What is wrong with the files (by default all), by name."""
+        """Defects of the files (default: all)."""
         found = []
         for name in self.files if files is None else files:
             path, expected = folder / name, self.files[name]
             try:
                 size = path.stat().st_size
                 if size != expected["bytes"]:
-                    found.append(f"{name} has {size} bytes and not {expected['bytes']}: it was cut off or overwritten")
+                    found.append(f"{name} has {size} bytes and not {expected['bytes']}: truncated or overwritten")
                 elif checksum_of(path) != expected["sha256"]:
                     found.append(f"{name} does not match its checksum: its bytes have changed")
             except FileNotFoundError:
@@ -105,12 +105,12 @@ class Manifest:
 
 
 def fingerprint(model: Shapes) -> str:
-    """Of a model: equal for equal names, shapes and dtypes."""
+    """Equal for models with equal names, shapes and dtypes."""
     return hashlib.sha256(json.dumps(sorted(model.items())).encode()).hexdigest()
 
 
 def differences(saved: Shapes, model: Shapes) -> list[str]:
-    """How a model differs from a saved one, in words; nothing if it does not."""
+    """Differences between a saved model and this one."""
     found = [f"{name} is in the checkpoint only" for name in sorted(set(saved) - set(model))]
     found += [f"{name} is in the model only" for name in sorted(set(model) - set(saved))]
     for name in sorted(set(saved) & set(model)):
@@ -126,7 +126,7 @@ def shown(faults: Sequence[str], most: int = 3) -> str:
 
 
 def merged(parts: Sequence[dict[str, Any]], **about: Any) -> Manifest:
-    """One manifest from what every rank has told of its part."""
+    """The manifest, merged from the indices of all ranks."""
     model: Shapes = {}
     passing: set[str] = set()
     optimizer: dict[str, Any] = {"kind": parts[0]["optimizer"]["kind"], "state": {}, "groups": []}
@@ -161,8 +161,8 @@ def _merge_groups(groups: list[dict[str, Any]], more: list[dict[str, Any]]) -> N
 
 
 def _merge_tensors(tensors: dict[str, dict[str, Any]], more: dict[str, dict[str, Any]]) -> None:
-    """What stages of a pipeline hold in common may have been written by each: one is enough."""
+    """Tensors that several pipeline stages have may have been written by each: keep one."""
     for name, about in more.items():
         known = tensors.setdefault(name, {"dtype": about["dtype"], "shape": about["shape"], "chunks": []})
-        places = {tuple(chunk[0]) for chunk in known["chunks"]}
-        known["chunks"] += [chunk for chunk in about["chunks"] if tuple(chunk[0]) not in places]
+        offsets = {tuple(chunk[0]) for chunk in known["chunks"]}
+        known["chunks"] += [chunk for chunk in about["chunks"] if tuple(chunk[0]) not in offsets]

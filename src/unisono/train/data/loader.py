@@ -1,13 +1,13 @@
-"""The Loader: global batches, of which each rank reads its own share.
+"""Loader: global batches, of which each rank reads its part.
 
     loader = uni.Loader(dataset, batch_size=64, part=trainer.part, seed=1, workers=4)
     while loader.epoch < epochs:
         for batch in loader:                  # the rest of this epoch
             loss = trainer.step(batch)
-    state = loader.state_dict()               # another loader, of another plan, goes on after the batch given last
+    state = loader.state_dict()               # a loader of another plan can continue after the last batch
 
-`batch_size` is that of all ranks together. Which samples make a batch, their order and what augmentations draw depend
-on (seed, epoch) only: not on the plan, the number of ranks or the number of workers.
+`batch_size` is global. The samples of a batch, their order and the random numbers of augmentations depend on (seed,
+epoch) only: not on the plan, the number of ranks or the number of workers.
 """
 
 from __future__ import annotations
@@ -23,20 +23,19 @@ from torch.utils.data import DataLoader, default_collate
 
 from unisono.errors import UsageError
 from unisono.parallel.share import BatchDim, Share, require_batch_dim
-from unisono.train.fetch import Collate, Cutter, Reader, Request, Stream, is_iterable_only
-from unisono.train.order import order, require_part, require_whole_number
+from unisono.train.data.reading import Batcher, Collate, Reader, Request, Stream, is_iterable_only
+from unisono.train.data.sampler import order, require_part, require_whole_number
 
 
 class Loader:
-    """Batches of (inputs, targets) for `Trainer.step`; iterating gives the rest of the epoch, then begins the next.
+    """Batches of (inputs, targets) for `Trainer.step`; iterating yields the rest of the epoch, then starts the next.
 
-    dataset: anything with a length and numbered samples, or an iterable of samples, whose own order is kept (workers:
-    one at most, as its samples come one after the other; each rank reads all of them).
-    part: (index, count) of the rank, `trainer.part`. shuffle: by default for numbered samples. The last batch may be
-    smaller, unless drop_last. collate: makes a batch of a list of samples. whole: whether ranks read and collate whole
-    batches, of which the trainer takes its share; by default with a collate of your own, as one that pads looks at all
-    samples of a batch. pairs=False allows batches that are not (inputs, targets), for predictions. batch_dim: along
-    which dim of a batch's tensors samples lie; a collate of your own puts them there itself.
+    dataset: map-style, with a length and indices, or an iterable of samples, whose order is kept (at most one worker;
+    each rank reads all samples). part: (index, count) of the rank, `trainer.part`. shuffle: default for map-style
+    datasets. The last batch may be smaller, unless drop_last. collate: makes a batch from a list of samples. whole:
+    whether ranks read and collate full batches, of which the trainer takes its part; default with a custom collate,
+    since one that pads needs all samples of a batch. pairs=False allows batches that are not (inputs, targets), for
+    predictions. batch_dim: the dim of samples in a batch; a custom collate must put them there.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Loader:
         self.drop_last, self.device, self.pin_memory = drop_last, device, pin_memory
         self.samples = _samples_of(dataset)
         if self.samples is None and shuffle:
-            raise UsageError("shuffle=True for an iterable dataset, whose order is its own; shuffle within the dataset")
+            raise UsageError("shuffle=True for an iterable dataset, which has its own order; shuffle within it")
         if self.samples is not None and drop_last and self.samples < batch_size:
             raise UsageError(
                 f"{self.samples} samples with batch_size={batch_size} and drop_last=True leave no batch; "
@@ -72,21 +71,21 @@ class Loader:
             )
         self.shuffle = self.samples is not None if shuffle is None else shuffle
         whole = collate is not None if whole is None else whole
-        self._cutter = Cutter(require_part(part), collate or default_collate, whole, pairs, batch_dim)
+        self._batcher = Batcher(require_part(part), collate or default_collate, whole, pairs, batch_dim)
         self.epoch = 0
-        self.position = 0  # in samples of the epoch's order, of all ranks
+        self.position = 0  # in the epoch's order, in samples of all ranks
         self._last: Request | None = None
         self._order: tuple[int, torch.Tensor] | None = None
 
     def __len__(self) -> int:
-        """Batches in an epoch."""
+        """Number of batches in an epoch."""
         if self.samples is None:
-            raise UsageError("an iterable dataset does not tell how many batches it has")
+            raise UsageError("an iterable dataset has no number of batches")
         full, rest = divmod(self.samples, self.batch_size)
         return full + bool(rest and not self.drop_last)
 
     def batches_left(self, epochs: int) -> int | None:
-        """From where the loader is to the end of so many epochs; None if that is unknown."""
+        """Batches from the current position to the end of so many epochs; None if unknown."""
         if self.samples is None:
             return None
         if self.epoch >= epochs:
@@ -95,19 +94,19 @@ class Loader:
         return full + bool(rest and not self.drop_last) + len(self) * (epochs - self.epoch - 1)
 
     def first(self, whole: bool = False) -> Any:
-        """The batch that comes next, which still comes when the loader is iterated; None where there is none.
+        """The next batch, without advancing the loader; None if there is none.
 
         whole: with the samples of all ranks.
         """
         ahead = copy.copy(self)
         ahead.workers = 0
         if whole:
-            ahead._cutter = replace(self._cutter, part=(0, 1))
+            ahead._batcher = replace(self._batcher, part=(0, 1))
         return next(iter(ahead), None)
 
     @property
     def smallest_batch(self) -> int | None:
-        """Rows of the smallest batch of an epoch, which a plan must be able to cut; None if that is unknown."""
+        """Samples in the smallest batch of an epoch; None if unknown."""
         if self.samples is None:
             return None
         rest = self.samples % self.batch_size
@@ -115,14 +114,14 @@ class Loader:
 
     @property
     def ids(self) -> list[int]:
-        """Which samples the batch given last was made of, on all ranks together: their numbers in the dataset."""
+        """Indices in the dataset of the samples of the last batch, on all ranks together."""
         if self._last is None:
             return []
         run = range(self._last.start, self._last.stop)
         return list(run) if self.samples is None else self._ordered(self._last.epoch)[run.start : run.stop].tolist()
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin that epoch from its first sample."""
+        """Start that epoch from its first sample."""
         self.epoch, self.position = require_whole_number("epoch", epoch, 0), 0
 
     def __iter__(self) -> Iterator[Any]:
@@ -130,11 +129,11 @@ class Loader:
             self.position, self._last = request.stop, request
             if self.device is not None:
                 batch = tree_map(self._to_device, batch)
-            if self._cutter.whole:
+            if self._batcher.whole:
                 yield batch
             else:
                 rows = request.stop - request.start
-                yield Share(batch, self._cutter.held(rows), rows)
+                yield Share(batch, self._batcher.held(rows), rows)
         self.epoch, self.position = self.epoch + 1, 0
 
     def _to_device(self, leaf: Any) -> Any:
@@ -144,10 +143,10 @@ class Loader:
 
     def _batches(self) -> Iterator[tuple[Request, Any]]:
         if self.samples is None:
-            stream = Stream(self.dataset, self._cutter, self.seed, self.batch_size, self.drop_last)
+            stream = Stream(self.dataset, self._batcher, self.seed, self.batch_size, self.drop_last)
             stream.epoch, stream.position = self.epoch, self.position
             return iter(stream) if not self.workers else iter(self._loader(stream, None, workers=1))
-        reader = Reader(self.dataset, self._cutter, self.seed)
+        reader = Reader(self.dataset, self._batcher, self.seed)
         requests = self._requests(self.epoch, self.position)
         if not self.workers:
             return ((request, reader[request]) for request in requests)
@@ -160,8 +159,8 @@ class Loader:
             stop = min(start + self.batch_size, self.samples)
             if self.drop_last and stop - start < self.batch_size:
                 return
-            held = self._cutter.held(stop - start)
-            # A rank that has none of a batch reads one sample, to know what an empty batch looks like.
+            held = self._batcher.held(stop - start)
+            # A rank without samples of this batch reads one, to build an empty batch of the right structure.
             mine = taken[start:stop][held.start : held.stop] if len(held) else taken[start : start + 1]
             yield Request(epoch, start, stop, mine.tolist(), len(held))
 
@@ -177,15 +176,15 @@ class Loader:
             batch_size=None,
             sampler=requests,
             num_workers=workers,
-            collate_fn=_as_it_is,
+            collate_fn=_identity,
             pin_memory=self.pin_memory,
-            generator=torch.Generator(),  # so that starting workers takes nothing from the process's own
+            generator=torch.Generator(),  # so that starting workers does not advance the default generator
         )
 
     # ---- state ---------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the batch given last ended; JSON can hold it."""
+        """The position after the last batch; JSON serialisable."""
         epoch, position = self.epoch, self.position
         if self.samples is not None and position + (self.batch_size if self.drop_last else 1) > self.samples:
             epoch, position = epoch + 1, 0
@@ -198,11 +197,11 @@ class Loader:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from there: no sample is repeated and none is skipped. Plan, workers and batch_size may be others."""
+        """Continue from there: no sample is repeated or skipped. Plan, workers and batch_size may differ."""
         for key, mine in (("samples", self.samples), ("shuffle", self.shuffle)):
             if state[key] != mine:
                 raise UsageError(
-                    f"the saved state of the data says {key}={state[key]}, but this loader has {key}={mine}; "
+                    f"the saved state of the data has {key}={state[key]}, but this loader has {key}={mine}; "
                     "is it another dataset?"
                 )
         self.seed = state["seed"]
@@ -211,14 +210,14 @@ class Loader:
 
 
 def _samples_of(dataset: Any) -> int | None:
-    """How many; None where only iterating tells."""
+    """Number of samples; None for an iterable dataset."""
     _require_samples(dataset)
     if is_iterable_only(dataset):
         return None
     if not hasattr(dataset, "__getitem__") or not hasattr(dataset, "__len__"):
         raise UsageError(
-            f"a dataset of type {type(dataset).__name__}; expected one with a length and numbered samples (a "
-            "torch Dataset, a list), or an iterable of samples"
+            f"a dataset of type {type(dataset).__name__}; expected one with __len__ and __getitem__ (a torch "
+            "Dataset, a list), or an iterable of samples"
         )
     if not len(dataset):
         raise UsageError("the dataset is empty; expected at least one sample")
@@ -226,25 +225,25 @@ def _samples_of(dataset: Any) -> int | None:
 
 
 def _require_samples(dataset: Any) -> None:
-    """UsageError for what looks like a dataset and is none."""
+    """UsageError for objects that are easily mistaken for a dataset."""
     if isinstance(dataset, DataLoader):
         raise UsageError(
-            "a DataLoader, whose samples are batches already; give its dataset (loader.dataset) and the batch_size of "
-            "all ranks together: batches are made here, the same for every number of ranks"
+            "a DataLoader as a dataset, whose items are batches; give its dataset (loader.dataset) and the global "
+            "batch_size: batches are made here, the same for every number of ranks"
         )
     if isinstance(dataset, Iterator):
         raise UsageError(
-            f"a {type(dataset).__name__} as a dataset, which can be read once only; expected what can be read anew in "
-            "every epoch and after a resume: a list, a torch Dataset, an IterableDataset"
+            f"a {type(dataset).__name__} as a dataset, which can be read only once; expected a dataset that can be "
+            "read in every epoch and after a resume: a list, a torch Dataset, an IterableDataset"
         )
     if isinstance(dataset, Mapping):
-        raise UsageError("a dict as a dataset; expected numbered samples: a torch Dataset, a list of (inputs, targets)")
+        raise UsageError("a dict as a dataset; expected a torch Dataset or a list of (inputs, targets)")
     if isinstance(dataset, tuple) and dataset and all(isinstance(each, torch.Tensor) for each in dataset):
         raise UsageError(
             f"a tuple of {len(dataset)} tensors as a dataset; expected samples: "
-            "torch.utils.data.TensorDataset(inputs, targets) makes them of tensors"
+            "torch.utils.data.TensorDataset(inputs, targets)"
         )
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch

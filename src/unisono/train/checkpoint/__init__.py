@@ -1,0 +1,11 @@
+"""Checkpoints that any plan can load.
+
+    checkpoints    Checkpoints: save, wait, load, newest_good
+    inventory      what a rank saves: tensors by name, and the rest as JSON; chunks: shards as boxes of full tensors
+    saving         one save: staging, writing, publishing; dcp_planners, storage: through torch.distributed.checkpoint
+    manifest       the index of a checkpoint, with checksums
+    restoring      loads a checkpoint under this plan
+    weights        export_weights, import_weights: safetensors files and state_dicts
+
+Called by `train.fit`, Engine and scripts.
+"""

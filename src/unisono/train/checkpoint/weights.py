@@ -1,0 +1,257 @@
+"""Export and import of weights: one safetensors file with the model's own names, as for Hugging Face models.
+
+    export_weights(trainer, "gpt.safetensors")            # every rank calls it; or a module, or a checkpoint's folder
+    import_weights(trainer, "gpt.safetensors")            # each rank reads its shards; or into a plain module
+
+The ranks of a trainer write their shards beside the file, and rank 0 assembles it one tensor at a time: no rank holds
+the full model. Sources are a safetensors file, a folder of them, a state_dict, a file of one by torch.save, or a
+checkpoint. None of them can execute code.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from unisono.errors import CheckpointError, UsageError
+from unisono.parallel.layout import layout_of
+from unisono.parallel.optimizer_state import whole_shape
+from unisono.parallel.trainer import Trainer
+from unisono.parallel.zero.zero import Zero
+from unisono.train.checkpoint.checkpoints import Checkpoints
+from unisono.train.checkpoint.chunks import held_chunks, whole_chunk
+from unisono.train.checkpoint.inventory import Entry, named_tensors, nonpersistent_buffers
+from unisono.train.checkpoint.manifest import NAME as MANIFEST
+from unisono.train.checkpoint.manifest import Manifest, shown
+from unisono.train.checkpoint.restoring import full_entry, read_entries
+from unisono.train.checkpoint.storage import SAFE_NAMES, Described, bytes_of, safetensors_header
+
+# ---- out -------------------------------------------------------------------------------------------------------------
+
+
+def export_weights(source: Trainer | nn.Module | str | Path, path: str | Path) -> None:
+    """Write parameters and persistent buffers, in the model's dtypes, to one safetensors file."""
+    path = Path(path)
+    if isinstance(source, Trainer):
+        _export_trainer(source, path)
+    elif isinstance(source, nn.Module):
+        skipped = set(nonpersistent_buffers(source))
+        named = {name: tensor for name, tensor in _named(source).items() if name not in skipped}
+        described = [(name, tensor.dtype, tuple(tensor.shape)) for name, tensor in named.items()]
+        _write(path, described, iter(named.values()))
+    else:
+        _require_intact(Path(source))
+        _export_checkpoint(Path(source), path)
+
+
+def _require_intact(folder: Path) -> None:
+    faults = Manifest.read(folder).faults(folder)
+    if faults:
+        raise CheckpointError(f"the checkpoint {folder} is damaged: {shown(faults)}")
+
+
+def _export_trainer(trainer: Trainer, path: Path) -> None:
+    parts = Checkpoints(path.with_name(f".{path.name}.parts"), keep=None)
+    saved = parts.save_weights(trainer, trainer.steps)
+    error: str | None = None
+    if trainer.mesh.index() == 0:
+        try:
+            _export_checkpoint(saved, path)
+        except (OSError, CheckpointError) as failure:
+            error = str(failure)
+        shutil.rmtree(parts.folder, ignore_errors=True)
+    comm = trainer.mesh.comm()
+    error = comm.broadcast_object(error) if comm.size > 1 else error
+    if error is not None:
+        raise CheckpointError(f"the weights were not written to {path}: {error}")
+
+
+def _export_checkpoint(folder: Path, path: Path) -> None:
+    manifest = Manifest.read(folder)
+    kept = {name: about for name, about in manifest.model.items() if name not in manifest.passing}
+    described = [(name, getattr(torch, dtype), shape) for name, (shape, dtype) in kept.items()]
+
+    def tensors() -> Iterator[torch.Tensor]:
+        for name, dtype, _ in described:
+            entry = full_entry(f"model.{name}", manifest)
+            read_entries(folder, manifest, [entry])
+            yield entry.tensor.to(dtype)
+
+    _write(path, described, tensors())
+
+
+def _write(path: Path, described: Sequence[Described], tensors: Iterable[torch.Tensor]) -> None:
+    for name, dtype, _ in described:
+        if dtype not in SAFE_NAMES:
+            raise UsageError(f"{name} is {dtype}, which safetensors does not support; save a checkpoint instead")
+    temporary = path.with_name(f".{path.name}.draft")
+    try:
+        with open(temporary, "wb") as file:
+            file.write(safetensors_header(described)[0])
+            for tensor in tensors:
+                file.write(memoryview(bytes_of(tensor)))
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.rename(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _named(model: nn.Module) -> dict[str, torch.Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+# ---- in --------------------------------------------------------------------------------------------------------------
+
+
+def import_weights(
+    model: Trainer | nn.Module, source: str | Path | Mapping[str, torch.Tensor], strict: bool = True
+) -> None:
+    """Load weights into a model under any plan; every rank calls it. The optimizer's state is not changed.
+
+    strict: whether names in the source that the model does not have are an error. Missing names always are.
+    """
+    opened = open_source(source)
+    if isinstance(model, Trainer):
+        tensors, known = named_tensors(model), _known_names(model)
+        entries = [_sharded(name, tensor, model) for name, tensor in tensors.items()]
+    else:
+        tensors, known = _named(model), set(model.state_dict())
+        entries = [Entry(name, t.detach(), tuple(t.shape), [whole_chunk(t.shape)], []) for name, t in tensors.items()]
+    module = model.model if isinstance(model, Trainer) else model
+    found = _matched(entries, opened, module)
+    unexpected = sorted(set(opened.shapes) - known - set(found.values()))
+    if strict and unexpected:
+        raise UsageError(
+            f"{opened.where} has {shown(unexpected)}, which the model does not have; strict=False ignores them"
+        )
+    with torch.no_grad():
+        for entry in entries:
+            for chunk in entry.held if entry.name in found else ():
+                ends = zip(chunk.offsets, chunk.sizes, strict=True)
+                box = tuple(slice(first, first + size) for first, size in ends)
+                entry.tensor[chunk.slices].copy_(opened.read(found[entry.name], box))
+    if isinstance(model, Trainer) and isinstance(model.replicas, Zero):
+        model.replicas.publish()
+
+
+def _sharded(name: str, tensor: torch.Tensor, trainer: Trainer) -> Entry:
+    shape = tuple(whole_shape(tensor))
+    return Entry(name, tensor.detach(), shape, held_chunks(shape, layout_of(tensor), trainer.mesh), [])
+
+
+def _known_names(trainer: Trainer) -> set[str]:
+    """Of the full model, also under pipeline parallelism; every name of a tied parameter."""
+    mine = set(trainer.model.state_dict()) | set(named_tensors(trainer))
+    if trainer.mesh.size("pp") == 1:
+        return mine
+    return set().union(*trainer.mesh.comm("pp").all_gather_object(mine))
+
+
+def _matched(entries: list[Entry], source: Source, module: nn.Module) -> dict[str, str]:
+    """The name of each entry in the source; of a tied parameter, any of its names."""
+    aliases: dict[int, list[str]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        aliases.setdefault(id(parameter), []).append(name)
+    names = {name: aliases[id(parameter)] for name, parameter in module.named_parameters()}
+    skipped = set(nonpersistent_buffers(module))
+    found: dict[str, str] = {}
+    missing: list[str] = []
+    for entry in entries:
+        name = next((each for each in (entry.name, *names.get(entry.name, ())) if each in source.shapes), "")
+        if not name:
+            missing += [entry.name] if entry.name not in skipped else []
+        elif source.shapes[name] != entry.shape:
+            raise UsageError(f"{name} is of shape {source.shapes[name]} in {source.where}; expected {entry.shape}")
+        else:
+            found[entry.name] = name
+    if missing:
+        raise UsageError(f"{source.where} does not have {shown(missing)}; is it of another model?")
+    return found
+
+
+Box = tuple[slice, ...]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Weights that can be read by name and box."""
+
+    shapes: dict[str, tuple[int, ...]]
+    read: Callable[[str, Box], torch.Tensor]
+    where: str
+
+
+def open_source(source: str | Path | Mapping[str, torch.Tensor]) -> Source:
+    """Open a state_dict, a file of one, a safetensors file or a folder of them, or a checkpoint."""
+    if isinstance(source, Mapping):
+        return _of_mapping(source, "the state_dict")
+    path = Path(source)
+    if not path.exists():
+        raise UsageError(f"{path} does not exist")
+    if path.is_dir():
+        if (path / MANIFEST).exists():
+            return _of_checkpoint(path)
+        files = sorted(path.glob("*.safetensors"))
+        if not files:
+            raise UsageError(f"{path} has no *.safetensors files and is not a checkpoint")
+        return _of_safetensors(files, str(path))
+    if path.suffix == ".safetensors":
+        return _of_safetensors([path], str(path))
+    try:
+        return _of_mapping(torch.load(path, map_location="cpu", weights_only=True, mmap=True), str(path))
+    except UsageError:
+        raise
+    except Exception as error:
+        raise UsageError(
+            f"{path} is not a file of weights ({type(error).__name__}); expected *.safetensors, or a state_dict by "
+            "torch.save. Files that would execute code are not loaded"
+        ) from None
+
+
+def _of_mapping(tensors: Any, where: str) -> Source:
+    if not isinstance(tensors, Mapping) or not all(isinstance(value, torch.Tensor) for value in tensors.values()):
+        raise UsageError(f"{where} is not a plain state_dict; expected tensors by name")
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    return Source(shapes, lambda name, box: tensors[name][box], where)
+
+
+def _of_safetensors(files: Sequence[Path], where: str) -> Source:
+    shapes: dict[str, tuple[int, ...]] = {}
+    tensors: dict[str, tuple[Any, Any]] = {}
+    for path in files:
+        try:
+            opened = safe_open(path, framework="pt")
+        except SafetensorError as error:
+            raise CheckpointError(f"{path} is damaged, or not a safetensors file: {error}") from None
+        for name in opened.keys():  # noqa: SIM118  # not a mapping
+            tensors[name] = opened, opened.get_slice(name)
+            shapes[name] = tuple(tensors[name][1].get_shape())
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        file, tensor = tensors[name]
+        return tensor[box] if box else file.get_tensor(name)
+
+    return Source(shapes, read, where)
+
+
+def _of_checkpoint(folder: Path) -> Source:
+    manifest = Manifest.read(folder)
+    faults = manifest.faults(folder)
+    if faults:
+        raise CheckpointError(f"the checkpoint {folder} is damaged: {shown(faults)}")
+
+    def read(name: str, box: Box) -> torch.Tensor:
+        entry = full_entry(f"model.{name}", manifest)
+        read_entries(folder, manifest, [entry])
+        return entry.tensor[box]
+
+    return Source({name: shape for name, (shape, _) in manifest.model.items()}, read, str(folder))
