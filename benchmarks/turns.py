@@ -1,4 +1,4 @@
-"""What it brings that gloo's threads wait for their turn (src/unisono/launch/threads.py).
+"""What it brings that gloo's threads wait for their turn (src/unisono/launch/process_threads.py).
 
     python benchmarks/turns.py [--task gpt-deep] [--plans "dp=2;tp=2;cp=2"] [--rounds 8] [--others 0]
 
@@ -23,7 +23,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch
 
 import unisono as uni
-from unisono.launch import threads
+from unisono.launch import process_threads
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from planner import TASKS
@@ -38,7 +38,7 @@ def _put_under(policy: str) -> None:
     for thread in os.listdir("/proc/self/task"):
         os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
     if policy == "turns":
-        threads.batch_schedule_gloo_threads()
+        process_threads.batch_schedule_gloo_threads()
 
 
 def race(name: str, plans: list[str], rounds: int) -> Times:

@@ -26,7 +26,7 @@ from multiprocessing.connection import Client, Connection, Listener, wait
 from typing import Any
 
 from tests import mpi_ranks
-from unisono.launch.threads import use_batch_scheduling
+from unisono.launch.process_threads import use_batch_scheduling
 from unisono.launch.worker import process_tree
 
 TIMEOUT = 120  # seconds for one call

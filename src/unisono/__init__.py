@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from unisono.train.checkpoint.weights import export_weights as export_weights
     from unisono.train.checkpoint.weights import import_weights as import_weights
     from unisono.train.data.loader import Loader as Loader
-    from unisono.train.data.partition import DataPartitioner as DataPartitioner
-    from unisono.train.data.partition import split_data as split_data
+    from unisono.train.data.partitioner import DataPartitioner as DataPartitioner
+    from unisono.train.data.partitioner import split_data as split_data
     from unisono.train.data.sampler import DistributedBatchSampler as DistributedBatchSampler
     from unisono.train.engine import Engine as Engine
     from unisono.train.metrics import Accuracy as Accuracy
@@ -61,7 +61,7 @@ _HOME = {
     "Perplexity": "unisono.train.metrics",
     "Communicator": "unisono.comm.communicator",
     "Checkpoints": "unisono.train.checkpoint.checkpoints",
-    "DataPartitioner": "unisono.train.data.partition",
+    "DataPartitioner": "unisono.train.data.partitioner",
     "DistributedBatchSampler": "unisono.train.data.sampler",
     "Loader": "unisono.train.data.loader",
     "Plan": "unisono.plan.plan",
@@ -86,7 +86,7 @@ _HOME = {
     "shard_tensor": "unisono.graph.marks.api",
     "shutdown": "unisono.comm.rendezvous.world",
     "spawn": "unisono.launch.spawn",
-    "split_data": "unisono.train.data.partition",
+    "split_data": "unisono.train.data.partitioner",
     "StagedProgram": "unisono.parallel.static.to_static",
     "apply_marks": "unisono.parallel.static.marked",
     "to_static": "unisono.parallel.static.to_static",

@@ -40,6 +40,6 @@ def test_help_and_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert re.search(rf"(^|[ ,]){flag}\b", told, re.MULTILINE), flag
     assert "--start-timeout" in told
     assert vqnetrun.main(["-n", "2", "python", "nowhere.py"]) == 2
-    assert "vqnetrun: script 'nowhere.py' is not there" in capsys.readouterr().err
+    assert "vqnetrun: script 'nowhere.py' does not exist" in capsys.readouterr().err
     assert vqnetrun.main(["-n", "2", "-H", "a:1", "-f", "hosts", "python", PROGRAM]) == 2
     assert "both name hosts" in capsys.readouterr().err

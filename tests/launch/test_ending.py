@@ -108,7 +108,7 @@ def _agent_of(launcher: int) -> int:
     return int(children[0])
 
 
-# Every rank takes three seconds to save what it has when it is asked to go; longer than a rank gets that says nothing.
+# Every rank takes three seconds to save what it has when it is asked to go; longer than the default grace period.
 SAVE = """
 import os, pathlib, signal, sys, time
 from unisono.launch.outcome import failure
@@ -127,7 +127,7 @@ while True:
 """
 
 
-def test_ranks_that_asked_for_patience_may_save_first(tmp_path: Path, backend: str) -> None:
+def test_ranks_with_a_grace_period_may_save_first(tmp_path: Path, backend: str) -> None:
     write_script(tmp_path, SAVE)
     run = Run(["run", "-n", "2", "--backend", backend, "script.py"], tmp_path)
     with run.started() as process:
@@ -148,14 +148,14 @@ def test_an_agent_that_hears_nothing_of_its_launcher_ends_its_rank(tmp_path: Pat
     assert link.process is not None
     assert links.await_event([link], "hello", time.monotonic() + 60)
     program = Program(SCRIPT, "script.py", directory=str(tmp_path))
-    share = NodeJob(program, "far", 0, 1, 0, 1, 1, "127.0.0.1", 1, {MARK: run.mark}, local_world=1)
-    link.wire.send({"do": "run", "job": share.to_json()})
+    job = NodeJob(program, "far", 0, 1, 0, 1, 1, "127.0.0.1", 1, {MARK: run.mark}, local_world=1)
+    link.wire.send({"do": "run", "job": job.to_json()})
     try:
         deadline = time.monotonic() + 60
         while not (tmp_path / "up").exists():
             assert time.monotonic() < deadline
             time.sleep(0.02)
-        link.wire.send({"do": "trust", "seconds": 0.5})
+        link.wire.send({"do": "keepalive", "seconds": 0.5})
         assert link.process.wait(timeout=30) == 1
         assert run.left_running() == []
     finally:

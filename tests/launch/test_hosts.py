@@ -59,7 +59,7 @@ def test_file_as_batch_systems_write_it_has_a_host_once_a_slot(tmp_path: Path) -
         ("localhost\n::1\n", r"hosts:2: 'localhost' and '::1' are the same host"),
         ("node0 slots=\n", r"hosts:1: the slots of node0"),
         ("a\nnode0:4\n", r"hosts:2: cannot read 'node0:4'; in a hostfile that is `node0 slots=4`"),
-        ("a;b slots=1\n", r"hosts:1: 'a;b' is no host name"),
+        ("a;b slots=1\n", r"hosts:1: 'a;b' is not a host name"),
         ("# nothing\n", "names no host"),
     ],
 )

@@ -263,7 +263,7 @@ def test_the_script_must_be_there(hosts: Hosts, tmp_path: Path) -> None:
     ]
     done = run.finish()
     assert done.returncode == 1
-    assert done.stderr.endswith(f"  node1: the script {hidden}/script.py is not there\n")
+    assert done.stderr.endswith(f"  node1: the script {hidden}/script.py does not exist\n")
 
 
 def test_a_taken_master_port(hosts: Hosts, tmp_path: Path) -> None:

@@ -6,11 +6,11 @@ import subprocess
 import sys
 import threading
 
-from unisono.launch.threads import frames_of
+from unisono.launch.process_threads import frames_of
 
 LOOKED_AT = """
 import gc, threading, time
-from unisono.launch.threads import frames_of
+from unisono.launch.process_threads import frames_of
 
 main, end = threading.get_ident(), time.monotonic() + 1.5
 rests = []

@@ -16,7 +16,7 @@ from unisono.launch import environment
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["-n", "2", "missing.py"], "script 'missing.py' is not there"),
+        (["-n", "2", "missing.py"], "script 'missing.py' does not exist"),
         (["-n", "2", "."], "'.' is not a file"),
         (["-n", "2"], "nothing to run"),
         (["-n", "2", "--"], "nothing to run"),

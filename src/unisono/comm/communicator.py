@@ -21,7 +21,7 @@ from unisono.comm.operation import Transport
 from unisono.comm.watchdog.op_log import P2P, describe
 from unisono.comm.watchdog.watchdog import MARGIN, Watchdog
 from unisono.errors import UsageError
-from unisono.launch import threads
+from unisono.launch import process_threads
 from unisono.torch_patches import patched
 
 MakeTransport = Callable[[dist.ProcessGroup, str], Transport]
@@ -164,7 +164,7 @@ class Communicator(Objects):
             timeout = timedelta(seconds=self._watchdog.timeout + MARGIN)
             group: dist.ProcessGroup = dist.new_group(world_ranks, timeout, use_local_synchronization=True)
         if self.backend != "mpi":
-            threads.batch_schedule_gloo_threads()
+            process_threads.batch_schedule_gloo_threads()
         if self.backend == "gloo":  # a member that ended now would close lines that another is still connecting
             group.barrier().wait()
         return group

@@ -1,15 +1,15 @@
 """Starts ranks and ends them: `unisono run` and `uni.spawn`.
 
-    command        `unisono run`: options -> job.Job (hosts: host lists and placement; environment: variables)
-    launcher       runs a Job: preflight, one agent a node, restarts without lost hosts; mpi_launcher: over mpiexec
-    transport/     how the launcher reaches its agents: wire, links, ssh, mpiexec, preflight checks
-    agent/         the process on each node that runs its ranks: torch's elastic agent
-    worker/        the rank processes: worker pool, main program of a rank
-    outcome/       how a job ends: monitor, failure records, which failure is shown
-    console        output of the job for the user
-    spawn          ranks forked from this process, without agents
-    threads        stacks, OpenMP and scheduling of threads
+    command          `unisono run`: options -> job.Job (hosts: host lists and placement; environment: variables)
+    launcher         runs a Job: preflight, one agent a node, restarts without lost hosts; mpi_launcher: over mpiexec
+    transport/       how the launcher reaches its agents: wire, links, ssh, mpiexec, preflight checks
+    agent/           the process on each node that runs its ranks: torch's elastic agent
+    worker/          the rank processes: worker pool, main program of a rank
+    outcome/         how a job ends: monitor, failure records, which failure is shown
+    console          output of the job for the user
+    spawn            ranks forked from this process, without agents
+    process_threads  stacks, OpenMP and scheduling of threads
 
-Read in this order. Callers: the command line and `unisono.spawn`; `comm` and `train` use environment, threads and
-outcome.failure inside a rank. Nothing here imports a higher layer.
+Read in this order. Called by the command line and by scripts; inside a rank, `comm` and `train` use environment,
+process_threads and outcome.failure.
 """

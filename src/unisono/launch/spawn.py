@@ -18,7 +18,7 @@ from unisono.launch.hosts import LOCAL, Host, Placement
 from unisono.launch.job import CALL, Job, Program
 from unisono.launch.outcome import verdict
 from unisono.launch.outcome.monitor import Interrupted
-from unisono.launch.threads import release_openmp_threads, run_openmp_serially
+from unisono.launch.process_threads import release_openmp_threads, run_openmp_serially
 from unisono.launch.transport import network
 from unisono.launch.worker import rank_main
 from unisono.launch.worker.pool import WorkerPool

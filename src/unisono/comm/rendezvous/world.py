@@ -18,7 +18,7 @@ from unisono.comm.rendezvous.rendezvous import Rendezvous, rendezvous
 from unisono.comm.rendezvous.simulated import SimulatedTransport
 from unisono.comm.watchdog.watchdog import MARGIN, Watchdog
 from unisono.errors import CommError, UsageError
-from unisono.launch import environment, threads
+from unisono.launch import environment, process_threads
 
 DEFAULT_TIMEOUT = 1800.0
 JOINING = 30.0  # seconds that a rank which leaves waits for others that are still about to join
@@ -103,7 +103,7 @@ def _join(met: Rendezvous, name: str, seconds: float) -> None:
         timeout=timedelta(seconds=seconds + MARGIN),
     )
     if name != "mpi":
-        threads.batch_schedule_gloo_threads()
+        process_threads.batch_schedule_gloo_threads()
     met.store.add(_JOINED, 1)
 
 

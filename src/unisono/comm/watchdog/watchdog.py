@@ -31,7 +31,7 @@ from unisono.comm.watchdog.exits import Exits, is_of_one_root
 from unisono.comm.watchdog.op_log import OpLog, caller, describe, frame_place
 from unisono.errors import CommError, HangError, MessageError, UnisonoError
 from unisono.launch.outcome import failure
-from unisono.launch.threads import frames_of
+from unisono.launch.process_threads import frames_of
 
 if TYPE_CHECKING:
     from unisono.comm.mpi.work import Operation  # imports mpi4py

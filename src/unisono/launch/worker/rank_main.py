@@ -25,7 +25,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from unisono.errors import HangError, UsageError
-from unisono.launch import threads
+from unisono.launch import process_threads
 from unisono.launch.job import CALL, MODULE, Program
 from unisono.launch.outcome import failure
 from unisono.launch.outcome.failure import Failure
@@ -118,7 +118,7 @@ def _limit_threads() -> None:
 def _set_scheduling() -> None:
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     if hasattr(os, "sched_getaffinity") and ranks > len(os.sched_getaffinity(0)):
-        threads.use_batch_scheduling()
+        process_threads.use_batch_scheduling()
 
 
 def _reseed() -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 
 from unisono.errors import CheckpointError
+from unisono.train.checkpoint.chunk_files import Stored, checksum_of
 from unisono.train.checkpoint.inventory import Shapes, dtype_name
-from unisono.train.checkpoint.storage import Stored, checksum_of
 
 NAME = "manifest.json"
 VERSION = 1

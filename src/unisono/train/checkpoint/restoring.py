@@ -17,12 +17,12 @@ from unisono.parallel.layout import layout_of
 from unisono.parallel.optimizer_state import whole_shape
 from unisono.parallel.trainer import Trainer
 from unisono.parallel.zero.zero import Zero
+from unisono.train.checkpoint.chunk_files import IndexReader
 from unisono.train.checkpoint.chunks import Chunk, held_chunks, whole_chunk
 from unisono.train.checkpoint.dcp_planners import ChunkLoadPlanner
 from unisono.train.checkpoint.inventory import Entry, decoded, dtype_name, named_tensors
 from unisono.train.checkpoint.manifest import Manifest
 from unisono.train.checkpoint.saving import cause_of
-from unisono.train.checkpoint.storage import IndexReader
 
 
 def read_entries(folder: Path, manifest: Manifest, entries: Sequence[Entry]) -> None:

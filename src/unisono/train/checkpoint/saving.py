@@ -24,10 +24,10 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from unisono.train.checkpoint.chunk_files import RankWriter, sync_folder
 from unisono.train.checkpoint.dcp_planners import ChunkSavePlanner
 from unisono.train.checkpoint.inventory import Inventory
 from unisono.train.checkpoint.manifest import merged
-from unisono.train.checkpoint.storage import RankWriter, sync_folder
 
 TEMPORARY = ".writing-"
 _REPLACED = ".replaced-"

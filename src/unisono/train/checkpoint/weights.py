@@ -27,12 +27,12 @@ from unisono.parallel.optimizer_state import whole_shape
 from unisono.parallel.trainer import Trainer
 from unisono.parallel.zero.zero import Zero
 from unisono.train.checkpoint.checkpoints import Checkpoints
+from unisono.train.checkpoint.chunk_files import SAFE_NAMES, Described, bytes_of, safetensors_header
 from unisono.train.checkpoint.chunks import held_chunks, whole_chunk
 from unisono.train.checkpoint.inventory import Entry, named_tensors, nonpersistent_buffers
 from unisono.train.checkpoint.manifest import NAME as MANIFEST
 from unisono.train.checkpoint.manifest import Manifest, shown
 from unisono.train.checkpoint.restoring import full_entry, read_entries
-from unisono.train.checkpoint.storage import SAFE_NAMES, Described, bytes_of, safetensors_header
 
 # ---- out -------------------------------------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ import time
 import torch
 
 from unisono.comm.communicator import Communicator
-from unisono.launch.threads import frames_of
+from unisono.launch.process_threads import frames_of
 
 _INTERVAL = 0.02  # seconds between samples
 _FACTOR = 1.5  # a straggler has at least so many times the median own work of the others

@@ -6,7 +6,7 @@ from typing import Any
 
 from unisono.compat.vqnet.distributed.joining import joined_if_many
 from unisono.errors import UsageError
-from unisono.train.data import partition
+from unisono.train.data import partitioner
 
 
 def split_data(x_train: Any, y_train: Any, shuffle: bool = False) -> tuple[Any, Any]:
@@ -18,4 +18,4 @@ def split_data(x_train: Any, y_train: Any, shuffle: bool = False) -> tuple[Any, 
         if not hasattr(given, "__getitem__") or getattr(given, "ndim", 1) == 0:
             raise UsageError(f"split_data: {name} is {given!r}; expected an array, a tensor or a list")
     joined_if_many()
-    return partition.split_data(x_train, y_train, shuffle)
+    return partitioner.split_data(x_train, y_train, shuffle)
