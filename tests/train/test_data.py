@@ -136,7 +136,7 @@ def test_bad_input() -> None:
         uni.Loader(pairs, 0)
     with pytest.raises(UsageError, match="leave no batch"):
         uni.Loader(pairs, 4, drop_last=True)
-    with pytest.raises(UsageError, match="shuffle within the dataset"):
+    with pytest.raises(UsageError, match="shuffle within it"):
         uni.Loader(Flow(3), 2, shuffle=True)
     with pytest.raises(UsageError, match="does not tell how many"):
         len(uni.Loader(Flow(3), 2))

@@ -323,7 +323,7 @@ def saved_and_loaded(comm: Any, place: str) -> None:
     with pytest.raises(CheckpointError, match="a scheduler CosineAnnealingLR, but this one is StepLR"):
         other.prepare(batch).load(tmp_path / "saved")
     other._optimizer, other.trainer = torch.optim.SGD, None
-    with pytest.raises(CheckpointError, match="the optimizer was AdamW, and is SGD"):
+    with pytest.raises(CheckpointError, match="the optimizer was AdamW, but this one is SGD"):
         other.prepare(batch).load(tmp_path / "saved")
 
     normed = uni.Engine(
@@ -415,7 +415,7 @@ def on_a_full_disk(comm: Any, place: str) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     try:
         with pytest.raises(
-            UnisonoError, match=r"step 4 cannot be noted in .*steps\.jsonl: File too large; checkpoints"
+            UnisonoError, match=r"step 4 cannot be logged in .*steps\.jsonl: File too large; checkpoints"
         ):
             engine("dp=1").fit(data(), callbacks=[Crammed(place)], **given)
     finally:
@@ -513,7 +513,7 @@ def test_a_loss_that_is_no_number_names_step_samples_and_module(
 ) -> None:
     for told in pools("gloo", 2).run(breaking, "stop", str(tmp_path / "stop")):
         assert "at step 2 (epoch 1) on samples [4, 5, 6, 7]" in told
-        assert "inner.1 (Reciprocal) gave" in told
+        assert "inner.1 (Reciprocal) returned" in told
         assert "(rank 0)" in told
     saved = sorted(path.name for path in (tmp_path / "stop" / "checkpoints").iterdir())
     assert saved == ["step-00000001"], "what was being written when it stopped"

@@ -25,11 +25,10 @@ _ERASING = re.compile(r"^(?:\x1b\[[0-2]?K)+")
 class Console:
     """Receives output of ranks in chunks and writes lines. `mute` hides ranks that fail because another one did."""
 
-    def __init__(self, directory: str | None = None, prefix: bool = True) -> None:
+    def __init__(self, directory: str | None = None) -> None:
         self._partial: dict[tuple[int, str], str] = {}
         self._live: tuple[TextIO, int, str] | None = None  # the terminal's last line: stream, rank, text
         self._muted: set[int] = set()
-        self._prefix = prefix
         self._directory = _prepared(directory) if directory else None
         self._files: dict[int, BinaryIO] = {}
         self.is_unread = False  # True after the reader of our output has closed it, as `| head` does
@@ -44,15 +43,15 @@ class Console:
         if lines and self._live is not None and self._live[1] == rank:
             self._clear_live()
         for line in lines:
-            self._line(target, self._labelled(rank, _last_state(line)))
+            self._line(target, _labelled(rank, _last_state(line)))
         state = _last_state(rest)
         if _is_visible(state) and target.isatty():
             self._clear_live()
-            self._draw_live((target, rank, self._labelled(rank, state)))
+            self._draw_live((target, rank, _labelled(rank, state)))
         # of a line that is being rewritten, keep only the last state
         rest = "\r" + state if "\r" in rest else rest
         if len(rest) > _LONGEST:
-            self._line(target, self._labelled(rank, rest))
+            self._line(target, _labelled(rank, rest))
             rest = ""
         self._partial[rank, stream] = rest
         self._flush(target)
@@ -86,7 +85,7 @@ class Console:
         for (rank, stream), rest in self._partial.items():
             state = _last_state(rest)
             if _is_visible(state):
-                self._line(sys.stderr if stream == "err" else sys.stdout, self._labelled(rank, state))
+                self._line(sys.stderr if stream == "err" else sys.stdout, _labelled(rank, state))
         self._partial.clear()
         self._flush(sys.stdout)
         self._flush(sys.stderr)
@@ -95,9 +94,6 @@ class Console:
         self.flush()
         for file in self._files.values():
             file.close()
-
-    def _labelled(self, rank: int, text: str) -> str:
-        return f"[{rank}] {text}" if self._prefix else text
 
     def _line(self, target: TextIO, line: str) -> None:
         live = self._live
@@ -149,6 +145,10 @@ def terminal_variables(ranks: int) -> dict[str, str]:
     if "NO_COLOR" not in os.environ:
         variables["FORCE_COLOR"] = "1"
     return variables
+
+
+def _labelled(rank: int, text: str) -> str:
+    return f"[{rank}] {text}"
 
 
 def _last_state(line: str) -> str:

@@ -47,13 +47,6 @@ def full_entry(name: str, manifest: Manifest, device: torch.device | str = "cpu"
     return Entry(name, tensor, shape, [whole_chunk(shape)] if tensor.numel() else [], [])
 
 
-def read_model(folder: Path, manifest: Manifest) -> dict[str, torch.Tensor]:
-    """All parameters and buffers, unsharded."""
-    entries = {name: full_entry(f"model.{name}", manifest) for name in manifest.model}
-    read_entries(folder, manifest, list(entries.values()))
-    return {name: entry.tensor.to(getattr(torch, manifest.model[name][1])) for name, entry in entries.items()}
-
-
 @dataclass
 class Restoration:
     """Reads a checkpoint into a trainer of the same model."""
