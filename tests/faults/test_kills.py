@@ -10,8 +10,6 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import torch
-
 from tests.faults import program
 from tests.launch.harness import Run
 from tests.ranks import RankPool
@@ -37,8 +35,6 @@ def test_kills_in_forward_in_a_collective_and_while_saving_lose_nothing(
     faults = "forward:3,collective:9,saving:15"
     digest, said = finished(tmp_path / "run", "dp=2,zero=1", faults, 2, "--max-restarts", "3")
     assert digest == undisturbed
-    if torch.version.cuda is None:  # a CUDA build's agent loads nothing beforehand
-        assert "forked with the training loop" in said, "the fourth ranks import nothing that the first have"
     assert re.findall(r"restart (\d) of 3: rank 1 was killed by SIGKILL", said) == ["1", "2", "3"]
     starts = json.loads((tmp_path / "run" / "run.json").read_text())["starts"]
     firsts = [start["first_step"] for start in starts]

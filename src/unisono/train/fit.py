@@ -16,7 +16,6 @@ import torch
 
 from unisono.errors import UnisonoError, UsageError
 from unisono.launch import environment
-from unisono.launch.worker import preload
 from unisono.parallel.share import Share, first_rows
 from unisono.parallel.trainer import Trainer, takes_closure
 from unisono.train import evaluation, nonfinite
@@ -201,8 +200,6 @@ class Fit:
         if self.engine.schedule is not None and not is_skipped:
             self.engine.schedule.step()
         self.history.losses.append(loss)
-        if len(self.history.losses) == 1:
-            preload.record_modules()
         self.history.step = trainer.steps
         self.info = StepInfo(
             step=trainer.steps,

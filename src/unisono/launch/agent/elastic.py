@@ -33,7 +33,7 @@ from unisono.launch.agent.connection import Reporter
 from unisono.launch.job import NodeJob
 from unisono.launch.outcome import failure
 from unisono.launch.transport import network
-from unisono.launch.worker import preload, rank_main
+from unisono.launch.worker import rank_main
 from unisono.launch.worker.pool import WorkerPool
 
 _MONITOR = 0.1  # seconds of forwarding output between checks of the other nodes
@@ -168,7 +168,6 @@ class Agent(SimpleElasticAgent):
         if torch.cuda.is_initialized():
             raise AssertionError("ranks must not be forked after CUDA was initialised")
         self._finished = False
-        preload.import_recorded([worker.record for worker in self._pool.workers.values()])
         self._pool.clear()
         attempt = self._attempt
         self._reporter.started(attempt)

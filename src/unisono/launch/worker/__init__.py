@@ -1,2 +1,2 @@
 """The rank processes of one node: pool (forks, forwards output, stops), rank_main (the program of a forked rank),
-preload (imports before a restart), process_tree (no process outlives its job). Called by `agent` and `spawn`."""
+process_tree (no process outlives its job). Called by `agent` and `spawn`."""

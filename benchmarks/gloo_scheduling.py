@@ -1,6 +1,6 @@
 """What it brings that gloo's threads wait for their turn (src/unisono/launch/process_threads.py).
 
-    python benchmarks/turns.py [--task gpt-deep] [--plans "dp=2;tp=2;cp=2"] [--rounds 8] [--others 0]
+    python benchmarks/gloo_scheduling.py [--task gpt-deep] [--plans "dp=2;tp=2;cp=2"] [--rounds 8] [--others 0]
 
 Two ranks on this machine, gloo, one thread each, with the tasks of benchmarks/planner.py. In every round each plan does
 its steps twice: with all threads of the rank under Linux's default policy, and with gloo's under the one for batch
