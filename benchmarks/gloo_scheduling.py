@@ -1,11 +1,11 @@
-"""What it brings that gloo's threads wait for their turn (src/unisono/launch/process_threads.py).
+"""Effect of SCHED_BATCH for gloo's threads on the time of a step (src/unisono/launch/process_threads.py).
 
     python benchmarks/gloo_scheduling.py [--task gpt-deep] [--plans "dp=2;tp=2;cp=2"] [--rounds 8] [--others 0]
 
 Two ranks on this machine, gloo, one thread each, with the tasks of benchmarks/planner.py. In every round each plan does
-its steps twice: with all threads of the rank under Linux's default policy, and with gloo's under the one for batch
-work, as `uni.init` leaves them. `--others` programs that never rest run beside the ranks. A time is the median of the
-steps, each as long as its slower rank; a ratio below 1 says that waiting for turns is quicker.
+its steps twice: with all threads of the rank under Linux's default policy, and with gloo's under SCHED_BATCH, as
+`uni.init` sets it. `--others` busy programs run beside the ranks. A time is the median of the steps, each of its slower
+rank; a ratio below 1 means that SCHED_BATCH is faster.
 """
 
 from __future__ import annotations

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import statistics
 import time
-from html import escape
 from importlib import resources
 from typing import Any
 
 from unisono.errors import MissingPackageError
+from unisono.graph.render.sizes import size_text
 from unisono.plan.plan import AXES, Plan
 from unisono.report import charts
 from unisono.report.program_listing import programs
@@ -110,12 +110,5 @@ def _collectives(run: Run) -> list[tuple[str, int, str, str]]:
     for op in names:
         found = [data["collectives"][op] for data in run.ranks.values() if op in data["collectives"]]
         calls, payload = sum(each["calls"] for each in found), sum(each["payload"] for each in found)
-        rows.append((op, calls, _size(payload), _size(sum(each["sent"] for each in found))))
+        rows.append((op, calls, size_text(payload), size_text(sum(each["sent"] for each in found))))
     return rows
-
-
-def _size(count: float) -> str:
-    for unit, size in (("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
-        if count >= size:
-            return f"{count / size:.2f} {unit}"
-    return escape(f"{count:.0f} B")

@@ -22,6 +22,7 @@ from unisono.train import evaluation, nonfinite
 from unisono.train.callbacks import Callback, StepInfo, tokens_of
 from unisono.train.checkpoint.checkpoints import Checkpoints
 from unisono.train.data.loader import Loader
+from unisono.train.data.sampler import require_whole_number
 from unisono.train.preemption import Preemption
 from unisono.train.telemetry.progress import Display
 from unisono.train.telemetry.run_folder import RunFolder
@@ -68,9 +69,8 @@ class Options:
 
     def __post_init__(self) -> None:
         for name in ("epochs", "steps", "look_every", "save_every"):
-            value = getattr(self, name)
-            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-                raise UsageError(f"fit({name}={value!r}): expected a whole number of at least 1")
+            if getattr(self, name) is not None:
+                require_whole_number(f"fit: {name}", getattr(self, name), 1)
         if self.nonfinite not in _NONFINITE:
             raise UsageError(f"fit(nonfinite={self.nonfinite!r}): expected one of {', '.join(_NONFINITE)}")
 

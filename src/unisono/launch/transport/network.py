@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import os
 import socket
@@ -32,16 +33,7 @@ def interface_of(address: str) -> str | None:
         return "lo"
     if ":" in address:
         return _interface_of_v6(address)
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            try:
-                reply = fcntl.ioctl(control.fileno(), _SIOCGIFADDR, request)
-            except OSError:
-                continue
-            if socket.inet_ntoa(reply[20:24]) == address:
-                return name
-    return None
+    return next((name for name, own in _interfaces().items() if own == address), None)
 
 
 def _interface_of_v6(address: str) -> str | None:
@@ -61,15 +53,18 @@ def addresses_of_ssh() -> tuple[str | None, str | None]:
 
 def all_addresses() -> list[str]:
     """This host's own IPv4 addresses, loopback last."""
-    found = []
+    return sorted(_interfaces().values(), key=lambda address: address.startswith("127."))
+
+
+def _interfaces() -> dict[str, str]:
+    """The IPv4 address of each interface that has one."""
+    found = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as control:
         for _, name in socket.if_nameindex():
-            try:
+            with contextlib.suppress(OSError):
                 reply = fcntl.ioctl(control.fileno(), _SIOCGIFADDR, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue
-            found.append(socket.inet_ntoa(reply[20:24]))
-    return sorted(found, key=lambda address: address.startswith("127."))
+                found[name] = socket.inet_ntoa(reply[20:24])
+    return found
 
 
 def reach(address: str, port: int, timeout: float) -> float | str:

@@ -24,6 +24,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from unisono.graph.render.sizes import size_text
 from unisono.train.checkpoint.chunk_files import RankWriter, sync_folder
 from unisono.train.checkpoint.dcp_planners import ChunkSavePlanner
 from unisono.train.checkpoint.inventory import Inventory
@@ -140,7 +141,7 @@ class Saving:
         except OSError as error:
             self.write_error = (
                 f"{error.strerror or error} ({error.filename or target.temporary}); the rank had "
-                f"{_shown_bytes(self._inventory.nbytes)} to write{_free_space(target.folder)}"
+                f"{size_text(self._inventory.nbytes)} to write{_free_space(target.folder)}"
             )
         except Exception as error:
             self.write_error = f"{type(error).__name__}: {error}"
@@ -248,16 +249,9 @@ def remove_leftovers(folder: Path) -> None:
 
 def _free_space(folder: Path) -> str:
     try:
-        return f", {_shown_bytes(shutil.disk_usage(folder).free)} are free"
+        return f", {size_text(shutil.disk_usage(folder).free)} are free"
     except OSError:
         return ""
-
-
-def _shown_bytes(count: int) -> str:
-    for unit, size in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= size:
-            return f"{count / size:.1f} {unit}"
-    return f"{count} bytes"
 
 
 _ALIGNMENT = 64
