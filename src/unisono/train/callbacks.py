@@ -1,6 +1,6 @@
 """Callback, and the StepInfo that it receives. The progress display and the run folder are callbacks too.
 
-Every rank calls them alike.
+Every rank calls them.
 """
 
 from __future__ import annotations

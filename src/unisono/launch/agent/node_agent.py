@@ -150,11 +150,11 @@ def _run(job: NodeJob, wire: Wire, server: socket.socket | None, keep: set[int])
     process_tree.sweep(os.getpid())
     reporter.ended(codes, problem)
     if job.local_world and not is_stopped:
-        _await_hang_up(wire)
+        _await_launcher_close(wire)
     return 0
 
 
-def _await_hang_up(wire: Wire) -> None:
+def _await_launcher_close(wire: Wire) -> None:
     """Wait until the launcher closes the connection, when all ranks have ended: MPICH's mpiexec (5.0) kills the other
     processes as soon as one of them ends, also after MPI_Finalize."""
     while not wire.closed:  # the thread of StopListener reads it

@@ -103,7 +103,7 @@ class Monitor:
         if signum is not None:
             for link in self._links:
                 link.wire.send({"do": "stop", "signal": signum})
-        self._links.hang_up()
+        self._links.close_sending()
         began = time.monotonic()
         while time.monotonic() < began + self._grace + STOP and any(not link.is_closed for link in self._links):
             self._listen(0.1)

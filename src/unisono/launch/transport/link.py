@@ -89,7 +89,7 @@ class Links:
                 messages.append((link, {"event": "closed"}))
         return messages
 
-    def ask(self, requests: Iterable[tuple[Link, Message]], event: str, deadline: float) -> dict[Link, Message]:
+    def request(self, requests: Iterable[tuple[Link, Message]], event: str, deadline: float) -> dict[Link, Message]:
         """Send each agent its request; return the answers by the deadline ("closed" is one)."""
         open_links = set()
         for link, request in requests:
@@ -127,11 +127,11 @@ class Links:
             while data := os.read(link.process.stderr.fileno(), _ERRORS_KEPT):
                 link.errors = (link.errors + data)[-_ERRORS_KEPT:]
 
-    def hang_up(self) -> None:
+    def close_sending(self) -> None:
         """Close the connections: agents then end everything they started."""
         for link in self.all:
             if not link.is_closed:
-                link.wire.hang_up()
+                link.wire.close_sending()
 
     def close(self) -> None:
         """Close all file descriptors."""

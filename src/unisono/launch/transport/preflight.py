@@ -31,8 +31,8 @@ def gather(job: Job, links: Links, show: Print) -> None:
         link.ranks = range(placement.first_rank, placement.first_rank + placement.count)
     problems = _greet(job, links, deadline)
     problems |= _versions(links, problems)
-    sound = [link for link in links if link.host not in problems]
-    problems |= _program(job, sound, links, deadline)
+    healthy = [link for link in links if link.host not in problems]
+    problems |= _program(job, healthy, links, deadline)
     if job.verbose:
         _print_result(job, links, problems, time.monotonic() - began, show)
         if not problems and job.several_hosts:
@@ -60,24 +60,24 @@ def _greet(job: Job, links: Links, deadline: float) -> dict[str, str]:
 def _versions(links: Links, known: dict[str, str]) -> dict[str, str]:
     """All hosts must have the versions of the first one."""
     problems: dict[str, str] = {}
-    sound = [link for link in links if link.host not in known]
-    for link in sound:
+    healthy = [link for link in links if link.host not in known]
+    for link in healthy:
         for package in ("unisono", "torch"):
-            have, want = link.hello[package], sound[0].hello[package]
+            have, want = link.hello[package], healthy[0].hello[package]
             if link.host in problems:
                 continue
             if have is None:
                 problems[link.host] = f"{package} is not installed for its python ({link.hello['python']})"
             elif have != want:
-                problems[link.host] = f"{package} {have} there, but {want} on {sound[0].host}: install the same"
+                problems[link.host] = f"{package} {have} there, but {want} on {healthy[0].host}: install the same"
     return problems
 
 
-def _program(job: Job, sound: Sequence[Link], links: Links, deadline: float) -> dict[str, str]:
-    question = {"do": "check", "program": asdict(job.program)}
-    answers = links.ask([(link, question) for link in sound], "checked", deadline)
+def _program(job: Job, healthy: Sequence[Link], links: Links, deadline: float) -> dict[str, str]:
+    request = {"do": "check", "program": asdict(job.program)}
+    answers = links.request([(link, request) for link in healthy], "checked", deadline)
     problems = {}
-    for link in sound:
+    for link in healthy:
         answer = answers.get(link, {"event": "closed"})
         if answer["event"] == "closed":
             problems[link.host] = f"its agent stopped answering: {ssh.cause(link, job.python)}"
@@ -114,8 +114,8 @@ def launcher_address(links: Links) -> str | None:
 def open_store_port(job: Job, links: Links, master: Link, address: str) -> int:
     """Have the master's host listen for the job's store; return the port."""
     interface = "127.0.0.1" if address == "127.0.0.1" else "::" if ":" in address else ""
-    question: Message = {"do": "listen", "name": "store", "address": interface, "port": job.master_port}
-    answers = links.ask([(master, question)], "listening", time.monotonic() + job.start_timeout)
+    request: Message = {"do": "listen", "name": "store", "address": interface, "port": job.master_port}
+    answers = links.request([(master, request)], "listening", time.monotonic() + job.start_timeout)
     answer = answers.get(master, {})
     if "port" not in answer:
         problem = answer.get("problem", "its agent stopped answering")
@@ -133,7 +133,7 @@ def require_reach(links: Links, master: Link, address: str, port: int) -> None:
     others = [link for link in links if link is not master]
     probe = {"do": "probe", "targets": [(address, port)], "timeout": _PROBE_TIMEOUT}
     deadline = time.monotonic() + 10 + _PROBE_TIMEOUT
-    answers = links.ask([(link, probe) for link in others], "probed", deadline)
+    answers = links.request([(link, probe) for link in others], "probed", deadline)
     found = {link: answers.get(link, {}).get("found", ["no answer"])[0] for link in others}
     causes = {
         link.host: f"cannot reach {master.host} at {address} port {port}: {cause};"
@@ -148,15 +148,15 @@ def require_reach(links: Links, master: Link, address: str, port: int) -> None:
 def matrix(links: Links, reached_at: dict[Link, str]) -> list[list[float | str]]:
     """From node (row) to node (column): milliseconds to connect, or the error."""
     deadline = time.monotonic() + 10 + _PROBE_TIMEOUT * len(links.all)
-    question: Message = {"do": "listen", "name": "probe", "port": 0}
-    ports = links.ask(
-        [(link, {**question, "address": "::" if ":" in reached_at[link] else ""}) for link in links],
+    request: Message = {"do": "listen", "name": "probe", "port": 0}
+    ports = links.request(
+        [(link, {**request, "address": "::" if ":" in reached_at[link] else ""}) for link in links],
         "listening",
         deadline,
     )
     targets = [(reached_at[link], ports.get(link, {}).get("port", 0)) for link in links]
     probe = {"do": "probe", "targets": targets, "timeout": _PROBE_TIMEOUT}
-    found = links.ask([(link, probe) for link in links], "probed", deadline)
+    found = links.request([(link, probe) for link in links], "probed", deadline)
     unknown = ["no answer"] * len(targets)
     return [found.get(link, {}).get("found", unknown) for link in links]
 

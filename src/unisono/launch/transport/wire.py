@@ -64,18 +64,15 @@ class Wire:
         *lines, self._pending = (self._pending + data).split(b"\n")
         return [message for line in lines if (message := _decode(line)) is not None]
 
-    def hang_up(self) -> None:
+    def close_sending(self) -> None:
         """Close the sending direction: the other end reads the end of the stream, and can still send."""
         with self._sending:
-            self._hang_up()
-
-    def _hang_up(self) -> None:
-        if self.write_fd == self.read_fd:
-            with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.write_fd)) as connection:
-                connection.shutdown(socket.SHUT_WR)
-        elif self.write_fd >= 0:
-            os.close(self.write_fd)
-            self.write_fd = -1
+            if self.write_fd == self.read_fd:
+                with contextlib.suppress(OSError), socket.socket(fileno=os.dup(self.write_fd)) as connection:
+                    connection.shutdown(socket.SHUT_WR)
+            elif self.write_fd >= 0:
+                os.close(self.write_fd)
+                self.write_fd = -1
 
     def close(self) -> None:
         for fd in {self.read_fd, self.write_fd} - {-1}:
