@@ -54,9 +54,9 @@ class Accident(uni.Callback):
     def __init__(self, step: int) -> None:
         self.step = step
 
-    def on_step(self, engine: uni.Engine, moment: Any) -> None:
+    def on_step(self, engine: uni.Engine, info: Any) -> None:
         is_first_start = os.environ.get("UNISONO_ATTEMPT", "0") == "0"
-        if is_first_start and engine.comm.size > 1 and engine.comm.rank == 1 and moment.step == self.step:
+        if is_first_start and engine.comm.size > 1 and engine.comm.rank == 1 and info.step == self.step:
             print(f"step {self.step}: this rank kills itself, as a crash or a preemption would", flush=True)
             os.kill(os.getpid(), signal.SIGKILL)
 

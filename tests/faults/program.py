@@ -54,9 +54,9 @@ class Announce(uni.Callback):
     def __init__(self, folder: Path, rank: int) -> None:
         self.file = folder / f"at.{rank}"
 
-    def on_step(self, engine: uni.Engine, moment: Any) -> None:
+    def on_step(self, engine: uni.Engine, info: Any) -> None:
         beside = self.file.with_suffix(".new" + self.file.suffix)
-        beside.write_text(f"{os.getpid()} {moment.step}")
+        beside.write_text(f"{os.getpid()} {info.step}")
         beside.replace(self.file)
 
 

@@ -84,9 +84,9 @@ class Seen(uni.Callback):
         self.ids: list[int] = []
         self.stop_at = stop_at
 
-    def on_step(self, engine: uni.Engine, moment: Any) -> bool:
-        self.ids += moment.ids
-        return moment.step == self.stop_at
+    def on_step(self, engine: uni.Engine, info: Any) -> bool:
+        self.ids += info.ids
+        return info.step == self.stop_at
 
 
 def engine(plan: str, metrics: Any = None, model: Any = None, check: str = "auto") -> uni.Engine:
@@ -402,8 +402,8 @@ class Crammed(uni.Callback):
     def __init__(self, place: str) -> None:
         self.saved = Path(place, "run", "checkpoints", "step-00000002")
 
-    def on_step(self, engine: uni.Engine, moment: Any) -> None:
-        if moment.step == 3:
+    def on_step(self, engine: uni.Engine, info: Any) -> None:
+        if info.step == 3:
             until = time.monotonic() + 60
             while not self.saved.exists() and time.monotonic() < until:
                 time.sleep(0.01)
@@ -551,7 +551,7 @@ class Kept(uni.Callback):
     def __init__(self) -> None:
         self.states: list[dict[str, Any]] = []
 
-    def on_step(self, engine: uni.Engine, moment: Any) -> None:
+    def on_step(self, engine: uni.Engine, info: Any) -> None:
         self.states.append(copy.deepcopy(engine.ready.state_dict()))
 
 
@@ -586,7 +586,7 @@ def test_under_every_plan_the_same_module_is_named_and_the_same_state_kept(
 
 
 class Untouched(uni.Callback):
-    def on_step(self, engine: uni.Engine, moment: Any) -> None:
+    def on_step(self, engine: uni.Engine, info: Any) -> None:
         raise AssertionError("it was trained")
 
 
@@ -707,9 +707,9 @@ def test_data_that_differs_among_ranks_is_refused(pools: Callable[[str, int], Ra
 
 
 class Dawdling(uni.Callback):
-    def on_step(self, engine: uni.Engine, moment: Any) -> None:
+    def on_step(self, engine: uni.Engine, info: Any) -> None:
         if engine.comm.rank == 1:
-            time.sleep(max(0.05, moment.seconds))  # at least as long as a step takes, however busy the machine is
+            time.sleep(max(0.05, info.seconds))  # at least as long as a step takes, however busy the machine is
 
 
 MACHINE = Path(__file__).resolve().parents[2] / "tools" / "two_cores.toml"

@@ -17,12 +17,12 @@ NO_ENGINE: Any = None
 
 def line(width: int) -> str:
     """The bar after a step of 140, as it stands on the terminal."""
-    moment = StepInfo(80, 1, 3, 140, 2.8131, (0.0024,), 32, 2048, 0.794, 0.073, (349 << 20, 362 << 20))
+    info = StepInfo(80, 1, 3, 140, 2.8131, (0.0024,), 32, 2048, 0.794, 0.073, (349 << 20, 362 << 20))
     shown = io.StringIO()
     display = Display(True, Console(file=shown, width=width, force_terminal=True, highlight=False, soft_wrap=True))
     display.on_start(NO_ENGINE, 0, 140)
-    display.on_step(NO_ENGINE, moment)
-    display.on_end(NO_ENGINE, moment)
+    display.on_step(NO_ENGINE, info)
+    display.on_end(NO_ENGINE, info)
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.getvalue().replace("\r", "\n")).strip().splitlines()[-1].strip()
 
 
