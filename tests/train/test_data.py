@@ -138,7 +138,7 @@ def test_bad_input() -> None:
         uni.Loader(pairs, 4, drop_last=True)
     with pytest.raises(UsageError, match="shuffle within it"):
         uni.Loader(Flow(3), 2, shuffle=True)
-    with pytest.raises(UsageError, match="does not tell how many"):
+    with pytest.raises(UsageError, match="has no number of batches"):
         len(uni.Loader(Flow(3), 2))
     with pytest.raises(UsageError, match=r"is Tensor; expected \(inputs, targets\)"):
         next(iter(uni.Loader([1.0, 2.0], 2)))
@@ -152,7 +152,7 @@ def test_bad_input() -> None:
     ):
         with pytest.raises(UsageError, match=words):
             uni.Loader(wrong, 2)
-    with pytest.raises(UsageError, match=r"cannot be made a batch: stack expects .* uni\.Loader\(dataset"):
+    with pytest.raises(UsageError, match=r"cannot be collated: stack expects .* uni\.Loader\(dataset"):
         next(iter(uni.Loader([(torch.ones(length), 1) for length in (1, 2)], 2)))
     with pytest.raises(UsageError, match=r"part=\(2, 2\)"):
         uni.Loader(pairs, 2, part=(2, 2))

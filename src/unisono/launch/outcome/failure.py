@@ -30,10 +30,11 @@ class Failure:
     kind: str
     text: str
     when: float
+    code: int = 1  # the exit code of a rank that is still ending
 
     @classmethod
-    def now(cls, rank: int, kind: str, text: str) -> Failure:
-        return cls(rank, kind, text, time.time())
+    def now(cls, rank: int, kind: str, text: str, code: int = 1) -> Failure:
+        return cls(rank, kind, text, time.time(), code)
 
 
 def record(failure: Failure) -> bool:

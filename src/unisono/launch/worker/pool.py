@@ -255,11 +255,12 @@ def _read_available(fd: int) -> bytes | None:
 
 
 def _classify(worker: Worker, recorded: failure.Failure | None) -> RankFailure:
-    code = 1 if worker.code is None else worker.code
     if recorded is not None:
+        code = recorded.code if worker.code is None else worker.code
         if recorded.kind == failure.HANG:  # whether or not it has ended yet
             code = failure.HANG_CODE
         return RankFailure(worker.rank, recorded.kind, recorded.text, time.time() - recorded.when, code)
+    assert worker.code is not None
     assert worker.ended is not None
-    kind = verdict.SIGNAL if code < 0 else verdict.EXIT
-    return RankFailure(worker.rank, kind, "", time.time() - worker.ended, code)
+    kind = verdict.SIGNAL if worker.code < 0 else verdict.EXIT
+    return RankFailure(worker.rank, kind, "", time.time() - worker.ended, worker.code)

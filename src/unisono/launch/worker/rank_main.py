@@ -167,8 +167,9 @@ def _record(error: BaseException) -> int:
         return _exit_code(error)
     kind = _kind_of(error)
     text = str(error) if kind == failure.HANG else _traceback_of(error)
-    failure.record(Failure.now(_own_rank(), kind, text))
-    return {KeyboardInterrupt: 130, HangError: failure.HANG_CODE}.get(type(error), 1)
+    code = {KeyboardInterrupt: 130, HangError: failure.HANG_CODE}.get(type(error), 1)
+    failure.record(Failure.now(_own_rank(), kind, text, code))
+    return code
 
 
 def _finalize_mpi() -> None:
@@ -227,7 +228,7 @@ def _exit_code(request: SystemExit) -> int:
     if code:
         is_number = isinstance(request.code, int)
         text = f"sys.exit({code}){_exit_location(request.__traceback__)}" if is_number else str(request.code)
-        failure.record(Failure.now(_own_rank(), failure.EXCEPTION, text))
+        failure.record(Failure.now(_own_rank(), failure.EXCEPTION, text, code))
     return code
 
 
