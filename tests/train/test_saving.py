@@ -55,7 +55,7 @@ def test_a_rank_that_cannot_write_is_named_on_every_rank(pools: Callable[[str, i
         assert told == answers[0]
         assert len(told) == 2
         assert all("step 2 was not saved" in text and "rank 2: File too large" in text for text in told)
-        assert all("those before it are intact" in text for text in told)
+        assert all("earlier checkpoints are intact" in text for text in told)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-00000001", "step-00000003"]
 
 
