@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
-import torch
+from collections.abc import Callable
 
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.ranks import RankPool
 from unisono.comm import traffic
+from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
 
 
@@ -51,3 +57,20 @@ def test_meta_tensors_take_part() -> None:
         assert comm.all_gather_into(torch.empty(8, 2, device="meta"), x).shape == (8, 2)
         [came] = comm.exchange([(x, 1)], [(torch.empty_like(x), 1)])
         assert came.is_meta
+
+
+def _beside_a_joined_world(comm: Communicator) -> list[float]:
+    both = comm.subgroup([0, 1])
+    with world.simulated(3, 4) as simulated:
+        assert (simulated.rank, dist.get_rank(), dist.get_world_size()) == (3, 3, 4)
+        assert simulated.subgroup([1, 3]).all_reduce(torch.ones(1)).item() == 2
+    with pytest.raises(RuntimeError, match="inside"), world.simulated(0, 2):
+        raise RuntimeError("inside")
+    assert world.world() is comm
+    assert dist.get_world_size() == 2
+    x = torch.full((1,), comm.rank + 1.0)
+    return [each.all_reduce(x.clone()).item() for each in (comm, both, comm.subgroup([0, 1]))]
+
+
+def test_a_joined_world_is_set_aside(pools: Callable[[str, int], RankPool]) -> None:
+    assert pools("gloo", 2).run(_beside_a_joined_world) == [[3.0] * 3] * 2

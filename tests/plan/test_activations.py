@@ -85,7 +85,7 @@ def test_evaluation_keeps_nothing_but_what_it_works_on() -> None:
     assert alive_over_time(timeline(made), 0)[-1][1] == 0
 
 
-def test_bad_sizes_are_told() -> None:
+def test_bad_sizes_are_refused() -> None:
     with pytest.raises(UsageError, match="share between 0 and 1, not 2"):
         Sizes(kept_for_weights=2)
     with pytest.raises(UsageError, match="3 sizes are given for 2 stages"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
@@ -9,7 +10,7 @@ import pytest
 from unisono.errors import UsageError
 from unisono.plan.cost.collective import group
 from unisono.plan.hardware.spec import Hardware, seconds_at, share_at
-from unisono.plan.hardware.toml import read_hardware
+from unisono.plan.hardware.toml import read_hardware, write_hardware
 from unisono.plan.plan import REPLICAS, Plan
 
 GOOD = """
@@ -101,6 +102,16 @@ def test_machines_that_come_along_and_one_that_does_not() -> None:
         read_hardware("b9000")
     with pytest.raises(UsageError, match="12 devices do not fill nodes of 8"):
         read_hardware("h100").with_devices(12)
+
+
+@pytest.mark.parametrize("name", ["h100", "tools/two_cores.toml"])
+def test_what_is_written_is_read_again(tmp_path: Path, name: str) -> None:
+    written = write_hardware(read_hardware(name))
+    again = read(tmp_path, written)
+    assert write_hardware(again) == written
+    for field in fields(again):
+        if field.name != "source":
+            assert getattr(again, field.name) == getattr(read_hardware(name), field.name)
 
 
 def test_groups_know_whether_they_cross_nodes(tmp_path: Path) -> None:

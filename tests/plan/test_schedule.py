@@ -149,7 +149,7 @@ def test_split_evenly(count: int, parts: int) -> None:
         (("zbv", 4, 8, 3), r"has 2 chunk\(s\) a rank, not 3"),
     ],
 )
-def test_bad_input_is_told(arguments: tuple, message: str) -> None:
+def test_bad_input_is_refused(arguments: tuple, message: str) -> None:
     with pytest.raises(UsageError, match=message):
         schedule(*arguments)
 

@@ -31,19 +31,19 @@ def profile(layers: int = 24, width: int = 4096, batch: int = 256) -> ModelProfi
     mlp = 2.0 * tokens * 12 * h * h
     ops = (
         OpCost("norm", "memory", moved=2 * hidden, saved=hidden),
-        OpCost("column", "matmul", flops=0.6 * mlp, moved=5 * hidden, weights=14.0 * h * h, saved=hidden, is_cut=True,
-             saved_is="gathered"),
-        OpCost("core", "attention", flops=4.0 * tokens**2 * h, moved=4 * hidden, saved=4 * hidden, is_cut=True,
-             saved_is="cut", is_core=True, core_saved=hidden / 64),
-        OpCost("row", "matmul", flops=0.4 * mlp, moved=5 * hidden, weights=10.0 * h * h, saved=5 * hidden, is_cut=True,
-             saved_is="cut"),
+        OpCost("column", "matmul", flops=0.6 * mlp, moved=5 * hidden, weights=14.0 * h * h, saved=hidden,
+             is_sharded=True, saved_is="gathered"),
+        OpCost("core", "attention", flops=4.0 * tokens**2 * h, moved=4 * hidden, saved=4 * hidden,
+             is_sharded=True, saved_is="sharded", is_core=True, core_saved=hidden / 64),
+        OpCost("row", "matmul", flops=0.4 * mlp, moved=5 * hidden, weights=10.0 * h * h, saved=5 * hidden,
+             is_sharded=True, saved_is="sharded"),
     )  # fmt: skip
     block = Segment(
         ops, (Weight("up", (8 * h, h), 2, 0), Weight("down", (h, 4 * h), 2, 1)), (hidden,) * 2, (hidden,) * 2
     )
     before = Segment((OpCost("embed", "memory", moved=hidden),), (Weight("tokens", (50000, h), 2, 0),), in_blocks=False)
     head = OpCost("head", "matmul", flops=2.0 * tokens * h * 50000, moved=hidden, saved=tokens * 50000 * 2.0,
-                  is_cut=True, saved_is="cut")  # fmt: skip
+                  is_sharded=True, saved_is="sharded")  # fmt: skip
     after = Segment((head,), (Weight("head", (50000, h), 2, 0),), in_blocks=False)
     return ModelProfile("figures", batch, before, (block,) * layers, after, hidden, "bfloat16", length=tokens)
 
@@ -137,9 +137,9 @@ def test_boundaries_and_stages_that_the_model_has_not() -> None:
 def test_a_block_that_costs_nothing_does_not_unbalance_the_others() -> None:
     job = profile(layers=8, width=1024)
     idle = Segment((), ())
-    even = Search(job, 2, H100).cuts.evened(Plan(pp=2)).starts
+    even = Search(job, 2, H100).partitioner.evened(Plan(pp=2)).starts
     longer = Search(replace(job, blocks=(idle, *job.blocks)), 2, H100)
-    assert longer.cuts.evened(Plan(pp=2)).starts == (0, even[1] + 1)
+    assert longer.partitioner.evened(Plan(pp=2)).starts == (0, even[1] + 1)
 
 
 def test_ranks_take_turns_on_cores() -> None:
@@ -156,7 +156,7 @@ def test_ranks_take_turns_on_cores() -> None:
     assert sharing.judged(idle, played=True).duration.bubble < apart.judged(idle, played=True).duration.bubble
     assert sharing.judged(idle, played=True).seconds < 1.2 * apart.judged(idle, played=True).seconds
     busy = Plan(pp=4, microbatches=16)
-    busy = busy.but(boundaries=apart.cuts.evened(busy).starts)  # of stages that take equally long
+    busy = busy.but(boundaries=apart.partitioner.evened(busy).starts)  # of stages that take equally long
     assert sharing.judged(busy, played=True).seconds > 1.5 * apart.judged(busy, played=True).seconds
 
 
@@ -202,7 +202,7 @@ def test_a_ring_attends_to_halves_where_no_query_looks_ahead() -> None:
         segment = Segment((work,), (), (), ())
         setting = Setting.of(Plan(cp=2), 8)
         op_timer = OpTimer(known, "float32")
-        plain, more = op_timer.op(replace(work, is_cut=True), segment, setting), op_timer.ring(work, setting)
+        plain, more = op_timer.op(replace(work, is_sharded=True), segment, setting), op_timer.ring(work, setting)
         assert plain.forward + more.forward == pytest.approx(1e-3 + 8 * 4 * pairs * 128**2 * 1e-8)
         assert plain.inputs + more.inputs == pytest.approx(2e-3 + 8 * 4 * pairs * 128**2 * 1e-8)
         assert OpTimer(hardware, "float32").ring(work, setting) == (0, 0, 0, 0, 0)

@@ -29,7 +29,7 @@ def test_bubble_of_gpipe_and_1f1b(name: str, backward: int) -> None:
 def test_bubble_of_the_naive_pipeline() -> None:
     for p in RANKS:
         played = timeline(schedule("naive", p, 1))
-        assert played.bubble_fraction() == (p - 1) / p  # one rank ops at a time
+        assert played.bubble_fraction() == (p - 1) / p  # one rank works at a time
         assert played.makespan == 3 * p
 
 
@@ -115,7 +115,7 @@ def test_costs_per_stage() -> None:
     assert [span.start for span in played.spans[1]] == [1, 6, 11, 16, 17, 18]
 
 
-def test_bad_costs_are_told() -> None:
+def test_bad_costs_are_refused() -> None:
     made = schedule("1f1b", 2, 2)
     with pytest.raises(UsageError, match="forward has 3 costs, but the schedule has 2 stages"):
         timeline(made, Costs(forward=[1, 1, 1]))

@@ -61,6 +61,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         choices=("auto", "full", "off"),
         help="how plans are verified before the first step (default: set by the script)",
     )
+    add("--no-race", action="store_true", help='plan="auto" takes the best prediction, without timing real steps')
     add(
         "-x",
         "--env",
@@ -205,6 +206,8 @@ def _variables(chosen: argparse.Namespace, world: int) -> dict[str, str]:
     variables = environment.forwarded(dict(os.environ)) | terminal_variables(world)
     if chosen.backend != "auto":
         variables[environment.BACKEND] = chosen.backend
+    if chosen.no_race:
+        variables[environment.RACE] = "0"
     if chosen.check_plan:
         variables[environment.CHECK_PLAN] = chosen.check_plan
     if chosen.check:

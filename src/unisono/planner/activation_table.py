@@ -1,7 +1,7 @@
 """What the activations of one sample take under tensor parallelism, sp and recomputation: `unisono plan --activations`.
 
-For one layer (block) and for all, as Megatron counts it (a layer cut by columns gathers its input again in the
-backward) and as unisono keeps it; what the tp ranks say to each other in a layer; and what of the forward is computed
+For one layer (block) and for all, as Megatron counts it (a column-parallel layer gathers its input again in the
+backward) and as unisono keeps it; the collectives of a layer between the tp ranks; and what of the forward is computed
 again.
 """
 
@@ -28,7 +28,7 @@ class ActivationRow:
     layer: float  # bytes of the first block
     all_layers: float
     kept: float  # bytes of the first block, in unisono
-    talk: str  # a layer, forward; the backward has as much
+    collectives: str  # of a layer, forward; the backward has as many
     again: float  # share of a layer's forward that is computed again
 
     def as_json(self) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class ActivationRow:
             "layer_mib": self.layer / MIB,
             "all_layers_gib": self.all_layers / GIB,
             "kept_mib": self.kept / MIB,
-            "talk": self.talk,
+            "talk": self.collectives,
             "computed_again": self.again,
         }
 
@@ -67,12 +67,12 @@ def _row(profile: ModelProfile, plan: Plan) -> ActivationRow:
         saved_by(gathering, first, setting),
         sum(saved_by(gathering, block, setting) for block in profile.blocks),
         saved_by(replace(profile, keeps_gathered=True), first, setting),
-        _talk(first, setting),
+        _collectives(first, setting),
         _again(first, setting),
     )
 
 
-def _talk(segment: Segment, setting: Setting) -> str:
+def _collectives(segment: Segment, setting: Setting) -> str:
     if setting.tp == 1:
         return "-"
     if setting.sequence:
@@ -88,14 +88,14 @@ def _again(segment: Segment, setting: Setting) -> float:
 
 
 def show(profile: ModelProfile, rows: list[ActivationRow]) -> str:
-    titles = ("plan", "a layer", f"{len(profile.blocks)} layers", "kept by unisono", "says in a layer", "again")
+    titles = ("plan", "a layer", f"{len(profile.blocks)} layers", "kept by unisono", "collectives of a layer", "again")
     cells = [
         (
             row.plan,
             f"{row.layer / MIB:.0f} MiB",
             f"{row.all_layers / GIB:.2f} GiB",
             f"{row.kept / MIB:.0f} MiB",
-            row.talk,
+            row.collectives,
             f"{row.again:.1%}" if row.again else "-",
         )
         for row in rows

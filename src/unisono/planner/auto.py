@@ -1,4 +1,4 @@
-"""What is expected of a run before it begins: the plan that is searched for, and what a plan will take.
+"""Predictions for a run before it begins: the best plans, and what a step under a plan takes.
 
 The machine is the one that a hardware file describes, where the variable UNISONO_HARDWARE names one; else the ranks
 measure it briefly, all together. Rank 0 plans for all, so that all have one plan.
@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.optim import Optimizer
@@ -32,9 +32,18 @@ from unisono.simulate.sketch import without_memory
 HARDWARE = "UNISONO_HARDWARE"  # a hardware file, as `unisono bench hardware` writes it
 
 
+class Lap(NamedTuple):
+    """An entrant of a race (race.py)."""
+
+    plan: str
+    predicted: float  # seconds of a step
+    measured: float | None
+    reason: str = ""  # why there is no measurement
+
+
 @dataclass(frozen=True)
 class Choice:
-    """A plan, and what is expected of it."""
+    """A plan, and what is predicted of it."""
 
     plan: Plan
     seconds: float | None = None  # a step
@@ -42,7 +51,8 @@ class Choice:
     memory_by_kind: dict[str, float] = field(default_factory=dict)  # on that rank
     memory_by_stage: list[dict[str, float]] = field(default_factory=list)  # by kind, on each rank of the pipeline
     why: list[tuple[str, str]] = field(default_factory=list)  # neighbours, and what each lacks
-    note: str = ""  # why nothing is expected
+    note: str = ""  # why nothing is predicted
+    race: list[Lap] = field(default_factory=list)  # of all plans that took real steps
 
     def about(self) -> dict[str, Any]:
         return {name: value for name, value in asdict(self).items() if name != "plan"}
@@ -50,8 +60,21 @@ class Choice:
     def __str__(self) -> str:
         if self.note:
             return f"plan {self.plan} ({self.note})"
-        lines = [f"plan {self.plan}: {1000 * (self.seconds or 0):.1f} ms a step, {(self.memory or 0) / 2**20:.0f} MiB"]
-        return "\n".join([*lines, *(f"  not {change}: {reason}" for change, reason in self.why)])
+        return "\n".join([self.summary(), *(f"  not {change}: {reason}" for change, reason in self.why)])
+
+    def summary(self) -> str:
+        """Without reasons: the plan with its prediction, and the table of the race."""
+        if self.note:
+            return str(self)
+        line = f"plan {self.plan}: {1000 * (self.seconds or 0):.1f} ms a step, {(self.memory or 0) / 2**20:.0f} MiB"
+        if not self.race:
+            return line
+        rows = [("plan", "predicted", "measured")]
+        for plan, predicted, measured, reason in self.race:
+            result = reason if measured is None else f"{1000 * measured:.1f} ms"
+            rows.append((plan, f"{1000 * predicted:.1f} ms", result))
+        width = max(len(row[0]) for row in rows)
+        return "\n".join([line, *(f"  {plan:{width}}  {first:>10}  {second:>10}" for plan, first, second in rows)])
 
 
 @dataclass(frozen=True)
@@ -72,33 +95,46 @@ class Job:
 
 
 def choice_for(job: Job, comm: Communicator, device: torch.device, plan: Plan | None = None) -> Choice:
-    """What is expected of a plan, or of the best one where none is given; every rank calls it.
+    """What is predicted of a plan, or of the best one where none is given; every rank calls it."""
+    return choices_for(job, comm, device, plan, 1)[0]
 
-    A job that cannot be traced shares its batch, and nothing is expected of it.
+
+def choices_for(
+    job: Job, comm: Communicator, device: torch.device, plan: Plan | None = None, top: int = 1
+) -> list[Choice]:
+    """The best plans by prediction, the best first, or the plan that is given; every rank calls it.
+
+    A job that cannot be traced shares its batch, and nothing is predicted of it.
     """
     hardware = _hardware(job, comm, device)
-    told: Choice | UsageError | None = None
+    found: list[Choice] | UsageError | None = None
     if comm.rank == 0:
-        told = _planned(job, comm.size, hardware, plan)
-    told = comm.broadcast_object(told)
-    if isinstance(told, UsageError):
-        raise told
-    assert told is not None
-    return told
+        found = _planned(job, comm.size, hardware, plan, top)
+    found = comm.broadcast_object(found)
+    if isinstance(found, UsageError):
+        raise found
+    assert found is not None
+    return found
 
 
-def _planned(job: Job, world: int, hardware: Hardware, plan: Plan | None) -> Choice | UsageError:
+def _planned(job: Job, world: int, hardware: Hardware, plan: Plan | None, top: int) -> list[Choice] | UsageError:
     try:
         search = Planner(job.task(), hardware).search(world)
     except _UNPREDICTABLE as error:
-        return Choice(plan or Plan(dp=world), note=f"not predicted: {str(error).splitlines()[0]}")
+        return [_unpredicted(plan or Plan(dp=world), error)]
     try:
-        best = search.judged(plan, played=True) if plan is not None else search.run(1).best
-        return _choice(search, best, with_reasons=plan is None)
-    except _UNPREDICTABLE as error:  # a plan by hand may be one that a planner has no picture of; rank 0 must not fall
+        if plan is not None:
+            return [_choice(search, search.judged(plan, played=True), with_reasons=False)]
+        best = {str(each.plan): each for each in search.run(top).candidates}
+        return [_choice(search, each, with_reasons=True) for each in best.values()]
+    except _UNPREDICTABLE as error:  # the cost model may not cover a plan given by hand; rank 0 must not fail alone
         if plan is None and isinstance(error, UsageError):
             return error
-        return Choice(plan or Plan(dp=world), note=f"not predicted: {str(error).splitlines()[0]}")
+        return [_unpredicted(plan or Plan(dp=world), error)]
+
+
+def _unpredicted(plan: Plan, error: Exception) -> Choice:
+    return Choice(plan, note=f"not predicted: {str(error).splitlines()[0]}")
 
 
 _UNPREDICTABLE = (UnisonoError, RuntimeError, TypeError, ValueError)

@@ -49,7 +49,7 @@ def _on_its_own(task: Task | str, plan: str, rank: int, batch: int | None, steps
 
 
 def run_here(task: Task, plan: Plan, rank: int, batch: int | None = None, steps: int = 3) -> DryRun:
-    """The same in this process, which must not have joined a world."""
+    """The same in this process."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     with simulated_mesh(plan, rank) as mesh:
         with Meter(device) as meter:

@@ -1,4 +1,4 @@
-"""The trainer of one rank of a plan, in a process that is alone: every other rank is simulated.
+"""The trainer of one rank of a plan, in this process alone: every other rank is simulated.
 
 torch's "fake" process group completes every collective at once, so that one process can be any rank of any world: its
 shapes, memory and computation are real, its numbers are not. The model is built on the meta device and gets memory for
@@ -35,7 +35,7 @@ from unisono.simulate.upstream import Upstream, foreseen_in
 
 @contextlib.contextmanager
 def simulated_mesh(plan: Plan, rank: int) -> Iterator[Mesh]:
-    """In the block this process, which must not have joined a world, is `rank` of the plan."""
+    """In the block this process is `rank` of the plan; a world that it has joined is set aside."""
     if not 0 <= rank < plan.world:
         raise UsageError(f"rank {rank} of plan {plan}: expected one of 0 to {plan.world - 1}")
     with world.simulated(rank, plan.world):
@@ -130,14 +130,18 @@ def state_of(trainer: Trainer) -> float:
 
 
 @contextlib.contextmanager
-def simulated_trainer(task: Task, plan: Plan, rank: int, batch: Any) -> Iterator[Trainer]:
-    """`rank` of the plan, as `uni.parallelize` makes it; its parameters have the values that they would have."""
+def simulated_trainer(
+    task: Task, plan: Plan, rank: int, batch: Any, options: dict[str, Any] | None = None
+) -> Iterator[Trainer]:
+    """`rank` of the plan, as `uni.parallelize` makes it; its parameters have the values that they would have.
+
+    options: further arguments of `parallelize`."""
     if not 0 <= rank < plan.world:
         raise UsageError(f"rank {rank} of plan {plan}: expected one of 0 to {plan.world - 1}")
     with world.simulated(rank, plan.world):
         trainer = parallelize(
             task.model, plan, loss=task.loss, optimizer=task.optimizer, example=batch, rules=task.rules,
-            clip=task.clip, batch_dim=task.batch_dim,
+            batch_dim=task.batch_dim, **({"clip": task.clip} | (options or {})),
         )  # fmt: skip
         trainer.loss.trust()
         if trainer.pipeline is not None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from inspect import signature
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,8 @@ from unisono.parallel.precision import Precision
 from unisono.parallel.share import BatchDim, Share, first_rows, require_batch_dim
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
-from unisono.planner.auto import Choice, Job, choice_for
+from unisono.planner.auto import Choice, Job, choice_for, choices_for
+from unisono.planner.race import ENTRANTS, race
 from unisono.train import evaluation
 from unisono.train.callbacks import Callback
 from unisono.train.checkpoint.checkpoints import Checkpoints
@@ -56,7 +58,9 @@ class Engine:
     device: of this rank; default: its GPU if it has one, else the CPU. check: how the plan is verified on the model and
     the first batch before training, "auto", "full" or "off". batch: the argument of `run`: "global", the same batch on
     all ranks, or "local", on each data rank its own samples. batch_dim: the dim of samples in a batch, as for
-    uni.parallelize: 1 for time-major batches, which the engine's loader then makes."""
+    uni.parallelize: 1 for time-major batches, which the engine's loader then makes. race: with
+    plan="auto", the plans with the best predictions take a few real steps each, and the fastest is chosen; without, the
+    best prediction is."""
 
     def __init__(
         self,
@@ -74,6 +78,7 @@ class Engine:
         check: str = "auto",
         batch: str = "global",
         batch_dim: BatchDim = 0,
+        race: bool = True,
     ) -> None:
         self._batch_dim = require_batch_dim(batch_dim)
         if not isinstance(plan, str | Plan):
@@ -95,6 +100,9 @@ class Engine:
             raise UsageError(f'Engine(batch={batch!r}): expected "global" or "local"')
         self._batch = batch
         check_level(check)
+        if not isinstance(race, bool):
+            raise UsageError(f"Engine(race={race!r}): expected True or False")
+        self._race = race and os.environ.get(environment.RACE) != "0"
         self.seed = require_whole_number("Engine: seed", seed, 0)
         if seed >= 2**63:
             raise UsageError(f"Engine(seed={seed}): expected a number below 2**63")
@@ -116,7 +124,7 @@ class Engine:
         _require_pair(example)
         self._example = example
         if self._plan == "auto":
-            plan = self.predicted(example).plan
+            plan = self._chosen(example).plan
         else:
             assert isinstance(self._plan, Plan)
             plan = _fitting(self._plan, self.comm.size)
@@ -129,16 +137,27 @@ class Engine:
             optimizer=self._optimizer,
             example=example,
             rules=self._rules,
-            clip=self._clip,
-            seed=self.seed,
-            precision=self._precision,
             check=self._check,
-            batch=self._batch,
             batch_dim=self._batch_dim,
+            **self._options(),
         )
         if self._scheduler is not None:
             self.schedule = _require_scheduler(self._scheduler(self.trainer.optimizer))
         return self
+
+    def _options(self) -> dict[str, Any]:
+        """Of the trainer, beside what is trained."""
+        return {"clip": self._clip, "seed": self.seed, "precision": self._precision, "batch": self._batch}
+
+    def _chosen(self, example: tuple[Any, Any]) -> Choice:
+        """The plan of plan="auto"."""
+        if self.choice is None or (self._race and not self.choice.race):
+            top = ENTRANTS if self._race else 1
+            choices = choices_for(self._job(example), self.comm, self.device, None, top)
+            model = self._model if isinstance(self._model, nn.Module) else self._placed()
+            job = replace(self._job(example), model=model)
+            self.choice = race(choices, job, self.comm, self.device, self._options())
+        return self.choice
 
     def predicted(self, example: tuple[Any, Any] | None = None) -> Choice:
         """The prediction for the plan, which is searched for if none is given; every rank calls it."""
@@ -185,7 +204,7 @@ class Engine:
                 self._device = torch.device("cuda", self.comm.local_rank % torch.cuda.device_count())
         return self._device
 
-    def _placed(self) -> Model:
+    def _placed(self) -> nn.Module | Callable[[], nn.Module]:
         """The model on this rank's device; a function builds it on the CPU first."""
         model, device = self._model, self.device
         if isinstance(model, nn.Module):

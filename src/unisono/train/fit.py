@@ -119,7 +119,7 @@ class Fit:
             self._require_epochs()
         self._require_numbers()
         if self.options.progress:
-            self._display.message(str(self.engine.predicted()).splitlines()[0])
+            self._display.message(self.engine.predicted().summary())
             if self.engine.ready.proof:
                 self._display.message(self.engine.ready.proof)
             if self.engine.ready.coverage:

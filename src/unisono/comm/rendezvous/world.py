@@ -7,9 +7,11 @@ import os
 import time
 from collections.abc import Iterator
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import distributed_c10d
 
 from unisono.comm import backends
 from unisono.comm.communicator import Communicator
@@ -155,11 +157,15 @@ def simulated(rank: int, size: int) -> Iterator[Communicator]:
     """In the block, this process is one rank of a world whose other ranks do not exist.
 
     Every operation is over at once (see SimulatedTransport): shapes, memory and compute are those of the rank, values
-    are not.
+    are not. The world that this process has joined is set aside meanwhile.
     """
+    with _set_aside(), _simulated(rank, size) as comm:
+        yield comm
+
+
+@contextlib.contextmanager
+def _simulated(rank: int, size: int) -> Iterator[Communicator]:
     global _world
-    if _world is not None or dist.is_initialized():
-        raise CommError("a simulated world needs a process that has not joined one; call uni.shutdown() first")
     from torch.testing._internal.distributed.fake_pg import FakeStore  # registers torch's "fake" backend
 
     store = FakeStore()
@@ -174,3 +180,37 @@ def simulated(rank: int, size: int) -> Iterator[Communicator]:
     finally:
         _world = None
         dist.destroy_process_group()
+
+
+@contextlib.contextmanager
+def _set_aside() -> Iterator[None]:
+    """In the block neither unisono nor torch knows of a process group; afterwards they know the same ones as before."""
+    global _world
+    joined, calls = _world, _watchdog.torch_calls if _watchdog is not None and _world is not None else None
+    state = distributed_c10d._world
+    default, count = state.default_pg, state.group_count
+    if default is not None and joined is None:
+        raise CommError("torch.distributed was initialised without uni.init(); simulate in another process")
+    tables: list[Any] = [
+        *(state.pg_map, state.pg_names, state.pg_group_ranks, state.pg_backend_config),
+        *(state.pg_to_tag, state.tags_to_pg, state.pg_coalesce_state),
+    ]
+    known = [dict(table) for table in tables]
+    if calls is not None:
+        calls.unwrap()  # they would be compared with those of the other ranks
+    distributed_c10d._unregister_all_process_groups()
+    for table in tables:
+        table.clear()
+    _world, state.group_count = None, 0
+    distributed_c10d._update_default_pg(None)
+    try:
+        yield
+    finally:
+        for table, entries in zip(tables, known, strict=True):
+            table.update(entries)
+        for group, name in state.pg_names.items():
+            distributed_c10d._register_process_group(name, group)
+        distributed_c10d._update_default_pg(default)
+        _world, state.group_count = joined, count
+        if calls is not None:
+            calls.wrap()

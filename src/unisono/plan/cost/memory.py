@@ -1,8 +1,8 @@
-"""What a plan keeps in the memory of a device.
+"""Memory of a device under a plan.
 
-    model state     parameters, gradients and optimizer state of this rank's stages: cut by tp and ep, and by ZeRO over
+    model state     parameters, gradients and optimizer state of this rank's stages: sharded by tp, ep and by ZeRO over
                     the N replicas (dp x cp)
-    activations     what the ops of a block save (from the trace), cut by tp, sp, cp and recomputation, times the
+    activations     what the ops of a block save (from the trace), divided by tp, sp, cp and recomputation, times the
                     microbatches that the schedule keeps alive
     workspace       what the segment has whose backward runs: what its ops have saved or computed again, gradients of
                     activations, copies; or the optimizer's temporaries
@@ -82,7 +82,7 @@ def local_elements(weights: Sequence[Weight], plan: Plan) -> int:
 @dataclass(frozen=True)
 class State:
     """Elements on a rank: all of its parameters that are trained, and what ZeRO leaves it of them. Those that are not
-    have neither gradients nor state, and ZeRO does not cut them."""
+    have neither gradients nor state, and ZeRO does not shard them."""
 
     elements: int
     sharded: int  # the largest share of any rank: rows are dealt, so shares differ by a row of each parameter at most
@@ -131,14 +131,14 @@ def kept_by_ops(profile: ModelProfile, segment: Segment, setting: Setting, *, co
     """The same without recomputation of the whole; `core`: with what attention's core keeps."""
     kept = segment.saved
     outside = setting.outside(segment)
-    cut, whole = kept["cut"], kept["whole"]
+    sharded, replicated = kept["sharded"], kept["replicated"]
     if core:
-        cut += kept["core_cut"]
-        whole += kept["core_whole"]
+        sharded += kept["core_sharded"]
+        replicated += kept["core_replicated"]
     if setting.tp > 1:
-        cut += kept["under_tp"]
+        sharded += kept["under_tp"]
     gathered = kept["gathered"] / (setting.cp if profile.keeps_gathered else outside)
-    return setting.rows * (cut / setting.tp / setting.cp + whole / outside + gathered)
+    return setting.rows * (sharded / setting.tp / setting.cp + replicated / outside + gathered)
 
 
 def high_water(profile: ModelProfile, segment: Segment, setting: Setting) -> float:
@@ -149,7 +149,7 @@ def high_water(profile: ModelProfile, segment: Segment, setting: Setting) -> flo
         kept += _kept_by_op(profile, segment, work, setting)
         core = 0.0
         if work.is_core and setting.recompute == "selective":  # computed again
-            core = work.core_saved * setting.rows / setting.cp / (setting.tp if work.is_cut else 1)
+            core = work.core_saved * setting.rows / setting.cp / (setting.tp if work.is_sharded else 1)
         highest = max(highest, kept + core + _held_by_op(segment, work, setting))
     return highest
 
@@ -157,8 +157,8 @@ def high_water(profile: ModelProfile, segment: Segment, setting: Setting) -> flo
 def _kept_by_op(profile: ModelProfile, segment: Segment, work: OpCost, setting: Setting) -> float:
     saved = work.saved - (work.core_saved if setting.recompute == "selective" else 0.0)
     divided = {
-        "cut": setting.tp * setting.cp,
-        "whole": setting.outside(segment),
+        "sharded": setting.tp * setting.cp,
+        "replicated": setting.outside(segment),
         "gathered": setting.cp if profile.keeps_gathered else setting.outside(segment),
     }
     under_tp = work.tp_saved / setting.tp / setting.cp if setting.tp > 1 else 0.0
@@ -169,7 +169,11 @@ def _held_by_op(segment: Segment, work: OpCost, setting: Setting) -> float:
     """Gradients of activations and of the op's parameters, temporaries, and copies that are sent."""
     inside, outside = setting.tp * setting.cp, setting.outside(segment)
     temporary = work.tp_temporary if setting.tp > 1 and work.tp_saved else work.temporary
-    held = work.held_cut / inside + work.held_whole / outside + temporary / (inside if work.is_cut else outside)
+    held = (
+        work.held_sharded / inside
+        + work.held_replicated / outside
+        + temporary / (inside if work.is_sharded else outside)
+    )
     copies = 0.0
     if setting.tp > 1 and work.role in ("column", "gather", "row"):
         # With sp a gradient is whole here, and in another order of its dims for the message; else where a region
@@ -225,7 +229,7 @@ class MemoryModel:
 
     def footprint(self, plan: Plan, stages: Stages) -> Footprint:
         """Of the rank that needs most."""
-        ranks = stages.telling_ranks
+        ranks = stages.critical_ranks
         return max((self.of_rank(plan, stages, rank) for rank in ranks), key=lambda each: each.total)
 
     def of_rank(self, plan: Plan, stages: Stages, rank: int) -> Footprint:
@@ -350,7 +354,7 @@ class MemoryModel:
         return max((block.numel for block in self.profile.blocks), default=0)
 
     def _root(self, plan: Plan) -> float:
-        """What is outside the blocks is whole as long as the model ops."""
+        """What is outside the blocks is whole as long as the model works."""
         both = {w.name: w for end in (self.profile.before, self.profile.after) for w in end.weights}
         return state_of(list(both.values()), plan).elements * float(self.profile.gradient_itemsize)
 

@@ -1,4 +1,4 @@
-"""What one op takes: the longer of computing and of moving its bytes, at measured efficiencies.
+"""The time of one op: the longer of computing and of moving its bytes, at measured efficiencies.
 
 On a device that its host runs ahead of, an op takes time twice: that of the device, and that of the host, which
 launches it. The two go on at the same time, so they are distinguished here, and the longer counts for a whole stage.
@@ -14,7 +14,7 @@ from typing import NamedTuple
 from unisono.plan.hardware.spec import Hardware, share_at
 from unisono.plan.profile.model_profile import OpCost, Segment, Setting
 
-# Bytes that the loss of a cut vocabulary passes for each logit: it ops in float32, in several passes.
+# Bytes that the loss of a sharded vocabulary passes for each logit: it works in float32, in several passes.
 _LOSS_FORWARD, _LOSS_BACKWARD = 34.0, 22.0
 
 # Bytes of weights that ranks hold, each, while products of few rows are measured: so few that caches keep them from one
@@ -58,9 +58,9 @@ class OpTimer:
         return timed._replace(launch_forward=overhead, launch_backward=backward)
 
     def _on_device(self, work: OpCost, segment: Segment, setting: Setting, held: float, overhead: float) -> OpTime:
-        divided = setting.tp * setting.cp if work.is_cut else setting.outside(segment)
+        divided = setting.tp * setting.cp if work.is_sharded else setting.outside(segment)
         flops = work.flops * setting.rows / divided
-        moved = work.moved * setting.rows / divided + work.weights / (setting.tp if work.is_cut else 1)
+        moved = work.moved * setting.rows / divided + work.weights / (setting.tp if work.is_sharded else 1)
         more = work.moved_back * setting.rows / divided / self.bandwidth
         if work.kind == "view":
             return OpTime(overhead / 2, overhead / 2 + more)
@@ -84,7 +84,7 @@ class OpTimer:
         half = max(in_backward, moved / self.bandwidth) + overhead
         if not work.weights:
             return OpTime(forward, 2 * half + more)
-        ahead, back = self._of_few_rows(flops, work.weights / (setting.tp if work.is_cut else 1), held)
+        ahead, back = self._of_few_rows(flops, work.weights / (setting.tp if work.is_sharded else 1), held)
         half = max(half, back + overhead)
         return OpTime(max(forward, ahead + overhead), half + more, half)
 
@@ -134,7 +134,7 @@ class StageCost:
     forward: float = 0.0
     inputs: float = 0.0  # the half of the backward that others wait for
     weights: float = 0.0  # the half that nobody waits for
-    talk: float = 0.0  # of all of these together, what is collectives
+    communication: float = 0.0  # of all of these together, what is collectives
     sent: float = 0.0
     launch_forward: float = 0.0  # of a host that runs ahead of its device
     launch_backward: float = 0.0
@@ -152,7 +152,7 @@ class StageCost:
             self.forward * count,
             self.inputs * count,
             self.weights * count,
-            self.talk * count,
+            self.communication * count,
             self.sent * count,
             self.launch_forward * count,
             self.launch_backward * count,
@@ -163,7 +163,7 @@ class StageCost:
             self.forward + other.forward,
             self.inputs + other.inputs,
             self.weights + other.weights,
-            self.talk + other.talk,
+            self.communication + other.communication,
             self.sent + other.sent,
             self.launch_forward + other.launch_forward,
             self.launch_backward + other.launch_backward,

@@ -1,4 +1,4 @@
-"""What a step takes under a plan.
+"""The time of a step under a plan.
 
 An op takes the longer of computing and moving its bytes (a op_timer, at measured efficiencies), and an overhead. Its
 backward computes twice as much. Tensor-parallel regions add collectives of activations, which nothing hides; cp and ep
@@ -76,7 +76,7 @@ class TimeModel:
         if key not in self._costs:
             held = self._weights / (plan.tp * plan.pp)
             computing = self._computing(segment, setting, held)
-            self._costs[key] = computing.plus(self._talking(segment, plan, setting))
+            self._costs[key] = computing.plus(self._communication(segment, plan, setting))
         return self._costs[key]
 
     def _computing(self, segment: Segment, setting: Setting, held: float) -> StageCost:
@@ -103,7 +103,7 @@ class TimeModel:
         taken = pieces * self.hardware.recompute_overhead
         return StageCost(launch_backward=taken) if self.hardware.asynchronous else StageCost(inputs=taken)
 
-    def _talking(self, segment: Segment, plan: Plan, setting: Setting) -> StageCost:
+    def _communication(self, segment: Segment, plan: Plan, setting: Setting) -> StageCost:
         cost = StageCost()
         if plan.tp > 1:
             cost = cost.plus(self._regions(segment, plan, setting))
@@ -281,8 +281,8 @@ class TimeModel:
         return Duration(
             total=passing + travel - hidden + optimizer + other,
             compute=computing,
-            tensor=m * mine.talk,
-            bubble=max(passing - computing - m * mine.talk, 0.0),
+            tensor=m * mine.communication,
+            bubble=max(passing - computing - m * mine.communication, 0.0),
             gradients=travel - hidden,
             optimizer=optimizer,
             other=other,
@@ -293,10 +293,10 @@ class TimeModel:
         """Seconds that the slowest rank computes, and that all microbatches take to pass: longer than that where ranks
         share cores, each of which is idle only where a pipeline leaves it nothing to do."""
         m, turns = plan.microbatches, self.hardware.turns(plan.world)
-        computing = m * (mine.both - mine.talk)
+        computing = m * (mine.both - mine.communication)
         if turns > 1:
-            shared = turns * m * sum(cost.both - cost.talk for cost in per_rank) / len(per_rank)
-            computing, passing = max(computing, shared), max(passing, shared + m * mine.talk)
+            shared = turns * m * sum(cost.both - cost.communication for cost in per_rank) / len(per_rank)
+            computing, passing = max(computing, shared), max(passing, shared + m * mine.communication)
         return computing, passing
 
     def _setting(self, plan: Plan) -> Setting:

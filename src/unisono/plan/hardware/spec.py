@@ -103,7 +103,7 @@ class Hardware:
     piece_rate: float = 0.0  # bytes a second of copies into ZeRO's messages and out of them; 0: as other copies
     unit_rate: float = 0.0  # ... in ZeRO's third stage, whose blocks get new memory for every use; 0: as a transpose
     op_overhead: float = 0.0  # seconds that an op takes beside its work, forward or backward
-    asynchronous: bool = False  # whether that is the time of a host which runs ahead while the device ops
+    asynchronous: bool = False  # whether that is the time of a host which runs ahead while the device works
     message_overhead: float = 0.0  # seconds that a message takes of that host, with the copies around it
     # Seconds that a parameter takes of the host, by the stages of ZeRO: in a backward, and after it.
     gradient_overhead: tuple[float, ...] = (0.0, 0.0, 0.0, 0.0)

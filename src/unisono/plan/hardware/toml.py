@@ -116,7 +116,9 @@ def _text(value: Any) -> str:
         return str(value).lower()
     if isinstance(value, tuple | list):
         return f"[{', '.join(map(_text, value))}]"
-    return f"{value:.5g}" if isinstance(value, float) else str(value)
+    if isinstance(value, float):
+        return f"{value:.0f}" if value.is_integer() and value < 1e12 else f"{value:.5g}"
+    return str(value)
 
 
 # ---- reading ---------------------------------------------------------------------------------------------------------

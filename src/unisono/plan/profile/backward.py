@@ -15,16 +15,16 @@ from unisono.graph.capture.trace import Trace
 
 
 class Held(NamedTuple):
-    """Bytes of gradients, of tensors that tp cuts and of others; and of those that are added to one that is there."""
+    """Bytes of gradients: of tensors that tp shards, of others, and of those that are added to an existing one."""
 
-    cut: float = 0.0
-    whole: float = 0.0
+    sharded: float = 0.0
+    replicated: float = 0.0
     added: float = 0.0
 
 
-def held_by_ops(trace: Trace, cut: Collection[str]) -> dict[str, Held]:
-    """For each op of the trace, by name, what is alive while it runs backward; `cut` names what tp cuts."""
-    return _Gradients(trace, frozenset(cut)).held()
+def held_by_ops(trace: Trace, sharded: Collection[str]) -> dict[str, Held]:
+    """For each op of the trace, by name, what is alive while it runs backward; `sharded` names what tp shards."""
+    return _Gradients(trace, frozenset(sharded)).held()
 
 
 class _Joined(dict[str, str]):
@@ -40,9 +40,9 @@ class _Joined(dict[str, str]):
 
 
 class _Gradients:
-    def __init__(self, trace: Trace, cut: frozenset[str]) -> None:
+    def __init__(self, trace: Trace, sharded: frozenset[str]) -> None:
         self.trace = trace
-        self.cut = cut
+        self.sharded = sharded
         self.sizes: dict[str, int] = {}  # of what has a gradient
         self.tensors = _Joined()  # views with what they view
         self.shared = _Joined()  # ... and sums with what they add
@@ -73,24 +73,24 @@ class _Gradients:
     def held(self) -> dict[str, Held]:
         last: dict[str, int] = {}
         spans: dict[str, list[int]] = {}  # of a gradient: first op, last op, bytes
-        is_cut: dict[str, bool] = {}
+        is_sharded: dict[str, bool] = {}
         for name, size in self.sizes.items():
             tensor, root = self.tensors.of(name), self.shared.of(name)
             end = self.used.get(name, self.made[name])
             last[tensor] = max(last.get(tensor, 0), end)
             first, latest, most = spans.get(root, [self.made[name], end, 0])
             spans[root] = [min(first, self.made[name]), max(latest, end), max(most, size)]
-            is_cut[root] = is_cut.get(root, False) or name in self.cut
+            is_sharded[root] = is_sharded.get(root, False) or name in self.sharded
         found = {}
         for number, op in enumerate(self.trace.ops):
             bytes_of, added = [0.0, 0.0], 0.0
             for root, (first, latest, size) in spans.items():
                 if first <= number <= latest:
-                    bytes_of[not is_cut[root]] += size
+                    bytes_of[not is_sharded[root]] += size
             if not is_view(op) and not _is_sum(op):
                 for name in {self.tensors.of(each) for each in op.inputs if each in self.sizes}:
                     if last[name] > number:
-                        bytes_of[not is_cut[self.shared.of(name)]] += self.sizes[name]
+                        bytes_of[not is_sharded[self.shared.of(name)]] += self.sizes[name]
                         added += self.sizes[name]
             found[op.name] = Held(bytes_of[0], bytes_of[1], added)
         return found

@@ -1,8 +1,8 @@
 """From a trace to a profile: which ops belong to which block, and what tensor parallelism divides.
 
-Where tp cuts is known from the parameters alone. A product with a weight that is cut by its outputs begins a region;
-everything that is made from its result is cut too; a product with a weight that is cut by its inputs ends the region.
-An embedding whose rows are cut gives parts of a sum, so it ends one as well.
+What tp shards is known from the parameters alone. A product with a column-parallel weight begins a region; everything
+made from its result is sharded too; a product with a row-parallel weight ends the region. A vocabulary-parallel
+embedding gives partial sums, so it ends one as well.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Reader:
         self.trace = trace
         self.subject = subject
         self.parameter = dict(trace.parameters)  # of a node: the parameter that it is, or is a view of
-        self.cut: set[str] = set()  # nodes whose tensors are cut by tp
+        self.sharded: set[str] = set()  # nodes whose tensors tp shards
         self.entered: set[tuple[int, str]] = set()
         self.parts = [_Part() for _ in range(subject.count + 2)]
         self.place = 0
@@ -85,7 +85,7 @@ class _Reader:
         self._see_boundary(others)
         for name in weights:
             part.weights[name] = self.subject.weights[name]
-        is_from_cut = any(name in self.cut for name in others)
+        is_from_sharded = any(name in self.sharded for name in others)
         role = self._role(op, weights)
         if role in ("column", "gather"):
             key = (self.place, others[0])
@@ -94,10 +94,12 @@ class _Reader:
                 part.enters.append(self._sample_bytes(self._spec(others[0])))
         if role in ("row", "vocab", "gather"):
             part.leaves.append(self._sample_bytes(op.outputs[0]))
-        is_cut = role == "column" or (is_from_cut and role not in ("row", "gather"))
-        if is_cut and op.outputs and prod(op.outputs[0].shape) > 1:
-            self.cut.add(op.name)
-        part.ops.append(self._work(op, role, is_cut=is_cut or role in ("row", "gather"), is_from_cut=is_from_cut))
+        is_sharded = role == "column" or (is_from_sharded and role not in ("row", "gather"))
+        if is_sharded and op.outputs and prod(op.outputs[0].shape) > 1:
+            self.sharded.add(op.name)
+        part.ops.append(
+            self._work(op, role, is_sharded=is_sharded or role in ("row", "gather"), is_from_sharded=is_from_sharded)
+        )
 
     def _place_of(self, op: Op) -> int:
         prefix = f"{self.subject.blocks}." if self.subject.blocks else ""
@@ -114,7 +116,7 @@ class _Reader:
         return self.place if self.place < self.subject.count else self.subject.count + 1
 
     def _role(self, op: Op, weights: list[str]) -> str:
-        """column, gather, row or vocab, where the op ops with a weight that tp cuts."""
+        """column, gather, row or vocab, where the op works with a weight that tp shards."""
         packet = str(getattr(op.target, "_overloadpacket", ""))
         for name in weights:
             weight = self.subject.weights[name]
@@ -127,7 +129,7 @@ class _Reader:
             return "row" if weight.tp_dim != outputs else "gather" if weight.gathers else "column"
         return ""
 
-    def _work(self, op: Op, role: str, *, is_cut: bool, is_from_cut: bool) -> OpCost:
+    def _work(self, op: Op, role: str, *, is_sharded: bool, is_from_sharded: bool) -> OpCost:
         rows = self.subject.rows
         packet = str(getattr(op.target, "_overloadpacket", ""))
         of_weights = sum(self.trace.specs[name][0].nbytes for name in op.inputs if name in self.parameter)
@@ -144,8 +146,8 @@ class _Reader:
             weights=float(read),
             outputs=sum(spec.nbytes for spec in op.outputs) / rows,
             saved=op.saved / rows,
-            is_cut=is_cut,
-            saved_is="gathered" if role in ("column", "gather") else "cut" if is_from_cut else "whole",
+            is_sharded=is_sharded,
+            saved_is="gathered" if role in ("column", "gather") else "sharded" if is_from_sharded else "replicated",
             moved_back=self._moved_back(op, role, others=inputs),
             parameters=sum(name in self.parameter for name in op.inputs),
             gradients=float(sum(self._gradient_bytes(name) for name in op.inputs)),
@@ -155,7 +157,7 @@ class _Reader:
         if is_attention:
             return self._attention(op, work)
         if packet == "aten.cross_entropy_loss":
-            return self._cross_entropy(op, work, is_from_cut)
+            return self._cross_entropy(op, work, is_from_sharded)
         if packet == "aten.dropout" and op.saved:
             elements = prod(op.outputs[0].shape)
             return replace(work, saved=work.saved + (self._mask_bytes(op.outputs[0]) - 1) * elements / rows)
@@ -183,12 +185,12 @@ class _Reader:
         kind = "attention_dropout" if dropout else "matmul"
         return replace(work, saved=saved, core_saved=kept, is_core=True, moved=moved, calls=calls, kind=kind)
 
-    def _cross_entropy(self, op: Op, work: OpCost, is_from_cut: bool) -> OpCost:
+    def _cross_entropy(self, op: Op, work: OpCost, is_from_sharded: bool) -> OpCost:
         """A log-softmax, which is kept, and a choice, whose gradient is as large. Where the vocabulary is cut,
         exponentials in float32 are kept, and a gradient in float32 comes before that of the logits."""
         logits = self._spec(op.inputs[0])
         work = replace(work, temporary=self._sample_bytes(logits))
-        if not is_from_cut:
+        if not is_from_sharded:
             return work
         wide = 4 * prod(logits.shape) / self.subject.rows
         is_half = logits.dtype.itemsize < 4
@@ -207,14 +209,14 @@ class _Reader:
 
     def look_back(self) -> None:
         """Tell every op what is alive in its backward."""
-        held = held_by_ops(self.trace, self.cut)
+        held = held_by_ops(self.trace, self.sharded)
         rows = self.subject.rows
         for part in self.parts:
             part.ops = [
                 replace(
                     work,
-                    held_cut=held[work.name].cut / rows,
-                    held_whole=held[work.name].whole / rows,
+                    held_sharded=held[work.name].sharded / rows,
+                    held_replicated=held[work.name].replicated / rows,
                     moved_back=work.moved_back + 3 * held[work.name].added / rows,  # two are read, one is written
                 )
                 for work in part.ops

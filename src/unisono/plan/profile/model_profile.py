@@ -4,9 +4,9 @@ A model is a row of segments: what it does before its blocks, each block, and wh
 Blocks that are alike share one Segment object. Amounts are those of one sample; they grow with the samples, but for
 what is read of parameters. Every amount knows what divides it:
 
-    cut       inside a tensor-parallel region: divided by tp
-    whole     outside: every tp rank has it all, or with sp a tp-th of the sequence
-    gathered  the input of a layer cut by columns: outside, but under sp unisono keeps it gathered for the backward
+    sharded     inside a tensor-parallel region: divided by tp
+    replicated  outside: every tp rank has it all, or with sp a tp-th of the sequence
+    gathered    the input of a column-parallel layer: outside, but under sp unisono keeps it gathered for the backward
 
 and everything inside blocks is divided by cp.
 """
@@ -34,8 +34,8 @@ class OpCost:
     weights: float = 0.0  # bytes of parameters read
     outputs: float = 0.0  # bytes
     saved: float = 0.0  # bytes kept for the backward
-    is_cut: bool = False  # the tp ranks share the work
-    saved_is: str = "whole"  # cut, whole or gathered
+    is_sharded: bool = False  # the tp ranks share the work
+    saved_is: str = "replicated"  # sharded, replicated or gathered
     is_core: bool = False  # of attention's core, which recompute=selective runs again
     core_saved: float = 0.0  # of `saved`, what recompute=selective forgets
     heads: float = 0.0  # of attention
@@ -43,15 +43,15 @@ class OpCost:
     is_causal: bool = False  # whether no query looks ahead
     is_expert: bool = False
     calls: int = 1  # kernels that it stands for
-    held_cut: float = 0.0  # bytes of activations' gradients that are alive in its backward, of what tp cuts
-    held_whole: float = 0.0  # ... and of what it does not
+    held_sharded: float = 0.0  # bytes of activations' gradients that are alive in its backward, of what tp shards
+    held_replicated: float = 0.0  # ... and of what it does not
     temporary: float = 0.0  # bytes beside those, in its backward
-    parameters: int = 0  # that it ops with
+    parameters: int = 0  # that it works with
     gradients: float = 0.0  # bytes of parameters' gradients that its backward makes, not of one sample but in all
-    role: str = ""  # column, row or vocab: a layer that tp cuts
+    role: str = ""  # column, row or vocab: a layer that tp shards
     crossing: float = 0.0  # bytes of what enters a region here, or leaves it
-    tp_saved: float = 0.0  # bytes more that are kept where tp cuts it
-    tp_temporary: float = 0.0  # in the place of `temporary`, where tp cuts it
+    tp_saved: float = 0.0  # bytes more that are kept where tp shards it
+    tp_temporary: float = 0.0  # in the place of `temporary`, where tp shards it
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Weight:
     name: str
     shape: tuple[int, ...]
     itemsize: int
-    tp_dim: int | None = None  # the dim that tp cuts
-    is_expert: bool = False  # ep cuts dim 0
-    gathers: bool = False  # where tp cuts a layer by its outputs: whether these are gathered at once
+    tp_dim: int | None = None  # the dim that tp shards
+    is_expert: bool = False  # ep shards dim 0
+    gathers: bool = False  # where tp shards a layer by its outputs: whether these are gathered at once
     is_frozen: bool = False  # not trained: it has no gradient
 
     @property
@@ -85,13 +85,14 @@ class Segment:
 
     @cached_property
     def saved(self) -> dict[str, float]:
-        """Bytes kept for one sample: cut, whole, gathered; core_cut, core_whole, which selective forgets; and what is
-        kept in addition where tp cuts."""
-        kept = {"cut": 0.0, "whole": 0.0, "gathered": 0.0, "core_cut": 0.0, "core_whole": 0.0, "under_tp": 0.0}
+        """Bytes kept for one sample: sharded, replicated, gathered; core_sharded, core_replicated, which selective
+        recomputation frees; and what is kept in addition under tp."""
+        kinds = ("sharded", "replicated", "gathered", "core_sharded", "core_replicated", "under_tp")
+        kept = dict.fromkeys(kinds, 0.0)
         for work in self.ops:
             kept["under_tp"] += work.tp_saved
             kept[work.saved_is] += work.saved - work.core_saved
-            kept["core_cut" if work.is_cut else "core_whole"] += work.core_saved
+            kept["core_sharded" if work.is_sharded else "core_replicated"] += work.core_saved
         return kept
 
     @cached_property

@@ -12,7 +12,7 @@ from unisono.plan.profile.model_profile import ModelProfile, Segment
 
 @dataclass(frozen=True, eq=False)
 class Stages:
-    """A model cut at `starts`, the first block of each stage, of which `placement` says the ranks."""
+    """A model split at `starts`, the first block of each stage; `placement` has the rank of each stage."""
 
     profile: ModelProfile
     starts: tuple[int, ...]
@@ -78,7 +78,7 @@ class Stages:
         return all(any(s.weights for s, _ in self.segments_of(rank)) for rank in range(self.ranks))
 
     @cached_property
-    def telling_ranks(self) -> tuple[int, ...]:
+    def critical_ranks(self) -> tuple[int, ...]:
         """The ranks of which one needs most: both ends, the second, and the one with most blocks."""
         blocks: Counter[int] = Counter()
         for stage, rank in enumerate(self.placement):

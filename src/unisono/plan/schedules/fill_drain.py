@@ -8,7 +8,7 @@ With m microbatches on p ranks (GPipe; here `f-then-b`; p = 4, m = 4, a backward
     rank 3   .. .. .. F0 F1 F2 F3 B0 B1 B2 B3 .. .. ..
 
 Each rank idles 2(p-1) of 2(m+p-1) slots, the fraction (p-1)/(m+p-1), and keeps the activations of all m microbatches.
-The naive pipeline is the case m = 1: the whole batch goes through at once, one rank ops at a time.
+The naive pipeline is the case m = 1: the whole batch goes through at once, one rank works at a time.
 """
 
 from __future__ import annotations

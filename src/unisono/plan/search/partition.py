@@ -1,8 +1,8 @@
-"""Where pipelines are cut.
+"""Stage boundaries of pipelines.
 
 Ranks that are given no boundaries balance stages by parameters (`parallel.pipeline.split`); a plan without boundaries
-is judged by that cut, because it will run so. The search looks for stages that take equally long instead, and a plan
-that it finds carries their boundaries where ranks alone would cut elsewhere.
+is judged by that split, because it will run so. The search looks for stages that take equally long instead, and a plan
+that it finds carries their boundaries where ranks alone would split elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Balance = Callable[[Sequence[float], int], tuple[int, ...]]  # (cost of each blo
 
 @dataclass
 class Partitioner:
-    """Cuts the pipelines of one profile, each kind once."""
+    """Splits the pipelines of one profile, each kind once."""
 
     profile: ModelProfile
     time: TimeModel
@@ -30,12 +30,12 @@ class Partitioner:
     _starts: dict[tuple[object, ...], tuple[int, ...]] = field(default_factory=dict)
 
     def as_run(self, plan: Plan) -> Stages:
-        """As the plan says, else as ranks cut it by themselves."""
+        """As the plan says, else as ranks split it by themselves."""
         key: tuple[object, ...] = (plan.pp, chunks_of(plan), plan.schedule == "zbv", plan.boundaries)
         if plan.pp > 1 and not plan.boundaries:
             key += (plan.tp, plan.ep)
         if key not in self._made:
-            self._made[key] = self._stages(plan, self._told(plan))
+            self._made[key] = self._stages(plan, self._as_given(plan))
         return self._made[key]
 
     def evened(self, plan: Plan) -> Stages:
@@ -54,7 +54,7 @@ class Partitioner:
     def _stages(self, plan: Plan, starts: tuple[int, ...]) -> Stages:
         return Stages(self.profile, starts, placement_of(plan.pp, chunks_of(plan), plan.schedule == "zbv"))
 
-    def _told(self, plan: Plan) -> tuple[int, ...]:
+    def _as_given(self, plan: Plan) -> tuple[int, ...]:
         blocks, stages = self.profile.blocks, plan.pp * chunks_of(plan)
         if plan.boundaries:
             return checked(plan.boundaries, len(blocks), stages)
@@ -64,7 +64,7 @@ class Partitioner:
         costs = [local_elements(block.weights, plan) for block in blocks]
         costs[0] = local_elements((*self.profile.before.weights, *blocks[0].weights), plan)
         costs[-1] = local_elements((*blocks[-1].weights, *self.profile.after.weights), plan)
-        return self._cut(balanced, stages, costs)
+        return self._split(balanced, stages, costs)
 
     def _by_time(self, plan: Plan) -> tuple[int, ...]:
         blocks, stages = self.profile.blocks, plan.pp * chunks_of(plan)
@@ -73,13 +73,13 @@ class Partitioner:
         costs = [of_kinds[id(block)] for block in blocks]
         unit = min((cost for cost in costs if cost), default=1.0)
         ends = (self.time.cost(self.profile.before, plan).both, self.time.cost(self.profile.after, plan).both)
-        # In twentieths of a block: settings that differ by less are cut alike.
+        # In twentieths of a block: settings that differ by less are split alike.
         rounded = [round(cost / unit, 2) for cost in costs]
         rounded[0] += round(ends[0] / unit * 20) / 20
         rounded[-1] += round(ends[1] / unit * 20) / 20
-        return self._cut(quickly_balanced, stages, rounded)
+        return self._split(quickly_balanced, stages, rounded)
 
-    def _cut(self, how: Balance, stages: int, costs: Sequence[float]) -> tuple[int, ...]:
+    def _split(self, how: Balance, stages: int, costs: Sequence[float]) -> tuple[int, ...]:
         key = (how, stages, *costs)
         if key not in self._starts:
             self._starts[key] = how(costs, stages)

@@ -77,7 +77,7 @@ class Search:
     allows: Allows = lambda plan: None
     memory: MemoryModel = field(init=False)
     time: TimeModel = field(init=False)
-    cuts: Partitioner = field(init=False)
+    partitioner: Partitioner = field(init=False)
     _played: dict[Plan, Candidate] = field(default_factory=dict)
     _refusals: dict[Plan, str | None] = field(default_factory=dict)
 
@@ -85,7 +85,7 @@ class Search:
         self.hardware = self.hardware.with_devices(self.world)
         self.memory = MemoryModel(self.profile, self.hardware.library_memory)
         self.time = TimeModel(self.profile, self.hardware, self.memory)
-        self.cuts = Partitioner(self.profile, self.time)
+        self.partitioner = Partitioner(self.profile, self.time)
 
     def run(self, top: int = 10) -> Result:
         """The `top` fastest plans that fit; UsageError where none does, with what would."""
@@ -100,7 +100,7 @@ class Search:
             for plan, needs in self._least_saving(scheduled):
                 considered += 1
                 if needs <= self.hardware.usable_memory:
-                    seconds = self.time.estimate(plan, self.cuts.evened(plan)).total
+                    seconds = self.time.estimate(plan, self.partitioner.evened(plan)).total
                     fastest = min(fastest, seconds)
                     found.append((seconds, plan))
                 elif smallest is None or needs < smallest[0]:
@@ -143,14 +143,14 @@ class Search:
     def settled(self, *plans: Plan) -> Candidate:
         """The fastest of plans without boundaries that fits, else the smallest: as it is, or with boundaries for stages
         that take equally long, if these pay."""
-        quick = [self._cut_well(plan) for plan in plans]
+        quick = [self._well_split(plan) for plan in plans]
         fitting = min((each for each in quick if each.fits), key=lambda each: each.seconds, default=None)
         best = fitting or min(quick, key=lambda each: each.footprint.total)
         return self.judged(best.plan, played=True)
 
-    def _cut_well(self, plan: Plan) -> Candidate:
+    def _well_split(self, plan: Plan) -> Candidate:
         plain = self.judged(plan)
-        starts = self.cuts.evened(plan).starts
+        starts = self.partitioner.evened(plan).starts
         if plan.pp == 1 or starts == self.stages(plan).starts:
             return plain
         evened = self.judged(plan.but(boundaries=starts))
@@ -170,11 +170,11 @@ class Search:
         return list(Counter(self.profile.blocks).items())
 
     def _needs(self, plan: Plan) -> float:
-        return self.memory.footprint(plan, self.cuts.evened(plan)).total
+        return self.memory.footprint(plan, self.partitioner.evened(plan)).total
 
     def stages(self, plan: Plan) -> Stages:
         """Where the pipeline is cut, as the plan will run."""
-        return self.cuts.as_run(plan)
+        return self.partitioner.as_run(plan)
 
     def allowed(self, plans: list[Plan]) -> list[Plan]:
         return [plan for plan in plans if self.refusal(plan) is None]

@@ -43,7 +43,7 @@ def _rejection(search: Search, best: Candidate, change: str, plans: list[Plan]) 
     if not other.fits:
         reason = shortfall(other.footprint.total, search.hardware.usable_memory)
         return Rejection(named, other.plan, reason, memory=other.footprint.total)
-    reason = _told(search, best, other, other.seconds / best.seconds - 1)
+    reason = _difference(search, best, other, other.seconds / best.seconds - 1)
     return Rejection(named, other.plan, reason, other.seconds, other.footprint.total)
 
 
@@ -56,7 +56,7 @@ def _named(change: str, base: Plan, plan: Plan) -> str:
     return f"{change} with {','.join(also)}" if also else change
 
 
-def _told(search: Search, best: Candidate, other: Candidate, slower: float) -> str:
+def _difference(search: Search, best: Candidate, other: Candidate, slower: float) -> str:
     if abs(slower) < TIE:
         more = other.footprint.total - best.footprint.total
         if abs(more) < TIE * best.footprint.total:

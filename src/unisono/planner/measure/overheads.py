@@ -57,7 +57,7 @@ class _Parts(NamedTuple):
 
 
 def overheads(device: torch.device, rounds: int = 15) -> dict[str, Any]:
-    """Figures for `planner.measure.figures.hardware_of`. The process must not have joined a world."""
+    """Figures for `planner.measure.figures.hardware_of`."""
     clock = Clock(device, rounds)
     plain = clock.plain(FEW)
     layer = max(clock.plain(MANY) - plain, plain / 4) / (MANY - FEW)

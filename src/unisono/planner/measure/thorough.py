@@ -74,7 +74,7 @@ def _on_rank(is_gpu: bool, brief: bool) -> dict[str, Any]:
 
 
 def measured_gpu(care: Any = None, rounds: _Rounds = _MANY) -> dict[str, Any]:
-    """The figures of this process's GPU; it must not have joined a world. Links are not measured."""
+    """The figures of this process's GPU. Links are not measured."""
     device = torch.device("cuda")
     with world.simulated(0, 1) as comm:
         figures = measured(comm, device, care)
