@@ -37,7 +37,7 @@ from torch import nn
 
 import unisono as uni
 from unisono.errors import UsageError
-from unisono.mesh.philox import draw_fast
+from unisono.mesh.random.draw import draw_fast
 from unisono.plan.hardware.spec import Hardware
 from unisono.plan.hardware.toml import read_hardware
 from unisono.plan.plan import Plan

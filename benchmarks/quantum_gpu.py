@@ -18,8 +18,8 @@ import numpy as np
 import torch
 
 from unisono.quantum import Circuit, Layer, Z, weight
-from unisono.quantum.distributed.local_steps import Run
-from unisono.quantum.distributed.program import Program
+from unisono.quantum.distributed.local_steps import LocalOperations
+from unisono.quantum.distributed.program import QuantumProgram
 from unisono.quantum.kernels.gpu import GpuCompiled
 from unisono.quantum.schedule.schedule import Schedule
 
@@ -37,8 +37,8 @@ def hardware_efficient(wires: int, depth: int) -> Circuit:
 
 def compiled(circuit: Circuit, dtype: torch.dtype) -> GpuCompiled:
     """The whole circuit on one GPU, scheduled as a state would."""
-    steps = Program.of(Schedule.of(circuit), 0).steps
-    operations = [operation for step in steps if isinstance(step, Run) for operation in step.operations]
+    steps = QuantumProgram.of(Schedule.of(circuit), 0).steps
+    operations = [operation for step in steps if isinstance(step, LocalOperations) for operation in step.operations]
     return GpuCompiled(operations, circuit.wires, dtype, torch.device("cuda", torch.cuda.current_device()))
 
 

@@ -25,18 +25,18 @@ def run_here(wires: int, depth: int, threads: int, repeats: int, out: str) -> No
     import unisono as uni
     from unisono.quantum.circuit.templates import hardware_efficient
     from unisono.quantum.distributed.local_steps import LocalExchange
-    from unisono.quantum.distributed.program import Program
+    from unisono.quantum.distributed.program import QuantumProgram
     from unisono.quantum.state import State
 
     comm = uni.init()
     torch.set_num_threads(threads)
     circuit = hardware_efficient(wires, depth)
     weights = torch.linspace(-3, 3, circuit.weights, dtype=torch.float64).numpy()
-    program: Program | None = None
+    program: QuantumProgram | None = None
     times, exchanging = [], []
     for _ in range(repeats + 1):
         state = State(wires, comm, dtype=torch.complex64)
-        program = program or Program.of(state.schedule(circuit), state.rank)
+        program = program or QuantumProgram.of(state.schedule(circuit), state.rank)
         comm.barrier()
         begin = time.perf_counter()
         spent = 0.0

@@ -27,8 +27,8 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.task import Task
 from unisono.plan.plan import Plan
-from unisono.verify.record import Record, plain_record
-from unisono.verify.verdict import Verdict
+from unisono.verify.compare import Verdict
+from unisono.verify.training_record import TrainingRecord, plain_record
 from unisono.verify.verify import verify_here
 
 EQUIVALENT, REFUSED, WRONG, RAW = "equivalent", "refused", "wrong", "raw"
@@ -72,11 +72,11 @@ class Pairs:
             if not pool.closed:
                 pool.close()
 
-    def reference(self, load: Load, name: Any) -> Record:
+    def reference(self, load: Load, name: Any) -> TrainingRecord:
         """The record of one device. RemoteError: the task itself cannot be trained."""
         return pickle.loads(self._ranks(1).run(_reference, load, name)[0])  # type: ignore[no-any-return]
 
-    def outcome(self, load: Load, name: Any, plan: str, reference: Record | None) -> Outcome:
+    def outcome(self, load: Load, name: Any, plan: str, reference: TrainingRecord | None) -> Outcome:
         """Tries one pair. Without a reference the task is trained for one beside rank 0."""
         ranks = self._ranks(Plan.parse(plan).world)
         answers = ranks.run_each(_try, load, name, plan, reference and pickle.dumps(reference))
@@ -160,4 +160,4 @@ def _judged(verdict: Verdict) -> Outcome:
     if verdict.failure:
         return Outcome(RAW, verdict.failure)
     far = ", ".join(f"{each.kind} {each.deviation:.1e} ({each.name})" for each in verdict.worst if each.deviation)
-    return Outcome(WRONG, f"{far}; first divergence: {verdict.parting}; looks like: {verdict.guess}")
+    return Outcome(WRONG, f"{far}; first divergence: {verdict.first_divergence}; looks like: {verdict.guess}")

@@ -188,14 +188,14 @@ def _compile_random_words() -> None:
     """Before ranks are forked, so that all have them; their bits are those of `philox.torch_words`."""
     import torch
 
-    from unisono.mesh import philox
-    from unisono.mesh.region import Runs
+    from unisono.mesh.global_index import Runs
+    from unisono.mesh.random import draw
 
-    kernels = philox.cpu_kernels()
+    kernels = draw.cpu_kernels()
     if kernels is not None:
         runs = Runs(torch.zeros(1, dtype=torch.int64), 4)
         for dtype in (torch.float32, torch.float64):
-            kernels.noise(philox.Stream.of("first"), runs, 0, 1.0, dtype)
+            kernels.noise(draw.Stream.of("first"), runs, 0, 1.0, dtype)
 
 
 _MOST_WORKERS = 8
@@ -244,10 +244,10 @@ def _serve(port: int, key: bytes, backend: str, seat: dict[str, Any]) -> None:
     import torch
 
     import unisono as uni
-    from unisono.mesh import philox
+    from unisono.mesh.random import draw
 
     torch.set_num_threads(1)
-    philox.draw_fast()
+    draw.draw_fast()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     comm = uni.init(backend, **seat)
     connection = Client(("127.0.0.1", port), authkey=key)

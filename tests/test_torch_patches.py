@@ -19,7 +19,7 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import InternalError
 from unisono.explain.plan_program import explained
-from unisono.mesh.random import RandomState
+from unisono.mesh.random.state import RandomState
 from unisono.simulate.dry_run import run_here
 from unisono.torch_patches import (
     Dispatcher,

@@ -38,7 +38,7 @@ from random_plans import plans  # noqa: E402
 from tests.pairs import EQUIVALENT, KINDS, Outcome, Pairs, agreed, answered  # noqa: E402
 from tests.ranks import RemoteError  # noqa: E402
 from unisono.parallel.task import Task  # noqa: E402
-from unisono.verify.record import Record  # noqa: E402
+from unisono.verify.training_record import TrainingRecord  # noqa: E402
 
 MODELS_OF_A_SEED = 1_000_000
 PLANS_OF_A_MODEL = 5
@@ -130,7 +130,7 @@ def _tried(ranks: Pairs, options: argparse.Namespace) -> Iterator[tuple[Any, Out
             yield pair, outcome, time.monotonic() - began
 
 
-def _in_own_loop(ranks: Pairs, source: str, plan: str, reference: Record) -> Outcome:
+def _in_own_loop(ranks: Pairs, source: str, plan: str, reference: TrainingRecord) -> Outcome:
     answers = ranks.answers(plan, own_loops.outcome, load, source, plan, pickle.dumps(reference))
     return agreed([answered(answer) for answer in answers])
 
@@ -149,7 +149,7 @@ def _pairs(model: int, drawn: Drawn, only: str = "") -> list[Pair]:
     return [Pair(model, *each) for each in enumerate(plans(model, PLANS_OF_A_MODEL, drawn.traits, only))]
 
 
-def _reference(ranks: Pairs, source: str) -> Record | None:
+def _reference(ranks: Pairs, source: str) -> TrainingRecord | None:
     """None: torch itself cannot train this model, or not to finite numbers."""
     try:
         record = ranks.reference(load, source)

@@ -23,8 +23,8 @@ from unisono.parallel.expert.expert import collect_aux
 from unisono.parallel.inputs import call
 from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer, takes_closure
-from unisono.verify.float64 import InDouble
-from unisono.verify.record import Record, batch_of
+from unisono.verify.float64 import Float64Mode
+from unisono.verify.training_record import TrainingRecord, batch_of
 
 _TOLERANCE = 1e-8
 
@@ -48,7 +48,7 @@ def outcome(comm: Communicator, load: Callable[[Any], Task], name: Any, plan: st
         gc.collect()
 
 
-def _compared(task: Task, plan: str, expected: Record) -> Outcome:
+def _compared(task: Task, plan: str, expected: TrainingRecord) -> Outcome:
     example = batch_of(task, 0, torch.float64)
     trainer = parallelize(
         task.model,
@@ -78,7 +78,7 @@ def _compared(task: Task, plan: str, expected: Record) -> Outcome:
 
 def _step(trainer: Trainer, task: Task, x: Any, y: Any) -> float:
     trainer.optimizer.zero_grad()
-    with InDouble(torch.float64):
+    with Float64Mode(torch.float64):
         loss = task.loss(call(trainer.model, x), y)
         aux = collect_aux(trainer.model)
         loss = loss if aux is None else loss + aux

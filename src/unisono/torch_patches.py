@@ -260,7 +260,7 @@ def _called(own: Function, chain: Sequence[Function], *args: Any, **kwargs: Any)
 attention = Dispatcher(
     F,
     "scaled_dot_product_attention",
-    ("token check", "context parallelism", "recomputation"),  # and innermost dropout: mesh/dropout.py
+    ("token check", "context parallelism", "recomputation"),  # and innermost dropout: mesh/random/dropout.py
     why="attention is checked, reaches the tokens of other ranks, is recomputed, or draws its dropout by global index",
 )
 

@@ -14,11 +14,11 @@ from unisono.errors import UsageError
 from unisono.parallel import apply
 from unisono.parallel.tensor.head_width import HeadWidth
 from unisono.plan.plan import Plan
-from unisono.verify.record import Record, plain_record
-from unisono.verify.verdict import HALVES, Verdict
+from unisono.verify.compare import HALVES, Verdict
+from unisono.verify.training_record import TrainingRecord, plain_record
 from unisono.verify.verify import verify_here
 
-_plain: dict[tuple[Any, ...], Record] = {}
+_plain: dict[tuple[Any, ...], TrainingRecord] = {}
 _seen: set[tuple[Any, ...]] = set()
 _widths: dict[tuple[Any, ...], Any] = {}
 
@@ -62,14 +62,14 @@ def _looking_ahead_once(task: tuple[Any, ...], plan: Plan) -> Iterator[None]:
             _widths[task] = find_widths(head_width, inputs)
         return _widths[task]
 
-    find_widths = HeadWidth._widths_of_whole
-    HeadWidth._widths_of_whole = widths  # type: ignore[method-assign]
+    find_widths = HeadWidth._full_widths
+    HeadWidth._full_widths = widths  # type: ignore[method-assign]
     for name, parts in looks.items():
         setattr(apply, name, once(name, (name, *task, *parts)))
     try:
         yield
     finally:
-        HeadWidth._widths_of_whole = find_widths  # type: ignore[method-assign]
+        HeadWidth._full_widths = find_widths  # type: ignore[method-assign]
         for name, original in originals.items():
             setattr(apply, name, original)
 

@@ -10,7 +10,7 @@ import torch
 from tests.equivalence.proof import prove, refused
 from tests.ranks import RankPool
 from unisono.plan.plan import Plan
-from unisono.verify.float64 import InDouble
+from unisono.verify.float64 import Float64Mode
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 # Imported here, so that ranks that are forked later need not.
@@ -69,7 +69,7 @@ def test_what_cannot_be_right_is_refused(pools: Pools, task: str, plan: str) -> 
 
 def test_double_stays_double() -> None:
     x = torch.randn(3, dtype=torch.float64)
-    with InDouble():
+    with Float64Mode():
         made = [
             x.float(),
             x.to(torch.float32),
@@ -83,6 +83,6 @@ def test_double_stays_double() -> None:
         assert x.to(torch.bfloat16).dtype == torch.bfloat16  # asked for in earnest
     assert [tensor.dtype for tensor in made] == [torch.float64] * len(made)
     assert torch.zeros(3).dtype == torch.float32
-    with InDouble(torch.float32):
+    with Float64Mode(torch.float32):
         assert x.float().dtype == torch.float32
         assert torch.zeros(3).dtype == torch.float32

@@ -13,7 +13,7 @@ from tests.equivalence import handwritten
 from tests.equivalence.proof import prove, refused
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
-from unisono.parallel.tensor.sharded_dims import cut_dims
+from unisono.parallel.tensor.sharded_dims import sharded_dims
 from unisono.parallel.tensor.tensor_parallel import fitting_rules, require_shareable
 
 Pools = Callable[[str, int], RankPool]
@@ -24,7 +24,7 @@ def sharded_fraction(name: str, ranks: int = 2) -> float:
     task = getattr(handwritten, name)
     model = task.model()
     styles = require_shareable(model, ranks, fitting_rules(model, ranks, None, task.batch(0)))
-    sharded = cut_dims(model, styles)
+    sharded = sharded_dims(model, styles)
     parameters = dict(model.named_parameters())
     return sum(parameters[name].numel() for name in parameters if name in sharded) / sum(
         map(torch.numel, parameters.values())

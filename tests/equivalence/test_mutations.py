@@ -13,7 +13,7 @@ from torch import nn
 from tests.equivalence import tasks
 from tests.equivalence.proof import prove
 from tests.ranks import RankPool
-from unisono.parallel.context.sharded_attention import SpreadAttention
+from unisono.parallel.context.sharded_attention import ShardedAttention
 from unisono.parallel.context.tokens import Tokens
 from unisono.parallel.expert.expert import MoE
 from unisono.parallel.share import Share, rows_between
@@ -136,7 +136,7 @@ def mistake_positions(trainer: Trainer) -> None:
     context = trainer.context
     assert context is not None
     spread = context._attention(16)
-    other = SpreadAttention(context.comm, context.kind, Tokens.consecutive(16, context.comm.size))
+    other = ShardedAttention(context.comm, context.kind, Tokens.consecutive(16, context.comm.size))
 
     def attend(*args: Any, **options: Any) -> torch.Tensor:
         spread.calls += 1
@@ -287,7 +287,7 @@ class Fault(NamedTuple):
 
 
 _BACKWARD = "gradients do not (first in backward order: "
-_UPDATE = "the fault lies in clipping or in the optimizer"
+_UPDATE = "the fault is in clipping or in the optimizer"
 _RANK = "does this forward depend on the rank?"
 FAULTS = {
     "missing all-reduce": Fault("mlp", "dp=2", forget_to_sum, "gradients", _BACKWARD),
@@ -347,6 +347,6 @@ def test_a_planted_fault_is_caught(pools: Callable[[str, int], RankPool], name: 
     worst = {each.kind: each for each in verdict.worst}
     assert worst["initial parameters"].deviation == 0
     assert worst[fault.kind].deviation > 1e-6, verdict
-    assert fault.sentence in f"{verdict.parting}; {verdict.guess}", verdict
+    assert fault.sentence in f"{verdict.first_divergence}; {verdict.guess}", verdict
     if name in ("a step too many", "another learning rate on a rank"):
         assert "rank 1 beside rank 0" in worst["parameters"].name, verdict

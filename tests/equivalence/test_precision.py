@@ -19,7 +19,7 @@ from unisono.parallel.apply import parallelize
 from unisono.parallel.precision import LossScaler, Precision
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
-from unisono.verify.record import plain_record, planned_record
+from unisono.verify.training_record import plain_record, planned_record
 
 Pools = Callable[[str, int], RankPool]
 CASES = [

@@ -19,8 +19,8 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.plan.plan import Plan
-from unisono.verify.plan_shapes import plans_for
-from unisono.verify.verdict import Verdict
+from unisono.verify.compare import Verdict
+from unisono.verify.plan_grid import plans_for
 from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]

@@ -18,7 +18,7 @@ from tests.equivalence import foreign, tasks
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.explain.plan_program import recorded_step
-from unisono.graph.render.listing import Account
+from unisono.graph.render.listing import Listing
 from unisono.parallel.task import load_task
 from unisono.simulate.rank import simulated_trainer
 
@@ -195,11 +195,11 @@ def recorded(name: str, plan: str, rank: int) -> Heard:
     return counted.heard
 
 
-def shown(listing: Account) -> Heard:
+def shown(listing: Listing) -> Heard:
     """Of a step with one microbatch, as it is shown."""
     counted = Counted(listing.rank, tuple(int(rank) for rank in listing.mesh.ranks.flatten()))
-    lines = [talk for line in listing.lines for talk in (*line.forward, *line.backward)]
-    for talk in (*lines, *listing.sums, *listing.updates):
-        is_number = talk.detail in ("loss", "elements that the loss counts", "norm of the gradients")
-        counted.add(talk.kind, torch.float64 if is_number else torch.float32, talk.before, talk.ranks)
+    lines = [collective for line in listing.lines for collective in (*line.forward, *line.backward)]
+    for collective in (*lines, *listing.sums, *listing.updates):
+        is_number = collective.detail in ("loss", "elements that the loss counts", "norm of the gradients")
+        counted.add(collective.kind, torch.float64 if is_number else torch.float32, collective.before, collective.ranks)
     return counted.heard

@@ -18,12 +18,12 @@ from unisono.errors import UsageError
 from unisono.explain import plan_program
 from unisono.explain.align import matched
 from unisono.explain.plan_program import recorded_on_one_device, recorded_step
-from unisono.graph.render.listing import Account
+from unisono.graph.render.listing import Listing
 from unisono.parallel.task import load_task
 from unisono.simulate.rank import simulated_trainer
 
 
-def explained(task: uni.Task, plan: str, rank: int = 0) -> Account:
+def explained(task: uni.Task, plan: str, rank: int = 0) -> Listing:
     return plan_program.explained(task, uni.Plan.parse(plan), rank)
 
 
@@ -68,17 +68,17 @@ def test_a_simulated_rank_communicates_as_real_ranks_do(
     pools: Callable[[str, int], RankPool], name: str, plan: str
 ) -> None:
     for rank, heard in enumerate(pools("gloo", uni.Plan.parse(plan).world).run(said, name, plan)):
-        told = recorded(name, plan, rank)
-        assert told
-        assert heard == told, f"rank {rank}: only real {heard - told}, only simulated {told - heard}"
+        listing = recorded(name, plan, rank)
+        assert listing
+        assert heard == listing, f"rank {rank}: only real {heard - listing}, only simulated {listing - heard}"
 
 
 @pytest.mark.parametrize(("name", "plan"), [("in turn", "dp=2,ep=2"), ("unevenly", "dp=2,ep=2")])
 def test_messages_of_experts_but_for_their_sizes(pools: Callable[[str, int], RankPool], name: str, plan: str) -> None:
     """How many tokens a rank receives depends on values of other ranks."""
 
-    def without_sizes(told: Heard) -> Counter[tuple[str, tuple[int, ...]]]:
-        return Counter((kind, ranks) for kind, _, ranks in told.elements())
+    def without_sizes(listing: Heard) -> Counter[tuple[str, tuple[int, ...]]]:
+        return Counter((kind, ranks) for kind, _, ranks in listing.elements())
 
     for rank, heard in enumerate(pools("gloo", 2).run(said, name, plan)):
         assert without_sizes(heard) == without_sizes(recorded(name, plan, rank))
@@ -136,7 +136,9 @@ def test_a_large_model_is_shown_as_a_small_one_is(
     if "ep=" not in plan:  # experts are all visited alike
         assert ops[0] == ops[1]
     both = [
-        Counter((talk.kind, talk.ranks) for line in each.lines for talk in (*line.forward, *line.backward))
+        Counter(
+            (collective.kind, collective.ranks) for line in each.lines for collective in (*line.forward, *line.backward)
+        )
         for each in (built, without_memory)
     ]
     assert set(both[0]) == set(both[1])
@@ -151,36 +153,36 @@ def test_a_plan_that_would_be_refused_is_refused() -> None:
 
 
 def test_dp_and_tp_together_cut_both_ways() -> None:
-    told = explained(load_task(GPT), "dp=2,tp=2", rank=3)
-    first = next(each for each in told.given if each.name == "blocks.0.fc1.weight")
-    assert (first.whole, first.local, first.placements) == ("f32[256,64]", "f32[128,64]", "[R,S0]")
+    listing = explained(load_task(GPT), "dp=2,tp=2", rank=3)
+    first = next(each for each in listing.given if each.name == "blocks.0.fc1.weight")
+    assert (first.full, first.local, first.placements) == ("f32[256,64]", "f32[128,64]", "[R,S0]")
     assert first.summed == ("dp",)
-    groups = {talk.axes: talk.ranks for talk in (*told.forward, *told.backward)}
+    groups = {collective.axes: collective.ranks for collective in (*listing.forward, *listing.backward)}
     assert groups[("tp",)] == (2, 3)
     assert groups[("dp",)] == (1, 3)
 
 
 def test_keys_go_round_a_ring() -> None:
     """Each rank sends to the next and receives from the one before."""
-    told = explained(load_task(GPT), "cp=4", rank=1)
-    ring = [line for line in told.lines if line.path == "blocks.0.attention" and line.forward]
-    assert [(talk.kind, talk.axes, talk.ranks) for line in ring for talk in line.forward] == [
+    listing = explained(load_task(GPT), "cp=4", rank=1)
+    ring = [line for line in listing.lines if line.path == "blocks.0.attention" and line.forward]
+    assert [(collective.kind, collective.axes, collective.ranks) for line in ring for collective in line.forward] == [
         ("send", ("cp",), (2,)),
         ("recv", ("cp",), (0,)),
     ] * 3
     assert {line.forward[0].before for line in ring} == {(2 * 8 * 8 * 64,)}  # keys and values of 8 samples, 8 tokens
-    assert next(each for each in told.given if each.kind == "target").local == "i64[8,8]"
+    assert next(each for each in listing.given if each.kind == "target").local == "i64[8,8]"
 
 
 def test_shards_of_uneven_size() -> None:
-    told = explained(foreign.llama, "tp=2")
-    embedding = next(each for each in told.given if each.name == "model.embed_tokens.weight")
-    assert (embedding.whole, embedding.local) == ("f32[37,16]", "f32[19,16]")
+    listing = explained(foreign.llama, "tp=2")
+    embedding = next(each for each in listing.given if each.name == "model.embed_tokens.weight")
+    assert (embedding.full, embedding.local) == ("f32[37,16]", "f32[19,16]")
 
 
 def test_a_pipeline_shows_its_own_ops_and_its_order() -> None:
     first, last = (explained(load_task(GPT), "pp=2,microbatches=2", rank=rank) for rank in (0, 1))
-    paths = [{line.path for line in told.lines if line.serial} for told in (first, last)]
+    paths = [{line.path for line in listing.lines if line.serial} for listing in (first, last)]
     assert "positions" in paths[0]
     assert "positions" not in paths[1]
     assert "loss" in paths[1]
@@ -190,8 +192,8 @@ def test_a_pipeline_shows_its_own_ops_and_its_order() -> None:
 
 
 def test_what_a_collective_s_backward_does_stands_beside_it() -> None:
-    told = explained(load_task(GPT), "tp=2,sp")
-    gathers = [line for line in told.lines if line.path.endswith("attention") and line.forward]
+    listing = explained(load_task(GPT), "tp=2,sp")
+    gathers = [line for line in listing.lines if line.path.endswith("attention") and line.forward]
     assert [(line.forward[0].kind, line.backward[0].kind) for line in gathers[:2]] == [
         ("all_gather", "reduce_scatter"),
         ("all_gather", "reduce_scatter"),
@@ -199,8 +201,8 @@ def test_what_a_collective_s_backward_does_stands_beside_it() -> None:
 
 
 def test_recomputed_ops_are_noted() -> None:
-    told = explained(load_task(GPT), "dp=2,recompute=full")
-    notes = {line.note for line in told.lines if line.path == "blocks.0.fc1"}
+    listing = explained(load_task(GPT), "dp=2,recompute=full")
+    notes = {line.note for line in listing.lines if line.path == "blocks.0.fc1"}
     assert notes == {"runs again in the backward (recompute)"}
 
 

@@ -10,20 +10,19 @@ from tests.graph.chance import chance_assignment
 from tests.graph.tasks import TASKS
 from unisono.comm.communicator import Communicator
 from unisono.graph.capture.trace import Trace, trace
-from unisono.mesh.initial import build
-from unisono.verify.float64 import InDouble
-from unisono.verify.on_mesh import OnMesh
-from unisono.verify.program_record import program_record
-from unisono.verify.record import Record, batch_of, plain_record
-from unisono.verify.verdict import Verdict, compared
+from unisono.mesh.deferred_init.seeded_init import build
+from unisono.verify.compare import Verdict, compared
+from unisono.verify.float64 import Float64Mode
+from unisono.verify.mesh_program import ProgramSpec, program_record
+from unisono.verify.training_record import TrainingRecord, batch_of, plain_record
 from unisono.verify.verify import verify_here
 
 STEPS = 2
 _traces: dict[str, Trace] = {}
-_plain: dict[str, Record] = {}
+_plain: dict[str, TrainingRecord] = {}
 
 
-def plain(comm: Communicator, name: str) -> Record | None:
+def plain(comm: Communicator, name: str) -> TrainingRecord | None:
     if comm.rank == 0 and name not in _plain:
         _plain[name] = plain_record(TASKS[name], STEPS, torch.float64)
     return _plain.get(name)
@@ -32,7 +31,7 @@ def plain(comm: Communicator, name: str) -> Record | None:
 def traced(name: str) -> Trace:
     if name not in _traces:
         task = TASKS[name]
-        with InDouble(torch.float64):
+        with Float64Mode(torch.float64):
             model = build(task.model, 0).to(torch.float64)
             _traces[name] = trace(model, batch_of(task, 0, torch.float64), task.loss, unpacked=name == "unpacked")
     return _traces[name]
@@ -40,7 +39,7 @@ def traced(name: str) -> Trace:
 
 def prove(comm: Communicator, name: str, words: list[str]) -> list[Verdict]:
     """The verdicts of verify on the programs of a task on some meshes."""
-    return [verify_here(comm, TASKS[name], OnMesh.parse(w), STEPS, plain=plain(comm, name)) for w in words]
+    return [verify_here(comm, TASKS[name], ProgramSpec.parse(w), STEPS, plain=plain(comm, name)) for w in words]
 
 
 def prove_by_chance(comm: Communicator, name: str, shape: tuple[int, ...], seeds: list[int]) -> list[Verdict]:

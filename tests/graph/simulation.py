@@ -15,13 +15,13 @@ from torch import fx
 
 from unisono.graph.capture.trace import Trace
 from unisono.graph.placement.assignment import divides, producers
-from unisono.graph.program.local_op import Place
+from unisono.graph.program.local_op import LocalOp
 from unisono.graph.program.rewrites import REWRITES
-from unisono.graph.rules import Call, options, target_name, tensors_of
+from unisono.graph.rules import OpCall, options, target_name, tensors_of
 from unisono.graph.rules.option import REPLICATE, Option, output_gradient
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placements, is_partial, local_box
-from unisono.mesh.random import RandomState
+from unisono.mesh.random.state import RandomState
 
 Coordinate = tuple[int, ...]
 Pieces = dict[Coordinate, torch.Tensor]
@@ -40,41 +40,39 @@ def lay(tensor: torch.Tensor, placements: Placements, mesh: Mesh) -> Pieces:
             place: _part(share, place[axis], mesh.shape[axis], hash(tuple(place[a] for a in summed if a < axis)))
             for place, share in shares.items()
         }
-    return {coordinate: _cut(share, placements, mesh, coordinate) for coordinate, share in shares.items()}
+    return {coordinate: _sharded(share, placements, mesh, coordinate) for coordinate, share in shares.items()}
 
 
-def _part(whole: torch.Tensor, number: int, count: int, seed: int) -> torch.Tensor:
+def _part(full: torch.Tensor, number: int, count: int, seed: int) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed % 2**31)
-    parts = [
-        torch.randn(whole.shape, generator=generator, dtype=torch.float64).to(whole.dtype) for _ in range(count - 1)
-    ]
-    return parts[number] if number < count - 1 else whole - sum(parts)
+    parts = [torch.randn(full.shape, generator=generator, dtype=torch.float64).to(full.dtype) for _ in range(count - 1)]
+    return parts[number] if number < count - 1 else full - sum(parts)
 
 
-def _cut(tensor: torch.Tensor, placements: Placements, mesh: Mesh, coordinate: Coordinate) -> torch.Tensor:
+def _sharded(tensor: torch.Tensor, placements: Placements, mesh: Mesh, coordinate: Coordinate) -> torch.Tensor:
     sizes, offsets = local_box(tensor.shape, mesh, placements, coordinate)
     for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
     return tensor
 
 
-def assemble(pieces: Pieces, placements: Placements, shape: Sequence[int], mesh: Mesh) -> torch.Tensor:
+def assemble(shards: Pieces, placements: Placements, shape: Sequence[int], mesh: Mesh) -> torch.Tensor:
     """The whole tensor of pieces that lie so; an AssertionError where ranks that should hold the same do not."""
-    any_piece = next(iter(pieces.values()))
-    whole = torch.zeros(tuple(shape), dtype=any_piece.dtype)
+    any_piece = next(iter(shards.values()))
+    full = torch.zeros(tuple(shape), dtype=any_piece.dtype)
     summed = [axis for axis, placement in enumerate(placements) if is_partial(placement)]
     copied = [axis for axis, placement in enumerate(placements) if placement == REPLICATE]
-    for coordinate, piece in pieces.items():
+    for coordinate, shard in shards.items():
         sizes, offsets = local_box(shape, mesh, placements, coordinate)
-        assert tuple(piece.shape) == sizes, f"a piece of {tuple(piece.shape)} where {sizes} was expected"
+        assert tuple(shard.shape) == sizes, f"a piece of {tuple(shard.shape)} where {sizes} was expected"
         first = tuple(0 if axis in copied else place for axis, place in enumerate(coordinate))
-        torch.testing.assert_close(piece, pieces[first], **tolerance([piece]))
+        torch.testing.assert_close(shard, shards[first], **tolerance([shard]))
         if first == coordinate:
-            place = whole
+            place = full
             for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
                 place = place.narrow(dim, offset, size)
-            place.copy_(place + piece if summed else piece)
-    return whole
+            place.copy_(place + shard if summed else shard)
+    return full
 
 
 class Talker:
@@ -111,13 +109,13 @@ def run_pieces(node: fx.Node, chosen: Sequence[Option], given: list[Pieces], mes
     talker = Talker(mesh)
 
     def run(coordinate: Coordinate) -> tuple[torch.Tensor, ...]:
-        mine = iter([pieces[coordinate] for pieces in given])
-        tensors = set(Call(node).tensors)
+        mine = iter([shards[coordinate] for shards in given])
+        tensors = set(OpCall(node).tensors)
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(mine) if n in tensors else n)
         if local is None:
             result = node.target(*args, **kwargs)  # type: ignore[operator]
         else:
-            place = Place(node, mesh, coordinate, inputs, outputs, talker.of(coordinate), state)
+            place = LocalOp(node, mesh, coordinate, inputs, outputs, talker.of(coordinate), state)
             result = REWRITES[local](place, *args, **kwargs)
         return tensors_of(result)
 
@@ -137,16 +135,16 @@ class _Whole(NamedTuple):
     gradients: dict[int, torch.Tensor]  # by the number of the tensor that learns
 
 
-_whole: dict[tuple[fx.Node, str | None], _Whole] = {}  # of the op that was looked at last
+_full: dict[tuple[fx.Node, str | None], _Whole] = {}  # of the op that was looked at last
 
 
 def _reference(node: fx.Node, chosen: Sequence[Option], values: Sequence[torch.Tensor]) -> _Whole:
     local = next((option.local for option in chosen if option.local), None)
-    if (node, local) not in _whole:
-        if not any(key[0] is node for key in _whole):
-            _whole.clear()
-        _whole[node, local] = _run_alone(node, local, values)
-    return _whole[node, local]
+    if (node, local) not in _full:
+        if not any(key[0] is node for key in _full):
+            _full.clear()
+        _full[node, local] = _run_alone(node, local, values)
+    return _full[node, local]
 
 
 def _run_alone(node: fx.Node, local: str | None, values: Sequence[torch.Tensor]) -> _Whole:
@@ -175,45 +173,45 @@ def _run_alone(node: fx.Node, local: str | None, values: Sequence[torch.Tensor])
 
 def check_option(node: fx.Node, chosen: Sequence[Option], values: Sequence[torch.Tensor], mesh: Mesh) -> None:
     """Outputs and gradients of the op on pieces are those of the op on whole tensors."""
-    whole = _reference(node, chosen, values)
-    close = tolerance([*values, *whole.results])
+    full = _reference(node, chosen, values)
+    close = tolerance([*values, *full.results])
     given = [lay(v, tuple(o.inputs[i] for o in chosen), mesh) for i, v in enumerate(values)]
-    for pieces, learn in zip(given, whole.learns, strict=True):
-        for piece in pieces.values():
-            piece.requires_grad_(learn)
+    for shards, learn in zip(given, full.learns, strict=True):
+        for shard in shards.values():
+            shard.requires_grad_(learn)
     results = run_pieces(node, chosen, given, mesh, RandomState(seed=3))
-    for i, expected in enumerate(whole.results):
+    for i, expected in enumerate(full.results):
         placements = tuple(option.outputs[i] for option in chosen)
         made = assemble({c: r[i].detach() for c, r in results.items()}, placements, expected.shape, mesh)
         torch.testing.assert_close(made, expected, **close)
-    if whole.tracked:
-        _check_gradients(close, chosen, whole, given, results, mesh)
+    if full.tracked:
+        _check_gradients(close, chosen, full, given, results, mesh)
 
 
 def _is_class_weight(node: fx.Node, i: int) -> bool:
     """Of a loss, for which torch has no gradient."""
-    return "loss" in target_name(node.target) and Call(node).names[i] == "weight"
+    return "loss" in target_name(node.target) and OpCall(node).names[i] == "weight"
 
 
 def _check_gradients(
     close: dict[str, Any],
     chosen: Sequence[Option],
-    whole: _Whole,
+    full: _Whole,
     given: list[Pieces],
     results: Any,
     mesh: Mesh,
 ) -> None:
-    laid = {i: lay(whole.seeds[i], tuple(output_gradient(o.outputs[i]) for o in chosen), mesh) for i in whole.tracked}
-    numbers = list(whole.gradients)
+    laid = {i: lay(full.seeds[i], tuple(output_gradient(o.outputs[i]) for o in chosen), mesh) for i in full.tracked}
+    numbers = list(full.gradients)
 
     def backward(coordinate: Coordinate) -> list[torch.Tensor]:
-        own = [i for i in whole.tracked if results[coordinate][i].requires_grad]
-        pieces = [given[n][coordinate] for n in numbers]
+        own = [i for i in full.tracked if results[coordinate][i].requires_grad]
+        shards = [given[n][coordinate] for n in numbers]
         if not own:
-            return [torch.zeros_like(piece) for piece in pieces]
+            return [torch.zeros_like(shard) for shard in shards]
         seeded = [laid[i][coordinate] for i in own]
-        found = torch.autograd.grad([results[coordinate][i] for i in own], pieces, seeded, allow_unused=True)
-        return [torch.zeros_like(p) if grad is None else grad for p, grad in zip(pieces, found, strict=True)]
+        found = torch.autograd.grad([results[coordinate][i] for i in own], shards, seeded, allow_unused=True)
+        return [torch.zeros_like(p) if grad is None else grad for p, grad in zip(shards, found, strict=True)]
 
     if any(option.local for option in chosen):  # a backward may talk too
         with ThreadPoolExecutor(mesh.size()) as pool:
@@ -221,7 +219,7 @@ def _check_gradients(
     else:
         grads = {coordinate: backward(coordinate) for coordinate in coordinates(mesh)}
     for k, number in enumerate(numbers):
-        reference = whole.gradients[number]
+        reference = full.gradients[number]
         placements = tuple(option.gradient(number) for option in chosen)
         made = assemble({c: grads[c][k] for c in grads}, placements, reference.shape, mesh)
         torch.testing.assert_close(made, reference, **close)
@@ -229,7 +227,7 @@ def _check_gradients(
 
 def run_whole(node: fx.Node, leaves: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     mine = iter(leaves)
-    tensors = set(Call(node).tensors)
+    tensors = set(OpCall(node).tensors)
     args, kwargs = fx.map_arg((node.args, node.kwargs), lambda n: next(mine) if n in tensors else n)
     return tensors_of(node.target(*args, **kwargs))  # type: ignore[operator]
 
@@ -254,8 +252,8 @@ def run_graph(
         if target_name(node.target) == "getitem":
             results: Any = (given[0],)
         else:
-            pieces = [{(0,): value} for value in given]
-            results = run_pieces(node, [options(node)[0]], pieces, mesh, state)[(0,)]
+            shards = [{(0,): value} for value in given]
+            results = run_pieces(node, [options(node)[0]], shards, mesh, state)[(0,)]
         known.update({(node.name, i): result.detach() for i, result in enumerate(results)})
 
 
@@ -263,7 +261,7 @@ def fits(node: fx.Node, chosen: Sequence[Option], values: Sequence[torch.Tensor]
     for i, value in enumerate(values):
         if not divides(tuple(value.shape), tuple(option.inputs[i] for option in chosen), mesh.shape):
             return False
-    for i, result in enumerate(Call(node).results):
+    for i, result in enumerate(OpCall(node).results):
         if not divides(tuple(result.shape), tuple(option.outputs[i] for option in chosen), mesh.shape):
             return False
     return True

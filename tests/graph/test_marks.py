@@ -46,8 +46,8 @@ def _forward_collectives(assignment: Assignment) -> list[tuple[str, str, tuple[i
     """(source, kind, axes) of everything that talks in the forward pass."""
     found = []
     for move in assignment.reshards():
-        route = find_route(move.spec.shape, 4, assignment.mesh.shape, move.lies, move.wanted)
-        found += [(move.source, step.kind, step.axes) for step in route if step.talks]
+        route = find_route(move.spec.shape, 4, assignment.mesh.shape, move.current, move.wanted)
+        found += [(move.source, step.kind, step.axes) for step in route if step.communicates]
     return found
 
 
@@ -208,7 +208,7 @@ class Dropping(nn.Module):
     ],
 )
 def test_a_mark_that_a_forward_drops_is_an_error_of_that_trace(drop: Callable[[torch.Tensor], Any]) -> None:
-    with pytest.raises(UsageError, match=r"marked at test_marks.py:\d+.* thrown away"):
+    with pytest.raises(UsageError, match=r"marked at test_marks.py:\d+.* (discarded|thrown away)"):
         trace(Dropping(drop), (torch.zeros(4, 8), None))
 
 
@@ -233,7 +233,7 @@ def test_marks_of_a_tensor_and_of_an_op_that_takes_it_both_hold(search: str) -> 
     assert found.layout("p_weight") == (R, S(1))
     assert found.wanted("matmul", 1) == (R, S(0))
     assert re.search(
-        r"p_weight lies as .*test_marks.* taken here as .*test_marks.*both marks hold", found.notes["matmul"]
+        r"p_weight is placed as .*test_marks.* used here as .*test_marks.*redistributed", found.notes["matmul"]
     )
     assert found.wanted("alias_default", 0) == (S(0), R)
     assert found.wanted("relu", 0) == (R, S(1))

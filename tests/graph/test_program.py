@@ -9,7 +9,7 @@ import pytest
 
 from tests.graph.proof import prove, prove_by_chance
 from tests.ranks import RankPool
-from unisono.verify.on_mesh import OnMesh
+from unisono.verify.mesh_program import ProgramSpec
 
 Pools = Callable[[str, int], RankPool]
 
@@ -32,7 +32,7 @@ if importlib.util.find_spec("transformers"):
 
 @pytest.mark.parametrize("name", MESHES)
 def test_the_result_of_one_device(pools: Pools, name: str) -> None:
-    pool = pools("gloo", OnMesh.parse(MESHES[name][0]).world)
+    pool = pools("gloo", ProgramSpec.parse(MESHES[name][0]).world)
     for verdict in pool.run(prove, name, MESHES[name])[0]:
         assert verdict.equivalent, verdict
 

@@ -16,16 +16,15 @@ import unisono as uni
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.graph.program.executable import Form
+from unisono.graph.program.executable import Executable
 from unisono.graph.program.lowering import Compute
 from unisono.graph.program.program import Program
-from unisono.mesh.initial import build
-from unisono.mesh.random import RandomState
+from unisono.mesh.deferred_init.seeded_init import build
+from unisono.mesh.random.state import RandomState
 from unisono.parallel.task import Task
-from unisono.verify.on_mesh import OnMesh
-from unisono.verify.program_record import program_record
-from unisono.verify.record import plain_record
-from unisono.verify.verdict import compared
+from unisono.verify.compare import compared
+from unisono.verify.mesh_program import ProgramSpec, program_record
+from unisono.verify.training_record import plain_record
 from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]
@@ -170,11 +169,11 @@ def find_faults(comm: Communicator) -> list[tuple[bool, str]]:
                 node = fx.Graph().node_copy(each.node, lambda given: given)
                 node.meta = {**each.node.meta, "draw": ("elsewhere", 0)}
                 program.lowered.instructions[place] = replace(each, node=node)
-        program._shown = Form(program.lowered, program.pieces, program.random, torch.device("cpu"))
+        program._shown = Executable(program.lowered, program.shards, program.random, torch.device("cpu"))
         program._forms[next(iter(program._forms))] = program._shown
 
-    verdicts = [verify_here(comm, TASK, OnMesh.parse("dp=2"), 2, prepare=p) for p in (None, no_sums, wrong_rank)]
-    return [(verdict.equivalent, verdict.parting) for verdict in verdicts]
+    verdicts = [verify_here(comm, TASK, ProgramSpec.parse("dp=2"), 2, prepare=p) for p in (None, no_sums, wrong_rank)]
+    return [(verdict.equivalent, verdict.first_divergence) for verdict in verdicts]
 
 
 def refused(comm: Communicator) -> list[str]:
@@ -204,8 +203,8 @@ def test_states_go_anywhere(pools: Pools) -> None:
 
 
 def test_faults_are_found(pools: Pools) -> None:
-    whole, no_sums, masks = pools("gloo", 2).run(find_faults)[0]
-    assert whole == (True, "")
+    full, no_sums, masks = pools("gloo", 2).run(find_faults)[0]
+    assert full == (True, "")
     assert not no_sums[0]
     assert no_sums[1].startswith("forward values agree")
     assert not masks[0]
@@ -233,16 +232,16 @@ def test_what_is_refused(pools: Pools) -> None:
         ("dp=2,memory=much", "'memory=much' is no axis"),
     ],
 )
-def test_words_of_a_mesh_that_make_no_sense(words: str, said: str) -> None:
-    with pytest.raises(UsageError, match=said):
-        OnMesh.parse(words)
+def test_words_of_a_mesh_that_make_no_sense(words: str, collectives: str) -> None:
+    with pytest.raises(UsageError, match=collectives):
+        ProgramSpec.parse(words)
 
 
 def test_words_of_a_mesh() -> None:
-    parsed = OnMesh.parse("dp=2,mp=4,full")
+    parsed = ProgramSpec.parse("dp=2,mp=4,full")
     assert (parsed.world, str(parsed), str(parsed.described())) == (8, "program dp=2,mp=4,full", "Mesh(dp=2, mp=4)")
-    limited = OnMesh.parse("mp=2,search=exact,memory=1.5MiB")
+    limited = ProgramSpec.parse("mp=2,search=exact,memory=1.5MiB")
     assert limited.options["memory"] == 3 * 2**19
-    assert OnMesh.parse(str(limited)) == limited
+    assert ProgramSpec.parse(str(limited)) == limited
     with pytest.raises(UsageError, match="needs 8 ranks, but there are 4"):
         parsed.fit(4)

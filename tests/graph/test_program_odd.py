@@ -22,8 +22,8 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.graph.capture.trace import trace
 from unisono.parallel.task import Task
-from unisono.verify.on_mesh import OnMesh
-from unisono.verify.verdict import Verdict
+from unisono.verify.compare import Verdict
+from unisono.verify.mesh_program import ProgramSpec
 from unisono.verify.verify import parsed, verify_here
 
 Pools = Callable[[str, int], RankPool]
@@ -61,7 +61,7 @@ def batch(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def prove_odd(comm: Communicator) -> list[Verdict]:
     task = Task(model=Odd, loss=F.cross_entropy, optimizer=lambda p: torch.optim.Adam(p, lr=1e-2), batch=batch)
-    return [verify_here(comm, task, OnMesh.parse(words), 2) for words in ("dp=2", "mp=2,full")]
+    return [verify_here(comm, task, ProgramSpec.parse(words), 2) for words in ("dp=2", "mp=2,full")]
 
 
 class Looked(nn.Module):
@@ -78,7 +78,7 @@ def prove_sparse(comm: Communicator) -> list[Verdict]:
         return torch.tensor([1, 1, 3, 5]) + seed % 2, torch.tensor([0, 1, 2, 3])
 
     task = Task(model=Looked, loss=F.cross_entropy, optimizer=lambda p: torch.optim.SGD(p, lr=0.1), batch=rows)
-    return [verify_here(comm, task, OnMesh.parse("dp=2"), 2)]
+    return [verify_here(comm, task, ProgramSpec.parse("dp=2"), 2)]
 
 
 def made(model: Callable[[], nn.Module], axis: str, example: Any) -> uni.Program:
@@ -103,7 +103,7 @@ def add_up(comm: Communicator) -> None:
         F.cross_entropy(model(inputs), targets).backward()
     for name, parameter in model.named_parameters():
         assert parameter.grad is not None
-        found = program.pieces.whole(name, dict(program.named_parameters())[name].grad)
+        found = program.shards.full(name, dict(program.named_parameters())[name].grad)
         torch.testing.assert_close(found, parameter.grad.to_dense())
 
 
@@ -316,7 +316,7 @@ def test_draws_that_are_not_torch_s_are_refused_with_their_line() -> None:
     example = torch.zeros(4, 4), None
     for draw in DRAWN:
         model = Then(draw)
-        model.dice = numpy.random.default_rng(0)
+        model.rng_use = numpy.random.default_rng(0)
         (told,) = trace(model, example).lost
         assert f"at test_program_odd.py:{draw.__code__.co_firstlineno} the model draws from Python's random" in told
     before = random.getstate()

@@ -15,8 +15,8 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.graph.program.batch import tensors_in
-from unisono.graph.program.executable import Form
-from unisono.graph.program.zero import Again
+from unisono.graph.program.executable import Executable
+from unisono.graph.program.zero import GatherInBackward
 
 Pools = Callable[[str, int], RankPool]
 
@@ -72,18 +72,18 @@ def go_on(comm: Communicator) -> None:
         program = following
         found = program(_batch(step))
     torch.testing.assert_close(found, loss, rtol=1e-12, atol=0)
-    state, whole = program.state_dict(), expected.state_dict()
-    torch.testing.assert_close(state["model"], whole["model"], rtol=1e-10, atol=1e-12)
-    torch.testing.assert_close(state["optimizer"]["state"], whole["optimizer"]["state"], rtol=1e-10, atol=1e-12)
+    state, full = program.state_dict(), expected.state_dict()
+    torch.testing.assert_close(state["model"], full["model"], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(state["optimizer"]["state"], full["optimizer"]["state"], rtol=1e-10, atol=1e-12)
 
 
 def whole_weights_kept(comm: Communicator, stage: int) -> int:
     """How many gathered parameters are still whole in memory between forward and backward."""
     program = _program(stage)
-    noted = Again() if program._again is None else program._again
+    noted = GatherInBackward() if program._again is None else program._again
     if program._again is None:
         program._forms.clear()
-        form = Form(program.lowered, program.pieces, program.random, torch.device("cpu"), noted)
+        form = Executable(program.lowered, program.shards, program.random, torch.device("cpu"), noted)
         loss = form(tensors_in(_batch(0)))[0][0]  # noted but not entered: autograd keeps what it likes
     else:
         with noted:

@@ -15,7 +15,7 @@ from tests.graph.simulation import check_option, fits, run_graph, run_pieces
 from unisono.graph.capture.trace import trace
 from unisono.graph.rules import options, rule_of, target_name
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.random import RandomState
+from unisono.mesh.random.state import RandomState
 
 X = torch.randn(4, 8, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
 IMAGE = torch.randn(4, 4, 6, 6, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
@@ -84,13 +84,13 @@ def test_options_give_the_op(name: str) -> None:
     traced = trace(_Of(CASES[name]), (given, None))
     values = dict(zip(traced.inputs, given, strict=True)) | traced.constants
     one, two = Mesh.describe((2,), ("a",)), Mesh.describe((2, 2), ("a", "b"))
-    dice = random.Random(0)
+    rng_use = random.Random(0)
     for node, tensors in run_graph(traced, values, RandomState(3)):
         assert rule_of(node.target) is not None, f"no rule for {node.target}"
         listed = options(node)
         if len(listed) < 2 or target_name(node.target) == "getitem":
             continue
-        for chosen in [(option,) for option in listed] + [tuple(dice.choices(listed, k=2)) for _ in range(3)]:
+        for chosen in [(option,) for option in listed] + [tuple(rng_use.choices(listed, k=2)) for _ in range(3)]:
             mesh = one if len(chosen) == 1 else two
             if fits(node, chosen, tensors, mesh):
                 try:

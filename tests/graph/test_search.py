@@ -13,17 +13,17 @@ from torch.distributed.tensor import Shard
 
 from unisono.errors import UsageError
 from unisono.graph.capture.trace import Trace, trace
-from unisono.graph.marks.spec import Mark, Wish
+from unisono.graph.marks.spec import Mark, PlacementSpec
 from unisono.graph.placement import cost, dp, ilp
 from unisono.graph.placement.assignment import Assignment
-from unisono.graph.placement.cost import Link
+from unisono.graph.placement.cost import AxisLink
 from unisono.graph.placement.find import find
-from unisono.graph.placement.problem import Problem, Rates
+from unisono.graph.placement.problem import DeviceRates, Problem
 from unisono.graph.placement.propagate import propagate
 from unisono.mesh.mesh import Mesh
 
 TP = Mesh.describe((2,), ("tp",))
-TALK_ONLY = Rates(flops=1e30, memory=1e30, link=Link(1e-12, 1e10))  # what counts is what travels
+TALK_ONLY = DeviceRates(flops=1e30, memory=1e30, link=AxisLink(1e-12, 1e10))  # what counts is what travels
 COLUMN = (
     "q_proj",
     "k_proj",
@@ -58,13 +58,13 @@ def test_exact_is_the_best_of_all() -> None:
     """Every combination of choices of a net of few nodes, looked at one by one."""
     model = nn.Linear(4, 4, bias=False)
     found = trace(model, (torch.zeros(4, 4), torch.zeros(4, 4)), lambda y, t: ((y - t) ** 2).mean())
-    rates = Rates(flops=1e6, memory=1e6, link=Link(1e-6, 1e6))
+    rates = DeviceRates(flops=1e6, memory=1e6, link=AxisLink(1e-6, 1e6))
     problem = Problem.of(found, TP, rates=rates)
     numbers = [range(len(choices)) for choices in problem.choices.values()]
     best = min(problem.seconds(dict(zip(problem.choices, some, strict=True))) for some in itertools.product(*numbers))
     assert problem.seconds(ilp.solve(problem)) == pytest.approx(best, rel=1e-6)
     assert problem.seconds(dp.solve(problem)) == pytest.approx(best, rel=1e-6)
-    problem = Problem.of(found, TP, rates=Rates(flops=1e12, memory=1e12, link=Link(1e-3, 1e6)))
+    problem = Problem.of(found, TP, rates=DeviceRates(flops=1e12, memory=1e12, link=AxisLink(1e-3, 1e6)))
     alone = ilp.solve(problem)
     assert not any(option.splits for name, c in alone.items() for option in problem.choices[name][c].options)
     problem.memory = 0.99 * problem.held(alone)
@@ -79,14 +79,14 @@ def test_exact_is_the_best_of_all() -> None:
 
 
 def test_a_wide_table_of_frontiers_is_exact() -> None:
-    problem = Problem.of(net(64), TP, rates=Rates(flops=1e9, memory=1e9, link=Link(1e-6, 1e8)))
+    problem = Problem.of(net(64), TP, rates=DeviceRates(flops=1e9, memory=1e9, link=AxisLink(1e-6, 1e8)))
     assert problem.seconds(dp.solve(problem)) == pytest.approx(problem.seconds(ilp.solve(problem)), rel=1e-6)
 
 
 def test_under_a_limit_little_is_lost() -> None:
     """Limits from nearly the least to nearly what the best solution without one holds, on two axes."""
     mesh = Mesh.describe((2, 2), ("a", "b"))
-    problem = Problem.of(net(64), mesh, rates=Rates(flops=1e11, memory=1e10, link=Link(1e-5, 1e9)))
+    problem = Problem.of(net(64), mesh, rates=DeviceRates(flops=1e11, memory=1e10, link=AxisLink(1e-5, 1e9)))
     most, least = problem.held(dp.solve(problem)), ilp.min_bytes(problem)
     for share in (0.05, 0.3, 0.55, 0.8, 0.97):
         problem.memory = least + share * (most - least)
@@ -98,7 +98,7 @@ def test_under_a_limit_little_is_lost() -> None:
 def test_marks_are_kept() -> None:
     found = net()
     weight = next(iter(found.parameters))
-    marks = [Mark(weight, 0, Wish(TP, (Shard(1),)))]
+    marks = [Mark(weight, 0, PlacementSpec(TP, (Shard(1),)))]
     for search in (ilp.exact, dp.dynamic):
         assert search(found, TP, marks).layout(weight) == (Shard(1),)
 
@@ -133,7 +133,9 @@ def bytes_held(problem: Problem, found: Assignment) -> float:
 
 def test_two_axes() -> None:
     mesh = Mesh.describe((2, 2), ("a", "b"))
-    found = ilp.exact(net(64), mesh, rates=Rates(flops=1e9, memory=1e9, link=Link(1e-9, 1e9)), fully_use_devices=True)
+    found = ilp.exact(
+        net(64), mesh, rates=DeviceRates(flops=1e9, memory=1e9, link=AxisLink(1e-9, 1e9)), fully_use_devices=True
+    )
     products = [op.name for op in found.trace.ops if op.flops]
     assert products
     assert all(option.splits for name in products for option in found.options[name])
@@ -160,9 +162,9 @@ def by_hand(name: str, found: Trace) -> list[Mark]:
     for node, path in found.parameters.items():
         layer = path.removesuffix(".weight")
         if layer.endswith(COLUMN) or (is_turned and layer.endswith("c_fc")):
-            marks.append(Mark(node, 0, Wish(TP, (Shard(int(is_turned)),))))
+            marks.append(Mark(node, 0, PlacementSpec(TP, (Shard(int(is_turned)),))))
         elif layer.endswith(ROW) or (is_turned and layer.endswith("mlp.c_proj")):
-            marks.append(Mark(node, 0, Wish(TP, (Shard(int(not is_turned)),))))
+            marks.append(Mark(node, 0, PlacementSpec(TP, (Shard(int(not is_turned)),))))
     return marks
 
 
@@ -179,11 +181,11 @@ def test_no_more_is_said_than_in_the_layout_by_hand(name: str) -> None:
         along = dp.solve(problem)
         assert problem.held(along) <= problem.memory
         assert problem.seconds(along) <= 1.05 * problem.seconds(solved)
-    said, said_by_hand = cost.of_assignment(best).bytes, cost.of_assignment(hand).bytes
+    collectives, said_by_hand = cost.of_assignment(best).bytes, cost.of_assignment(hand).bytes
     assert said_by_hand > 0
-    assert said <= said_by_hand
+    assert collectives <= said_by_hand
     if name == "llama":
-        assert said == said_by_hand
+        assert collectives == said_by_hand
         for node, path in found.parameters.items():
             if path.removesuffix(".weight").endswith(COLUMN + ROW):
                 assert best.layout(node) == hand.layout(node), path

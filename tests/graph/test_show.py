@@ -16,7 +16,7 @@ from unisono.graph.program.lowering import Lowered, lower
 from unisono.graph.program.native import _NATIVE, native
 from unisono.graph.render.dump import save
 from unisono.graph.render.html import as_page
-from unisono.graph.render.listing import account
+from unisono.graph.render.listing import listing_of
 from unisono.graph.render.svg import as_svg
 from unisono.graph.render.text import as_text
 from unisono.mesh.mesh import Mesh
@@ -34,7 +34,7 @@ def quickstart() -> Lowered:
 
 
 def test_the_quickstart_is_as_published(quickstart: Lowered) -> None:
-    text = as_text(account(quickstart))
+    text = as_text(listing_of(quickstart))
     lines = [line.partition("|")[2].strip() for line in text.splitlines()]
     start = next(i for i, line in enumerate(lines) if line.startswith("matmul = "))
     assert lines[start].endswith("strategy ((2,4),(4,1))")
@@ -53,14 +53,14 @@ def test_the_quickstart_is_as_published(quickstart: Lowered) -> None:
 
 
 def test_every_rank_has_its_own_groups(quickstart: Lowered) -> None:
-    told = account(quickstart, rank=5)
+    told = listing_of(quickstart, rank=5)
     assert told.forward[0].ranks == (4, 5, 6, 7)
     assert told.sums[0].ranks == (1, 5)
     assert {talk.kind for talk in told.forward} == {"reduce_scatter", "all_reduce"}
 
 
 def test_a_page_stands_alone(quickstart: Lowered) -> None:
-    page = as_page(account(quickstart, rank=3), title="a <title>")
+    page = as_page(listing_of(quickstart, rank=3), title="a <title>")
     assert "a &lt;title&gt;" in page
     assert "prefers-color-scheme: dark" in page
     assert 'name="viewport"' in page
@@ -70,7 +70,7 @@ def test_a_page_stands_alone(quickstart: Lowered) -> None:
 
 
 def test_a_drawing_shows_collectives_in_colour(quickstart: Lowered) -> None:
-    drawing = as_svg(account(quickstart))
+    drawing = as_svg(listing_of(quickstart))
     assert drawing.count("<circle") == len(list(quickstart.computes))
     assert drawing.count(">reduce_scatter<") == 3  # the legend and two moves
     assert "#2f9e44" in drawing

@@ -130,11 +130,11 @@ def test_unpacked_projections_compute_the_same(name: str, parts: int) -> None:
     traced = trace(model, example, loss, unpacked=True)
     words = ("c_attn", "gate_up", "qkv", "in_proj")
     packed = [name for name in dict(model.named_parameters()) if any(word in name for word in words)]
-    assert sorted(piece.parameter for piece in traced.pieces.values()) == sorted(packed * parts)
+    assert sorted(shard.parameter for shard in traced.shards.values()) == sorted(packed * parts)
     held = dict(model.named_parameters()) | dict(model.named_buffers())
     values = {node: held[key].detach() for node, key in (traced.parameters | traced.buffers).items()} | traced.constants
-    for node, piece in traced.pieces.items():
-        values[node] = values[node].narrow(piece.dim, piece.start, piece.length)
+    for node, shard in traced.shards.items():
+        values[node] = values[node].narrow(shard.dim, shard.start, shard.length)
     values |= dict(zip(traced.inputs + traced.targets, [*example[0].values(), example[1]], strict=True))
     module = torch.fx.GraphModule(nn.Module(), traced.graph)
     (result,) = module(*(values[node.name] for node in traced.graph.nodes if node.op == "placeholder"))

@@ -22,7 +22,7 @@ from tests.matrix.plans import plans_of
 from tests.matrix.table import CELLS
 from tests.pairs import Pairs
 from tests.ranks import RemoteError
-from unisono.verify.record import Record
+from unisono.verify.training_record import TrainingRecord
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
 for _each in ARCHITECTURES.values():  # imported here, so that ranks, which are forked later, need not
@@ -36,7 +36,7 @@ def pairs() -> Iterator[Pairs]:
 
 
 @functools.lru_cache(maxsize=1)  # the plans of an architecture come one after the other
-def _reference(pairs: Pairs, name: str) -> Record | None:
+def _reference(pairs: Pairs, name: str) -> TrainingRecord | None:
     try:
         return pairs.reference(task, name)
     except RemoteError:

@@ -10,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from unisono.errors import UsageError
-from unisono.mesh import normal
-from unisono.mesh.philox import Stream, mix, torch_words, words
-from unisono.mesh.region import Part, Runs, runs_of
+from unisono.mesh.global_index import Part, Runs, runs_of
+from unisono.mesh.random import draw
+from unisono.mesh.random.draw import words
+from unisono.mesh.random.philox import Stream, mix, torch_words
 
 CPU = torch.device("cpu")
 # Counter, key and outcome, from the known-answer file that the generator's authors publish.
@@ -59,7 +60,7 @@ def test_many_words_come_in_pieces() -> None:
 
 
 def test_the_compiled_words_are_the_same() -> None:
-    philox_cpu = pytest.importorskip("unisono.mesh.philox_cpu", exc_type=ImportError)
+    philox_cpu = pytest.importorskip("unisono.mesh.random.philox_cpu", exc_type=ImportError)
     stream = Stream.of("test")
     for starts, length in [*RUNS, ([1], 100_001)]:
         runs = Runs(torch.tensor(starts), length)
@@ -69,7 +70,7 @@ def test_the_compiled_words_are_the_same() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_the_gpu_gives_the_same_words() -> None:
-    from unisono.mesh import philox_gpu
+    from unisono.mesh.random import philox_gpu
 
     stream, gpu = Stream.of("test"), torch.device("cuda")
     for starts, length in [*RUNS, ([0], 100_001), ([1], 100_001), (list(range(0, 700_000, 701)), 333)]:
@@ -150,7 +151,7 @@ def test_a_part_within_a_part(inner: range | torch.Tensor, expected: list[int]) 
 def test_bad_parts() -> None:
     with pytest.raises(UsageError, match="expected 0 to 3"):
         Part(range(2, 5), 4)
-    with pytest.raises(UsageError, match="whole numbers"):
+    with pytest.raises(UsageError, match="integers"):
         Part(torch.tensor([0.5]), 4)
     with pytest.raises(UsageError, match="expected a part of 3"):
         Part(range(2), 4).within(Part(range(3), 12))
@@ -162,6 +163,6 @@ def test_bad_parts() -> None:
 def test_logarithm_and_cosine() -> None:
     few = torch.tensor([1e-300, 2.0**-53, 0.5, 0.7071, 1.0], dtype=torch.float64)
     x = torch.cat([torch.linspace(1e-6, 1, 20001, dtype=torch.float64), few])
-    torch.testing.assert_close(normal.log(x), torch.log(x), rtol=1e-15, atol=1e-16)
+    torch.testing.assert_close(draw.log(x), torch.log(x), rtol=1e-15, atol=1e-16)
     turn = torch.linspace(0, 1, 20001, dtype=torch.float64)
-    torch.testing.assert_close(normal.cos_turn(turn), torch.cos(2 * math.pi * turn), rtol=0, atol=1e-15)
+    torch.testing.assert_close(draw.cos_turn(turn), torch.cos(2 * math.pi * turn), rtol=0, atol=1e-15)

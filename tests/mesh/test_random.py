@@ -21,10 +21,11 @@ import unisono as uni
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.mesh import dropout, philox
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import local_slice
-from unisono.mesh.random import RandomState
+from unisono.mesh.random import draw as draws
+from unisono.mesh.random import dropout
+from unisono.mesh.random.state import RandomState
 
 Pools = Callable[[str, int], RankPool]
 
@@ -100,7 +101,7 @@ def test_batch_and_sequence_folded_into_one_dim() -> None:
 
 def test_whole_inside_a_part() -> None:
     state = RandomState(1)
-    with state, state.sharded(0, range(2), of=4), state.whole():
+    with state, state.sharded(0, range(2), of=4), state.unsharded():
         assert torch.equal(F.dropout(ones(3, 5)), whole_mask(3, 5))
 
 
@@ -429,7 +430,7 @@ def test_complaints() -> None:
     state = RandomState(1)
     with pytest.raises(UsageError, match="at least 0"):
         state.step = -1
-    with pytest.raises(UsageError, match=r"state\.whole\(\)"), state.sharded(0, range(4), of=8):
+    with pytest.raises(UsageError, match=r"state\.unsharded\(\)"), state.sharded(0, range(4), of=8):
         state.uniform(7, 3)
     with pytest.raises(UsageError, match="no dim 2"), state.sharded(2, range(4), of=8):
         state.uniform(7, 3)
@@ -449,11 +450,11 @@ def test_compiled_words_take_over_unnoticed(monkeypatch: pytest.MonkeyPatch) -> 
         with RandomState(5):
             return [whole_mask(50, 31), *(F.dropout(torch.ones(33, 7, dtype=dtype), p) for dtype, p in kinds)]
 
-    monkeypatch.setattr(philox, "_seconds_drawn", 0.0)
+    monkeypatch.setattr(draws, "_seconds_drawn", 0.0)
     before = drawn()
-    assert philox._seconds_drawn > 0
-    philox.draw_fast()
-    monkeypatch.setattr(philox, "torch_words", None)
+    assert draws._seconds_drawn > 0
+    draws.draw_fast()
+    monkeypatch.setattr(draws, "torch_words", None)
     assert all(map(torch.equal, drawn(), before))
 
 
@@ -464,8 +465,8 @@ def test_the_gpu_draws_the_same() -> None:
         cpu, gpu = RandomState(1), RandomState(1)
         for shape, part in [((64, 33), None), ((63, 5, 7), range(3, 8))]:
             with (
-                cpu.sharded(1, part, of=11) if part else cpu.whole(),
-                gpu.sharded(1, part, of=11) if part else gpu.whole(),
+                cpu.sharded(1, part, of=11) if part else cpu.unsharded(),
+                gpu.sharded(1, part, of=11) if part else gpu.unsharded(),
             ):
                 assert torch.equal(
                     gpu.uniform(*shape, dtype=dtype, device="cuda").cpu(), cpu.uniform(*shape, dtype=dtype)
@@ -487,7 +488,7 @@ def test_the_gpu_draws_the_same() -> None:
 def test_numbers_that_may_be_of_sharded_tokens_are_refused_in_another_shape() -> None:
     """Of (samples * tokens, experts), as routers have them, no dim is that of tokens, but one may be as long."""
     state = RandomState(seed=3)
-    with state, state.sharded(1, range(4, 8), of=8, only="dropout", rows=2):
+    with state, state.sharded(1, range(4, 8), of=8, only="dropout", num_samples=2):
         assert torch.rand(2, 4, 6).shape == (2, 4, 6)
         torch.rand(3)  # without tokens: the same on every rank
         torch.empty(2, 1, 1).uniform_()

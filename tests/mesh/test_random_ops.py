@@ -17,10 +17,10 @@ import unisono as uni
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.mesh.initial import build
-from unisono.mesh.random import RandomState
+from unisono.mesh.deferred_init.seeded_init import build
+from unisono.mesh.random.state import RandomState
 from unisono.parallel.task import Task
-from unisono.verify.float64 import InDouble
+from unisono.verify.float64 import Float64Mode
 from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]
@@ -79,7 +79,7 @@ def test_what_nothing_replaces_is_refused_with_its_line(name: str) -> None:
     assert "lambda x" in str(caught.value)
     assert "draws from torch's own generator, so that every rank would draw numbers of its own" in str(caught.value)
     assert instead in str(caught.value)
-    with refusing(), InDouble(), pytest.raises(UsageError, match="draws from torch's own generator"):
+    with refusing(), Float64Mode(), pytest.raises(UsageError, match="draws from torch's own generator"):
         draw(activations().double())  # also where a mode is asked, that is given the replacement
     draw(activations())
     with RandomState(3):  # as of a plan of one rank

@@ -38,7 +38,7 @@ def check_pair(shape: Sequence[int], mesh: Mesh, source: Sequence[Placement], ta
     assert moved.shape == whole.shape, case
     assert moved.to_local().shape == local_shape(shape, mesh, target), case
     steps = find_route(tuple(shape), 8, mesh.shape, tuple(source), tuple(target))
-    spoken = [step for step in steps if step.talks and math.prod(mesh.shape[a] for a in step.axes) > 1]
+    spoken = [step for step in steps if step.communicates and math.prod(mesh.shape[a] for a in step.axes) > 1]
     assert seen.calls.total() == (len(spoken) if whole.numel() else 0), case
     reduced = uni.reshard(moved.detach(), mesh, [Replicate()] * mesh.ndim).to_local()
     torch.testing.assert_close(reduced, whole, rtol=1e-12, atol=1e-12, msg=lambda text: f"{case}: {text}")

@@ -15,7 +15,7 @@ from torch import nn
 
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
-from unisono.mesh.draft import drafted
+from unisono.mesh.deferred_init.deferred_model import defer_init
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.apply import parallelize
 from unisono.parallel.task import Task
@@ -259,10 +259,10 @@ def test_a_constructor_that_keeps_tensors_is_built_from_a_clean_state() -> None:
             self.register_buffer("table", of_cache(WIDTH)[0].clone())
 
     forget()
-    draft = drafted(Built, 0)
-    assert not draft.is_hollow  # the cache holds a tensor that is none of the model's
+    deferred = defer_init(Built, 0)
+    assert not deferred.is_deferred  # the cache holds a tensor that is none of the model's
     assert not of_cache(WIDTH)[0].is_meta
-    assert torch.equal(draft.model.table, table(WIDTH))
+    assert torch.equal(deferred.model.table, table(WIDTH))
 
 
 def test_modules_that_name_each_other_are_followed_once() -> None:

@@ -15,7 +15,7 @@ from tests.parallel import models
 from unisono.comm.communicator import Communicator
 from unisono.parallel.pipeline.layers import build_whole, split_layers
 from unisono.parallel.pipeline.runtime import PipelineRuntime
-from unisono.parallel.pipeline.split import Cut, split
+from unisono.parallel.pipeline.split import StageSplit, split
 from unisono.parallel.pipeline.tied import TiedGradients
 from unisono.plan.schedules.schedule import schedule
 
@@ -151,7 +151,7 @@ class Job:
     split_backward: bool = True
 
 
-def cut_of(job: Job, ranks: int, rank: int) -> tuple[Cut, Any]:
+def cut_of(job: Job, ranks: int, rank: int) -> tuple[StageSplit, Any]:
     """This rank's part, and the schedule."""
     case = CASES[job.case]
     made = schedule(job.schedule, ranks, len(job.sizes), job.chunks)

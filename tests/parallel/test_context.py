@@ -16,7 +16,7 @@ from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.context.context import attention
 from unisono.parallel.context.ring_attention import ring_attention
-from unisono.parallel.context.sharded_attention import SpreadAttention
+from unisono.parallel.context.sharded_attention import ShardedAttention
 from unisono.parallel.context.tokens import Tokens, require_fit
 from unisono.parallel.context.ulysses import ulysses_attention
 
@@ -280,7 +280,7 @@ def attend_with_masks(comm: Communicator, length: int, kind: str) -> None:
             mine = [tokens.cut(x, comm.rank, 2).requires_grad_() for x in (q, k, v)]
             part = None if mask is None else (tokens.cut(mask, comm.rank, 3) if name == "keys" else mask.clone())
             part = None if part is None else part.requires_grad_(learned)
-            with SpreadAttention(comm, kind, tokens):
+            with ShardedAttention(comm, kind, tokens):
                 out = F.scaled_dot_product_attention(mine[0], *(other or mine[1:]), attn_mask=part)
             (out * tokens.cut(wanted, comm.rank, 2)).sum().backward()
             torch.testing.assert_close(out, tokens.cut(serial, comm.rank, 2), msg=lambda why, name=name: name + why)
@@ -303,7 +303,7 @@ def mask_on_some_ranks(comm: Communicator) -> None:
     tokens = Tokens.zigzag(6, comm.size)
     q, k, v = (tokens.cut(x, comm.rank, 2) for x in shapes(6, 4, 4)[:3])
     mask = torch.zeros(6, 6, dtype=torch.float64) if tokens.count(comm.rank) > 1 else None
-    with SpreadAttention(comm, "ring", tokens), pytest.raises(UsageError, match="a mask on ranks"):
+    with ShardedAttention(comm, "ring", tokens), pytest.raises(UsageError, match="a mask on ranks"):
         F.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
 

@@ -17,7 +17,7 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.random import RandomState
+from unisono.mesh.random.state import RandomState
 from unisono.parallel.context.context import Context, context_parallelize
 
 Pools = Callable[[str, int], RankPool]
@@ -67,7 +67,7 @@ def trained(
         state.step = step
         with state:
             outputs = model(inputs)
-            mine = targets if context is None else context.cut_targets(targets)
+            mine = targets if context is None else context.shard_targets(targets)
             summed = F.cross_entropy(outputs.flatten(0, 1), mine.flatten(), ignore_index=IGNORED, reduction="sum")
             loss = summed / counted
             optimizer.zero_grad()
@@ -138,9 +138,9 @@ def check_whole_sequences(comm: Communicator, kind: str, rows: int) -> None:
     targets = torch.randint(VOCABULARY, (rows,), generator=generator)
     F.cross_entropy(reference(tokens), targets).backward()
     context.expect(tokens, targets)
-    assert context.is_whole
+    assert context.is_full
     assert context.dims == (0,)
-    outputs, mine = model(tokens), context.cut_targets(targets)
+    outputs, mine = model(tokens), context.shard_targets(targets)
     assert len(outputs) == len(mine) == context.rows(rows)
     (F.cross_entropy(outputs, mine, reduction="sum") / rows).backward()
     for (name, parameter), expected in zip(model.named_parameters(), reference.parameters(), strict=True):
@@ -224,7 +224,7 @@ def check_refusals(comm: Communicator) -> None:
     with pytest.raises(UsageError, match="run the model within a RandomState"):
         model(tokens)
     with pytest.raises(UsageError, match="one a token"):
-        context.cut_targets(torch.ones(4))
+        context.shard_targets(torch.ones(4))
     with pytest.raises(UsageError, match="expected one of ring, ulysses"):
         context_parallelize(gpt(), mesh, "star")
     with pytest.raises(UsageError, match=r"no list of repeated blocks.*must take \(batch, sequence, \.\.\.\)"):

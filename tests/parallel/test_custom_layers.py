@@ -60,7 +60,7 @@ def came(comm: Communicator, build: Callable[[], nn.Module], plan: str, rules: d
         verdict = verify_here(comm, task, Plan.parse(plan), 2)
     except UsageError as error:
         return str(error)
-    return "" if verdict.equivalent else f"not equivalent: {verdict.parting}"
+    return "" if verdict.equivalent else f"not equivalent: {verdict.first_divergence}"
 
 
 # ---- classes of their own --------------------------------------------------------------------------------------------

@@ -19,8 +19,8 @@ from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.nn import MoE
 from unisono.parallel.context.context import Context, context_parallelize
-from unisono.parallel.expert.expert import collect_aux, expert_parallelize, naive_moe, needs_whole_batch
-from unisono.parallel.layout import layout_of, whole_of
+from unisono.parallel.expert.expert import collect_aux, expert_parallelize, naive_moe, needs_full_batch
+from unisono.parallel.layout import full_batch_of, layout_of
 
 Pools = Callable[[str, int], RankPool]
 
@@ -112,7 +112,7 @@ def test_complaints() -> None:
     ]:
         with pytest.raises(UsageError, match=words):
             moe(**options)
-    assert needs_whole_batch(nn.Sequential(moe(), moe(aux_weight=0.1), moe(capacity_factor=1.0))) == ["1", "2"]
+    assert needs_full_batch(nn.Sequential(moe(), moe(aux_weight=0.1), moe(capacity_factor=1.0))) == ["1", "2"]
 
 
 # ---- many ranks --------------------------------------------------------------------------------------------------
@@ -169,7 +169,7 @@ def trained(
         if mesh is None:
             return {name: tensor.detach().clone() for name, tensor in tensors.items()}
         layouts = {name: layout_of(parameter) for name, parameter in model.named_parameters()}
-        return {name: whole_of(tensor, layouts[name], mesh).clone() for name, tensor in tensors.items()}
+        return {name: full_batch_of(tensor, layouts[name], mesh).clone() for name, tensor in tensors.items()}
 
     for step in range(3):
         tokens = torch.randint(VOCABULARY, (rows, 7), generator=torch.Generator().manual_seed(step))
@@ -180,7 +180,7 @@ def trained(
             inputs, targets = inputs[share], targets[share]
         outputs = model(inputs)
         if context is not None:
-            targets = context.cut_targets(targets)
+            targets = context.shard_targets(targets)
         loss = F.cross_entropy(outputs.flatten(0, 1), targets.flatten(), reduction="sum") / total
         aux = collect_aux(model)
         loss = loss if aux is None else loss + aux
@@ -288,7 +288,7 @@ def compare_stacked(comm: Communicator, most: int) -> None:
     for (name, parameter), (_, other) in zip(experts.named_parameters(), plain.named_parameters(), strict=True):
         assert parameter.grad is not None, name
         assert parameter.shape[0] < other.shape[0]
-        torch.testing.assert_close(whole_of(parameter.grad, layout_of(parameter), mesh), other.grad)
+        torch.testing.assert_close(full_batch_of(parameter.grad, layout_of(parameter), mesh), other.grad)
 
 
 @pytest.mark.parametrize("most", [5, 1])

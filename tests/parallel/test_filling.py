@@ -17,7 +17,7 @@ from tests.equivalence import tasks
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.mesh.initial import build
+from unisono.mesh.deferred_init.seeded_init import build
 from unisono.parallel.apply import parallelize
 from unisono.parallel.layout import layout_of, local_of
 from unisono.parallel.trainer import Trainer

@@ -27,8 +27,8 @@ from unisono.parallel.share import run_on, shares
 from unisono.parallel.task import Task
 from unisono.parallel.tensor.tensor_parallel import require_shareable
 from unisono.plan.plan import Plan
-from unisono.verify.float64 import InDouble
-from unisono.verify.on_mesh import OnMesh
+from unisono.verify.float64 import Float64Mode
+from unisono.verify.mesh_program import ProgramSpec
 from unisono.verify.self_check import parallelize
 from unisono.verify.verify import verify_here
 
@@ -198,7 +198,7 @@ def test_buffers_keep_their_new_values_where_projections_are_unpacked() -> None:
 
 def test_a_constant_in_float32_does_not_keep_a_proof_in_float64_from_tracing() -> None:
     weight = torch.tensor([1.0, 2.0, 3.0])
-    with InDouble(torch.float64):
+    with Float64Mode(torch.float64):
         batch = torch.randn(4, 3), torch.tensor([0, 1, 2, 0])
         assert trace(nn.Linear(3, 3), batch, lambda o, y: F.cross_entropy(o, y, weight.to(o.dtype))).ops
 
@@ -228,7 +228,7 @@ def deep() -> nn.Module:
 def outcomes(comm: Communicator) -> list[str]:
     """What comes of each case; "" where it is equivalent."""
 
-    def came(model: Callable[[], nn.Module], optimizer: Any, plan: Plan | OnMesh) -> str:
+    def came(model: Callable[[], nn.Module], optimizer: Any, plan: Plan | ProgramSpec) -> str:
         try:
             verdict = verify_here(comm, Task(model, F.cross_entropy, optimizer, vectors), plan, 2)
         except UsageError as error:
@@ -241,7 +241,7 @@ def outcomes(comm: Communicator) -> list[str]:
         came(lambda: nn.Sequential(*(kind() for kind in bare), nn.Linear(6, 4)), by_dims, pipeline),
         came(deep, by_place, pipeline),
         came(deep, by_dims, pipeline),
-        came(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), by_dims, OnMesh.parse("mp=2,unpack")),
+        came(lambda: nn.Sequential(nn.Linear(6, 4), nn.BatchNorm1d(4)), by_dims, ProgramSpec.parse("mp=2,unpack")),
     ]
 
 
@@ -287,7 +287,7 @@ def check_dropped_weights(comm: Communicator) -> None:
         for plan in ("tp=2", "tp=2,sp"):
             task = Task(partial(Encoder, needs_weights), loss, partial(torch.optim.SGD, lr=0.1), batch)
             verdict = verify_here(comm, task, Plan.parse(plan), 2)
-            assert verdict.equivalent, (needs_weights, plan, str(verdict.parting))
+            assert verdict.equivalent, (needs_weights, plan, str(verdict.first_divergence))
 
 
 def test_torchs_attention_drops_the_same_weights_whoever_has_them(pools: Pools) -> None:
@@ -334,7 +334,7 @@ class Masked(nn.Module):
 
 def check_shared_and_masked(comm: Communicator) -> str:
     sgd = partial(torch.optim.SGD, lr=0.1)
-    verdict = verify_here(comm, Task(Shared, F.cross_entropy, sgd, vectors), OnMesh.parse("mp=2,full"), 2)
+    verdict = verify_here(comm, Task(Shared, F.cross_entropy, sgd, vectors), ProgramSpec.parse("mp=2,full"), 2)
     assert verdict.equivalent, verdict
     with pytest.raises(UsageError) as caught:  # a mask of one token fits any number of them, and would mask nothing
         verify_here(comm, Task(Masked, F.cross_entropy, sgd, vectors), Plan.parse("tp=2,sp"), 1)

@@ -11,7 +11,7 @@ import torch
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.mesh.initial import build
+from unisono.mesh.deferred_init.seeded_init import build
 from unisono.parallel.apply import parallelize
 from unisono.parallel.trainer import Trainer
 

@@ -20,7 +20,7 @@ from unisono.parallel.rules.rules import published
 from unisono.parallel.task import Task
 from unisono.parallel.tensor.tensor_parallel import _require_sound, fitting_rules, styles_of
 from unisono.plan.plan import Plan
-from unisono.verify.float64 import InDouble
+from unisono.verify.float64 import Float64Mode
 from unisono.verify.verify import verify_here
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -98,7 +98,7 @@ def sentences() -> torch.Tensor:
 
 def next_tokens(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     options = {} if "Bert" in type(model).__name__ else {"use_cache": False}
-    with InDouble():
+    with Float64Mode():
         logits = model(input_ids=tokens, **options).logits
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
 

@@ -13,16 +13,16 @@ from tests.ranks import RankPool
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.parallel.apply import parallelize
-from unisono.parallel.tensor.logits import LogitsPiece, Proof, _piece
+from unisono.parallel.tensor.logits import LogitsShard, Proof, _shard
 
 Pools = Callable[[str, int], RankPool]
 VOCABULARY = 7
 
 
-def whole_and_piece(comm: Communicator) -> tuple[torch.Tensor, LogitsPiece]:
+def whole_and_piece(comm: Communicator) -> tuple[torch.Tensor, LogitsShard]:
     whole = torch.randn(3, 4, VOCABULARY, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     parts = whole.tensor_split(comm.size, -1)
-    return whole, _piece(parts[comm.rank].clone(), comm, [part.shape[-1] for part in parts])
+    return whole, _shard(parts[comm.rank].clone(), comm, [part.shape[-1] for part in parts])
 
 
 READINGS: list[tuple[Callable[[torch.Tensor], Any], int]] = [  # and how many gathers they take
@@ -52,7 +52,7 @@ def check_readings(comm: Communicator) -> None:
             found, expected = read(piece), read(whole)
         assert seen.calls["all_gather"] == gathers, (number, seen)
         if isinstance(expected, torch.Tensor):
-            assert not isinstance(found, LogitsPiece)
+            assert not isinstance(found, LogitsShard)
             assert torch.equal(found, expected), number
         else:
             assert found == expected, number
@@ -83,10 +83,10 @@ def check_proof(comm: Communicator) -> None:
     whole, piece = whole_and_piece(comm)
     targets = torch.tensor([[0, 6, -100, 3]] * 3)
     plain = Proof(lambda logits, targets: F.cross_entropy(logits.flatten(0, 1), targets.flatten()))
-    assert isinstance(plain.fitting(piece, targets), LogitsPiece)
+    assert isinstance(plain.fitting(piece, targets), LogitsShard)
     for reading in (past_torch, lambda logits, targets: logits.data_ptr() + logits.mean()):
         seen = Proof(reading).fitting(piece, targets)
-        assert not isinstance(seen, LogitsPiece)
+        assert not isinstance(seen, LogitsShard)
         assert torch.equal(seen, whole)
 
 
@@ -105,7 +105,7 @@ def check_training(comm: Communicator) -> None:
     assert seen.calls["all_gather"] == 0, seen
     with torch.no_grad():
         logits = trainer.model(task.batch(0)[0])
-    assert not isinstance(logits, LogitsPiece)  # who calls the model gets plain logits
+    assert not isinstance(logits, LogitsShard)  # who calls the model gets plain logits
     assert logits.shape == (9, 16, 31)
 
 

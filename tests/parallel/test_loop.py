@@ -19,16 +19,16 @@ from tests.equivalence import tasks
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.mesh import dropout
-from unisono.mesh.initial import build
-from unisono.mesh.random import RandomState
+from unisono.mesh.deferred_init.seeded_init import build
+from unisono.mesh.random.active import active_state
+from unisono.mesh.random.state import RandomState
 from unisono.parallel.apply import parallelize
 from unisono.parallel.expert.expert import collect_aux
 from unisono.parallel.inputs import call
-from unisono.parallel.layout import layout_of, whole_of
+from unisono.parallel.layout import full_batch_of, layout_of
 from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer
-from unisono.verify.float64 import InDouble
+from unisono.verify.float64 import Float64Mode
 
 Pools = Callable[[str, int], RankPool]
 Job = Any  # a Trainer, or what a plain model has of one
@@ -163,7 +163,7 @@ def on_one_device(task: Task, loop: Loop) -> tuple[list[float], dict[str, torch.
     losses = []
     for step in range(STEPS):
         random.step = step
-        with random, InDouble(torch.float64):
+        with random, Float64Mode(torch.float64):
             losses.append(loop(job, task, *batch_of(task, step)).item())
     return losses, dict(model.named_parameters()) | dict(model.named_buffers())
 
@@ -180,7 +180,7 @@ def agrees(comm: Communicator, name: str, plan: str, style: str) -> None:
     task, loop = TASKS[name], LOOPS[style]
     losses, expected = comm.broadcast_object(on_one_device(task, loop) if comm.rank == 0 else None)
     trainer = trainer_of(task, plan)
-    with InDouble(torch.float64):
+    with Float64Mode(torch.float64):
         for step in range(STEPS):
             loss = loop(trainer, task, *batch_of(task, step)).item()
             assert loss == pytest.approx(losses[step], rel=1e-9), f"the loss of step {step}"
@@ -242,7 +242,7 @@ def local_loop_agrees(comm: Communicator, plan: str) -> None:
     trainer = trainer_of(task, plan, batch="local")
     data = trainer.mesh.comm("dp")
     for step in range(STEPS):
-        with InDouble(torch.float64):
+        with Float64Mode(torch.float64):
             local = local_of(batch_of(task, step), [12 // data.size] * data.size, data.rank)
             mine = plain(trainer, task, *local).detach()
         assert float(data.all_reduce(mine.clone())) / data.size == pytest.approx(losses[step], rel=1e-9)
@@ -546,7 +546,7 @@ def backward_fails(comm: Communicator, plan: str) -> None:
     x = torch.ones(4, 4)
     with pytest.raises(ArithmeticError):
         trainer.model(x).sum().backward()
-    assert dropout.active() is None
+    assert active_state() is None
     assert torch.rand is drawn_by
     if plan == "dp=2":
         with pytest.raises(UsageError, match="the last backward ended with an error"):
@@ -556,7 +556,7 @@ def backward_fails(comm: Communicator, plan: str) -> None:
     trainer.optimizer.zero_grad()
     trainer.model(x).sum().backward()
     trainer.optimizer.step()
-    assert dropout.active() is None
+    assert active_state() is None
 
 
 @pytest.mark.parametrize("plan", ["dp=2", "tp=2"])
@@ -588,14 +588,14 @@ def plain_job(build_model: Callable[[], nn.Module], seed: int) -> Any:
 
 def gan_agrees(comm: Communicator, plan: str, is_tp: bool) -> None:
     g, d = plain_job(gan.generator, 1), plain_job(gan.discriminator, 2)
-    with InDouble(torch.float64):
+    with Float64Mode(torch.float64):
         expected = list(gan.train(g, d, 6))
     options: dict[str, Any] = {"loss": F.mse_loss, "optimizer": gan.adam, "dtype": torch.float64}
     jobs = ((gan.generator, 1, {"0": "column", "2": "row"}), (gan.discriminator, 2, {"0": "column", "3": "row"}))
     trainers = [
         parallelize(each, plan, seed=seed, rules=rules if is_tp else None, **options) for each, seed, rules in jobs
     ]
-    with InDouble(torch.float64):
+    with Float64Mode(torch.float64):
         got = list(gan.train(*trainers, 6))
     for mine, theirs in zip(got, expected, strict=True):
         assert mine == pytest.approx(theirs, rel=1e-9)
@@ -625,7 +625,7 @@ def a_step_through_another_model(comm: Communicator, plan: str) -> None:
         assert float(g.step((noise, y))) == pytest.approx(float(expected), rel=1e-9)
         gradients = {name: parameter.grad for name, parameter in d.optimized() if parameter.grad is not None}
         for name, parameter in plain_d.model.named_parameters():
-            whole = whole_of(gradients[name], layout_of(dict(d.optimized())[name]), d.mesh)
+            whole = full_batch_of(gradients[name], layout_of(dict(d.optimized())[name]), d.mesh)
             compare({name: whole}, {name: parameter.grad})
         d.optimizer.step()
         plain_d.optimizer.step()

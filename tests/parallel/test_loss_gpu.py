@@ -12,7 +12,7 @@ from torch import nn
 from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.loss.counts import Foretold, Told
+from unisono.parallel.loss.counts import PendingCounts, PredictedCounts
 from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import AXES, Plan
@@ -57,16 +57,16 @@ def test_a_step_waits_for_nothing(trainer: Trainer) -> None:
         trainer.step(given)
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    assert trainer.loss._foretells, "ranks asked each other: what they do without is not what was tried"
+    assert trainer.loss._predicts, "ranks asked each other: what they do without is not what was tried"
 
 
 def test_what_was_foretold_wrongly_is_told_before_anything_is_saved(trainer: Trainer) -> None:
     loss = trainer.loss
-    wrong = Foretold([torch.tensor(60, device="cuda")])
+    wrong = PredictedCounts([torch.tensor(60, device="cuda")])
     for told, is_right in ((60.0, True), (58.0, False)):
-        loss._foretells = True
-        loss._told = Told(torch.tensor([2.0, told, 0.0], device="cuda", dtype=torch.float64), wrong)
-        assert not loss._told.is_here
+        loss._predicts = True
+        loss._reported = PendingCounts(torch.tensor([2.0, told, 0.0], device="cuda", dtype=torch.float64), wrong)
+        assert not loss._reported.is_here
         if is_right:
             trainer.state_dict()
         else:

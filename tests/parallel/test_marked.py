@@ -20,7 +20,7 @@ from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.pipeline.traced import TracedStages
 from unisono.parallel.static.marked import plan_of_marks
-from unisono.verify.on_mesh import OnMesh
+from unisono.verify.mesh_program import ProgramSpec
 from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]
@@ -122,7 +122,7 @@ def train(comm: Communicator) -> list[str]:
     _proved(program, program.state_dict)
     _shown_and_asked(program)
     for words in ("pp=2,dp=2,zero=1,microbatches=2", "pp=2,dp=2,microbatches=2"):
-        verdict = verify_here(comm, TASK, OnMesh.parse(words), 2)
+        verdict = verify_here(comm, TASK, ProgramSpec.parse(words), 2)
         assert verdict.equivalent, verdict
     return plans
 
@@ -217,7 +217,7 @@ def test_marks_that_make_no_plan() -> None:
     assert "first.up is marked as a stage's first, but blocks are enter, first, second, head" in told
     other = _net()
     uni.mark(other, "second", Mesh.describe((4,), ("pp",)).at(pp=3))
-    assert "expected a place of Mesh(pp=2)" in _refusal(lambda: plan_of_marks(other, mesh, F.cross_entropy, batch))
+    assert "expected a submesh of Mesh(pp=2)" in _refusal(lambda: plan_of_marks(other, mesh, F.cross_entropy, batch))
     three = Mesh.describe((3,), ("pp",))
     short = _net()
     uni.mark(short, "second", three.at(pp=1))

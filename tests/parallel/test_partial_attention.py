@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 from unisono.parallel.context import partial_attention
-from unisono.parallel.context.partial_attention import Rules, Whole, attend, attend_backward
+from unisono.parallel.context.partial_attention import AttentionRules, MergedAttention, attend, attend_backward
 
 GPU = pytest.param("cuda", marks=[pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")])
 BOUNDS = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 5e-3, torch.bfloat16: 4e-2}
@@ -20,8 +20,8 @@ def in_parts(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, grad: torch.Tensor, cuts: list[int], **rules: Any
 ) -> list[torch.Tensor]:
     """Output and gradients when the keys come in pieces of these lengths."""
-    rule = Rules(1 / math.sqrt(q.shape[-1]), **rules)
-    whole = Whole(q, v.shape[-1])
+    rule = AttentionRules(1 / math.sqrt(q.shape[-1]), **rules)
+    whole = MergedAttention(q, v.shape[-1])
     everything = slice(0, q.shape[2])
     for key, value in zip(k.split(cuts, 2), v.split(cuts, 2), strict=True):
         whole.merge(everything, *attend(q, key, value, rule))
@@ -72,16 +72,16 @@ def test_values_of_another_width(device: str) -> None:
 
 def test_fused_where_it_can_be() -> None:
     q, k, v, _ = tensors(torch.float64, "cpu")
-    assert partial_attention._flash_of(q, k, v, Rules(1.0)) is not None
-    assert partial_attention._flash_of(q, k, v, Rules(1.0, bias=lambda rows: q)) is None
-    assert partial_attention._flash_of(q, k, v[..., :3], Rules(1.0)) is None
+    assert partial_attention._flash_of(q, k, v, AttentionRules(1.0)) is not None
+    assert partial_attention._flash_of(q, k, v, AttentionRules(1.0, bias=lambda rows: q)) is None
+    assert partial_attention._flash_of(q, k, v[..., :3], AttentionRules(1.0)) is None
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
 def test_fused_on_gpu() -> None:
     q, k, v, _ = tensors(torch.bfloat16, "cuda")
-    assert partial_attention._flash_of(q, k, v, Rules(1.0)) is partial_attention._CUDA
+    assert partial_attention._flash_of(q, k, v, AttentionRules(1.0)) is partial_attention._CUDA
 
 
 def test_rows_that_see_nothing() -> None:

@@ -18,9 +18,9 @@ from tests.ranks import RankPool
 from unisono.comm import traffic
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.mesh.random import RandomState
+from unisono.mesh.random.state import RandomState
 from unisono.parallel.pipeline.backward import Arrival, Pass
-from unisono.parallel.pipeline.message import Form, TensorForm
+from unisono.parallel.pipeline.message import MessageForm, TensorForm
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import split
 from unisono.parallel.pipeline.tied import TiedGradients
@@ -265,7 +265,7 @@ def test_the_second_half_is_left_the_matrices_only() -> None:
     """A norm's gradients are sums: they cost less in the first half than autograd takes to be started for them."""
     block = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 4), nn.LayerNorm(4))
     x = torch.randn(3, 4)
-    arrival = Arrival([x], Form((TensorForm((3, 4), x.dtype, True),), ((0,),), 1, None))
+    arrival = Arrival([x], MessageForm((TensorForm((3, 4), x.dtype, True),), ((0,),), 1, None))
     one = Pass.of(arrival, [block(arrival.tensors[0])])
     one.backward_inputs([torch.ones(3, 4)])
     assert [parameter.grad is not None for parameter in block.parameters()] == [True, True, False, False, True, True]

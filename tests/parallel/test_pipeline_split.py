@@ -14,16 +14,16 @@ from tests.parallel import models
 from tests.parallel.cases import CASES, SEED, batch, build, called
 from unisono.errors import UsageError
 from unisono.parallel.pipeline.layers import LayerSpec, build_whole, split_layers
-from unisono.parallel.pipeline.split import Cut, split
+from unisono.parallel.pipeline.split import StageSplit, split
 from unisono.plan.schedules.schedule import Schedule, schedule
 from unisono.plan.search.balance import balanced
 
 
-def _cuts(name: str, made: Schedule, **options: object) -> list[Cut]:
+def _cuts(name: str, made: Schedule, **options: object) -> list[StageSplit]:
     return [split(build(CASES[name]), made, rank, **options) for rank in range(made.ranks)]  # type: ignore[arg-type]
 
 
-def _in_a_row(cuts: list[Cut], inputs: object) -> object:
+def _in_a_row(cuts: list[StageSplit], inputs: object) -> object:
     """All stages after each other, in one process."""
     stages = sorted((stage for cut in cuts for stage in cut.stages), key=lambda stage: stage.number)
     outcome = stages[0].forward(inputs)
@@ -32,7 +32,7 @@ def _in_a_row(cuts: list[Cut], inputs: object) -> object:
     return outcome.output
 
 
-def _names(cut: Cut) -> set[str]:
+def _names(cut: StageSplit) -> set[str]:
     return {name for name, _ in cut.model.named_parameters()}
 
 

@@ -14,12 +14,12 @@ from tests.equivalence import tasks
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.mesh.initial import build
+from unisono.mesh.deferred_init.seeded_init import build
 from unisono.parallel.apply import parallelize
 from unisono.parallel.inputs import call
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
-from unisono.verify.record import batch_of
+from unisono.verify.training_record import batch_of
 
 Pools = Callable[[str, int], RankPool]
 CASES = [

@@ -15,7 +15,7 @@ from torch.overrides import TorchFunctionMode
 from examples.gpt import GPT, Config
 from tests.parallel.live import Allocated
 from unisono.errors import UsageError
-from unisono.mesh.random import RandomState
+from unisono.mesh.random.state import RandomState
 from unisono.parallel.recompute import is_recomputed, recompute
 
 WAYS = ["none", "selective", "full", ("*.fc?", "blocks.1"), ["blocks.*.attention"]]

@@ -17,7 +17,7 @@ from torch import nn
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.mesh.random import RandomState, SampleDim
+from unisono.mesh.random.state import RandomState, SampleDim
 from unisono.parallel.apply import parallelize
 from unisono.parallel.checks.samples import find_samples
 from unisono.parallel.checks.separable import require_separable

@@ -13,7 +13,7 @@ from tests.equivalence.proof import prove
 from tests.ranks import RankPool
 from unisono.errors import UsageError
 from unisono.parallel.tensor.tensor_parallel import fitting_rules, styles_of
-from unisono.verify.float64 import InDouble
+from unisono.verify.float64 import Float64Mode
 
 
 def test_layers_are_cut_where_little_travels() -> None:
@@ -48,7 +48,7 @@ class Rounding(unnamed.Tower):
 
 def test_rounding_and_draws_are_no_reason_to_cut_nothing() -> None:
     inputs = torch.randn(512, 12, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    with InDouble(torch.float64):  # which the simulated ranks, threads of their own, do not know of
+    with Float64Mode(torch.float64):  # which the simulated ranks, threads of their own, do not know of
         rules = fitting_rules(Rounding().double(), 2, None, (inputs, None))
     assert rules is not None
     assert (rules["alpha"], rules["beta"]) == ("column", "row")

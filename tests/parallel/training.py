@@ -11,8 +11,8 @@ from torch import nn
 
 from unisono.comm.communicator import Communicator
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.random import RandomState
-from unisono.parallel.layout import layout_of, wholes_of
+from unisono.mesh.random.state import RandomState
+from unisono.parallel.layout import full_tensors_of, layout_of
 from unisono.parallel.tensor.tensor_parallel import tensor_parallelize
 
 Build = Callable[[], nn.Module]
@@ -56,7 +56,7 @@ def whole_parameters(model: nn.Module, mesh: Mesh) -> dict[str, torch.Tensor]:
 
 def _wholes(model: nn.Module, held: list[torch.Tensor], mesh: Mesh) -> dict[str, torch.Tensor]:
     named = dict(model.named_parameters())
-    wholes = wholes_of(held, [layout_of(parameter) for parameter in named.values()], mesh)
+    wholes = full_tensors_of(held, [layout_of(parameter) for parameter in named.values()], mesh)
     return dict(zip(named, wholes, strict=True))
 
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 
 from unisono.quantum.circuit.circuit import Circuit
-from unisono.quantum.distributed.local_steps import LocalExchange, Run
-from unisono.quantum.distributed.program import Program
+from unisono.quantum.distributed.local_steps import LocalExchange, LocalOperations
+from unisono.quantum.distributed.program import QuantumProgram
 from unisono.quantum.kernels import reference
 from unisono.quantum.kernels.reference import block
 from unisono.quantum.schedule.schedule import Schedule
@@ -18,7 +18,7 @@ from unisono.quantum.schedule.schedule import Schedule
 def amplitudes(circuit: Circuit, schedule: Schedule, weights: Any = (), features: Any = ()) -> torch.Tensor:
     """What 2^held ranks make of |0...0>; the circuit's leading constant gates are run as a state does, as a product."""
     ranks = 2**schedule.held
-    programs = [Program.of(schedule, rank) for rank in range(ranks)]
+    programs = [QuantumProgram.of(schedule, rank) for rank in range(ranks)]
     local = _begin(schedule)
     for steps in _aligned(programs):
         if isinstance(steps[0], LocalExchange):
@@ -42,12 +42,12 @@ def _begin(schedule: Schedule) -> torch.Tensor:
     return whole.view(2**schedule.held, -1)
 
 
-def _aligned(programs: list[Program]) -> list[list[Any]]:
+def _aligned(programs: list[QuantumProgram]) -> list[list[Any]]:
     """Steps between exchanges, and exchanges, of all ranks side by side: a rank may have nothing to run."""
     queues = [list(program.steps) for program in programs]
     found: list[list[Any]] = []
     while any(queues):
-        runs = [[queue.pop(0)] if queue and isinstance(queue[0], Run) else [] for queue in queues]
+        runs = [[queue.pop(0)] if queue and isinstance(queue[0], LocalOperations) else [] for queue in queues]
         found.append(runs)
         if any(queues):
             found.append([queue.pop(0) for queue in queues])

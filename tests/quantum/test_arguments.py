@@ -13,7 +13,7 @@ from tests.ranks import RankPool
 from unisono import quantum as uq
 from unisono.errors import UsageError
 from unisono.quantum.circuit.gates import gate
-from unisono.quantum.distributed.program import Program
+from unisono.quantum.distributed.program import QuantumProgram
 
 CIRCUIT = uq.Circuit(2).ry(0, uq.weight(0)).rx(1, uq.feature(0)).cx(0, 1)
 STATE = uq.State(3)
@@ -45,7 +45,7 @@ REFUSED: list[tuple[Callable[[Any], object], list[Any], str]] = [
     (lambda v: STATE.axis(v), [3, -1, "x", True], "the state has wires 0 to 2"),
     (lambda v: uq.Circuit(v), [0, 1.5, "x", None, True, torch.tensor(True), 10**30], "number of wires of 1 to"),
     (lambda v: uq.Circuit(3).cnot_line(v), [3, torch.tensor(2.5)], "expected several wires"),
-    (lambda v: uq.Circuit(3).pauli_rotation(v, [0, 1], 0.1), [3, None, "XQ", "X"], "Pauli word"),
+    (lambda v: uq.Circuit(3).pauli_rotation(v, [0, 1], 0.1), [3, None, "XQ", "X"], "Pauli string"),
     (lambda v: uq.Circuit(3).apply("x", 0, controls=v), [3, "x", None], "expected wires, or a mapping"),
     (lambda v: uq.Circuit(3).apply("x", 0, controls={1: v}), [2, "x", 0.5], "expected 0 or 1"),
     (lambda v: uq.Circuit(3).apply(v, 0), [3, None], "expected a gate's name"),
@@ -71,7 +71,7 @@ REFUSED: list[tuple[Callable[[Any], object], list[Any], str]] = [
     (lambda v: uq.State(3).do(v), ODD, "do of .* expected a step of a Program"),
     (lambda v: uq.State(3).apply(v), [*ODD, CIRCUIT], "apply of .* expected a Run"),
     (lambda v: uq.State(3).exchange(v), ODD, "exchange of .* expected a LocalExchange"),
-    (lambda v: Program.of(v), [*ODD, CIRCUIT], "expected a Schedule"),
+    (lambda v: QuantumProgram.of(v), [*ODD, CIRCUIT], "expected a Schedule"),
     (lambda v: uq.Layer(CIRCUIT, "Z0", batch_axis=v), [3, None, ["dp"]], "batch_axis=.* name of an axis"),
     (lambda v: uq.Layer(CIRCUIT, "Z0", state_axis=v), ["dp", "x", ""], "state_axis=.* without a mesh"),
     (lambda v: uq.Schedule.of(CIRCUIT).describe(rates=v), [0, 3, "x", []], "rates=.* expected Rates"),

@@ -14,7 +14,7 @@ from tests.quantum import dense
 from tests.ranks import RankPool
 from unisono.cli import main
 from unisono.quantum import storage
-from unisono.quantum.job import Job, read
+from unisono.quantum.job import QuantumJob, read
 from unisono.quantum.observables.observable import observable
 from unisono.quantum.qasm import from_qasm
 
@@ -74,11 +74,11 @@ def test_measured_bits(capsys: pytest.CaptureFixture[str], file: Path, pools: Po
     file.write_text(TEXT + DYNAMIC)
     one = answer(capsys, file, "--weights", "0.2", "--shots", 40)["counts"]
     assert set(one) <= {"00", "01", "10", "11"}
-    job = Job(from_qasm(TEXT + DYNAMIC), shots=40, weights=(0.2,))
+    job = QuantumJob(from_qasm(TEXT + DYNAMIC), shots=40, weights=(0.2,))
     assert all(found["counts"] == one for found in pools("gloo", 2).run(read_job, job))
 
 
-def read_job(comm: Any, job: Job) -> dict[str, Any]:
+def read_job(comm: Any, job: QuantumJob) -> dict[str, Any]:
     return read(job, comm)
 
 

@@ -120,7 +120,7 @@ def test_a_reading_reads_every_word_once() -> None:
         words = random_words(12, 300, 4, weight)
         for held in (0, 1, 4):
             plan = reading(words, tuple(range(12)), held)
-            read = [number for stage in plan.stages for shift in stage.shifts for number in shift.words]
+            read = [number for stage in plan.stages for shift in stage.shifts for number in shift.pauli_strings]
             assert sorted(read) == list(range(300))
 
 

@@ -27,7 +27,7 @@ def exponential(matrix: np.ndarray) -> np.ndarray:
 
 
 def rotation(word: str, angle: float) -> np.ndarray:
-    return exponential(-angle / 2 * gates.pauli_word(word))
+    return exponential(-angle / 2 * gates.pauli_matrix(word))
 
 
 X, Y, Z = (dense.PAULI[letter] for letter in "XYZ")

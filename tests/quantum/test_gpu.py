@@ -11,7 +11,7 @@ from unisono.errors import UsageError
 from unisono.quantum import Circuit, Layer, State, Z, weight
 from unisono.quantum.kernels import code, reference
 from unisono.quantum.kernels.gpu import ROW_BITS, GpuCompiled
-from unisono.quantum.kernels.pauli_strings_gpu import GpuWords
+from unisono.quantum.kernels.pauli_strings_gpu import GpuPauliStrings
 from unisono.quantum.kernels.runner import runner
 from unisono.quantum.observables.application import applied
 from unisono.quantum.observables.expectation import expectations
@@ -80,7 +80,7 @@ def test_wide_words_and_unitaries_on_a_gpu() -> None:
     reference.run(expected, circuit.operations)
     check(found, expected)
     widest = Circuit(13).unitary(np.eye(1 << 12), range(12)).operations
-    assert isinstance(runner(widest, 13, torch.complex64, CUDA, "auto"), reference.Reference)
+    assert isinstance(runner(widest, 13, torch.complex64, CUDA, "auto"), reference.ReferenceRunner)
     with pytest.raises(UsageError, match="at most 11 wires"):
         GpuCompiled(widest, 13, torch.complex64, CUDA)
 
@@ -131,7 +131,7 @@ def test_pauli_words_on_a_gpu(dtype: torch.dtype) -> None:
         layout = [int(wire) for wire in draw.permutation(bits)]
         state = State(bits, dtype=torch.complex128)
         state.local, state.layout = random_state(bits), tuple(layout)
-        words = GpuWords(made, layout)
+        words = GpuPauliStrings(made, layout)
         there = state.local.to(CUDA, dtype)
         np.testing.assert_allclose(words.values(there), expectations(state, made), atol=10 * TOLERANCE[dtype])
         weights = draw.normal(size=len(made)).tolist()

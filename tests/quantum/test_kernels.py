@@ -26,7 +26,7 @@ from unisono.quantum.compile.compiled import _ROOM, LANE_BITS, Compiled, assembl
 from unisono.quantum.compile.packed import Packed, arrays_of
 from unisono.quantum.gradients.layer_outputs import Expectations
 from unisono.quantum.kernels import code, compiling, cpu, reference
-from unisono.quantum.kernels.threads import together
+from unisono.quantum.kernels.workspace import together
 from unisono.quantum.observables.observable import observable
 from unisono.quantum.state import State
 

@@ -18,17 +18,17 @@ from tests.quantum import dense, lockstep
 from tests.quantum.circuits import random_circuit
 from unisono.errors import UsageError
 from unisono.quantum.circuit.circuit import Circuit
-from unisono.quantum.circuit.commutation import letters, mixed_wires
+from unisono.quantum.circuit.commutation import mixed_wires, wire_paulis
 from unisono.quantum.circuit.templates import hardware_efficient, qaoa, uccsd
 from unisono.quantum.compile.compiled import Compiled, assemble
-from unisono.quantum.distributed.local_steps import Run
-from unisono.quantum.distributed.program import Program
+from unisono.quantum.distributed.local_steps import LocalOperations
+from unisono.quantum.distributed.program import QuantumProgram
 from unisono.quantum.kernels import reference
-from unisono.quantum.schedule.forecast import Forecast, Rates
-from unisono.quantum.schedule.partition import Order, cut
+from unisono.quantum.schedule.forecast import Forecast, HostRates
+from unisono.quantum.schedule.partition import Order, cluster
 from unisono.quantum.schedule.postpone import postponed
 from unisono.quantum.schedule.schedule import Schedule
-from unisono.quantum.schedule.step import Exchange, Segment
+from unisono.quantum.schedule.step import CircuitSegment, Exchange
 from unisono.quantum.schedule.sweeps import Sweep, cost, tiles
 
 
@@ -102,7 +102,7 @@ def test_letters_that_agree_mean_commuting() -> None:
     agreeing = 0
     for i, first in enumerate(circuit.operations):
         for j, second in enumerate(circuit.operations[:i]):
-            left, right = (dict(zip(each.wires, letters(each), strict=True)) for each in (first, second))
+            left, right = (dict(zip(each.wires, wire_paulis(each), strict=True)) for each in (first, second))
             if all(left[wire] == right[wire] != "*" for wire in left.keys() & right.keys()):
                 agreeing += bool(left.keys() & right.keys())
                 np.testing.assert_allclose(matrices[i] @ matrices[j], matrices[j] @ matrices[i], atol=1e-12)
@@ -110,10 +110,13 @@ def test_letters_that_agree_mean_commuting() -> None:
 
 
 def test_letters_say_what_is_mixed() -> None:
-    assert letters(Circuit(3).toffoli(0, 1, 2).operations[0]) == ("Z", "Z", "X")
-    assert letters(Circuit(3).rzx(1, 2, 0.3).operations[0]) == ("Z", "X")
+    assert wire_paulis(Circuit(3).toffoli(0, 1, 2).operations[0]) == ("Z", "Z", "X")
+    assert wire_paulis(Circuit(3).rzx(1, 2, 0.3).operations[0]) == ("Z", "X")
     assert mixed_wires(Circuit(4).pauli_rotation("ZXYZ", [0, 1, 2, 3], 0.1).operations[0]) == (1, 2)
-    assert letters(Circuit(2).unitary(np.kron(np.diag([1, 1j]), [[0, 1], [1, 0]]), [0, 1]).operations[0]) == ("Z", "X")
+    assert wire_paulis(Circuit(2).unitary(np.kron(np.diag([1, 1j]), [[0, 1], [1, 0]]), [0, 1]).operations[0]) == (
+        "Z",
+        "X",
+    )
 
 
 @pytest.mark.parametrize("capacity", [3, 4, 5])
@@ -134,7 +137,7 @@ def test_tiles_mix_few_axes_and_are_the_circuit(capacity: int) -> None:
 def test_a_cut_takes_every_operation_once_after_those_it_must_follow() -> None:
     circuit = random_circuit(8, 120, 3)
     for capacity in (3, 5, 8):
-        pieces = cut(circuit.operations, capacity)
+        pieces = cluster(circuit.operations, capacity)
         numbers = [number for piece in pieces for number in piece.numbers]
         assert sorted(numbers) == list(range(len(circuit)))
         order = Order(circuit.operations)
@@ -237,7 +240,7 @@ def test_the_forecast_counts_what_the_schedule_does() -> None:
     assert forecast.memory == shard + (64 << 20)
     assert forecast.seconds == pytest.approx(Forecast.of(schedule, torch.complex128).seconds, rel=0.6)
     assert "exchanges    11 (in order: 100)" in str(forecast)
-    faster = Forecast.of(schedule, torch.complex64, Rates(memory=1e12, arithmetic=1e12, link=1e12))
+    faster = Forecast.of(schedule, torch.complex64, HostRates(memory=1e12, arithmetic=1e12, link=1e12))
     assert faster.seconds < forecast.seconds / 50
 
 
@@ -248,8 +251,12 @@ def test_the_forecast_counts_the_sweeps_of_the_kernel(wires: int, ranks: int, dt
     schedule = Schedule.of(hardware_efficient(wires, 4), ranks)
     axes = wires - (ranks.bit_length() - 1)
     made = [
-        sum(len(Compiled(step.operations, axes, dtype).code.sweeps) for step in program.steps if isinstance(step, Run))
-        for program in (Program.of(schedule, rank) for rank in range(ranks))
+        sum(
+            len(Compiled(step.operations, axes, dtype).code.sweeps)
+            for step in program.steps
+            if isinstance(step, LocalOperations)
+        )
+        for program in (QuantumProgram.of(schedule, rank) for rank in range(ranks))
     ]
     assert schedule.describe(dtype).sweeps == max(made)
 
@@ -267,10 +274,10 @@ def test_the_inverse_of_an_exchange_is_the_exchange() -> None:
 def test_operations_that_nobody_changes_are_kept_once() -> None:
     circuit = hardware_efficient(8, 2)
     copy = circuit.copy()
-    program = Program.of(Schedule.of(copy))
+    program = QuantumProgram.of(Schedule.of(copy))
     (step,), (segment,) = program.steps, program.schedule.steps
-    assert isinstance(step, Run)
-    assert isinstance(segment, Segment)
+    assert isinstance(step, LocalOperations)
+    assert isinstance(segment, CircuitSegment)
     assert step.operations is segment.operations is copy.operations is circuit.operations
     assert len(copy.x(0)) == len(circuit) + 1 == len(step.operations) + 1
 

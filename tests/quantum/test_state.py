@@ -21,9 +21,9 @@ from unisono.errors import UsageError
 from unisono.quantum.circuit.circuit import Circuit
 from unisono.quantum.distributed import shared_memory as staging
 from unisono.quantum.distributed.global_index_map import GlobalIndexMap
-from unisono.quantum.distributed.local_steps import LocalExchange, Run
+from unisono.quantum.distributed.local_steps import LocalExchange, LocalOperations
 from unisono.quantum.distributed.memory import zeros
-from unisono.quantum.distributed.program import Program
+from unisono.quantum.distributed.program import QuantumProgram
 from unisono.quantum.distributed.rank_groups import share
 from unisono.quantum.state import NormError, State
 
@@ -90,12 +90,16 @@ def there_and_back(comm: Any, seed: int) -> tuple[np.ndarray, np.ndarray]:
     inverted = state.like(state.local.clone())
     inverted.run(schedule).run(schedule.inverse())
     walked = state.like(state.local.clone())
-    program = Program.of(schedule, walked.rank)
+    program = QuantumProgram.of(schedule, walked.rank)
     for step in program.steps:
         walked.do(step)
     for step in reversed(program.steps):
-        assert isinstance(step, Run | LocalExchange)
-        undone = Run(tuple(o.inverse() for o in reversed(step.operations))) if isinstance(step, Run) else step
+        assert isinstance(step, LocalOperations | LocalExchange)
+        undone = (
+            LocalOperations(tuple(o.inverse() for o in reversed(step.operations)))
+            if isinstance(step, LocalOperations)
+            else step
+        )
         walked.do(undone)
     return inverted.amplitudes().numpy(), walked.amplitudes().numpy()
 
@@ -143,7 +147,7 @@ def test_measurements_and_resets_follow_a_branch_of_the_reference(pools: Pools) 
 
 def damage(comm: Any) -> str:
     state = State(6, comm, kernel="reference")
-    program = Program.of(state.schedule(Circuit(6).qft().qft()), state.rank)
+    program = QuantumProgram.of(state.schedule(Circuit(6).qft().qft()), state.rank)
     state.begin(program.schedule)
     try:
         for step in program.steps:

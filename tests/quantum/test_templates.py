@@ -11,7 +11,7 @@ from tests.quantum import dense
 from unisono.errors import UsageError
 from unisono.quantum.circuit.circuit import Circuit
 from unisono.quantum.circuit.templates import (
-    excitation_words,
+    excitation_strings,
     excitations,
     hardware_efficient,
     maxcut,
@@ -75,7 +75,7 @@ def test_excitation_is_the_fermionic_exponential(holes: tuple[int, ...], particl
     excitation = raises @ lowers
     generator = excitation - excitation.conj().T
     circuit = Circuit(n)
-    for coefficient, word in excitation_words(holes, particles):
+    for coefficient, word in excitation_strings(holes, particles):
         letters, wires = "".join(letter for _, letter in word), [wire for wire, _ in word]
         circuit.pauli_rotation(letters, wires, -2 * coefficient * angle)
     assert np.allclose(dense.unitary(circuit), exponential(-1j * angle * generator), atol=1e-12)

@@ -15,8 +15,8 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.mesh.interception import Interception
 from unisono.parallel.task import Task
-from unisono.verify.float64 import InDouble
-from unisono.verify.verdict import Verdict
+from unisono.verify.compare import Verdict
+from unisono.verify.float64 import Float64Mode
 from unisono.verify.verify import verify, verify_all, verify_here
 
 GROUPED = [function for function in (getattr(F, "grouped_mm", None), getattr(torch, "_grouped_mm", None)) if function]
@@ -30,12 +30,12 @@ def scale(x: torch.Tensor) -> torch.Tensor:
 
 def test_a_script_function_gives_the_same_when_operations_are_watched() -> None:
     x = torch.zeros(2, 8, dtype=torch.float64)
-    with InDouble():
+    with Float64Mode():
         plain = scale(x)
         with Interception():
-            watched = scale(x)
-    assert plain.dtype == watched.dtype
-    assert plain == watched
+            ActivationRecorder = scale(x)
+    assert plain.dtype == ActivationRecorder.dtype
+    assert plain == ActivationRecorder
 
 
 @pytest.mark.parametrize("grouped_mm", GROUPED)
@@ -46,7 +46,7 @@ def test_a_grouped_product_in_float64(grouped_mm: Callable[..., torch.Tensor]) -
     weights = torch.randn(16, 24, dtype=torch.float64)
     of_rows = torch.tensor([0] * 3 + [2] * 6 + [3] * 5)
     expected = torch.cat([torch.einsum("rk,rkn->rn", rows[:14], matrices[of_rows]), torch.zeros(2, 24)])
-    with InDouble() as mode:
+    with Float64Mode() as mode:
         given = grouped_mm(rows, matrices, offs=offsets)
         shape = grouped_mm(rows.detach().to("meta"), matrices.detach().to("meta"), offs=offsets.to("meta")).shape
     assert torch.allclose(given, expected, rtol=1e-14)

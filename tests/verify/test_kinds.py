@@ -15,7 +15,7 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.parallel.task import Task
 from unisono.parallel.trainer import Trainer
-from unisono.verify.verdict import Verdict
+from unisono.verify.compare import Verdict
 from unisono.verify.verify import verify_here
 
 

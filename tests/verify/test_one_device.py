@@ -17,7 +17,7 @@ import unisono as uni
 from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.parallel.task import Task
-from unisono.verify.verdict import Verdict
+from unisono.verify.compare import Verdict
 from unisono.verify.verify import verify, verify_here
 
 
@@ -117,7 +117,7 @@ def judged(comm: Communicator, name: str, plan: str) -> Verdict:
 def test_what_reads_the_world_is_not_equivalent(pools: Callable[[str, int], RankPool], name: str) -> None:
     verdicts = pools("gloo", 2).run(judged, name, "dp=2")
     assert [each.equivalent for each in verdicts] == [name == "plain"] * 2, verdicts[0]
-    assert TASKS[name][1] in verdicts[0].parting, verdicts[0]
+    assert TASKS[name][1] in verdicts[0].first_divergence, verdicts[0]
 
 
 _remembered: dict[str, int] = {}
@@ -131,5 +131,5 @@ def remembered_world() -> int:
 def test_the_reference_of_the_command_is_a_process_of_its_own() -> None:
     verdict = verify(replace(plain, model=lambda: Scaled(when_run=remembered_world)), "dp=2", steps=1)
     assert not verdict.equivalent
-    assert "does this forward read the world size?" in verdict.parting
+    assert "does this forward read the world size?" in verdict.first_divergence
     assert verify(plain, "dp=2", steps=1).equivalent

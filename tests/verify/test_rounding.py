@@ -14,8 +14,8 @@ from tests.ranks import RankPool
 from unisono.comm.communicator import Communicator
 from unisono.parallel.task import Task
 from unisono.plan.plan import Plan
-from unisono.verify.on_mesh import OnMesh
-from unisono.verify.verdict import Verdict
+from unisono.verify.compare import Verdict
+from unisono.verify.mesh_program import ProgramSpec
 from unisono.verify.verify import verify_here
 
 Pools = Callable[[str, int], RankPool]
@@ -44,7 +44,7 @@ def hasty(trainer: Any) -> None:
 
 
 def prove(comm: Communicator) -> list[Verdict]:
-    sound = [verify_here(comm, TASK, subject, 4) for subject in (Plan(dp=2), OnMesh.parse("dp=2"))]
+    sound = [verify_here(comm, TASK, subject, 4) for subject in (Plan(dp=2), ProgramSpec.parse("dp=2"))]
     faults = ((forgetful, 4), (hasty, 1))  # after one step nothing but the update is off
     return [*sound, *(verify_here(comm, TASK, Plan(dp=2), steps, prepare=fault) for fault, steps in faults)]
 

@@ -16,7 +16,7 @@ from unisono.cli import main
 from unisono.errors import UsageError
 from unisono.parallel.task import load_task
 from unisono.plan.plan import Plan
-from unisono.verify.plan_shapes import plans_for
+from unisono.verify.plan_grid import plans_for
 from unisono.verify.verify import verify_all
 
 TASKS = Path(__file__).parents[1] / "equivalence" / "tasks.py"
@@ -118,6 +118,8 @@ def test_a_refusal_by_one_rank_ends_that_plan_and_no_other(monkeypatch: pytest.M
     monkeypatch.setattr("unisono.verify.verify._TOGETHER", 0.5)
     task = replace(load_task(f"{TASKS}:mlp"), model=_on_one_rank_only, rules=None)
     told: list[str] = []
-    verdicts = verify_all(task, [Plan(dp=2), Plan(dp=2, zero=1)], steps=1, told=lambda each: told.append(each.plan))
+    verdicts = verify_all(
+        task, [Plan(dp=2), Plan(dp=2, zero=1)], steps=1, on_verdict=lambda each: told.append(each.plan)
+    )
     assert [each.refusal for each in verdicts] == ["this rank does not like it"] * 2
     assert told == ["dp=2", "dp=2,zero=1"]

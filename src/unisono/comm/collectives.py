@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.distributed as dist
 
-from unisono.comm.operation import Operations, Outcome, whole_numbers
+from unisono.comm.operation import CommunicatorBase, Outcome, whole_numbers
 from unisono.comm.reduction import Factor
 from unisono.comm.watchdog.op_log import UNEVEN, op_detail, root_detail
 from unisono.errors import UsageError
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from unisono.comm.mpi.fast_path import FastPath  # imports mpi4py
 
 
-class Collectives(Operations):
+class Collectives(CommunicatorBase):
     """Operations in which every rank of the group takes part. Roots are ranks of the group."""
 
     _fast_path: FastPath | None

@@ -49,7 +49,7 @@ class Objects(PointToPoint):
         """Every rank's value, on every rank."""
         if self.is_simulated:
             return self._alike("all_gather_object", [value] * self.size, async_op)
-        sent, rows = Pickled(value, "all_gather_object", self.rank), Rows()
+        sent, rows = Pickled(value, "all_gather_object", self.rank), PickledRows()
 
         def start() -> list[dist.Work]:
             rows.take(self._all_lengths(sent))
@@ -64,7 +64,7 @@ class Objects(PointToPoint):
         if self.is_simulated:
             return self._alike("gather_object", [value] * self.size if self.rank == root else None, async_op)
         is_root = self.rank == root
-        sent, rows = Pickled(value, "gather_object", self.rank), Rows()
+        sent, rows = Pickled(value, "gather_object", self.rank), PickledRows()
 
         def start() -> list[dist.Work]:
             rows.take(self._all_lengths(sent))
@@ -95,7 +95,7 @@ class Objects(PointToPoint):
         pickled = [Pickled(value, "scatter_object", root) for value in values] if is_root and values is not None else []
         refused = [each.bytes for each in pickled if each.is_refused]
         sent = refused[:1] * self.size or [each.bytes for each in pickled]
-        rows = Rows()
+        rows = PickledRows()
 
         def start() -> list[dist.Work]:
             lengths = torch.tensor([len(each) for each in sent] or [0] * self.size)
@@ -130,7 +130,7 @@ class Objects(PointToPoint):
         return lengths.tolist()
 
 
-class Rows:
+class PickledRows:
     """Pickled values of all ranks, one row each, as long as the longest."""
 
     lengths: list[int]

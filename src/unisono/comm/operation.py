@@ -86,7 +86,7 @@ def whole_numbers(what: str, given: Sequence[int]) -> list[int]:
     return [each.__index__() for each in given]
 
 
-class Operations:
+class CommunicatorBase:
     """What all methods of a Communicator share: running a transfer, and validating arguments."""
 
     rank: int

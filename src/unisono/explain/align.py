@@ -12,9 +12,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from unisono.comm.traffic import received_bytes
-from unisono.explain.record import BACKWARD, FORWARD, UPDATE, Communication, Op, Record, TensorType
-from unisono.graph.render.communication import Talk
-from unisono.graph.render.listing import Account, Line, tensor_text
+from unisono.explain.record import BACKWARD, FORWARD, UPDATE, Communication, RankRecord, RecordedCall, TensorType
+from unisono.graph.render.communication import CollectiveStep
+from unisono.graph.render.listing import ListedOp, Listing, tensor_text
 from unisono.mesh.mesh import Mesh
 
 _MESSAGES = {"send", "recv"}
@@ -30,9 +30,9 @@ _PURPOSES = {  # by the module of unisono that communicates
 }
 
 
-def aligned(serial: Record, local: Record, mesh: Mesh, rank: int, *, all_stages: bool = True) -> Account:
+def aligned(serial: RankRecord, local: RankRecord, mesh: Mesh, rank: int, *, all_stages: bool = True) -> Listing:
     """The listing of a rank. all_stages: whether the rank runs the model from its first op to its last."""
-    listing = Account(mesh, rank)
+    listing = Listing(mesh, rank)
     forward = [op for op in local.ops if op.phase == FORWARD]
     pairs = matched(serial.ops, forward)
     by_local = {number: op for op, number in pairs.items()}
@@ -43,7 +43,7 @@ def aligned(serial: Record, local: Record, mesh: Mesh, rank: int, *, all_stages:
     return listing
 
 
-def matched(serial: Sequence[Op], local: Sequence[Op]) -> dict[int, int]:
+def matched(serial: Sequence[RecordedCall], local: Sequence[RecordedCall]) -> dict[int, int]:
     """Serial ops, by number, and the local op that does the same."""
     found: dict[int, int] = {}
     taken: set[int] = set()
@@ -58,10 +58,10 @@ def matched(serial: Sequence[Op], local: Sequence[Op]) -> dict[int, int]:
 
 
 def _lines(
-    serial: Record, local: Record, forward: Sequence[Op], by_local: dict[int, int], all_stages: bool
-) -> tuple[list[Line], dict[int, int], dict[int, int]]:
+    serial: RankRecord, local: RankRecord, forward: Sequence[RecordedCall], by_local: dict[int, int], all_stages: bool
+) -> tuple[list[ListedOp], dict[int, int], dict[int, int]]:
     """The lines, and the line that each local op, and each communication, is shown in."""
-    lines: list[Line] = []
+    lines: list[ListedOp] = []
     line_of: dict[int, int] = {}
     line_of_message: dict[int, int] = {}
     of_one_device = serial.ops
@@ -96,7 +96,7 @@ def _lines(
     return lines, line_of, line_of_message
 
 
-def _line(serial: Op | None, local: Op | None, is_again: bool = False) -> Line:
+def _line(serial: RecordedCall | None, local: RecordedCall | None, is_again: bool = False) -> ListedOp:
     shown = serial or local
     assert shown is not None
     words = f"{shown.name} = {shown.function}({', '.join(shown.arguments)})"
@@ -104,7 +104,7 @@ def _line(serial: Op | None, local: Op | None, is_again: bool = False) -> Line:
     note = "runs again in the backward (recompute)" if is_again else ""
     if local is None:
         note = "computed by unisono in other ops"
-    return Line(
+    return ListedOp(
         name=shown.name,
         serial=words if serial is not None else "",
         serial_shapes="" if serial is None else _types(serial),
@@ -119,7 +119,7 @@ def _line(serial: Op | None, local: Op | None, is_again: bool = False) -> Line:
     )
 
 
-def _here(serial: Op, local: Op) -> str:
+def _here(serial: RecordedCall, local: RecordedCall) -> str:
     """The arguments of the local call, its tensors by the names that they have on one device."""
     if len(serial.arguments) != len(local.arguments):
         return ", ".join(serial.arguments)
@@ -127,7 +127,7 @@ def _here(serial: Op, local: Op) -> str:
     return ", ".join(theirs if is_tensor else ours for theirs, ours, is_tensor in both)
 
 
-def _types(op: Op) -> str:
+def _types(op: RecordedCall) -> str:
     inputs, outputs = (" ".join(tensor_text(each.dtype, each.shape) for each in of) for of in (op.inputs, op.outputs))
     return f"{inputs} -> {outputs}".strip()
 
@@ -137,19 +137,22 @@ def _sharding(full: Sequence[TensorType], local: Sequence[TensorType]) -> str:
     if not full or not local or len(full[0].shape) != len(local[0].shape):
         return ""
     sizes = zip(full[0].shape, local[0].shape, strict=True)
-    words = [f"{whole // part}" if part and whole % part == 0 else f"{whole}/{part}" for whole, part in sizes]
+    words = [
+        f"{full_value // part}" if part and full_value % part == 0 else f"{full_value}/{part}"
+        for full_value, part in sizes
+    ]
     return f"({','.join(words)})"
 
 
-def _line_of_message(message: Communication, name: str) -> Line:
+def _line_of_message(message: Communication, name: str) -> ListedOp:
     shape = "" if message.tensor is None else tensor_text(message.tensor.dtype, message.tensor.shape)
     ends = {"send": f" to rank {message.ranks[0]}", "recv": f" from rank {message.ranks[0]}"}.get(message.kind, "")
-    return Line(
-        name, "", "", f"{message.kind}{ends}", shape, "", "", message.path, "", forward=(_talk(message),),
+    return ListedOp(
+        name, "", "", f"{message.kind}{ends}", shape, "", "", message.path, "", forward=(_collective(message),),
     )  # fmt: skip
 
 
-def _talk(message: Communication) -> Talk:
+def _collective(message: Communication) -> CollectiveStep:
     detail = _PURPOSES.get(message.caller, "")
     if not detail and message.phase != FORWARD and message.op is None and message.twin is None:
         detail = "parameters" if message.kind == "all_gather" else "gradients"
@@ -163,32 +166,32 @@ def _talk(message: Communication) -> Talk:
         after = (shape[0] * count, *shape[1:])
     elif shape and message.kind == "reduce_scatter":
         after = (shape[0] // count, *shape[1:])
-    return Talk(
+    return CollectiveStep(
         message.kind, (), message.ranks, received_bytes(message.kind, count, size), shape, after, detail,
         message.kind in _MESSAGES or count > 1,
     )  # fmt: skip
 
 
-def _attach(listing: Account, local: Record, line_of: dict[int, int], line_of_message: dict[int, int]) -> None:
+def _attach(listing: Listing, local: RankRecord, line_of: dict[int, int], line_of_message: dict[int, int]) -> None:
     """Collectives of the backward beside the ops that they belong to; those of gradients and of the update apart."""
-    behind: dict[int, list[Talk]] = {}
+    behind: dict[int, list[CollectiveStep]] = {}
     for message in local.communication:
         if message.phase == BACKWARD and message.twin is not None:
             if message.twin in line_of_message:
-                behind.setdefault(line_of_message[message.twin], []).append(_talk(message))
+                behind.setdefault(line_of_message[message.twin], []).append(_collective(message))
         elif message.phase == BACKWARD and message.op is not None:
             if not message.microbatch:
-                behind.setdefault(_line_near(message, local, line_of), []).append(_talk(message))
+                behind.setdefault(_line_near(message, local, line_of), []).append(_collective(message))
         elif message.phase == BACKWARD:
-            listing.sums.append(_talk(message))
+            listing.sums.append(_collective(message))
         elif message.phase == UPDATE:
-            listing.updates.append(_talk(message))
-    for number, talks in behind.items():
-        listing.lines[number] = replace(listing.lines[number], backward=tuple(talks))
-    axes = {talk.ranks: _axes(listing.mesh, listing.rank, talk) for talk in _all(listing)}
+            listing.updates.append(_collective(message))
+    for number, collectives in behind.items():
+        listing.lines[number] = replace(listing.lines[number], backward=tuple(collectives))
+    axes = {collective.ranks: _axes(listing.mesh, listing.rank, collective) for collective in _all(listing)}
 
-    def placed(talks: Sequence[Talk]) -> list[Talk]:
-        return [replace(talk, axes=axes[talk.ranks]) for talk in talks]
+    def placed(collectives: Sequence[CollectiveStep]) -> list[CollectiveStep]:
+        return [replace(collective, axes=axes[collective.ranks]) for collective in collectives]
 
     listing.lines = [
         replace(line, forward=tuple(placed(line.forward)), backward=tuple(placed(line.backward)))
@@ -197,7 +200,7 @@ def _attach(listing: Account, local: Record, line_of: dict[int, int], line_of_me
     listing.sums, listing.updates = placed(listing.sums), placed(listing.updates)
 
 
-def _line_near(message: Communication, local: Record, line_of: dict[int, int]) -> int:
+def _line_near(message: Communication, local: RankRecord, line_of: dict[int, int]) -> int:
     """The line of the op that a collective of the backward belongs to: of its module, where only that is known."""
     assert message.op is not None
     shown = {line: number for number, line in sorted(line_of.items())}  # the last op of each line
@@ -209,28 +212,28 @@ def _line_near(message: Communication, local: Record, line_of: dict[int, int]) -
     return line_of[min(message.op, max(line_of))]
 
 
-def _all(listing: Account) -> list[Talk]:
+def _all(listing: Listing) -> list[CollectiveStep]:
     return [
-        *(talk for line in listing.lines for talk in (*line.forward, *line.backward)),
+        *(collective for line in listing.lines for collective in (*line.forward, *line.backward)),
         *listing.sums,
         *listing.updates,
     ]
 
 
-def _axes(mesh: Mesh, rank: int, talk: Talk) -> tuple[str, ...]:
+def _axes(mesh: Mesh, rank: int, collective: CollectiveStep) -> tuple[str, ...]:
     """The fewest axes of the mesh along which these ranks lie."""
-    if talk.kind in _MESSAGES:
-        pairs = zip(mesh.names, mesh.coordinate(rank), mesh.coordinate(talk.ranks[0]), strict=True)
+    if collective.kind in _MESSAGES:
+        pairs = zip(mesh.names, mesh.coordinate(rank), mesh.coordinate(collective.ranks[0]), strict=True)
         return tuple(name for name, here, there in pairs if here != there)
     several = [name for name in mesh.names if mesh.size(name) > 1]
     for count in range(1, len(several) + 1):
         for names in itertools.combinations(several, count):
-            if sorted(mesh.along(*names, rank=rank)) == sorted(talk.ranks):
+            if sorted(mesh.along(*names, rank=rank)) == sorted(collective.ranks):
                 return names
     return ()
 
 
-def _totals(local: Record) -> list[str]:
+def _totals(local: RankRecord) -> list[str]:
     """What the whole step communicates, where it has several microbatches: lines show the first."""
     microbatches = 1 + max((each.microbatch for each in local.communication), default=0)
     if microbatches == 1:

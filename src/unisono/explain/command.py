@@ -13,9 +13,9 @@ from unisono.plan.plan import Plan
 
 if TYPE_CHECKING:
     from unisono.graph.program.lowering import Lowered
-    from unisono.graph.render.listing import Account
+    from unisono.graph.render.listing import Listing
     from unisono.parallel.task import Task
-    from unisono.verify.on_mesh import OnMesh
+    from unisono.verify.mesh_program import ProgramSpec
 
 
 def add_parser(subparsers: Any) -> None:
@@ -52,22 +52,22 @@ def run(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _of_mesh(chosen: argparse.Namespace, name: str) -> tuple[str, Account]:
+def _of_mesh(chosen: argparse.Namespace, name: str) -> tuple[str, Listing]:
     from unisono.graph.render.dump import save
-    from unisono.graph.render.listing import account
+    from unisono.graph.render.listing import listing_of
     from unisono.parallel.task import load_task
-    from unisono.verify.on_mesh import OnMesh
+    from unisono.verify.mesh_program import ProgramSpec
 
-    on_mesh = OnMesh.parse(chosen.mesh)
+    on_mesh = ProgramSpec.parse(chosen.mesh)
     if not 0 <= chosen.rank < on_mesh.world:
         raise UsageError(f"--rank {chosen.rank}: {on_mesh} has ranks 0 to {on_mesh.world - 1}")
     lowered = lowered_task(load_task(chosen.task), on_mesh)
     if chosen.save_graphs:
         save(lowered, Path(chosen.save_graphs), range(on_mesh.world))
-    return name, account(lowered, chosen.rank)
+    return name, listing_of(lowered, chosen.rank)
 
 
-def _of_plan(chosen: argparse.Namespace, name: str) -> tuple[str, Account]:
+def _of_plan(chosen: argparse.Namespace, name: str) -> tuple[str, Listing]:
     from unisono.explain.plan_program import explained
     from unisono.graph.render.text import as_text
     from unisono.parallel.task import load_task
@@ -90,17 +90,17 @@ def _of_plan(chosen: argparse.Namespace, name: str) -> tuple[str, Account]:
     return title, found
 
 
-def lowered_task(task: Task, on_mesh: OnMesh) -> Lowered:
+def lowered_task(task: Task, on_mesh: ProgramSpec) -> Lowered:
     """What the ranks of a mesh would do, found without them; a model that can be built on meta takes no memory."""
     from unisono.graph.capture.trace import trace
     from unisono.graph.placement.find import find
     from unisono.graph.program.lowering import lower
-    from unisono.graph.program.zero import in_pieces, require_stage
+    from unisono.graph.program.zero import in_shards, require_stage
     from unisono.simulate.sketch import without_memory
 
     mesh = on_mesh.described()
     traced = trace(without_memory(task), task.batch(0), task.loss, unpacked=on_mesh.unpack)
     require_stage(on_mesh.zero, mesh)
     found = find(traced, mesh, on_mesh.search, on_mesh.fully_use_devices, on_mesh.memory)
-    found = in_pieces(found) if on_mesh.zero > 1 else found
+    found = in_shards(found) if on_mesh.zero > 1 else found
     return lower(found.trace, found, mesh)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves
 
 from unisono.comm import traffic
 from unisono.parallel.loss.loss import GlobalLoss
-from unisono.parallel.pipeline.message import is_hollow
+from unisono.parallel.pipeline.message import is_placeholder
 from unisono.parallel.pipeline.runtime import Execution
 from unisono.parallel.trainer import Trainer
 from unisono.plan.schedules.action import Action
@@ -79,7 +79,7 @@ class TensorType:
 
 
 @dataclass(frozen=True)
-class Op:
+class RecordedCall:
     """One call of a torch function in the forward of the first microbatch."""
 
     name: str  # of its result: "linear_3"
@@ -114,7 +114,7 @@ class Communication:
 
 
 @dataclass(frozen=True)
-class Part:
+class RecordedPart:
     """The begin of a microbatch, or of a pipeline's action on one."""
 
     microbatch: int
@@ -122,15 +122,15 @@ class Part:
 
 
 @dataclass
-class Record:
+class RankRecord:
     """Ops are those of the first microbatch's forward, and of the update."""
 
-    events: list[Op | Communication | Part] = field(default_factory=list)
+    events: list[RecordedCall | Communication | RecordedPart] = field(default_factory=list)
     recomputed: set[str] = field(default_factory=set)  # names of ops that run again in the backward
 
     @property
-    def ops(self) -> list[Op]:
-        return [each for each in self.events if isinstance(each, Op)]
+    def ops(self) -> list[RecordedCall]:
+        return [each for each in self.events if isinstance(each, RecordedCall)]
 
     @property
     def communication(self) -> list[Communication]:
@@ -139,16 +139,16 @@ class Record:
     @property
     def order(self) -> str:
         """The actions of a pipeline's rank: F forward, B backward, I and W its halves, with stage and microbatch."""
-        actions = [each.action for each in self.events if isinstance(each, Part)]
+        actions = [each.action for each in self.events if isinstance(each, RecordedPart)]
         return " ".join(str(action) for action in actions if action is not None)
 
 
-class Recorder(TorchFunctionMode):
+class RankRecorder(TorchFunctionMode):
     """Records in its `with` block; `step` records a step of a trainer."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.record = Record()
+        self.record = RankRecord()
         self._paths = {module: name for name, module in model.named_modules()}
         self._parameters = {id(p): name for name, p in model.named_parameters()}
         self._names: dict[int, tuple[weakref.ref[torch.Tensor], str]] = {}
@@ -164,7 +164,7 @@ class Recorder(TorchFunctionMode):
         self._action = ""  # of a pipeline, the last to begin
 
     @contextlib.contextmanager
-    def step(self, trainer: Trainer) -> Iterator[Record]:
+    def step(self, trainer: Trainer) -> Iterator[RankRecord]:
         """The trainer's step in the block is recorded."""
         trainer.on_microbatch = self._begin
         self._has_stages = trainer.pipeline is not None
@@ -212,7 +212,7 @@ class Recorder(TorchFunctionMode):
     def _begin(self, microbatch: int, action: Action | None) -> None:
         self._microbatch = microbatch
         self._action = "" if action is None else action.kind
-        self.record.events.append(Part(microbatch, action))
+        self.record.events.append(RecordedPart(microbatch, action))
 
     def _patched(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any], outcome: Any) -> None:
         """A call of a torch function that unisono computes in ops of its own."""
@@ -277,7 +277,7 @@ class Recorder(TorchFunctionMode):
             self.name(tensor, result if len(made) == 1 else f"{result}[{place}]")
             self._own_nodes(tensor.grad_fn, self._ops)
         self.record.events.append(
-            Op(
+            RecordedCall(
                 result, name, tuple(words), are_tensors, tuple(given), outputs,
                 where.path, nth, where.source, where.phase, where.is_internal,
             )
@@ -306,7 +306,7 @@ class Recorder(TorchFunctionMode):
         if not isinstance(value, torch.Tensor):
             return False
         held = self._off_stage.get(id(value))
-        return (held is not None and held() is value) or (is_hollow(value) and self._has_stages)
+        return (held is not None and held() is value) or (is_placeholder(value) and self._has_stages)
 
     def _fresh(self, function: str) -> str:
         count = self._counts[function] = self._counts.get(function, -1) + 1

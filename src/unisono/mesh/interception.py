@@ -13,7 +13,7 @@ from unisono.torch_patches import patched
 
 
 class Interception(TorchDispatchMode):
-    """In a `with` block of it, `operate` is called in the place of every operation."""
+    """In a `with` block of it, `operate` is called instead of every operation."""
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -25,14 +25,14 @@ class Interception(TorchDispatchMode):
         return self.operate(func, args, kwargs or {})
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the operation gives; here, what it gives by itself."""
+        """Run the operation; subclasses change how."""
         return func(*args, **kwargs)
 
 
 @contextlib.contextmanager
 def function_arguments(change: Callable[[Any], Any]) -> Iterator[None]:
-    """In the block, autograd functions are applied to change(argument) of each argument. Torch's modes do not see them,
-    so that kernels that come as such functions would get tensors that are not what they look like."""
+    """In the block, autograd functions are applied to change(argument) of each argument. torch's modes do not see
+    them, so kernels that come as such functions would get tensors that are not what they appear to be."""
     plain = vars(Function)["apply"]
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:

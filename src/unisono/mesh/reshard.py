@@ -32,7 +32,7 @@ from unisono.mesh.placement import (
     nested_chunk_sizes,
     shard_dim,
 )
-from unisono.mesh.route import Step, find_route
+from unisono.mesh.route import RouteStep, find_route
 
 _NEUTRAL = {"sum": 0, "product": 1}  # with others, every rank keeps the value: the average of equals, or their extreme
 
@@ -103,11 +103,11 @@ class Mover:
     ) -> None:
         shape, source, target = tuple(shape), tuple(source), tuple(target)
         self._empty = None if math.prod(shape) else local_shape(shape, mesh, target)
-        self._steps: list[tuple[Callable[[torch.Tensor, _Place], torch.Tensor], _Place]] = []
+        self._steps: list[tuple[Callable[[torch.Tensor, _Exchange], torch.Tensor], _Exchange]] = []
         state = list(source)
         for step in find_route(shape, itemsize, mesh.shape, source, target) if self._empty is None else ():
             if math.prod(mesh.shape[axis] for axis in step.axes) > 1:
-                self._steps.append((_STEPS[step.kind], _Place.of(mesh, shape, state, step)))
+                self._steps.append((_STEPS[step.kind], _Exchange.of(mesh, shape, state, step)))
             for axis in step.axes:
                 state[axis] = step.after
 
@@ -119,7 +119,7 @@ class Mover:
     def connect(self) -> Mover:
         """Make the groups now, where every rank of the mesh makes the same movers in the same order."""
         for _, place in self._steps:
-            if place.step.talks:
+            if place.step.communicates:
                 _ = place.comm
         return self
 
@@ -176,16 +176,16 @@ def _on_mesh(local: torch.Tensor, mesh: Mesh, placements: Placements, shape: tor
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Exchange:
     """A step seen from this rank."""
 
     mesh: Mesh
-    step: Step
+    step: RouteStep
     me: int  # this rank's place in the group of the step's axes
     lengths: dict[int, list[int]]  # for each dim of the step, the lengths of all members' pieces in the group's order
 
     @classmethod
-    def of(cls, mesh: Mesh, shape: tuple[int, ...], state: Sequence[Placement], step: Step) -> _Place:
+    def of(cls, mesh: Mesh, shape: tuple[int, ...], state: Sequence[Placement], step: RouteStep) -> _Exchange:
         names = [mesh.names[axis] for axis in step.axes]
         # What the step cuts or joins is the piece that the other axes leave.
         others = [Replicate() if axis in step.axes else placement for axis, placement in enumerate(state)]
@@ -229,13 +229,13 @@ class _Place:
         return [ranks.index(rank) for rank in self.mesh.along(*self.names)]
 
 
-def _all_reduce(local: torch.Tensor, place: _Place) -> torch.Tensor:
+def _all_reduce(local: torch.Tensor, place: _Exchange) -> torch.Tensor:
     total = local.clone(memory_format=torch.contiguous_format)
     place.comm.all_reduce(total, place.op)
     return total
 
 
-def _all_gather(local: torch.Tensor, place: _Place) -> torch.Tensor:
+def _all_gather(local: torch.Tensor, place: _Exchange) -> torch.Tensor:
     dim = place.joined
     lengths = place.lengths[dim]
     longest = max(lengths)
@@ -248,7 +248,7 @@ def _all_gather(local: torch.Tensor, place: _Place) -> torch.Tensor:
     return torch.cat([piece.movedim(0, dim) for piece in pieces], dim)
 
 
-def _reduce_scatter(local: torch.Tensor, place: _Place) -> torch.Tensor:
+def _reduce_scatter(local: torch.Tensor, place: _Exchange) -> torch.Tensor:
     dim = place.cut
     lengths = place.lengths[dim]
     longest = max(lengths)
@@ -260,7 +260,7 @@ def _reduce_scatter(local: torch.Tensor, place: _Place) -> torch.Tensor:
     return reduced[: lengths[place.me]].movedim(0, dim).contiguous()
 
 
-def _all_to_all(local: torch.Tensor, place: _Place) -> torch.Tensor:
+def _all_to_all(local: torch.Tensor, place: _Exchange) -> torch.Tensor:
     joined, cut = place.joined, place.cut
     order = place.in_group
     outgoing: list[torch.Tensor] = [local] * len(order)
@@ -279,12 +279,12 @@ def _all_to_all(local: torch.Tensor, place: _Place) -> torch.Tensor:
     return torch.cat([pieces[rank] for rank in order], joined)
 
 
-def _cut(local: torch.Tensor, place: _Place) -> torch.Tensor:
+def _cut(local: torch.Tensor, place: _Exchange) -> torch.Tensor:
     dim = place.cut
     return local.split(place.lengths[dim], dim)[place.me].clone(memory_format=torch.contiguous_format)
 
 
-def _spread(local: torch.Tensor, place: _Place) -> torch.Tensor:
+def _spread(local: torch.Tensor, place: _Exchange) -> torch.Tensor:
     dim = place.joined
     shape = list(local.shape)
     shape[dim] = sum(place.lengths[dim])
@@ -299,7 +299,7 @@ def _assign(local: torch.Tensor, placement: Placement, index: int) -> torch.Tens
     return local if neutral is None or index == 0 else torch.full_like(local, neutral)
 
 
-_STEPS: dict[str, Callable[[torch.Tensor, _Place], torch.Tensor]] = {
+_STEPS: dict[str, Callable[[torch.Tensor, _Exchange], torch.Tensor]] = {
     "all_reduce": _all_reduce,
     "all_gather": _all_gather,
     "reduce_scatter": _reduce_scatter,

@@ -37,7 +37,7 @@ LOCAL_COST = 1.0  # tells routes apart that talk equally little
 
 
 @dataclass(frozen=True)
-class Step:
+class RouteStep:
     """One change of placement on `axes` (numbers of the mesh's axes, rising)."""
 
     kind: str
@@ -47,18 +47,18 @@ class Step:
     received: float  # bytes that a rank receives
 
     @property
-    def talks(self) -> bool:
+    def communicates(self) -> bool:
         return self.kind in COLLECTIVES
 
     @property
     def cost(self) -> float:
-        return self.received + (STEP_COST if self.talks else LOCAL_COST)
+        return self.received + (STEP_COST if self.communicates else LOCAL_COST)
 
 
 @lru_cache(maxsize=65536)
 def find_route(
     shape: tuple[int, ...], itemsize: int, mesh_shape: tuple[int, ...], source: Placements, target: Placements
-) -> tuple[Step, ...]:
+) -> tuple[RouteStep, ...]:
     """The cheapest steps that bring a tensor of that (whole) shape from `source` to `target` on a mesh."""
     if source == target:
         return ()
@@ -114,7 +114,7 @@ class _Search:
             return Shard(number)
         return Replicate() if number == _WHOLE else self.partial[_WHOLE - 1 - number]
 
-    def run(self) -> tuple[Step, ...]:
+    def run(self) -> tuple[RouteStep, ...]:
         ticket = itertools.count()  # of routes that cost the same, the first
         frontier: list[tuple[float, int, State, tuple[_Change, ...]]] = [(0.0, next(ticket), self.source, ())]
         settled: set[State] = set()
@@ -132,11 +132,11 @@ class _Search:
                     heapq.heappush(frontier, (cost + spent, next(ticket), reached, (*route, change)))
         raise AssertionError(f"no route from {self.source} to {self.target}")  # everything can be gathered, then cut
 
-    def _told(self, route: tuple[_Change, ...]) -> tuple[Step, ...]:
+    def _told(self, route: tuple[_Change, ...]) -> tuple[RouteStep, ...]:
         steps, state = [], self.source
         for change in route:
             before, after = self._placement(state[change.axes[0]]), self._placement(change.after)
-            steps.append(Step(change.kind, change.axes, before, after, change.received))
+            steps.append(RouteStep(change.kind, change.axes, before, after, change.received))
             state = _after(state, change)
         return tuple(steps)
 

@@ -1,7 +1,8 @@
 """Where a Plan meets a model: the one place that knows all strategies, and in which order they are applied.
 
 1. The model is built from one seed, and its modules are named: random numbers go by those names. Where a function
-   builds it, and the plan leaves a rank a part, it is hollow at first (mesh/draft.py): a rank never builds the whole.
+   builds it, and the plan leaves a rank a part, it is first built on the meta device
+   (mesh/deferred_init/deferred_model.py): a rank never builds the full model.
 2. Experts, layers and sequences are shared out (ep, tp with sp, cp), in place, under the parameters' own names.
 3. Batch statistics become global, chosen modules are recomputed.
 4. The pipeline keeps this rank's stages.
@@ -24,12 +25,12 @@ from torch.optim import Optimizer
 from unisono.comm.communicator import Communicator
 from unisono.comm.rendezvous import world
 from unisono.errors import TaskError, UsageError
-from unisono.mesh.draft import Draft, drafted, whole_draft
-from unisono.mesh.initial import in_dtype
+from unisono.mesh.deferred_init.deferred_model import DeferredModel, build_now, defer_init
+from unisono.mesh.deferred_init.seeded_init import in_dtype
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.random import RandomState
+from unisono.mesh.random.state import RandomState
 from unisono.mesh.side_effects import no_side_effects
-from unisono.parallel.checks.optimizer_scope import require_whole
+from unisono.parallel.checks.optimizer_scope import require_full_parameters
 from unisono.parallel.checks.parameter_groups import require_same_groups
 from unisono.parallel.checks.parameter_reads import ParameterReads
 from unisono.parallel.checks.preview import require_fitting_loss
@@ -42,17 +43,17 @@ from unisono.parallel.context.sequence import require_sound_blocks
 from unisono.parallel.data import batchnorm
 from unisono.parallel.data.bucket import is_summed
 from unisono.parallel.data.data_parallel import DataParallel
-from unisono.parallel.expert.expert import expert_parallelize, needs_whole_batch
+from unisono.parallel.expert.expert import expert_parallelize, needs_full_batch
 from unisono.parallel.inputs import cloned
 from unisono.parallel.layout import layout_of
 from unisono.parallel.loop import OwnLoop, refuse_calls
-from unisono.parallel.loss.batch_loss import BatchLoss, GatheredLoss, OutputKinds, require_whole_batches
+from unisono.parallel.loss.batch_loss import BatchLoss, GatheredLoss, OutputKinds, require_full_batches
 from unisono.parallel.loss.loss import GlobalLoss, Loss
 from unisono.parallel.loss.model_loss import ModelLoss, NeedsValues, with_model_loss
 from unisono.parallel.meta.filling import Filling
 from unisono.parallel.pipeline.layers import LayerSpec, build_whole
 from unisono.parallel.pipeline.parameter_usage import by_names
-from unisono.parallel.pipeline.rehearsal import Foreseen, foreseen, rehearse, rehearse_with_values
+from unisono.parallel.pipeline.rehearsal import Rehearsal, rehearse, rehearse_with_values, rehearsed
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.split import require_stages, split
 from unisono.parallel.pipeline.tied import TiedGradients
@@ -74,7 +75,7 @@ Model = nn.Module | Callable[[], nn.Module] | Sequence[LayerSpec]
 
 @deriving_once()
 def parallelize(
-    model: Model | Draft,
+    model: Model | DeferredModel,
     plan: Plan | str,
     *,
     loss: Loss,
@@ -85,7 +86,7 @@ def parallelize(
     seed: int = 0,
     dtype: torch.dtype | None = None,
     precision: str | Precision = "fp32",
-    on_ready: Callable[[Draft], None] | None = None,
+    on_ready: Callable[[DeferredModel], None] | None = None,
     batch: str = "global",
     batch_dim: BatchDim = 0,
 ) -> Trainer:
@@ -116,74 +117,74 @@ def parallelize(
             f"batch_dim={batch_dim!r} with {'cp' if plan.cp > 1 else 'sp'}, which needs batches with samples first; "
             "transpose the batch, or leave it out of the plan"
         )
-    draft = draft_for(plan, model, seed, dtype)
-    whole = draft.model
+    deferred = deferred_for(plan, model, seed, dtype)
+    full = deferred.model
     are_rules_given = rules is not None
-    refuse_what_cannot_be_right(plan, whole)
-    precision.require_float32(whole)
+    refuse_what_cannot_be_right(plan, full)
+    precision.require_float32(full)
     if isinstance(loss, BatchLoss):
-        require_whole_batches(plan, example)
+        require_full_batches(plan, example)
         if batch_dim != 0:
             raise UsageError(f"uni.BatchLoss with batch_dim={batch_dim!r}: expected batches with samples first")
     kinds, model_loss = None, None
     if example is not None and plan.dp * plan.cp * plan.microbatches > 1:
         if isinstance(loss, BatchLoss):
-            draft, kinds = _tried(draft, loss, lambda model: OutputKinds.of(model, loss, example))
+            deferred, kinds = _tried(deferred, loss, lambda model: OutputKinds.of(model, loss, example))
         elif batch_dim == 0:
-            draft, model_loss = _tried(draft, loss, lambda model: ModelLoss.of(model, loss, example))
-        whole = draft.model
+            deferred, model_loss = _tried(deferred, loss, lambda model: ModelLoss.of(model, loss, example))
+        full = deferred.model
     shown, covered, samples = None, None, None
     is_batch_sharded = plan.dp * plan.microbatches > 1
-    with no_side_effects(whole, loss):
+    with no_side_effects(full, loss):
         if plan.tp > 1:
-            rules = fitting_rules(whole, plan.tp, rules, example)
-            styles = require_shareable(whole, plan.tp, rules)
-            covered = coverage(whole, styles, plan.tp, example)
+            rules = fitting_rules(full, plan.tp, rules, example)
+            styles = require_shareable(full, plan.tp, rules)
+            covered = coverage(full, styles, plan.tp, example)
             if plan.sequence and example is not None:
-                require_sound_blocks(whole, styles)
-                require_tokenwise(whole, example, "sp", styles)
+                require_sound_blocks(full, styles)
+                require_tokenwise(full, example, "sp", styles)
         if example is not None:
-            of_loss = ParameterReads(whole, str(plan), None, is_pipeline=True) if plan.pp > 1 else None
-            require_fitting_loss(whole, loss, example, batch_dim, of_loss)
-            require_steady_buffers(whole, plan, example, batch_dim)
+            of_loss = ParameterReads(full, str(plan), None, is_pipeline=True) if plan.pp > 1 else None
+            require_fitting_loss(full, loss, example, batch_dim, of_loss)
+            require_steady_buffers(full, plan, example, batch_dim)
             if is_batch_sharded:
                 samples = find_samples(
-                    whole, example, batch_dim, None if model_loss is not None else loss, plan.microbatches,
+                    full, example, batch_dim, None if model_loss is not None else loss, plan.microbatches,
                     may_mix=isinstance(loss, BatchLoss),
                 )  # fmt: skip
             if plan.cp > 1:
-                require_tokenwise(whole, example, "cp", model_loss=model_loss)
+                require_tokenwise(full, example, "cp", model_loss=model_loss)
         if plan.pp > 1:
             inputs = _example_inputs(plan, example, batch_dim)
-            if not rehearse(whole, order_of(plan), inputs):
-                rehearse_with_values(whole, order_of(plan), inputs)
-            shown = foreseen(whole, order_of(plan), inputs) if draft.is_hollow else None
-    if plan.pp > 1 and draft.is_hollow and shown is None:
-        draft = draft.rebuilt("its forward cannot be run tensor by tensor, to see what each stage of it uses")
-        whole = draft.model
+            if not rehearse(full, order_of(plan), inputs):
+                rehearse_with_values(full, order_of(plan), inputs)
+            shown = rehearsed(full, order_of(plan), inputs) if deferred.is_deferred else None
+    if plan.pp > 1 and deferred.is_deferred and shown is None:
+        deferred = deferred.rebuilt("its forward cannot be run tensor by tensor, to see what each stage of it uses")
+        full = deferred.model
     mesh = Mesh(plan.shape, AXES).connect()  # the first time that ranks communicate
-    if not all(comm.all_gather_object(draft.is_hollow)) and draft.is_hollow:
-        draft, shown = draft.rebuilt("another rank could not build its part alone"), None
-        whole = draft.model
+    if not all(comm.all_gather_object(deferred.is_deferred)) and deferred.is_deferred:
+        deferred, shown = deferred.rebuilt("another rank could not build its part alone"), None
+        full = deferred.model
     if plan.tp > 1 and not are_rules_given:
         rules = comm.broadcast_object(rules)  # ranks that search by themselves might differ
     if isinstance(model, nn.Module):
-        comm.broadcast_parameters(whole)
+        comm.broadcast_parameters(full)
     if on_ready is not None:
-        on_ready(draft)
+        on_ready(deferred)
     random = RandomState(seed)
     random.refuses_unfollowed = plan.world * plan.microbatches > 1
-    random.name_modules(whole)
+    random.name_modules(full)
 
     def under_plan() -> Trainer:
-        filling = Filling(draft, mesh) if draft.is_hollow else None
+        filling = Filling(deferred, mesh) if deferred.is_deferred else None
         trainer = applied(
-            whole, plan, mesh, random, loss, optimizer, example, rules, clip,
+            full, plan, mesh, random, loss, optimizer, example, rules, clip,
             filling=filling, shown=shown, model_loss=model_loss, batch_dim=batch_dim,
         )  # fmt: skip
         if isinstance(trainer.loss, GatheredLoss):
             trainer.loss.outputs = kinds
-        trainer.note = draft.note
+        trainer.note = deferred.note
         trainer.coverage = "" if covered is None else str(covered)
         trainer.rules = rules
         trainer.samples = samples
@@ -208,15 +209,15 @@ def parallelize(
     return trainer
 
 
-def _tried(draft: Draft, loss: Loss, trial: Callable[[nn.Module], Found]) -> tuple[Draft, Found]:
-    """What trial(model) finds; and the draft, built where that takes values."""
+def _tried(deferred: DeferredModel, loss: Loss, trial: Callable[[nn.Module], Found]) -> tuple[DeferredModel, Found]:
+    """What trial(model) finds; and the deferred-init model, built where that takes values."""
     try:
-        with no_side_effects(draft.model, loss):
-            return draft, trial(draft.model)
+        with no_side_effects(deferred.model, loss):
+            return deferred, trial(deferred.model)
     except NeedsValues:
-        draft = draft.rebuilt("its forward cannot be run without values, to see what the loss takes of it")
-    with no_side_effects(draft.model, loss):
-        return draft, trial(draft.model)
+        deferred = deferred.rebuilt("its forward cannot be run without values, to see what the loss takes of it")
+    with no_side_effects(deferred.model, loss):
+        return deferred, trial(deferred.model)
 
 
 def _agreed(comm: Communicator, act: Callable[[], Trainer]) -> Trainer:
@@ -234,8 +235,8 @@ def _agreed(comm: Communicator, act: Callable[[], Trainer]) -> Trainer:
         refusal = TaskError(f"rank {comm.rank} failed while the plan was applied: {type(error).__name__}: {words}")
     found = next((each for each in comm.all_gather_object(_kind_and_text(refusal)) if each is not None), None)
     if found is not None:
-        kind, told = found
-        raise kind(told) from failure
+        kind, reported = found
+        raise kind(reported) from failure
     assert trainer is not None
     return trainer
 
@@ -259,14 +260,18 @@ def _checked(make: Callable[[Any], Optimizer]) -> Callable[[Any], Optimizer]:
     return made
 
 
-def draft_for(plan: Plan, model: Model | Draft, seed: int, dtype: torch.dtype | None = None) -> Draft:
+def deferred_for(
+    plan: Plan, model: Model | DeferredModel, seed: int, dtype: torch.dtype | None = None
+) -> DeferredModel:
     """The model as the plan needs it: hollow where a function builds it and ranks will own parts, else whole."""
-    if isinstance(model, Draft):
+    if isinstance(model, DeferredModel):
         if dtype is not None:
-            raise UsageError(f"dtype={dtype} of a Draft, which has its dtypes already; make the draft in {dtype}")
+            raise UsageError(
+                f"dtype={dtype} of a DeferredModel, which has its dtypes already; defer its initialization in {dtype}"
+            )
         return model
     if isinstance(model, nn.Module):
-        return whole_draft(lambda: model if dtype is None else in_dtype(model, dtype), seed)
+        return build_now(lambda: model if dtype is None else in_dtype(model, dtype), seed)
     function = _function(model, seed)
 
     def make() -> nn.Module:
@@ -275,8 +280,8 @@ def draft_for(plan: Plan, model: Model | Draft, seed: int, dtype: torch.dtype | 
             raise UsageError(f"{_TAKES}; the function gave {type(made).__name__}")
         return made if dtype is None else in_dtype(made, dtype)
 
-    is_cut = plan.tp > 1 or plan.pp > 1 or plan.ep > 1 or plan.zero == 3
-    return drafted(make, seed) if is_cut else whole_draft(make, seed)
+    is_sharded = plan.tp > 1 or plan.pp > 1 or plan.ep > 1 or plan.zero == 3
+    return defer_init(make, seed) if is_sharded else build_now(make, seed)
 
 
 _TAKES = "parallelize takes an nn.Module, a function that builds one or a list of uni.nn.LayerSpec"
@@ -297,15 +302,15 @@ def refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
             f"microbatches={plan.microbatches}: BatchNorm takes its statistics over the whole batch at once, which "
             "microbatches do not have; use microbatches=1, or another norm"
         )
-    whole = needs_whole_batch(model)
-    if whole and (plan.microbatches > 1 or plan.pp > 1):
+    full = needs_full_batch(model)
+    if full and (plan.microbatches > 1 or plan.pp > 1):
         raise UsageError(
-            f"{whole[0]} has a capacity or an auxiliary loss over the whole batch; use microbatches=1 and pp=1, "
+            f"{full[0]} has a capacity or an auxiliary loss over the whole batch; use microbatches=1 and pp=1, "
             "or a dropless MoE with aux_weight=0"
         )
-    if whole and plan.sequence:
+    if full and plan.sequence:
         raise UsageError(
-            f"{whole[0]} has a capacity or an auxiliary loss over all tokens, but sp gives a tp rank a part of them; "
+            f"{full[0]} has a capacity or an auxiliary loss over all tokens, but sp gives a tp rank a part of them; "
             "leave sp out"
         )
     if plan.pp == 1 and plan.schedule != "1f1b":
@@ -328,7 +333,7 @@ def applied(
     clip: float | None,
     fill: Callable[[nn.Module], None] = lambda model: None,
     filling: Filling | None = None,
-    shown: Foreseen | None = None,
+    shown: Rehearsal | None = None,
     model_loss: ModelLoss | None = None,
     batch_dim: BatchDim = 0,
 ) -> Trainer:
@@ -357,7 +362,7 @@ def applied(
             if context is not None and shown is not None and shown.length is not None:
                 context.learn(inputs, shown.length)
             bounds = plan.boundaries or None
-            cut = split(model, order, mesh.index("pp"), example=inputs, boundaries=bounds, survey=known)
+            cut = split(model, order, mesh.index("pp"), example=inputs, boundaries=bounds, usage=known)
         random.step = 0
         if next(model.parameters(), None) is None:
             raise UsageError(
@@ -366,10 +371,10 @@ def applied(
                 "smaller pp"
             )
     fill(model)
-    by_piece: dict[str, Any] = {}
+    by_shard: dict[str, Any] = {}
     if filling is not None:
         filling.fill(model, later=lambda parameter: plan.zero == 3 and is_summed(parameter, mesh))
-        by_piece = {"fill": filling.fill_one, "lent": filling.lent("the optimizer")}
+        by_shard = {"fill": filling.fill_one, "lent": filling.materialized("the optimizer")}
     comm = mesh.comm(*REPLICAS)
     sharing = comm if comm.size > 1 else None
     normalised: GlobalLoss
@@ -377,17 +382,17 @@ def applied(
         normalised = GatheredLoss(loss, sharing)
     else:
         normalised = GlobalLoss(with_model_loss(loss), sharing, dims=(0, 1) if plan.cp > 1 else (0,))
-        normalised.sees_whole_parameters = plan.tp * plan.pp * plan.ep == 1 and plan.zero < 3
+        normalised.sees_full_parameters = plan.tp * plan.pp * plan.ep == 1 and plan.zero < 3
     if plan.zero:
         in_pipeline: dict[str, Any] = {}
         if cut is not None:
             in_pipeline["units"] = [block for stage in cut.stages for block in stage.modules]
             in_pipeline |= {"users": cut.users, "tied": [each.name for each in cut.tied]}
-        zero = Zero(model, mesh, optimizer, plan.zero, offload=plan.offload, **in_pipeline, **by_piece)
+        zero = Zero(model, mesh, optimizer, plan.zero, offload=plan.offload, **in_pipeline, **by_shard)
         trainer = Trainer(model, plan, mesh, normalised, zero.optimizer, random, zero, clip, context)
     else:
         stepping = optimizer(list(model.parameters()))
-        require_whole(stepping, optimizer, model, is_spread=plan.pp > 1)
+        require_full_parameters(stepping, optimizer, model, is_sharded=plan.pp > 1)
         trainer = Trainer(model, plan, mesh, normalised, stepping, random, DataParallel(model, mesh), clip, context)
     trainer.head_width, trainer.model_loss = head_width, model_loss
     trainer.holds_shards = plan.zero > 0 or plan.pp > 1 or any(layout_of(p).splits for p in model.parameters())

@@ -76,8 +76,8 @@ def gather_to_use(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicato
     return _started(_GatherToUse.apply(_Wait.apply(x, summing), dim % x.dim(), lengths, comm, summing))
 
 
-def reduce_to_piece(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
-    return x if comm.size == 1 else _ReduceToPiece.apply(x, dim % x.dim(), lengths, comm)
+def reduce_to_shard(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
+    return x if comm.size == 1 else _ReduceToShard.apply(x, dim % x.dim(), lengths, comm)
 
 
 def count_once(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
@@ -174,7 +174,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
         ctx.dim, ctx.lengths, ctx.comm = dim, lengths, comm
-        return _piece(x, dim, lengths, comm)
+        return _shard(x, dim, lengths, comm)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -193,16 +193,16 @@ class _GatherToUse(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         if torch.is_grad_enabled():
-            return reduce_to_piece(grad, ctx.dim, ctx.lengths, ctx.comm), None, None, None, None
-        ctx.summing.append(_start_piece_of_sum(grad, ctx.dim, ctx.lengths, ctx.comm))
+            return reduce_to_shard(grad, ctx.dim, ctx.lengths, ctx.comm), None, None, None, None
+        ctx.summing.append(_start_shard_of_sum(grad, ctx.dim, ctx.lengths, ctx.comm))
         return grad.new_zeros(()).expand(ctx.shape), None, None, None, None
 
 
-class _ReduceToPiece(torch.autograd.Function):
+class _ReduceToShard(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
         ctx.dim, ctx.lengths, ctx.comm = dim, lengths, comm
-        return _piece_of_sum(x, dim, lengths, comm)
+        return _shard_of_sum(x, dim, lengths, comm)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
@@ -233,7 +233,7 @@ def _summed(x: torch.Tensor, comm: Communicator) -> torch.Tensor:
     return total
 
 
-def _piece(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
+def _shard(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
     return x.narrow(dim, sum(lengths[: comm.rank]), lengths[comm.rank]).clone(memory_format=torch.contiguous_format)
 
 
@@ -249,17 +249,17 @@ def _joined(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> 
     return unlinked(joined.movedim(0, dim).contiguous())
 
 
-def _piece_of_sum(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
-    return _start_piece_of_sum(x, dim, lengths, comm)()
+def _shard_of_sum(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> torch.Tensor:
+    return _start_shard_of_sum(x, dim, lengths, comm)()
 
 
-def _start_piece_of_sum(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> Callable[[], torch.Tensor]:
+def _start_shard_of_sum(x: torch.Tensor, dim: int, lengths: Lengths, comm: Communicator) -> Callable[[], torch.Tensor]:
     longest = max(lengths)
     rows = x.movedim(dim, 0)
     if min(lengths) < longest:
         padded = rows.new_zeros(comm.size * longest, *rows.shape[1:])
-        for rank, piece in enumerate(rows.split(list(lengths))):
-            padded[rank * longest : rank * longest + len(piece)] = piece
+        for rank, shard in enumerate(rows.split(list(lengths))):
+            padded[rank * longest : rank * longest + len(shard)] = shard
         rows = padded
     handle = comm.reduce_scatter(rows.contiguous(), async_op=True)
     return lambda: unlinked(handle.wait()[: lengths[comm.rank]].movedim(0, dim).contiguous())

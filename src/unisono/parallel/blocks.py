@@ -49,24 +49,24 @@ def layers_of(model: nn.Module) -> Blocks | None:
 _MEND = "give the pipeline an nn.Sequential or a list of LayerSpec instead"
 
 
-def find_blocks(model: nn.Module, mend: str = _MEND) -> Blocks:
+def find_blocks(model: nn.Module, fix: str = _MEND) -> Blocks:
     """The longest list of modules of one class in the model; of several as long, the one with most parameters.
 
-    A list inside a block of another (its experts, say) is a part of that block, however long it is. `mend` tells the
+    A list inside a block of another (its experts, say) is a part of that block, however long it is. `fix` tells the
     user what to do where there are none.
     """
     found = _lists(model)
     if not found:
         raise UsageError(
             f"{type(model).__name__} has no list of repeated blocks (an nn.ModuleList or nn.Sequential of one class); "
-            f"{mend}"
+            f"{fix}"
         )
     return max(_outermost(found), key=lambda blocks: (len(blocks.modules), _weight(blocks)))
 
 
-def find_output_blocks(model: nn.Module, mend: str = _MEND) -> Blocks:
+def find_output_blocks(model: nn.Module, fix: str = _MEND) -> Blocks:
     """As `find_blocks`; of an encoder and a decoder, the decoder's, through which the sequence of the outputs runs."""
-    blocks = find_blocks(model, mend)
+    blocks = find_blocks(model, fix)
     names = blocks.path.split(".")
     if "encoder" not in names:
         return blocks

@@ -15,41 +15,41 @@ from torch.optim import Optimizer
 
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.layout import layout_of, local_of, wholes_of
-from unisono.parallel.optimizer_state import whole_shape, whole_state
+from unisono.parallel.layout import full_tensors_of, layout_of, local_of
+from unisono.parallel.optimizer_state import full_optimizer_state, whole_shape
 
 Tensors = dict[str, torch.Tensor]
 
 
-def whole_tensors(model: nn.Module, optimized: Tensors, mesh: Mesh) -> Tensors:
+def full_tensors_in(model: nn.Module, optimized: Tensors, mesh: Mesh) -> Tensors:
     """Parameters (what the optimizer has of them, which may be more precise) and buffers, of all stages."""
     named = {**dict(model.named_parameters()), **dict(model.named_buffers()), **optimized}
-    wholes = wholes_of(list(named.values()), [layout_of(tensor) for tensor in named.values()], mesh)
-    mine = {name: tensor.clone() for name, tensor in zip(named, wholes, strict=True)}
-    whole: Tensors = {}
+    full_tensors = full_tensors_of(list(named.values()), [layout_of(tensor) for tensor in named.values()], mesh)
+    mine = {name: tensor.clone() for name, tensor in zip(named, full_tensors, strict=True)}
+    full: Tensors = {}
     for theirs in _over_stages(mine, mesh):
-        whole.update(theirs)
-    return whole
+        full.update(theirs)
+    return full
 
 
 @torch.no_grad()
-def load_tensors(model: nn.Module, optimized: Tensors, mesh: Mesh, whole: Tensors) -> None:
+def load_tensors(model: nn.Module, optimized: Tensors, mesh: Mesh, full: Tensors) -> None:
     named = {**dict(model.named_parameters()), **dict(model.named_buffers()), **optimized}
     for name, tensor in named.items():
-        if name not in whole:
+        if name not in full:
             raise UsageError(f"the state to load has no {name}; is it another model's?")
-        if whole[name].shape != whole_shape(tensor):
+        if full[name].shape != whole_shape(tensor):
             raise UsageError(
-                f"{name} in the state to load is of shape {tuple(whole[name].shape)}; expected "
+                f"{name} in the state to load is of shape {tuple(full[name].shape)}; expected "
                 f"{tuple(whole_shape(tensor))}"
             )
-        tensor.copy_(local_of(whole[name], layout_of(tensor), mesh))
+        tensor.copy_(local_of(full[name], layout_of(tensor), mesh))
 
 
-def whole_optimizer(optimizer: Optimizer, optimized: Tensors, mesh: Mesh) -> dict[str, Any]:
+def full_optimizer(optimizer: Optimizer, optimized: Tensors, mesh: Mesh) -> dict[str, Any]:
     """Optimizer state of all stages."""
     merged: dict[str, Any] = {"state": {}, "param_groups": []}
-    for theirs in _over_stages(whole_state(optimizer, optimized.items(), mesh), mesh):
+    for theirs in _over_stages(full_optimizer_state(optimizer, optimized.items(), mesh), mesh):
         merged["state"].update(theirs["state"])
         if not merged["param_groups"]:
             merged["param_groups"] = [{**group, "params": []} for group in theirs["param_groups"]]

@@ -80,27 +80,27 @@ def lay(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
     return tensor
 
 
-def local_of(whole: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
+def local_of(full: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
     """This rank's piece of a whole tensor."""
     for split in layout.splits:
-        held = torch.as_tensor(split.held[mesh.index(*split.axes)], dtype=torch.long, device=whole.device)
-        whole = whole.index_select(split.dim, held)
-    return whole
+        held = torch.as_tensor(split.held[mesh.index(*split.axes)], dtype=torch.long, device=full.device)
+        full = full.index_select(split.dim, held)
+    return full
 
 
-def whole_of(local: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
+def full_batch_of(local: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
     """The whole tensor, from the pieces of all ranks; every rank of the layout's axes calls it."""
-    return wholes_of([local], [layout], mesh)[0]
+    return full_tensors_of([local], [layout], mesh)[0]
 
 
-def wholes_of(held: Sequence[torch.Tensor], layouts: Sequence[Layout], mesh: Mesh) -> list[torch.Tensor]:
+def full_tensors_of(held: Sequence[torch.Tensor], layouts: Sequence[Layout], mesh: Mesh) -> list[torch.Tensor]:
     """The whole tensors; many pieces travel in one message. Ranks give the same tensors in the same order."""
-    wholes: list[torch.Tensor] = []
+    full_tensors: list[torch.Tensor] = []
     for begin, end in _bunches(
         [_full_numel(*each) * each[0].element_size() for each in zip(held, layouts, strict=True)]
     ):
-        wholes += _gathered(held[begin:end], layouts[begin:end], mesh)
-    return wholes
+        full_tensors += _gathered(held[begin:end], layouts[begin:end], mesh)
+    return full_tensors
 
 
 def _gathered(held: Sequence[torch.Tensor], layouts: Sequence[Layout], mesh: Mesh) -> list[torch.Tensor]:
@@ -114,37 +114,35 @@ def _gathered(held: Sequence[torch.Tensor], layouts: Sequence[Layout], mesh: Mes
                 kind = (splits[-1].axes, now[number].dtype, now[number].device.type)
                 groups.setdefault(kind, []).append(number)
         for (axes, *_), numbers in groups.items():
-            mended = _mended(
-                [now[number] for number in numbers], [left[number].pop() for number in numbers], axes, mesh
-            )
-            for number, tensor in zip(numbers, mended, strict=True):
+            fixed = _fixed([now[number] for number in numbers], [left[number].pop() for number in numbers], axes, mesh)
+            for number, tensor in zip(numbers, fixed, strict=True):
                 now[number] = tensor
     return [tensor.to(local.device) for tensor, local in zip(now, held, strict=True)]
 
 
-def _mended(pieces: list[torch.Tensor], splits: list[Split], axes: Axes, mesh: Mesh) -> list[torch.Tensor]:
+def _fixed(shards: list[torch.Tensor], splits: list[Split], axes: Axes, mesh: Mesh) -> list[torch.Tensor]:
     """What the pieces were before these cuts, all of them along the same axes."""
     comm = mesh.comm(*axes)
     if comm.backend == "nccl":  # offloaded state is in host memory
-        pieces = [piece.to(comm.device) for piece in pieces]
+        shards = [shard.to(comm.device) for shard in shards]
     shapes = [
-        [_with(piece.shape, s.dim, len(held)) for held in s.held] for piece, s in zip(pieces, splits, strict=True)
+        [_with(shard.shape, s.dim, len(held)) for held in s.held] for shard, s in zip(shards, splits, strict=True)
     ]
     length = max(sum(math.prod(shape[rank]) for shape in shapes) for rank in range(comm.size))
-    message = pieces[0].new_zeros(length)
-    torch.cat([piece.reshape(-1) for piece in pieces], out=message[: sum(piece.numel() for piece in pieces)])
-    wholes = [
-        piece.new_empty(_with(piece.shape, split.dim, split.length))
-        for piece, split in zip(pieces, splits, strict=True)
+    message = shards[0].new_zeros(length)
+    torch.cat([shard.reshape(-1) for shard in shards], out=message[: sum(shard.numel() for shard in shards)])
+    full_tensors = [
+        shard.new_empty(_with(shard.shape, split.dim, split.length))
+        for shard, split in zip(shards, splits, strict=True)
     ]
     for rank, theirs in enumerate(comm.all_gather(message)):
         begin = 0
-        for whole, split, shape in zip(wholes, splits, shapes, strict=True):
+        for full, split, shape in zip(full_tensors, splits, shapes, strict=True):
             end = begin + math.prod(shape[rank])
-            indices = torch.as_tensor(split.held[rank], dtype=torch.long, device=whole.device)
-            whole.index_copy_(split.dim, indices, theirs[begin:end].view(shape[rank]))
+            indices = torch.as_tensor(split.held[rank], dtype=torch.long, device=full.device)
+            full.index_copy_(split.dim, indices, theirs[begin:end].view(shape[rank]))
             begin = end
-    return wholes
+    return full_tensors
 
 
 def _with(shape: Sequence[int], dim: int, length: int) -> list[int]:

@@ -44,19 +44,19 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.comm.same_data import SameBatch
 from unisono.errors import UsageError
-from unisono.mesh import random_ops
-from unisono.mesh.random import SampleDim
+from unisono.mesh.random import random_ops
+from unisono.mesh.random.state import SampleDim
 from unisono.parallel import autograd_collectives as conjugates
 from unisono.parallel.checks.samples import Samples, find_samples
 from unisono.parallel.data.bucket import summed_axes
 from unisono.parallel.data.clip import TorchClipping
 from unisono.parallel.data.reducer import current_step
-from unisono.parallel.expert.expert import MoE, needs_whole_batch
+from unisono.parallel.expert.expert import MoE, needs_full_batch
 from unisono.parallel.inputs import register_dataclasses
 from unisono.parallel.layout import Split, layout_of
 from unisono.parallel.precision import HALVES
 from unisono.parallel.share import rows_of
-from unisono.parallel.tensor.logits import in_pieces
+from unisono.parallel.tensor.logits import in_shards
 from unisono.parallel.zero.units import on_gradient, refuse_create_graph
 from unisono.parallel.zero.zero import Zero
 from unisono.plan.plan import DATA, REPLICAS
@@ -151,9 +151,9 @@ class OwnLoop:
         trainer.random.sample_dims = trainer.sample_dims
         if step is None:
             call.scope.enter_context(trainer.random)
-            call.scope.enter_context(in_pieces(False))
+            call.scope.enter_context(in_shards(False))
             call.scope.enter_context(trainer.computing())
-            call.scope.enter_context(trainer.heads_whole(kwargs if kwargs and not args else args))
+            call.scope.enter_context(trainer.heads_full(kwargs if kwargs and not args else args))
         if step is not None:
             call.leave = _Scale(self._replicas.size)
             return _mapped(given, _Scale(1 / self._replicas.size))
@@ -161,7 +161,7 @@ class OwnLoop:
             assert trainer.context is not None
             trainer.context.expect(given, None)
             given = _mapped(given, _Used(self._cp))
-        if self._data.size == 1 or not (trains or needs_whole_batch(trainer.model)):
+        if self._data.size == 1 or not (trains or needs_full_batch(trainer.model)):
             return given
         if trainer.batch_dim != 0:
             raise UsageError(
@@ -229,7 +229,7 @@ class OwnLoop:
         if call.leave is not None:
             outputs = _mapped(outputs, call.leave)
         elif self._cp is not None:
-            outputs = self._with_whole_sequences(outputs)
+            outputs = self._with_full_sequences(outputs)
         if call.lengths is not None:
             outputs = self._gathered(outputs, call.lengths)
         if self._trainer.precision.dtype is not None:
@@ -244,21 +244,21 @@ class OwnLoop:
             random_ops.keep(self)
         return outputs
 
-    def _with_whole_sequences(self, outputs: Any) -> Any:
+    def _with_full_sequences(self, outputs: Any) -> Any:
         context = self._trainer.context
         assert context is not None
         assert self._cp is not None
-        if context.is_whole:
+        if context.is_full:
             return outputs
         tokens = context.tokens(context.length)
         gather = _Gather(1, tokens.counts, self._cp)
 
-        def whole(leaf: Any) -> Any:
+        def full(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor) or leaf.ndim < 2 or leaf.shape[1] != tokens.counts[context.comm.rank]:
                 return leaf
             return tokens.ordered(gather(leaf), 1)
 
-        return tree_map(whole, outputs)
+        return tree_map(full, outputs)
 
     def _gathered(self, outputs: Any, lengths: Lengths) -> Any:
         mine = lengths[self._data.rank]

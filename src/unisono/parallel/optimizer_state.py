@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.layout import layout_of, local_of, wholes_of
+from unisono.parallel.layout import full_tensors_of, layout_of, local_of
 
 Named = Iterable[tuple[str, torch.Tensor]]
 _LIES = "as the parameter"
@@ -28,7 +28,7 @@ def whole_shape(tensor: torch.Tensor) -> torch.Size:
     return torch.Size(shape)
 
 
-def whole_state(optimizer: Optimizer, named: Named, mesh: Mesh) -> dict[str, Any]:
+def full_optimizer_state(optimizer: Optimizer, named: Named, mesh: Mesh) -> dict[str, Any]:
     """{"state": {name: {key: whole tensor or value}}, "param_groups": [...]}. Every rank of the mesh calls it."""
     tensors = dict(named)
     names = {id(tensor): name for name, tensor in tensors.items()}
@@ -36,28 +36,28 @@ def whole_state(optimizer: Optimizer, named: Named, mesh: Mesh) -> dict[str, Any
         {**group, "params": [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]}
         for group in optimizer.param_groups
     ]
-    return {"state": _whole_states(optimizer, tensors, mesh), "param_groups": groups}
+    return {"state": _full_states(optimizer, tensors, mesh), "param_groups": groups}
 
 
-def _whole_states(optimizer: Optimizer, tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, dict[str, Any]]:
+def _full_states(optimizer: Optimizer, tensors: dict[str, torch.Tensor], mesh: Mesh) -> dict[str, dict[str, Any]]:
     states = {name: optimizer.state.get(tensor, {}) for name, tensor in tensors.items()}
-    whole = {
+    full = {
         name: {
             key: value.detach().clone() if isinstance(value, torch.Tensor) else value for key, value in state.items()
         }
         for name, state in states.items()
     }
-    pieces: dict[tuple[str, str], torch.Tensor] = {}
+    shards: dict[tuple[str, str], torch.Tensor] = {}
     for name, entries in _everyones(states, tensors, mesh).items():
-        whole[name] = entries
+        full[name] = entries
         for key, value in entries.items():
             if isinstance(value, tuple) and value[0] == _LIES:
                 tensor = tensors[name]
-                pieces[name, key] = states[name].get(key, tensor.new_empty(tensor.shape, dtype=value[1]))
-    gathered = wholes_of(list(pieces.values()), [layout_of(tensors[name]) for name, _ in pieces], mesh)
-    for (name, key), tensor in zip(pieces, gathered, strict=True):
-        whole[name][key] = tensor
-    return whole
+                shards[name, key] = states[name].get(key, tensor.new_empty(tensor.shape, dtype=value[1]))
+    gathered = full_tensors_of(list(shards.values()), [layout_of(tensors[name]) for name, _ in shards], mesh)
+    for (name, key), tensor in zip(shards, gathered, strict=True):
+        full[name][key] = tensor
+    return full
 
 
 def _everyones(
@@ -68,8 +68,8 @@ def _everyones(
     for name, tensor in tensors.items():
         axes = tuple(_in_order(layout_of(tensor).axes, mesh))
         if axes:
-            told = {key: _told(value, tensor) for key, value in states[name].items()}
-            groups.setdefault(axes, {})[name] = told
+            reported = {key: _reported(value, tensor) for key, value in states[name].items()}
+            groups.setdefault(axes, {})[name] = reported
     found: dict[str, dict[str, Any]] = {}
     for axes, mine in groups.items():
         for theirs in mesh.comm(*axes).all_gather_object(mine):
@@ -78,7 +78,7 @@ def _everyones(
     return {name: found[name] for name in tensors if name in found}
 
 
-def _told(value: Any, tensor: torch.Tensor) -> Any:
+def _reported(value: Any, tensor: torch.Tensor) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return (_LIES, value.dtype) if value.shape == tensor.shape and tensor.ndim else value.detach().cpu()
@@ -89,7 +89,7 @@ def _in_order(axes: Iterable[str], mesh: Mesh) -> list[str]:
 
 
 @torch.no_grad()
-def load_whole_state(optimizer: Optimizer, named: Named, mesh: Mesh, state: dict[str, Any]) -> None:
+def load_full_state(optimizer: Optimizer, named: Named, mesh: Mesh, state: dict[str, Any]) -> None:
     """Put whole state back, each rank keeping its piece; the plan may be another than the one that saved it."""
     tensors = dict(named)
     unknown = sorted(set(tensors) - set(state["state"]))
@@ -106,12 +106,12 @@ def load_whole_state(optimizer: Optimizer, named: Named, mesh: Mesh, state: dict
         group.update({key: value for key, value in loaded.items() if key != "params"})
     for name, tensor in tensors.items():
         shape = whole_shape(tensor)
-        pieces = {key: _piece(value, tensor, shape, mesh) for key, value in state["state"][name].items()}
-        if pieces:
-            optimizer.state[tensor] = pieces
+        shards = {key: _shard(value, tensor, shape, mesh) for key, value in state["state"][name].items()}
+        if shards:
+            optimizer.state[tensor] = shards
 
 
-def _piece(value: Any, tensor: torch.Tensor, shape: torch.Size, mesh: Mesh) -> Any:
+def _shard(value: Any, tensor: torch.Tensor, shape: torch.Size, mesh: Mesh) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     if value.shape == shape and shape:

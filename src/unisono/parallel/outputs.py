@@ -10,7 +10,7 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.mesh.random import SampleDim
+from unisono.mesh.random.state import SampleDim
 from unisono.parallel.context.context import Context
 
 _PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -76,15 +76,15 @@ def _fault(
     return ""
 
 
-def with_whole_sequences(outputs: Any, context: Context | None) -> Any:
+def with_full_sequences(outputs: Any, context: Context | None) -> Any:
     """Outputs of this rank's tokens become those of all "cp" ranks' tokens."""
-    if context is None or context.comm.size == 1 or context.is_whole:
+    if context is None or context.comm.size == 1 or context.is_full:
         return outputs
     count = context.tokens(context.length).count(context.comm.rank)
-    return _mapped(outputs, lambda leaf: _whole(leaf, count, context))
+    return _mapped(outputs, lambda leaf: _full(leaf, count, context))
 
 
-def _whole(leaf: torch.Tensor, count: int, context: Context) -> torch.Tensor:
+def _full(leaf: torch.Tensor, count: int, context: Context) -> torch.Tensor:
     if leaf.ndim < 2 or leaf.shape[1] != count:
         return leaf
     return context.join(leaf, context.length)

@@ -30,12 +30,12 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 from unisono.errors import UsageError
-from unisono.mesh import dropout
-from unisono.mesh.random import RandomState
+from unisono.mesh.random.active import active_state
+from unisono.mesh.random.state import RandomState
 from unisono.parallel.autograd_collectives import require_eager
 from unisono.parallel.blocks import find_blocks
-from unisono.parallel.context import sharded_attention as spread_attention
-from unisono.parallel.context.sharded_attention import SpreadAttention
+from unisono.parallel.context import sharded_attention
+from unisono.parallel.context.sharded_attention import ShardedAttention
 from unisono.plan.plan import RECOMPUTE
 from unisono.torch_compat import function_modes
 from unisono.torch_patches import attention
@@ -114,7 +114,7 @@ def _checkpointed(module: nn.Module | None, function: Callable[..., Any], *args:
     for value in args:
         require_eager(value, "a recomputed module runs")
     held = () if module is None else module.parameters()
-    again = _SecondRun(module, dropout.active(), spread_attention.active(), function_modes())
+    again = _SecondRun(module, active_state(), sharded_attention.active(), function_modes())
     return checkpoint(
         function,
         *args,
@@ -140,11 +140,11 @@ class _SecondRun:
         self,
         module: nn.Module | None,
         state: RandomState | None,
-        spread: SpreadAttention | None,
+        sharded: ShardedAttention | None,
         modes: Sequence[TorchFunctionMode],
     ) -> None:
         self._module = module
-        self._around = [each for each in (state, spread) if each is not None]
+        self._around = [each for each in (state, sharded) if each is not None]
         self._modes = modes
 
     def __enter__(self) -> None:

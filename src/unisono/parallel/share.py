@@ -18,7 +18,7 @@ import torch
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_unflatten
 
 from unisono.errors import UsageError
-from unisono.mesh.random import SampleDim
+from unisono.mesh.random.state import SampleDim
 from unisono.parallel.layout import Split
 
 BatchDim = Any  # an int or None for all tensors below, or the structure of a batch with such in the place of tensors
@@ -52,7 +52,7 @@ def shares(batch: Any, count: int, dim: BatchDim = 0) -> list[Share]:
     return [share(batch, index, count, dim) for index in range(count)]
 
 
-def whole_of(parts: list[Share], dim: BatchDim = 0) -> Any:
+def full_batch_of(parts: list[Share], dim: BatchDim = 0) -> Any:
     """The batch that was cut into these parts, in whatever order they come; on the device of the first of them."""
     parts = sorted(parts, key=lambda part: part.positions.start)
     columns = zip(*(tree_flatten(part.batch)[0] for part in parts), strict=True)

@@ -20,9 +20,9 @@ from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tr
 
 from unisono.comm.same_data import SameBatch
 from unisono.errors import UsageError
-from unisono.mesh.fused import fused
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.random import Key, RandomState, SampleDim
+from unisono.mesh.optimizers import fused
+from unisono.mesh.random.state import Key, RandomState, SampleDim
 from unisono.parallel.checks.optimizer_scope import require_elementwise_hooks, run_own_hooks_last
 from unisono.parallel.checks.parameter_reads import ParameterReads
 from unisono.parallel.checks.samples import Samples, find_samples
@@ -30,14 +30,14 @@ from unisono.parallel.context.context import Context
 from unisono.parallel.data.clip import TorchClipping, clip_by_norm, clip_by_value
 from unisono.parallel.data.data_parallel import DataParallel
 from unisono.parallel.expert.expert import collect_aux
-from unisono.parallel.full_state import load_tensors, whole_optimizer, whole_tensors
+from unisono.parallel.full_state import full_optimizer, full_tensors_in, load_tensors
 from unisono.parallel.inputs import call
 from unisono.parallel.layout import Split, layout_of
 from unisono.parallel.loss.batch_loss import GatheredLoss
 from unisono.parallel.loss.loss import GlobalLoss
 from unisono.parallel.loss.model_loss import ModelLoss, Recorded
-from unisono.parallel.optimizer_state import load_whole_state
-from unisono.parallel.outputs import joined, with_whole_sequences
+from unisono.parallel.optimizer_state import load_full_state
+from unisono.parallel.outputs import joined, with_full_sequences
 from unisono.parallel.pipeline.generation import generated
 from unisono.parallel.pipeline.runtime import PipelineRuntime
 from unisono.parallel.pipeline.tied import TiedGradients
@@ -56,7 +56,7 @@ from unisono.parallel.share import (
     targets_dim,
 )
 from unisono.parallel.tensor.head_width import HeadWidth
-from unisono.parallel.tensor.logits import Proof, in_pieces, whole_of_piece
+from unisono.parallel.tensor.logits import Proof, full_of_shard, in_shards
 from unisono.parallel.zero.zero import Zero
 from unisono.plan.plan import DATA, REPLICAS, Plan
 from unisono.plan.schedules.action import Action
@@ -100,7 +100,7 @@ class Trainer:
     _predicts: Samples | None = None  # where samples lie in what the model returns in evaluation mode
     _tries_predictions: bool = True  # whether the next prediction is to find out
     head_width: HeadWidth | None = None  # of the whole model, until a step has shown that tp has not cut through heads
-    _whole: tuple[Any, Any] | None = None  # the global batch, where this rank was given all of it
+    _full: tuple[Any, Any] | None = None  # the global batch, where this rank was given all of it
     _microbatches: list[Share] = field(default_factory=list)
     logits: Proof = field(init=False)
     _records: bool = False  # whether forwards are recorded for the model's own loss
@@ -179,7 +179,7 @@ class Trainer:
         if self.tries_samples:
             self.tries_samples = False
             self.samples = self._tried_samples(batch, self.loss.loss)
-        with self.heads_whole((batch.batch if isinstance(batch, Share) else batch)[0]), self._cut(batch):
+        with self.heads_full((batch.batch if isinstance(batch, Share) else batch)[0]), self._cut(batch):
             if self.pipeline is None:
                 self._run_microbatches()
                 loss = self.loss.total(self._partials)
@@ -271,7 +271,7 @@ class Trainer:
                     for number, part in enumerate(self._microbatches):
                         with self._microbatch(number), self.computing(), run_on(part):
                             outputs.append(call(self.model, self._inputs(part)))
-        outputs = [with_whole_sequences(part, self.context) for part in outputs]
+        outputs = [with_full_sequences(part, self.context) for part in outputs]
         places = self.prediction_places(outputs[0], rows[0])
         are_known = any(known is not None and places is known.outputs for known in (self._predicts, self.samples))
         return joined(outputs, rows, self.mesh.comm(*DATA), places, may_lack_samples=are_known)
@@ -301,7 +301,7 @@ class Trainer:
     def _observed(self, observe: Callable[[Any, Any], None] | None) -> Iterator[None]:
         self._observe = observe
         try:
-            with contextlib.nullcontext() if observe is None else in_pieces(False):
+            with contextlib.nullcontext() if observe is None else in_shards(False):
                 yield
         finally:
             self._observe = None
@@ -325,7 +325,7 @@ class Trainer:
         self._require_rows(mine)
         self._microbatches = shares(mine.batch, self.plan.microbatches, self.batch_dim)
         self._partials = []
-        self._whole = None if isinstance(batch, Share) or self.batch == "local" else batch
+        self._full = None if isinstance(batch, Share) or self.batch == "local" else batch
         inputs, targets = mine.batch
         if self.context is not None:
             self.context.expect(inputs, self._labelled(mine.batch) if wants_loss else targets)
@@ -340,7 +340,7 @@ class Trainer:
             held = self.random.samples(mine.positions, mine.of)
         # Who has targets is after a loss: it needs no whole logits.
         is_for_loss = targets is not None or self._records
-        with self.random, held, in_pieces(is_for_loss):
+        with self.random, held, in_shards(is_for_loss):
             yield
 
     @property
@@ -367,7 +367,7 @@ class Trainer:
         return samples
 
     @contextlib.contextmanager
-    def heads_whole(self, inputs: Any) -> Iterator[None]:
+    def heads_full(self, inputs: Any) -> Iterator[None]:
         """In the first run of the model, on these inputs: UsageError where tp has cut through heads."""
         if self.head_width is None:
             yield
@@ -497,7 +497,7 @@ class Trainer:
 
     def _targets(self, part: Share) -> Any:
         targets = self._labelled(part.batch)
-        return targets if self.context is None else self.context.cut_targets(targets)
+        return targets if self.context is None else self.context.shard_targets(targets)
 
     def _labelled(self, batch: tuple[Any, Any]) -> Any:
         """The targets, with the labels among the inputs where the model takes such."""
@@ -506,9 +506,9 @@ class Trainer:
     def _pairs(self, outputs: Any, part: Share) -> list[tuple[Any, Any]]:
         """What the loss is called with for a microbatch: all of it, or each run of this rank's tokens where the loss
         looks from a token at the next one."""
-        if self.context is None or self.context.is_whole or not self.loss.shift:
+        if self.context is None or self.context.is_full or not self.loss.shift:
             return [(outputs, self._targets(part))]
-        return self.context.shifted_runs(tree_map(whole_of_piece, outputs), self._labelled(part.batch))
+        return self.context.shifted_runs(tree_map(full_of_shard, outputs), self._labelled(part.batch))
 
     def _rows(self, part: Share) -> int:
         """How many samples of the outputs for this part the rank has."""
@@ -536,7 +536,7 @@ class Trainer:
         """This microbatch's part of the loss. The first one counts what all of them will count."""
         part = self._microbatches[number]
         outputs = self.logits.fitting(outputs, self._targets(part))
-        _require_whole_parameters(outputs, are_gathered=self.plan.zero == 3)
+        _require_full_parameters(outputs, are_gathered=self.plan.zero == 3)
         if number == 0:
             if self.context is not None:
                 self.loss.learn_shift(outputs, self._targets(part))
@@ -544,12 +544,12 @@ class Trainer:
             places = self.output_places(outputs, rows[0])
             self.loss.expect(places, targets_dim(self.batch_dim))
             likes = [_with_rows(outputs, places, rows[0], count) for count in rows]
-            whole = None
-            if self.pipeline is None and self.context is None and self._whole is not None:
-                count = first_rows(self._whole, self.batch_dim)
-                whole = (_with_rows(outputs, places, rows[0], count), self._labelled(self._whole))
+            full = None
+            if self.pipeline is None and self.context is None and self._full is not None:
+                count = first_rows(self._full, self.batch_dim)
+                full = (_with_rows(outputs, places, rows[0], count), self._labelled(self._full))
             pairs = [self._pairs(like, each) for like, each in zip(likes, self._microbatches, strict=True)]
-            self.loss.prepare([pair for of_microbatch in pairs for pair in of_microbatch], whole)
+            self.loss.prepare([pair for of_microbatch in pairs for pair in of_microbatch], full)
         partials = [self.loss(*pair) for pair in self._pairs(outputs, part)]
         partial = sum(partials[1:], partials[0]) if partials else _zero_of(outputs)
         if self._observe is not None:
@@ -582,8 +582,8 @@ class Trainer:
         self.loss.settle()
         optimized = dict(self.optimized())
         return {
-            "model": whole_tensors(self.model, optimized, self.mesh),
-            "optimizer": whole_optimizer(self.optimizer, optimized, self.mesh),
+            "model": full_tensors_in(self.model, optimized, self.mesh),
+            "optimizer": full_optimizer(self.optimizer, optimized, self.mesh),
             "steps": self.steps,
             "skipped": self.skipped,
             "scaler": None if self.scaler is None else self.scaler.state_dict(),
@@ -595,7 +595,7 @@ class Trainer:
         load_tensors(self.model, optimized, self.mesh, state["model"])
         if isinstance(self.replicas, Zero):
             self.replicas.publish()
-        load_whole_state(self.optimizer, optimized.items(), self.mesh, state["optimizer"])
+        load_full_state(self.optimizer, optimized.items(), self.mesh, state["optimizer"])
         self.steps, self.skipped = state["steps"], state["skipped"]
         if self.scaler is not None and state["scaler"] is not None:
             self.scaler.load_state_dict(state["scaler"])
@@ -637,7 +637,7 @@ def _joined_batches(parts: Sequence[Any], dim: BatchDim) -> Any:
     return tree_unflatten(made, tree_flatten(parts[0])[1])
 
 
-def _require_whole_parameters(outputs: Any, are_gathered: bool) -> None:
+def _require_full_parameters(outputs: Any, are_gathered: bool) -> None:
     """are_gathered: for a forward pass only, by zero=3."""
     if not any(isinstance(leaf, nn.Parameter) for leaf in tree_flatten(outputs)[0]):
         return

@@ -17,10 +17,10 @@ from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
 from unisono.graph.capture.trace import trace
-from unisono.mesh.fused import fused
+from unisono.mesh.optimizers import fused
 from unisono.parallel.apply import refuse_what_cannot_be_right
 from unisono.parallel.blocks import Blocks, find_blocks
-from unisono.parallel.checks.optimizer_scope import Reach, reach_of
+from unisono.parallel.checks.optimizer_scope import OptimizerScope, optimizer_scope
 from unisono.parallel.expert.even_experts import evenly_visited
 from unisono.parallel.expert.expert import MoE
 from unisono.parallel.meta.meta_tensors import deep_copy
@@ -30,7 +30,7 @@ from unisono.parallel.precision import HALVES
 from unisono.parallel.rules.rules import Styles
 from unisono.parallel.share import rows_of
 from unisono.parallel.task import Task
-from unisono.parallel.tensor.sharded_dims import cut_dims
+from unisono.parallel.tensor.sharded_dims import sharded_dims
 from unisono.parallel.tensor.tensor_parallel import deriving_once, fitting_rules, heads_of, require_shareable
 from unisono.plan.hardware.spec import Hardware
 from unisono.plan.plan import Plan
@@ -193,15 +193,15 @@ class Planner:
     def _optimizer_refusal(self, plan: Plan) -> str | None:
         reach = self._reach
         name = type(self._probe).__name__
-        if reach is Reach.TENSOR and (plan.tp > 1 or plan.ep > 1):
+        if reach is OptimizerScope.TENSOR and (plan.tp > 1 or plan.ep > 1):
             return f"{name} looks at parameters as a whole, which tp and ep cut"
-        if reach is Reach.MODEL and (plan.zero or plan.tp > 1 or plan.pp > 1 or plan.ep > 1):
+        if reach is OptimizerScope.MODEL and (plan.zero or plan.tp > 1 or plan.pp > 1 or plan.ep > 1):
             return f"{name} looks at the whole model; only dp, cp and microbatches leave it one"
         return None
 
     @cached_property
-    def _reach(self) -> Reach:
-        return reach_of(self._probe, self.task.optimizer)
+    def _reach(self) -> OptimizerScope:
+        return optimizer_scope(self._probe, self.task.optimizer)
 
     # ---- what the model shows ------------------------------------------------------------------------------------
 
@@ -300,7 +300,7 @@ def _look(module: nn.Module) -> tuple[object, ...]:
 
 def _weights(model: nn.Module, styles: Styles) -> Iterator[tuple[str, Weight]]:
     """Every parameter, with the dim that tp cuts."""
-    cut = cut_dims(model, styles)
+    cut = sharded_dims(model, styles)
     gathered = _gathered(model, styles)
     experts = {id(p) for module in model.modules() if isinstance(module, MoE) for p in _expert_parameters(module)}
     for name, parameter in model.named_parameters():

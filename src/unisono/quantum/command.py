@@ -44,13 +44,13 @@ def add_parser(subparsers: Any) -> None:
 
 
 def run(chosen: argparse.Namespace) -> int:
-    from unisono.quantum.job import Job
+    from unisono.quantum.job import QuantumJob
     from unisono.quantum.qasm import load_qasm
 
     if chosen.n < 1:
         raise UsageError(f"-n {chosen.n}: expected at least 1 rank")
     circuit = load_qasm(chosen.circuit)
-    job = Job(
+    job = QuantumJob(
         circuit,
         tuple(chosen.observable),
         shots=chosen.shots,
@@ -87,12 +87,12 @@ def run(chosen: argparse.Namespace) -> int:
 def _found(job: Any, ranks: int, backend: str | None) -> dict[str, Any]:
     from unisono.launch.spawn import spawn
     from unisono.quantum.circuit.circuit import Circuit
-    from unisono.quantum.job import Job, on_rank, read
+    from unisono.quantum.job import QuantumJob, on_rank, read
 
     if ranks == 1 and backend is None:
         return read(job, None)
     # Kernels that are not in the cache yet are compiled here, once, instead of on every rank.
-    read(Job(Circuit(6).h(0).cnot(0, 1), ("X0 Z1",), dtype=job.dtype), None)
+    read(QuantumJob(Circuit(6).h(0).cnot(0, 1), ("X0 Z1",), dtype=job.dtype), None)
     try:
         return spawn(on_rank, ranks, backend, (job,))[0]
     except LaunchError as error:
@@ -105,7 +105,7 @@ def _found(job: Any, ranks: int, backend: str | None) -> dict[str, Any]:
 
 def _numbers(option: str, text: str) -> tuple[float, ...]:
     try:
-        numbers = tuple(float(word) for word in text.split(",") if word.strip())
+        numbers = tuple(float(item) for item in text.split(",") if item.strip())
     except ValueError:
         raise UsageError(f"{option} {text!r}: expected numbers with commas between them") from None
     if not all(map(math.isfinite, numbers)):
@@ -117,7 +117,7 @@ def _wires(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
     try:
-        return tuple(int(word) for word in text.split(","))
+        return tuple(int(item) for item in text.split(","))
     except ValueError:
         raise UsageError(f"--probabilities {text!r}: expected wires with commas between them, such as 0,3,4") from None
 

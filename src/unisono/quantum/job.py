@@ -26,7 +26,7 @@ from unisono.quantum.state import State
 
 
 @dataclass(frozen=True)
-class Job:
+class QuantumJob:
     circuit: Circuit
     observables: tuple[str, ...] = ()
     shots: int | None = None
@@ -94,16 +94,18 @@ class Job:
             "text": str(forecast),
         }
         if self.observables:
-            words = {word for each in observables(self.observables) for _, word in each.paulis().terms}
-            plan = reading(sorted(words), schedule.finish, held)
+            pauli_strings = {
+                pauli_string for each in observables(self.observables) for _, pauli_string in each.paulis().terms
+            }
+            plan = reading(sorted(pauli_strings), schedule.finish, held)
             found["exchanges_of_observables"] = plan.exchanges
-            found["text"] += f"\nobservables  {len(words)} Pauli words with {plan.exchanges} exchanges"
+            found["text"] += f"\nobservables  {len(pauli_strings)} Pauli strings with {plan.exchanges} exchanges"
         if 1 << held < ranks:
             found["text"] += f"\nranks        {1 << held} of {ranks} share the state; the others would be idle"
         return found
 
 
-def on_rank(job: Job) -> dict[str, Any]:
+def on_rank(job: QuantumJob) -> dict[str, Any]:
     """What each started rank runs; the answer of rank 0 counts."""
     comm = world.init()
     try:
@@ -112,7 +114,7 @@ def on_rank(job: Job) -> dict[str, Any]:
         world.shutdown()
 
 
-def read(job: Job, comm: Communicator | None) -> dict[str, Any]:
+def read(job: QuantumJob, comm: Communicator | None) -> dict[str, Any]:
     """Simulate, and answer everything that is asked for. Every rank calls it."""
     circuit = job.circuit
     shared = share(comm, circuit.wires, narrowest=narrowest(circuit.operations), warn=False)  # the answer says it
@@ -133,7 +135,7 @@ def read(job: Job, comm: Communicator | None) -> dict[str, Any]:
     return found
 
 
-def _answer(job: Job, comm: Communicator | None, found: dict[str, Any]) -> None:
+def _answer(job: QuantumJob, comm: Communicator | None, found: dict[str, Any]) -> None:
     dtype: torch.dtype = getattr(torch, job.dtype)
     values = {"weights": job.weights, "features": job.features}
     measures = any(each.name == "measure" for each in job.circuit.operations)
@@ -159,7 +161,7 @@ def _answer(job: Job, comm: Communicator | None, found: dict[str, Any]) -> None:
         found["saved"] = job.save
 
 
-def _observed(job: Job, state: State) -> list[dict[str, Any]]:
+def _observed(job: QuantumJob, state: State) -> list[dict[str, Any]]:
     made = observables(job.observables)
     values = expectations(state, made).tolist()
     rows: list[dict[str, Any]] = [

@@ -28,8 +28,8 @@ from unisono.quantum.circuit.circuit import Circuit, require_circuit
 from unisono.quantum.circuit.parameter import finite_vector, require_seed
 from unisono.quantum.distributed.exchange import DEFAULT_CHUNK
 from unisono.quantum.distributed.memory import require_room
-from unisono.quantum.distributed.program import Program
-from unisono.quantum.distributed.rank_groups import Grid, Share, share, share_grid
+from unisono.quantum.distributed.program import QuantumProgram
+from unisono.quantum.distributed.rank_groups import Grid, RankGroup, share, share_grid
 from unisono.quantum.gradients.adjoint import gradients
 from unisono.quantum.gradients.layer_outputs import Output, output_of
 from unisono.quantum.gradients.parameter_shift import finite_differences, parameter_shift
@@ -94,8 +94,8 @@ class Layer(nn.Module):
             raise MissingPackageError("numba", "a quantum layer on the CPU (kernel='reference' is slow)", "quantum")
         self.features = circuit.features
         self.weights = nn.Parameter(_initial(weights, circuit, self.real_dtype, require_seed(seed)))
-        self._programs: dict[int, Program] = {}
-        self._shares: dict[bool, Share] = {}
+        self._programs: dict[int, QuantumProgram] = {}
+        self._shares: dict[bool, RankGroup] = {}
         if mesh is not None:
             self._shares = dict.fromkeys((False, True), share_grid(mesh, circuit.wires, batch_axis, state_axis))
             self.comm = mesh.comm(batch_axis, state_axis)
@@ -129,7 +129,7 @@ class Layer(nn.Module):
 
         return str(Forecast.of(Schedule.of(self.circuit, 1 << self.share(1).held), self.dtype))
 
-    def share(self, batch: int) -> Share:
+    def share(self, batch: int) -> RankGroup:
         """Which ranks share a state, for a batch of this size."""
         several = require_count("batch", batch, 0) > 1
         if several not in self._shares:
@@ -138,25 +138,25 @@ class Layer(nn.Module):
             self._shares[several] = share(self.comm, self.circuit.wires, batch=groups, narrowest=least)
         return self._shares[several]
 
-    def run(self, weights: np.ndarray, features: np.ndarray, ranks: Share) -> State:
+    def run(self, weights: np.ndarray, features: np.ndarray, ranks: RankGroup) -> State:
         """The state that the circuit makes for one sample."""
         program = self.program(ranks)
         return self.fresh(ranks).run(program, weights, features)
 
-    def fresh(self, ranks: Share) -> State:
+    def fresh(self, ranks: RankGroup) -> State:
         return State(self.circuit.wires, ranks.comm, dtype=self.dtype, device=self.device, kernel=self.kernel)
 
-    def require_gradient_room(self, ranks: Share) -> None:
+    def require_gradient_room(self, ranks: RankGroup) -> None:
         """Refuse, before a forward allocates anything, what its backward would not find room for."""
         wires, device = self.circuit.wires, device_of(ranks.comm, self.device)
         what = "a state and its co-state, for gradients,"
         require_room(wires, ranks.held, self.dtype, device, DEFAULT_CHUNK, ranks.comm, what, states=2)
 
-    def program(self, ranks: Share) -> Program:
+    def program(self, ranks: RankGroup) -> QuantumProgram:
         """The circuit for this rank, its kernels ready."""
         if ranks.held not in self._programs:
             schedule = Schedule.of(self.circuit, 1 << ranks.held, nodes=nodes_of(ranks.comm))
-            made = Program.of(schedule, ranks.comm.rank if ranks.comm else 0)
+            made = QuantumProgram.of(schedule, ranks.comm.rank if ranks.comm else 0)
             axes, device = self.circuit.wires - ranks.held, device_of(ranks.comm, self.device)
             made.prepare(axes, self.dtype, device, self.kernel)
             self._programs[ranks.held] = made
@@ -247,12 +247,12 @@ class _FirstOnly(torch.autograd.Function):
         raise UsageError("the gradients of a quantum layer were differentiated; it has first derivatives only")
 
 
-def _adjoint(layer: Layer, state: State, gradient: torch.Tensor, given: tuple, ranks: Share) -> tuple:
+def _adjoint(layer: Layer, state: State, gradient: torch.Tensor, given: tuple, ranks: RankGroup) -> tuple:
     costate = layer.output.costate(state, torch.empty(0), gradient)
     return gradients(layer.program(ranks), state, costate, *given)
 
 
-def _by_running(layer: Layer, gradient: torch.Tensor, given: tuple, ranks: Share) -> tuple:
+def _by_running(layer: Layer, gradient: torch.Tensor, given: tuple, ranks: RankGroup) -> tuple:
     """Gradients of Re <gradient, output>; every rank of a state has them whole, so each reports its share."""
 
     def evaluate(circuit: Circuit, weights: np.ndarray, features: np.ndarray) -> float:
@@ -268,12 +268,12 @@ def _by_running(layer: Layer, gradient: torch.Tensor, given: tuple, ranks: Share
     return found[0] / (1 << ranks.held), found[1] / (1 << ranks.held)
 
 
-def _mine(ranks: Share, batch: int) -> range:
+def _mine(ranks: RankGroup, batch: int) -> range:
     """The samples of this rank's group; surplus ranks have none."""
     return range(ranks.group, batch, ranks.groups) if ranks.group >= 0 else range(0)
 
 
-def _gathered(out: torch.Tensor, layer: Layer, ranks: Share) -> torch.Tensor:
+def _gathered(out: torch.Tensor, layer: Layer, ranks: RankGroup) -> torch.Tensor:
     """Every sample's output on every rank; a group's own rank 0 tells."""
     if layer.comm is None or (ranks.groups == 1 and layer.comm.size == 1 << ranks.held):
         return out

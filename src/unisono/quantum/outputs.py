@@ -28,7 +28,7 @@ from unisono.quantum.observables.application import applied, inner
 from unisono.quantum.observables.expectation import pauli_values
 from unisono.quantum.observables.observable import observables
 from unisono.quantum.schedule.step import Exchange
-from unisono.quantum.state import NORM_TOLERANCE, State, require_state, whole_vector
+from unisono.quantum.state import NORM_TOLERANCE, State, full_vector, require_state
 
 MOST_PROBABILITIES = 26  # wires
 MOST_DENSITY = 10  # wires
@@ -91,8 +91,8 @@ def samples(state: State, shots: int, *, seed: int = 0, wires: Sequence[int] | N
                 shots_here = np.flatnonzero(which == number)
                 picks[shots_here] = _drawn(table, uniform[shots_here])
         picks = _agreed(state, picks)  # sums may differ in the last bit between ranks; readings must not
-        for place in range(start, stop):
-            read[:, place] = picks >> (stop - 1 - place) & 1
+        for at in range(start, stop):
+            read[:, at] = picks >> (stop - 1 - at) & 1
     return torch.from_numpy(read)
 
 
@@ -133,10 +133,10 @@ def density(state: State, wires: Sequence[int]) -> torch.Tensor:
     """The reduced density matrix of a few wires, complex128, the first wire most significant."""
     chosen = _checked(require_state(state, "density"), wires, MOST_DENSITY)
     if len(chosen) > state.wires - state.held:
-        return _density_from_words(state, chosen)
+        return _density_from_pauli_strings(state, chosen)
     with _local(state, chosen):
         total = torch.zeros((1 << len(chosen),) * 2, dtype=torch.complex128, device=state.device)
-        for part, _, free in _parts(state, {}, whole=chosen):
+        for part, _, free in _parts(state, {}, full=chosen):
             rest = [wire for wire in free if wire not in chosen]
             matrix = _permuted(part, [free.index(wire) for wire in (*chosen, *rest)]).view(1 << len(chosen), -1)
             total += matrix.to(torch.complex128) @ matrix.to(torch.complex128).conj().T
@@ -174,7 +174,7 @@ def overlap(left: State, right: State | torch.Tensor | np.ndarray) -> complex:
             return inner(left, right)
         theirs = shard(right)
     else:
-        right = whole_vector(right, left.wires)
+        right = full_vector(right, left.wires)
         size = 1 << (left.wires - left.held)
         theirs = right[left.rank * size : (left.rank + 1) * size].to(left.device)
     product_ = torch.vdot(shard(left).to(torch.complex128), theirs.to(torch.complex128))
@@ -184,7 +184,7 @@ def overlap(left: State, right: State | torch.Tensor | np.ndarray) -> complex:
 def fidelity(left: State, right: State | torch.Tensor | np.ndarray) -> float:
     """|<left|right>|^2 of states of norm one."""
     if isinstance(left, State) and not isinstance(right, State):
-        norm = float(torch.linalg.vector_norm(whole_vector(right, left.wires).to(torch.complex128)))
+        norm = float(torch.linalg.vector_norm(full_vector(right, left.wires).to(torch.complex128)))
         if not abs(norm - 1) <= NORM_TOLERANCE:
             raise UsageError(f"fidelity with amplitudes of norm {norm:.6g}: expected 1; uq.overlap takes any")
     return abs(overlap(left, right)) ** 2
@@ -249,13 +249,13 @@ def _marginal(state: State, wires: Sequence[int], fixed: Mapping[int, int]) -> t
 
 
 def _parts(
-    state: State, known: Mapping[int, int], whole: Sequence[int] = ()
+    state: State, known: Mapping[int, int], full: Sequence[int] = ()
 ) -> Iterator[tuple[torch.Tensor, dict[int, int], list[int]]]:
-    """The local amplitudes where known wires have their bits, in parts of bounded size, not cut at `whole`.
+    """The local amplitudes where known wires have their bits, in parts of bounded size, not cut at `full`.
 
     With each part come all bits that are known of it and the wires that are its axes."""
     free = [wire for wire in state.layout[state.held :] if wire not in known]
-    cut = [wire for wire in free if wire not in whole][: max(0, len(free) - _PART)]
+    cut = [wire for wire in free if wire not in full][: max(0, len(free) - _PART)]
     axes = [axis for axis, wire in enumerate(state.layout[state.held :]) if wire in known or wire in cut]
     for bits in product((0, 1), repeat=len(cut)):
         all_known = {**known, **dict(zip(cut, bits, strict=True))}
@@ -281,14 +281,14 @@ def _summed(values: torch.Tensor, kept: Sequence[bool]) -> torch.Tensor:
     return values.view(shape).sum(sums).reshape(-1) if sums else values
 
 
-def _density_from_words(state: State, wires: Sequence[int]) -> torch.Tensor:
-    """For states whose ranks have fewer wires than are asked for: from the values of all Pauli words."""
-    letters = [*product("IXYZ", repeat=len(wires))]
-    words = [tuple(sorted((w, c) for w, c in zip(wires, each, strict=True) if c != "I")) for each in letters]
-    values = pauli_values(state, words).tolist()
+def _density_from_pauli_strings(state: State, wires: Sequence[int]) -> torch.Tensor:
+    """For states whose ranks have fewer wires than are asked for: from the values of all Pauli strings."""
+    paulis = [*product("IXYZ", repeat=len(wires))]
+    pauli_strings = [tuple(sorted((w, c) for w, c in zip(wires, each, strict=True) if c != "I")) for each in paulis]
+    values = pauli_values(state, pauli_strings).tolist()
     total: Any = 0
-    for each, value in zip(letters, values, strict=True):
-        total = total + value * reduce(np.kron, [PAULIS[letter] for letter in each])  # type: ignore[arg-type]
+    for each, value in zip(paulis, values, strict=True):
+        total = total + value * reduce(np.kron, [PAULIS[pauli] for pauli in each])  # type: ignore[arg-type]
     return torch.from_numpy(total / 2 ** len(wires))
 
 
@@ -331,7 +331,7 @@ def _permuted(amplitudes: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
 
 def _ordered(state: State, held_index: int) -> int:
     """The held index with its bits in the order of wires."""
-    bits = {wire: held_index >> (state.held - 1 - place) & 1 for place, wire in enumerate(state.layout[: state.held])}
+    bits = {wire: held_index >> (state.held - 1 - at) & 1 for at, wire in enumerate(state.layout[: state.held])}
     index = 0
     for wire in sorted(bits):
         index = index << 1 | bits[wire]

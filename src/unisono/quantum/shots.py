@@ -16,7 +16,7 @@ from unisono.errors import UsageError
 from unisono.quantum.circuit.circuit import Circuit, require_circuit
 from unisono.quantum.circuit.parameter import require_seed
 from unisono.quantum.distributed.local_steps import Measure
-from unisono.quantum.distributed.program import Program
+from unisono.quantum.distributed.program import QuantumProgram
 from unisono.quantum.outputs import require_shots, samples
 from unisono.quantum.state import State
 
@@ -74,7 +74,7 @@ def _courses(circuit: Circuit, state: State, shots: int, given: tuple, seed: int
     shared, rest = _parted(circuit)
     weights, features = given
     state.run(shared, weights[: shared.weights], features[: shared.features])
-    program = Program.of(state.schedule(rest), state.rank, state.index_map)
+    program = QuantumProgram.of(state.schedule(rest), state.rank, state.index_map)
     bits = torch.zeros((shots, circuit.bits), dtype=torch.uint8)
     draws = [np.random.default_rng([seed, shot]) for shot in range(shots)]
     measurements = sum(isinstance(step, Measure) for step in program.steps)
@@ -86,7 +86,7 @@ def _courses(circuit: Circuit, state: State, shots: int, given: tuple, seed: int
 
 
 def _walk(
-    course: State, program: Program, place: int, shots: np.ndarray, draws: list, bits: torch.Tensor, given: tuple
+    course: State, program: QuantumProgram, place: int, shots: np.ndarray, draws: list, bits: torch.Tensor, given: tuple
 ) -> None:
     """Run the steps from `place` on for shots that have read alike; at a measurement they part."""
     for number in range(place, len(program.steps)):

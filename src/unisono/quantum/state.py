@@ -2,7 +2,7 @@
 
 state = State(28, comm)                     # |0...0>
 state.run(circuit, weights)                 # scheduled, exchanged, applied
-state.amplitudes()                          # the whole vector, on every rank, in the order of wires
+state.amplitudes()                          # the full vector, on every rank, in the order of wires
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from unisono.quantum.circuit.circuit import MOST, Circuit, require_circuit
 from unisono.quantum.circuit.parameter import finite_vector, is_index, require_seed
 from unisono.quantum.distributed.exchange import DEFAULT_CHUNK, borrow, chunks, exchange_blocks, summed
 from unisono.quantum.distributed.global_index_map import GlobalIndexMap
-from unisono.quantum.distributed.local_steps import Conditional, LocalExchange, LocalStep, Measure, Run
+from unisono.quantum.distributed.local_steps import Conditional, LocalExchange, LocalOperations, LocalStep, Measure
 from unisono.quantum.distributed.memory import require_room, zeros
-from unisono.quantum.distributed.program import Program
+from unisono.quantum.distributed.program import QuantumProgram
 from unisono.quantum.kernels.reference import block
 from unisono.quantum.kernels.runner import require_kernel
 from unisono.quantum.schedule.schedule import Schedule
@@ -98,15 +98,15 @@ class State:
         chosen = nodes_of(self.comm) if nodes is None else nodes
         return Schedule.of(circuit, 1 << self.held, nodes=chosen, start=start)
 
-    def run(self, circuit: Circuit | Schedule | Program, weights: Any = (), features: Any = ()) -> State:
+    def run(self, circuit: Circuit | Schedule | QuantumProgram, weights: Any = (), features: Any = ()) -> State:
         """Run a circuit, or a schedule or program made before for a state like this one."""
-        if not isinstance(circuit, Circuit | Schedule | Program):
+        if not isinstance(circuit, Circuit | Schedule | QuantumProgram):
             raise UsageError(f"run of a {type(circuit).__name__}: expected a Circuit, or its Schedule or Program")
         if isinstance(circuit, Circuit):
             weights, features = circuit.check_values(weights, features)
             circuit = self.schedule(circuit)
         if isinstance(circuit, Schedule):
-            circuit = Program.of(circuit, self.rank, None if self.fresh else self.index_map)
+            circuit = QuantumProgram.of(circuit, self.rank, None if self.fresh else self.index_map)
         weights = finite_vector("weights", weights, circuit.schedule.weights, copy=False)
         features = finite_vector("features", features, circuit.schedule.features, copy=False)
         circuit.prepare(self.wires - self.held, self.dtype, self.device, self.kernel)
@@ -131,7 +131,7 @@ class State:
 
     def do(self, step: LocalStep, weights: Any = (), features: Any = ()) -> None:
         """One step of a program."""
-        if isinstance(step, Run):
+        if isinstance(step, LocalOperations):
             self.apply(step, weights, features)
         elif isinstance(step, LocalExchange):
             self.exchange(step)
@@ -140,13 +140,13 @@ class State:
                 self._measure(step)
         elif isinstance(step, Conditional):
             if self.holds(step.operation.condition):
-                self.apply(Run((replace(step.operation, condition=()),)), weights, features)
+                self.apply(LocalOperations((replace(step.operation, condition=()),)), weights, features)
         else:
             raise UsageError(f"do of {shown(step)}: expected a step of a Program, or state.run(circuit)")
 
-    def apply(self, run: Run, weights: Any = (), features: Any = ()) -> None:
+    def apply(self, run: LocalOperations, weights: Any = (), features: Any = ()) -> None:
         """Operations on local axes, with this state's kernel."""
-        if not isinstance(run, Run):
+        if not isinstance(run, LocalOperations):
             raise UsageError(f"apply of {shown(run)}: expected a Run of a Program, or state.run(circuit)")
         run.runner(self.wires - self.held, self.dtype, self.device, self.kernel)(self.local, weights, features)
 
@@ -206,15 +206,15 @@ class State:
         if self.wires > _LARGEST_GATHERED:
             raise UsageError(f"{self.wires} wires: at most {_LARGEST_GATHERED} are gathered; read `local` on each rank")
         parts = [self.local] if self.comm is None else self.comm.all_gather(self.local)
-        whole = torch.empty((1 << self.held, len(self.local)), dtype=self.dtype, device=self.device)
+        full = torch.empty((1 << self.held, len(self.local)), dtype=self.dtype, device=self.device)
         for rank, part in enumerate(parts):
-            whole[int(self.index_map.table[rank])] = part
+            full[int(self.index_map.table[rank])] = part
         order = [self.layout.index(wire) for wire in range(self.wires)]
-        return whole.reshape((2,) * self.wires).permute(order).reshape(-1)
+        return full.reshape((2,) * self.wires).permute(order).reshape(-1)
 
     def set_amplitudes(self, amplitudes: torch.Tensor) -> State:
         """Begin with these 2^wires amplitudes of norm one, given alike on every rank, in the order of wires."""
-        given = whole_vector(amplitudes, self.wires)
+        given = full_vector(amplitudes, self.wires)
         norm = float(torch.linalg.vector_norm(given, dtype=torch.complex128 if given.is_complex() else torch.float64))
         if not abs(norm - 1) <= NORM_TOLERANCE:
             raise UsageError(f"amplitudes of norm {norm:.6g}: expected 1; divide them by their norm")
@@ -222,13 +222,13 @@ class State:
 
     def place(self, amplitudes: torch.Tensor) -> State:
         """The same for amplitudes of any norm: a co-state's."""
-        whole = (
-            whole_vector(amplitudes, self.wires)
+        full = (
+            full_vector(amplitudes, self.wires)
             .to(self.device, self.dtype)
             .reshape((2,) * self.wires)
             .permute(self.layout)
         )
-        self.local.copy_(whole.reshape(1 << self.held, -1)[int(self.index_map.table[self.rank])])
+        self.local.copy_(full.reshape(1 << self.held, -1)[int(self.index_map.table[self.rank])])
         self.norm_expected = self.norm()
         self.fresh = False
         return self
@@ -312,7 +312,7 @@ class State:
         return all(self.bits.get(bit, 0) == value for bit, value in condition)
 
 
-def whole_vector(amplitudes: Any, wires: int) -> torch.Tensor:
+def full_vector(amplitudes: Any, wires: int) -> torch.Tensor:
     """All amplitudes of so many wires, from a tensor or what becomes one."""
     try:
         given = torch.as_tensor(amplitudes)
@@ -363,7 +363,7 @@ def squares(amplitudes: torch.Tensor) -> torch.Tensor:
     if amplitudes.is_contiguous():
         parts = parts.view(-1)
         if len(parts) >= _SQUARES and parts.device.type == "cpu" and importlib.util.find_spec("numba") is not None:
-            from unisono.quantum.kernels.squares import squares as fast
+            from unisono.quantum.kernels.cpu import squares as fast
 
             return torch.tensor(fast(parts.numpy()), dtype=torch.float64)
     norms = [torch.linalg.vector_norm(part) for part in parts.split(_SQUARES)]

@@ -118,11 +118,11 @@ def _manifest(folder: Path) -> dict[str, Any]:
         if manifest["format"] != FORMAT:
             raise DamagedStateError(f"{file} has the format {manifest['format']!r}; expected {FORMAT!r}")
         digests = (1 << manifest["wires"]) // manifest["block"]
-        whole = sorted(manifest["layout"]) == list(range(manifest["wires"])) and len(manifest["digests"]) == digests
-        whole &= manifest["dtype"] in _DTYPES
+        full = sorted(manifest["layout"]) == list(range(manifest["wires"])) and len(manifest["digests"]) == digests
+        full &= manifest["dtype"] in _DTYPES
     except (json.JSONDecodeError, KeyError, TypeError) as error:
         raise DamagedStateError(f"{file} cannot be read: {error!r}; save the state again") from None
-    if not whole:
+    if not full:
         raise DamagedStateError(f"{file} contradicts itself; save the state again")
     return manifest
 

@@ -47,10 +47,10 @@ class Meter:
             return
         self._profiler.__exit__(kind, error, trace)
         if error is None:
-            told = sorted(_totals(self._profiler.profiler.kineto_results.experimental_event_tree()))
-            before = told[0][1] - told[0][2] if told else 0
-            held = [total for when, total, _ in told if when < self._since][-1:]
-            later = [total for when, total, _ in told if when >= self._since]
+            reported = sorted(_totals(self._profiler.profiler.kineto_results.experimental_event_tree()))
+            before = reported[0][1] - reported[0][2] if reported else 0
+            held = [total for when, total, _ in reported if when < self._since][-1:]
+            later = [total for when, total, _ in reported if when >= self._since]
             self.peak = float(max([*held, *later], default=before) - before)
 
 

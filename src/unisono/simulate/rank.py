@@ -18,12 +18,12 @@ from torch.utils import _pytree as pytree
 
 from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
-from unisono.mesh.draft import tensors_in
+from unisono.mesh.deferred_init.deferred_model import tensors_in
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.random import RandomState
+from unisono.mesh.random.state import RandomState
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.apply import applied, order_of, parallelize, refuse_what_cannot_be_right
-from unisono.parallel.pipeline.message import is_hollow
+from unisono.parallel.pipeline.message import is_placeholder
 from unisono.parallel.share import BatchDim, dims_of, first_rows, share, shares
 from unisono.parallel.task import Task
 from unisono.parallel.tensor.tensor_parallel import fitting_rules, require_shareable, shows_by_running
@@ -89,7 +89,7 @@ def _announce_messages(trainer: Trainer, upstream: Upstream, microbatches: list[
 def give_memory(model: nn.Module, device: torch.device) -> None:
     """Allocate every tensor of the model that is on meta; parameters keep their identity and attributes."""
     for _, tensor in list(tensors_in(model)):
-        if not tensor.is_meta or is_hollow(tensor):  # placeholders of other stages' parameters stay on meta
+        if not tensor.is_meta or is_placeholder(tensor):  # placeholders of other stages' parameters stay on meta
             continue
         made = torch.zeros(tensor.shape, dtype=tensor.dtype, device=device)
         if tensor.is_floating_point() and tensor.dim() > 1:

@@ -8,9 +8,9 @@ import torch
 from torch import nn
 
 from unisono.errors import UsageError
-from unisono.mesh.draft import drafted, sketched
-from unisono.mesh.initial import build
-from unisono.mesh.recording import CannotRecord
+from unisono.mesh.deferred_init.deferred_model import defer_init, defer_init_approximately
+from unisono.mesh.deferred_init.init_recorder import CannotRecord
+from unisono.mesh.deferred_init.seeded_init import build
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import find_blocks
 from unisono.parallel.task import Task
@@ -34,9 +34,9 @@ def to_try_out(task: Task, model: nn.Module) -> nn.Module:
     if task.rules is not None or why_not_tried(model):
         return model
     try:
-        return sketched(task.model, 0).model
+        return defer_init_approximately(task.model, 0).model
     except CannotRecord:
-        return model if _size(model) > _SMALL else drafted(task.model, 0).model
+        return model if _size(model) > _SMALL else defer_init(task.model, 0).model
 
 
 def why_not_tried(model: nn.Module) -> str:

@@ -16,24 +16,23 @@ import torch
 
 from unisono.parallel.data import bucket, reducer
 from unisono.parallel.data import data_parallel as data
-from unisono.parallel.meta.shadow import Shadow, Surface
+from unisono.parallel.meta.shadow import DeviceView, OnMeta
 from unisono.parallel.pipeline import stage
-from unisono.parallel.zero import shards as pieces
-from unisono.parallel.zero import units, zero
+from unisono.parallel.zero import shards, units, zero
 from unisono.torch_compat import assume_all_nonzero
 
 _aten = torch.ops.aten
 _DEVICE = torch.Tensor.device.__get__
 _UNISONO = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 _MODES = tuple(_UNISONO + name for name in ("simulate", "explain", os.path.join("parallel", "meta", "shadow.py")))
-_ALLOCATING = {module.__file__ for module in (bucket, data, pieces, reducer, units, zero, stage)}
+_ALLOCATING = {module.__file__ for module in (bucket, data, shards, reducer, units, zero, stage)}
 _TORCH = os.path.dirname(os.path.abspath(torch.__file__)) + os.sep
 
 
-class WithoutValues(Shadow):
+class WithoutValues(OnMeta):
     def __init__(self, device: torch.device) -> None:
         super().__init__(device)
-        self._surface = _Surface(device)
+        self._surface = _ValueQueries(device)
         self._nonzero = assume_all_nonzero()
 
     def __enter__(self) -> WithoutValues:
@@ -59,7 +58,7 @@ class WithoutValues(Shadow):
         return super().operate(func, args, kwargs)
 
 
-class _Surface(Surface):
+class _ValueQueries(DeviceView):
     """Code that allocates gradients and messages sees where a tensor is, so that these take no memory either."""
 
     def __torch_function__(

@@ -9,7 +9,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
 from unisono.errors import UsageError
-from unisono.mesh.random import SampleDim
+from unisono.mesh.random.state import SampleDim
 from unisono.parallel.share import (
     BatchDim,
     Share,

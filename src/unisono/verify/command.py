@@ -11,8 +11,8 @@ from unisono.plan.plan import Plan
 
 if TYPE_CHECKING:
     from unisono.parallel.task import Task
-    from unisono.verify.on_mesh import OnMesh
-    from unisono.verify.verdict import Verdict
+    from unisono.verify.compare import Verdict
+    from unisono.verify.mesh_program import ProgramSpec
 
 
 def add_parser(subparsers: Any) -> None:
@@ -42,8 +42,8 @@ def run(chosen: argparse.Namespace) -> int:
     if chosen.n is not None and chosen.n < 1:
         raise UsageError(f"-n {chosen.n}: expected at least 1 rank")
     if chosen.program is not None:
-        on_mesh = _on_mesh(chosen.program)
-        return _run_one(chosen, on_mesh.fit(on_mesh.world if chosen.n is None else chosen.n))
+        spec = _program_spec(chosen.program)
+        return _run_one(chosen, spec.fit(spec.world if chosen.n is None else chosen.n))
     if not chosen.plan.strip(" ,"):
         raise UsageError('--plan is empty; give a plan such as dp=2,tp=2 (dp=1 for one device), or "all"')
     if chosen.plan != "all" and chosen.plan.lower() == "all":
@@ -56,13 +56,13 @@ def run(chosen: argparse.Namespace) -> int:
     return _run_all(chosen)
 
 
-def _on_mesh(text: str) -> OnMesh:
-    from unisono.verify.on_mesh import OnMesh  # imports torch
+def _program_spec(text: str) -> ProgramSpec:
+    from unisono.verify.mesh_program import ProgramSpec  # imports torch
 
-    return OnMesh.parse(text)
+    return ProgramSpec.parse(text)
 
 
-def _run_one(chosen: argparse.Namespace, plan: Plan | OnMesh) -> int:
+def _run_one(chosen: argparse.Namespace, plan: Plan | ProgramSpec) -> int:
     from unisono.parallel.task import load_task
     from unisono.verify.verify import verify
 
@@ -79,20 +79,19 @@ def _run_all(chosen: argparse.Namespace) -> int:
     from rich.console import Console
 
     from unisono.parallel.task import load_task
-    from unisono.verify.plan_grid import Matrix
-    from unisono.verify.plan_shapes import plans_for
+    from unisono.verify.plan_grid import PlanGrid, plans_for
     from unisono.verify.verify import verify_all
 
     plans = plans_for(chosen.n, _has_experts(load_task(chosen.task)))
     how = chosen.backend, chosen.steps, chosen.dtype
-    matrix = Matrix(Console(highlight=False), plans)
+    grid = PlanGrid(Console(highlight=False), plans)
     if chosen.json:
         verdicts = verify_all(chosen.task, plans, *how, timeout=chosen.timeout)
         print(json.dumps(_as_json(chosen, verdicts), indent=1))
     else:
-        matrix.begin()
-        verdicts = verify_all(chosen.task, plans, *how, told=matrix.tell, timeout=chosen.timeout)
-        matrix.end()
+        grid.begin()
+        verdicts = verify_all(chosen.task, plans, *how, on_verdict=grid.show, timeout=chosen.timeout)
+        grid.end()
     judged = [verdict for verdict in verdicts if not verdict.refusal]
     return 0 if judged and all(verdict.equivalent for verdict in judged) else 1
 
@@ -145,7 +144,7 @@ def _show(verdict: Verdict) -> None:
     for line in filter(None, (verdict.note, verdict.coverage)):
         console.print(line, markup=False)
     console.print("[green]equivalent[/]" if verdict.equivalent else "[red]NOT equivalent[/]")
-    if verdict.parting:
-        console.print(f"  first divergence: {verdict.parting}", markup=False)
+    if verdict.first_divergence:
+        console.print(f"  first divergence: {verdict.first_divergence}", markup=False)
     if verdict.guess:
         console.print(f"  looks like: {verdict.guess}", markup=False)

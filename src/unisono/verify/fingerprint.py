@@ -26,23 +26,23 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.comm.communicator import Communicator
-from unisono.mesh.random import RandomState
+from unisono.mesh.random.state import RandomState
 from unisono.parallel.expert.expert import collect_aux
 from unisono.parallel.inputs import call, cloned
-from unisono.parallel.layout import layout_of, local_of, wholes_of
+from unisono.parallel.layout import full_tensors_of, layout_of, local_of
 from unisono.parallel.optimizer_state import whole_shape
 from unisono.parallel.precision import FULL, Precision, autocast
 from unisono.parallel.trainer import Trainer, takes_closure
-from unisono.verify.record import (
-    Record,
+from unisono.verify.rewind import ModelSnapshot, TrainerSnapshot, generators_kept
+from unisono.verify.training_record import (
+    ActivationRecorder,
     Tensors,
+    TrainingRecord,
+    activation_recorder,
     merged_over_stages,
     settings_of,
-    watched,
-    watched_under_plan,
     with_gradients,
 )
-from unisono.verify.rewind import ModelState, TrainerState, generators_kept
 
 _PROJECTIONS = 4
 _COLUMNS, _ROWS = 1024, 4096  # of a tensor's elements that are read at once
@@ -58,7 +58,7 @@ _SAFETY = 30.0  # times the deviation that one rounding of every parameter cause
 
 
 @dataclass(frozen=True)
-class Job:
+class TrainingSetup:
     """What is trained, but for the model and its data."""
 
     loss: Callable[[Any, Any], torch.Tensor]
@@ -70,7 +70,7 @@ class Job:
 
 
 @dataclass
-class Step(Record):
+class FingerprintRecord(TrainingRecord):
     """A record of one training step that holds fingerprints. Its `parameters` are their updates, in place of values."""
 
     replicas: Tensors = field(default_factory=dict)  # parameters and buffers after the step, as this rank holds them
@@ -81,7 +81,7 @@ class Step(Record):
 
 
 @dataclass(frozen=True)
-class Difference:
+class Deviation:
     kind: str  # loss, gradient, update, buffer, replica
     name: str
     deviation: float
@@ -143,14 +143,14 @@ def computed_in(model: nn.Module, precision: Precision) -> torch.dtype:
     return max(set(found), key=found.count) if found else torch.float32
 
 
-def rounded_step(model: nn.Module, job: Job, batch: tuple[Any, Any]) -> Step:
+def rounded_step(model: nn.Module, job: TrainingSetup, batch: tuple[Any, Any]) -> FingerprintRecord:
     """Loss, gradients and buffers after every parameter was rounded anew; the model is left as it was.
 
     A model that magnifies rounding (a norm over almost equal values, a chaotic recurrence) cannot be compared more
     closely than these deviate from the exact ones.
     """
-    step = Step(dtype=computed_in(model, job.precision))
-    state = ModelState(model)
+    step = FingerprintRecord(dtype=computed_in(model, job.precision))
+    state = ModelSnapshot(model)
     with generators_kept():
         try:
             vary_constants(model, constants_of(model))
@@ -163,7 +163,7 @@ def rounded_step(model: nn.Module, job: Job, batch: tuple[Any, Any]) -> Step:
     return step
 
 
-def _noise(exact: Step, rounded: Step) -> dict[str, float]:
+def _noise(exact: FingerprintRecord, rounded: FingerprintRecord) -> dict[str, float]:
     """By tensor, relative to its norm."""
     gradients, others = exact.gradients[0], rounded.gradients[0]
     floor = _NEGLIGIBLE[exact.dtype] * _largest(gradients)
@@ -225,10 +225,12 @@ def vary_constants(model: nn.Module, constants: dict[str, float]) -> list[nn.Par
     return changed
 
 
-def plain_step(model: nn.Module, job: Job, batch: tuple[Any, Any], rounded: Step) -> Step:
-    """The fingerprints of one step of the unsharded model on the whole batch; the model is left as it was."""
-    step = Step(dtype=computed_in(model, job.precision), constants=constants_of(model))
-    state = ModelState(model)
+def plain_step(
+    model: nn.Module, job: TrainingSetup, batch: tuple[Any, Any], rounded: FingerprintRecord
+) -> FingerprintRecord:
+    """The fingerprints of one step of the unsharded model on the full batch; the model is left as it was."""
+    step = FingerprintRecord(dtype=computed_in(model, job.precision), constants=constants_of(model))
+    state = ModelSnapshot(model)
     with generators_kept():
         try:
             state.begin_from(vary_constants(model, step.constants))
@@ -239,7 +241,9 @@ def plain_step(model: nn.Module, job: Job, batch: tuple[Any, Any], rounded: Step
     return step
 
 
-def _take_plain_step(model: nn.Module, job: Job, batch: tuple[Any, Any], step: Step, state: ModelState) -> None:
+def _take_plain_step(
+    model: nn.Module, job: TrainingSetup, batch: tuple[Any, Any], step: FingerprintRecord, state: ModelSnapshot
+) -> None:
     optimizer = job.optimizer(list(model.parameters()))
     step.settings = settings_of(optimizer)
     if takes_closure(optimizer):
@@ -259,14 +263,16 @@ def _take_plain_step(model: nn.Module, job: Job, batch: tuple[Any, Any], step: S
     step.buffers = _fingerprints(model.named_buffers())
 
 
-def _evaluated_for_closure(model: nn.Module, job: Job, batch: tuple[Any, Any], step: Step) -> torch.Tensor:
+def _evaluated_for_closure(
+    model: nn.Module, job: TrainingSetup, batch: tuple[Any, Any], step: FingerprintRecord
+) -> torch.Tensor:
     loss = _evaluated(model, job, batch, step)
     if job.clip is not None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), job.clip)
     return loss
 
 
-def _evaluated(model: nn.Module, job: Job, batch: tuple[Any, Any], step: Step) -> torch.Tensor:
+def _evaluated(model: nn.Module, job: TrainingSetup, batch: tuple[Any, Any], step: FingerprintRecord) -> torch.Tensor:
     """Forward and backward with the random numbers of step 0."""
     inputs, targets = cloned(batch)
     random = RandomState(job.seed, job.step)
@@ -288,10 +294,10 @@ def _evaluated(model: nn.Module, job: Job, batch: tuple[Any, Any], step: Step) -
 
 
 @contextlib.contextmanager
-def _activations_of(subject: nn.Module | Trainer, step: Step) -> Iterator[None]:
+def _activations_of(subject: nn.Module | Trainer, step: FingerprintRecord) -> Iterator[None]:
     """The outputs of the modules, as far as there is room for them."""
     found: Tensors | None = None if step.activations else {}
-    watch = watched_under_plan if isinstance(subject, Trainer) else watched
+    watch = activation_recorder if isinstance(subject, Trainer) else ActivationRecorder
     with watch(subject, found, _MOST_ACTIVATIONS):  # type: ignore[arg-type]
         yield
     step.activations = found or step.activations
@@ -316,10 +322,10 @@ def _drop_rounding(limit: float, parameters: Iterable[torch.Tensor]) -> None:
 # ---- under the plan ------------------------------------------------------------------------------------------------
 
 
-def planned_step(trainer: Trainer, batch: Any, plain: Step) -> Step:
+def planned_step(trainer: Trainer, batch: Any, plain: FingerprintRecord) -> FingerprintRecord:
     """The fingerprints of one step under the plan; every rank calls it, and the trainer is left as it was."""
-    step = Step(dtype=computed_in(trainer.model, trainer.precision))
-    state = TrainerState(trainer)
+    step = FingerprintRecord(dtype=computed_in(trainer.model, trainer.precision))
+    state = TrainerSnapshot(trainer)
     with generators_kept():
         try:
             _vary_shards(trainer, plain.constants, state)
@@ -330,7 +336,7 @@ def planned_step(trainer: Trainer, batch: Any, plain: Step) -> Step:
 
 
 @torch.no_grad()
-def _vary_shards(trainer: Trainer, constants: dict[str, float], state: TrainerState) -> None:
+def _vary_shards(trainer: Trainer, constants: dict[str, float], state: TrainerSnapshot) -> None:
     """`vary_constants` where ranks hold shards; every rank calls it."""
     parameters, optimized = dict(trainer.model.named_parameters()), dict(trainer.optimized())
     for name, tensor in {**parameters, **optimized}.items():
@@ -342,7 +348,9 @@ def _vary_shards(trainer: Trainer, constants: dict[str, float], state: TrainerSt
     state.model.begin_from(each[name] for name in constants for each in (parameters, optimized) if name in each)
 
 
-def _take_planned_step(trainer: Trainer, batch: Any, step: Step, before: ModelState, rounding: float) -> None:
+def _take_planned_step(
+    trainer: Trainer, batch: Any, step: FingerprintRecord, before: ModelSnapshot, rounding: float
+) -> None:
     trainer.zero_grad()
     step.settings = settings_of(trainer.optimizer)
     with _activations_of(trainer, step):
@@ -378,15 +386,17 @@ def _global(trainer: Trainer, local: Mapping[str, torch.Tensor], owners: Mapping
     found: Tensors = {}
     for begin in range(0, len(names), 16):
         some = names[begin : begin + 16]
-        wholes = wholes_of([local[name] for name in some], [layout_of(owners[name]) for name in some], trainer.mesh)
-        found |= _fingerprints(zip(some, wholes, strict=True))
+        full_tensors = full_tensors_of(
+            [local[name] for name in some], [layout_of(owners[name]) for name in some], trainer.mesh
+        )
+        found |= _fingerprints(zip(some, full_tensors, strict=True))
     return merged_over_stages(trainer.mesh, found)
 
 
 # ---- compared ------------------------------------------------------------------------------------------------------
 
 
-def differences(plain: Step, planned: Step, has_history: bool = False) -> list[Difference]:
+def differences(plain: FingerprintRecord, planned: FingerprintRecord, has_history: bool = False) -> list[Deviation]:
     """The worst deviation of each kind. has_history: the optimizer under the plan goes on from earlier steps, so that
     its update is none of a first step."""
     dtype = planned.dtype
@@ -394,7 +404,7 @@ def differences(plain: Step, planned: Step, has_history: bool = False) -> list[D
     loss = abs(plain.losses[0] - planned.losses[0]) / max(abs(plain.losses[0]), 1e-300)
     if plain.losses[0] == planned.losses[0] or (loss != loss and plain.losses[0] != plain.losses[0]):
         loss = 0.0
-    found = [Difference("loss", "", loss, _allowed(_LOSS_TOLERANCE[dtype], plain.noise.get("loss", 0.0)))]
+    found = [Deviation("loss", "", loss, _allowed(_LOSS_TOLERANCE[dtype], plain.noise.get("loss", 0.0)))]
     found.append(_worst("gradient", plain.gradients[0], planned.gradients[0], plain.noise, tolerance, negligible))
     is_rough = dtype not in _ROUNDING or max(plain.noise.values(), default=0.0) > tolerance
     updates = [
@@ -407,39 +417,39 @@ def differences(plain: Step, planned: Step, has_history: bool = False) -> list[D
     return found
 
 
-def farthest(of_ranks: Sequence[Sequence[Difference]]) -> list[Difference]:
+def farthest(of_ranks: Sequence[Sequence[Deviation]]) -> list[Deviation]:
     """Of the differences that each rank finds, kind by kind, the worst: copies of a gradient may differ, of which only
     one is that of one device."""
     return [max(each, key=lambda found: found.excess) for each in zip(*of_ranks, strict=True)]
 
 
-def replica_difference(comm: Communicator, planned: Step) -> Difference:
+def replica_difference(comm: Communicator, planned: FingerprintRecord) -> Deviation:
     """The worst deviation of what any rank holds from what rank 0 holds of the same name; every rank calls it."""
     everyone = comm.all_gather_object(planned.replicas)
-    worst = Difference("replica", "", 0.0, TOLERANCE[planned.dtype])
+    worst = Deviation("replica", "", 0.0, TOLERANCE[planned.dtype])
     for rank, theirs in enumerate(everyone[1:], 1):
         both = [name for name in theirs if name in everyone[0]]
         for name in both:
             deviation = _deviation(everyone[0][name], theirs[name], 1e-12)
             if not deviation <= worst.deviation:
-                worst = Difference("replica", f"{name} on rank {rank}, beside rank 0", deviation, worst.allowed)
+                worst = Deviation("replica", f"{name} on rank {rank}, beside rank 0", deviation, worst.allowed)
     return worst
 
 
 def _worst(
     kind: str, plain: Tensors, planned: Tensors, noise: Mapping[str, float], tolerance: float, negligible: float
-) -> Difference:
+) -> Deviation:
     """Of all tensors of a kind, the one that exceeds what is allowed by most."""
     missing = sorted(set(plain) ^ set(planned))
     if missing:
         where = "under the plan" if missing[0] in plain else "on one device"
-        return Difference(kind, f"{missing[0]}, which has none {where}", float("inf"), tolerance)
+        return Deviation(kind, f"{missing[0]}, which has none {where}", float("inf"), tolerance)
     floor = negligible * _largest(plain)
-    worst, excess = Difference(kind, "", 0.0, tolerance), 0.0
+    worst, excess = Deviation(kind, "", 0.0, tolerance), 0.0
     for name, value in plain.items():
         deviation, allowed = _deviation(value, planned[name], floor), _allowed(tolerance, noise.get(name, 0.0))
         if not deviation / allowed <= excess:
-            worst, excess = Difference(kind, name, deviation, allowed), deviation / allowed
+            worst, excess = Deviation(kind, name, deviation, allowed), deviation / allowed
     return worst
 
 

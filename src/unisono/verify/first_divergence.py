@@ -1,4 +1,4 @@
-"""Where two runs diverge first, and what that looks like: for a verdict that says no.
+"""Where two runs diverge first, and what that looks like: for a plan that is not equivalent.
 
 Activations under a plan are shards of those on one device. Without knowing any strategy, a shard is compared with the
 parts of the full tensor that it can be: samples of the data ranks, consecutive or zigzag tokens, a slice of the
@@ -17,7 +17,7 @@ from unisono.comm.communicator import Communicator
 from unisono.parallel.layout import Split
 from unisono.plan.plan import AXES, COPIES, Plan
 from unisono.verify.float64 import wide
-from unisono.verify.record import Record
+from unisono.verify.training_record import TrainingRecord
 
 Tensors = dict[str, torch.Tensor]
 _EXACT = 1e-6  # relative: a factor this close to a count is that count
@@ -31,16 +31,16 @@ class _Divergence:
     name: str
     shape: str
     deviation: float
-    factor: float  # by which the whole tensor is off; 0 where that is no one number
+    factor: float  # by which the full tensor is off; 0 where that is no one number
 
 
-def first_parting(
+def find_first_divergence(
     comm: Communicator,
     plan: Plan,
     plain: Tensors,
     mine: Tensors,
     tolerance: float,
-    records: tuple[Record, Record] | None = None,
+    records: tuple[TrainingRecord, TrainingRecord] | None = None,
 ) -> str:
     """The first module in forward order, over all ranks, whose output is no part of the plain model's.
 
@@ -55,8 +55,8 @@ def first_parting(
         assert records is not None
         return f"activations agree{after_the_forward(comm, *records, tolerance)}"
     first, rank = min(diverging, key=lambda item: item[0].order)
-    told = f"{first.name or 'the model'} {first.shape} on rank {rank}: deviation {first.deviation:.2g}"
-    return told + _of_other_ranks(plan, first, everyone)
+    reported = f"{first.name or 'the model'} {first.shape} on rank {rank}: deviation {first.deviation:.2g}"
+    return reported + _of_other_ranks(plan, first, everyone)
 
 
 def _first_on_this_rank(
@@ -97,25 +97,29 @@ def _ranks(ranks: list[int]) -> str:
     return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(map(str, ranks))}"
 
 
-def after_the_forward(comm: Communicator, plain: Record, planned: Record, tolerance: float) -> str:
+def after_the_forward(comm: Communicator, plain: TrainingRecord, planned: TrainingRecord, tolerance: float) -> str:
     """What differs first where all activations of the first step agree."""
     if plain.losses and planned.losses and _off(plain.losses[0], planned.losses[0]) > tolerance:
-        told = (
+        reported = (
             f", the loss does not ({planned.losses[0]:.6g} under the plan, {plain.losses[0]:.6g} on one device): the "
             "loss function depends on the rank or the world size, or its mean is taken in another way"
         )
     elif plain.gradients and (off := _deviating(plain.gradients[0], planned.gradients[0], tolerance)):
-        told = (
-            f" and so does the loss, gradients do not (first in backward order: {off[-1]}): the fault lies in the "
+        reported = (
+            f" and so does the loss, gradients do not (first in backward order: {off[-1]}): the fault is in the "
             "backward pass or in the reduction of gradients"
         )
     else:
-        told = f", and so do the first gradients, {_after_the_backward(plain, planned, tolerance)}"
+        reported = f", and so do the first gradients, {_after_the_backward(plain, planned, tolerance)}"
     settings = _settings(plain, comm.all_gather_object(planned.settings))  # by every rank, whatever differs on it
-    return f", and so do the first gradients, but {settings}" if settings and told.startswith(", and so do") else told
+    return (
+        f", and so do the first gradients, but {settings}"
+        if settings and reported.startswith(", and so do")
+        else reported
+    )
 
 
-def _settings(plain: Record, of_ranks: list[dict[str, float]]) -> str:
+def _settings(plain: TrainingRecord, of_ranks: list[dict[str, float]]) -> str:
     for name, value in plain.settings.items():
         off = {rank: numbers[name] for rank, numbers in enumerate(of_ranks) if numbers.get(name, value) != value}
         if off:
@@ -127,7 +131,7 @@ def _settings(plain: Record, of_ranks: list[dict[str, float]]) -> str:
     return ""
 
 
-def _after_the_backward(plain: Record, planned: Record, tolerance: float) -> str:
+def _after_the_backward(plain: TrainingRecord, planned: TrainingRecord, tolerance: float) -> str:
     for step in range(1, min(len(plain.gradients), len(planned.gradients))):
         if _off(plain.losses[step], planned.losses[step]) > tolerance:
             break  # of other parameters
@@ -136,11 +140,11 @@ def _after_the_backward(plain: Record, planned: Record, tolerance: float) -> str
             return f"but not those of step {step}, whose loss agrees ({off[-1]}): does a step keep another's gradients?"
     off = _deviating(plain.parameters, planned.parameters, tolerance)
     if off:
-        return f"{off[0]} does not: the fault lies in clipping or in the optimizer"
+        return f"{off[0]} does not: the fault is in clipping or in the optimizer"
     off = _deviating(plain.buffers, planned.buffers, tolerance)
     if off:
         return f"and parameters, the buffer {off[0]} does not: is it updated from this rank's samples only?"
-    return "and updates on rank 0: the fault lies in the optimizer state, or in updates on other ranks"
+    return "and updates on rank 0: the fault is in the optimizer state, or in updates on other ranks"
 
 
 def _off(plain: float, planned: float) -> float:
@@ -163,15 +167,15 @@ def _deviating(plain: Tensors, planned: Tensors, tolerance: float) -> list[str]:
 
 
 def _coordinate(plan: Plan, rank: int) -> dict[str, int]:
-    places = {}
+    coordinate = {}
     for axis, size in reversed(list(zip(AXES, plan.shape, strict=True))):
-        rank, places[axis] = divmod(rank, size)
-    return places
+        rank, coordinate[axis] = divmod(rank, size)
+    return coordinate
 
 
 def _closest(full: torch.Tensor, shard: torch.Tensor, plan: Plan, at: dict[str, int]) -> tuple[float, float] | None:
     """The smallest deviation of the shard from any part of the full tensor that it may be, and the factor by which it
-    is off; None where it cannot be told."""
+    is off; None where it is not known."""
     best = None
     for part in _parts(full, shard.shape, plan, at):
         scale = max(float(full.abs().max()), 1e-300) if full.numel() else 1.0
@@ -206,37 +210,37 @@ def _parts(full: torch.Tensor, shape: torch.Size, plan: Plan, at: dict[str, int]
 
 
 def _data_index(at: dict[str, int], plan: Plan) -> int:
-    """The place of a rank among those that share the batch."""
+    """The index of a rank among those that share the batch."""
     return (at[COPIES] * (plan.dp // plan.copies // plan.ep) + at["dp"]) * plan.ep + at["ep"]
 
 
 def _held(dim: int, length: int, wanted: int, plan: Plan, at: dict[str, int]) -> Iterator[list[int]]:
     """Which indices of a dimension this rank may hold."""
     if dim == 0:
-        rows = list(Split.even((), 0, length, plan.dp).held[_data_index(at, plan)])
-        first = list(Split.even((), 0, len(rows), plan.microbatches).held[0])
+        samples = list(Split.even((), 0, length, plan.dp).held[_data_index(at, plan)])
+        first = list(Split.even((), 0, len(samples), plan.microbatches).held[0])
         if len(first) == wanted:
-            yield [rows[i] for i in first]
-    for ranks, place in ((plan.cp, at["cp"]), (plan.tp, at["tp"])):
+            yield [samples[i] for i in first]
+    for ranks, index in ((plan.cp, at["cp"]), (plan.tp, at["tp"])):
         if ranks > 1:
-            held = list(Split.even((), dim, length, ranks).held[place])
+            held = list(Split.even((), dim, length, ranks).held[index])
             if len(held) == wanted:
                 yield held
             if length % (2 * ranks) == 0 and length // ranks == wanted:
                 half = length // (2 * ranks)
-                late = (2 * ranks - 1 - place) * half
-                yield [*range(place * half, (place + 1) * half), *range(late, late + half)]
+                late = (2 * ranks - 1 - index) * half
+                yield [*range(index * half, (index + 1) * half), *range(late, late + half)]
 
 
-def guess_fault(plan: Plan, plain: Record, planned: Record) -> str:
+def guess_fault(plan: Plan, plain: TrainingRecord, planned: TrainingRecord) -> str:
     """One line on what the fault looks like: a factor that equals a count of the plan is named as such."""
     lost = [loss for loss in plain.losses if not math.isfinite(loss)]
     if lost:
         return f"one device gives a loss of {lost[0]} too: with such batches nothing can be compared"
     if plain.losses and planned.losses:
-        told = _named_factor(plan, planned.losses[0] / plain.losses[0] if plain.losses[0] else 1.0)
-        if told:
-            return f"the loss is {told}"
+        reported = _named_factor(plan, planned.losses[0] / plain.losses[0] if plain.losses[0] else 1.0)
+        if reported:
+            return f"the loss is {reported}"
     factors = [
         float((wide(planned.gradients[0][name]) * wide(g).conj()).real.sum() / (wide(g).abs() ** 2).sum())
         for name, g in plain.gradients[0].items()
@@ -244,9 +248,9 @@ def guess_fault(plan: Plan, plain: Record, planned: Record) -> str:
     ]
     off = [factor for factor in factors if abs(factor - 1) > 1e-6]
     if off and max(off) - min(off) < 1e-6 * abs(off[0]):
-        told = _named_factor(plan, off[0])
+        reported = _named_factor(plan, off[0])
         which = "all gradients are" if len(off) == len(factors) else f"{len(off)} of {len(factors)} gradients are"
-        return f"{which} {told or f'{off[0]:.6g} times those of one device'}"
+        return f"{which} {reported or f'{off[0]:.6g} times those of one device'}"
     if not off and factors:
         return "gradients agree in the first step: look at the optimizer, clipping or buffers"
     return ""

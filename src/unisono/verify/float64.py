@@ -4,9 +4,9 @@ Many models round on their way: norms, rotary tables, routers and softmaxes are 
 is right when the model is in bfloat16 and wrong when it is in float64: two float64 numbers that differ in the last bit
 may round to two float32 numbers that differ in theirs, a billion times more. So a proof in float64 runs within
 
-    with InDouble(torch.float64): ...
+    with Float64Mode(torch.float64): ...
 
-where every request for float32 is one for float64, and new tensors are float64 if nothing else is said. Models need not
+where every request for float32 is one for float64, and new tensors are float64 by default. Models need not
 know. torch's grouped matrix product, with which Hugging Face's mixtures of experts run, has no float64 kernel: it is
 replaced by the single products that it stands for. For any other dtype nothing happens. Functions of torch.jit.script
 keep the dtypes that they were compiled with.
@@ -26,7 +26,7 @@ from unisono.torch_compat import OpOverload
 _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
-class InDouble(TorchFunctionMode):
+class Float64Mode(TorchFunctionMode):
     """While active, float32 means float64; only where `dtype`, that of the model, is float64."""
 
     def __init__(self, dtype: torch.dtype = torch.float64) -> None:
@@ -35,7 +35,7 @@ class InDouble(TorchFunctionMode):
         self._default = torch.float32
         self.replaced: set[str] = set()  # kernels without float64
 
-    def __enter__(self) -> InDouble:
+    def __enter__(self) -> Float64Mode:
         if self._is_on:
             self._default = torch.get_default_dtype()
             torch.set_default_dtype(torch.float64)

@@ -1,4 +1,4 @@
-"""The matrix of `verify --plan all`: a row a plan, a column a kind, printed as the verdicts come."""
+"""The plans of `verify --plan all`, and the table of their verdicts, printed as they come."""
 
 from __future__ import annotations
 
@@ -10,7 +10,48 @@ from unisono.plan.plan import Plan
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from unisono.verify.verdict import Verdict, Worst
+    from unisono.verify.compare import Verdict, WorstDeviation
+
+from collections.abc import Iterator
+from itertools import product
+
+
+def plans_for(ranks: int, experts: bool = False) -> list[Plan]:
+    """Every way to multiply the axes to `ranks`, each with what applies to it: ZeRO stages, sp, both kinds of cp, ep
+    where the model has experts; and, where one axis takes all ranks, its schedules, microbatches and recomputation."""
+    return list(dict.fromkeys(_shapes(ranks, experts)))
+
+
+def _shapes(ranks: int, experts: bool) -> Iterator[Plan]:
+    for dp, tp, pp in product(range(ranks, 0, -1), repeat=3):
+        if ranks % (dp * tp * pp):
+            continue
+        plain = Plan(dp=dp, tp=tp, pp=pp, cp=ranks // (dp * tp * pp), microbatches=2 * pp if pp > 1 else 1)
+        yield plain
+        if tp > 1:
+            yield plain.but(sequence=True)
+        if plain.cp > 1:
+            yield plain.but(context="ulysses")
+        for stage in (1, 2, 3) if dp * plain.cp > 1 else ():
+            yield plain.but(zero=stage)
+        for part in range(2, dp + 1) if experts else ():
+            if dp % part == 0:
+                yield plain.but(ep=part)
+    yield from _alone(ranks)
+
+
+def _alone(ranks: int) -> Iterator[Plan]:
+    yield Plan(dp=ranks, microbatches=2)
+    yield Plan(dp=ranks, recompute="full")
+    yield Plan(dp=ranks, recompute="selective")
+    if ranks > 1:
+        pipeline = Plan(pp=ranks, microbatches=2 * ranks)
+        yield pipeline.but(microbatches=1, schedule="naive")
+        yield pipeline.but(schedule="f-then-b")
+        yield pipeline.but(schedule="zb1p")
+        yield pipeline.but(schedule="interleaved", chunks=2)
+        yield pipeline.but(schedule="zbv", chunks=2)
+
 
 # What stands over the columns, in two lines; and in one line where the screen is narrow.
 _WIDE = (
@@ -22,11 +63,11 @@ _WIDE = (
     ("optimizer", "state"),
 )
 _NARROW = ("init", "loss", "grads", "params", "bufs", "optim")
-_VERDICT = 10  # columns: that of the longest word
+_VERDICT = 10  # columns: the length of the longest verdict
 
 
 @dataclass
-class Matrix:
+class PlanGrid:
     """Shows verdicts on a console; `end` shows the reasons of those that were refused, and the total."""
 
     console: Console
@@ -44,7 +85,7 @@ class Matrix:
             self._line("", [title[0] for title in _WIDE], "")
         self._line("plan", [title[1] for title in _WIDE] if self._is_wide else list(_NARROW), "verdict")
 
-    def tell(self, verdict: Verdict) -> None:
+    def show(self, verdict: Verdict) -> None:
         self._verdicts.append(verdict)
         if not verdict.ran:
             word = "[yellow]refused[/]" if verdict.refusal else "[red]FAILED[/]"
@@ -52,7 +93,7 @@ class Matrix:
             return
         word = "[green]equivalent[/]" if verdict.equivalent else "[red]DIFFERENT[/]"
         self._line(verdict.plan, [_figure(each) for each in verdict.worst], word)
-        for label, text in (("first divergence", verdict.parting), ("looks like", verdict.guess)):
+        for label, text in (("first divergence", verdict.first_divergence), ("looks like", verdict.guess)):
             if text:
                 self.console.print(f"    {label}: {text}", markup=False)
 
@@ -79,7 +120,7 @@ class Matrix:
                 self.console.print(f"    {plan}", markup=False)
 
 
-def _figure(worst: Worst) -> str:
+def _figure(worst: WorstDeviation) -> str:
     if not worst.compared:
         return "none"
     return "exact" if worst.deviation == 0 else f"{worst.deviation:.0e}"

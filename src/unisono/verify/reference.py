@@ -20,14 +20,14 @@ from pathlib import Path
 from unisono.comm.rendezvous.solo import alone
 from unisono.errors import LaunchError, UnisonoError
 from unisono.launch.worker import process_tree
-from unisono.verify.ending import Ending
-from unisono.verify.record import Record
+from unisono.verify.run_errors import RunError
+from unisono.verify.training_record import TrainingRecord
 
 _PAUSE = 0.01  # seconds between looks for a file
-Compute = Callable[[float, float], Record]  # rounding, noise -> the plain model's record
+Compute = Callable[[float, float], TrainingRecord]  # rounding, noise -> the plain model's record
 
 
-class Reference:
+class ReferenceProcess:
     """Records of the plain model by the size of gradients that count as rounding, and of noise in gradients, for all
     ranks of a machine."""
 
@@ -63,11 +63,11 @@ class Reference:
         self._request(rounding, noise)
         self._wait(rounding, noise)
 
-    def record(self, rounding: float = 0.0, noise: float = 0.0) -> Record:
+    def record(self, rounding: float = 0.0, noise: float = 0.0) -> TrainingRecord:
         """Waits for it. OneDeviceError or UsageError, on every rank that asks, where the plain model fails."""
         self.wait(rounding, noise)
         found = self._read(rounding, noise)
-        if isinstance(found, Ending):
+        if isinstance(found, RunError):
             raise found.as_error()
         return found
 
@@ -76,7 +76,7 @@ class Reference:
         with contextlib.suppress(TimeoutError):
             self._wait(0.0, 0.0, within)
             found = self._read(0.0, 0.0)
-            if isinstance(found, Ending):
+            if isinstance(found, RunError):
                 return found.as_error()
         return None
 
@@ -91,8 +91,8 @@ class Reference:
             self._require_process()
             time.sleep(_PAUSE)
 
-    def _read(self, rounding: float, noise: float) -> Record | Ending:
-        found: Record | Ending = pickle.loads(self._path(rounding, noise, "record").read_bytes())
+    def _read(self, rounding: float, noise: float) -> TrainingRecord | RunError:
+        found: TrainingRecord | RunError = pickle.loads(self._path(rounding, noise, "record").read_bytes())
         return found
 
     def _require_process(self) -> None:
@@ -119,9 +119,9 @@ class Reference:
                     aside.rename(path)
             time.sleep(_PAUSE)
 
-    def _computed(self, rounding: float, noise: float) -> Record | Ending:
+    def _computed(self, rounding: float, noise: float) -> TrainingRecord | RunError:
         try:
             with alone():
                 return self._compute(rounding, noise)
         except Exception as error:
-            return Ending.of(error)
+            return RunError.of(error)

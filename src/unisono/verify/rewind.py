@@ -1,7 +1,7 @@
 """A training step that leaves no trace: what it changes is put back, bit for bit.
 
     with generators_kept():
-        state = TrainerState(trainer)
+        state = TrainerSnapshot(trainer)
         trainer.step(batch)
         state.restore()              # parameters, buffers, optimizer state, counters: as before the step
 
@@ -22,7 +22,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from unisono.parallel.pipeline.off_stage import is_foreign
+from unisono.parallel.pipeline.off_stage import is_off_stage
 from unisono.parallel.trainer import Trainer
 from unisono.parallel.zero.zero import Zero
 
@@ -45,7 +45,7 @@ def generators_kept() -> Iterator[None]:
             numpy.random.set_state(numpy_state)
 
 
-class ModelState:
+class ModelSnapshot:
     """The values of a module's tensors and plain attributes."""
 
     def __init__(self, model: nn.Module, tensors: Iterable[torch.Tensor] | None = None) -> None:
@@ -90,7 +90,7 @@ class ModelState:
 def _is_ours(module: nn.Module) -> bool:
     """Layers of unisono learn the form of their messages in the first step, with objects that are no modules; and
     off-stage modules get their placeholders then."""
-    return type(module).__module__.startswith("unisono.") or is_foreign(module)
+    return type(module).__module__.startswith("unisono.") or is_off_stage(module)
 
 
 def _attributes(module: nn.Module) -> dict[str, tuple[Any, Any]]:
@@ -128,17 +128,17 @@ def _restore_attributes(module: nn.Module, before: dict[str, tuple[Any, Any]]) -
             value.update(contents)
 
 
-class TrainerState:
+class TrainerSnapshot:
     """A trainer between two steps."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
         zero = trainer.replicas if isinstance(trainer.replicas, Zero) else None
         self.zero = zero
-        gathered = set(zero.pieces) if zero is not None and zero.stage == 3 else set()  # no values between two steps
+        gathered = set(zero.shards) if zero is not None and zero.stage == 3 else set()  # no values between two steps
         replicated = [p for name, p in trainer.model.named_parameters() if name not in gathered]
-        self.model = ModelState(trainer.model, [*replicated, *(tensor for _, tensor in trainer.optimized())])
-        self._optimizer = OptimizerState(trainer.optimizer)
+        self.model = ModelSnapshot(trainer.model, [*replicated, *(tensor for _, tensor in trainer.optimized())])
+        self._optimizer = OptimizerSnapshot(trainer.optimizer)
         self._counters = (trainer.steps, trainer.skipped, trainer.norm)
         self._scaler = None if trainer.scaler is None else trainer.scaler.state_dict()
 
@@ -157,7 +157,7 @@ class TrainerState:
             trainer.scaler.load_state_dict(self._scaler)
 
 
-class OptimizerState:
+class OptimizerSnapshot:
     """What an optimizer remembers: its states, the numbers of its groups, and its own plain attributes."""
 
     def __init__(self, optimizer: Optimizer) -> None:

@@ -4,9 +4,9 @@
 and one under the plan, compares the loss, every gradient, every update and every buffer by their fingerprints, and puts
 everything back. Where they differ by more than rounding, the run stops before anything is trained or saved:
 
-    check="auto"   the whole model where one device can hold it, on as many samples as take a few steps' time; of a
+    check="auto"   the full model where one device can hold it, on as many samples as take a few steps' time; of a
                    larger model a reduced one, with fewer blocks of the same kinds
-    check="full"   the whole model on the whole first batch, whatever it takes
+    check="full"   the full model on the full first batch, whatever it takes
     check="off"    nothing is proved
 
 `trainer.proof` tells in one line what was proved, or why nothing could be.
@@ -35,24 +35,25 @@ from unisono.comm.rendezvous import world
 from unisono.comm.rendezvous.solo import alone
 from unisono.errors import PlanMismatch, UnisonoError, UsageError
 from unisono.launch import environment
-from unisono.mesh.draft import Draft
+from unisono.mesh.deferred_init.deferred_model import DeferredModel, tensors_in
 from unisono.parallel import apply
-from unisono.parallel.apply import Model
-from unisono.parallel.full_state import whole_tensors
+from unisono.parallel.apply import Model, order_of
+from unisono.parallel.blocks import find_blocks
+from unisono.parallel.full_state import full_tensors_in
 from unisono.parallel.layout import layout_of
 from unisono.parallel.loss.loss import Loss
 from unisono.parallel.meta.meta_tensors import deep_copy
 from unisono.parallel.precision import Precision
-from unisono.parallel.share import Share, first_rows, first_samples, share, whole_of
+from unisono.parallel.share import Share, first_rows, first_samples, full_batch_of, share
 from unisono.parallel.task import Task
 from unisono.parallel.tensor.region import Region
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import DATA, Plan
 from unisono.verify.fingerprint import (
     TOLERANCE,
-    Difference,
-    Job,
-    Step,
+    Deviation,
+    FingerprintRecord,
+    TrainingSetup,
     constants_of,
     differences,
     farthest,
@@ -62,14 +63,13 @@ from unisono.verify.fingerprint import (
     rounded_step,
     vary_constants,
 )
-from unisono.verify.first_divergence import first_parting, guess_fault
-from unisono.verify.reduced import reduced_model
+from unisono.verify.first_divergence import find_first_divergence, guess_fault
 from unisono.verify.rewind import generators_kept
 from unisono.verify.verify import verify_here
 
 _log = logging.getLogger("unisono")
 CHECKS = ("auto", "full", "off")
-_QUICK = 1.0  # seconds that a step of one device on the whole batch may take, whatever a step under the plan takes; and
+_QUICK = 1.0  # seconds that a step of one device on the full batch may take, whatever a step under the plan takes; and
 # that applying the plan may, for a proof in float64 beside
 _VERY_QUICK = 0.2  # seconds, likewise, for a proof in float64 beside
 _STEPS = 2.0  # steps under the plan that the step of one device may take
@@ -106,7 +106,7 @@ def parallelize(
     before the first step, on the example or, without one, on the first batch. batch: what ranks will give, "global",
     all of them the same batch, of which each takes its part, or "local", each data rank its own samples. batch_dim:
     along which dim of a batch's tensors samples lie: 1 for time-major batches, (1, 0) for time-major inputs with
-    targets that have samples first, None in the place of a tensor without samples, as in ({"x": 0, "edges": None}, 0).
+    targets that have samples first, None for a tensor without samples, as in ({"x": 0, "edges": None}, 0).
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan
     precision = Precision.of(precision)
@@ -114,7 +114,7 @@ def parallelize(
     level = check_level(check)
     if level == "off" or not changes_anything(plan):
         return apply.parallelize(model, plan, loss=loss, optimizer=optimizer, example=example, **given, **options)
-    proof = _Proof(plan, Job(loss, optimizer, clip, seed, precision), level, {**given, **options})
+    proof = _Proof(plan, TrainingSetup(loss, optimizer, clip, seed, precision), level, {**given, **options})
     proof.make = model if callable(model) and not isinstance(model, nn.Module) else None
     first = example if example is None or dtype is None else _in_dtype(example, dtype)
     started = time.perf_counter()
@@ -126,7 +126,7 @@ def parallelize(
         example=example,
         **given,
         **options,
-        on_ready=lambda draft: proof.begin(draft, first),
+        on_ready=lambda deferred: proof.begin(deferred, first),
     )
     proof.seconds_to_apply = time.perf_counter() - started
     if first is None:
@@ -144,7 +144,7 @@ def _in_dtype(batch: Any, dtype: torch.dtype) -> Any:
 
 
 def check_level(check: str) -> str:
-    """The argument, unless the launcher was told otherwise (`unisono run --check-plan`)."""
+    """The argument, unless the launcher sets it (`unisono run --check-plan`)."""
     if check not in CHECKS:
         raise UsageError(f"check={check!r}; expected one of {', '.join(CHECKS)}")
     return os.environ.get(environment.CHECK_PLAN) or check
@@ -158,7 +158,7 @@ def changes_anything(plan: Plan) -> bool:
 class _Proof:
     """One proof, in two parts: before the plan is applied, and after it. Every rank takes part in both."""
 
-    def __init__(self, plan: Plan, job: Job, level: str, options: dict[str, Any]) -> None:
+    def __init__(self, plan: Plan, job: TrainingSetup, level: str, options: dict[str, Any]) -> None:
         self._plan = plan
         self._job = job
         self._level = level
@@ -168,7 +168,7 @@ class _Proof:
         self._samples = 0  # of the batch, that are used
         self._is_quick = False  # whether a step on one device takes next to no time
         self._dtype = torch.float32  # in which it was proved
-        self._plain: Step | None = None  # on rank 0
+        self._plain: FingerprintRecord | None = None  # on rank 0
         self._kept: nn.Module | None = None  # of rank 0, where the first batch is not known yet
         self._reduced: nn.Module | None = None
         self._blocks = ""  # how many it has
@@ -179,33 +179,35 @@ class _Proof:
 
     # ---- before the plan is applied --------------------------------------------------------------------------------
 
-    def begin(self, draft: Draft, example: tuple[Any, Any] | None) -> None:
+    def begin(self, deferred: DeferredModel, example: tuple[Any, Any] | None) -> None:
         """Take the step of one device, or keep what it takes."""
         started = time.perf_counter()
-        self._obstacle = obstacle_in(draft.model)
-        is_large = not self._obstacle and self._level == "auto" and not fits(draft.model)
+        self._obstacle = obstacle_in(deferred.model)
+        is_large = not self._obstacle and self._level == "auto" and not fits(deferred.model)
         if any(self._comm.all_gather_object(is_large)):
-            self._reduced, self._blocks = reduced_model(draft, self._plan)
+            self._reduced, self._blocks = reduced_model(deferred, self._plan)
             if self._reduced is None:
                 self._obstacle = (
                     "the model is too large for a step on one device, and has no repeated blocks to leave out"
                 )
         elif not self._obstacle:
-            is_small = example is not None and _is_small(draft.model)
-            self.make = (self.make or _copies_of(draft.model)) if is_small else None
-            failure = self._begin_on_rank_0(draft, example) if self._comm.rank == 0 else None
+            is_small = example is not None and _is_small(deferred.model)
+            self.make = (self.make or _copies_of(deferred.model)) if is_small else None
+            failure = self._begin_on_rank_0(deferred, example) if self._comm.rank == 0 else None
             self._agree(failure)
         self._seconds += time.perf_counter() - started
 
-    def _begin_on_rank_0(self, draft: Draft, example: tuple[Any, Any] | None) -> Exception | None:
+    def _begin_on_rank_0(self, deferred: DeferredModel, example: tuple[Any, Any] | None) -> Exception | None:
         try:
             with alone():
                 if example is None:
-                    self._kept = draft.rebuilt("").model if draft.is_hollow else deep_copy(draft.model)
+                    self._kept = deferred.rebuilt("").model if deferred.is_deferred else deep_copy(deferred.model)
                 else:
-                    self._take_plain_step(draft.rebuilt("").model if draft.is_hollow else draft.model, example)
+                    self._take_plain_step(
+                        deferred.rebuilt("").model if deferred.is_deferred else deferred.model, example
+                    )
         except torch.OutOfMemoryError:
-            self._obstacle = "a step of the whole model does not fit the memory of one device"
+            self._obstacle = "a step of the full model does not fit the memory of one device"
         except Exception as error:
             if example is None:
                 self._obstacle = f"the model cannot be copied ({type(error).__name__}: {error}); pass example="
@@ -227,18 +229,20 @@ class _Proof:
 
     def _take_plain_step(self, model: nn.Module, batch: tuple[Any, Any]) -> None:
         """On as many samples as take little time: a few first, to see how long they take."""
-        rows = first_rows(batch, self._dim)
+        samples = first_rows(batch, self._dim)
         parts = self._plan.dp * self._plan.ep * self._plan.microbatches
-        few = rows if self._level == "full" else min(rows, 2 * parts)
+        few = samples if self._level == "full" else min(samples, 2 * parts)
         started = time.perf_counter()
         rounded = rounded_step(model, self._job, first_samples(batch, few, self._dim))
-        seconds = (time.perf_counter() - started) * rows / max(few, 1)
-        self._samples = rows if seconds < _QUICK else max(few, min(rows, int(rows * _STEPS / self._plan.world)))
+        seconds = (time.perf_counter() - started) * samples / max(few, 1)
+        self._samples = (
+            samples if seconds < _QUICK else max(few, min(samples, int(samples * _STEPS / self._plan.world)))
+        )
         some = first_samples(batch, self._samples, self._dim)
         if self._samples > few:
             started = time.perf_counter()
             rounded = rounded_step(model, self._job, some)
-            seconds = (time.perf_counter() - started) * rows / self._samples
+            seconds = (time.perf_counter() - started) * samples / self._samples
         self._is_quick = seconds < _VERY_QUICK
         self._plain = plain_step(model, self._job, some, rounded)
 
@@ -248,7 +252,7 @@ class _Proof:
         """For a trainer that was made without an example: its first batch is one."""
         started = time.perf_counter()
         if isinstance(batch, Share):
-            batch = whole_of(trainer.mesh.comm(*DATA).all_gather_object(batch), self._dim)
+            batch = full_batch_of(trainer.mesh.comm(*DATA).all_gather_object(batch), self._dim)
         if self._reduced is None and not self._obstacle:
             self._follow(trainer)
             failure = None
@@ -269,7 +273,7 @@ class _Proof:
         if not trainer.steps:
             return
         self._job = replace(self._job, step=trainer.steps)
-        values = whole_tensors(trainer.model, dict(trainer.optimized()), trainer.mesh)
+        values = full_tensors_in(trainer.model, dict(trainer.optimized()), trainer.mesh)
         if self._kept is not None:
             self._kept.load_state_dict(values, strict=False)
 
@@ -304,10 +308,12 @@ class _Proof:
             optimizer=self._job.optimizer,
             example=batch,
             **self._options,
-            on_ready=lambda draft: self._agree(self._begin_on_rank_0(draft, batch) if self._comm.rank == 0 else None),
+            on_ready=lambda deferred: self._agree(
+                self._begin_on_rank_0(deferred, batch) if self._comm.rank == 0 else None
+            ),
         )
 
-    def _compared(self, trainer: Trainer, batch: tuple[Any, Any]) -> list[Difference]:
+    def _compared(self, trainer: Trainer, batch: tuple[Any, Any]) -> list[Deviation]:
         plain = self._comm.broadcast_object(_without_activations(self._plain))
         self._dtype = plain.dtype
         some: Any = self._some_of(trainer, batch)
@@ -324,7 +330,7 @@ class _Proof:
         batch = self._comm.broadcast_object(batch) if trainer.batch == "local" else batch
         return first_samples(batch, self._samples, self._dim)
 
-    def _in_float64(self, trainer: Trainer, batch: tuple[Any, Any], found: list[Difference]) -> list[Difference]:
+    def _in_float64(self, trainer: Trainer, batch: tuple[Any, Any], found: list[Deviation]) -> list[Deviation]:
         """For a small model, the same once more on copies of it, where rounding hides nothing."""
         if self.make is None or self._dtype != torch.float32 or trainer.steps:
             return found
@@ -350,16 +356,16 @@ class _Proof:
         if any(not each.deviation <= _FAULT_IN_FLOAT64 for each in verdict.worst):
             most = max(verdict.worst, key=lambda each: each.deviation)
             faults = f"{most.kind} in float64, {most.name} is off by {most.deviation:.2g}"
-            raise PlanMismatch(self._sentence(faults, verdict.parting, verdict.guess))
+            raise PlanMismatch(self._sentence(faults, verdict.first_divergence, verdict.guess))
         self._dtype = torch.float64
-        return [Difference("gradient", worst["gradients"].name, worst["gradients"].deviation, _FAULT_IN_FLOAT64)]
+        return [Deviation("gradient", worst["gradients"].name, worst["gradients"].deviation, _FAULT_IN_FLOAT64)]
 
-    def _diagnosis(self, plain: Step, planned: Step, found: list[Difference]) -> str:
+    def _diagnosis(self, plain: FingerprintRecord, planned: FingerprintRecord, found: list[Deviation]) -> str:
         """What differs, where it begins and what it looks like; every rank calls it."""
         plain.activations = self._comm.broadcast_object({} if self._plain is None else self._plain.activations)
         limit = 10 * TOLERANCE[planned.dtype]
         activations = (plain.activations, planned.activations)
-        where = first_parting(self._comm, self._plan, *activations, limit, (plain, planned))
+        where = find_first_divergence(self._comm, self._plan, *activations, limit, (plain, planned))
         looks = self._comm.broadcast_object(guess_fault(self._plan, plain, planned))
         faults = "; ".join(_shown(each) for each in found if each.is_fault)
         return self._sentence(faults, where, looks)
@@ -371,7 +377,7 @@ class _Proof:
             'check="off" to train all the same'
         )
 
-    def _report(self, found: list[Difference], subject: str) -> str:
+    def _report(self, found: list[Deviation], subject: str) -> str:
         if self._obstacle:
             return f"plan {self._plan} not proved: {self._obstacle}"
         worst = max(each.deviation for each in found if each.kind == "gradient")
@@ -379,7 +385,7 @@ class _Proof:
         return f"plan {self._plan} proved on {subject}: worst gradient {worst:.0e} ({dtype}), {self._seconds:.1f} s"
 
 
-def _without_activations(step: Step | None) -> Step | None:
+def _without_activations(step: FingerprintRecord | None) -> FingerprintRecord | None:
     if step is None:
         return None
     short = copy.copy(step)
@@ -387,7 +393,7 @@ def _without_activations(step: Step | None) -> Step | None:
     return short
 
 
-def _shown(difference: Difference) -> str:
+def _shown(difference: Deviation) -> str:
     what = {"loss": "the loss is", "gradient": "the gradient of", "update": "the update of", "buffer": "buffer"}
     name = f" {difference.name} is" if difference.name else ""
     return f"{what.get(difference.kind, difference.kind)}{name} off by {difference.deviation:.2g}"
@@ -412,7 +418,7 @@ def obstacle_in(model: nn.Module) -> str:
 
 
 def fits(model: nn.Module) -> bool:
-    """Whether one device has the memory and the time for a step of the whole model."""
+    """Whether one device has the memory and the time for a step of the full model."""
     parameters = list(model.parameters())
     elements = sum(parameter.numel() for parameter in parameters)
     needed = _COPIES * sum(parameter.numel() * parameter.element_size() for parameter in parameters)
@@ -442,3 +448,69 @@ def _available_memory() -> float:
         return float(lines["MemAvailable"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return float(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")) / 2
+
+
+# ---- a model with fewer blocks
+# ----------------------------------------------------------------------------------------
+
+
+_LEAST = 2  # blocks: one that follows another of its kind
+
+
+def reduced_model(deferred: DeferredModel, plan: Plan) -> tuple[nn.Module | None, str]:
+    """A copy with fewer blocks, in memory of its own, and how many they are; None where none can be left out.
+
+    Parameters of a model that has no values yet are drawn at random, the same on every rank.
+    """
+    model = deferred.model
+    try:
+        blocks = find_blocks(model)
+    except UsageError:
+        return None, ""
+    count = _kept([_kind(block) for block in blocks.modules], order_of(plan).stages if plan.pp > 1 else 1)
+    if blocks.names or count >= len(blocks.modules):
+        return None, ""
+    holder = model.get_submodule(blocks.path)._modules
+    removed = {key: holder.pop(key) for key in list(holder)[count:]}
+    try:
+        short = deep_copy(model, _values(model, deferred) if deferred.is_deferred else None)
+    finally:
+        holder.update(removed)
+    _count_blocks_anew(short, len(blocks.modules), count)
+    return short, f"{count} of its {len(blocks.modules)} blocks"
+
+
+def _kept(kinds: list[Any], stages: int) -> int:
+    """The length of the shortest prefix with all kinds of blocks, and one for each stage."""
+    first = {kind: number for number, kind in reversed(list(enumerate(kinds)))}
+    return max(*first.values(), _LEAST - 1, stages - 1) + 1
+
+
+def _kind(block: nn.Module) -> tuple[Any, ...]:
+    return type(block), str(block), tuple(tuple(parameter.shape) for parameter in block.parameters())
+
+
+def _values(model: nn.Module, deferred: DeferredModel) -> dict[int, torch.Tensor]:
+    """For a copy, by the ids of the tensors that they replace: buffers as they would be, parameters at random."""
+    generator = torch.Generator().manual_seed(0)
+    values: dict[int, torch.Tensor] = {}
+    for name, tensor in tensors_in(model):
+        if not tensor.is_meta or id(tensor) in values:
+            continue
+        if isinstance(tensor, nn.Parameter):
+            device = deferred.device(name)
+            drawn = torch.randn(tensor.shape, generator=generator) * (0.02 if tensor.dim() > 1 else 0.1)
+            drawn = drawn + 1 if tensor.dim() == 1 and name.endswith("weight") else drawn
+            values[id(tensor)] = nn.Parameter(drawn.to(device, tensor.dtype), tensor.requires_grad)
+        else:
+            values[id(tensor)] = deferred.value(name)
+    return values
+
+
+def _count_blocks_anew(model: nn.Module, before: int, count: int) -> None:
+    """Models that count their blocks keep the number in a configuration, which the copy has for itself."""
+    configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+    for config in configs.values():
+        for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+            if not isinstance(config, dict) and getattr(config, name, None) == before:
+                setattr(config, name, count)

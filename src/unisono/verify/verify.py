@@ -1,4 +1,4 @@
-"""verify: the proof that a plan gives the result of one device, or the first place where it does not.
+"""verify: the proof that a plan gives the result of one device, or the first module where it does not.
 
 A task is trained for a few steps on one device and under the plan, from the same seed and batches. Initial parameters
 must be equal bit for bit; losses, gradients, parameters, buffers and optimizer states must agree to a tolerance that
@@ -14,10 +14,12 @@ import gc
 import json
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -31,17 +33,7 @@ from unisono.launch.spawn import spawn
 from unisono.parallel.static.to_static import StagedProgram
 from unisono.parallel.task import Task, load_task
 from unisono.plan.plan import Plan
-from unisono.verify.agreement import with_agreement
-from unisono.verify.ending import REFUSAL, Ending, Endings, OneDeviceError, in_float32
-from unisono.verify.first_divergence import first_parting, guess_fault
-from unisono.verify.float64 import InDouble
-from unisono.verify.follow import Follower
-from unisono.verify.on_mesh import PREFIX, OnMesh
-from unisono.verify.program_divergence import program_parting
-from unisono.verify.program_record import made_program, program_record
-from unisono.verify.record import Record, batch_of, plain_record, planned_record
-from unisono.verify.reference import Reference
-from unisono.verify.verdict import (
+from unisono.verify.compare import (
     HALVES,
     ROUNDING,
     TOLERANCE,
@@ -50,11 +42,18 @@ from unisono.verify.verdict import (
     may_be_rounding,
     may_be_sensitive,
     rounding_of,
+    with_agreement,
     within_sensitivity,
     without_rounding,
 )
+from unisono.verify.first_divergence import find_first_divergence, guess_fault
+from unisono.verify.float64 import Float64Mode
+from unisono.verify.mesh_program import PREFIX, ProgramSpec, made_program, program_divergence, program_record
+from unisono.verify.reference import ReferenceProcess
+from unisono.verify.run_errors import REFUSAL, OneDeviceError, RankErrors, RunError, in_float32
+from unisono.verify.training_record import TrainingRecord, batch_of, plain_record, planned_record
 
-Subject = Plan | OnMesh  # what is proved: a plan, or a program on a mesh
+Subject = Plan | ProgramSpec  # what is proved: a plan, or a program on a mesh
 _REFUSED = "unisono.errors.UsageError: "
 _TOGETHER = 10.0  # seconds in which all ranks refuse a plan, if they all do
 TIMEOUT = 600.0  # seconds that a collective of a planned step may block before the plan counts as failed
@@ -71,8 +70,8 @@ def verify(
 ) -> Verdict:
     """Start the plan's ranks on this machine, train, compare. task: a Task, or `file.py:name`.
 
-    plan: a Plan or its words, or those of a program on a mesh: "program dp=2,mp=4". timeout: seconds that a collective
-    may block; by default what UNISONO_TIMEOUT says, else 600. A plan that is refused or that fails is a verdict too.
+    plan: a Plan or its text, or that of a program on a mesh: "program dp=2,mp=4". timeout: seconds that a collective
+    may block; by default UNISONO_TIMEOUT, else 600. A plan that is refused or that fails is a verdict too.
     """
     plan = parsed(plan) if isinstance(plan, str) else plan
     plan.fit(plan.world if ranks is None else ranks)
@@ -80,7 +79,7 @@ def verify(
 
 
 def parsed(text: str) -> Subject:
-    return OnMesh.parse(text) if text.startswith(PREFIX) else Plan.parse(text)
+    return ProgramSpec.parse(text) if text.startswith(PREFIX) else Plan.parse(text)
 
 
 def verify_all(
@@ -89,10 +88,10 @@ def verify_all(
     backend: str | None = None,
     steps: int = 3,
     dtype: str = "float64",
-    told: Callable[[Verdict], None] = lambda verdict: None,
+    on_verdict: Callable[[Verdict], None] = lambda verdict: None,
     timeout: float | None = None,
 ) -> list[Verdict]:
-    """Verify plans that need the same number of ranks; `told` gets each verdict as soon as it is known.
+    """Verify plans that need the same number of ranks; `on_verdict` gets each verdict as soon as it is known.
 
     Where the task cannot run in float64 (a kernel has none), it is proved in float32, and the verdict's note says so.
     """
@@ -106,7 +105,7 @@ def verify_all(
 
     def note(verdict: Verdict) -> None:
         verdicts.append(replace(verdict, note=remark or verdict.note))
-        told(verdicts[-1])
+        on_verdict(verdicts[-1])
 
     with tempfile.TemporaryDirectory(prefix="unisono-verify-") as folder:
         while len(verdicts) < len(plans):
@@ -118,29 +117,29 @@ def verify_all(
             except LaunchError as error:
                 if len(verdicts) == len(plans):
                     break  # they failed on their way out
-                cause = Endings(Path(folder), len(verdicts)).cause(ranks) or _ending_of(str(error))
+                cause = RankErrors(Path(folder), len(verdicts)).cause(ranks) or _error_from(str(error))
                 if dtype == "float64" and cause.is_of_float64:
                     dtype, remark = "float32", in_float32(cause)
-                    Endings(Path(folder), len(verdicts)).forget()
+                    RankErrors(Path(folder), len(verdicts)).forget()
                     continue
-                note(_ended(str(plans[len(verdicts)]), cause))
+                note(_without_verdict(str(plans[len(verdicts)]), cause))
     return verdicts
 
 
-def _ended(plan: str, ending: Ending) -> Verdict:
+def _without_verdict(plan: str, run_error: RunError) -> Verdict:
     """The verdict on a plan that came to none."""
-    if ending.kind == REFUSAL:
-        return Verdict(plan, False, refusal=ending.text)
-    return Verdict(plan, False, failure=ending.text)
+    if run_error.kind == REFUSAL:
+        return Verdict(plan, False, refusal=run_error.text)
+    return Verdict(plan, False, failure=run_error.text)
 
 
-def _ending_of(told: str) -> Ending:
-    """Where no rank has left a word of its own: killed, hung, or failed before the first plan."""
-    lines = told.strip().splitlines() or ["the ranks ended"]
+def _error_from(reported: str) -> RunError:
+    """The error where no rank has written one: killed, hung, or failed before the first plan."""
+    lines = reported.strip().splitlines() or ["the ranks ended"]
     refusals = [line.removeprefix(_REFUSED) for line in lines if line.startswith(_REFUSED)]
     if refusals:
-        return Ending(REFUSAL, refusals[-1])
-    return Ending("", lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}")
+        return RunError(REFUSAL, refusals[-1])
+    return RunError("", lines[0] if len(lines) == 1 else f"{lines[0]} {lines[-1]}")
 
 
 # ---- on the ranks --------------------------------------------------------------------------------------------------
@@ -150,7 +149,7 @@ def _on_rank(
     task: Task | str, plans: Sequence[str], first: int, steps: int, dtype: str, folder: str, timeout: float | None
 ) -> None:
     torch.set_num_threads(1)
-    reference = Reference(Path(folder) / dtype, partial(_plain_of, task, steps, dtype))
+    reference = ReferenceProcess(Path(folder) / dtype, partial(_plain_of, task, steps, dtype))
     if find_rank_info().rank == 0:
         reference.start()
     comm = world.init(timeout=_timeout(timeout))
@@ -160,7 +159,9 @@ def _on_rank(
             try:
                 verdict = verify_here(comm, loaded, parsed(text), steps, dtype, reference=reference)
             except Exception as error:
-                verdict = _ended(text, _ending_of_all(comm, error, reference, Endings(Path(folder), number)))
+                verdict = _without_verdict(
+                    text, _error_of_all(comm, error, reference, RankErrors(Path(folder), number))
+                )
             if comm.rank == 0:
                 with (Path(folder) / f"verdicts-{first}").open("a") as file:
                     file.write(json.dumps(verdict.as_json()) + "\n")
@@ -170,7 +171,7 @@ def _on_rank(
         world.shutdown()
 
 
-def _plain_of(task: Task | str, steps: int, dtype: str, rounding: float, noise: float) -> Record:
+def _plain_of(task: Task | str, steps: int, dtype: str, rounding: float, noise: float) -> TrainingRecord:
     return _plain(load_task(task) if isinstance(task, str) else task, steps, dtype, rounding, noise)
 
 
@@ -178,16 +179,18 @@ def _timeout(given: float | None) -> float | None:
     return TIMEOUT if given is None and environment.TIMEOUT not in os.environ else given
 
 
-def _ending_of_all(comm: Communicator, error: Exception, reference: Reference, endings: Endings) -> Ending:
-    """The ending of this plan on all ranks, where they ended in step; else raises the error, which ends them all."""
+def _error_of_all(
+    comm: Communicator, error: Exception, reference: ReferenceProcess, rank_errors: RankErrors
+) -> RunError:
+    """The error of this plan on all ranks, if all have failed alike; else raises the error, which ends them all."""
     if not isinstance(error, UsageError | OneDeviceError):
         error = reference.failure(_TOGETHER) or error  # the task itself is at fault
-    mine = Ending.of(error)
-    endings.note(comm.rank, mine)
+    mine = RunError.of(error)
+    rank_errors.note(comm.rank, mine)
     if mine.is_of_float64:
         raise error  # all are tried anew in float32
-    if isinstance(error, UsageError | OneDeviceError) and endings.are_alike(mine, comm.size, _TOGETHER):
-        return endings.cause(comm.size) or mine
+    if isinstance(error, UsageError | OneDeviceError) and rank_errors.are_alike(mine, comm.size, _TOGETHER):
+        return rank_errors.cause(comm.size) or mine
     raise error
 
 
@@ -198,15 +201,15 @@ def verify_here(
     steps: int = 3,
     dtype: str = "float64",
     prepare: Any = None,
-    plain: Record | None = None,
-    reference: Reference | None = None,
+    plain: TrainingRecord | None = None,
+    reference: ReferenceProcess | None = None,
 ) -> Verdict:
     """verify among ranks that are up already; every rank calls it and gets the verdict.
 
     plain: the record of the plain model on rank 0, where it is known from another plan. reference: the process that
     makes such records; by default ranks make them, each as if it were alone.
     """
-    one_device = reference or _Own(task, steps, dtype)
+    one_device = reference or _LocalReference(task, steps, dtype)
     planned = _planned(task, plan, steps, dtype, prepare)
     verdict = _judged(comm, plan, one_device, 0.0, planned, dtype, plain)
     rounding = 0.0
@@ -218,21 +221,23 @@ def verify_here(
         verdict = _beside_rounding(comm, verdict, one_device, dtype, rounding, plain if not rounding else None)
     if verdict.equivalent:
         return verdict
-    if isinstance(plan, OnMesh):
-        return replace(verdict, parting=_program_parting(comm, task, plan, dtype, prepare))
+    if isinstance(plan, ProgramSpec):
+        return replace(verdict, first_divergence=_program_divergence(comm, task, plan, dtype, prepare))
     first = plain or one_device.record()
     limit = 10 * TOLERANCE[dtype]
-    parting = first_parting(comm, plan, first.activations, planned.activations, limit, (first, planned))
-    return replace(verdict, parting=parting, guess=guess_fault(plan, first, planned))
+    first_divergence = find_first_divergence(
+        comm, plan, first.activations, planned.activations, limit, (first, planned)
+    )
+    return replace(verdict, first_divergence=first_divergence, guess=guess_fault(plan, first, planned))
 
 
 def _beside_rounding(
     comm: Communicator,
     verdict: Verdict,
-    reference: Reference | _Own,
+    reference: ReferenceProcess | _LocalReference,
     dtype: str,
     rounding: float,
-    plain: Record | None,
+    plain: TrainingRecord | None,
 ) -> Verdict:
     """The verdict beside what rounding does to the job on one device; every rank calls it.
 
@@ -245,7 +250,7 @@ def _beside_rounding(
     return comm.broadcast_object(verdict)
 
 
-class _Own:
+class _LocalReference:
     """The reference of ranks that have no process for it."""
 
     def __init__(self, task: Task, steps: int, dtype: str) -> None:
@@ -254,21 +259,21 @@ class _Own:
     def wait(self, rounding: float = 0.0, noise: float = 0.0) -> None:
         pass
 
-    def record(self, rounding: float = 0.0, noise: float = 0.0) -> Record:
+    def record(self, rounding: float = 0.0, noise: float = 0.0) -> TrainingRecord:
         try:
             return self._compute(rounding, noise)
         except Exception as error:
-            raise Ending.of(error).as_error() from error
+            raise RunError.of(error).as_error() from error
 
 
 def _judged(
     comm: Communicator,
     plan: Subject,
-    reference: Reference | _Own,
+    reference: ReferenceProcess | _LocalReference,
     rounding: float,
-    planned: Record,
+    planned: TrainingRecord,
     dtype: str,
-    plain: Record | None = None,
+    plain: TrainingRecord | None = None,
 ) -> Verdict:
     """The verdict of rank 0, which reads the plain record, on every rank; each adds how far its own copies are off."""
     reference.wait(rounding)
@@ -285,7 +290,7 @@ def _judged(
     return comm.broadcast_object(with_agreement(comm, planned, found, TOLERANCE[dtype]))
 
 
-def _planned(task: Task, plan: Subject, steps: int, dtype: str, prepare: Any, rounding: float = 0.0) -> Record:
+def _planned(task: Task, plan: Subject, steps: int, dtype: str, prepare: Any, rounding: float = 0.0) -> TrainingRecord:
     if isinstance(plan, Plan):
         precision = HALVES.get(dtype, "fp32")
         return planned_record(task, plan, steps, _kept(dtype), prepare=prepare, precision=precision, rounding=rounding)
@@ -294,17 +299,17 @@ def _planned(task: Task, plan: Subject, steps: int, dtype: str, prepare: Any, ro
     return program_record(task, plan.mesh(), steps, _kept(dtype), prepare=prepare, rounding=rounding, **plan.options)
 
 
-def _program_parting(comm: Communicator, task: Task, plan: OnMesh, dtype: str, prepare: Any) -> str:
+def _program_divergence(comm: Communicator, task: Task, plan: ProgramSpec, dtype: str, prepare: Any) -> str:
     program, batch = made_program(task, plan.mesh(), _kept(dtype), **plan.options), batch_of(task, 0, _kept(dtype))
     if isinstance(program, StagedProgram):
         return "the stages of a pipeline are not looked into; try the plan that the marks make: uni.apply_marks"
     if prepare is not None:
         prepare(program)
-    with InDouble(_kept(dtype)):
-        return program_parting(comm, program, batch, 10 * TOLERANCE[dtype])
+    with Float64Mode(_kept(dtype)):
+        return program_divergence(comm, program, batch, 10 * TOLERANCE[dtype])
 
 
-def _plain(task: Task, steps: int, dtype: str, rounding: float = 0.0, noise: float = 0.0) -> Record:
+def _plain(task: Task, steps: int, dtype: str, rounding: float = 0.0, noise: float = 0.0) -> TrainingRecord:
     precision = HALVES.get(dtype, "fp32")
     return plain_record(task, steps, _kept(dtype), precision=precision, rounding=rounding, noise=noise)
 
@@ -312,3 +317,49 @@ def _plain(task: Task, steps: int, dtype: str, rounding: float = 0.0, noise: flo
 def _kept(dtype: str) -> torch.dtype:
     """The dtype of parameters, where `dtype` is that of what is computed."""
     return torch.float32 if dtype in HALVES else getattr(torch, dtype)
+
+
+# ---- verdicts as they come
+# --------------------------------------------------------------------------------------------
+
+
+_PAUSE = 0.1  # seconds between looks
+
+
+class Follower:
+    """While open, calls `read` with each line that is added to the file; at the end with those that are left."""
+
+    def __init__(self, path: Path, read: Callable[[str], None]) -> None:
+        self._path = path
+        self._read = read
+        self._done = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+        self._error: BaseException | None = None
+
+    def __enter__(self) -> Follower:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._done.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _follow(self) -> None:
+        # Until the first line comes this thread takes no lock: ranks are forked meanwhile.
+        start = 0
+        try:
+            while True:
+                is_last = self._done.wait(_PAUSE)
+                full = self._path.read_bytes()[start:] if self._path.exists() else b""
+                complete = full[: full.rfind(b"\n") + 1]
+                start += len(complete)
+                for line in complete.decode().splitlines():
+                    self._read(line)
+                if is_last:
+                    return
+        except BaseException as error:
+            self._error = error

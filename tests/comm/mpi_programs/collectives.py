@@ -33,7 +33,7 @@ def group():  # type: ignore[no-untyped-def]
     return dist.group.WORLD
 
 
-def now(call: calls.Call) -> None:
+def now(call: calls.MPICall) -> None:
     """The way of a Communicator's transport."""
     group().run([call])
 

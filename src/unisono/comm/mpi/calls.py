@@ -45,7 +45,7 @@ Step = tuple[str, tuple[Any, ...]]  # a non-blocking MPI method, and its argumen
 
 
 @dataclass
-class Call:
+class MPICall:
     name: str
     steps: list[Step]
     outputs: Sequence[torch.Tensor] = ()
@@ -54,37 +54,37 @@ class Call:
     status: MPI.Status = field(default_factory=MPI.Status)
 
 
-def barrier() -> Call:
-    return Call("barrier", [("Ibarrier", ())])
+def barrier() -> MPICall:
+    return MPICall("barrier", [("Ibarrier", ())])
 
 
-def broadcast(tensor: torch.Tensor, root: int, rank: int) -> Call:
+def broadcast(tensor: torch.Tensor, root: int, rank: int) -> MPICall:
     tensor = _data(tensor)
     memory = readable(tensor) if rank == root else writable(tensor)
     finish = None if rank == root else _landing(memory, tensor)
-    return Call("broadcast", _broadcast_steps(memory, root), [tensor], (memory,), finish)
+    return MPICall("broadcast", _broadcast_steps(memory, root), [tensor], (memory,), finish)
 
 
 def _broadcast_steps(memory: torch.Tensor, root: int) -> list[Step]:
     return [("Ibcast", (raw_buffer(piece), root)) for piece in pieces(memory)]
 
 
-def all_reduce(tensor: torch.Tensor, op: str, factor: Factor | None, size: int) -> Call:
+def all_reduce(tensor: torch.Tensor, op: str, factor: Factor | None, size: int) -> MPICall:
     reduction = plan_reduction(op, tensor.dtype)
     tensor = _data(tensor)
     wire = reduction.to_wire(tensor, factor)
     if buffers.folds(wire, size):
         sent, received = _parts(wire, size)
         gather: Step = ("Iallgather", (raw_buffer(sent), raw_buffer(received)))
-        return Call("all_reduce", [gather], [tensor], (sent, received), _folding(reduction, received, tensor))
+        return MPICall("all_reduce", [gather], [tensor], (sent, received), _folding(reduction, received, tensor))
     wire = computable(wire)
     steps: list[Step] = [
         ("Iallreduce", (MPI.IN_PLACE, number_buffer(piece), OPS[reduction.wire_op])) for piece in pieces(wire)
     ]
-    return Call("all_reduce", steps, [tensor], (wire,), _finishing(reduction, wire, tensor, size))
+    return MPICall("all_reduce", steps, [tensor], (wire,), _finishing(reduction, wire, tensor, size))
 
 
-def reduce(tensor: torch.Tensor, root: int, op: str, factor: Factor | None, rank: int, size: int) -> Call:
+def reduce(tensor: torch.Tensor, root: int, op: str, factor: Factor | None, rank: int, size: int) -> MPICall:
     reduction = plan_reduction(op, tensor.dtype)
     tensor = _data(tensor)
     wire = reduction.to_wire(tensor, factor)
@@ -92,17 +92,17 @@ def reduce(tensor: torch.Tensor, root: int, op: str, factor: Factor | None, rank
         sent, received = _parts(wire, size if rank == root else 0)
         gather: Step = ("Igather", (raw_buffer(sent), raw_buffer(received) if rank == root else None, root))
         fold = _folding(reduction, received, tensor) if rank == root else None
-        return Call("reduce", [gather], [tensor], (sent, received), fold)
+        return MPICall("reduce", [gather], [tensor], (sent, received), fold)
     wire = computable(wire)
     steps = [_reduce_step(piece, piece, root, rank, OPS[reduction.wire_op]) for piece in pieces(wire)]
     finish = _finishing(reduction, wire, tensor, size) if rank == root else None
-    return Call("reduce", steps, [tensor], (wire,), finish)
+    return MPICall("reduce", steps, [tensor], (wire,), finish)
 
 
-def all_gather_single(output: torch.Tensor, input: torch.Tensor, rank: int, size: int) -> Call:
+def all_gather_single(output: torch.Tensor, input: torch.Tensor, rank: int, size: int) -> MPICall:
     pair = plain_pair(input, output)
     if pair is not None and output.nbytes == input.nbytes * size:
-        return Call("all_gather", [("Iallgather", pair)], [output], (output, input))
+        return MPICall("all_gather", [("Iallgather", pair)], [output], (output, input))
     _same_dtype("all_gather", output, input)
     if output.numel() != input.numel() * size:
         raise UsageError(
@@ -113,10 +113,10 @@ def all_gather_single(output: torch.Tensor, input: torch.Tensor, rank: int, size
     received, sent = writable(output), readable(input)
     counts = [input.numel()] * size
     steps, sent = _all_gather_steps(sent, received, counts, rank)
-    return Call("all_gather", steps, [output], (received, sent), _landing(received, output))
+    return MPICall("all_gather", steps, [output], (received, sent), _landing(received, output))
 
 
-def all_gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, rank: int, size: int) -> Call:
+def all_gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, rank: int, size: int) -> MPICall:
     """Into one tensor a rank; their sizes may differ."""
     _one_a_rank("all_gather", outputs, size)
     _same_dtype("all_gather", *outputs, input)
@@ -129,7 +129,7 @@ def all_gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, rank: int, 
     received = joint(outputs)
     counts = [output.numel() for output in outputs]
     steps, sent = _all_gather_steps(readable(input), received, counts, rank)
-    return Call("all_gather", steps, outputs, (received, sent), partial(land_parts, received, outputs))
+    return MPICall("all_gather", steps, outputs, (received, sent), partial(land_parts, received, outputs))
 
 
 def _all_gather_steps(
@@ -149,17 +149,17 @@ def _all_gather_steps(
     return [("Iallgatherv", (given, raw_parts(received, counts)))], sent
 
 
-def gather_into(output: torch.Tensor | None, input: torch.Tensor, root: int) -> Call:
+def gather_into(output: torch.Tensor | None, input: torch.Tensor, root: int) -> MPICall:
     """Equal sizes into one contiguous tensor, which the root alone has. Does not match `gather` on another rank."""
     sent = readable(_data(input))
     if output is None:
-        return Call("gather", [("Igather", (raw_buffer(sent), None, root))], [], (sent,))
+        return MPICall("gather", [("Igather", (raw_buffer(sent), None, root))], [], (sent,))
     received = writable(output)
     step = ("Igather", (raw_buffer(sent), raw_buffer(received), root))
-    return Call("gather", [step], [output], (sent, received), _landing(received, output))
+    return MPICall("gather", [step], [output], (sent, received), _landing(received, output))
 
 
-def scatter_from(output: torch.Tensor, chunks: Sequence[torch.Tensor] | torch.Tensor | None, root: int) -> Call:
+def scatter_from(output: torch.Tensor, chunks: Sequence[torch.Tensor] | torch.Tensor | None, root: int) -> MPICall:
     """Equal parts, which the root alone has, as a list or rows. Does not match `scatter` on another rank."""
     output = _data(output)
     received = writable(output)
@@ -168,15 +168,15 @@ def scatter_from(output: torch.Tensor, chunks: Sequence[torch.Tensor] | torch.Te
         rows = chunks if isinstance(chunks, torch.Tensor) else joined([_data(chunk) for chunk in chunks])
         sent = (_apart(readable(_data(rows)), received),)
     step = ("Iscatter", (raw_buffer(sent[0]) if sent else None, raw_buffer(received), root))
-    return Call("scatter", [step], [output], (received, *sent), _landing(received, output))
+    return MPICall("scatter", [step], [output], (received, *sent), _landing(received, output))
 
 
-def gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, root: int, rank: int, size: int) -> Call:
+def gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, root: int, rank: int, size: int) -> MPICall:
     """`outputs` counts on the root only: one tensor a rank; their sizes may differ."""
     input = _data(input)
     sent = readable(input)
     if rank != root:
-        return Call("gather", [("Igatherv", (raw_buffer(sent), None, root))], (), (sent,))
+        return MPICall("gather", [("Igatherv", (raw_buffer(sent), None, root))], (), (sent,))
     _one_a_rank("gather", outputs, size)
     _same_dtype("gather", *outputs, input)
     outputs = [_data(output) for output in outputs]
@@ -184,31 +184,31 @@ def gather(outputs: Sequence[torch.Tensor], input: torch.Tensor, root: int, rank
     sent = _apart(sent, received)
     into = raw_parts(received, [output.numel() for output in outputs])
     step = ("Igatherv", (raw_buffer(sent), into, root))
-    return Call("gather", [step], outputs, (received, sent), partial(land_parts, received, outputs))
+    return MPICall("gather", [step], outputs, (received, sent), partial(land_parts, received, outputs))
 
 
-def scatter(output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, rank: int, size: int) -> Call:
+def scatter(output: torch.Tensor, inputs: Sequence[torch.Tensor], root: int, rank: int, size: int) -> MPICall:
     """`inputs` counts on the root only: one tensor a rank; their sizes may differ."""
     output = _data(output)
     received = writable(output)
     finish = _landing(received, output)
     if rank != root:
-        return Call("scatter", [("Iscatterv", (None, raw_buffer(received), root))], [output], (received,), finish)
+        return MPICall("scatter", [("Iscatterv", (None, raw_buffer(received), root))], [output], (received,), finish)
     _one_a_rank("scatter", inputs, size)
     _same_dtype("scatter", output, *inputs)
     sent = _apart(readable(joined([_data(input) for input in inputs])), received)
     of = raw_parts(sent, [input.numel() for input in inputs])
-    return Call("scatter", [("Iscatterv", (of, raw_buffer(received), root))], [output], (received, sent), finish)
+    return MPICall("scatter", [("Iscatterv", (of, raw_buffer(received), root))], [output], (received, sent), finish)
 
 
 def reduce_scatter_single(
     output: torch.Tensor, input: torch.Tensor, op: str, factor: Factor | None, rank: int, size: int
-) -> Call:
+) -> MPICall:
     pair, reduction = plain_pair(input, output), plan_reduction(op, input.dtype)
     if pair is not None and reduction.is_plain and factor is None and input.nbytes == output.nbytes * size:
         (of, _), (into, _), number = *pair, NUMBERS[input.dtype]
         step = ("Ireduce_scatter_block", ((of, number), (into, number), OPS[op]))
-        return Call("reduce_scatter", [step], [output], (output, input))
+        return MPICall("reduce_scatter", [step], [output], (output, input))
     _same_dtype("reduce_scatter", output, input)
     if input.numel() != output.numel() * size:
         raise UsageError(
@@ -220,7 +220,7 @@ def reduce_scatter_single(
 
 def reduce_scatter(
     output: torch.Tensor, inputs: Sequence[torch.Tensor], op: str, factor: Factor | None, rank: int, size: int
-) -> Call:
+) -> MPICall:
     """From one tensor a rank; their sizes may differ."""
     _one_a_rank("reduce_scatter", inputs, size)
     _same_dtype("reduce_scatter", output, *inputs)
@@ -234,7 +234,7 @@ def reduce_scatter(
 
 def _reduce_scatter(
     output: torch.Tensor, input: torch.Tensor, counts: list[int], op: str, factor: Factor | None, rank: int
-) -> Call:
+) -> MPICall:
     reduction = plan_reduction(op, output.dtype)
     output = _data(output)
     wire = reduction.to_wire(input, factor)
@@ -244,7 +244,7 @@ def _reduce_scatter(
         sent = readable(wire)
         received = ready(wire.new_empty((len(counts), counts[rank])))
         step = ("Ialltoallv", (raw_parts(sent, counts), raw_parts(received, [counts[rank]] * len(counts))))
-        return Call("reduce_scatter", [step], [output], (received, sent), _folding(reduction, received, output))
+        return MPICall("reduce_scatter", [step], [output], (received, sent), _folding(reduction, received, output))
     received = room_to_compute(reduction.landing(output))
     sent = _apart(computable(wire), received)
     mpi_op = OPS[reduction.wire_op]
@@ -255,7 +255,7 @@ def _reduce_scatter(
     else:
         steps = [("Ireduce_scatter", (number_buffer(sent), number_buffer(received), counts, mpi_op))]
     finish = _finishing(reduction, received, output, len(counts))
-    return Call("reduce_scatter", steps, [output], (received, sent), finish)
+    return MPICall("reduce_scatter", steps, [output], (received, sent), finish)
 
 
 def _reduce_to_each(sent: torch.Tensor, received: torch.Tensor, counts: list[int], rank: int, op: MPI.Op) -> list[Step]:
@@ -281,7 +281,7 @@ def all_to_all_single(
     output_splits: Sequence[int],
     input_splits: Sequence[int],
     size: int,
-) -> Call:
+) -> MPICall:
     """Splits count rows (first dimension), one a rank; empty for equal parts."""
     _same_dtype("all_to_all", output, input)
     output, input = _data(output), _data(input)
@@ -290,14 +290,14 @@ def all_to_all_single(
     received = writable(output)
     sent = _apart(readable(input), received)
     step = ("Ialltoallv", (raw_parts(sent, input_counts), raw_parts(received, output_counts)))
-    return Call("all_to_all", [step], [output], (received, sent), _landing(received, output))
+    return MPICall("all_to_all", [step], [output], (received, sent), _landing(received, output))
 
 
-def all_to_all_even(output: torch.Tensor, input: torch.Tensor, size: int) -> Call:
+def all_to_all_even(output: torch.Tensor, input: torch.Tensor, size: int) -> MPICall:
     """Equal parts everywhere. Does not match `all_to_all_single` on another rank."""
     pair = plain_pair(input, output)
     if pair is not None and output.shape == input.shape and input.dim() and input.shape[0] % size == 0:
-        return Call("all_to_all", [("Ialltoall", pair)], [output], (output, input))
+        return MPICall("all_to_all", [("Ialltoall", pair)], [output], (output, input))
     _same_dtype("all_to_all", output, input)
     output, input = _data(output), _data(input)
     if _split_counts("output", output, (), size) != _split_counts("input", input, (), size):
@@ -307,10 +307,10 @@ def all_to_all_even(output: torch.Tensor, input: torch.Tensor, size: int) -> Cal
     if sent.numel() > buffers.AT_ONCE:
         return all_to_all_single(output, input, (), (), size)
     step = ("Ialltoall", (raw_buffer(sent), raw_buffer(received)))
-    return Call("all_to_all", [step], [output], (received, sent), _landing(received, output))
+    return MPICall("all_to_all", [step], [output], (received, sent), _landing(received, output))
 
 
-def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], size: int) -> Call:
+def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], size: int) -> MPICall:
     """From one tensor a rank into one tensor a rank; their sizes may differ."""
     _one_a_rank("all_to_all", outputs, size)
     _one_a_rank("all_to_all", inputs, size)
@@ -321,16 +321,16 @@ def all_to_all(outputs: Sequence[torch.Tensor], inputs: Sequence[torch.Tensor], 
     of = raw_parts(sent, [input.numel() for input in inputs])
     into = raw_parts(received, [output.numel() for output in outputs])
     memory = (received, sent)
-    return Call("all_to_all", [("Ialltoallv", (of, into))], outputs, memory, partial(land_parts, received, outputs))
+    return MPICall("all_to_all", [("Ialltoallv", (of, into))], outputs, memory, partial(land_parts, received, outputs))
 
 
-def send(tensor: torch.Tensor, to: int, tag: int) -> Call:
+def send(tensor: torch.Tensor, to: int, tag: int) -> MPICall:
     memory = readable(_data(tensor))
     steps: list[Step] = [("Isend", (raw_buffer(piece), to, tag)) for piece in pieces(memory)]
-    return Call("send", steps, [tensor], (memory,))
+    return MPICall("send", steps, [tensor], (memory,))
 
 
-def receive(tensor: torch.Tensor, source: int, tag: int) -> Call:
+def receive(tensor: torch.Tensor, source: int, tag: int) -> MPICall:
     tensor = _data(tensor)
     memory = writable(tensor)
     steps: list[Step] = [("Irecv", (raw_buffer(piece), source, tag)) for piece in pieces(memory)]
@@ -342,7 +342,7 @@ def receive(tensor: torch.Tensor, source: int, tag: int) -> Call:
             raise not_as_long(tensor, status)
         land(memory, tensor)
 
-    return Call("recv", steps, [tensor], (memory,), finish, status)
+    return MPICall("recv", steps, [tensor], (memory,), finish, status)
 
 
 def not_as_long(tensor: torch.Tensor, status: MPI.Status) -> MessageError:
@@ -354,7 +354,7 @@ def not_as_long(tensor: torch.Tensor, status: MPI.Status) -> MessageError:
     )
 
 
-def together(name: str, calls: Sequence[Call]) -> Call:
+def together(name: str, calls: Sequence[MPICall]) -> MPICall:
     """Several calls as one."""
     finishes = [call.finish for call in calls if call.finish is not None]
 
@@ -362,7 +362,7 @@ def together(name: str, calls: Sequence[Call]) -> Call:
         for one in finishes:
             one()
 
-    return Call(
+    return MPICall(
         name,
         [step for call in calls for step in call.steps],
         [output for call in calls for output in call.outputs],

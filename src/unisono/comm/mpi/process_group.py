@@ -30,8 +30,8 @@ from torch.distributed.distributed_c10d import (
 )
 
 from unisono.comm.mpi import calls
-from unisono.comm.mpi.calls import Call
-from unisono.comm.mpi.work import SPINS, MPIWork, Operation, failure, settle, wait_for_devices
+from unisono.comm.mpi.calls import MPICall
+from unisono.comm.mpi.work import SPINS, MPIOperation, MPIWork, failure, settle, wait_for_devices
 from unisono.comm.reduction import OPS, Factor
 from unisono.errors import UsageError
 
@@ -99,7 +99,7 @@ class MPIProcessGroup(ProcessGroup):
 
     # Making calls.
 
-    def run(self, made: Sequence[Call]) -> None:
+    def run(self, made: Sequence[MPICall]) -> None:
         """Start all calls, then wait for all."""
         name = made[0].name if made else ""
         try:
@@ -112,7 +112,7 @@ class MPIProcessGroup(ProcessGroup):
         except MPI.Exception as error:
             raise failure(name, error) from error
 
-    def start(self, call: Call, opts: Any = None) -> MPIWork:
+    def start(self, call: MPICall, opts: Any = None) -> MPIWork:
         """Begin a call; the work completes also when nobody waits for it."""
         try:
             requests = self._requests(call)
@@ -120,17 +120,17 @@ class MPIProcessGroup(ProcessGroup):
             raise failure(call.name, error) from error
         if opts is not None and not opts.asyncOp and self._coalescing is None and self._spin(call, requests):
             return _FINISHED
-        operation = Operation(call.name, requests, call.outputs, call.memory, call.finish, call.status, self._comm)
+        operation = MPIOperation(call.name, requests, call.outputs, call.memory, call.finish, call.status, self._comm)
         own_timeout = opts is not None and opts.timeout > timedelta(0)
         work = MPIWork(operation, opts.timeout if own_timeout else self._timeout)
         if self._coalescing is not None:
             self._coalescing.append(work)
         return work
 
-    def _requests(self, call: Call) -> list[MPI.Request]:
+    def _requests(self, call: MPICall) -> list[MPI.Request]:
         return [getattr(self._comm, method)(*arguments) for method, arguments in call.steps]
 
-    def _spin(self, call: Call, requests: list[MPI.Request]) -> bool:
+    def _spin(self, call: MPICall, requests: list[MPI.Request]) -> bool:
         """Whether a call that nobody will look back at completes within a short while; it needs no Work."""
         [*others, last] = requests or [MPI.REQUEST_NULL]
         try:
@@ -260,11 +260,11 @@ class MPIProcessGroup(ProcessGroup):
         return MPIWork.of_all(works, self._timeout)
 
 
-_FINISHED = MPIWork(Operation("a finished call", [], (), None, None, MPI.Status()), timedelta(0))
+_FINISHED = MPIWork(MPIOperation("a finished call", [], (), None, None, MPI.Status()), timedelta(0))
 _OP_NAMES = {getattr(ReduceOp.RedOpType, op.upper()): op for op in OPS}
 
 
-def _finish(call: Call) -> None:
+def _finish(call: MPICall) -> None:
     if call.finish is not None:
         with torch.no_grad():
             call.finish()

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from mpi4py import MPI
 
 from unisono.comm.mpi import calls
-from unisono.comm.mpi.calls import Call
+from unisono.comm.mpi.calls import MPICall
 from unisono.comm.mpi.process_group import MPIProcessGroup
 from unisono.comm.operation import Message, Transfer
 from unisono.comm.reduction import Factor
@@ -30,7 +30,7 @@ class MPITransport:
         self._group = cast(MPIProcessGroup, group)
         self._rank, self._size = self._group.comm.rank, self._group.comm.size
 
-    def _transfer(self, *made: Call) -> Transfer:
+    def _transfer(self, *made: MPICall) -> Transfer:
         return Transfer(lambda: [self._group.start(call) for call in made], run=partial(self._group.run, made))
 
     def broadcast(self, tensor: Tensor, root: int) -> Transfer:

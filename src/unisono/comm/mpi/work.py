@@ -31,7 +31,7 @@ _BATCH = "a batch of calls"
 _MESSAGES = ("send", "recv", _BATCH)
 
 
-class Operation:
+class MPIOperation:
     """Requests in flight, the memory they use, and what to do once when they have completed."""
 
     __slots__ = (
@@ -138,12 +138,12 @@ class Operation:
         return MPI.Request.Testall(self._requests)
 
 
-class JointOperation(Operation):
+class JointOperation(MPIOperation):
     """Several operations as one, done when all are."""
 
     __slots__ = ("_parts",)
 
-    def __init__(self, parts: Sequence[Operation]) -> None:
+    def __init__(self, parts: Sequence[MPIOperation]) -> None:
         outputs = [output for part in parts for output in part.outputs]
         super().__init__(_BATCH, [], outputs, None, None, MPI.Status())
         self._parts = parts
@@ -168,7 +168,7 @@ class MPIWork(Work):
 
     _future: torch.futures.Future | None = None
 
-    def __init__(self, operation: Operation, timeout: timedelta) -> None:
+    def __init__(self, operation: MPIOperation, timeout: timedelta) -> None:
         super().__init__()
         self._operation = operation
         self._timeout = timeout
@@ -186,7 +186,7 @@ class MPIWork(Work):
             raise operation.error
         return True
 
-    def _wait_for(self, operation: Operation, timeout: float) -> None:
+    def _wait_for(self, operation: MPIOperation, timeout: float) -> None:
         for _ in range(SPINS):
             if operation.poll():
                 return
@@ -240,7 +240,7 @@ class MPIWork(Work):
 class _Settle:
     """Completes a future as its operation ended."""
 
-    def __init__(self, operation: Operation, future: torch.futures.Future) -> None:
+    def __init__(self, operation: MPIOperation, future: torch.futures.Future) -> None:
         self.operation = operation
         self.future = future
 
@@ -259,22 +259,22 @@ class Progress:
     """
 
     def __init__(self) -> None:
-        self._arrivals: SimpleQueue[Operation | None] = SimpleQueue()
+        self._arrivals: SimpleQueue[MPIOperation | None] = SimpleQueue()
         self._unstarted = threading.Lock()
         self._thread: threading.Thread | None = None
         self._stopping = False
         self._devices: set[torch.device] = set()
-        self._pending: list[Operation] = []
+        self._pending: list[MPIOperation] = []
         atexit.register(self.stop)
 
-    def complete(self, operation: Operation) -> None:
+    def complete(self, operation: MPIOperation) -> None:
         # May run inside a garbage collection, in any thread: SimpleQueue allows that; no lock is waited for.
         self._arrivals.put(operation)
         if self._thread is None and not self._stopping and self._unstarted.acquire(blocking=False):
             self._thread = threading.Thread(target=self._run, name="unisono-mpi-progress", daemon=True)
             self._thread.start()
 
-    def oldest(self) -> Operation | None:
+    def oldest(self) -> MPIOperation | None:
         """Of the collectives that nobody waits for here, the one that was begun first; any thread may ask.
 
         torch waits for them in native code, in a backward pass above all, where nothing else shows it. Messages are
@@ -291,7 +291,7 @@ class Progress:
             self._thread.join()
 
     def _run(self) -> None:
-        pending: list[Operation] = []
+        pending: list[MPIOperation] = []
         quiet_since = 0.0
         while not self._stopping:
             arrived = self._arrived(block=not pending)
@@ -303,8 +303,8 @@ class Progress:
                 _give_way(time.monotonic() - quiet_since, _PROGRESS_YIELDS)
             self._pending = pending = still
 
-    def _arrived(self, block: bool) -> list[Operation]:
-        arrived: list[Operation] = []
+    def _arrived(self, block: bool) -> list[MPIOperation]:
+        arrived: list[MPIOperation] = []
         try:
             while (operation := self._arrivals.get(block=block and not arrived)) is not None:
                 arrived.append(operation)
@@ -314,7 +314,7 @@ class Progress:
             self._enter(operation)
         return arrived
 
-    def _enter(self, operation: Operation) -> None:
+    def _enter(self, operation: MPIOperation) -> None:
         """Make the GPU that an operation works on this thread's own: an MPI that moves GPU memory does it from here."""
         for device in operation.devices - self._devices:
             torch.cuda.set_device(device)

@@ -28,7 +28,7 @@ import torch.distributed as dist
 from torch.distributed import distributed_c10d
 
 from unisono.comm.watchdog import report
-from unisono.comm.watchdog.op_log import UNEVEN, Entry, OpLog, Record
+from unisono.comm.watchdog.op_log import UNEVEN, LoggedOp, OpLog, Record
 from unisono.errors import HangError
 from unisono.torch_patches import PatchSet, original
 
@@ -55,12 +55,12 @@ class Signature(NamedTuple):
         return self[:3] != other[:3] or (None not in (self[4], other[4]) and self[4] != other[4])
 
 
-class Difference(NamedTuple):
+class Mismatch(NamedTuple):
     dispute: report.Dispute
     report: str  # made of what ranks have left in the store
 
 
-Recent = dict[int, tuple[Signature, Entry]]  # by number
+Recent = dict[int, tuple[Signature, LoggedOp]]  # by number
 
 
 class Consistency:
@@ -101,18 +101,18 @@ class Consistency:
     def seconds_left(self) -> float:
         return max(0.0, self._next - time.time())
 
-    def difference(self) -> Difference | None:
+    def difference(self) -> Mismatch | None:
         """The first difference from the neighbour; None where there is none, or the period is not over."""
         if self.seconds_left:
             return None
         self._next = self._moment()
         return self._compare(neighbours=(-1,))
 
-    def last_difference(self) -> Difference | None:
+    def last_difference(self) -> Mismatch | None:
         """As this rank leaves. Of two neighbours the one that leaves later finds what the other has left."""
         return self._compare(neighbours=(-1, 1))
 
-    def _compare(self, neighbours: Sequence[int]) -> Difference | None:
+    def _compare(self, neighbours: Sequence[int]) -> Mismatch | None:
         taken = [(log, recent(log)) for log in self._logs if log.entered and not log.is_p2p]
         for log, mine in taken:
             if self._left.get(log.group) != log.entered:
@@ -121,7 +121,7 @@ class Consistency:
         for log, mine in taken:
             numbers = [number for step in neighbours for number in self._differing(log, mine, step)]
             if numbers:
-                return Difference((log.group, min(numbers)), self._report(log, mine, min(numbers)))
+                return Mismatch((log.group, min(numbers)), self._report(log, mine, min(numbers)))
         return None
 
     def _differing(self, log: OpLog, mine: Recent, step: int) -> Iterator[int]:
@@ -132,7 +132,7 @@ class Consistency:
     def _read(self, group: str, rank: int) -> Recent:
         key = _key(group, rank)
         data: dict[str, Any] = json.loads(self._store.get(key)) if self._store.check([key]) else {}
-        return {int(number): (Signature(*one), Entry(*shown)) for number, (one, shown) in data.items()}
+        return {int(number): (Signature(*one), LoggedOp(*shown)) for number, (one, shown) in data.items()}
 
     def _report(self, log: OpLog, mine: Recent, number: int) -> str:
         known: dict[int, Recent] = {self._rank: mine}
@@ -143,7 +143,7 @@ class Consistency:
                 if number in theirs:
                     known[rank] = theirs
             time.sleep(0.02)
-        camps: list[tuple[Signature, Entry, list[int]]] = []
+        camps: list[tuple[Signature, LoggedOp, list[int]]] = []
         for rank in sorted(known):
             signature, entry = known[rank][number]
             alike = next((ranks for first, _, ranks in camps if not signature.differs(first)), None)
@@ -157,7 +157,7 @@ class Consistency:
 
 def recent(log: OpLog) -> Recent:
     """What the log still has. Any thread may ask."""
-    return {record[0]: (Signature.of(record), Entry.of(record)) for record in list(log.ring)}
+    return {record[0]: (Signature.of(record), LoggedOp.of(record)) for record in list(log.ring)}
 
 
 def _key(group: str, rank: int) -> str:

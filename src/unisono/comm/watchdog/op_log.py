@@ -24,7 +24,7 @@ _COMM = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep
 Record = tuple[int, str, str, tuple[int, ...] | None, torch.dtype | None, CodeType, int]
 
 
-class Entry(NamedTuple):
+class LoggedOp(NamedTuple):
     """One operation as a report shows it."""
 
     number: int  # from 1
@@ -33,7 +33,7 @@ class Entry(NamedTuple):
     place: str  # file:line of the call
 
     @classmethod
-    def of(cls, record: Record) -> Entry:
+    def of(cls, record: Record) -> LoggedOp:
         number, op, detail, shape, dtype, code, instruction = record
         what = "" if shape is None or dtype is None else describe(shape, dtype)
         return cls(number, f"{op}({detail})" if detail else op, what, place(code, line_of(code, instruction)))
@@ -76,10 +76,10 @@ class OpLog:
     def record(self, number: int) -> Record | None:
         return next((record for record in reversed(list(self.ring)) if record[0] == number), None)
 
-    def entry(self, number: int) -> Entry | None:
+    def entry(self, number: int) -> LoggedOp | None:
         """The operation of that number, while the log still has it."""
         record = self.record(number)
-        return None if record is None else Entry.of(record)
+        return None if record is None else LoggedOp.of(record)
 
 
 def caller() -> FrameType:

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from unisono.comm.watchdog.op_log import P2P, Entry, OpLog
+from unisono.comm.watchdog.op_log import P2P, LoggedOp, OpLog
 
 RECENT = 8  # operations of each group in a rank's state
 
@@ -19,14 +19,14 @@ class GroupState:
     ranks: tuple[int, ...]
     pending: int  # the operation it is blocked in; 0 for none
     entered: int
-    recent: tuple[Entry, ...]
+    recent: tuple[LoggedOp, ...]
 
-    def entry(self, number: int) -> Entry | None:
+    def entry(self, number: int) -> LoggedOp | None:
         return next((entry for entry in self.recent if entry.number == number), None)
 
 
 @dataclass(frozen=True)
-class State:
+class RankState:
     """What a rank reports of itself."""
 
     rank: int
@@ -35,7 +35,7 @@ class State:
     groups: dict[str, GroupState] = field(default_factory=dict)
 
     @classmethod
-    def of(cls, rank: int, place: str, torch_call: str, logs: Sequence[OpLog]) -> State:
+    def of(cls, rank: int, place: str, torch_call: str, logs: Sequence[OpLog]) -> RankState:
         groups = {}
         for log in logs:
             recent = [log.entry(number) for number in range(max(1, log.entered - RECENT + 1), log.entered + 1)]
@@ -49,9 +49,9 @@ class State:
         return asdict(self)
 
     @classmethod
-    def from_json(cls, data: dict[str, Any]) -> State:
+    def from_json(cls, data: dict[str, Any]) -> RankState:
         groups = {
-            name: GroupState(tuple(g["ranks"]), g["pending"], g["entered"], tuple(Entry(*e) for e in g["recent"]))
+            name: GroupState(tuple(g["ranks"]), g["pending"], g["entered"], tuple(LoggedOp(*e) for e in g["recent"]))
             for name, g in data["groups"].items()
         }
         return cls(data["rank"], data["place"], data["torch_call"], groups)
@@ -74,7 +74,7 @@ Stuck = tuple[str, int, str, str]  # group, number, operation, tensor
 Dispute = tuple[str, int]  # the group and the number of a collective that ranks do not agree about
 
 
-def report(states: Mapping[int, State], absent: Mapping[int, str], dispute: Dispute | None = None) -> str:
+def report(states: Mapping[int, RankState], absent: Mapping[int, str], dispute: Dispute | None = None) -> str:
     """One sentence: who waits where, and what the others do instead.
 
     `states` are those of the ranks that answered; `absent` has for each other rank what became of it.
@@ -89,23 +89,23 @@ def report(states: Mapping[int, State], absent: Mapping[int, str], dispute: Disp
     return "; ".join(f"{_ranks(ranks)} {_conjugated(phrase, len(ranks))}" for phrase, ranks in most_first)
 
 
-def report_difference(camps: Sequence[tuple[Entry, Sequence[int]]], where: str) -> str:
+def report_difference(camps: Sequence[tuple[LoggedOp, Sequence[int]]], where: str) -> str:
     """One sentence on an operation that all have run, but not all the same; `where` names the group."""
     most_first = sorted(camps, key=lambda camp: (-len(camp[1]), camp[1]))
     parts = (f"{_ranks(ranks)} {_conjugated('have run', len(ranks))} {entry}{where}" for entry, ranks in most_first)
     return f"{'; '.join(parts)}: their results are wrong"
 
 
-def _waits_in(state: State) -> Stuck | None:
+def _waits_in(state: RankState) -> Stuck | None:
     return None if state.waiting is None else _known(state, *state.waiting)
 
 
-def _disputed(state: State, dispute: Dispute) -> Stuck | None:
+def _disputed(state: RankState, dispute: Dispute) -> Stuck | None:
     group = state.groups.get(dispute[0])
     return _known(state, *dispute) if group and group.entry(dispute[1]) else None
 
 
-def _known(state: State, name: str, number: int) -> Stuck:
+def _known(state: RankState, name: str, number: int) -> Stuck:
     entry = state.groups[name].entry(number)
     return (name, number, entry.op, entry.what) if entry else (name, number, "", "")
 
@@ -115,7 +115,7 @@ def _most_common(places: Iterable[Stuck | None]) -> Stuck | None:
     return max(counts, key=lambda where: (counts[where], -where[1])) if counts else None
 
 
-def _phrase(state: State, stuck: Stuck | None, dispute: Dispute | None) -> str:
+def _phrase(state: RankState, stuck: Stuck | None, dispute: Dispute | None) -> str:
     """What one rank does, with verbs in the plural; see `_conjugated`."""
     where = _waits_in(state)
     if dispute is not None and (where is None or where[:2] != dispute) and _disputed(state, dispute):
@@ -132,16 +132,16 @@ def _phrase(state: State, stuck: Stuck | None, dispute: Dispute | None) -> str:
     return f"are in {_shown(state, name, number)}"
 
 
-def _now(state: State, where: Stuck | None) -> str:
+def _now(state: RankState, where: Stuck | None) -> str:
     return f"are at {state.place}" if where is None else f"are in {_shown(state, *where[:2])}"
 
 
-def _shown(state: State, name: str, number: int) -> str:
+def _shown(state: RankState, name: str, number: int) -> str:
     entry = state.groups[name].entry(number)
     return f"{entry or f'operation #{number}'}{_of_group(state, name)}"
 
 
-def _idle(state: State, stuck: Stuck | None) -> str:
+def _idle(state: RankState, stuck: Stuck | None) -> str:
     if state.torch_call:
         return f"are in {state.torch_call}"
     group = state.groups.get(stuck[0]) if stuck else None
@@ -152,7 +152,7 @@ def _idle(state: State, stuck: Stuck | None) -> str:
     return f"have not entered any collective since #{group.entered} and are at {state.place}"
 
 
-def _of_group(state: State, name: str) -> str:
+def _of_group(state: RankState, name: str) -> str:
     """Which group it is, where that is not the world."""
     name = name.removesuffix(P2P)
     ranks = state.groups[name].ranks

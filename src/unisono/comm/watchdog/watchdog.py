@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 
 from unisono.comm.watchdog import crash_note, report
-from unisono.comm.watchdog.consistency import Consistency, Difference, TorchCalls
+from unisono.comm.watchdog.consistency import Consistency, Mismatch, TorchCalls
 from unisono.comm.watchdog.crash_note import CrashNote
 from unisono.comm.watchdog.exits import Exits, is_of_one_root
 from unisono.comm.watchdog.op_log import OpLog, caller, describe, frame_place
@@ -34,7 +34,7 @@ from unisono.launch.outcome import failure
 from unisono.launch.process_threads import frames_of
 
 if TYPE_CHECKING:
-    from unisono.comm.mpi.work import Operation  # imports mpi4py
+    from unisono.comm.mpi.work import MPIOperation  # imports mpi4py
 
 ANSWER_TIME = 5.0  # seconds that ranks get to report their state
 MARGIN = 60.0  # seconds by which torch's own timeout comes later than the watchdog's, whose report says more
@@ -301,7 +301,7 @@ class Watchdog:
         while missing and time.monotonic() < deadline:
             for rank in sorted(missing):
                 if self._store.check([f"state/{rank}"]):
-                    states[rank] = report.State.from_json(json.loads(self._store.get(f"state/{rank}")))
+                    states[rank] = report.RankState.from_json(json.loads(self._store.get(f"state/{rank}")))
                     missing.discard(rank)
                 elif (words := self._exits.words_of(rank)) is not None:
                     absent[rank] = words
@@ -356,11 +356,11 @@ class Watchdog:
     def _publish_state(self) -> None:
         self._store.set(f"state/{self.rank}", json.dumps(self._state().as_json()))
 
-    def _state(self) -> report.State:
+    def _state(self) -> report.RankState:
         underway = _underway()
         what = ", ".join(describe(each.shape, each.dtype) for each in underway.outputs[:1]) if underway else ""
         note = f" ({underway.name} {what} is under way)" if underway else ""
-        return report.State.of(self.rank, self._place() + note, self._torch_call(), self._logs)
+        return report.RankState.of(self.rank, self._place() + note, self._torch_call(), self._logs)
 
     def _place(self) -> str:
         frames = frames_of(self._main)
@@ -402,7 +402,7 @@ class Watchdog:
                 self._exits.announce(words, self._logs)
         self._discard_note()
 
-    def _leave(self, words: str) -> Difference | None:
+    def _leave(self, words: str) -> Mismatch | None:
         """Announce that this rank is gone, for others may be waiting for it, after a last comparison of its operations
         with those of ranks that left before it. None where the store is gone."""
         with contextlib.suppress(RuntimeError):
@@ -428,10 +428,10 @@ class Watchdog:
         sys.excepthook = hook
 
 
-def _underway() -> Operation | None:
+def _underway() -> MPIOperation | None:
     """A collective that torch has begun over MPI and waits for in native code, as in the backward pass of DDP."""
     work = sys.modules.get("unisono.comm.mpi.work")
-    found: Operation | None = None if work is None else work.PROGRESS.oldest()
+    found: MPIOperation | None = None if work is None else work.PROGRESS.oldest()
     return found
 
 

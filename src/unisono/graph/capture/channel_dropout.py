@@ -1,7 +1,7 @@
 """Dropout of channels, and that of SELU nets, spelled out for a trace: as products with plain dropouts.
 
 torch has ops of their own for them, whose numbers depend on who draws. What stands here draws a plain dropout of the
-numbers that a running model draws (mesh/dropout.py), and its ops can be cut.
+numbers that a running model draws (mesh/random/dropout.py), and its ops can be cut.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _LOWEST = -1.7580993408473766  # of SELU
 Dropout = Callable[..., torch.Tensor]
 
 
-def spelled_out() -> contextlib.AbstractContextManager[None]:
+def channel_dropout_decomposed() -> contextlib.AbstractContextManager[None]:
     """In the block, F.dropout1d and its kin are made of F.dropout."""
     forms = {(F, name): make(getattr(F, name)) for name, make in _FORMS.items()}
     return PatchSet(forms, why="dropouts of channels are traced as plain dropouts", until="the trace is made")

@@ -13,8 +13,8 @@ from torch import fx
 from unisono.errors import UsageError
 from unisono.graph.capture.source import line_of
 from unisono.graph.marks.marker_ops import kept, take_marks
-from unisono.graph.marks.spec import Mark, Note
-from unisono.graph.rules.call import Call
+from unisono.graph.marks.spec import Mark, PendingMark
+from unisono.graph.rules.call import OpCall
 
 _ASSERTIONS = {
     torch.ops.aten._assert_tensor_metadata.default,
@@ -25,7 +25,7 @@ _ASSERTIONS = {
 
 
 def clean(
-    module: fx.GraphModule, notes: Sequence[Note] = (), number: Callable[[fx.Graph], None] = lambda graph: None
+    module: fx.GraphModule, notes: Sequence[PendingMark] = (), number: Callable[[fx.Graph], None] = lambda graph: None
 ) -> tuple[fx.Graph, list[Mark]]:
     """The module's graph with regions inlined, assertions gone, and changes in place made new values; and the marks
     that were in it, of which `notes` says what their numbers mean. number: is given the graph while it still has the
@@ -124,7 +124,7 @@ def _drop_broadcasts(graph: fx.Graph) -> None:
 def _make_gradients_dense(graph: fx.Graph) -> None:
     """nn.Embedding(sparse=True) gives the same gradient in a form that cannot be cut or summed."""
     for node in graph.nodes:
-        if node.target is torch.ops.aten.embedding.default and Call(node)["sparse"]:
+        if node.target is torch.ops.aten.embedding.default and OpCall(node)["sparse"]:
             node.args = node.args[:4]
 
 
@@ -138,7 +138,7 @@ _VIEWS_THAT_SCATTER: dict[Any, Any] = {
 
 def _make_functional(graph: fx.Graph) -> None:
     """x.add_(y) becomes a new value that later ops use in x's place; through a slice, the slice is put back first."""
-    place = {node: i for i, node in enumerate(graph.nodes)}
+    position = {node: i for i, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.op != "call_function":
             continue
@@ -149,7 +149,7 @@ def _make_functional(graph: fx.Graph) -> None:
                 _refuse_gradient_past(node, changed)
                 with graph.inserting_before(node):
                     value = _detached(graph, value)
-            _write_back(graph, node, changed, value, place)
+            _write_back(graph, node, changed, value, position)
             graph.erase_node(node)
 
 
@@ -234,19 +234,19 @@ def _copied(graph: fx.Graph, node: fx.Node) -> fx.Node:
     return value
 
 
-def _replace_later(old: fx.Node, after: fx.Node, new: fx.Node, place: dict[fx.Node, int]) -> None:
+def _replace_later(old: fx.Node, after: fx.Node, new: fx.Node, position: dict[fx.Node, int]) -> None:
     for user in list(old.users):
-        if user is not new and place.get(user, -1) > place[after]:
+        if user is not new and position.get(user, -1) > position[after]:
             user.replace_input_with(old, new)
 
 
-def _write_back(graph: fx.Graph, node: fx.Node, changed: fx.Node, value: fx.Node, place: dict[fx.Node, int]) -> None:
+def _write_back(graph: fx.Graph, node: fx.Node, changed: fx.Node, value: fx.Node, position: dict[fx.Node, int]) -> None:
     """Let later ops see, in what was changed and in what it is a view of, the new value."""
     views = [changed]  # each a view of the next
     while not _is_given(views[-1]) and _is_view(views[-1]):
         views.append(_viewed(views[-1]))
     for view in views:
-        _refuse_other_views(node, view, views, place)
+        _refuse_other_views(node, view, views, position)
     for view, base in pairwise(views):
         with graph.inserting_before(node):
             value = _made(
@@ -257,13 +257,13 @@ def _write_back(graph: fx.Graph, node: fx.Node, changed: fx.Node, value: fx.Node
     if given is not None:
         given.meta["changed_to"] = value
         value.meta["changes"] = given
-    _replace_later(root, node, value, place)
+    _replace_later(root, node, value, position)
     for view in reversed(views[:-1]):
         with graph.inserting_before(node):
             value = _made(graph, view, view.meta["val"], view.target, (value, *view.args[1:]), view.kwargs)
-        place[value] = place[node]
-        _replace_later(view, node, value, place)
-    _replace_later(node, node, value, place)
+        position[value] = position[node]
+        _replace_later(view, node, value, position)
+    _replace_later(node, node, value, position)
 
 
 def _is_given(node: fx.Node) -> bool:
@@ -331,20 +331,22 @@ def _is_view(node: fx.Node) -> bool:
     return bool(schema and schema.arguments and schema.arguments[0].alias_info and schema.returns[0].alias_info)
 
 
-def _refuse_other_views(node: fx.Node, changed: fx.Node, views: Sequence[fx.Node], place: dict[fx.Node, int]) -> None:
+def _refuse_other_views(
+    node: fx.Node, changed: fx.Node, views: Sequence[fx.Node], position: dict[fx.Node, int]
+) -> None:
     for view in changed.users:
-        if place.get(view, len(place)) >= place[node] or not _is_view(view) or view in views:
+        if position.get(view, len(position)) >= position[node] or not _is_view(view) or view in views:
             continue
-        if _is_used_after(view, node, place):
+        if _is_used_after(view, node, position):
             raise UsageError(
                 f"{node.target} at {line_of(node)} changes a tensor in place of which {view.name} is a view that "
                 "is used later; take the view after the change, or use a plan, which needs no graph"
             )
 
 
-def _is_used_after(view: fx.Node, node: fx.Node, place: dict[fx.Node, int]) -> bool:
+def _is_used_after(view: fx.Node, node: fx.Node, position: dict[fx.Node, int]) -> bool:
     """Whether a view, or a view of it, is used after a node."""
     return any(
-        place.get(user, -1) > place[node] or (_is_view(user) and _is_used_after(user, node, place))
+        position.get(user, -1) > position[node] or (_is_view(user) and _is_used_after(user, node, position))
         for user in view.users
     )

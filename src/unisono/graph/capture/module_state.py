@@ -15,7 +15,7 @@ from torch import fx
 
 from unisono.errors import UsageError
 from unisono.graph.capture.export import captured
-from unisono.graph.capture.step import Step
+from unisono.graph.capture.step import ModelWithLoss
 from unisono.graph.capture.unsupported import LOST
 from unisono.graph.marks.recorder import MARKER
 from unisono.graph.marks.recording import recording
@@ -24,7 +24,9 @@ from unisono.graph.rules.factory import draws
 Captured = torch.export.ExportedProgram
 
 
-def lost_state(step: Step, given: Any, program: Captured, fake: Callable[[Any], Any], marked: bool) -> list[str]:
+def lost_state(
+    step: ModelWithLoss, given: Any, program: Captured, fake: Callable[[Any], Any], marked: bool
+) -> list[str]:
     """What a program would lose of it; `program` is the first run, whose graph is left without markers of attributes.
 
     A tensor that another takes the place of is state where the ops use it."""

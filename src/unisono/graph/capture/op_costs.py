@@ -11,13 +11,13 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from unisono.graph.rules.call import Call, tensors_of
+from unisono.graph.rules.call import OpCall, tensors_of
 
 META = torch.device("meta")
 
 
 @dataclass
-class Weight:
+class OpCost:
     flops: int = 0
     bytes_moved: int = 0
     saved: int = 0
@@ -25,7 +25,7 @@ class Weight:
     tracked: bool = False  # whether its result has a gradient
 
 
-def weigh(graph: fx.Graph, parameters: Mapping[str, bool], free: set[str]) -> dict[str, Weight]:
+def weigh(graph: fx.Graph, parameters: Mapping[str, bool], free: set[str]) -> dict[str, OpCost]:
     """The weights of all nodes. `parameters`: by node, whether each is trained. What `free` nodes hold is not counted
     as saved: it is there anyway."""
     scale = _Scale(graph, parameters, free)
@@ -40,10 +40,10 @@ class _Scale:
     graph: fx.Graph
     parameters: Mapping[str, bool]
     free: set[str]
-    weights: dict[str, Weight] = field(default_factory=dict)
+    weights: dict[str, OpCost] = field(default_factory=dict)
     values: dict[fx.Node, Any] = field(default_factory=dict)
     kept: dict[int, Any] = field(default_factory=dict)  # storages by address; held, so that addresses stay theirs
-    now: Weight = field(default_factory=Weight)
+    now: OpCost = field(default_factory=OpCost)
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         self.now.keeps = True
@@ -54,7 +54,7 @@ class _Scale:
         return tensor
 
     def run(self, node: fx.Node) -> None:
-        self.now = self.weights[node.name] = Weight()
+        self.now = self.weights[node.name] = OpCost()
         if node.op == "placeholder":
             self.values[node] = self._placeholder(node)
         elif node.op == "call_function":
@@ -161,25 +161,25 @@ def flops(node: fx.Node) -> int:
     """Multiplications and additions of a product, of each 2 for every pair of numbers that meet; 0 for other ops."""
     name = str(getattr(node.target, "_overloadpacket", ""))
     if name in ("aten.linear", "aten.matmul", "aten.mm", "aten.bmm", "aten.addmm", "aten.baddbmm"):
-        call = Call(node)
+        call = OpCall(node)
         left = {"aten.addmm": "mat1", "aten.baddbmm": "batch1", "aten.linear": "input"}.get(name, "self")
         return 2 * math.prod(call.result) * call.shape(left)[-1]
     if name == "aten.scaled_dot_product_attention":
-        call = Call(node)
+        call = OpCall(node)
         query, key, value = call.shape("query"), call.shape("key"), call.shape("value")
         return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
     if name in ("aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution"):
-        call = Call(node)
+        call = OpCall(node)
         return 2 * math.prod(call.result) * math.prod(call.shape("weight")[1:])
     if name == "aten.einsum":
-        return _einsum_flops(Call(node))
+        return _einsum_flops(OpCall(node))
     if "grouped_mm" in name:
-        call = Call(node)
+        call = OpCall(node)
         return 2 * math.prod(call.result) * call.shape()[-1]
     return 0
 
 
-def _einsum_flops(call: Call) -> int:
+def _einsum_flops(call: OpCall) -> int:
     terms = call["equation"].replace(" ", "").partition("->")[0].split(",")
     if any("." in term for term in terms):
         return 0

@@ -20,7 +20,7 @@ from unisono.graph.capture.source import is_of_a_library
 _HELD = (random.Random, numpy.random.Generator, numpy.random.RandomState)
 
 
-class Dice:
+class RngUse:
     """Python's and numpy's generators: those that all share, and those that a model's modules hold."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -29,7 +29,7 @@ class Dice:
         self._before = self._now()
 
     @property
-    def thrown(self) -> bool:
+    def was_used(self) -> bool:
         """Whether any has been drawn from since."""
         return self._now() != self._before
 
@@ -47,7 +47,7 @@ class Dice:
             nonlocal at
             if _is_library(frame.f_code.co_filename):
                 return None
-            if self.thrown:
+            if self.was_used:
                 self._before = self._now()
                 found.append(at)
             goes_on = frame.f_back if event == "return" else frame

@@ -11,7 +11,7 @@ from torch import nn
 from unisono.graph.capture.attributes import Attributes
 
 
-class Step(nn.Module):
+class ModelWithLoss(nn.Module):
     """The model with its loss; `attributes` are looked at when they have run."""
 
     def __init__(self, model: nn.Module, loss: Callable[[Any, Any], torch.Tensor] | None) -> None:

@@ -25,24 +25,24 @@ from torch.utils import _pytree as pytree
 
 from unisono.errors import UsageError
 from unisono.graph.capture.attention_heads import part_from_samples
-from unisono.graph.capture.channel_dropout import spelled_out
+from unisono.graph.capture.channel_dropout import channel_dropout_decomposed
 from unisono.graph.capture.export import captured
 from unisono.graph.capture.functionalize import clean
 from unisono.graph.capture.module_state import lost_state
 from unisono.graph.capture.op import Op, TensorSpec
 from unisono.graph.capture.op_costs import weigh
-from unisono.graph.capture.rng_use import Dice
+from unisono.graph.capture.rng_use import RngUse
 from unisono.graph.capture.source import assigning_line, line_of, path_of
-from unisono.graph.capture.step import Step
-from unisono.graph.capture.unfuse import Piece, unpack
+from unisono.graph.capture.step import ModelWithLoss
+from unisono.graph.capture.unfuse import PackedSlice, unpack
 from unisono.graph.capture.unsupported import gradients_at_hooks, gradients_of_its_own
-from unisono.graph.marks.api import wish_of, wishes_for
+from unisono.graph.marks.api import placement_spec_of, placement_specs_for
 from unisono.graph.marks.recorder import Recorder
 from unisono.graph.marks.recording import recording
-from unisono.graph.marks.spec import Mark, Wish, joined
-from unisono.graph.rules.call import Call, tensors_of
+from unisono.graph.marks.spec import Mark, PlacementSpec, joined
+from unisono.graph.rules.call import OpCall, tensors_of
 from unisono.graph.rules.factory import draws
-from unisono.mesh.draws import spelled_out as draws_spelled_out
+from unisono.mesh.random.random_functions import draws_decomposed
 from unisono.mesh.side_effects import no_side_effects
 from unisono.torch_compat import FakeTensorMode
 
@@ -67,7 +67,9 @@ class Trace:
     tracked: frozenset[str] = frozenset()  # nodes whose tensors have gradients
     specs: dict[str, tuple[TensorSpec, ...]] = field(default_factory=dict)  # of every node
 
-    pieces: dict[str, Piece] = field(default_factory=dict)  # placeholders that stand for a part of their parameter
+    packed_slices: dict[str, PackedSlice] = field(
+        default_factory=dict
+    )  # placeholders that stand for a part of their parameter
     marks: tuple[Mark, ...] = ()  # what the user says about how tensors lie
     assigned: dict[str, str] = field(default_factory=dict)  # buffers that the forward replaced, and at which line
     lost: tuple[str, ...] = ()  # what the model does that its ops do not tell (see lost.py)
@@ -112,31 +114,35 @@ def trace(
     Inputs are a tensor, a tuple, or a dict of keyword arguments, as in uni.Task. Only shapes and dtypes of the example
     count. Sizes are fixed by it. UsageError where the model cannot be traced, with the line that is in the way.
     unpacked: fused projections are taken apart (see `unpack`), so that each of their parts can be cut by itself; their
-    parameters then have a placeholder a part, and `pieces` says which part it is. marked: whether
+    parameters then have a placeholder a part, and `packed_slices` says which part it is. marked: whether
     marks that the model makes as it runs count, so that one that would not is an error.
     """
     inputs, targets = _checked(example)
-    wishes = wishes_for(model)
+    placement_specs = placement_specs_for(model)
     lost = gradients_at_hooks(model)
     with (
         no_side_effects(model, loss),
         recording(model, marked) as recorder,
         _without_data(model) as fake,
-        spelled_out(),
-        draws_spelled_out(),
+        channel_dropout_decomposed(),
+        draws_decomposed(),
         _assignments(model) as assigned,
     ):
         given = fake((_arguments(inputs), targets if loss is not None else None))
-        step = Step(model, loss)
-        dice = Dice(model)
+        step = ModelWithLoss(model, loss)
+        rng_use = RngUse(model)
         with contextlib.ExitStack() as stack:
             stack.callback(step.attributes.put_back)
             with gradients_of_its_own() as own:
                 program = captured(step, given)
-            lost += [*own, *lost_state(step, given, program, fake, marked), *_lost_draws(dice, step, given)]
-    wished = [wish_of(leaf) for leaf in pytree.tree_leaves((_arguments(inputs), targets)) if _is_tensor(leaf)]
+            lost += [*own, *lost_state(step, given, program, fake, marked), *_lost_draws(rng_use, step, given)]
+    example_specs = [
+        placement_spec_of(leaf) for leaf in pytree.tree_leaves((_arguments(inputs), targets)) if _is_tensor(leaf)
+    ]
     return replace(
-        _read(program, model, given, recorder, joined(wishes, recorder.wishes), wished, unpacked),
+        _read(
+            program, model, given, recorder, joined(placement_specs, recorder.placement_specs), example_specs, unpacked
+        ),
         assigned=assigned,
         lost=tuple(lost),
     )
@@ -158,11 +164,11 @@ def _is_tensor(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor)
 
 
-def _lost_draws(dice: Dice, step: Step, given: Any) -> list[str]:
+def _lost_draws(rng_use: RngUse, step: ModelWithLoss, given: Any) -> list[str]:
     """Where the model draws from other generators than torch's; a second run tells the lines."""
-    if not dice.thrown:
+    if not rng_use.was_used:
         return []
-    with recording(step.model, binding=False), dice.watched() as lines, contextlib.suppress(UsageError):
+    with recording(step.model, binding=False), rng_use.watched() as lines, contextlib.suppress(UsageError):
         captured(step, given)
     where = f"at {lines[0]} " if lines else ""
     return [
@@ -250,11 +256,11 @@ def _read(
     model: nn.Module,
     given: Any,
     recorder: Recorder,
-    wishes: dict[str, Wish],
-    wished: list[Wish | None],
+    placement_specs: dict[str, PlacementSpec],
+    example_specs: list[PlacementSpec | None],
     unpacked: bool,
 ) -> Trace:
-    """wishes: for parameters and buffers; wished: for the tensors of the example, in order."""
+    """placement_specs: for parameters and buffers; example_specs: for the tensors of the example, in order."""
     names = _tied(model)
     held: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
     for spec in program.graph_signature.input_specs:
@@ -271,17 +277,26 @@ def _read(
     user = list(held[InputKind.USER_INPUT])
     count = sum(map(_is_tensor, pytree.tree_leaves(given[0])))
     trained = {node: model.get_parameter(name).requires_grad for node, name in parameters.items()}
-    pieces: dict[str, Piece] = {}
+    packed_slices: dict[str, PackedSlice] = {}
     if unpacked:
         part_from_samples(graph)
-        parameters, pieces = unpack(graph, parameters)
+        parameters, packed_slices = unpack(graph, parameters)
         trained = {node: model.get_parameter(name).requires_grad for node, name in parameters.items()}
     for node, name in (parameters | buffers).items():
-        marks += [Mark(node, 0, wish) for alias, wish in wishes.items() if names.get(alias, alias) == name]
-    marks += [Mark(node, 0, wish) for node, wish in zip(user, wished, strict=False) if wish is not None]
+        marks += [
+            Mark(node, 0, placement_spec)
+            for alias, placement_spec in placement_specs.items()
+            if names.get(alias, alias) == name
+        ]
+    marks += [
+        Mark(node, 0, placement_spec)
+        for node, placement_spec in zip(user, example_specs, strict=False)
+        if placement_spec is not None
+    ]
     split = (user[:count], user[count:])
     return replace(
-        _assembled(program, graph, parameters, buffers, constants, split, trained, tuple(marks)), pieces=pieces
+        _assembled(program, graph, parameters, buffers, constants, split, trained, tuple(marks)),
+        packed_slices=packed_slices,
     )
 
 
@@ -305,11 +320,11 @@ def _renamed(
         for name, target in names.items():
             if name not in nodes:
                 continue
-            wished = re.sub(r"^inputs_(0_(?=\d+$)|1_)", lambda m: "input_" if m[1] != "1_" else "", name)
-            wished = re.sub(r"^([pbc])_model_", r"\1_", wished)
-            if wished not in taken:
-                nodes[name].name = nodes[name].target = wished
-                taken.add(wished)
+            wanted = re.sub(r"^inputs_(0_(?=\d+$)|1_)", lambda m: "input_" if m[1] != "1_" else "", name)
+            wanted = re.sub(r"^([pbc])_model_", r"\1_", wanted)
+            if wanted not in taken:
+                nodes[name].name = nodes[name].target = wanted
+                taken.add(wanted)
             new[kind][nodes[name].name] = target
     return new, [replace(mark, node=nodes[mark.node].name) if mark.node in nodes else mark for mark in marks]
 
@@ -371,7 +386,7 @@ def _assembled(
     ops = []
     for node in graph.nodes:
         if node.op == "call_function":
-            weight, given = weights[node.name], tuple(used.name for used in Call(node).tensors)
+            weight, given = weights[node.name], tuple(used.name for used in OpCall(node).tensors)
             ops.append(
                 Op(node.name, node.target, node, given, specs[node.name], weight.flops, weight.bytes_moved,
                    weight.saved, path_of(node, "model"), line_of(node), weight.keeps)

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from unisono.graph.rules.call import Call, Shape
+from unisono.graph.rules.call import OpCall, Shape
 
 aten = torch.ops.aten
 _FEATURES: dict[Any, tuple[str, int, str]] = {  # the weight's argument, its dim of features, the bias' argument
@@ -37,7 +37,7 @@ _SPLITS = (aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default)
 
 
 @dataclass(frozen=True)
-class Piece:
+class PackedSlice:
     """The part of a parameter that a placeholder stands for: parameter.narrow(dim, start, length)."""
 
     parameter: str
@@ -59,18 +59,22 @@ class _Packed:
     rest: Callable[[int, fx.Node], None]
 
 
-def unpack(graph: fx.Graph, parameters: dict[str, str]) -> tuple[dict[str, str], dict[str, Piece]]:
+def unpack(graph: fx.Graph, parameters: dict[str, str]) -> tuple[dict[str, str], dict[str, PackedSlice]]:
     """Changes the graph; the parameters by placeholder as they are then, and which placeholders are pieces."""
     names = dict(parameters)
-    pieces: dict[str, Piece] = {}
+    packed_slices: dict[str, PackedSlice] = {}
     for node in list(graph.nodes):
         packed = _recognised(node, names)
         if packed is None:
             continue
         start = 0
         for k, length in enumerate(packed.lengths):
-            weight = _piece(graph, packed.weight, packed.dim, start, length, k, names, pieces)
-            bias = None if packed.bias is None else _piece(graph, packed.bias, 0, start, length, k, names, pieces)
+            weight = _packed_slice(graph, packed.weight, packed.dim, start, length, k, names, packed_slices)
+            bias = (
+                None
+                if packed.bias is None
+                else _packed_slice(graph, packed.bias, 0, start, length, k, names, packed_slices)
+            )
             packed.rest(k, _product(graph, packed, weight, bias, length))
             start += length
         for gone in (packed.weight, packed.bias):
@@ -78,7 +82,7 @@ def unpack(graph: fx.Graph, parameters: dict[str, str]) -> tuple[dict[str, str],
                 del names[gone.name]
     _sweep(graph, set(parameters) - set(names))
     order = [node.name for node in graph.nodes if node.op == "placeholder"]
-    return {name: names[name] for name in order if name in names}, pieces
+    return {name: names[name] for name in order if name in names}, packed_slices
 
 
 def _sweep(graph: fx.Graph, unpacked: set[str]) -> None:
@@ -96,7 +100,7 @@ def _recognised(node: fx.Node, parameters: dict[str, str]) -> _Packed | None:
     found = _FEATURES.get(node.target) or (("weight", -1, "") if "grouped_mm" in str(node.target) else None)
     if node.op != "call_function" or found is None or len(node.users) != 1:
         return None
-    call = Call(node)
+    call = OpCall(node)
     name, features, bias_name = found
     operand = call.tensors[1] if name not in call.names else call.tensors[call.names.index(name)]
     dim, chain, weight = _origin(operand, features % len(call.shape(operand)))
@@ -133,9 +137,9 @@ def _ending(product: fx.Node) -> tuple[list[int], Callable[[int, fx.Node], None]
         node = next(iter(node.users))
         shape = tuple(node.meta["val"].shape) if isinstance(node.meta.get("val"), torch.Tensor) else ()
         before = tuple(node.args[0].meta["val"].shape) if isinstance(node.args[0], fx.Node) else ()
-        if node.target in _SPLITS and parts is None and Call(node).dim("dim") == len(before) - 1:
+        if node.target in _SPLITS and parts is None and OpCall(node).dim("dim") == len(before) - 1:
             return [t.shape[-1] for t in node.meta["val"]], partial(_replace_part, node, chain, None)
-        if node.target is aten.unbind.int and parts is not None and Call(node).dim("dim") == parts:
+        if node.target is aten.unbind.int and parts is not None and OpCall(node).dim("dim") == parts:
             count = before[parts]
             length = product.meta["val"].shape[-1] // count
             return [length] * count, partial(_replace_part, node, chain, count)
@@ -158,7 +162,7 @@ def _ending(product: fx.Node) -> tuple[list[int], Callable[[int, fx.Node], None]
 
 
 def _takes_one(node: fx.Node, parts: int) -> bool:
-    return node.target is aten.select.int and Call(node).dim("dim") == parts and int(node.args[2]) >= 0  # type: ignore[arg-type]
+    return node.target is aten.select.int and OpCall(node).dim("dim") == parts and int(node.args[2]) >= 0  # type: ignore[arg-type]
 
 
 def _parts_after(move: fx.Node, parts: int) -> int | None:
@@ -198,22 +202,22 @@ def _splits_last(before: Shape, after: Shape) -> int | None:
 # ---- rewriting --------------------------------------------------------------------------------------------------
 
 
-def _piece(
+def _packed_slice(
     graph: fx.Graph,
-    whole: fx.Node,
+    full: fx.Node,
     dim: int,
     start: int,
     length: int,
     k: int,
     names: dict[str, str],
-    pieces: dict[str, Piece],
+    packed_slices: dict[str, PackedSlice],
 ) -> fx.Node:
-    with graph.inserting_before(whole):
-        made = graph.placeholder(f"{whole.name}_part{k}")
-    made.meta = dict(whole.meta)
-    made.meta["val"] = _narrowed(whole.meta["val"], dim, length)
-    names[made.name] = names[whole.name]
-    pieces[made.name] = Piece(names[whole.name], dim, start, length)
+    with graph.inserting_before(full):
+        made = graph.placeholder(f"{full.name}_part{k}")
+    made.meta = dict(full.meta)
+    made.meta["val"] = _narrowed(full.meta["val"], dim, length)
+    names[made.name] = names[full.name]
+    packed_slices[made.name] = PackedSlice(names[full.name], dim, start, length)
     return made
 
 

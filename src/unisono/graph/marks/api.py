@@ -30,14 +30,14 @@ from unisono.comm.rendezvous import world as worlds
 from unisono.errors import UsageError
 from unisono.graph.capture.source import calling_line
 from unisono.graph.marks.recorder import noted, recorder
-from unisono.graph.marks.spec import Note, Wish, add_wish
+from unisono.graph.marks.spec import PendingMark, PlacementSpec, add_spec
 from unisono.mesh import reshard as moves
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placement, checked
 
 _tensors: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
-_modules: weakref.WeakKeyDictionary[nn.Module, dict[str, Wish]] = weakref.WeakKeyDictionary()
-_stages: weakref.WeakKeyDictionary[nn.Module, dict[str, Wish]] = weakref.WeakKeyDictionary()
+_modules: weakref.WeakKeyDictionary[nn.Module, dict[str, PlacementSpec]] = weakref.WeakKeyDictionary()
+_stages: weakref.WeakKeyDictionary[nn.Module, dict[str, PlacementSpec]] = weakref.WeakKeyDictionary()
 _unread: WeakTensorKeyDictionary = WeakTensorKeyDictionary()  # parameters whose marks nothing has acted on yet
 _is_applied = 0  # how many blocks of `applied` are open
 _warning: Any = None  # the hook that warns, while it is needed
@@ -54,11 +54,11 @@ def applied() -> Iterator[None]:
         _is_applied -= 1
 
 
-def _warn_if_called(tensor: torch.Tensor, wish: Wish) -> None:
+def _warn_if_called(tensor: torch.Tensor, placement_spec: PlacementSpec) -> None:
     """The mark of a parameter changes nothing by itself."""
     global _warning
     if isinstance(tensor, nn.Parameter) and worlds.is_initialized() and worlds.world().size > 1:
-        _unread[tensor] = wish
+        _unread[tensor] = placement_spec
         if _warning is None:
             _warning = register_module_forward_pre_hook(_require_read)
 
@@ -84,16 +84,16 @@ def _require_read(module: nn.Module, args: Any) -> None:
 def shard_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> torch.Tensor:
     """The tensor, marked. Where the mesh's ranks are running, a DTensor of which each rank keeps its part."""
     _require_tensor("shard_tensor", tensor)
-    wish = Wish(mesh, checked(placements, mesh, tensor.dim()), line=calling_line())
+    placement_spec = PlacementSpec(mesh, checked(placements, mesh, tensor.dim()), line=calling_line())
     recording = recorder()
     if recording is not None:
-        return tensor if recording.is_parameter(tensor, wish) else noted(tensor, Note(wish))
+        return tensor if recording.is_parameter(tensor, placement_spec) else noted(tensor, PendingMark(placement_spec))
     if _is_applied:
         return tensor
     if not isinstance(tensor, DTensor):
-        _tensors[tensor] = wish
-        _warn_if_called(tensor, wish)
-        tensor.untyped_storage()._unisono_wish = (tensor.shape, wish)  # type: ignore[attr-defined]
+        _tensors[tensor] = placement_spec
+        _warn_if_called(tensor, placement_spec)
+        tensor.untyped_storage()._unisono_placement_spec = (tensor.shape, placement_spec)  # type: ignore[attr-defined]
     if not worlds.is_initialized():
         return tensor
     return moves.shard_tensor(tensor, mesh, placements)
@@ -104,7 +104,9 @@ def reshard(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -
     are running it is whole and stays so."""
     _require_tensor("reshard", tensor)
     if recorder() is not None:
-        return noted(tensor, Note(Wish(mesh, checked(placements, mesh, tensor.dim()), line=calling_line())))
+        return noted(
+            tensor, PendingMark(PlacementSpec(mesh, checked(placements, mesh, tensor.dim()), line=calling_line()))
+        )
     if _is_applied or not worlds.is_initialized():
         checked(placements, mesh, tensor.dim())
         return tensor
@@ -130,10 +132,10 @@ def mark(module: nn.Module, name: str, mesh: Mesh, placements: Sequence[Placemen
         raise UsageError(
             f"the module has no parameter or buffer {name!r}; expected a name such as {', '.join(close[:5])}"
         )
-    wish = Wish(mesh, checked(placements, mesh, held[name].dim()), line=calling_line())
+    placement_spec = PlacementSpec(mesh, checked(placements, mesh, held[name].dim()), line=calling_line())
     marked = _modules.setdefault(module, {})
-    add_wish(marked, name, wish)
-    _warn_if_called(held[name], wish)
+    add_spec(marked, name, placement_spec)
+    _warn_if_called(held[name], placement_spec)
 
 
 def _mark_stage(module: nn.Module, name: str, mesh: Mesh) -> None:
@@ -145,42 +147,43 @@ def _mark_stage(module: nn.Module, name: str, mesh: Mesh) -> None:
             f"the module has no module {name!r} to mark as a stage's first; its modules are {', '.join(names[:12])}"
             f"{', ...' if len(names) > 12 else ''} (a parameter's mark has placements)"
         )
-    _stages.setdefault(module, {})[name] = Wish(mesh, line=calling_line())
+    _stages.setdefault(module, {})[name] = PlacementSpec(mesh, line=calling_line())
 
 
-def stages_for(model: nn.Module) -> dict[str, Wish]:
-    """The modules that are marked as the first of a stage, by name; each wish has the mesh of the stage's ranks."""
-    found: dict[str, Wish] = {}
+def stages_for(model: nn.Module) -> dict[str, PlacementSpec]:
+    """The modules that are marked as the first of a stage, by name; each placement spec has the mesh of the stage's
+    ranks."""
+    found: dict[str, PlacementSpec] = {}
     for prefix, module in model.named_modules():
-        for name, wish in _stages.get(module, {}).items():
-            found[f"{prefix}.{name}".lstrip(".")] = wish
+        for name, placement_spec in _stages.get(module, {}).items():
+            found[f"{prefix}.{name}".lstrip(".")] = placement_spec
     return found
 
 
-def wishes_for(model: nn.Module) -> dict[str, Wish]:
+def placement_specs_for(model: nn.Module) -> dict[str, PlacementSpec]:
     """What is marked among a model's parameters and buffers, by name. Who asks acts on it."""
     for parameter in model.parameters():
         _unread.pop(parameter, None)
-    found: dict[str, Wish] = {}
+    found: dict[str, PlacementSpec] = {}
     for listed in (model.named_parameters(remove_duplicate=False), model.named_buffers(remove_duplicate=False)):
         for name, tensor in listed:
-            if (wish := wish_of(tensor)) is not None:
-                add_wish(found, name, wish)
+            if (placement_spec := placement_spec_of(tensor)) is not None:
+                add_spec(found, name, placement_spec)
     for prefix, module in model.named_modules(remove_duplicate=False):
-        for name, wish in _modules.get(module, {}).items():
-            add_wish(found, f"{prefix}.{name}".lstrip("."), wish)
+        for name, placement_spec in _modules.get(module, {}).items():
+            add_spec(found, f"{prefix}.{name}".lstrip("."), placement_spec)
     return found
 
 
-def wish_of(tensor: torch.Tensor) -> Wish | None:
+def placement_spec_of(tensor: torch.Tensor) -> PlacementSpec | None:
     """How a tensor is marked, or lies on a mesh already."""
     if isinstance(tensor, DTensor):
-        return Wish(Mesh.of(tensor.device_mesh), tuple(tensor.placements))
-    return _tensors[tensor] if tensor in _tensors else _wish_of_memory(tensor)
+        return PlacementSpec(Mesh.of(tensor.device_mesh), tuple(tensor.placements))
+    return _tensors[tensor] if tensor in _tensors else _placement_spec_of_storage(tensor)
 
 
-def _wish_of_memory(tensor: torch.Tensor) -> Wish | None:
+def _placement_spec_of_storage(tensor: torch.Tensor) -> PlacementSpec | None:
     """The mark of a tensor that a parameter was made from: nn.Parameter(uni.shard_tensor(values, ...)) has its memory,
     but is another tensor."""
-    shape, wish = getattr(tensor.untyped_storage(), "_unisono_wish", (None, None))
-    return wish if shape == tensor.shape else None
+    shape, placement_spec = getattr(tensor.untyped_storage(), "_unisono_placement_spec", (None, None))
+    return placement_spec if shape == tensor.shape else None

@@ -10,33 +10,33 @@ from torch import fx
 
 from unisono.errors import UsageError
 from unisono.graph.marks.recorder import MARKER
-from unisono.graph.marks.spec import Mark, Note
-from unisono.graph.rules.call import Call
+from unisono.graph.marks.spec import Mark, PendingMark
+from unisono.graph.rules.call import OpCall
 
 
-def take_marks(graph: fx.Graph, notes: Sequence[Note]) -> list[tuple[Note, Mark]]:
+def take_marks(graph: fx.Graph, notes: Sequence[PendingMark]) -> list[tuple[PendingMark, Mark]]:
     """Takes marker ops out of the graph: a note on a tensor goes to what made it, any other to all that use it."""
-    marks: list[tuple[Note, Mark]] = []
+    marks: list[tuple[PendingMark, Mark]] = []
     markers = [node for node in graph.nodes if node.target is MARKER]
     for node in markers:
         note = notes[node.args[1]]
-        if note.lies:
-            marks.append((note, Mark(_source(node).name, 0, note.wish, op=note.op)))
+        if note.for_tensor:
+            marks.append((note, Mark(_source(node).name, 0, note.placement_spec, op=note.op)))
             continue
         _require_use(node, note)
         _stand_in(graph, node, notes)
         for user, number in _uses(node, notes):
-            marks.append((note, Mark(user.name, number, note.wish, is_input=True, op=note.op)))
+            marks.append((note, Mark(user.name, number, note.placement_spec, is_input=True, op=note.op)))
     for node in markers:
         node.replace_all_uses_with(node.args[0])
         graph.erase_node(node)
     return marks
 
 
-def _stand_in(graph: fx.Graph, marker: fx.Node, notes: Sequence[Note]) -> None:
+def _stand_in(graph: fx.Graph, marker: fx.Node, notes: Sequence[PendingMark]) -> None:
     """Where what was marked leaves the model, or is marked again, before an op uses it: an op that does nothing, for
     which the mark holds."""
-    idle = [user for user in marker.users if user.op == "output" or _is_another_wish(user, notes)]
+    idle = [user for user in marker.users if user.op == "output" or _differs(user, notes)]
     if idle:
         with graph.inserting_after(marker):
             made = graph.call_function(torch.ops.aten.alias.default, (marker,))
@@ -45,11 +45,11 @@ def _stand_in(graph: fx.Graph, marker: fx.Node, notes: Sequence[Note]) -> None:
             user.replace_input_with(marker, made)
 
 
-def _is_another_wish(user: fx.Node, notes: Sequence[Note]) -> bool:
-    return user.target is MARKER and not notes[int(user.args[1])].lies  # type: ignore[arg-type]
+def _differs(user: fx.Node, notes: Sequence[PendingMark]) -> bool:
+    return user.target is MARKER and not notes[int(user.args[1])].for_tensor  # type: ignore[arg-type]
 
 
-def kept(graph: fx.Graph, notes: Sequence[Note], marks: Sequence[tuple[Note, Mark]]) -> list[Mark]:
+def kept(graph: fx.Graph, notes: Sequence[PendingMark], marks: Sequence[tuple[PendingMark, Mark]]) -> list[Mark]:
     """The marks of what is left in the graph: some of each call of a marked function, and of each tensor."""
     left = {node.name for node in graph.nodes}
     found = [(note, mark) for note, mark in marks if mark.node in left]
@@ -58,19 +58,19 @@ def kept(graph: fx.Graph, notes: Sequence[Note], marks: Sequence[tuple[Note, Mar
     for note in notes:
         if note.op not in calls and id(note) not in tensors:
             raise UsageError(
-                f"{note.wish}: what was marked is thrown away, as nothing that the model gives depends on it, so the "
+                f"{note.placement_spec}: what was marked is discarded, as no output of the model depends on it, so the "
                 "mark would not count; use what the marked function or uni.reshard returned, or remove the mark"
             )
     return [mark for _, mark in found]
 
 
-def _require_use(marker: fx.Node, note: Note) -> None:
+def _require_use(marker: fx.Node, note: PendingMark) -> None:
     """What uni.reshard or uni.shard_tensor returned must be used, if the tensor itself is."""
     others = [user for user in _source(marker).users if user.target is not MARKER]
-    if not note.lies and note.op < 0 and not marker.users and others:
+    if not note.for_tensor and note.op < 0 and not marker.users and others:
         raise UsageError(
-            f"{note.wish}: what uni.reshard or uni.shard_tensor returned was thrown away, while the tensor it was "
-            "given is used, so the mark would not count; use what it returned"
+            f"{note.placement_spec}: what uni.reshard or uni.shard_tensor returned is discarded, while its "
+            "argument is used, so the mark would not count; use what it returned"
         )
 
 
@@ -80,12 +80,13 @@ def _source(marker: Any) -> fx.Node:
     return marker
 
 
-def _uses(marker: fx.Node, notes: Sequence[Note]) -> Iterator[tuple[fx.Node, int]]:
-    """The ops that use a marked tensor, through markers of what they make of it but not through another wish."""
+def _uses(marker: fx.Node, notes: Sequence[PendingMark]) -> Iterator[tuple[fx.Node, int]]:
+    """The ops that use a marked tensor, through markers of what they make of it but not through another placement
+    spec."""
     for user in marker.users:
         if user.target is MARKER:
-            yield from () if _is_another_wish(user, notes) else _uses(user, notes)
+            yield from () if _differs(user, notes) else _uses(user, notes)
             continue
-        for number, given in enumerate(Call(user).tensors):
+        for number, given in enumerate(OpCall(user).tensors):
             if given is marker:
                 yield user, number

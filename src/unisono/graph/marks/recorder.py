@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from unisono.errors import UsageError
-from unisono.graph.marks.spec import Note, Wish, add_wish
+from unisono.graph.marks.spec import PendingMark, PlacementSpec, add_spec
 
 
 class Recorder:
@@ -17,9 +17,9 @@ class Recorder:
     def __init__(self, model: nn.Module, binding: bool = True) -> None:
         """binding: whether marks count; where not, they say nothing."""
         self.binding = binding
-        self.notes: list[Note] = []
-        self.wishes: dict[str, Wish] = {}  # for parameters, made while the model ran
-        self.stages: dict[str, Wish] = {}  # for modules that begin a stage
+        self.notes: list[PendingMark] = []
+        self.placement_specs: dict[str, PlacementSpec] = {}  # for parameters, made while the model ran
+        self.stages: dict[str, PlacementSpec] = {}  # for modules that begin a stage
         self.called: set[int] = set()
         self._model = model
         self._ops = 0
@@ -31,18 +31,18 @@ class Recorder:
     def __exit__(self, *_: object) -> None:
         _recorders.remove(self)
 
-    def is_parameter(self, tensor: torch.Tensor, wish: Wish) -> bool:
+    def is_parameter(self, tensor: torch.Tensor, placement_spec: PlacementSpec) -> bool:
         """A mark on a parameter holds for the parameter, whether or not the model uses what the mark returned."""
         name = next((name for name, parameter in self._model.named_parameters() if parameter is tensor), None)
         if name is not None:
-            add_wish(self.wishes, name, wish)
+            add_spec(self.placement_specs, name, placement_spec)
         return name is not None
 
-    def note_stage(self, module: Any, wish: Wish) -> None:
+    def note_stage(self, module: Any, placement_spec: PlacementSpec) -> None:
         name = next((name for name, known in self._model.named_modules() if known is module), None)
         if name is None:
-            raise UsageError(f"a stage is marked at {wish.line} with a module that is none of the model's")
-        self.stages[name] = wish
+            raise UsageError(f"a stage is marked at {placement_spec.line} with a module that is none of the model's")
+        self.stages[name] = placement_spec
 
     def next_op(self) -> int:
         self._ops += 1
@@ -70,7 +70,7 @@ def _(tensor: torch.Tensor, number: int) -> torch.Tensor:
 MARKER = torch.ops.unisono.mark.default
 
 
-def noted(tensor: torch.Tensor, note: Note) -> torch.Tensor:
+def noted(tensor: torch.Tensor, note: PendingMark) -> torch.Tensor:
     recording = recorder()
     assert recording is not None
     if not recording.binding:

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from unisono.errors import UsageError
 from unisono.graph.capture.source import Maker, calling_line
 from unisono.graph.marks.recorder import noted, recorder
-from unisono.graph.marks.spec import Note, Strategy, Wish
+from unisono.graph.marks.spec import PendingMark, PlacementSpec, Strategy
 from unisono.mesh import reshard as moves
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placement, checked
@@ -44,9 +44,9 @@ class Sharded:
     def __init__(
         self,
         function: Callable[..., Any],
-        inputs: Sequence[Wish | None],
-        outputs: Sequence[Wish | None],
-        stage: Wish | None = None,
+        inputs: Sequence[PlacementSpec | None],
+        outputs: Sequence[PlacementSpec | None],
+        stage: PlacementSpec | None = None,
     ) -> None:
         """stage: where a module begins a stage, the mesh of its ranks."""
         self.function = function
@@ -55,7 +55,14 @@ class Sharded:
         self.stage = stage
         self.called = False
         self._maker = Maker()
-        self.line = next((wish.line for wish in (*self.inputs, *self.outputs, stage) if wish is not None), "")
+        self.line = next(
+            (
+                placement_spec.line
+                for placement_spec in (*self.inputs, *self.outputs, stage)
+                if placement_spec is not None
+            ),
+            "",
+        )
 
     def __repr__(self) -> str:
         return f"{getattr(self.function, '__name__', self.function)} marked at {self.line}"
@@ -73,9 +80,11 @@ class Sharded:
         if self.stage is not None:
             recording.note_stage(self.function, self.stage)
         number = recording.next_op()
-        given = self._each((args, kwargs), self.inputs, "input", lambda t, w: noted(t, Note(w, op=number)))
+        given = self._each((args, kwargs), self.inputs, "input", lambda t, w: noted(t, PendingMark(w, op=number)))
         results = self.function(*given[0], **given[1])
-        return self._each(results, self.outputs, "output", lambda t, w: noted(t, Note(w, lies=True, op=number)))
+        return self._each(
+            results, self.outputs, "output", lambda t, w: noted(t, PendingMark(w, for_tensor=True, op=number))
+        )
 
     def _run(self, args: Any, kwargs: Any) -> Any:
         """Tensors that are on a mesh are brought to lie as marked; others are whole, and nothing has to be done."""
@@ -83,38 +92,46 @@ class Sharded:
         return self._each(self.function(*given[0], **given[1]), self.outputs, "output", _moved)
 
     def _each(
-        self, tree: Any, wishes: tuple[Wish | None, ...], what: str, do: Callable[[torch.Tensor, Wish], torch.Tensor]
+        self,
+        tree: Any,
+        placement_specs: tuple[PlacementSpec | None, ...],
+        what: str,
+        do: Callable[[torch.Tensor, PlacementSpec], torch.Tensor],
     ) -> Any:
         leaves, spec = pytree.tree_flatten(tree)
-        places = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
-        if wishes and len(wishes) != len(places):
-            raise UsageError(f"{self!r} names {len(wishes)} {what}s, but was called with {len(places)} tensors")
-        for place, wish in zip(places, wishes, strict=False):
-            if wish is not None:
-                _require_fit(self, wish, leaves[place], what)
-                leaves[place] = do(leaves[place], wish)
+        indices = [i for i, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+        if placement_specs and len(placement_specs) != len(indices):
+            raise UsageError(
+                f"{self!r} names {len(placement_specs)} {what}s, but was called with {len(indices)} tensors"
+            )
+        for index, placement_spec in zip(indices, placement_specs, strict=False):
+            if placement_spec is not None:
+                _require_fit(self, placement_spec, leaves[index], what)
+                leaves[index] = do(leaves[index], placement_spec)
         return pytree.tree_unflatten(leaves, spec)
 
 
-def _moved(tensor: torch.Tensor, wish: Wish) -> torch.Tensor:
-    if isinstance(tensor, DTensor) and wish.mesh is not None and wish.placements is not None:
-        return moves.reshard(tensor, wish.mesh, wish.placements)
+def _moved(tensor: torch.Tensor, placement_spec: PlacementSpec) -> torch.Tensor:
+    if isinstance(tensor, DTensor) and placement_spec.mesh is not None and placement_spec.placements is not None:
+        return moves.reshard(tensor, placement_spec.mesh, placement_spec.placements)
     return tensor
 
 
-def _require_fit(function: Sharded, wish: Wish, tensor: torch.Tensor, what: str) -> None:
+def _require_fit(function: Sharded, placement_spec: PlacementSpec, tensor: torch.Tensor, what: str) -> None:
     shape = tuple(tensor.shape)
-    if wish.pieces is None:
-        assert wish.mesh is not None
-        assert wish.placements is not None
-        checked(wish.placements, wish.mesh, tensor.dim())
-    elif len(wish.pieces) != len(shape):
+    if placement_spec.shard_counts is None:
+        assert placement_spec.mesh is not None
+        assert placement_spec.placements is not None
+        checked(placement_spec.placements, placement_spec.mesh, tensor.dim())
+    elif len(counts := placement_spec.shard_counts) != len(shape):
         raise UsageError(
-            f"{function!r}: strategy {wish.pieces} has {len(wish.pieces)} numbers for an {what} of shape {shape}; "
+            f"{function!r}: strategy {counts} has {len(counts)} numbers for an {what} of shape {shape}; "
             "expected one a dim"
         )
-    elif any(size % count for size, count in zip(shape, wish.pieces, strict=True)):
-        raise UsageError(f"{function!r}: strategy {wish.pieces} does not divide the {what} of shape {shape}")
+    elif any(size % count for size, count in zip(shape, placement_spec.shard_counts, strict=True)):
+        raise UsageError(
+            f"{function!r}: strategy {placement_spec.shard_counts} does not divide the {what} of shape {shape}"
+        )
 
 
 def shard(
@@ -125,7 +142,7 @@ def shard(
     """The function, marked: into how many pieces each dim of each of its tensors is cut. None leaves a tensor open."""
     _require_function("shard", function)
     given = _strategies("in_strategy", in_strategy), _strategies("out_strategy", out_strategy or ())
-    if not any(wish is not None for wish in (*given[0], *given[1])):
+    if not any(placement_spec is not None for placement_spec in (*given[0], *given[1])):
         raise UsageError(
             f"shard({getattr(function, '__name__', function)}) says nothing: give in_strategy a tuple for a tensor, "
             "such as ((2, 4), (4, 1)); None leaves a tensor open"
@@ -138,13 +155,13 @@ def _require_function(word: str, given: object) -> None:
         raise UsageError(f"{word}({given!r:.80}): expected a function or a module, such as torch.matmul")
 
 
-def _strategies(name: str, given: Sequence[Strategy | None]) -> list[Wish | None]:
+def _strategies(name: str, given: Sequence[Strategy | None]) -> list[PlacementSpec | None]:
     if not isinstance(given, tuple | list) or any(not isinstance(item, tuple | list | None) for item in given):
         raise UsageError(f"{name} is {given!r}; expected a tuple of tuples such as ((2, 4), (4, 1)), one a tensor")
     for item in given:
         if item is not None and any(isinstance(n, bool) or not isinstance(n, int) or n < 1 for n in item):
             raise UsageError(f"{name} has {item!r}; expected whole numbers of at least 1, one a dim")
-    return [None if item is None else Wish(pieces=tuple(item), line=calling_line()) for item in given]
+    return [None if item is None else PlacementSpec(shard_counts=tuple(item), line=calling_line()) for item in given]
 
 
 def shard_op(
@@ -164,12 +181,12 @@ def shard_op(
                 f"shard_op({getattr(function, '__name__', function)}) says nothing of inputs or outputs; give "
                 "placements, or a module that begins a stage"
             )
-        return Sharded(function, (), (), Wish(mesh, line=calling_line()))
+        return Sharded(function, (), (), PlacementSpec(mesh, line=calling_line()))
 
-    def wishes(given: Sequence[Sequence[Placement] | None]) -> list[Wish | None]:
+    def placement_specs(given: Sequence[Sequence[Placement] | None]) -> list[PlacementSpec | None]:
         for placements in given:
             if placements is not None:
                 checked(placements, mesh, 16)  # the tensors' own dims are checked when they come
-        return [None if p is None else Wish(mesh, tuple(p), line=calling_line()) for p in given]
+        return [None if p is None else PlacementSpec(mesh, tuple(p), line=calling_line()) for p in given]
 
-    return Sharded(function, wishes(inputs), wishes(outputs))
+    return Sharded(function, placement_specs(inputs), placement_specs(outputs))

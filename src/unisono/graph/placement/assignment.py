@@ -10,7 +10,7 @@ from torch import fx
 from unisono.errors import UsageError
 from unisono.graph.capture.op import TensorSpec
 from unisono.graph.capture.trace import Trace
-from unisono.graph.rules.call import Call
+from unisono.graph.rules.call import OpCall
 from unisono.graph.rules.option import Option, output_gradient
 from unisono.graph.rules.registry import target_name
 from unisono.mesh.mesh import Mesh
@@ -25,7 +25,7 @@ class Reshard:
     source: str
     output: int  # which of the source's outputs
     spec: TensorSpec
-    lies: Placements
+    current: Placements
     wanted: Placements
     gradient: Placements | None  # how the gradients come back; None where there are none
     home: Placements | None  # how the source needs its gradient
@@ -61,9 +61,9 @@ class Assignment:
     def strategy(self, name: str) -> tuple[tuple[int, ...], ...]:
         """How many pieces each dim of each tensor input is cut into: ((2, 4), (4, 1))."""
         sources = producers(self.trace.node(name))
-        return tuple(self._pieces(self.wanted(name, i), self._spec(*source)) for i, source in enumerate(sources))
+        return tuple(self._shards(self.wanted(name, i), self._spec(*source)) for i, source in enumerate(sources))
 
-    def _pieces(self, placements: Placements, spec: TensorSpec) -> tuple[int, ...]:
+    def _shards(self, placements: Placements, spec: TensorSpec) -> tuple[int, ...]:
         counts = [1] * len(spec.shape)
         for axis, placement in enumerate(placements):
             dim = shard_dim(placement)
@@ -93,11 +93,11 @@ class Assignment:
             groups.setdefault((source, output, self.wanted(user, i), gradient), []).append((user, i))
         moves = []
         for (source, output, wanted, gradient), users in groups.items():
-            lies = self.layout(source, output)
-            home = None if gradient is None else tuple(map(output_gradient, lies))
-            if lies != wanted or gradient != home:
+            current = self.layout(source, output)
+            home = None if gradient is None else tuple(map(output_gradient, current))
+            if current != wanted or gradient != home:
                 spec = self._spec(source, output)
-                moves.append(Reshard(source, output, spec, lies, wanted, gradient, home, tuple(users)))
+                moves.append(Reshard(source, output, spec, current, wanted, gradient, home, tuple(users)))
         return moves
 
     def _has_gradient(self, source: str, user: str) -> bool:
@@ -108,14 +108,14 @@ class Assignment:
         for node in self.trace.graph.nodes:
             if node.name not in self.options:
                 raise UsageError(f"no placements are given for {node.name} ({target_name(node.target)})")
-            for what, spec, placements in self._lying(node):
+            for what, spec, placements in self._parameter_specs(node):
                 if not divides(spec.shape, placements, self.mesh.shape):
                     raise UsageError(
                         f"{what} of {node.name} has shape {spec.shape}, which {self.mesh} does not cut evenly by "
                         f"{placements}"
                     )
 
-    def _lying(self, node: fx.Node) -> Iterator[tuple[str, TensorSpec, Placements]]:
+    def _parameter_specs(self, node: fx.Node) -> Iterator[tuple[str, TensorSpec, Placements]]:
         for i, (source, output) in enumerate(producers(node)):
             yield f"input {i}", self._spec(source, output), self.wanted(node.name, i)
         for output, spec in enumerate(self.trace.specs[node.name] if node.op != "output" else ()):
@@ -129,7 +129,7 @@ def producers(node: fx.Node) -> list[tuple[str, int]]:
         assert isinstance(source, fx.Node)
         assert isinstance(number, int)
         return [(source.name, number)]
-    return [(given.name, 0) for given in Call(node).tensors]
+    return [(given.name, 0) for given in OpCall(node).tensors]
 
 
 def divided(shape: tuple[int, ...], placements: Placements, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -15,11 +15,11 @@ from unisono.graph.placement.assignment import Assignment, Reshard
 from unisono.graph.rules.option import output_gradient
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placements
-from unisono.mesh.route import Step, find_route
+from unisono.mesh.route import RouteStep, find_route
 
 
 @dataclass(frozen=True)
-class Link:
+class AxisLink:
     """The wire along an axis of a mesh: seconds to start a message, bytes a second that a rank receives."""
 
     latency: float = 1e-5
@@ -51,33 +51,33 @@ class Cost:
 def edge(
     spec: TensorSpec,
     mesh: Mesh,
-    lies: Placements,
+    current: Placements,
     wanted: Placements,
     gradient: Placements | None = None,
-    links: Sequence[Link] | None = None,
+    links: Sequence[AxisLink] | None = None,
 ) -> Cost:
     """Of a tensor that lies so and is wanted so, and whose gradient (if any) comes back as `gradient`.
 
     links: one an axis of the mesh; by default all are alike.
     """
-    used = tuple(links) if links is not None else (Link(),) * mesh.ndim
-    return _edge(spec, mesh.shape, lies, wanted, gradient, used)
+    used = tuple(links) if links is not None else (AxisLink(),) * mesh.ndim
+    return _edge(spec, mesh.shape, current, wanted, gradient, used)
 
 
 @lru_cache(maxsize=65536)
 def _edge(
     spec: TensorSpec,
     mesh_shape: tuple[int, ...],
-    lies: Placements,
+    current: Placements,
     wanted: Placements,
     gradient: Placements | None,
-    links: tuple[Link, ...],
+    links: tuple[AxisLink, ...],
 ) -> Cost:
-    there = _talking(find_route(spec.shape, spec.dtype.itemsize, mesh_shape, lies, wanted), mesh_shape)
-    back: list[Step] = []
+    there = _communicating(find_route(spec.shape, spec.dtype.itemsize, mesh_shape, current, wanted), mesh_shape)
+    back: list[RouteStep] = []
     if gradient is not None:
-        home = tuple(map(output_gradient, lies))
-        back = _talking(find_route(spec.shape, spec.dtype.itemsize, mesh_shape, gradient, home), mesh_shape)
+        home = tuple(map(output_gradient, current))
+        back = _communicating(find_route(spec.shape, spec.dtype.itemsize, mesh_shape, gradient, home), mesh_shape)
     return Cost(
         sum(step.received for step in there),
         sum(step.received for step in back),
@@ -86,11 +86,11 @@ def _edge(
     )
 
 
-def _talking(route: tuple[Step, ...], mesh_shape: tuple[int, ...]) -> list[Step]:
-    return [step for step in route if step.talks and math.prod(mesh_shape[axis] for axis in step.axes) > 1]
+def _communicating(route: tuple[RouteStep, ...], mesh_shape: tuple[int, ...]) -> list[RouteStep]:
+    return [step for step in route if step.communicates and math.prod(mesh_shape[axis] for axis in step.axes) > 1]
 
 
-def step_seconds(step: Step, mesh_shape: tuple[int, ...], links: Sequence[Link]) -> float:
+def step_seconds(step: RouteStep, mesh_shape: tuple[int, ...], links: Sequence[AxisLink]) -> float:
     """A ring's time: each of its rounds starts a message; the slowest of the axes' wires carries all bytes."""
     ranks = math.prod(mesh_shape[axis] for axis in step.axes)
     rounds = (2 if step.kind == "all_reduce" else 1) * (ranks - 1)
@@ -99,11 +99,11 @@ def step_seconds(step: Step, mesh_shape: tuple[int, ...], links: Sequence[Link])
     return rounds * latency + step.received / bandwidth
 
 
-def of_reshard(move: Reshard, mesh: Mesh, links: Sequence[Link] | None = None) -> Cost:
-    return edge(move.spec, mesh, move.lies, move.wanted, move.gradient, links)
+def of_reshard(move: Reshard, mesh: Mesh, links: Sequence[AxisLink] | None = None) -> Cost:
+    return edge(move.spec, mesh, move.current, move.wanted, move.gradient, links)
 
 
-def of_assignment(assignment: Assignment, links: Sequence[Link] | None = None) -> Cost:
+def of_assignment(assignment: Assignment, links: Sequence[AxisLink] | None = None) -> Cost:
     """All that moves in a step of training, parameters' gradients included."""
     total = Cost()
     for move in assignment.reshards():

@@ -32,7 +32,7 @@ from unisono.graph.capture.trace import Trace
 from unisono.graph.marks.spec import Mark
 from unisono.graph.placement.assignment import Assignment
 from unisono.graph.placement.ilp import min_bytes
-from unisono.graph.placement.problem import Flow, Problem, Rates
+from unisono.graph.placement.problem import DeviceRates, Problem, TensorFlow
 from unisono.mesh.mesh import Mesh
 
 WIDTH = 4096  # ways that are carried along
@@ -48,7 +48,7 @@ def dynamic(
     mesh: Mesh,
     marks: Iterable[Mark] = (),
     *,
-    rates: Rates | None = None,
+    rates: DeviceRates | None = None,
     memory: float | None = None,
     fully_use_devices: bool = False,
     width: int = WIDTH,
@@ -102,7 +102,7 @@ def _by_turns(problem: Problem, path: _Path, chosen: dict[str, int], prices: lis
 
 def polished(problem: Problem, chosen: dict[str, int]) -> dict[str, int]:
     """The solution, with every node's choice replaced by a cheaper one that fits, until there is none."""
-    touching: dict[str, list[Flow]] = {}
+    touching: dict[str, list[TensorFlow]] = {}
     for flow in problem.flows:
         for name in {flow.source, *flow.users}:
             touching.setdefault(name, []).append(flow)
@@ -124,7 +124,7 @@ def polished(problem: Problem, chosen: dict[str, int]) -> dict[str, int]:
     return chosen
 
 
-def _around(problem: Problem, flows: list[Flow], chosen: dict[str, int], name: str, number: int) -> float:
+def _around(problem: Problem, flows: list[TensorFlow], chosen: dict[str, int], name: str, number: int) -> float:
     """What a node would cost under the choice of that number, with all that flows into it and out of it."""
     total = problem.choices[name][number].seconds
     for flow in flows:
@@ -141,22 +141,22 @@ def _around(problem: Problem, flows: list[Flow], chosen: dict[str, int], name: s
 
 
 @dataclass
-class _Ways:
+class _Solutions:
     """Ways to some frontiers: a number each, or a column of numbers."""
 
     seconds: Array = field(default_factory=lambda: np.zeros(1))
     bytes: Array = field(default_factory=lambda: np.zeros(1))
-    lies: dict[int, Array] = field(default_factory=dict)  # of a tensor (the number of its flow): its layout
+    layouts: dict[int, Array] = field(default_factory=dict)  # of a tensor (the number of its flow): its layout
     moved: dict[int, Array] = field(default_factory=dict)  # and a bit for each demand that has been paid for
 
-    def take(self, rows: Array) -> _Ways:
-        lies = {number: column[rows] for number, column in self.lies.items()}
+    def take(self, rows: Array) -> _Solutions:
+        layouts = {number: column[rows] for number, column in self.layouts.items()}
         moved = {number: column[rows] for number, column in self.moved.items()}
-        return _Ways(self.seconds[rows], self.bytes[rows], lies, moved)
+        return _Solutions(self.seconds[rows], self.bytes[rows], layouts, moved)
 
     @property
     def frontier(self) -> list[Array]:
-        return [*self.lies.values(), *self.moved.values()]
+        return [*self.layouts.values(), *self.moved.values()]
 
 
 class _Path:
@@ -199,13 +199,13 @@ class _Path:
         Nodes that are `fixed` have one choice. Nothing where no way fits.
         """
         fixed = fixed or {}
-        ways = _Ways()
+        solutions = _Solutions()
         steps: list[tuple[Array, Array]] = []  # of each way after a node: the way before it, and the node's choice
         for time, name in enumerate(self._order):
             count = 1 if name in fixed else len(self._problem.choices[name])
-            before, number = np.divmod(np.arange(ways.seconds.size * count), count)
+            before, number = np.divmod(np.arange(solutions.seconds.size * count), count)
             number += fixed.get(name, 0)
-            grown = self._grown(ways.take(before), name, number, time)
+            grown = self._grown(solutions.take(before), name, number, time)
             if fits is not None:
                 few = np.flatnonzero(grown.bytes + self._rest[time + 1] <= fits)
                 if not few.size:
@@ -216,37 +216,37 @@ class _Path:
             if best.size > width:
                 best = best[np.argpartition(cost[best], width)[:width]]
             steps.append((before[best], number[best]))
-            ways = grown.take(best)
-        at = int(np.argmin(ways.seconds if fits is not None else ways.seconds + price * ways.bytes))
+            solutions = grown.take(best)
+        at = int(np.argmin(solutions.seconds if fits is not None else solutions.seconds + price * solutions.bytes))
         chosen: dict[str, int] = {}
         for name, (before, number) in zip(reversed(self._order), reversed(steps), strict=True):
             chosen[name], at = int(number[at]), int(before[at])
         return chosen
 
-    def _grown(self, ways: _Ways, name: str, number: Array, time: int) -> _Ways:
+    def _grown(self, solutions: _Solutions, name: str, number: Array, time: int) -> _Solutions:
         """The ways, gone on with these choices of a node; tensors that nobody needs any more are left behind."""
         choices = self._problem.choices[name]
-        ways.seconds = ways.seconds + np.array([choice.seconds for choice in choices])[number]
-        ways.bytes = ways.bytes + np.array([choice.bytes for choice in choices])[number]
+        solutions.seconds = solutions.seconds + np.array([choice.seconds for choice in choices])[number]
+        solutions.bytes = solutions.bytes + np.array([choice.bytes for choice in choices])[number]
         for each, i in self._used.get(name, ()):
             tensor = self._tensors[each]
             demand = tensor.demand_of[i][number]
-            cost = tensor.moves[ways.lies[each], demand]
-            ways.seconds = ways.seconds + np.where(ways.moved[each] >> demand & 1, 0.0, cost)
+            cost = tensor.moves[solutions.layouts[each], demand]
+            solutions.seconds = solutions.seconds + np.where(solutions.moved[each] >> demand & 1, 0.0, cost)
             # What lies that way already costs nothing: whether it has been "moved" there makes no difference.
-            ways.moved[each] = ways.moved[each] | np.where(cost > 0, 1, 0) << demand & tensor.wanted_after[i]
+            solutions.moved[each] = solutions.moved[each] | np.where(cost > 0, 1, 0) << demand & tensor.wanted_after[i]
         for each in self._made.get(name, ()):
-            ways.lies[each] = self._tensors[each].layout_of[number]
-            ways.moved[each] = np.zeros_like(number)
-        for each in [each for each in ways.lies if self._last[each] <= time]:
-            del ways.lies[each], ways.moved[each]
-        return ways
+            solutions.layouts[each] = self._tensors[each].layout_of[number]
+            solutions.moved[each] = np.zeros_like(number)
+        for each in [each for each in solutions.layouts if self._last[each] <= time]:
+            del solutions.layouts[each], solutions.moved[each]
+        return solutions
 
 
 class _Tensor:
     """A flow in arrays."""
 
-    def __init__(self, flow: Flow) -> None:
+    def __init__(self, flow: TensorFlow) -> None:
         self.layout_of = np.array(flow.layout_of)
         self.demand_of = [np.array(demands) for demands in flow.demand_of]
         self.moves = np.array(flow.moves)
@@ -256,26 +256,26 @@ class _Tensor:
             self.wanted_after.append(sum(1 << demand for demand in later if demand < _BITS))
 
 
-def _cheapest(ways: _Ways, cost: Array) -> Array:
+def _cheapest(solutions: _Solutions, cost: Array) -> Array:
     """Of all ways to the same frontier, the one of least cost."""
-    sort = np.lexsort((cost, *ways.frontier))
-    return sort[_begins(ways, sort)]
+    sort = np.lexsort((cost, *solutions.frontier))
+    return sort[_begins(solutions, sort)]
 
 
-def _unbeaten(ways: _Ways) -> Array:
+def _unbeaten(solutions: _Solutions) -> Array:
     """Of all ways to the same frontier, those that no other beats in seconds and in bytes."""
-    sort = np.lexsort((ways.bytes, ways.seconds, *ways.frontier))
-    group = np.cumsum(_begins(ways, sort))
-    size = np.unique(ways.bytes[sort], return_inverse=True)[1].astype(np.int64)  # whole numbers, in the same order
+    sort = np.lexsort((solutions.bytes, solutions.seconds, *solutions.frontier))
+    group = np.cumsum(_begins(solutions, sort))
+    size = np.unique(solutions.bytes[sort], return_inverse=True)[1].astype(np.int64)  # whole numbers, in the same order
     size -= group * (size.max() + 1)  # a group begins below all that was before it
     return sort[np.append(True, size[1:] < np.minimum.accumulate(size)[:-1])]
 
 
-def _begins(ways: _Ways, sort: Array) -> Array:
+def _begins(solutions: _Solutions, sort: Array) -> Array:
     """Where, in this order of ways, the frontier is another than just before."""
     begins = np.zeros(sort.size, dtype=bool)
     begins[0] = True
-    for column in ways.frontier:
+    for column in solutions.frontier:
         ordered = column[sort]
         begins[1:] |= ordered[1:] != ordered[:-1]
     return begins

@@ -77,16 +77,16 @@ def _fallbacks(trace: Trace) -> dict[str, str]:
 def _marks_apart(found: Assignment) -> dict[str, str]:
     """Ops that are marked to take a tensor otherwise than it is marked to lie. Both marks hold, at the price of a move
     in every step that a reader should know of."""
-    wishes = {(mark.node, mark.is_input, mark.number): mark.wish for mark in found.trace.marks}
+    placement_specs = {(mark.node, mark.is_input, mark.number): mark.placement_spec for mark in found.trace.marks}
     notes: dict[str, str] = {}
-    for (name, is_input, number), wish in wishes.items():
+    for (name, is_input, number), placement_spec in placement_specs.items():
         if not is_input:
             continue
         source, output = producers(found.trace.node(name))[number]
-        lies = wishes.get((source, False, output))
-        if lies is not None and found.layout(source, output) != found.wanted(name, number):
-            told = f"{source} lies as {lies}, and is taken here as {wish}: both marks hold, by a move in every step"
-            notes[name] = f"{notes[name]}; {told}" if name in notes else told
+        current = placement_specs.get((source, False, output))
+        if current is not None and found.layout(source, output) != found.wanted(name, number):
+            text = f"{source} is placed as {current}, and used here as {placement_spec}: redistributed in every step"
+            notes[name] = f"{notes[name]}; {text}" if name in notes else text
     return notes
 
 
@@ -99,10 +99,10 @@ def _batch(trace: Trace, mesh: Mesh) -> list[Mark]:
         return []
     taken = {(mark.node, mark.number) for mark in trace.marks if not mark.is_input}
     marks = [mark for mark in batch_marks(trace, mesh, BATCH_AXIS) if (mark.node, mark.number) not in taken]
-    return [mark for mark in marks if _is_cut(trace, mesh, mark)]
+    return [mark for mark in marks if _is_sharded(trace, mesh, mark)]
 
 
-def _is_cut(trace: Trace, mesh: Mesh, mark: Mark) -> bool:
+def _is_sharded(trace: Trace, mesh: Mesh, mark: Mark) -> bool:
     """Whether a given tensor has a row a sample; a batch of samples that ranks cannot share evenly is refused."""
     samples = trace.specs[trace.inputs[0]][0].shape[0] if trace.inputs and trace.specs[trace.inputs[0]][0].shape else 0
     rows = trace.specs[mark.node][0].shape[0]

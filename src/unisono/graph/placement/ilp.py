@@ -25,7 +25,7 @@ from unisono.errors import MissingPackageError, UsageError
 from unisono.graph.capture.trace import Trace
 from unisono.graph.marks.spec import Mark
 from unisono.graph.placement.assignment import Assignment
-from unisono.graph.placement.problem import Flow, Problem, Rates
+from unisono.graph.placement.problem import DeviceRates, Problem, TensorFlow
 from unisono.mesh.mesh import Mesh
 
 TIME_LIMIT = 120.0  # seconds; what is found by then is taken, if it is proved to be within GAP of the best
@@ -38,7 +38,7 @@ def exact(
     mesh: Mesh,
     marks: Iterable[Mark] = (),
     *,
-    rates: Rates | None = None,
+    rates: DeviceRates | None = None,
     memory: float | None = None,
     fully_use_devices: bool = False,
     time_limit: float = TIME_LIMIT,
@@ -61,7 +61,7 @@ def solve(problem: Problem, time_limit: float = TIME_LIMIT) -> dict[str, int]:
     matrix = csr_array((program.values, (program.rows, program.columns)), shape=(len(program.low), len(program.costs)))
     found = milp(
         np.array(program.costs) * scale,
-        integrality=np.array(program.whole),
+        integrality=np.array(program.full),
         bounds=Bounds(0, 1),
         constraints=LinearConstraint(matrix, np.array(program.low), np.array(program.high)),
         options={"time_limit": time_limit, "mip_rel_gap": GAP},
@@ -93,7 +93,7 @@ class _Program:
 
     problem: Problem
     costs: list[float] = field(default_factory=list)
-    whole: list[int] = field(default_factory=list)
+    full: list[int] = field(default_factory=list)
     rows: list[int] = field(default_factory=list)
     columns: list[int] = field(default_factory=list)
     values: list[float] = field(default_factory=list)
@@ -107,9 +107,9 @@ class _Program:
             self._flow(flow)
         self._memory()
 
-    def _variable(self, cost: float, is_whole: bool = False) -> int:
+    def _variable(self, cost: float, is_full: bool = False) -> int:
         self.costs.append(cost)
-        self.whole.append(int(is_whole))
+        self.full.append(int(is_full))
         return len(self.costs) - 1
 
     def _row(self, terms: Iterable[tuple[int, float]], low: float, high: float) -> None:
@@ -124,13 +124,13 @@ class _Program:
         typical = max((choice.seconds for each in self.problem.choices.values() for choice in each), default=0.0)
         for name, choices in self.problem.choices.items():
             numbers = [
-                self._variable(choice.seconds + _TIE * _TIE * typical * place, is_whole=True)
-                for place, choice in enumerate(choices)
+                self._variable(choice.seconds + _TIE * _TIE * typical * index, is_full=True)
+                for index, choice in enumerate(choices)
             ]
             self.first[name] = numbers[0]
             self._row([(number, 1.0) for number in numbers], 1, 1)
 
-    def _flow(self, flow: Flow) -> None:
+    def _flow(self, flow: TensorFlow) -> None:
         """Leave out what is free anyway: a tensor whose every move costs nothing."""
         if not any(seconds for row in flow.moves for seconds in row):
             return
@@ -138,32 +138,32 @@ class _Program:
         paid: dict[tuple[int, int], int] = {}
         for user, demand_of in zip(flow.users, flow.demand_of, strict=True):
             mine: dict[tuple[int, int], int] = {}
-            for lies in range(len(flow.layouts)):
+            for layout in range(len(flow.layouts)):
                 for demand in sorted(set(demand_of)):
-                    seconds = flow.moves[lies][demand]
-                    mine[lies, demand] = self._variable(0.0 if is_shared else seconds)
+                    seconds = flow.moves[layout][demand]
+                    mine[layout, demand] = self._variable(0.0 if is_shared else seconds)
             self._balance(flow, user, demand_of, mine)
             if is_shared:
                 self._shared(flow, mine, paid)
 
-    def _balance(self, flow: Flow, user: str, demand_of: list[int], mine: dict[tuple[int, int], int]) -> None:
+    def _balance(self, flow: TensorFlow, user: str, demand_of: list[int], mine: dict[tuple[int, int], int]) -> None:
         source, target = self.first[flow.source], self.first[user]
-        for lies in range(len(flow.layouts)):
-            leaving = [(number, 1.0) for (left, _), number in mine.items() if left == lies]
-            made = [(source + c, -1.0) for c, left in enumerate(flow.layout_of) if left == lies]
+        for layout in range(len(flow.layouts)):
+            leaving = [(number, 1.0) for (left, _), number in mine.items() if left == layout]
+            made = [(source + c, -1.0) for c, left in enumerate(flow.layout_of) if left == layout]
             self._row([*leaving, *made], 0, 0)
         for demand in sorted(set(demand_of)):
             arriving = [(number, 1.0) for (_, d), number in mine.items() if d == demand]
             wanted = [(target + c, -1.0) for c, d in enumerate(demand_of) if d == demand]
             self._row([*arriving, *wanted], 0, 0)
 
-    def _shared(self, flow: Flow, mine: dict[tuple[int, int], int], paid: dict[tuple[int, int], int]) -> None:
-        for place, number in mine.items():
-            seconds = flow.moves[place[0]][place[1]]
+    def _shared(self, flow: TensorFlow, mine: dict[tuple[int, int], int], paid: dict[tuple[int, int], int]) -> None:
+        for index, number in mine.items():
+            seconds = flow.moves[index[0]][index[1]]
             if seconds:
-                if place not in paid:
-                    paid[place] = self._variable(seconds)
-                self._row([(paid[place], 1.0), (number, -1.0)], 0, np.inf)
+                if index not in paid:
+                    paid[index] = self._variable(seconds)
+                self._row([(paid[index], 1.0), (number, -1.0)], 0, np.inf)
 
     def _memory(self) -> None:
         if self.problem.memory is None:

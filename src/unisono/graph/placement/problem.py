@@ -7,9 +7,10 @@
     subject to  sum_n bytes(n, c_n) <= memory
 
 Users that want a tensor alike share one move, so d runs over demands and not over users. `seconds` is what a rank
-computes: a product or a pass over memory, divided among the ranks that share it (`Rates`). `move` is latency and bytes
-of the collectives, forward and backward (cost.py). `bytes` is what a rank holds: a parameter with its gradient and two
-numbers of optimizer state, an activation that the backward needs. Marks leave a node only the choices that keep them.
+computes: a product or a pass over memory, divided among the ranks that share it (`DeviceRates`). `move` is latency and
+bytes of the collectives, forward and backward (cost.py). `bytes` is what a rank holds: a parameter with its gradient
+and two numbers of optimizer state, an activation that the backward needs. Marks leave a node only the choices that keep
+them.
 
 `dynamic.py` solves it node by node along the graph, `exact.py` by integer programming.
 """
@@ -30,7 +31,7 @@ from unisono.graph.capture.trace import Trace
 from unisono.graph.marks.spec import Mark
 from unisono.graph.placement import cost
 from unisono.graph.placement.assignment import Assignment, divided, divides, producers
-from unisono.graph.placement.cost import Link
+from unisono.graph.placement.cost import AxisLink
 from unisono.graph.placement.strategy import placements_of_marks, unkept
 from unisono.graph.rules.option import Option
 from unisono.graph.rules.registry import options
@@ -42,19 +43,19 @@ PASSES = 3  # a forward, and a backward of twice its work
 
 
 @dataclass(frozen=True)
-class Rates:
+class DeviceRates:
     """What a device does in a second, and the wires along the axes (by default all alike)."""
 
     flops: float = 1e13
     memory: float = 1e12  # bytes
-    link: Link = field(default_factory=Link)
-    links: tuple[Link, ...] | None = None
+    link: AxisLink = field(default_factory=AxisLink)
+    links: tuple[AxisLink, ...] | None = None
 
-    def wires(self, mesh: Mesh) -> tuple[Link, ...]:
+    def wires(self, mesh: Mesh) -> tuple[AxisLink, ...]:
         return self.links if self.links is not None else (self.link,) * mesh.ndim
 
 
-class Choice(NamedTuple):
+class OpChoice(NamedTuple):
     options: tuple[Option, ...]  # one an axis
     seconds: float
     bytes: float
@@ -66,7 +67,7 @@ class Demand(NamedTuple):
 
 
 @dataclass
-class Flow:
+class TensorFlow:
     """One tensor: how its source's choices leave it, what its users' choices demand, what each move costs."""
 
     source: str
@@ -82,11 +83,11 @@ class Flow:
 class Problem:
     trace: Trace
     mesh: Mesh
-    rates: Rates = field(default_factory=Rates)
+    rates: DeviceRates = field(default_factory=DeviceRates)
     memory: float | None = None  # bytes a rank may hold
     fully: bool = False  # whether every op must be shared among all ranks that can share it
-    choices: dict[str, list[Choice]] = field(default_factory=dict)
-    flows: list[Flow] = field(default_factory=list)
+    choices: dict[str, list[OpChoice]] = field(default_factory=dict)
+    flows: list[TensorFlow] = field(default_factory=list)
 
     @classmethod
     def of(
@@ -94,11 +95,11 @@ class Problem:
         trace: Trace,
         mesh: Mesh,
         marks: Iterable[Mark] = (),
-        rates: Rates | None = None,
+        rates: DeviceRates | None = None,
         memory: float | None = None,
         fully: bool = False,
     ) -> Problem:
-        problem = cls(trace, mesh, rates or Rates(), memory, fully)
+        problem = cls(trace, mesh, rates or DeviceRates(), memory, fully)
         problem._choose(placements_of_marks(trace, mesh, (*trace.marks, *marks)))
         problem._connect()
         return problem
@@ -114,9 +115,9 @@ class Problem:
         computed = sum(self.choices[name][number].seconds for name, number in chosen.items())
         moved = 0.0
         for flow in self.flows:
-            lies = flow.layout_of[chosen[flow.source]]
+            layout = flow.layout_of[chosen[flow.source]]
             wanted = {flow.demand_of[i][chosen[user]] for i, user in enumerate(flow.users)}
-            moved += sum(flow.moves[lies][demand] for demand in wanted)
+            moved += sum(flow.moves[layout][demand] for demand in wanted)
         return computed + moved
 
     def held(self, chosen: dict[str, int]) -> float:
@@ -147,7 +148,7 @@ class Problem:
                     passes = PASSES if node.name in self.trace.tracked else 1
                     each = op.flops / self.rates.flops + op.bytes_moved / self.rates.memory
                     seconds = passes * each / ranks
-                choice = Choice(some, seconds, self._bytes(node.name, some, ranks))
+                choice = OpChoice(some, seconds, self._bytes(node.name, some, ranks))
                 self.choices.setdefault(node.name, []).append(choice)
 
     def _keeps(self, some: tuple[Option, ...], wanted: dict[tuple[bool, int], Placements]) -> bool:
@@ -159,21 +160,21 @@ class Problem:
 
     def _divides(self, node: fx.Node, some: tuple[Option, ...]) -> bool:
         for i, (source, output) in enumerate(producers(node)):
-            lies = tuple(option.inputs[i] for option in some)
-            if not divides(self.trace.specs[source][output].shape, lies, self.mesh.shape):
+            layout = tuple(option.inputs[i] for option in some)
+            if not divides(self.trace.specs[source][output].shape, layout, self.mesh.shape):
                 return False
         for output in range(len(some[0].outputs)):
-            lies = tuple(option.outputs[output] for option in some)
-            if not divides(self.trace.specs[node.name][output].shape, lies, self.mesh.shape):
+            layout = tuple(option.outputs[output] for option in some)
+            if not divides(self.trace.specs[node.name][output].shape, layout, self.mesh.shape):
                 return False
         return True
 
     def _bytes(self, name: str, some: tuple[Option, ...], ranks: int) -> float:
         if name in self.trace.parameters:
             spec = self.trace.specs[name][0]
-            piece = divided(spec.shape, tuple(option.outputs[0] for option in some), self.mesh.shape)
+            shard = divided(spec.shape, tuple(option.outputs[0] for option in some), self.mesh.shape)
             times = STATES if name in self.trace.tracked else 1
-            return times * math.prod(piece) * spec.dtype.itemsize
+            return times * math.prod(shard) * spec.dtype.itemsize
         return self._saved.get(name, 0) / ranks
 
     @cached_property
@@ -190,7 +191,7 @@ class Problem:
         for (source, output), wanting in users.items():
             self.flows.append(self._flow(source, output, wanting))
 
-    def _flow(self, source: str, output: int, wanting: list[tuple[str, int]]) -> Flow:
+    def _flow(self, source: str, output: int, wanting: list[tuple[str, int]]) -> TensorFlow:
         layouts: dict[Placements, int] = {}
         layout_of = [
             layouts.setdefault(tuple(option.outputs[output] for option in choice.options), len(layouts))
@@ -209,8 +210,8 @@ class Problem:
         spec: TensorSpec = self.trace.specs[source][output]
         wires = self.rates.wires(self.mesh)
         moves = [
-            [cost.edge(spec, self.mesh, lies, demand.wanted, demand.gradient, wires).seconds for demand in demands]
-            for lies in layouts
+            [cost.edge(spec, self.mesh, layout, demand.wanted, demand.gradient, wires).seconds for demand in demands]
+            for layout in layouts
         ]
         names = [user for user, _ in wanting]
-        return Flow(source, list(layouts), layout_of, names, list(demands), demand_of, moves)
+        return TensorFlow(source, list(layouts), layout_of, names, list(demands), demand_of, moves)

@@ -26,7 +26,7 @@ from unisono.graph.capture.trace import Trace
 from unisono.graph.marks.spec import Mark
 from unisono.graph.placement import cost
 from unisono.graph.placement.assignment import Assignment, divided, divides, producers
-from unisono.graph.placement.cost import Link
+from unisono.graph.placement.cost import AxisLink
 from unisono.graph.placement.strategy import placements_of_marks, unkept
 from unisono.graph.rules.option import REPLICATE, Option
 from unisono.graph.rules.registry import options
@@ -47,7 +47,7 @@ def propagate(
     marks: Iterable[Mark] = (),
     *,
     fully_use_devices: bool = False,
-    links: Sequence[Link] | None = None,
+    links: Sequence[AxisLink] | None = None,
 ) -> Assignment:
     """Placements for every node, from the trace's own marks and further ones. `links`, one an axis of the mesh, weigh
     seconds in place of bytes."""
@@ -96,7 +96,7 @@ class _Axis:
     mesh: Mesh
     axis: int
     size: int
-    link: Link | None
+    link: AxisLink | None
     before: dict[str, list[Option]]
     marked: dict[tuple[str, bool, int], Placement]
     chosen: dict[str, Option] = field(default_factory=dict)
@@ -112,7 +112,7 @@ class _Axis:
         for name in order:
             if name in seeds:
                 self.chosen[name] = self._best(name)
-        self._spread(order)
+        self._spread_from_marks(order)
         for name in order:
             if name not in self.chosen:
                 self.chosen[name] = self._best(name)
@@ -153,15 +153,15 @@ class _Axis:
 
     # ---- waves ---------------------------------------------------------------------------------------------------
 
-    def _spread(self, order: list[str]) -> None:
+    def _spread_from_marks(self, order: list[str]) -> None:
         """Each wave takes in the neighbours of what the one before it cut; it ends at nodes that are better whole."""
-        place = {name: i for i, name in enumerate(order)}
+        position = {name: i for i, name in enumerate(order)}
         edge = set(self.chosen)
         while edge:
             near = {source for name in edge for source, _ in self.graph.sources[name]}
             near |= {user for name in edge for user, _, _ in self.graph.users[name]}
             edge = {name for name in near if name not in self.chosen}
-            for name in sorted(edge, key=place.__getitem__):
+            for name in sorted(edge, key=position.__getitem__):
                 self.chosen[name] = self._best(name)
             edge = {name for name in edge if self.chosen[name].splits}
 
@@ -252,13 +252,13 @@ class _Axis:
         )
 
     def _edge(
-        self, source: str, output: int, lies: Placement, user: str, wanted: Placement, gradient: Placement
+        self, source: str, output: int, current: Placement, user: str, wanted: Placement, gradient: Placement
     ) -> float:
         back = (gradient,) if self.graph.has_gradient(source, user) else None
-        if lies == wanted and (back is None or back == (_home(lies),) or source in self.graph.is_placeholder):
+        if current == wanted and (back is None or back == (_home(current),) or source in self.graph.is_placeholder):
             return 0.0
         links = None if self.link is None else (self.link,)
-        spent = cost.edge(self._local(source, output), self._line, (lies,), (wanted,), back, links)
+        spent = cost.edge(self._local(source, output), self._line, (current,), (wanted,), back, links)
         away = LEAVING_A_MARK if self._leaves_mark(source, output, wanted) else 0.0
         if self.link is not None:
             return spent.seconds + NOTHING + away

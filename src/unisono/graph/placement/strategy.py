@@ -1,8 +1,8 @@
 """From what marks say to placements on a mesh, one an axis.
 
-A strategy says into how many pieces each dim of a tensor is cut: (2, 4). On a mesh, axes whose lengths multiply to that
-number cut the dim. Where axes are alike there is a choice, and it must suit all tensors of an op together: on each axis
-one of the op's options must have them so.
+A strategy says into how many shard_counts each dim of a tensor is cut: (2, 4). On a mesh, axes whose lengths multiply
+to that number cut the dim. Where axes are alike there is a choice, and it must suit all tensors of an op together: on
+each axis one of the op's options must have them so.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard
 
 from unisono.errors import UsageError
 from unisono.graph.capture.trace import Trace
-from unisono.graph.marks.spec import Mark, Wish
+from unisono.graph.marks.spec import Mark, PlacementSpec
 from unisono.graph.placement.assignment import producers
 from unisono.graph.rules.option import REPLICATE, Option
 from unisono.graph.rules.registry import options, target_name
@@ -41,23 +41,25 @@ def batch_marks(trace: Trace, mesh: Mesh, axis: str) -> list[Mark]:
     """Marks that cut the batch: the first dim of inputs and targets, along one axis of the mesh."""
     placements = tuple(Shard(0) if name == axis else REPLICATE for name in mesh.names)
     rows = [name for name in (*trace.inputs, *trace.targets) if trace.specs[name][0].shape]
-    return [Mark(name, 0, Wish(mesh, placements, line=f"batch along {axis}")) for name in rows]
+    return [Mark(name, 0, PlacementSpec(mesh, placements, line=f"batch along {axis}")) for name in rows]
 
 
 def _join(fixed: dict[Slot, Placements], marks: Sequence[Mark], placements: Sequence[Placements]) -> None:
     for mark, wanted in zip(marks, placements, strict=True):
         slot = (mark.node, mark.is_input, mark.number)
         if fixed.setdefault(slot, wanted) != wanted:
-            raise UsageError(f"{_name(mark)} is marked twice: {fixed[slot]} and {mark.wish}; remove one of the marks")
+            raise UsageError(
+                f"{_name(mark)} is marked twice: {fixed[slot]} and {mark.placement_spec}; remove one of the marks"
+            )
 
 
 def _settled(trace: Trace, mesh: Mesh, marks: Sequence[Mark]) -> list[Placements]:
     """The first way to lay the marked tensors of one call for which every op has options."""
-    ways = [list(_ways(trace, mesh, mark)) for mark in marks]
-    for chosen in itertools.product(*ways):
+    candidates = [list(_candidates(trace, mesh, mark)) for mark in marks]
+    for chosen in itertools.product(*candidates):
         if all(_has_options(trace, mesh, name, marks, chosen) for name in dict.fromkeys(mark.node for mark in marks)):
             return list(chosen)
-    shown = "; ".join(f"{_name(mark)}: {mark.wish}" for mark in marks)
+    shown = "; ".join(f"{_name(mark)}: {mark.placement_spec}" for mark in marks)
     node = trace.node(marks[0].node)
     raise UsageError(
         f"the marks {shown} cannot be satisfied on {mesh}: {target_name(node.target)} cannot be cut so. "
@@ -65,38 +67,43 @@ def _settled(trace: Trace, mesh: Mesh, marks: Sequence[Mark]) -> list[Placements
     )
 
 
-def _ways(trace: Trace, mesh: Mesh, mark: Mark) -> Iterator[Placements]:
+def _candidates(trace: Trace, mesh: Mesh, mark: Mark) -> Iterator[Placements]:
     shape = _shape(trace, mark)
-    wish = mark.wish
-    if wish.pieces is not None:
-        yield from _by_pieces(mark, wish.pieces, shape, mesh)
+    placement_spec = mark.placement_spec
+    if placement_spec.shard_counts is not None:
+        yield from _by_shard_counts(mark, placement_spec.shard_counts, shape, mesh)
         return
-    assert wish.placements is not None
-    assert wish.mesh is not None
-    placements = checked(wish.placements, wish.mesh, len(shape))
-    yield on_mesh(wish, placements, mesh)
+    assert placement_spec.placements is not None
+    assert placement_spec.mesh is not None
+    placements = checked(placement_spec.placements, placement_spec.mesh, len(shape))
+    yield on_mesh(placement_spec, placements, mesh)
 
 
-def on_mesh(wish: Wish, placements: Placements, mesh: Mesh) -> Placements:
+def on_mesh(placement_spec: PlacementSpec, placements: Placements, mesh: Mesh) -> Placements:
     """Placements on the mark's mesh as placements on `mesh`, which must have the same axes, and may have more."""
-    own = wish.mesh
+    own = placement_spec.mesh
     assert own is not None
     for name, size in zip(own.names, own.shape, strict=True):
         if name not in mesh.names or mesh.size(name) != size:
-            raise UsageError(f"a mark is for {own} ({wish.line}), but the program is for {mesh}; use one mesh for both")
+            raise UsageError(
+                f"a mark is for {own} ({placement_spec.line}), but the program is for {mesh}; use one mesh for both"
+            )
     by_name = dict(zip(own.names, placements, strict=True))
     return tuple(by_name.get(name, REPLICATE) for name in mesh.names)
 
 
-def _by_pieces(mark: Mark, pieces: tuple[int, ...], shape: tuple[int, ...], mesh: Mesh) -> Iterator[Placements]:
-    if len(pieces) != len(shape):
+def _by_shard_counts(
+    mark: Mark, shard_counts: tuple[int, ...], shape: tuple[int, ...], mesh: Mesh
+) -> Iterator[Placements]:
+    if len(shard_counts) != len(shape):
         raise UsageError(
-            f"{_name(mark)} has shape {shape}, but {mark.wish} has {len(pieces)} numbers; expected one a dim"
+            f"{_name(mark)} has shape {shape}, but {mark.placement_spec} has {len(shard_counts)} numbers; "
+            "expected one a dim"
         )
-    if mesh.size() % math.prod(pieces):
+    if mesh.size() % math.prod(shard_counts):
         raise UsageError(
-            f"{_name(mark)}: {mark.wish} cuts into {math.prod(pieces)} pieces, which do not divide the {mesh.size()} "
-            f"ranks of {mesh}"
+            f"{_name(mark)}: {mark.placement_spec} makes {math.prod(shard_counts)} shards, which do not divide "
+            f"the {mesh.size()} ranks of {mesh}"
         )
     found = False
     for dims in itertools.product([None, *range(len(shape))], repeat=mesh.ndim):
@@ -105,12 +112,12 @@ def _by_pieces(mark: Mark, pieces: tuple[int, ...], shape: tuple[int, ...], mesh
             if dim is not None:
                 counts[dim] *= mesh.shape[axis]
         idle = any(dim is not None and mesh.shape[axis] == 1 for axis, dim in enumerate(dims))
-        if tuple(counts) == pieces and not idle:
+        if tuple(counts) == shard_counts and not idle:
             found = True
             yield tuple(REPLICATE if dim is None else Shard(dim) for dim in dims)
     if not found:
         raise UsageError(
-            f"{_name(mark)}: {mark.wish} on {mesh}: no axes multiply to its numbers; "
+            f"{_name(mark)}: {mark.placement_spec} on {mesh}: no axes multiply to its numbers; "
             f"expected products of {', '.join(map(str, mesh.shape))}"
         )
 
@@ -140,11 +147,13 @@ def unkept(trace: Trace, node: fx.Node, mesh: Mesh, marked: Sequence[Placements]
     shapes = [trace.specs[source][output].shape for source, output in producers(node)]
     shapes += [spec.shape for spec in trace.specs[node.name]] if node.op != "output" else []
     held = {**trace.parameters, **trace.buffers}.get(node.name, node.name)
-    lines = sorted({mark.wish.line for mark in trace.marks if mark.node == node.name and mark.wish.line})
+    lines = sorted(
+        {mark.placement_spec.line for mark in trace.marks if mark.node == node.name and mark.placement_spec.line}
+    )
     where = f" (marked at {', '.join(lines)})" if lines else ""
-    said = ", ".join(_words(placements) for placements in marked)
+    collectives = ", ".join(_words(placements) for placements in marked)
     return UsageError(
-        f"{held}{where} cannot lie as {said} on {mesh}: ranks share dims evenly, and its sizes are "
+        f"{held}{where} cannot lie as {collectives} on {mesh}: ranks share dims evenly, and its sizes are "
         f"{', '.join(map(str, shapes))}; mark another dim, or use a mesh whose axes divide them"
     )
 
@@ -162,5 +171,5 @@ def _name(mark: Mark) -> str:
 
 
 def _shown(listed: Sequence[Option]) -> str:
-    ways = [f"{','.join(map(_word, option.inputs))}->{','.join(map(_word, option.outputs))}" for option in listed[:12]]
-    return "  ".join(ways)
+    texts = [f"{','.join(map(_word, option.inputs))}->{','.join(map(_word, option.outputs))}" for option in listed[:12]]
+    return "  ".join(texts)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from unisono.graph.program.lowering import Compute, Lowered, Move
+from unisono.graph.program.lowering import Compute, Lowered, Redistribute
 from unisono.graph.rules import tensors_of
 
 _numbers = itertools.count(1)
@@ -52,9 +52,9 @@ def _executed(source: str, names: dict[str, Any]) -> Function:
     return made
 
 
-def _line(instruction: Move | Compute, names: dict[str, Any], device: torch.device | None) -> str:
+def _line(instruction: Redistribute | Compute, names: dict[str, Any], device: torch.device | None) -> str:
     made, callee = _variable(instruction.name), f"f_{instruction.name}"
-    if isinstance(instruction, Move):
+    if isinstance(instruction, Redistribute):
         return f"{made} = {callee}({_variable(instruction.source)})"
     if instruction.is_item:
         return f"{made} = {_variable(instruction.inputs[0])}[{instruction.node.args[1]}]"
@@ -94,7 +94,7 @@ def _last_uses(lowered: Lowered) -> list[list[str]]:
     needed = {name for name in (*_returned(lowered), *lowered.given) if name is not None}
     dead: list[list[str]] = []
     for instruction in reversed(lowered.instructions):
-        used = [instruction.source] if isinstance(instruction, Move) else _used(instruction)
+        used = [instruction.source] if isinstance(instruction, Redistribute) else _used(instruction)
         gone = [name for name in dict.fromkeys((*used, instruction.name)) if name not in needed]
         needed.update(gone)
         dead.append(gone)

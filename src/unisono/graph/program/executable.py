@@ -10,23 +10,28 @@ from unisono.errors import UsageError
 from unisono.graph.capture.source import line_of
 from unisono.graph.program.binding import bind
 from unisono.graph.program.codegen import generate
-from unisono.graph.program.gradient_buckets import Sums
-from unisono.graph.program.lowering import Laid, Lowered
-from unisono.graph.program.shards import Pieces
-from unisono.graph.program.zero import Again
+from unisono.graph.program.gradient_buckets import GradientSums
+from unisono.graph.program.lowering import Lowered, ShardedSpec
+from unisono.graph.program.shards import ProgramShards
+from unisono.graph.program.zero import GatherInBackward
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import local_box
-from unisono.mesh.random import RandomState
+from unisono.mesh.random.state import RandomState
 from unisono.torch_compat import FakeTensor
 
 Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
-class Form:
+class Executable:
     """Runs a lowered graph on this rank's pieces. Every rank of the mesh makes the same forms in the same order."""
 
     def __init__(
-        self, lowered: Lowered, pieces: Pieces, random: RandomState, device: torch.device, again: Again | None = None
+        self,
+        lowered: Lowered,
+        shards: ProgramShards,
+        random: RandomState,
+        device: torch.device,
+        again: GatherInBackward | None = None,
     ) -> None:
         """again: gathers parameters anew in the backward."""
         self.lowered = lowered
@@ -38,23 +43,23 @@ class Form:
                     callees[each.name] = again.watched(each, callees[each.name])  # type: ignore[arg-type]
         self._run, self.source = generate(lowered, callees, device)
         held = [name for name in lowered.given if name not in fed(lowered)]
-        self._held = [_held(name, lowered, pieces, device) for name in held]
-        self._parts = [(i, *_part(name, lowered, pieces)) for i, name in enumerate(held) if name in trace.pieces]
-        self._cuts = [_cut(lowered.given[name], lowered.mesh, device) for name in fed(lowered)]
-        self._changed = [pieces.buffers[trace.buffers[name]] for name in lowered.changed]
-        self.sums = Sums(
-            {trace.parameters[name]: axes for name, axes in lowered.summed.items()}, pieces.parameters, lowered.mesh
+        self._held = [_held(name, lowered, shards, device) for name in held]
+        self._parts = [(i, *_part(name, lowered, shards)) for i, name in enumerate(held) if name in trace.packed_slices]
+        self._slicers = [_sharded(lowered.given[name], lowered.mesh, device) for name in fed(lowered)]
+        self._changed = [shards.buffers[trace.buffers[name]] for name in lowered.changed]
+        self.sums = GradientSums(
+            {trace.parameters[name]: axes for name, axes in lowered.summed.items()}, shards.parameters, lowered.mesh
         )
 
     def __call__(self, leaves: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor | None], list[torch.Tensor]]:
         """Outputs, and the values that buffers take: for the tensors of a global batch, of which it takes its part."""
-        pieces = [cut(leaf) for cut, leaf in zip(self._cuts, leaves, strict=True)]
+        inputs = [cut(leaf) for cut, leaf in zip(self._slicers, leaves, strict=True)]
         held = self._held
         if self._parts:
             held = held[:]
             for i, dim, start, length in self._parts:
                 held[i] = held[i].narrow(dim, start, length)
-        made = self._run(*held, *pieces)
+        made = self._run(*held, *inputs)
         count = len(self.lowered.outputs)
         return made[:count], made[count:]
 
@@ -65,13 +70,13 @@ class Form:
             buffer.copy_(value)
 
 
-def _part(name: str, lowered: Lowered, pieces: Pieces) -> tuple[int, int, int]:
+def _part(name: str, lowered: Lowered, shards: ProgramShards) -> tuple[int, int, int]:
     """Where in the local tensor of an unpacked parameter one of its parts is: dim, start and length."""
-    piece = lowered.trace.pieces[name]
-    held = pieces.laid[piece.parameter]
+    packed = lowered.trace.packed_slices[name]
+    held = shards.specs[packed.parameter]
     lengths = held.lengths(lowered.mesh)
-    whole = [part.shape[held.dim] for part in held.parts]
-    number = next(k for k in range(len(whole)) if sum(whole[:k]) == piece.start)
+    full = [part.shape[held.dim] for part in held.parts]
+    number = next(k for k in range(len(full)) if sum(full[:k]) == packed.start)
     return held.dim, sum(lengths[:number]), lengths[number]
 
 
@@ -80,12 +85,12 @@ def fed(lowered: Lowered) -> list[str]:
     return [*lowered.trace.inputs, *lowered.trace.targets]
 
 
-def _held(name: str, lowered: Lowered, pieces: Pieces, device: torch.device) -> torch.Tensor:
+def _held(name: str, lowered: Lowered, shards: ProgramShards, device: torch.device) -> torch.Tensor:
     trace = lowered.trace
     if name in trace.parameters:
-        return pieces.parameters[trace.parameters[name]]
+        return shards.parameters[trace.parameters[name]]
     if name in trace.buffers:
-        return pieces.buffers[trace.buffers[name]]
+        return shards.buffers[trace.buffers[name]]
     constant = trace.constants[name]
     users = list(trace.node(name).users)
     if isinstance(constant, FakeTensor) and users:
@@ -94,12 +99,12 @@ def _held(name: str, lowered: Lowered, pieces: Pieces, device: torch.device) -> 
             f"at {line} the model uses the .data of one of its tensors, which a graph takes for a constant; use "
             ".detach() in its place"
         )
-    return _cut(lowered.given[name], lowered.mesh, device)(constant) if users else torch.empty(0)
+    return _sharded(lowered.given[name], lowered.mesh, device)(constant) if users else torch.empty(0)
 
 
-def _cut(laid: Laid, mesh: Mesh, device: torch.device) -> Cut:
-    sizes, offsets = local_box(laid.shape, mesh, laid.placements)
-    if sizes == laid.shape:
-        return lambda whole: whole.to(device)
+def _sharded(spec: ShardedSpec, mesh: Mesh, device: torch.device) -> Cut:
+    sizes, offsets = local_box(spec.shape, mesh, spec.placements)
+    if sizes == spec.shape:
+        return lambda full: full.to(device)
     part = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-    return lambda whole: whole[part].to(device).contiguous()
+    return lambda full: full[part].to(device).contiguous()

@@ -21,7 +21,7 @@ BUCKET_BYTES = 25 * 2**20
 Axes = tuple[str, ...]
 
 
-class Bucket:
+class GradientBucket:
     """Parameters of one dtype whose gradients are summed in one message, in the same memory step after step."""
 
     def __init__(self, parameters: list[torch.nn.Parameter], comm: Communicator) -> None:
@@ -43,8 +43,8 @@ class Bucket:
         if self._message is None:
             sizes = [each.numel() for each in self.parameters]
             self._message = torch.empty(sum(sizes), dtype=gradient.dtype, device=gradient.device)
-            pieces = self._message.split(sizes)
-            self._places = {id(p): piece.view(p.shape) for p, piece in zip(self.parameters, pieces, strict=True)}
+            slices = self._message.split(sizes)
+            self._places = {id(p): each.view(p.shape) for p, each in zip(self.parameters, slices, strict=True)}
         self._places[id(parameter)].copy_(gradient)
         parameter.grad = None
         self._missing.discard(id(parameter))
@@ -67,15 +67,15 @@ class Bucket:
             parameter.grad = self._places[id(parameter)]
 
 
-class Sums:
+class GradientSums:
     """Sums the gradients of parameters over axes of the mesh: `begin` before a backward, `finish` after it."""
 
     def __init__(self, summed: Mapping[str, Axes], parameters: Mapping[str, torch.nn.Parameter], mesh: Mesh) -> None:
         """summed: by a parameter's name, the axes along which ranks hold parts of its gradient."""
         self._summed = [(parameters[name], axes) for name, axes in summed.items() if axes and mesh.size(*axes) > 1]
         self._mesh = mesh
-        self._buckets: list[Bucket] | None = None  # until the first backward has shown who gets a gradient
-        self._home: dict[int, Bucket] = {}
+        self._buckets: list[GradientBucket] | None = None  # until the first backward has shown who gets a gradient
+        self._home: dict[int, GradientBucket] = {}
         self._is_open = False
         for axes in sorted({axes for _, axes in self._summed}):
             mesh.comm(*axes)  # groups are made in the same order on every rank
@@ -104,17 +104,17 @@ class Sums:
             return
         self._home[id(parameter)].take(parameter)
 
-    def _filled(self) -> list[Bucket]:
+    def _filled(self) -> list[GradientBucket]:
         """Last parameters first: about the order in which the backward gets to them."""
-        buckets: list[Bucket] = []
-        sizes: dict[tuple[Axes, torch.dtype], tuple[int, Bucket]] = {}
+        buckets: list[GradientBucket] = []
+        sizes: dict[tuple[Axes, torch.dtype], tuple[int, GradientBucket]] = {}
         for parameter, axes in reversed(self._summed):
             if parameter.grad is None:
                 continue
             size = parameter.grad.numel() * parameter.grad.dtype.itemsize
             filled, bucket = sizes.get((axes, parameter.grad.dtype), (BUCKET_BYTES, None))
             if bucket is None or filled + size > BUCKET_BYTES:
-                filled, bucket = 0, Bucket([], self._mesh.comm(*axes))
+                filled, bucket = 0, GradientBucket([], self._mesh.comm(*axes))
                 buckets.append(bucket)
             bucket.add(parameter)
             sizes[axes, parameter.grad.dtype] = filled + size, bucket

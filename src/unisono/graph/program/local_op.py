@@ -8,21 +8,22 @@ from typing import Protocol
 import torch
 from torch import fx
 
-from unisono.graph.rules.call import Call
+from unisono.graph.rules.call import OpCall
+from unisono.mesh.global_index import Part
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placements, local_box, local_shape, shard_dim
-from unisono.mesh.random import Draw, RandomState
-from unisono.mesh.region import Part
+from unisono.mesh.random.draw import Draw
+from unisono.mesh.random.state import RandomState
 
 
-class Talk(Protocol):
+class Reduce(Protocol):
     """How ranks add up (or take the largest of) a tensor along axes of the mesh. No gradients."""
 
     def __call__(self, tensor: torch.Tensor, op: str, axes: tuple[int, ...]) -> torch.Tensor: ...
 
 
 @dataclass(frozen=True)
-class Place:
+class LocalOp:
     """An op seen from one rank."""
 
     node: fx.Node
@@ -30,12 +31,12 @@ class Place:
     coordinate: tuple[int, ...]
     inputs: tuple[Placements, ...]  # of each tensor input, one placement an axis
     outputs: tuple[Placements, ...]
-    talk: Talk
+    reduce: Reduce
     random: RandomState | None = None
 
     @property
-    def call(self) -> Call:
-        return Call(self.node)
+    def call(self) -> OpCall:
+        return OpCall(self.node)
 
     def number(self, argument: str) -> int:
         """Which tensor input an argument is."""
@@ -52,7 +53,7 @@ class Place:
     def result_box(self, output: int = 0) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return local_box(self.call.results[output].shape, self.mesh, self.outputs[output], self.coordinate)
 
-    def axes_cutting(self, i: int, *dims: int) -> tuple[int, ...]:
+    def axes_sharding(self, i: int, *dims: int) -> tuple[int, ...]:
         """The axes that cut one of these dims of a tensor input."""
         return tuple(axis for axis, placement in enumerate(self.inputs[i]) if shard_dim(placement) in dims)
 
@@ -60,9 +61,9 @@ class Place:
         """Which part of a whole tensor this rank holds, dim by dim."""
         sizes, offsets = local_box(shape, self.mesh, placements, self.coordinate)
         return {
-            dim: Part(range(offset, offset + size), whole)
-            for dim, (size, offset, whole) in enumerate(zip(sizes, offsets, shape, strict=True))
-            if size != whole
+            dim: Part(range(offset, offset + size), full)
+            for dim, (size, offset, full) in enumerate(zip(sizes, offsets, shape, strict=True))
+            if size != full
         }
 
     def draw(self, shape: tuple[int, ...], parts: dict[int, Part]) -> Draw:
@@ -72,14 +73,14 @@ class Place:
         return Draw((self.random.seed, self.random.step, path, turn), shape, parts)
 
 
-def talk_over(mesh: Mesh) -> Talk:
+def reduce_over(mesh: Mesh) -> Reduce:
     """Through the mesh's communicators."""
 
-    def talk(tensor: torch.Tensor, op: str, axes: tuple[int, ...]) -> torch.Tensor:
+    def reduce(tensor: torch.Tensor, op: str, axes: tuple[int, ...]) -> torch.Tensor:
         if not axes:
             return tensor
         total = tensor.detach().clone(memory_format=torch.contiguous_format)
         mesh.comm(*(mesh.names[axis] for axis in axes)).all_reduce(total, op)
         return total
 
-    return talk
+    return reduce

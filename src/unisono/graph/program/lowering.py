@@ -1,8 +1,8 @@
 """Lowering: from a traced model and an assignment to what one rank does, as data. Nothing here talks or computes.
 
 Each op becomes a `Compute` on local pieces. Where an op wants a tensor otherwise than it lies, or gives back its
-gradient otherwise than the producer needs it, a `Move` comes before it. Ops that want one tensor alike share one move,
-so that three projections of one input gather it once, and sum its gradient once.
+gradient otherwise than the producer needs it, a `Redistribute` comes before it. Ops that want one tensor alike share
+one move, so that three projections of one input gather it once, and sum its gradient once.
 
 Note: gradients of what is made of parameters alone. A parameter's gradient may stay in parts until the backward is over
 (sums.py takes it from there), and so may that of anything computed from parameters, and from nothing of the batch, by
@@ -23,8 +23,8 @@ from unisono.errors import UsageError
 from unisono.graph.capture.source import line_of
 from unisono.graph.capture.trace import Trace
 from unisono.graph.placement.assignment import Assignment, divides
-from unisono.graph.program.redistribute import Way
-from unisono.graph.rules import Call, tensors_of
+from unisono.graph.program.redistribute import Redistribution
+from unisono.graph.rules import OpCall, tensors_of
 from unisono.graph.rules.factory import is_followed
 from unisono.graph.rules.option import REPLICATE, SUM, Option, output_gradient
 from unisono.graph.rules.registry import target_name
@@ -35,7 +35,7 @@ Options = tuple[Option, ...]
 
 
 @dataclass(frozen=True)
-class Laid:
+class ShardedSpec:
     """A tensor of the program: as a whole, and how it lies."""
 
     shape: tuple[int, ...]
@@ -47,12 +47,12 @@ class Laid:
 
 
 @dataclass(frozen=True)
-class Move:
+class Redistribute:
     """A tensor on its way between two layouts."""
 
     name: str
     source: str
-    way: Way
+    redistribution: Redistribution
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Compute:
     node: fx.Node
     options: Options
     inputs: tuple[str, ...]
-    outputs: tuple[Laid, ...]
+    outputs: tuple[ShardedSpec, ...]
 
     @property
     def is_item(self) -> bool:
@@ -71,7 +71,7 @@ class Compute:
         return self.node.target is operator.getitem
 
 
-def used_by(each: Move | Compute) -> tuple[str, ...]:
+def used_by(each: Redistribute | Compute) -> tuple[str, ...]:
     """The values that an instruction takes."""
     return each.inputs if isinstance(each, Compute) else (each.source,)
 
@@ -83,16 +83,16 @@ class Lowered:
     trace: Trace
     assignment: Assignment
     mesh: Mesh
-    given: dict[str, Laid] = field(default_factory=dict)  # parameters, buffers, inputs
-    instructions: list[Move | Compute] = field(default_factory=list)
+    given: dict[str, ShardedSpec] = field(default_factory=dict)  # parameters, buffers, inputs
+    instructions: list[Redistribute | Compute] = field(default_factory=list)
     outputs: list[str | None] = field(default_factory=list)  # None: an output that is no tensor
     changed: dict[str, str] = field(default_factory=dict)  # buffers' nodes: the values that they take
-    values: dict[str, Laid] = field(default_factory=dict)
+    values: dict[str, ShardedSpec] = field(default_factory=dict)
     summed: dict[str, tuple[str, ...]] = field(default_factory=dict)  # parameters' nodes: axes that hold parts
 
     @property
-    def moves(self) -> Iterator[Move]:
-        return (each for each in self.instructions if isinstance(each, Move))
+    def moves(self) -> Iterator[Redistribute]:
+        return (each for each in self.instructions if isinstance(each, Redistribute))
 
     @property
     def computes(self) -> Iterator[Compute]:
@@ -115,7 +115,7 @@ class _Lowering:
         for parts in self._unpacked():
             common = set.intersection(*(self.in_parts.get(name, set()) for name in parts))
             self.in_parts.update(dict.fromkeys(parts, common))
-        self.moved: dict[tuple[str, Way], str] = {}
+        self.moved: dict[tuple[str, Redistribution], str] = {}
 
     def run(self) -> Lowered:
         _refuse_assigned(self.made.trace)
@@ -138,39 +138,39 @@ class _Lowering:
     def _unpacked(self) -> list[list[str]]:
         """The placeholders of each parameter that the trace has taken apart; one tensor holds them all."""
         found: dict[str, list[str]] = {}
-        for name, piece in self.made.trace.pieces.items():
-            found.setdefault(piece.parameter, []).append(name)
+        for name, packed in self.made.trace.packed_slices.items():
+            found.setdefault(packed.parameter, []).append(name)
         return list(found.values())
 
     def _give(self, node: fx.Node) -> None:
         tensors = tensors_of(node.meta.get("val"))
         if tensors:
             first = next((parts[0] for parts in self._unpacked() if node.name in parts), node.name)
-            laid = _laid(tensors[0], self.assignment.layout(first))
-            if first != node.name and not divides(laid.shape, laid.placements, self.made.mesh.shape):
-                raise UsageError(f"{node.name} cannot be cut as {first} is ({laid.placements}); trace without unpack")
-            self.made.given[node.name] = self.made.values[node.name] = laid
+            spec = _sharded_spec(tensors[0], self.assignment.layout(first))
+            if first != node.name and not divides(spec.shape, spec.placements, self.made.mesh.shape):
+                raise UsageError(f"{node.name} cannot be cut as {first} is ({spec.placements}); trace without unpack")
+            self.made.given[node.name] = self.made.values[node.name] = spec
 
     def _compute(self, node: fx.Node) -> None:
         options = self.assignment.options[node.name]
         results = tensors_of(node.meta.get("val"))
-        outputs = tuple(_laid(tensor, self.assignment.layout(node.name, i)) for i, tensor in enumerate(results))
+        outputs = tuple(_sharded_spec(tensor, self.assignment.layout(node.name, i)) for i, tensor in enumerate(results))
         if node.target is operator.getitem:
             self._pick(node, options, outputs)
             return
-        inputs = tuple(self._brought(tensor, node, options, i) for i, tensor in enumerate(Call(node).tensors))
+        inputs = tuple(self._brought(tensor, node, options, i) for i, tensor in enumerate(OpCall(node).tensors))
         self.made.instructions.append(Compute(node.name, node, options, inputs, outputs))
         if len(outputs) == 1:
             self.made.values[node.name] = outputs[0]
 
-    def _pick(self, node: fx.Node, options: Options, outputs: tuple[Laid, ...]) -> None:
+    def _pick(self, node: fx.Node, options: Options, outputs: tuple[ShardedSpec, ...]) -> None:
         """One of several outputs: moved, where it has to be, after it is picked."""
         source, index = node.args
         assert isinstance(source, fx.Node)
         made = self.assignment.layout(source.name, int(index))  # type: ignore[arg-type]
-        laid = Laid(outputs[0].shape, outputs[0].dtype, made)
-        self.made.instructions.append(Compute(node.name, node, options, (source.name,), (laid,)))
-        self.made.values[node.name] = laid
+        spec = ShardedSpec(outputs[0].shape, outputs[0].dtype, made)
+        self.made.instructions.append(Compute(node.name, node, options, (source.name,), (spec,)))
+        self.made.values[node.name] = spec
 
     def _brought(self, tensor: fx.Node, node: fx.Node, options: Options, i: int) -> str:
         """The value to use for the i-th tensor input of a node, moved where it has to be."""
@@ -179,38 +179,38 @@ class _Lowering:
         return self._move(tensor, wanted, gradient, node.name in self.differentiable)
 
     def _move(self, tensor: fx.Node, wanted: Placements, gradient: Placements, gives_back: bool = True) -> str:
-        laid = self.made.values[tensor.name]
+        spec = self.made.values[tensor.name]
         flows = gives_back and tensor.name in self.differentiable
-        way = Way(
-            laid.shape,
-            laid.dtype,
-            laid.placements,
+        redistribution = Redistribution(
+            spec.shape,
+            spec.dtype,
+            spec.placements,
             wanted,
             gradient if flows else None,
-            self._needed(tensor.name, laid.placements) if flows else None,
+            self._needed(tensor.name, spec.placements) if flows else None,
         )
-        if way.is_idle:
+        if redistribution.is_idle:
             return tensor.name
-        if (tensor.name, way) not in self.moved:
+        if (tensor.name, redistribution) not in self.moved:
             number = sum(name == tensor.name for name, _ in self.moved)
             name = f"{tensor.name}_moved{number or ''}"
-            self.moved[tensor.name, way] = name
-            self.made.values[name] = Laid(laid.shape, laid.dtype, wanted)
-            self.made.instructions.append(Move(name, tensor.name, way))
-        return self.moved[tensor.name, way]
+            self.moved[tensor.name, redistribution] = name
+            self.made.values[name] = ShardedSpec(spec.shape, spec.dtype, wanted)
+            self.made.instructions.append(Redistribute(name, tensor.name, redistribution))
+        return self.moved[tensor.name, redistribution]
 
     def _leave(self, node: fx.Node) -> None:
         """The caller gets whole tensors; buffers keep what they become as they lie."""
-        whole = (REPLICATE,) * self.made.mesh.ndim
+        full = (REPLICATE,) * self.made.mesh.ndim
         for value in node.args[0]:  # type: ignore[union-attr]
             is_tensor = isinstance(value, fx.Node) and bool(tensors_of(value.meta.get("val")))
-            self.made.outputs.append(self._move(value, whole, whole) if is_tensor else None)  # type: ignore[arg-type]
+            self.made.outputs.append(self._move(value, full, full) if is_tensor else None)  # type: ignore[arg-type]
         for buffer, changed in self.made.trace.changed.items():
             _refuse_change_of(buffer, self.made.trace)
             if buffer not in self.made.trace.buffers:
                 continue
-            lies = self.made.values[buffer].placements
-            self.made.changed[buffer] = self._move(self.made.trace.node(changed), lies, whole, gives_back=False)
+            current = self.made.values[buffer].placements
+            self.made.changed[buffer] = self._move(self.made.trace.node(changed), current, full, gives_back=False)
 
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
@@ -292,12 +292,12 @@ def _refuse_draws(trace: Trace) -> None:
             )
 
 
-def _laid(tensor: torch.Tensor, placements: Placements) -> Laid:
-    return Laid(tuple(tensor.shape), tensor.dtype, tuple(placements))
+def _sharded_spec(tensor: torch.Tensor, placements: Placements) -> ShardedSpec:
+    return ShardedSpec(tuple(tensor.shape), tensor.dtype, tuple(placements))
 
 
 def _inputs(node: fx.Node) -> list[fx.Node]:
-    return Call(node).tensors
+    return OpCall(node).tensors
 
 
 def made_of_parameters(trace: Trace) -> set[str]:

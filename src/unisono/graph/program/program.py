@@ -34,19 +34,18 @@ from unisono.graph.placement.assignment import Assignment
 from unisono.graph.placement.carry import carried
 from unisono.graph.placement.find import find
 from unisono.graph.program.batch import Signature, require_alike, require_pair, signature, tensors_in
-from unisono.graph.program.executable import Form
-from unisono.graph.program.lowering import Laid, Lowered, lower
-from unisono.graph.program.shards import Held, Pieces
-from unisono.graph.program.zero import Again, Shares, in_pieces, require_stage
+from unisono.graph.program.executable import Executable
+from unisono.graph.program.lowering import Lowered, ShardedSpec, lower
+from unisono.graph.program.shards import ParameterSpec, ProgramShards
+from unisono.graph.program.zero import GatherInBackward, OptimizerShards, in_shards, require_stage
 from unisono.graph.render.dump import save
-from unisono.graph.render.listing import account
+from unisono.graph.render.listing import listing_of
 from unisono.graph.render.svg import as_svg
 from unisono.graph.render.text import as_text
-from unisono.mesh.fused import fused
-from unisono.mesh.initial import build, in_dtype
+from unisono.mesh.deferred_init.seeded_init import build, in_dtype
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.random import RandomState
-from unisono.mesh.reach import Reach, reach_of, require_elementwise_hooks
+from unisono.mesh.optimizers import OptimizerScope, fused, optimizer_scope, require_elementwise_hooks
+from unisono.mesh.random.state import RandomState
 
 Model = nn.Module | Callable[[], nn.Module]
 
@@ -81,14 +80,16 @@ class Program:
         self._loss = loss
         self._assignment = lowered.assignment
         self._device = world.world().device
-        self.pieces = Pieces(model, _lying(lowered), self.mesh, self._device)
-        self._shares = Shares(self.pieces) if zero == 1 else None
-        self._again = Again() if zero == 3 else None
-        self.optimizer = optimizer(list(self.pieces.optimized.values()))
-        _require_reach(self.optimizer, optimizer, self.pieces)
-        self._forms: dict[Signature, Form] = {}
+        self.shards = ProgramShards(model, _parameter_specs(lowered), self.mesh, self._device)
+        self._shares = OptimizerShards(self.shards) if zero == 1 else None
+        self._again = GatherInBackward() if zero == 3 else None
+        self.optimizer = optimizer(list(self.shards.optimized.values()))
+        _require_elementwise(self.optimizer, optimizer, self.shards)
+        self._forms: dict[Signature, Executable] = {}
         self._example = _without_data(example)
-        self._forms[signature("train", example)] = Form(lowered, self.pieces, self.random, self._device, self._again)
+        self._forms[signature("train", example)] = Executable(
+            lowered, self.shards, self.random, self._device, self._again
+        )
         self._shown = next(iter(self._forms.values()))
         self._same_batch = SameBatch(self.mesh.comm(), _OTHER_BATCH)
 
@@ -106,14 +107,14 @@ class Program:
         return loss
 
     def zero_grad(self) -> None:
-        for parameter in self.pieces.parameters.values():
+        for parameter in self.shards.parameters.values():
             parameter.grad = None
 
     def backward(self, batch: tuple[Any, Any]) -> torch.Tensor:
         """Forward and backward only; after it, gradients are those of the global batch, before clipping. They are added
         to those that are there, as autograd's are."""
         form, leaves = self._form("train", batch)
-        before = {p: p.grad.clone() for p in self.pieces.parameters.values() if p.grad is not None}
+        before = {p: p.grad.clone() for p in self.shards.parameters.values() if p.grad is not None}
         self.zero_grad()
         self.random.step = self.steps
         with contextlib.nullcontext() if self._again is None else self._again:
@@ -133,7 +134,7 @@ class Program:
     def update(self) -> None:
         """Clip and let the optimizer step."""
         if self.clip is not None:
-            self.norm = self.pieces.clip(self.clip)
+            self.norm = self.shards.clip(self.clip)
         if self._shares is not None:
             self._shares.take_gradients()
         with fused(self.optimizer):
@@ -166,7 +167,7 @@ class Program:
 
     # ---- forms -----------------------------------------------------------------------------------------------------
 
-    def _form(self, kind: str, batch: tuple[Any, Any]) -> tuple[Form, list[torch.Tensor]]:
+    def _form(self, kind: str, batch: tuple[Any, Any]) -> tuple[Executable, list[torch.Tensor]]:
         """The graph for a kind of run and a shape of batch; traced where it is new, with parameters as they lie."""
         self._same_batch.require(batch)
         key = signature(kind, batch)
@@ -176,7 +177,7 @@ class Program:
             traced = self._traced(kind, batch)
             assignment = carried(traced, self._assignment)
             lowered = lower(traced, assignment, self.mesh)
-            self._forms[key] = Form(lowered, self.pieces, self.random, self._device, self._again)
+            self._forms[key] = Executable(lowered, self.shards, self.random, self._device, self._again)
         return self._forms[key], tensors_in(batch)
 
     def _traced(self, kind: str, batch: tuple[Any, Any]) -> Trace:
@@ -185,7 +186,9 @@ class Program:
             self._model.eval()
         try:
             loss = None if kind == "predict" else self._loss
-            return trace(self._model, batch, loss, unpacked=bool(self._assignment.trace.pieces), marked=kind == "train")
+            return trace(
+                self._model, batch, loss, unpacked=bool(self._assignment.trace.packed_slices), marked=kind == "train"
+            )
         finally:
             for module, mode in modes:
                 module.training = mode
@@ -194,18 +197,18 @@ class Program:
 
     def named_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
         """This rank's pieces, by the model's names."""
-        return list(self.pieces.parameters.items())
+        return list(self.shards.parameters.items())
 
     def state_dict(self, local: bool = False) -> dict[str, Any]:
         """All that training goes on from: whole and by name, as a Trainer's, so that either can load it. Every rank
         calls it. local: this rank's pieces only, without any talk."""
         if local:
-            tensors = {**self.pieces.parameters, **self.pieces.buffers}
+            tensors = {**self.shards.parameters, **self.shards.buffers}
             model = {name: tensor.detach().clone() for name, tensor in tensors.items()}
             return {"model": model, "optimizer": self.optimizer.state_dict(), "steps": self.steps, "local": True}
         return {
-            "model": self.pieces.whole_tensors(),
-            "optimizer": self.pieces.whole_optimizer(self.optimizer),
+            "model": self.shards.full_tensors(),
+            "optimizer": self.shards.full_optimizer_state(self.optimizer),
             "steps": self.steps,
             "skipped": 0,
             "scaler": None,
@@ -215,15 +218,15 @@ class Program:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from a state of the same model: whole, of any program or plan, or local, of this one."""
         if state.get("local"):
-            for name, tensor in {**self.pieces.parameters, **self.pieces.buffers}.items():
-                piece = state["model"].get(name)
-                if piece is None or piece.shape != tensor.shape:
+            for name, tensor in {**self.shards.parameters, **self.shards.buffers}.items():
+                shard = state["model"].get(name)
+                if shard is None or shard.shape != tensor.shape:
                     raise UsageError(f"{name} in the local state is not this rank's piece; load a whole state instead")
-                tensor.copy_(piece)
+                tensor.copy_(shard)
             self.optimizer.load_state_dict(state["optimizer"])
         else:
-            self.pieces.load_tensors(state["model"])
-            self.pieces.load_optimizer(self.optimizer, state["optimizer"])
+            self.shards.load_tensors(state["model"])
+            self.shards.load_optimizer(self.optimizer, state["optimizer"])
         self.steps = state["steps"]
 
     # ---- showing ---------------------------------------------------------------------------------------------------
@@ -243,11 +246,11 @@ class Program:
 
     def text(self, rank: int | None = None) -> str:
         """The program of a rank, by default this one, beside the serial one."""
-        return as_text(account(self.lowered, world.rank() if rank is None else rank))
+        return as_text(listing_of(self.lowered, world.rank() if rank is None else rank))
 
     def draw(self, path: str | Path, rank: int | None = None) -> None:
         """Write a picture (SVG) of a rank's program, collectives in colour."""
-        Path(path).write_text(as_svg(account(self.lowered, world.rank() if rank is None else rank)))
+        Path(path).write_text(as_svg(listing_of(self.lowered, world.rank() if rank is None else rank)))
 
 
 def to_static(
@@ -274,35 +277,35 @@ def to_static(
     if mesh.ranks.size != comm.size:
         raise UsageError(f"{mesh} has {mesh.ranks.size} ranks, but {comm.size} are running; expected a mesh of all")
     require_stage(zero, mesh)
-    whole = model if isinstance(model, nn.Module) else build(model, seed)
-    if not isinstance(whole, nn.Module):
-        raise UsageError(f"to_static takes an nn.Module or a function that builds one; it gave {type(whole).__name__}")
-    whole = whole if dtype is None else in_dtype(whole, dtype)
+    full = model if isinstance(model, nn.Module) else build(model, seed)
+    if not isinstance(full, nn.Module):
+        raise UsageError(f"to_static takes an nn.Module or a function that builds one; it gave {type(full).__name__}")
+    full = full if dtype is None else in_dtype(full, dtype)
     mesh.connect()
     if isinstance(model, nn.Module):
-        comm.broadcast_parameters(whole)
+        comm.broadcast_parameters(full)
     found = assignment
     if found is None:
-        traced = trace(whole, example, loss, unpacked=unpack)
+        traced = trace(full, example, loss, unpacked=unpack)
         found = _found_by_one(comm, traced, mesh, lambda: find(traced, mesh, search, fully_use_devices, memory))
     if zero > 1:
-        found = in_pieces(found)
+        found = in_shards(found)
     found.check()
     lowered = lower(found.trace, found, mesh)
     if save_graphs is not None:
         save(lowered, Path(save_graphs), [comm.rank])
-    return Program(whole, lowered, loss, optimizer, example, clip, seed, zero)
+    return Program(full, lowered, loss, optimizer, example, clip, seed, zero)
 
 
-def _require_reach(optimizer: Optimizer, make: Callable[[Any], Optimizer], pieces: Pieces) -> None:
+def _require_elementwise(optimizer: Optimizer, make: Callable[[Any], Optimizer], shards: ProgramShards) -> None:
     """Refuse an optimizer that must see more than a rank's pieces, or evaluates the model itself."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(f"{name} evaluates the model several times in a step, which a program does once; use a plan")
-    cut = [key for key in pieces.parameters if pieces.is_cut(key)]
+    cut = [key for key in shards.parameters if shards.is_sharded(key)]
     if cut:
         require_elementwise_hooks(optimizer)
-    if cut and reach_of(optimizer, make) is not Reach.ELEMENT:
+    if cut and optimizer_scope(optimizer, make) is not OptimizerScope.ELEMENT:
         raise UsageError(
             f"{name} looks at parameters as a whole, but {cut[0]} is cut; use marks that leave parameters whole, or an "
             "optimizer that treats elements alone (if this one does, set is_elementwise = True on its class)"
@@ -325,17 +328,17 @@ def _found_by_one(comm: Communicator, traced: Trace, mesh: Mesh, find: Callable[
     return Assignment(traced, mesh, *told)
 
 
-def _lying(lowered: Lowered) -> dict[str, Held]:
+def _parameter_specs(lowered: Lowered) -> dict[str, ParameterSpec]:
     trace = lowered.trace
     names = {**trace.parameters, **trace.buffers}
-    found = {names[node]: Held((laid,)) for node, laid in lowered.given.items() if node in names}
-    unpacked: dict[str, list[tuple[int, int, Laid]]] = {}
-    for node, piece in trace.pieces.items():
-        unpacked.setdefault(piece.parameter, []).append((piece.start, piece.dim, lowered.given[node]))
+    found = {names[node]: ParameterSpec((spec,)) for node, spec in lowered.given.items() if node in names}
+    unpacked: dict[str, list[tuple[int, int, ShardedSpec]]] = {}
+    for node, packed in trace.packed_slices.items():
+        unpacked.setdefault(packed.parameter, []).append((packed.start, packed.dim, lowered.given[node]))
     for name, parts in unpacked.items():
         ordered = sorted(parts, key=lambda part: part[0])
         dim = ordered[0][1] % len(ordered[0][2].shape)
-        found[name] = Held(tuple(laid for _, _, laid in ordered), dim)
+        found[name] = ParameterSpec(tuple(spec for _, _, spec in ordered), dim)
     return found
 
 

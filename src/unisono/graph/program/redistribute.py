@@ -26,11 +26,11 @@ import torch
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placements, is_partial
 from unisono.mesh.reshard import Mover
-from unisono.mesh.route import Step, find_route
+from unisono.mesh.route import RouteStep, find_route
 
 
 @dataclass(frozen=True)
-class Way:
+class Redistribution:
     """How an edge leads: the tensor's whole shape, from where to where, and the same for its gradient.
 
     `gradient_after` is what the consumers give back, `gradient_before` what the producer is to get; None where no
@@ -49,59 +49,67 @@ class Way:
     def is_idle(self) -> bool:
         return self.before == self.after and self.gradient_after == self.gradient_before
 
-    def forward_steps(self, mesh: Mesh) -> tuple[Step, ...]:
+    def forward_steps(self, mesh: Mesh) -> tuple[RouteStep, ...]:
         return _steps(self, mesh, self.before, self.after)
 
-    def backward_steps(self, mesh: Mesh) -> tuple[Step, ...]:
+    def backward_steps(self, mesh: Mesh) -> tuple[RouteStep, ...]:
         if self.gradient_after is None or self.gradient_before is None:
             return ()
         return _steps(self, mesh, self.gradient_after, self.gradient_before)
 
 
-def _steps(way: Way, mesh: Mesh, source: Placements, target: Placements) -> tuple[Step, ...]:
-    if not math.prod(way.shape):
+def _steps(redistribution: Redistribution, mesh: Mesh, source: Placements, target: Placements) -> tuple[RouteStep, ...]:
+    if not math.prod(redistribution.shape):
         return ()
-    shape, sizes = way.shape, mesh.shape
-    found = find_route(shape, way.dtype.itemsize, sizes, source, target)
+    shape, sizes = redistribution.shape, mesh.shape
+    found = find_route(shape, redistribution.dtype.itemsize, sizes, source, target)
     return tuple(step for step in found if math.prod(mesh.shape[axis] for axis in step.axes) > 1)
 
 
-class Edge:
+class Redistributor:
     """A way, made ready for this rank: a function of local tensors that autograd sees through."""
 
-    def __init__(self, way: Way, mesh: Mesh) -> None:
-        self.way = way
+    def __init__(self, redistribution: Redistribution, mesh: Mesh) -> None:
+        self.redistribution = redistribution
         self.mesh = mesh
-        self.forward = Mover(mesh, way.shape, way.dtype.itemsize, way.before, way.after).connect()
+        self.forward = Mover(
+            mesh, redistribution.shape, redistribution.dtype.itemsize, redistribution.before, redistribution.after
+        ).connect()
         # The local gradient of an average over n ranks is 1/n of the gradient of what it stands for.
-        self.factor = _averaged(way.after, mesh) / _averaged(way.before, mesh)
-        if way.gradient_before is not None:
+        self.factor = _averaged(redistribution.after, mesh) / _averaged(redistribution.before, mesh)
+        if redistribution.gradient_before is not None:
             _ = self.backward
 
     @cached_property
     def backward(self) -> Mover:
-        way = self.way
-        assert way.gradient_after is not None
-        assert way.gradient_before is not None
-        mover = Mover(self.mesh, way.shape, way.dtype.itemsize, way.gradient_after, way.gradient_before)
+        redistribution = self.redistribution
+        assert redistribution.gradient_after is not None
+        assert redistribution.gradient_before is not None
+        mover = Mover(
+            self.mesh,
+            redistribution.shape,
+            redistribution.dtype.itemsize,
+            redistribution.gradient_after,
+            redistribution.gradient_before,
+        )
         return mover.connect()
 
     def __call__(self, local: torch.Tensor) -> torch.Tensor:
         if local.requires_grad and torch.is_grad_enabled():
-            return _Moved.apply(local, self)
+            return _Redistributed.apply(local, self)
         return self.forward(local)
 
 
-class _Moved(torch.autograd.Function):
+class _Redistributed(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, local: torch.Tensor, edge: Edge) -> torch.Tensor:
+    def forward(ctx: Any, local: torch.Tensor, edge: Redistributor) -> torch.Tensor:
         ctx.edge = edge
         moved = edge.forward(local)
         return moved.view_as(moved) if moved is local else moved
 
     @staticmethod
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
-        edge: Edge = ctx.edge
+        edge: Redistributor = ctx.edge
         moved = edge.backward(gradient)
         return (moved if edge.factor == 1 else moved * edge.factor), None
 

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from unisono.graph.program.local_op import Place
+from unisono.graph.program.local_op import LocalOp
 
 NONE, MEAN, TOTAL = 0, 1, 2  # torch's numbers for reduction=
 
 
 def cross_entropy(
-    place: Place,
+    local_op: LocalOp,
     logits: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -26,10 +26,10 @@ def cross_entropy(
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
     classes = min(logits.dim() - 1, 1)
-    splitting = place.axes_cutting(place.number("self"), classes)
+    splitting = local_op.axes_sharding(local_op.number("self"), classes)
     soft = target.dim() == logits.dim()
     if splitting:
-        loss = _of_some_classes(place, logits, target, classes, splitting, ignore_index, label_smoothing)
+        loss = _of_some_classes(local_op, logits, target, classes, splitting, ignore_index, label_smoothing)
         total = loss.sum() if reduction != NONE else loss
     else:
         how = "none" if reduction == NONE else "sum"
@@ -40,13 +40,13 @@ def cross_entropy(
     if reduction != MEAN:
         return total
     if soft:
-        whole = place.call.shape("self")
-        return total / (torch.Size(whole).numel() // whole[classes])
-    return total / _weight_of_all(place, target, weight, ignore_index)
+        full = local_op.call.shape("self")
+        return total / (torch.Size(full).numel() // full[classes])
+    return total / _weight_of_all(local_op, target, weight, ignore_index)
 
 
 def nll_loss(
-    place: Place,
+    local_op: LocalOp,
     logs: torch.Tensor,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
@@ -54,33 +54,35 @@ def nll_loss(
     ignore_index: int = -100,
 ) -> torch.Tensor:
     total = F.nll_loss(logs, target, weight, reduction="sum", ignore_index=ignore_index)
-    return total / _weight_of_all(place, target, weight, ignore_index)
+    return total / _weight_of_all(local_op, target, weight, ignore_index)
 
 
-def mean_loss(place: Place, *args: Any, **kwargs: Any) -> torch.Tensor:
+def mean_loss(local_op: LocalOp, *args: Any, **kwargs: Any) -> torch.Tensor:
     """As the op gives it for this rank's elements, weighed by their share of all."""
-    mine, whole = place.box()[0], place.call.shape()
-    return place.node.target(*args, **kwargs) * (torch.Size(mine).numel() / torch.Size(whole).numel())  # type: ignore[operator]
+    mine, full = local_op.box()[0], local_op.call.shape()
+    return local_op.node.target(*args, **kwargs) * (torch.Size(mine).numel() / torch.Size(full).numel())  # type: ignore[operator]
 
 
-def _weight_of_all(place: Place, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
+def _weight_of_all(
+    local_op: LocalOp, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int
+) -> torch.Tensor:
     """How many targets count in the whole batch, or how much they weigh."""
     counted = target != ignore_index
-    number = place.number("target")
-    axes = place.axes_cutting(number, *range(target.dim()))
+    number = local_op.number("target")
+    axes = local_op.axes_sharding(number, *range(target.dim()))
     if weight is None:
         mine = counted.sum().to(torch.float64 if not target.is_cuda else torch.float32)
     else:
         mine = torch.where(counted, weight[torch.where(counted, target, 0)], 0.0).sum()
-    return place.talk(mine, "sum", axes).to(_result_dtype(place))
+    return local_op.reduce(mine, "sum", axes).to(_result_dtype(local_op))
 
 
-def _result_dtype(place: Place) -> torch.dtype:
-    return place.call.results[0].dtype
+def _result_dtype(local_op: LocalOp) -> torch.dtype:
+    return local_op.call.results[0].dtype
 
 
 def _of_some_classes(
-    place: Place,
+    local_op: LocalOp,
     logits: torch.Tensor,
     target: torch.Tensor,
     classes: int,
@@ -89,17 +91,17 @@ def _of_some_classes(
     smoothing: float,
 ) -> torch.Tensor:
     """The loss of each target, 0 where it is ignored."""
-    number = place.number("self")
-    first = place.box(number)[1][classes]
-    count = place.call.shape("self")[classes]
+    number = local_op.number("self")
+    first = local_op.box(number)[1][classes]
+    count = local_op.call.shape("self")[classes]
     ignored = target == ignore_index
-    loss = _SpreadCrossEntropy.apply(
-        logits.movedim(classes, -1), torch.where(ignored, -1, target), first, count, smoothing, place, axes
+    loss = _ShardedCrossEntropy.apply(
+        logits.movedim(classes, -1), torch.where(ignored, -1, target), first, count, smoothing, local_op, axes
     )
     return torch.where(ignored, 0.0, loss)
 
 
-class _SpreadCrossEntropy(torch.autograd.Function):
+class _ShardedCrossEntropy(torch.autograd.Function):
     """Logits (..., classes here) and targets (...) -> losses (...), the same on all ranks along `axes`."""
 
     @staticmethod
@@ -110,17 +112,17 @@ class _SpreadCrossEntropy(torch.autograd.Function):
         first: int,
         count: int,
         smoothing: float,
-        place: Place,
+        local_op: LocalOp,
         axes: tuple[int, ...],
     ) -> torch.Tensor:
         wide = logits.float() if logits.dtype.itemsize < 4 else logits
-        shifted = wide - place.talk(wide.amax(-1), "max", axes)[..., None]
+        shifted = wide - local_op.reduce(wide.amax(-1), "max", axes)[..., None]
         here = (target >= first) & (target < first + logits.shape[-1])
         row = torch.where(here, target - first, 0)[..., None]
         chosen = torch.where(here, shifted.gather(-1, row)[..., 0], 0.0)
         powers = shifted.exp()
         sums = [powers.sum(-1), chosen] + ([shifted.sum(-1)] if smoothing else [])
-        normaliser, chosen, *total = place.talk(torch.stack(sums), "sum", axes).unbind()
+        normaliser, chosen, *total = local_op.reduce(torch.stack(sums), "sum", axes).unbind()
         ctx.save_for_backward(powers / normaliser[..., None], row, here)
         ctx.count, ctx.smoothing, ctx.dtype = count, smoothing, logits.dtype
         loss = normaliser.log() - (1 - smoothing) * chosen

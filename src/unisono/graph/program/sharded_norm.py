@@ -6,11 +6,11 @@ from typing import Any
 
 import torch
 
-from unisono.graph.program.local_op import Place
+from unisono.graph.program.local_op import LocalOp
 
 
 def batch_norm(
-    place: Place,
+    local_op: LocalOp,
     x: torch.Tensor,
     weight: torch.Tensor | None,
     bias: torch.Tensor | None,
@@ -22,10 +22,10 @@ def batch_norm(
     *_: Any,
 ) -> torch.Tensor:
     """In training; running statistics are ops of their own in the graph."""
-    number = place.number("input")
-    whole = place.call.shape("input")
-    axes = place.axes_cutting(number, *(dim for dim in range(len(whole)) if dim != 1))
-    normal = _SharedNormal.apply(x, torch.Size(whole).numel() // whole[1], eps, place, axes)
+    number = local_op.number("input")
+    full = local_op.call.shape("input")
+    axes = local_op.axes_sharding(number, *(dim for dim in range(len(full)) if dim != 1))
+    normal = _SharedNormal.apply(x, torch.Size(full).numel() // full[1], eps, local_op, axes)
     shape = [1, -1] + [1] * (x.dim() - 2)
     if weight is not None:
         normal = normal * weight.view(shape)
@@ -36,19 +36,21 @@ class _SharedNormal(torch.autograd.Function):
     """x without its mean, over its deviation, a channel (dim 1) at a time."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, count: int, eps: float, place: Place, axes: tuple[int, ...]) -> torch.Tensor:
+    def forward(
+        ctx: Any, x: torch.Tensor, count: int, eps: float, local_op: LocalOp, axes: tuple[int, ...]
+    ) -> torch.Tensor:
         dims = [dim for dim in range(x.dim()) if dim != 1]
-        centred = x - place.talk(x.sum(dims, keepdim=True), "sum", axes) / count
-        scale = (place.talk(centred.square().sum(dims, keepdim=True), "sum", axes) / count + eps).rsqrt()
+        centred = x - local_op.reduce(x.sum(dims, keepdim=True), "sum", axes) / count
+        scale = (local_op.reduce(centred.square().sum(dims, keepdim=True), "sum", axes) / count + eps).rsqrt()
         normal = centred * scale
         ctx.save_for_backward(normal, scale)
-        ctx.rest = count, dims, place, axes
+        ctx.rest = count, dims, local_op, axes
         return normal
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         normal, scale = ctx.saved_tensors
-        count, dims, place, axes = ctx.rest
+        count, dims, local_op, axes = ctx.rest
         sums = torch.stack([grad.sum(dims, keepdim=True), (grad * normal).sum(dims, keepdim=True)])
-        mean, slope = (place.talk(sums, "sum", axes) / count).unbind()
+        mean, slope = (local_op.reduce(sums, "sum", axes) / count).unbind()
         return scale * (grad - mean - normal * slope), None, None, None, None

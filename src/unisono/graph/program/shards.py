@@ -14,7 +14,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.errors import UsageError
-from unisono.graph.program.lowering import Laid
+from unisono.graph.program.lowering import ShardedSpec
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placements, Replicate, local_shape, local_slice, shard_dim
 from unisono.mesh.reshard import move
@@ -23,10 +23,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
-class Held:
+class ParameterSpec:
     """How a parameter or buffer lies: whole in one part, or in several (an unpacked one) that follow along `dim`."""
 
-    parts: tuple[Laid, ...]
+    parts: tuple[ShardedSpec, ...]
     dim: int = 0
 
     @property
@@ -46,77 +46,75 @@ class Held:
         return [local_shape(part.shape, mesh, part.placements)[self.dim] for part in self.parts]
 
 
-class Pieces:
+class ProgramShards:
     """What this rank holds. The whole model is read once, tensor by tensor, when it is cut."""
 
-    def __init__(self, model: nn.Module, laid: Mapping[str, Held], mesh: Mesh, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, specs: Mapping[str, ParameterSpec], mesh: Mesh, device: torch.device) -> None:
         self.mesh = mesh
-        self.laid = dict(laid)
+        self.specs = dict(specs)
         self.parameters: dict[str, nn.Parameter] = {}
         self.buffers: Tensors = {}
         for name, parameter in model.named_parameters():
-            piece = self.piece(name, parameter.detach()).to(device)
-            self.parameters[name] = nn.Parameter(piece, requires_grad=parameter.requires_grad)
+            shard = self.shard(name, parameter.detach()).to(device)
+            self.parameters[name] = nn.Parameter(shard, requires_grad=parameter.requires_grad)
         for name, buffer in model.named_buffers():
-            self.buffers[name] = self.piece(name, buffer.detach()).to(device)
+            self.buffers[name] = self.shard(name, buffer.detach()).to(device)
         self.optimized = dict(self.parameters)  # what the optimizer sees of each parameter, and how that lies
-        self.optimized_laid = dict(self.laid)
+        self.optimized_specs = dict(self.specs)
 
-    def piece(self, name: str, whole: torch.Tensor) -> torch.Tensor:
+    def shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
         """This rank's own copy of its part of a whole tensor that lies as `name` does."""
-        return self._piece(self.laid.get(name), whole)
+        return self._shard(self.specs.get(name), full)
 
-    def _piece(self, laid: Held | None, whole: torch.Tensor) -> torch.Tensor:
-        if laid is None:
-            return whole.clone(memory_format=torch.contiguous_format)
-        if len(laid.parts) == 1:
-            return local_slice(whole, self.mesh, laid.placements).clone(memory_format=torch.contiguous_format)
-        parts = whole.split([part.shape[laid.dim] for part in laid.parts], laid.dim)
-        return torch.cat([local_slice(part, self.mesh, laid.placements) for part in parts], laid.dim)
+    def _shard(self, spec: ParameterSpec | None, full: torch.Tensor) -> torch.Tensor:
+        if spec is None:
+            return full.clone(memory_format=torch.contiguous_format)
+        if len(spec.parts) == 1:
+            return local_slice(full, self.mesh, spec.placements).clone(memory_format=torch.contiguous_format)
+        parts = full.split([part.shape[spec.dim] for part in spec.parts], spec.dim)
+        return torch.cat([local_slice(part, self.mesh, spec.placements) for part in parts], spec.dim)
 
-    def whole(self, name: str, local: torch.Tensor) -> torch.Tensor:
+    def full(self, name: str, local: torch.Tensor) -> torch.Tensor:
         """The whole of which every rank has a part that lies as `name` does. Every rank calls it."""
-        return self._whole(self.laid.get(name), local)
+        return self._full(self.specs.get(name), local)
 
-    def _whole(self, laid: Held | None, local: torch.Tensor) -> torch.Tensor:
-        if laid is None:
+    def _full(self, spec: ParameterSpec | None, local: torch.Tensor) -> torch.Tensor:
+        if spec is None:
             return local.detach().clone()
-        if len(laid.parts) == 1:
-            whole = self._gathered(local.detach(), laid.parts[0])
-            return whole.clone() if whole.data_ptr() == local.data_ptr() else whole
-        parts = local.detach().split(laid.lengths(self.mesh), laid.dim)
-        return torch.cat([self._gathered(p, part) for p, part in zip(parts, laid.parts, strict=True)], laid.dim)
+        if len(spec.parts) == 1:
+            full = self._gathered(local.detach(), spec.parts[0])
+            return full.clone() if full.data_ptr() == local.data_ptr() else full
+        parts = local.detach().split(spec.lengths(self.mesh), spec.dim)
+        return torch.cat([self._gathered(p, part) for p, part in zip(parts, spec.parts, strict=True)], spec.dim)
 
-    def _gathered(self, local: torch.Tensor, laid: Laid) -> torch.Tensor:
-        return move(local, self.mesh, laid.shape, laid.placements, (Replicate(),) * self.mesh.ndim)
+    def _gathered(self, local: torch.Tensor, spec: ShardedSpec) -> torch.Tensor:
+        return move(local, self.mesh, spec.shape, spec.placements, (Replicate(),) * self.mesh.ndim)
 
-    def is_cut(self, name: str) -> bool:
+    def is_sharded(self, name: str) -> bool:
         """Whether the optimizer sees a part of it."""
-        laid = self.optimized_laid.get(name)
-        return laid is not None and any(shard_dim(placement) is not None for placement in laid.placements)
+        spec = self.optimized_specs.get(name)
+        return spec is not None and any(shard_dim(placement) is not None for placement in spec.placements)
 
     # ---- states ----------------------------------------------------------------------------------------------------
 
-    def whole_tensors(self) -> Tensors:
-        return {name: self.whole(name, tensor) for name, tensor in {**self.parameters, **self.buffers}.items()}
+    def full_tensors(self) -> Tensors:
+        return {name: self.full(name, tensor) for name, tensor in {**self.parameters, **self.buffers}.items()}
 
     @torch.no_grad()
-    def load_tensors(self, whole: Mapping[str, torch.Tensor]) -> None:
+    def load_tensors(self, full: Mapping[str, torch.Tensor]) -> None:
         for name, tensor in {**self.parameters, **self.buffers}.items():
-            if name not in whole:
+            if name not in full:
                 raise UsageError(f"the state to load has no {name}; is it another model's?")
-            shape = self.laid[name].shape if name in self.laid else tuple(tensor.shape)
-            if tuple(whole[name].shape) != shape:
-                raise UsageError(
-                    f"{name} in the state to load is of shape {tuple(whole[name].shape)}; expected {shape}"
-                )
-            tensor.copy_(self.piece(name, whole[name]))
+            shape = self.specs[name].shape if name in self.specs else tuple(tensor.shape)
+            if tuple(full[name].shape) != shape:
+                raise UsageError(f"{name} in the state to load is of shape {tuple(full[name].shape)}; expected {shape}")
+            tensor.copy_(self.shard(name, full[name]))
 
-    def whole_optimizer(self, optimizer: Optimizer) -> dict[str, Any]:
+    def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """{"state": {name: {key: whole tensor or value}}, "param_groups": [...]}, with names for parameters."""
         names = {id(parameter): name for name, parameter in self.optimized.items()}
         state = {
-            name: {key: self._whole_value(name, value) for key, value in optimizer.state.get(parameter, {}).items()}
+            name: {key: self._full_value(name, value) for key, value in optimizer.state.get(parameter, {}).items()}
             for name, parameter in self.optimized.items()
         }
         groups = [
@@ -125,11 +123,11 @@ class Pieces:
         ]
         return {"state": state, "param_groups": groups}
 
-    def _whole_value(self, name: str, value: Any) -> Any:
+    def _full_value(self, name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
         if value.ndim and value.shape == self.optimized[name].shape:
-            return self._whole(self.optimized_laid.get(name), value.contiguous())
+            return self._full(self.optimized_specs.get(name), value.contiguous())
         return value.detach().clone()
 
     @torch.no_grad()
@@ -145,16 +143,16 @@ class Pieces:
         for group, loaded in zip(optimizer.param_groups, state["param_groups"], strict=True):
             group.update({key: value for key, value in loaded.items() if key != "params"})
         for name, parameter in self.optimized.items():
-            values = {key: self._piece_of_value(name, value) for key, value in state["state"][name].items()}
+            values = {key: self._shard_of_value(name, value) for key, value in state["state"][name].items()}
             if values:
                 optimizer.state[parameter] = values
 
-    def _piece_of_value(self, name: str, value: Any) -> Any:
+    def _shard_of_value(self, name: str, value: Any) -> Any:
         if not isinstance(value, torch.Tensor):
             return value
-        shape = self.laid[name].shape if name in self.laid else tuple(self.parameters[name].shape)
+        shape = self.specs[name].shape if name in self.specs else tuple(self.parameters[name].shape)
         if value.ndim and tuple(value.shape) == shape:
-            return self._piece(self.optimized_laid.get(name), value).to(self.parameters[name].device)
+            return self._shard(self.optimized_specs.get(name), value).to(self.parameters[name].device)
         return value.clone()
 
     # ---- the norm --------------------------------------------------------------------------------------------------
@@ -173,7 +171,7 @@ class Pieces:
 
     def _counts(self, name: str) -> bool:
         """Of the ranks that hold the same piece, the first along each axis counts it."""
-        placements = self.laid[name].placements if name in self.laid else (Replicate(),) * self.mesh.ndim
+        placements = self.specs[name].placements if name in self.specs else (Replicate(),) * self.mesh.ndim
         place = self.mesh.coordinate()
         return all(shard_dim(p) is not None or place[axis] == 0 for axis, p in enumerate(placements))
 

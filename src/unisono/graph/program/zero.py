@@ -1,11 +1,11 @@
 """ZeRO in a program: what the ranks of the data axis would hold alike, they share out.
 
     zero=1    the optimizer's state: parameters and gradients are whole, each rank updates its slice of every parameter,
-              and the slices are gathered after the update (`Shares`)
+              and the slices are gathered after the update (`OptimizerShards`)
     zero=2    gradients too: a parameter lies in pieces, is gathered once in a step, and its gradient reduce-scattered
-              (`in_pieces`; between steps the parameter itself is in pieces as well)
+              (`in_shards`; between steps the parameter itself is in pieces as well)
     zero=3    parameters too: what was gathered is let go of after its op, and gathered again in the backward
-              (`Again`)
+              (`GatherInBackward`)
 
 Stages 2 and 3 are placements, so the collectives of a step are in the program for everybody to read. A parameter that
 the ranks cannot cut evenly stays whole.
@@ -23,9 +23,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from unisono.errors import UsageError
 from unisono.graph.placement.assignment import Assignment, divides
-from unisono.graph.program.lowering import Move
-from unisono.graph.program.redistribute import Edge
-from unisono.graph.program.shards import Held, Pieces
+from unisono.graph.program.lowering import Redistribute
+from unisono.graph.program.redistribute import Redistributor
+from unisono.graph.program.shards import ParameterSpec, ProgramShards
 from unisono.graph.rules.option import REPLICATE
 from unisono.graph.rules.registry import options
 from unisono.mesh.mesh import Mesh
@@ -43,13 +43,13 @@ def require_stage(stage: int, mesh: Mesh) -> None:
         raise UsageError(f"zero={stage} shares out along the axis {AXIS}, which {mesh} does not have; name one so")
 
 
-def in_pieces(assignment: Assignment) -> Assignment:
+def in_shards(assignment: Assignment) -> Assignment:
     """The assignment with every parameter cut along the data axis that lay whole there and can be cut evenly."""
     trace, mesh = assignment.trace, assignment.mesh
     axis = mesh.axis(AXIS)
     changed = dict(assignment.options)
     for name in trace.parameters:
-        if name in trace.pieces or name not in trace.tracked or changed[name][axis].outputs[0] != REPLICATE:
+        if name in trace.packed_slices or name not in trace.tracked or changed[name][axis].outputs[0] != REPLICATE:
             continue
         shape, lying = trace.specs[name][0].shape, assignment.layout(name)
         dim = _even_dim(shape, lying, axis, mesh)
@@ -64,26 +64,26 @@ def _even_dim(shape: tuple[int, ...], lying: Placements, axis: int, mesh: Mesh) 
     would come before it, and every piece would be made of other rows."""
     later = {shard_dim(placement) for placement in lying[axis + 1 :]}
     for dim in range(len(shape)):
-        if dim not in later and shape[dim] and divides(shape, _cut_at(lying, axis, dim), mesh.shape):
+        if dim not in later and shape[dim] and divides(shape, _sharded_at(lying, axis, dim), mesh.shape):
             return dim
     return None
 
 
-def _cut_at(lying: Placements, axis: int, dim: int) -> Placements:
+def _sharded_at(lying: Placements, axis: int, dim: int) -> Placements:
     return (*lying[:axis], Shard(dim), *lying[axis + 1 :])
 
 
-class Shares:
+class OptimizerShards:
     """Stage 1: the optimizer sees this rank's slice of each parameter, as a view of the parameter's own memory."""
 
-    def __init__(self, pieces: Pieces) -> None:
-        self._pieces = pieces
-        self._mesh = pieces.mesh
+    def __init__(self, shards: ProgramShards) -> None:
+        self._shards = shards
+        self._mesh = shards.mesh
         axis = self._mesh.axis(AXIS)
         along = self._mesh[AXIS]
         self._slices: dict[str, tuple[nn.Parameter, int]] = {}
-        for name, held in pieces.laid.items():
-            parameter = pieces.parameters.get(name)
+        for name, held in shards.specs.items():
+            parameter = shards.parameters.get(name)
             if parameter is None or len(held.parts) > 1 or held.placements[axis] != REPLICATE:
                 continue
             dim = _even_dim(held.shape, held.placements, axis, self._mesh)
@@ -91,45 +91,45 @@ class Shares:
                 continue
             part = nn.Parameter(local_slice(parameter.data, along, [Shard(dim)]), parameter.requires_grad)
             self._slices[name] = part, dim
-            laid = replace(held.parts[0], placements=_cut_at(held.placements, axis, dim))
-            pieces.optimized[name] = part
-            pieces.optimized_laid[name] = Held((laid,))
+            spec = replace(held.parts[0], placements=_sharded_at(held.placements, axis, dim))
+            shards.optimized[name] = part
+            shards.optimized_specs[name] = ParameterSpec((spec,))
 
     def take_gradients(self) -> None:
         along = self._mesh[AXIS]
         for name, (part, dim) in self._slices.items():
-            gradient = self._pieces.parameters[name].grad
+            gradient = self._shards.parameters[name].grad
             part.grad = None if gradient is None else local_slice(gradient, along, [Shard(dim)])
 
     @torch.no_grad()
     def publish(self) -> None:
         """Gather what every rank has updated. All ranks call it."""
         for name, (part, _) in self._slices.items():
-            before, after = self._pieces.optimized_laid[name], self._pieces.laid[name]
+            before, after = self._shards.optimized_specs[name], self._shards.specs[name]
             local = part.detach().contiguous()
-            whole = move(local, self._mesh, after.shape, before.placements, after.placements)
-            self._pieces.parameters[name].copy_(whole)
+            full = move(local, self._mesh, after.shape, before.placements, after.placements)
+            self._shards.parameters[name].copy_(full)
             part.grad = None
 
 
-class Again(torch.autograd.graph.saved_tensors_hooks):
+class GatherInBackward(torch.autograd.graph.saved_tensors_hooks):
     """Stage 3: while it is entered, autograd keeps a gathered parameter's piece in the place of the whole, and the
     backward gathers it anew."""
 
     def __init__(self) -> None:
-        self._gathered: dict[int, tuple[StorageWeakRef, Edge, torch.Tensor]] = {}
+        self._gathered: dict[int, tuple[StorageWeakRef, Redistributor, torch.Tensor]] = {}
         super().__init__(self._pack, self._unpack)
 
-    def watched(self, instruction: Move, edge: Edge) -> Callable[[torch.Tensor], torch.Tensor]:
+    def watched(self, instruction: Redistribute, edge: Redistributor) -> Callable[[torch.Tensor], torch.Tensor]:
         """The edge of a parameter, with what it gathers noted."""
 
         def gather(local: torch.Tensor) -> torch.Tensor:
-            whole = edge(local)
-            storage = whole.untyped_storage()
+            full = edge(local)
+            storage = full.untyped_storage()
             if storage.data_ptr() != local.untyped_storage().data_ptr() and torch.is_grad_enabled():
                 # The weak reference keeps the storage's identity from being given to another while it is noted.
                 self._gathered[storage._cdata] = StorageWeakRef(storage), edge, local.detach()
-            return whole
+            return full
 
         return gather
 

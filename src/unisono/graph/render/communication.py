@@ -8,7 +8,7 @@ Shape = tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Talk:
+class CollectiveStep:
     """A step of a move, as one rank sees it: a collective, or a cut or the like that needs no other rank."""
 
     kind: str

@@ -8,7 +8,7 @@ from typing import Any
 
 from unisono.graph.program.codegen import generate
 from unisono.graph.program.lowering import Lowered
-from unisono.graph.render.listing import account
+from unisono.graph.render.listing import listing_of
 from unisono.graph.render.text import as_text
 from unisono.graph.rules import target_name
 
@@ -22,12 +22,12 @@ def save(lowered: Lowered, folder: Path, ranks: Iterable[int]) -> None:
     }
     source = generate(lowered, _Nothing())[1]
     for rank in ranks:
-        place = folder / f"rank_{rank}"
-        place.mkdir(parents=True, exist_ok=True)
-        mine = {"3_local": "\n".join(_local(lowered, rank)), "4_collectives": as_text(account(lowered, rank))}
+        index = folder / f"rank_{rank}"
+        index.mkdir(parents=True, exist_ok=True)
+        mine = {"3_local": "\n".join(_local(lowered, rank)), "4_collectives": as_text(listing_of(lowered, rank))}
         for name, text in (passes | mine).items():
-            (place / f"{name}.txt").write_text(text + "\n")
-        (place / "5_program.py").write_text(source)
+            (index / f"{name}.txt").write_text(text + "\n")
+        (index / "5_program.py").write_text(source)
 
 
 class _Nothing(dict[str, Any]):
@@ -47,7 +47,7 @@ def _traced(lowered: Lowered) -> Iterator[str]:
 def _marked(lowered: Lowered) -> Iterator[str]:
     trace, notes = lowered.trace, lowered.assignment.notes
     for mark in trace.marks:
-        yield f"{mark.node}, {'input' if mark.is_input else 'output'} {mark.number}: {mark.wish}"
+        yield f"{mark.node}, {'input' if mark.is_input else 'output'} {mark.number}: {mark.placement_spec}"
     if not trace.marks:
         yield "no marks"
     for name, note in notes.items():
@@ -55,12 +55,12 @@ def _marked(lowered: Lowered) -> Iterator[str]:
 
 
 def _propagated(lowered: Lowered) -> Iterator[str]:
-    for line in account(lowered, int(lowered.mesh.ranks.min())).lines:
+    for line in listing_of(lowered, int(lowered.mesh.ranks.min())).lines:
         if line.serial:
             yield f"{line.serial}   strategy {line.strategy}   {line.placements}"
 
 
 def _local(lowered: Lowered, rank: int) -> Iterator[str]:
-    for line in account(lowered, rank).lines:
+    for line in listing_of(lowered, rank).lines:
         if line.serial:
             yield f"{line.serial}   {line.local_shapes}"

@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from html import escape
 
 from unisono.graph.render.colours import COLOURS, OTHER, colour_of
-from unisono.graph.render.listing import Account, Given, Line, Talk
+from unisono.graph.render.listing import CollectiveStep, ListedInput, ListedOp, Listing
 from unisono.graph.render.sizes import size_text
-from unisono.graph.render.text import after_texts, place_text, total_text
+from unisono.graph.render.text import after_texts, rank_text, total_text
 
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1a1b1e; --soft: #5c5f66; --paper: #ffffff; --card: #f4f5f7; --rule: #dcdfe4; }
@@ -25,7 +25,8 @@ code, .code { font: 13px/1.5 ui-monospace, monospace; overflow-wrap: anywhere; }
   padding: .6rem 0; background: var(--paper); border-bottom: 1px solid var(--rule); }
 .bar input[type=search] { flex: 1 1 14rem; min-width: 0; padding: .45rem .6rem; font: inherit; color: inherit;
   background: var(--card); border: 1px solid var(--rule); border-radius: 6px; }
-.legend span, .talk b { display: inline-block; padding: 0 .45em; border-radius: 4px; color: #fff; font-weight: 600; }
+.legend span, .collective b { display: inline-block; padding: 0 .45em; border-radius: 4px; color: #fff;
+  font-weight: 600; }
 .legend { display: flex; flex-wrap: wrap; gap: .4rem; font-size: 13px; }
 details { margin: .6rem 0; } summary { cursor: pointer; font-weight: 600; padding: .2rem 0; }
 .scroll { overflow-x: auto; }
@@ -36,7 +37,7 @@ th, td { text-align: left; padding: .15rem .8rem .15rem 0; white-space: nowrap; 
 .row { padding: .4rem .2rem; border-top: 1px solid var(--rule); }
 .row.move { background: var(--card); border-left: 4px solid var(--hue); padding-left: .4rem; }
 .row.hidden { display: none; }
-.talk { font: 13px/1.6 ui-monospace, monospace; overflow-wrap: anywhere; }
+.collective { font: 13px/1.6 ui-monospace, monospace; overflow-wrap: anywhere; }
 @media (max-width: 46rem) {
   .heads { display: none; } .row { grid-template-columns: minmax(0, 1fr); }
   .row.op > div:first-child::before { content: "serial"; display: block; color: var(--soft); font-size: 11px; }
@@ -52,7 +53,8 @@ function sift() {
   const words = box.value.toLowerCase().split(/\\s+/).filter(Boolean);
   let shown = 0;
   for (const row of rows) {
-    const hit = words.every(word => row.dataset.text.includes(word)) && (!only.checked || row.dataset.talks === '1');
+    const hit = words.every(word => row.dataset.text.includes(word))
+      && (!only.checked || row.dataset.collectives === '1');
     row.classList.toggle('hidden', !hit);
     shown += hit;
   }
@@ -62,57 +64,57 @@ box.addEventListener('input', sift); only.addEventListener('change', sift); sift
 """
 
 
-def as_page(told: Account, title: str = "program") -> str:
+def as_page(listing: Listing, title: str = "program") -> str:
     """The whole file as text."""
-    return "\n".join(_page(told, title)) + "\n"
+    return "\n".join(_page(listing, title)) + "\n"
 
 
-def _page(told: Account, title: str) -> Iterator[str]:
+def _page(listing: Listing, title: str) -> Iterator[str]:
     yield "<!doctype html>"
     yield '<html lang="en"><head><meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
-    yield f"<title>{escape(title)}, rank {told.rank}</title><style>{_STYLE}</style></head><body>"
-    yield f"<h1>{escape(title)} on {escape(str(told.mesh))}</h1>"
-    yield f'<div class="soft">{escape(place_text(told))}</div>'
-    yield f"<div>forward: {escape(total_text(told.forward))}<br>backward: {escape(total_text(told.backward))}"
-    yield f"<br>update: {escape(total_text(told.updates))}</div>" if told.updates else "</div>"
-    yield from (f'<div class="soft">{escape(words)}</div>' for words in told.about)
+    yield f"<title>{escape(title)}, rank {listing.rank}</title><style>{_STYLE}</style></head><body>"
+    yield f"<h1>{escape(title)} on {escape(str(listing.mesh))}</h1>"
+    yield f'<div class="soft">{escape(rank_text(listing))}</div>'
+    yield f"<div>forward: {escape(total_text(listing.forward))}<br>backward: {escape(total_text(listing.backward))}"
+    yield f"<br>update: {escape(total_text(listing.updates))}</div>" if listing.updates else "</div>"
+    yield from (f'<div class="soft">{escape(words)}</div>' for words in listing.about)
     yield '<div class="bar"><input type="search" placeholder="search: op, module, file, collective, rank" autofocus>'
     yield '<label><input type="checkbox" id="only"> collectives only</label> <span id="count" class="soft"></span>'
     yield '<span class="legend">'
     yield from (f'<span style="background:{hue}">{kind}</span>' for kind, hue in COLOURS.items() if "_" in kind)
     yield "</span></div>"
-    yield from _given(told.given)
-    yield f'<div class="heads"><div>serial</div><div>rank {told.rank}</div></div>'
-    for line in told.lines:
+    yield from _given(listing.given)
+    yield f'<div class="heads"><div>serial</div><div>rank {listing.rank}</div></div>'
+    for line in listing.lines:
         yield from _row(line)
-    if told.outputs:
-        yield f'<div class="code">return {escape(", ".join(told.outputs))}</div>'
-    if told.order:
-        yield f'<p class="soft">in a step: {escape(told.order)}</p>'
-    yield from _sums(told)
+    if listing.outputs:
+        yield f'<div class="code">return {escape(", ".join(listing.outputs))}</div>'
+    if listing.order:
+        yield f'<p class="soft">in a step: {escape(listing.order)}</p>'
+    yield from _sums(listing)
     yield '<p class="soft">Placements, one an axis of the mesh: S0 sharded along dim 0, R replicated, P parts of a sum.'
     yield " Bytes are those that this rank receives.</p>"
     yield f"<script>{_SCRIPT}</script></body></html>"
 
 
-def _given(given: list[Given]) -> Iterator[str]:
+def _given(given: list[ListedInput]) -> Iterator[str]:
     yield f"<details><summary>{len(given)} parameters, buffers and inputs</summary>"
     titles = ("kind", "name", "whole", "here", "placements", "pieces", "gradient", "note")
     yield f'<div class="scroll"><table><tr>{"".join(f"<th>{title}" for title in titles)}</tr>'
     for each in given:
         summed = f"summed over {', '.join(each.summed)}" if each.summed else ""
         summed = ", ".join(filter(None, (summed, each.kept)))
-        cells = (each.kind, each.name, each.whole, each.local, each.placements, each.strategy, summed, each.note)
+        cells = (each.kind, each.name, each.full, each.local, each.placements, each.strategy, summed, each.note)
         yield f"<tr>{''.join(f'<td>{escape(cell)}' for cell in cells)}</tr>"
     yield "</table></div></details>"
 
 
-def _row(line: Line) -> Iterator[str]:
-    collectives = [talk for talk in (*line.forward, *line.backward) if talk.is_collective]
+def _row(line: ListedOp) -> Iterator[str]:
+    collectives = [collective for collective in (*line.forward, *line.backward) if collective.is_collective]
     words = " ".join((line.serial, line.distributed, line.path, line.source, line.local, line.note and "note"))
-    words += " ".join(f"{talk.kind} {talk.ranks}" for talk in collectives)
-    data = f'data-talks="{int(bool(collectives))}" data-text="{escape(words.lower(), quote=True)}"'
+    words += " ".join(f"{collective.kind} {collective.ranks}" for collective in collectives)
+    data = f'data-collectives="{int(bool(collectives))}" data-text="{escape(words.lower(), quote=True)}"'
     if line.serial:
         instead = f' <span class="soft">as {escape(line.local)}</span>' if line.local else ""
         yield f'<div class="row op" {data}><div><code>{escape(line.serial)}</code>'
@@ -123,34 +125,43 @@ def _row(line: Line) -> Iterator[str]:
         yield f"<br><code>{escape(line.local_shapes)}</code> <code>{escape(line.placements)}</code>"
         yield f'<br><code class="soft">strategy {escape(line.strategy)}</code>'
         yield f"<br><b>note:</b> {escape(line.note)}" if line.note else ""
-        yield from _talks(line)
+        yield from _collectives(line)
         yield "</div></div>"
         return
-    hue = next((colour_of(talk.kind) for talk in (*collectives, *line.forward, *line.backward)), OTHER)
+    hue = next((colour_of(collective.kind) for collective in (*collectives, *line.forward, *line.backward)), OTHER)
     yield f'<div class="row move" style="--hue:{hue}" {data}><div></div><div><code>{escape(line.distributed)}</code>'
     yield f" <code>{escape(line.local_shapes)}</code> <code>{escape(line.placements)}</code>"
-    yield from _talks(line)
+    yield from _collectives(line)
     yield "</div></div>"
 
 
-def _talks(line: Line) -> Iterator[str]:
-    for direction, talks in (("forward", line.forward), ("backward", line.backward)):
-        for talk in talks:
-            yield f'<div class="talk">{direction} {_talk(talk)}</div>'
+def _collectives(line: ListedOp) -> Iterator[str]:
+    for direction, steps in (("forward", line.forward), ("backward", line.backward)):
+        for collective in steps:
+            yield f'<div class="collective">{direction} {_collective(collective)}</div>'
 
 
-def _talk(talk: Talk) -> str:
-    shapes = f"({','.join(map(str, talk.before))}) → ({','.join(map(str, talk.after))})"
-    size = "" if talk.kind == "send" else size_text(talk.received) if talk.is_collective else "no talk"
-    ranks = f"ranks ({','.join(map(str, talk.ranks))})" if talk.is_collective else ""
-    words = " ".join(filter(None, (f"over {', '.join(talk.axes)}", ranks, shapes, talk.detail, size)))
-    return f'<b style="background:{colour_of(talk.kind)}">{talk.kind}</b> {escape(words)}'
+def _collective(collective: CollectiveStep) -> str:
+    shapes = f"({','.join(map(str, collective.before))}) → ({','.join(map(str, collective.after))})"
+    size = (
+        ""
+        if collective.kind == "send"
+        else size_text(collective.received)
+        if collective.is_collective
+        else "no communication"
+    )
+    ranks = f"ranks ({','.join(map(str, collective.ranks))})" if collective.is_collective else ""
+    words = " ".join(filter(None, (f"over {', '.join(collective.axes)}", ranks, shapes, collective.detail, size)))
+    return f'<b style="background:{colour_of(collective.kind)}">{collective.kind}</b> {escape(words)}'
 
 
-def _sums(told: Account) -> Iterator[str]:
-    for title, listed in after_texts(told):
+def _sums(listing: Listing) -> Iterator[str]:
+    for title, listed in after_texts(listing):
         yield f"<h1>{title}</h1>"
-        for talk in listed:
-            ranks = f"ranks ({','.join(map(str, talk.ranks))})"
-            words = escape(f"over {', '.join(talk.axes)} {ranks} {talk.detail} {size_text(talk.received)}")
-            yield f'<div class="talk"><b style="background:{colour_of(talk.kind)}">{talk.kind}</b> {words}</div>'
+        for collective in listed:
+            ranks = f"ranks ({','.join(map(str, collective.ranks))})"
+            words = escape(
+                f"over {', '.join(collective.axes)} {ranks} {collective.detail} {size_text(collective.received)}"
+            )
+            badge = f'<b style="background:{colour_of(collective.kind)}">{collective.kind}</b>'
+            yield f'<div class="collective">{badge} {words}</div>'

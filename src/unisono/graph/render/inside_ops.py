@@ -11,7 +11,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from unisono.graph.program.local_op import Place
+from unisono.graph.program.local_op import LocalOp
 from unisono.graph.program.lowering import Compute, Lowered
 from unisono.graph.program.rewrites import REWRITES
 from unisono.graph.rules import tensors_of
@@ -20,7 +20,7 @@ _TALKING = ("variance", "batch_norm", "cross_entropy", "nll_loss")
 
 
 @dataclass(frozen=True)
-class Said:
+class InnerCollective:
     """An all-reduce of a rank's tensor along axes of the mesh."""
 
     op: str
@@ -29,25 +29,27 @@ class Said:
     nbytes: int
 
 
-def said_inside(compute: Compute, lowered: Lowered, rank: int) -> tuple[list[Said], list[Said]]:
+def collectives_inside(
+    compute: Compute, lowered: Lowered, rank: int
+) -> tuple[list[InnerCollective], list[InnerCollective]]:
     """In the forward and in the backward of an op, heard by running its rewrite on tensors without data."""
     rewrite = next((option.local for option in compute.options if option.local in _TALKING), None)
     if rewrite is None:
         return [], []
-    forward: list[Said] = []
-    backward: list[Said] = []
+    forward: list[InnerCollective] = []
+    backward: list[InnerCollective] = []
     hearing = forward
 
-    def talk(tensor: torch.Tensor, op: str, axes: tuple[int, ...]) -> torch.Tensor:
+    def reduce(tensor: torch.Tensor, op: str, axes: tuple[int, ...]) -> torch.Tensor:
         if axes:
-            hearing.append(Said(op, axes, tuple(tensor.shape), tensor.nbytes))
+            hearing.append(InnerCollective(op, axes, tuple(tensor.shape), tensor.nbytes))
         return tensor.detach().clone()
 
-    pieces = {name: lowered.values[name] for name in compute.inputs if name in lowered.values}
-    placements = tuple(laid.placements for laid in pieces.values())
-    outputs = tuple(laid.placements for laid in compute.outputs)
-    place = Place(compute.node, lowered.mesh, lowered.mesh.coordinate(rank), placements, outputs, talk)
-    results = _run(compute, lowered, rank, lambda *args, **kwargs: REWRITES[rewrite](place, *args, **kwargs))
+    specs = {name: lowered.values[name] for name in compute.inputs if name in lowered.values}
+    placements = tuple(spec.placements for spec in specs.values())
+    outputs = tuple(spec.placements for spec in compute.outputs)
+    index = LocalOp(compute.node, lowered.mesh, lowered.mesh.coordinate(rank), placements, outputs, reduce)
+    results = _run(compute, lowered, rank, lambda *args, **kwargs: REWRITES[rewrite](index, *args, **kwargs))
     hearing = backward
     tracked = [tensor for tensor in pytree.tree_leaves(results) if tensor.requires_grad]
     if tracked:
@@ -58,18 +60,18 @@ def said_inside(compute: Compute, lowered: Lowered, rank: int) -> tuple[list[Sai
 def _run(compute: Compute, lowered: Lowered, rank: int, rewrite: Callable[..., object]) -> object:
     values = iter(compute.inputs)
 
-    def piece(node: fx.Node) -> Any:
+    def local(node: fx.Node) -> Any:
         if not tensors_of(node.meta.get("val")):
             return node.meta.get("val")
-        laid = lowered.values[next(values)]
-        shape = laid.local(lowered.mesh, rank)
-        return torch.empty(shape, dtype=laid.dtype, device="meta", requires_grad=node.name in lowered.trace.tracked)
+        spec = lowered.values[next(values)]
+        shape = spec.local(lowered.mesh, rank)
+        return torch.empty(shape, dtype=spec.dtype, device="meta", requires_grad=node.name in lowered.trace.tracked)
 
     with torch.enable_grad():
-        return rewrite(*fx.map_arg(compute.node.args, piece), **fx.map_arg(compute.node.kwargs, piece))
+        return rewrite(*fx.map_arg(compute.node.args, local), **fx.map_arg(compute.node.kwargs, local))
 
 
-def received(said: Said, sizes: tuple[int, ...]) -> int:
+def received(collective: InnerCollective, sizes: tuple[int, ...]) -> int:
     """Bytes that each of the ranks receives, when they use the best known algorithm."""
-    ranks = math.prod(sizes[axis] for axis in said.axes)
-    return round(2 * said.nbytes * (ranks - 1) / ranks)
+    ranks = math.prod(sizes[axis] for axis in collective.axes)
+    return round(2 * collective.nbytes * (ranks - 1) / ranks)

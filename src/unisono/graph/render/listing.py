@@ -10,20 +10,20 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Partial
 
-from unisono.graph.program.lowering import Compute, Laid, Lowered, Move, used_by
-from unisono.graph.render.communication import Shape, Talk
-from unisono.graph.render.inside_ops import Said, received, said_inside
+from unisono.graph.program.lowering import Compute, Lowered, Redistribute, ShardedSpec, used_by
+from unisono.graph.render.communication import CollectiveStep, Shape
+from unisono.graph.render.inside_ops import InnerCollective, collectives_inside, received
 from unisono.graph.rules import target_name
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import Placement, Placements, fair_shape, shard_dim
-from unisono.mesh.route import Step
+from unisono.mesh.route import RouteStep
 
 _UNSHOWN = {"device", "pin_memory", "layout"}
 SHORT = {"float64": "f64", "float32": "f32", "float16": "f16", "bfloat16": "bf16", "int64": "i64", "int32": "i32"}
 
 
 @dataclass(frozen=True)
-class Line:
+class ListedOp:
     """One line of the program. A move has no serial side."""
 
     name: str
@@ -37,18 +37,18 @@ class Line:
     source: str  # file.py:42
     local: str = ""  # what runs in the op's place
     note: str = ""  # what a reader should know of the choice
-    forward: tuple[Talk, ...] = ()
-    backward: tuple[Talk, ...] = ()
+    forward: tuple[CollectiveStep, ...] = ()
+    backward: tuple[CollectiveStep, ...] = ()
     uses: tuple[str, ...] = ()  # names of the lines whose values it takes
 
 
 @dataclass(frozen=True)
-class Given:
+class ListedInput:
     """A parameter, buffer or input."""
 
     name: str
     kind: str
-    whole: str
+    full: str
     local: str
     placements: str
     strategy: str
@@ -58,53 +58,55 @@ class Given:
 
 
 @dataclass
-class Account:
+class Listing:
     mesh: Mesh
     rank: int
-    given: list[Given] = field(default_factory=list)
-    lines: list[Line] = field(default_factory=list)
-    sums: list[Talk] = field(default_factory=list)  # of parameters' gradients, in messages
-    updates: list[Talk] = field(default_factory=list)  # of parameters, after the optimizer
+    given: list[ListedInput] = field(default_factory=list)
+    lines: list[ListedOp] = field(default_factory=list)
+    sums: list[CollectiveStep] = field(default_factory=list)  # of parameters' gradients, in messages
+    updates: list[CollectiveStep] = field(default_factory=list)  # of parameters, after the optimizer
     about: list[str] = field(default_factory=list)  # what is true of all lines
     outputs: list[str] = field(default_factory=list)
     order: str = ""  # of a pipeline's rank: F forward, B backward, I and W its halves, each with stage and microbatch
 
     @property
-    def forward(self) -> list[Talk]:
-        return [talk for line in self.lines for talk in line.forward if talk.is_collective]
+    def forward(self) -> list[CollectiveStep]:
+        return [collective for line in self.lines for collective in line.forward if collective.is_collective]
 
     @property
-    def backward(self) -> list[Talk]:
-        return [talk for line in self.lines for talk in line.backward if talk.is_collective] + self.sums
+    def backward(self) -> list[CollectiveStep]:
+        return [
+            collective for line in self.lines for collective in line.backward if collective.is_collective
+        ] + self.sums
 
 
-def account(lowered: Lowered, rank: int = 0) -> Account:
+def listing_of(lowered: Lowered, rank: int = 0) -> Listing:
     """What `rank` does; it need not be running."""
-    made = Account(lowered.mesh, rank)
+    made = Listing(lowered.mesh, rank)
     trace = lowered.trace
     kinds = {"parameter": trace.parameters, "buffer": trace.buffers}
-    for name, laid in lowered.given.items():
+    for name, spec in lowered.given.items():
         kind = next((kind for kind, names in kinds.items() if name in names), None)
         kind = kind or ("input" if name in trace.inputs else "target" if name in trace.targets else "constant")
         shown = {**trace.parameters, **trace.buffers}.get(name, name)
-        if name in trace.pieces:
-            shown += f" from {trace.pieces[name].start}"
-        local = _tensor(laid, laid.local(lowered.mesh, rank))
+        if name in trace.packed_slices:
+            shown += f" from {trace.packed_slices[name].start}"
+        local = _tensor(spec, spec.local(lowered.mesh, rank))
         made.given.append(
-            Given(
+            ListedInput(
                 shown,
                 kind,
-                _tensor(laid, laid.shape),
+                _tensor(spec, spec.shape),
                 local,
-                placements_text(laid.placements),
-                strategy_text(laid, lowered.mesh),
+                placements_text(spec.placements),
+                strategy_text(spec, lowered.mesh),
                 lowered.summed.get(name, ()),
                 lowered.assignment.notes.get(name, ""),
             )
         )
     operations = {op.name: op for op in trace.ops}
     for instruction in lowered.instructions:
-        if isinstance(instruction, Move):
+        if isinstance(instruction, Redistribute):
             made.lines.append(_of_move(instruction, lowered.mesh, rank))
         else:
             op = operations[instruction.name]
@@ -117,7 +119,7 @@ def account(lowered: Lowered, rank: int = 0) -> Account:
     return made
 
 
-def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source: str) -> Line:
+def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source: str) -> ListedOp:
     mesh = lowered.mesh
     inputs = [lowered.values[name] for name in compute.inputs if name in lowered.values]
     word = _word(compute.node)
@@ -126,23 +128,23 @@ def _of_compute(compute: Compute, lowered: Lowered, rank: int, path: str, source
         for option, name in zip(compute.options, mesh.names, strict=True)
         if option.local is not None
     ]
-    forward, backward = (_inside(said, mesh, rank) for said in said_inside(compute, lowered, rank))
-    return Line(
+    forward, backward = (_inside(said, mesh, rank) for said in collectives_inside(compute, lowered, rank))
+    return ListedOp(
         compute.name,
         f"{compute.name} = {word}({_arguments(compute.node)})",
         _shapes(
-            [_tensor(laid, laid.shape) for laid in inputs], [_tensor(laid, laid.shape) for laid in compute.outputs]
+            [_tensor(spec, spec.shape) for spec in inputs], [_tensor(spec, spec.shape) for spec in compute.outputs]
         ),
         f"{compute.name} = {word}({', '.join(compute.inputs)})",
         _shapes(
-            [_tensor(laid, laid.local(mesh, rank)) for laid in inputs],
-            [_tensor(laid, laid.local(mesh, rank)) for laid in compute.outputs],
+            [_tensor(spec, spec.local(mesh, rank)) for spec in inputs],
+            [_tensor(spec, spec.local(mesh, rank)) for spec in compute.outputs],
         ),
         _shapes(
-            [placements_text(laid.placements) for laid in inputs],
-            [placements_text(laid.placements) for laid in compute.outputs],
+            [placements_text(spec.placements) for spec in inputs],
+            [placements_text(spec.placements) for spec in compute.outputs],
         ),
-        f"({','.join(strategy_text(laid, mesh) for laid in inputs)})",
+        f"({','.join(strategy_text(spec, mesh) for spec in inputs)})",
         path,
         source,
         ", ".join(rewritten),
@@ -158,7 +160,7 @@ def _word(node: fx.Node) -> str:
     return words[1] if len(words) > 2 else words[0]
 
 
-def _inside(said: Sequence[Said], mesh: Mesh, rank: int) -> tuple[Talk, ...]:
+def _inside(said: Sequence[InnerCollective], mesh: Mesh, rank: int) -> tuple[CollectiveStep, ...]:
     """What ranks say in the midst of an op."""
     made = []
     for each in said:
@@ -166,7 +168,9 @@ def _inside(said: Sequence[Said], mesh: Mesh, rank: int) -> tuple[Talk, ...]:
         ranks = mesh.along(*names, rank=rank)
         bytes_received = received(each, mesh.shape)
         made.append(
-            Talk("all_reduce", names, ranks, bytes_received, each.shape, each.shape, f"{each.op}, inside the op", True)
+            CollectiveStep(
+                "all_reduce", names, ranks, bytes_received, each.shape, each.shape, f"{each.op}, inside the op", True
+            )
         )
     return tuple(made)
 
@@ -184,21 +188,26 @@ def _argument(value: object) -> str:
     return str(value)
 
 
-def _of_move(move: Move, mesh: Mesh, rank: int) -> Line:
-    way = move.way
-    before, after = (Laid(way.shape, way.dtype, placements) for placements in (way.before, way.after))
-    backward: tuple[Talk, ...] = ()
-    if way.gradient_after is not None:
-        backward = talks(way.backward_steps(mesh), way.shape, way.gradient_after, mesh, rank)
-    forward = talks(way.forward_steps(mesh), way.shape, way.before, mesh, rank)
-    words = " + ".join(talk.kind for talk in forward) or "same"
-    return Line(
+def _of_move(move: Redistribute, mesh: Mesh, rank: int) -> ListedOp:
+    redistribution = move.redistribution
+    before, after = (
+        ShardedSpec(redistribution.shape, redistribution.dtype, placements)
+        for placements in (redistribution.before, redistribution.after)
+    )
+    backward: tuple[CollectiveStep, ...] = ()
+    if redistribution.gradient_after is not None:
+        backward = collectives(
+            redistribution.backward_steps(mesh), redistribution.shape, redistribution.gradient_after, mesh, rank
+        )
+    forward = collectives(redistribution.forward_steps(mesh), redistribution.shape, redistribution.before, mesh, rank)
+    words = " + ".join(collective.kind for collective in forward) or "same"
+    return ListedOp(
         move.name,
         "",
         "",
         f"{move.name} = {words}({move.source})",
         _shapes([_tensor(before, before.local(mesh, rank))], [_tensor(after, after.local(mesh, rank))]),
-        _shapes([placements_text(way.before)], [placements_text(way.after)]),
+        _shapes([placements_text(redistribution.before)], [placements_text(redistribution.after)]),
         "",
         "",
         "",
@@ -207,13 +216,15 @@ def _of_move(move: Move, mesh: Mesh, rank: int) -> Line:
     )
 
 
-def talks(steps: Sequence[Step], shape: Shape, start: Placements, mesh: Mesh, rank: int) -> tuple[Talk, ...]:
+def collectives(
+    steps: Sequence[RouteStep], shape: Shape, start: Placements, mesh: Mesh, rank: int
+) -> tuple[CollectiveStep, ...]:
     """The steps of a route from `start`, seen from a rank."""
     state = list(start)
     coordinate = mesh.coordinate(rank)
     seen = []
     for step in steps:
-        longest = tuple(0 if axis in step.axes else place for axis, place in enumerate(coordinate))
+        longest = tuple(0 if axis in step.axes else index for axis, index in enumerate(coordinate))
         # Pieces that are gathered are padded to the longest, which is that of the first.
         before = fair_shape(shape, mesh, state, longest if step.kind == "all_gather" else coordinate)
         for axis in step.axes:
@@ -221,11 +232,15 @@ def talks(steps: Sequence[Step], shape: Shape, start: Placements, mesh: Mesh, ra
         after = fair_shape(shape, mesh, state, coordinate)
         names = tuple(mesh.names[axis] for axis in step.axes)
         ranks = mesh.along(*names, rank=rank)
-        seen.append(Talk(step.kind, names, ranks, round(step.received), before, after, _detail(step), step.talks))
+        seen.append(
+            CollectiveStep(
+                step.kind, names, ranks, round(step.received), before, after, _detail(step), step.communicates
+            )
+        )
     return tuple(seen)
 
 
-def _detail(step: Step) -> str:
+def _detail(step: RouteStep) -> str:
     words = []
     if isinstance(step.before, Partial):
         words.append(step.before.reduce_op)
@@ -237,39 +252,39 @@ def _detail(step: Step) -> str:
     return ", ".join(words)
 
 
-def _sums(lowered: Lowered, rank: int) -> list[Talk]:
+def _sums(lowered: Lowered, rank: int) -> list[CollectiveStep]:
     """The gradients of parameters that are summed after the backward: one entry a set of axes."""
     sizes: dict[tuple[str, ...], int] = {}
     counts: dict[tuple[str, ...], int] = {}
     for name, axes in lowered.summed.items():
-        laid = lowered.given[name]
-        elements = math.prod(laid.local(lowered.mesh, rank))
-        sizes[axes] = sizes.get(axes, 0) + elements * laid.dtype.itemsize
+        spec = lowered.given[name]
+        elements = math.prod(spec.local(lowered.mesh, rank))
+        sizes[axes] = sizes.get(axes, 0) + elements * spec.dtype.itemsize
         counts[axes] = counts.get(axes, 0) + 1
     made = []
     for axes, size in sizes.items():
         ranks = lowered.mesh.along(*axes, rank=rank)
         received = round(2 * size * (len(ranks) - 1) / len(ranks))
         detail = f"sum, gradients of {counts[axes]} parameter{'s' if counts[axes] > 1 else ''}"
-        made.append(Talk("all_reduce", axes, ranks, received, (size,), (size,), detail, len(ranks) > 1))
+        made.append(CollectiveStep("all_reduce", axes, ranks, received, (size,), (size,), detail, len(ranks) > 1))
     return made
 
 
 # ---- words -----------------------------------------------------------------------------------------------------------
 
 
-def strategy(laid: Laid, mesh: Mesh) -> tuple[int, ...]:
+def strategy(spec: ShardedSpec, mesh: Mesh) -> tuple[int, ...]:
     """Into how many pieces each dim is cut."""
-    pieces = [1] * len(laid.shape)
-    for axis, placement in enumerate(laid.placements):
+    counts = [1] * len(spec.shape)
+    for axis, placement in enumerate(spec.placements):
         dim = shard_dim(placement)
         if dim is not None:
-            pieces[dim] *= mesh.shape[axis]
-    return tuple(pieces)
+            counts[dim] *= mesh.shape[axis]
+    return tuple(counts)
 
 
-def strategy_text(laid: Laid, mesh: Mesh) -> str:
-    return f"({','.join(map(str, strategy(laid, mesh)))})"
+def strategy_text(spec: ShardedSpec, mesh: Mesh) -> str:
+    return f"({','.join(map(str, strategy(spec, mesh)))})"
 
 
 def placements_text(placements: Sequence[Placement]) -> str:
@@ -286,8 +301,8 @@ def _short(placement: Placement) -> str:
     return "R"
 
 
-def _tensor(laid: Laid, shape: Shape) -> str:
-    return tensor_text(laid.dtype, shape)
+def _tensor(spec: ShardedSpec, shape: Shape) -> str:
+    return tensor_text(spec.dtype, shape)
 
 
 def tensor_text(dtype: torch.dtype, shape: Shape) -> str:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from html import escape
 
 from unisono.graph.render.colours import COLOURS, OTHER, colour_of
-from unisono.graph.render.listing import Account, Line, Talk
+from unisono.graph.render.listing import CollectiveStep, ListedOp, Listing
 from unisono.graph.render.sizes import size_text
-from unisono.graph.render.text import after_texts, place_text
+from unisono.graph.render.text import after_texts, rank_text
 
 _ROW, _LANE, _TOP, _LEFT = 26, 16, 84, 20
 _MOST_LANES = 24  # values beyond these share the last lane
@@ -29,27 +29,27 @@ text { font: 12px ui-monospace, monospace; fill: #1a1b1e; } .soft { fill: #6b707
 """
 
 
-def as_svg(told: Account, title: str = "program") -> str:
+def as_svg(listing: Listing, title: str = "program") -> str:
     """The whole drawing as text; it follows the viewer's light or dark colours."""
-    lanes = _lanes(told.lines)
-    width = max((len(_label(line)) * 7.4 + _wide(line) for line in told.lines), default=140) + 260
+    lanes = _lanes(listing.lines)
+    width = max((len(_label(line)) * 7.4 + _wide(line) for line in listing.lines), default=140) + 260
     text_at = _LEFT + _LANE * (max(lanes.values(), default=0) + 1) + 12
-    height = _TOP + _ROW * (len(told.lines) + len(told.sums) + len(told.updates) + 2)
+    height = _TOP + _ROW * (len(listing.lines) + len(listing.sums) + len(listing.updates) + 2)
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{text_at + width:.0f}" height="{height}">',
         f'<style>{_STYLE}</style><rect class="paper" width="100%" height="100%"/>',
-        f'<text class="title" x="{_LEFT}" y="22">{escape(title)} on {escape(str(told.mesh))}</text>',
-        f'<text class="soft" x="{_LEFT}" y="40">{escape(place_text(told))}</text>',
+        f'<text class="title" x="{_LEFT}" y="22">{escape(title)} on {escape(str(listing.mesh))}</text>',
+        f'<text class="soft" x="{_LEFT}" y="40">{escape(rank_text(listing))}</text>',
         *_legend(),
-        *_wires(told.lines, lanes),
-        *(part for row, line in enumerate(told.lines) for part in _mark(line, row, lanes[line.name], text_at)),
-        *_sums(told, text_at),
+        *_wires(listing.lines, lanes),
+        *(part for row, line in enumerate(listing.lines) for part in _mark(line, row, lanes[line.name], text_at)),
+        *_sums(listing, text_at),
         "</svg>",
     ]
     return "\n".join(parts) + "\n"
 
 
-def _lanes(lines: list[Line]) -> dict[str, int]:
+def _lanes(lines: list[ListedOp]) -> dict[str, int]:
     """A lane for every value that an instruction makes; free again after its last use."""
     last: dict[str, int] = {}
     for row, line in enumerate(lines):
@@ -73,7 +73,7 @@ def _x(lane: int) -> int:
     return _LEFT + _LANE * lane
 
 
-def _wires(lines: list[Line], lanes: dict[str, int]) -> Iterator[str]:
+def _wires(lines: list[ListedOp], lanes: dict[str, int]) -> Iterator[str]:
     rows = {line.name: row for row, line in enumerate(lines)}
     for row, line in enumerate(lines):
         for name in dict.fromkeys(line.uses):
@@ -83,45 +83,52 @@ def _wires(lines: list[Line], lanes: dict[str, int]) -> Iterator[str]:
                 yield f'<path class="wire" d="M{x1} {y1} L{x1} {bend} C{x1} {y2} {x2} {bend} {x2} {y2}"/>'
 
 
-def _mark(line: Line, row: int, lane: int, text_at: int) -> Iterator[str]:
+def _mark(line: ListedOp, row: int, lane: int, text_at: int) -> Iterator[str]:
     x, y = _x(lane), _y(row)
-    talks = [talk for talk in (*line.forward, *line.backward) if talk.is_collective]
+    collectives = [collective for collective in (*line.forward, *line.backward) if collective.is_collective]
     if line.serial:
         yield f'<circle class="op" cx="{x}" cy="{y}" r="4"/>'
     else:
-        hue = colour_of(talks[0].kind) if talks else OTHER
+        hue = colour_of(collectives[0].kind) if collectives else OTHER
         yield f'<rect x="{x - 6}" y="{y - 6}" width="12" height="12" rx="3" fill="{hue}"/>'
     at = float(text_at)
-    for direction, talk in _badges(line):
-        yield from _badge(talk, direction, at, y)
-        at += 7.4 * len(direction + talk.kind) + 16
+    for direction, collective in _badges(line):
+        yield from _badge(collective, direction, at, y)
+        at += 7.4 * len(direction + collective.kind) + 16
     yield f'<text x="{at:.0f}" y="{y + 4}">{escape(_label(line))}</text>'
 
 
-def _badges(line: Line) -> list[tuple[str, Talk]]:
+def _badges(line: ListedOp) -> list[tuple[str, CollectiveStep]]:
     """Forward and backward; of an op only what is said to others."""
-    both = [*(("", talk) for talk in line.forward), *(("back: ", talk) for talk in line.backward)]
-    return [(direction, talk) for direction, talk in both if talk.is_collective or not line.serial]
+    both = [
+        *(("", collective) for collective in line.forward),
+        *(("back: ", collective) for collective in line.backward),
+    ]
+    return [(direction, collective) for direction, collective in both if collective.is_collective or not line.serial]
 
 
-def _wide(line: Line) -> float:
+def _wide(line: ListedOp) -> float:
     """Of an op's badges; those of a move have their place beside its short label."""
-    return sum(7.4 * len(direction + talk.kind) + 16 for direction, talk in _badges(line)) if line.serial else 0.0
+    return (
+        sum(7.4 * len(direction + collective.kind) + 16 for direction, collective in _badges(line))
+        if line.serial
+        else 0.0
+    )
 
 
-def _badge(talk: Talk, direction: str, at: float, y: int) -> Iterator[str]:
-    words = direction + talk.kind
+def _badge(collective: CollectiveStep, direction: str, at: float, y: int) -> Iterator[str]:
+    words = direction + collective.kind
     wide = 7.4 * len(words) + 8
-    yield f'<rect x="{at:.0f}" y="{y - 9}" width="{wide:.0f}" height="18" rx="4" fill="{colour_of(talk.kind)}"/>'
+    yield f'<rect x="{at:.0f}" y="{y - 9}" width="{wide:.0f}" height="18" rx="4" fill="{colour_of(collective.kind)}"/>'
     yield f'<text class="badge" x="{at + 4:.0f}" y="{y + 4}">{escape(words)}</text>'
 
 
-def _label(line: Line) -> str:
+def _label(line: ListedOp) -> str:
     if line.serial:
         return f"{line.distributed}  {line.local_shapes}"
-    talks = [talk for talk in (*line.forward, *line.backward) if talk.is_collective]
-    groups = " ".join(dict.fromkeys(f"({','.join(map(str, talk.ranks))})" for talk in talks))
-    size = size_text(sum(talk.received for talk in talks)) if talks else "no talk"
+    collectives = [collective for collective in (*line.forward, *line.backward) if collective.is_collective]
+    groups = " ".join(dict.fromkeys(f"({','.join(map(str, collective.ranks))})" for collective in collectives))
+    size = size_text(sum(collective.received for collective in collectives)) if collectives else "no communication"
     return " ".join(filter(None, (line.local_shapes or line.distributed, line.placements, groups, size)))
 
 
@@ -135,12 +142,12 @@ def _legend() -> Iterator[str]:
             at += wide + 8
 
 
-def _sums(told: Account, text_at: int) -> Iterator[str]:
-    listed = [(f"{title}: ", talk) for title, talks in after_texts(told) for talk in talks]
-    for number, (when, talk) in enumerate(listed):
-        y = _y(len(told.lines) + number + 1)
-        yield from _badge(talk, when, _LEFT, y)
-        at = _LEFT + 7.4 * len(when + talk.kind) + 16
-        ranks = f"({','.join(map(str, talk.ranks))})"
-        words = f"over {', '.join(talk.axes)} {ranks} {talk.detail} {size_text(talk.received)}"
+def _sums(listing: Listing, text_at: int) -> Iterator[str]:
+    listed = [(f"{title}: ", collective) for title, collectives in after_texts(listing) for collective in collectives]
+    for number, (when, collective) in enumerate(listed):
+        y = _y(len(listing.lines) + number + 1)
+        yield from _badge(collective, when, _LEFT, y)
+        at = _LEFT + 7.4 * len(when + collective.kind) + 16
+        ranks = f"({','.join(map(str, collective.ranks))})"
+        words = f"over {', '.join(collective.axes)} {ranks} {collective.detail} {size_text(collective.received)}"
         yield f'<text x="{at:.0f}" y="{y + 4}">{escape(words)}</text>'

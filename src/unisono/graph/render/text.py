@@ -4,64 +4,64 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from unisono.graph.render.listing import Account, Line, Talk
+from unisono.graph.render.listing import CollectiveStep, ListedOp, Listing
 from unisono.graph.render.sizes import size_text
 
 _WIDEST = 64  # columns of the serial side
 
 
-def as_text(told: Account, title: str = "program") -> str:
+def as_text(listing: Listing, title: str = "program") -> str:
     """What `print(program)` shows."""
-    return "\n".join([*_head(told, title), "", *_given(told), "", *_body(told), "", *_foot(told)])
+    return "\n".join([*_head(listing, title), "", *_given(listing), "", *_body(listing), "", *_foot(listing)])
 
 
-def place_text(told: Account) -> str:
-    coordinate = told.mesh.coordinate(told.rank)
-    places = ", ".join(f"{name}={place}" for name, place in zip(told.mesh.names, coordinate, strict=True))
-    return f"rank {told.rank} of {told.mesh.ranks.size}, at {places}"
+def rank_text(listing: Listing) -> str:
+    coordinate = listing.mesh.coordinate(listing.rank)
+    coordinates = ", ".join(f"{name}={index}" for name, index in zip(listing.mesh.names, coordinate, strict=True))
+    return f"rank {listing.rank} of {listing.mesh.ranks.size}, at {coordinates}"
 
 
-def total_text(talks: list[Talk]) -> str:
+def total_text(collectives: list[CollectiveStep]) -> str:
     kinds: dict[str, int] = {}
-    for talk in talks:
-        kinds[talk.kind] = kinds.get(talk.kind, 0) + 1
+    for collective in collectives:
+        kinds[collective.kind] = kinds.get(collective.kind, 0) + 1
     if not kinds:
         return "no collectives"
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return f"{listed}; {size_text(sum(talk.received for talk in talks))} received"
+    return f"{listed}; {size_text(sum(collective.received for collective in collectives))} received"
 
 
-def _head(told: Account, title: str) -> Iterator[str]:
-    yield f"{title} on {told.mesh}: {place_text(told)}"
-    yield f"  forward:  {total_text(told.forward)}"
-    yield f"  backward: {total_text(told.backward)}"
-    yield from [f"  update:   {total_text(told.updates)}"] if told.updates else []
-    yield from (f"  {words}" for words in told.about)
+def _head(listing: Listing, title: str) -> Iterator[str]:
+    yield f"{title} on {listing.mesh}: {rank_text(listing)}"
+    yield f"  forward:  {total_text(listing.forward)}"
+    yield f"  backward: {total_text(listing.backward)}"
+    yield from [f"  update:   {total_text(listing.updates)}"] if listing.updates else []
+    yield from (f"  {words}" for words in listing.about)
     yield "  placements, one an axis: S0 sharded along dim 0, R replicated, P parts of a sum"
 
 
-def _given(told: Account) -> Iterator[str]:
-    rows = [(each.kind, each.name, each.whole, each.local, each.placements, each.strategy) for each in told.given]
+def _given(listing: Listing) -> Iterator[str]:
+    rows = [(each.kind, each.name, each.full, each.local, each.placements, each.strategy) for each in listing.given]
     widths = [max((len(row[column]) for row in rows), default=0) for column in range(6)]
-    for row, each in zip(rows, told.given, strict=True):
+    for row, each in zip(rows, listing.given, strict=True):
         cells = "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True))
         summed = f"  gradient summed over {', '.join(each.summed)}" if each.summed else ""
         summed += f"  {each.kept}" if each.kept else ""
         yield (cells + summed + (f"  note: {each.note}" if each.note else "")).rstrip()
 
 
-def _body(told: Account) -> Iterator[str]:
-    left = [text for line in told.lines for text in (line.serial, "  " + line.serial_shapes)]
+def _body(listing: Listing) -> Iterator[str]:
+    left = [text for line in listing.lines for text in (line.serial, "  " + line.serial_shapes)]
     width = min(max(map(len, left), default=0), _WIDEST)
-    yield f"{'serial'.ljust(width)} | rank {told.rank}"
+    yield f"{'serial'.ljust(width)} | rank {listing.rank}"
     yield f"{'-' * width}-+-{'-' * 60}"
-    for line in told.lines:
+    for line in listing.lines:
         yield from _both(line, width)
-    if told.outputs:
-        yield f"{' ' * width} | return {', '.join(told.outputs)}"
+    if listing.outputs:
+        yield f"{' ' * width} | return {', '.join(listing.outputs)}"
 
 
-def _both(line: Line, width: int) -> Iterator[str]:
+def _both(line: ListedOp, width: int) -> Iterator[str]:
     margin = f"{' ' * width} |"
     if line.serial:
         where = "  ".join(word for word in (line.path, line.source) if word)
@@ -72,33 +72,41 @@ def _both(line: Line, width: int) -> Iterator[str]:
         yield from [f"{margin}   note: {line.note}"] if line.note else []
     else:
         yield f"{margin} {line.distributed}   {line.local_shapes}   {line.placements}".rstrip()
-    for direction, talks in (("forward", line.forward), ("backward", line.backward)):
-        for talk in talks:
-            yield f"{margin}     {direction}: {talk_text(talk)}"
+    for direction, collectives in (("forward", line.forward), ("backward", line.backward)):
+        for collective in collectives:
+            yield f"{margin}     {direction}: {collective_text(collective)}"
 
 
-def talk_text(talk: Talk) -> str:
-    ranks = f"({','.join(map(str, talk.ranks))})"
-    shapes = f"{_shape(talk.before)} -> {_shape(talk.after)}"
-    size = "" if talk.kind == "send" else f", {size_text(talk.received)}" if talk.is_collective else ", no talk"
-    return f"{talk.kind} over {', '.join(talk.axes)} {ranks}: {shapes}{', ' if talk.detail else ''}{talk.detail}{size}"
+def collective_text(collective: CollectiveStep) -> str:
+    ranks = f"({','.join(map(str, collective.ranks))})"
+    shapes = f"{_shape(collective.before)} -> {_shape(collective.after)}"
+    size = (
+        ""
+        if collective.kind == "send"
+        else f", {size_text(collective.received)}"
+        if collective.is_collective
+        else ", no communication"
+    )
+    detail = f", {collective.detail}" if collective.detail else ""
+    return f"{collective.kind} over {', '.join(collective.axes)} {ranks}: {shapes}{detail}{size}"
 
 
 def _shape(shape: tuple[int, ...]) -> str:
     return f"({','.join(map(str, shape))})"
 
 
-def _foot(told: Account) -> Iterator[str]:
-    if told.order:
-        yield f"in a step: {told.order}"
-    for title, listed in after_texts(told):
+def _foot(listing: Listing) -> Iterator[str]:
+    if listing.order:
+        yield f"in a step: {listing.order}"
+    for title, listed in after_texts(listing):
         yield title
-        for talk in listed:
-            ranks = f"({','.join(map(str, talk.ranks))})"
-            yield f"  {talk.kind} over {', '.join(talk.axes)} {ranks}: {talk.detail}, {size_text(talk.received)}"
+        for collective in listed:
+            ranks = f"({','.join(map(str, collective.ranks))})"
+            size = size_text(collective.received)
+            yield f"  {collective.kind} over {', '.join(collective.axes)} {ranks}: {collective.detail}, {size}"
 
 
-def after_texts(told: Account) -> list[tuple[str, list[Talk]]]:
+def after_texts(listing: Listing) -> list[tuple[str, list[CollectiveStep]]]:
     """Communication after the ops, by when."""
-    when = (("after the backward", told.sums), ("in the update", told.updates))
+    when = (("after the backward", listing.sums), ("in the update", listing.updates))
     return [(title, listed) for title, listed in when if listed]

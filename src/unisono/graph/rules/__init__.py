@@ -14,9 +14,9 @@ from unisono.graph.rules import (
     reduce,
     shape,
 )
-from unisono.graph.rules.call import Call, tensors_of
+from unisono.graph.rules.call import OpCall, tensors_of
 from unisono.graph.rules.registry import options, rule, rule_of, target_name
 
 FAMILIES = (attention, conv, elementwise, embedding, experts, factory, index, linear, loss, norm, reduce, shape)
 
-__all__ = ["FAMILIES", "Call", "options", "rule", "rule_of", "target_name", "tensors_of"]
+__all__ = ["FAMILIES", "OpCall", "options", "rule", "rule_of", "target_name", "tensors_of"]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch.distributed.tensor import Shard
 
-from unisono.graph.rules.call import Call
+from unisono.graph.rules.call import OpCall
 from unisono.graph.rules.elementwise import aligned
 from unisono.graph.rules.option import REPLICATE, SUM, Option
 from unisono.graph.rules.registry import rule
@@ -14,7 +14,7 @@ from unisono.mesh.placement import Placement
 
 
 @rule("aten.scaled_dot_product_attention")
-def attention(call: Call) -> Iterator[Option]:
+def attention(call: OpCall) -> Iterator[Option]:
     """Causal attention of some queries needs to know which they are, and dropout which part of the weights it sees."""
     queries = call.shape("query")
     weights = (*queries[:-1], call.shape("key")[-2])
@@ -34,7 +34,7 @@ def attention(call: Call) -> Iterator[Option]:
 
 
 def _option(
-    call: Call, weights: tuple[int, ...], dim: int, made: Placement, local: str | None, **given: Placement
+    call: OpCall, weights: tuple[int, ...], dim: int, made: Placement, local: str | None, **given: Placement
 ) -> Option:
     mask = aligned(call.shape("attn_mask"), weights, dim) if "attn_mask" in call.names else REPLICATE
     return call.option(made, local, **given, attn_mask=mask)

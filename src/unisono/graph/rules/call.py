@@ -23,7 +23,7 @@ def tensors_of(value: Any) -> tuple[torch.Tensor, ...]:
     return ()
 
 
-class Call:
+class OpCall:
     """Tensor inputs are numbered as in `Option.inputs`: by their place among the flattened arguments."""
 
     def __init__(self, node: fx.Node) -> None:

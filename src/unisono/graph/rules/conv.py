@@ -8,13 +8,13 @@ from collections.abc import Iterator
 
 from torch.distributed.tensor import Shard
 
-from unisono.graph.rules.call import Call
+from unisono.graph.rules.call import OpCall
 from unisono.graph.rules.option import SUM, Option
 from unisono.graph.rules.registry import rule
 
 
 @rule("aten.conv1d", "aten.conv2d", "aten.conv3d", "aten.convolution")
-def convolution(call: Call) -> Iterator[Option]:
+def convolution(call: OpCall) -> Iterator[Option]:
     given = "input"
     spatial = len(call.shape("weight")) - 2
     batched = len(call.shape(given)) == spatial + 2
@@ -35,7 +35,7 @@ def convolution(call: Call) -> Iterator[Option]:
     "aten.avg_pool2d", "aten.avg_pool3d", "aten.adaptive_avg_pool1d", "aten.adaptive_avg_pool2d",
     "aten.adaptive_avg_pool3d", "aten.adaptive_max_pool2d", "aten.upsample_nearest2d", "aten.upsample_bilinear2d",
 )  # fmt: skip
-def pooling(call: Call) -> Iterator[Option]:
+def pooling(call: OpCall) -> Iterator[Option]:
     spatial = {"1": 1, "2": 2, "3": 3}.get(_digit(str(call.node.target)), 2)
     for dim in range(len(call.result) - spatial):
         yield Option((Shard(dim),), (Shard(dim),) * len(call.results))
@@ -47,6 +47,6 @@ def _digit(name: str) -> str:
 
 
 @rule("aten.pixel_shuffle", "aten.pixel_unshuffle")
-def shuffle(call: Call) -> Iterator[Option]:
+def shuffle(call: OpCall) -> Iterator[Option]:
     for dim in range(len(call.result) - 3):
         yield Option((Shard(dim),), (Shard(dim),))

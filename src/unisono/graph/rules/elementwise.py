@@ -11,7 +11,7 @@ from collections.abc import Iterator
 import torch
 from torch.distributed.tensor import Shard
 
-from unisono.graph.rules.call import Call, Shape
+from unisono.graph.rules.call import OpCall, Shape
 from unisono.graph.rules.option import REPLICATE, SUM, Option
 from unisono.graph.rules.registry import rule
 from unisono.mesh.placement import Placement
@@ -23,7 +23,7 @@ def aligned(shape: Shape, result: Shape, dim: int) -> Placement:
     return Shard(own) if own >= 0 and shape[own] == result[dim] else REPLICATE
 
 
-def cut_alike(call: Call) -> Iterator[Option]:
+def sharded_alike(call: OpCall) -> Iterator[Option]:
     for dim in range(len(call.result)):
         yield Option(
             tuple(aligned(shape, call.result, dim) for shape in call.shapes), (Shard(dim),) * len(call.results)
@@ -46,12 +46,12 @@ _NONLINEAR = (
 
 
 @rule(*(f"aten.{name}" for name in _NONLINEAR))
-def elementwise(call: Call) -> Iterator[Option]:
-    yield from cut_alike(call)
+def elementwise(call: OpCall) -> Iterator[Option]:
+    yield from sharded_alike(call)
 
 
 @rule("aten.prelu")
-def prelu(call: Call) -> Iterator[Option]:
+def prelu(call: OpCall) -> Iterator[Option]:
     """A weight for all elements, or one a channel; channels are dim 1."""
     for dim in range(len(call.result)):
         weight = Shard(0) if dim == 1 and call.shape("weight") == call.result[1:2] else REPLICATE
@@ -74,23 +74,23 @@ _LINEAR = (
 
 
 @rule(*(f"aten.{name}" for name in _LINEAR))
-def linear_unary(call: Call) -> Iterator[Option]:
-    yield from cut_alike(call)
+def linear_unary(call: OpCall) -> Iterator[Option]:
+    yield from sharded_alike(call)
     yield Option((SUM,), (SUM,))
 
 
 @rule("aten.to", "aten._to_copy", "aten.type_as")
-def cast(call: Call) -> Iterator[Option]:
+def cast(call: OpCall) -> Iterator[Option]:
     """A sum in parts may be cast to what is no coarser."""
-    yield from cut_alike(call)
+    yield from sharded_alike(call)
     source, target = call.tensors[0].meta["val"].dtype, call.results[0].dtype
     if source.is_floating_point and target.is_floating_point and target.itemsize >= source.itemsize:
         yield Option((SUM, *(REPLICATE,) * (len(call.tensors) - 1)), (SUM,))
 
 
 @rule("aten.mul", "aten.multiply")
-def mul(call: Call) -> Iterator[Option]:
-    yield from cut_alike(call)
+def mul(call: OpCall) -> Iterator[Option]:
+    yield from sharded_alike(call)
     if len(call.tensors) == 1:
         yield Option((SUM,), (SUM,))
     else:
@@ -99,19 +99,19 @@ def mul(call: Call) -> Iterator[Option]:
 
 
 @rule("aten.div.Tensor", "aten.div.Scalar", "aten.true_divide")
-def div(call: Call) -> Iterator[Option]:
-    yield from cut_alike(call)
+def div(call: OpCall) -> Iterator[Option]:
+    yield from sharded_alike(call)
     yield Option((SUM, *(REPLICATE,) * (len(call.tensors) - 1)), (SUM,))
 
 
 @rule("aten.div.Tensor_mode", "aten.div.Scalar_mode")
-def rounded_div(call: Call) -> Iterator[Option]:
-    yield from cut_alike(call)
+def rounded_div(call: OpCall) -> Iterator[Option]:
+    yield from sharded_alike(call)
 
 
 @rule("aten.add.Tensor", "aten.sub.Tensor", "aten.rsub.Tensor")
-def add(call: Call) -> Iterator[Option]:
-    yield from cut_alike(call)
+def add(call: OpCall) -> Iterator[Option]:
+    yield from sharded_alike(call)
     if len(call.tensors) == 2 and all(_adds(node.meta["val"].dtype) for node in call.tensors):
         yield Option((SUM, SUM), (SUM,))
 
@@ -121,5 +121,5 @@ def _adds(dtype: torch.dtype) -> bool:
 
 
 @rule("aten.where.self", "aten.masked_fill.Tensor", "aten.copy")
-def where(call: Call) -> Iterator[Option]:
-    yield from cut_alike(call)
+def where(call: OpCall) -> Iterator[Option]:
+    yield from sharded_alike(call)

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from torch.distributed.tensor import Shard
 
-from unisono.graph.rules.call import Call
+from unisono.graph.rules.call import OpCall
 from unisono.graph.rules.option import SUM, Option
 from unisono.graph.rules.registry import rule
 
 
 @rule("aten.embedding")
-def embedding(call: Call) -> Iterator[Option]:
+def embedding(call: OpCall) -> Iterator[Option]:
     """A rank with some rows of the table finds zeros for the others, so that the ranks' findings add up. Gradients that
     are scaled by how often a row is looked up need all indices, and the rows' own numbers."""
     by_rows = not call["scale_grad_by_freq"]

@@ -6,13 +6,13 @@ from collections.abc import Iterator
 
 from torch.distributed.tensor import Shard
 
-from unisono.graph.rules.call import Call
+from unisono.graph.rules.call import OpCall
 from unisono.graph.rules.option import SUM, Option
 from unisono.graph.rules.registry import rule
 
 
 @rule("aten._grouped_mm", "transformers.grouped_mm_fallback")
-def grouped_mm(call: Call) -> Iterator[Option]:
+def grouped_mm(call: OpCall) -> Iterator[Option]:
     """rows (n, k), matrices (experts, k, m), ends of the experts' rows (experts,) -> (n, m).
 
     A rank with some of the experts gives zeros for the rows of others, so that the ranks' results add up.

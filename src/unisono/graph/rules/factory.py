@@ -8,19 +8,19 @@ import torch
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from unisono.graph.rules.call import Call
+from unisono.graph.rules.call import OpCall
 from unisono.graph.rules.option import REPLICATE, SUM, Option
 from unisono.graph.rules.registry import rule, target_name
 
 
 @rule("aten.zeros", "aten.ones", "aten.full", "aten.empty", "aten.arange", "aten.scalar_tensor", "aten.empty_permuted")
-def factory(call: Call) -> Iterator[Option]:
+def factory(call: OpCall) -> Iterator[Option]:
     for dim in range(len(call.result)):
         yield Option((), (Shard(dim),), "factory")
 
 
 @rule("aten.new_zeros", "aten.new_ones", "aten.new_full", "aten.new_empty")
-def factory_by_example(call: Call) -> Iterator[Option]:
+def factory_by_example(call: OpCall) -> Iterator[Option]:
     """Of the tensor given only dtype and device count, so it may lie in any way."""
     anyhow = [REPLICATE, *map(Shard, range(len(call.shape())))]
     for given in anyhow:
@@ -30,13 +30,13 @@ def factory_by_example(call: Call) -> Iterator[Option]:
 
 
 @rule("aten.zeros_like", "aten.ones_like", "aten.full_like", "aten.empty_like")
-def like(call: Call) -> Iterator[Option]:
+def like(call: OpCall) -> Iterator[Option]:
     for dim in range(len(call.result)):
         yield Option((Shard(dim),), (Shard(dim),))
 
 
 @rule("aten.rand", "aten.randn")
-def random_factory(call: Call) -> Iterator[Option]:
+def random_factory(call: OpCall) -> Iterator[Option]:
     """Numbers depend on an element's place in the whole, so the ranks' pieces fit together."""
     yield Option((), (REPLICATE,), "random")
     for dim in range(len(call.result)):
@@ -44,7 +44,7 @@ def random_factory(call: Call) -> Iterator[Option]:
 
 
 @rule("aten.rand_like", "aten.randn_like")
-def random_like(call: Call) -> Iterator[Option]:
+def random_like(call: OpCall) -> Iterator[Option]:
     yield Option((REPLICATE,), (REPLICATE,), "random")
     for dim in range(len(call.result)):
         yield Option((Shard(dim),), (Shard(dim),), "random")
@@ -54,10 +54,10 @@ def draws(node: fx.Node) -> bool:
     """Whether an op takes random numbers."""
     name = target_name(node.target)
     if name.startswith("aten.dropout."):
-        return bool(Call(node)["train"]) and Call(node)["p"] > 0
+        return bool(OpCall(node)["train"]) and OpCall(node)["p"] > 0
     if name.startswith("aten.scaled_dot_product_attention."):
-        return Call(node)["dropout_p"] > 0
-    given = Call(node).arguments
+        return OpCall(node)["dropout_p"] > 0
+    given = OpCall(node).arguments
     is_random = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
     return is_random and bool(given.get("train", given.get("training", True))) and given.get("dropout", 1.0) > 0
 
@@ -72,7 +72,7 @@ _FOLLOWED = ("aten.rand", "aten.randn", "aten.rand_like", "aten.randn_like", "at
 
 
 @rule("aten.dropout")
-def dropout(call: Call) -> Iterator[Option]:
+def dropout(call: OpCall) -> Iterator[Option]:
     """Linear once its mask is drawn, and the mask is the same for all parts of a sum."""
     local = "dropout" if draws(call.node) else None
     yield Option((REPLICATE,), (REPLICATE,), local)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch.distributed.tensor import Shard
 
-from unisono.graph.rules.call import Call, tensors_of
+from unisono.graph.rules.call import OpCall, tensors_of
 from unisono.graph.rules.elementwise import aligned
 from unisono.graph.rules.option import REPLICATE, SUM, Option
 from unisono.graph.rules.registry import rule
@@ -17,7 +17,7 @@ from unisono.mesh.placement import Placement
 
 
 @rule("aten.gather")
-def gather(call: Call) -> Iterator[Option]:
+def gather(call: OpCall) -> Iterator[Option]:
     """The index may be shorter than the input along other dims: cut where they agree, as pieces then do."""
     mixed = call.dim("dim")
     for dim in range(len(call.result)):
@@ -29,7 +29,7 @@ def gather(call: Call) -> Iterator[Option]:
 
 
 @rule("aten.index_select")
-def index_select(call: Call) -> Iterator[Option]:
+def index_select(call: OpCall) -> Iterator[Option]:
     mixed = call.dim("dim")
     for dim in range(len(call.result)):
         yield call.option(Shard(dim), **({"index": Shard(0)} if dim == mixed else {"self": Shard(dim)}))
@@ -37,11 +37,11 @@ def index_select(call: Call) -> Iterator[Option]:
 
 
 @rule("aten.index.Tensor")
-def index(call: Call) -> Iterator[Option]:
+def index(call: OpCall) -> Iterator[Option]:
     """Dims without an index are cut together; dims of the indices, which are broadcast, along the indices."""
     layout = _Indexed(call)
-    for dim, place in layout.kept:
-        yield call.option(Shard(place), self=Shard(dim), indices=[REPLICATE] * layout.count)
+    for dim, out_dim in layout.kept:
+        yield call.option(Shard(out_dim), self=Shard(dim), indices=[REPLICATE] * layout.count)
     for dim in range(len(layout.broadcast)):
         yield call.option(Shard(layout.start + dim), indices=layout.along(dim))
     if call.results[0].is_floating_point():
@@ -49,28 +49,28 @@ def index(call: Call) -> Iterator[Option]:
 
 
 @rule("aten.index_put")
-def index_put(call: Call) -> Iterator[Option]:
+def index_put(call: OpCall) -> Iterator[Option]:
     """Cut along dims without an index; what is written is broadcast to what the index reads there."""
     if any(given is not None and given.meta["val"].dtype in (torch.bool, torch.uint8) for given in call["indices"]):
         yield from _masked(call)
         return
     layout = _Indexed(call)
     read = layout.read
-    for dim, place in layout.kept:
-        values = aligned(call.shape("values"), read, place)
+    for dim, out_dim in layout.kept:
+        values = aligned(call.shape("values"), read, out_dim)
         yield call.option(Shard(dim), self=Shard(dim), indices=[REPLICATE] * layout.count, values=values)
     if call["accumulate"]:
         yield call.option(SUM, self=SUM, indices=[REPLICATE] * layout.count, values=SUM)
 
 
-def _masked(call: Call) -> Iterator[Option]:
+def _masked(call: OpCall) -> Iterator[Option]:
     """One number where a mask says so: cut along any dim, with the mask where it has that dim."""
-    places = [place for place, given in enumerate(call["indices"]) if given is not None]
-    if len(places) != 1 or math.prod(call.shape("values")) != 1:
+    out_dims = [out_dim for out_dim, given in enumerate(call["indices"]) if given is not None]
+    if len(out_dims) != 1 or math.prod(call.shape("values")) != 1:
         return
     mask = call.shape("indices")
     for dim in range(len(call.result)):
-        own = dim - places[0]
+        own = dim - out_dims[0]
         cut = Shard(own) if 0 <= own < len(mask) else REPLICATE
         yield call.option(Shard(dim), self=Shard(dim), indices=[cut])
 
@@ -78,7 +78,7 @@ def _masked(call: Call) -> Iterator[Option]:
 class _Indexed:
     """What x[indices] does with x's dims."""
 
-    def __init__(self, call: Call) -> None:
+    def __init__(self, call: OpCall) -> None:
         self.shape = call.shape("self")
         given: list[Any] = [*call["indices"], *[None] * (len(self.shape) - len(call["indices"]))]
         shapes = [None if item is None else tuple(tensors_of(item.meta["val"])[0].shape) for item in given]
@@ -91,15 +91,15 @@ class _Indexed:
         together = indexed == list(range(indexed[0], indexed[0] + len(indexed)))
         self.start = indexed[0] if together else 0  # where the indices' dims stand in the result
         rest = [dim for dim in range(len(self.shape)) if dim not in indexed]
-        places = [place for place in range(len(rest) + ndim) if not self.start <= place < self.start + ndim]
-        self.kept = list(zip(rest, places, strict=True))
+        out_dims = [out_dim for out_dim in range(len(rest) + ndim) if not self.start <= out_dim < self.start + ndim]
+        self.kept = list(zip(rest, out_dims, strict=True))
 
     @property
     def read(self) -> tuple[int, ...]:
         shape = [0] * (len(self.kept) + len(self.broadcast))
         shape[self.start : self.start + len(self.broadcast)] = self.broadcast
-        for dim, place in self.kept:
-            shape[place] = self.shape[dim]
+        for dim, out_dim in self.kept:
+            shape[out_dim] = self.shape[dim]
         return tuple(shape)
 
     def along(self, dim: int) -> list[Placement]:
@@ -107,7 +107,7 @@ class _Indexed:
 
 
 @rule("aten.scatter.src", "aten.scatter.value", "aten.scatter_add", "aten.index_add")
-def scatter(call: Call) -> Iterator[Option]:
+def scatter(call: OpCall) -> Iterator[Option]:
     """Cut along other dims where everything has the same length."""
     mixed = call.dim("dim")
     vector = "index_add" in str(call.node.target)
@@ -118,7 +118,7 @@ def scatter(call: Call) -> Iterator[Option]:
 
 
 @rule("aten.select_scatter", "aten.slice_scatter")
-def put_back(call: Call) -> Iterator[Option]:
+def put_back(call: OpCall) -> Iterator[Option]:
     mixed = call.dim("dim")
     gone = len(call.shape("src")) < len(call.shape("self"))
     for dim in range(len(call.result)):

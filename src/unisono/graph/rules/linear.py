@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 
 from torch.distributed.tensor import Shard
 
-from unisono.graph.rules.call import Call
+from unisono.graph.rules.call import OpCall
 from unisono.graph.rules.option import REPLICATE, SUM, Option
 from unisono.graph.rules.registry import rule
 from unisono.mesh.placement import Placement
@@ -22,17 +22,17 @@ def contraction(terms: Sequence[str], result: str) -> Iterator[tuple[list[Placem
     """The ways to cut a contraction: the tensors' placements and the result's. A letter may occur once a term."""
     for letter in dict.fromkeys("".join(terms)):
         if letter != "1":
-            yield [_cut(term, letter) for term in terms], _cut(result, letter, SUM)
+            yield [_sharded(term, letter) for term in terms], _sharded(result, letter, SUM)
     for i in range(len(terms)):
         yield [SUM if i == j else REPLICATE for j in range(len(terms))], SUM
 
 
-def _cut(term: str, letter: str, otherwise: Placement = REPLICATE) -> Placement:
+def _sharded(term: str, letter: str, otherwise: Placement = REPLICATE) -> Placement:
     return Shard(term.index(letter)) if letter in term else otherwise
 
 
 def product(
-    call: Call, first: str, second: str, terms: tuple[str, str], result: str, bias: str = ""
+    call: OpCall, first: str, second: str, terms: tuple[str, str], result: str, bias: str = ""
 ) -> Iterator[Option]:
     """The options of `first @ second (+ bias)`. A bias is added once, so to a sum in parts it comes as a part."""
     shape = call.shape(bias) if bias else ()
@@ -51,7 +51,7 @@ def _of_bias(shape: tuple[int, ...], result: tuple[int, ...], made: Placement) -
 
 
 @rule("aten.linear")
-def linear(call: Call) -> Iterator[Option]:
+def linear(call: OpCall) -> Iterator[Option]:
     batch = string.ascii_lowercase[: len(call.shape("input")) - 1]
     yield from product(
         call, "input", "weight", (f"{batch}y", "zy"), f"{batch}z", "bias" if "bias" in call.names else ""
@@ -59,7 +59,7 @@ def linear(call: Call) -> Iterator[Option]:
 
 
 @rule("aten.matmul")
-def matmul(call: Call) -> Iterator[Option]:
+def matmul(call: OpCall) -> Iterator[Option]:
     left, right, result = matmul_letters(call.shape("self"), call.shape("other"))
     yield from product(call, "self", "other", (left, right), result)
 
@@ -81,27 +81,27 @@ def _batch_letters(names: str, own: tuple[int, ...], other: tuple[int, ...]) -> 
 
 
 @rule("aten.mm")
-def mm(call: Call) -> Iterator[Option]:
+def mm(call: OpCall) -> Iterator[Option]:
     yield from product(call, "self", "mat2", ("xy", "yz"), "xz")
 
 
 @rule("aten.bmm")
-def bmm(call: Call) -> Iterator[Option]:
+def bmm(call: OpCall) -> Iterator[Option]:
     yield from product(call, "self", "mat2", ("axy", "ayz"), "axz")
 
 
 @rule("aten.addmm")
-def addmm(call: Call) -> Iterator[Option]:
+def addmm(call: OpCall) -> Iterator[Option]:
     yield from product(call, "mat1", "mat2", ("xy", "yz"), "xz", "self")
 
 
 @rule("aten.baddbmm")
-def baddbmm(call: Call) -> Iterator[Option]:
+def baddbmm(call: OpCall) -> Iterator[Option]:
     yield from product(call, "batch1", "batch2", ("axy", "ayz"), "axz", "self")
 
 
 @rule("aten.einsum")
-def einsum(call: Call) -> Iterator[Option]:
+def einsum(call: OpCall) -> Iterator[Option]:
     equation = call["equation"].replace(" ", "")
     terms, arrow, result = equation.partition("->")
     listed = terms.split(",")

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from torch.distributed.tensor import Shard
 
-from unisono.graph.rules.call import Call
+from unisono.graph.rules.call import OpCall
 from unisono.graph.rules.option import REPLICATE, SUM, Option
 from unisono.graph.rules.registry import rule
 
@@ -14,7 +14,7 @@ NONE, MEAN, TOTAL = 0, 1, 2  # torch's numbers for reduction=
 
 
 @rule("aten.cross_entropy_loss")
-def cross_entropy(call: Call) -> Iterator[Option]:
+def cross_entropy(call: OpCall) -> Iterator[Option]:
     """Without a batch dim, classes are dim 0. Targets may be class numbers or, in the input's shape, probabilities."""
     shape, reduction = call.shape("self"), call["reduction"]
     classes = min(len(shape) - 1, 1)
@@ -34,7 +34,7 @@ def cross_entropy(call: Call) -> Iterator[Option]:
     "aten.mse_loss", "aten.l1_loss", "aten.smooth_l1_loss", "aten.huber_loss", "aten.binary_cross_entropy",
     "aten.binary_cross_entropy_with_logits", "aten.kl_div", "aten.soft_margin_loss",
 )  # fmt: skip
-def pointwise_loss(call: Call) -> Iterator[Option]:
+def pointwise_loss(call: OpCall) -> Iterator[Option]:
     shape, reduction = call.shape(), call["reduction"]
     if any(other != shape for other in call.shapes):
         return
@@ -44,7 +44,7 @@ def pointwise_loss(call: Call) -> Iterator[Option]:
 
 
 @rule("aten.nll_loss", "aten.nll_loss_nd", "aten.nll_loss2d")
-def nll_loss(call: Call) -> Iterator[Option]:
+def nll_loss(call: OpCall) -> Iterator[Option]:
     shape, reduction = call.shape(), call["reduction"]
     for dim in range(len(shape)):
         classes = min(len(shape) - 1, 1)

@@ -55,6 +55,6 @@ def output_gradient(placement: Placement) -> Placement:
     return placement if isinstance(placement, Shard) else REPLICATE
 
 
-def whole(inputs: int, outputs: int) -> Option:
+def full(inputs: int, outputs: int) -> Option:
     """Every rank does all of it."""
     return Option((REPLICATE,) * inputs, (REPLICATE,) * outputs)

@@ -6,12 +6,12 @@ from collections.abc import Iterator
 
 from torch.distributed.tensor import Shard
 
-from unisono.graph.rules.call import Call
+from unisono.graph.rules.call import OpCall
 from unisono.graph.rules.option import REPLICATE, SUM, Option
 from unisono.graph.rules.registry import rule
 
 
-def reduced_dims(call: Call) -> set[int]:
+def reduced_dims(call: OpCall) -> set[int]:
     """The dims that an op reduces, from its argument dim: one, some, or (left out, None or empty) all."""
     ndim = len(call.shape())
     given = call.arguments.get("dim")
@@ -20,41 +20,41 @@ def reduced_dims(call: Call) -> set[int]:
     return {dim % max(ndim, 1) for dim in (given if isinstance(given, list | tuple) else [given])}
 
 
-def kept_pairs(call: Call) -> Iterator[tuple[int, int]]:
+def kept_pairs(call: OpCall) -> Iterator[tuple[int, int]]:
     """Dims that stay: where in the input, where in the result."""
     gone = reduced_dims(call)
     keeps = bool(call.arguments.get("keepdim", False)) or len(call.result) == len(call.shape())
-    place = 0
+    out_dim = 0
     for dim in range(len(call.shape())):
         if dim not in gone:
-            yield dim, dim if keeps else place
-            place += 1
+            yield dim, dim if keeps else out_dim
+            out_dim += 1
 
 
-def cut_along_kept(call: Call) -> Iterator[Option]:
-    for dim, place in kept_pairs(call):
-        yield Option((Shard(dim),), (Shard(place),) * len(call.results))
+def sharded_along_kept(call: OpCall) -> Iterator[Option]:
+    for dim, out_dim in kept_pairs(call):
+        yield Option((Shard(dim),), (Shard(out_dim),) * len(call.results))
 
 
 @rule("aten.sum", "aten.nansum")
-def total(call: Call) -> Iterator[Option]:
-    yield from cut_along_kept(call)
+def total(call: OpCall) -> Iterator[Option]:
+    yield from sharded_along_kept(call)
     for dim in sorted(reduced_dims(call)):
         yield Option((Shard(dim),), (SUM,))
     yield Option((SUM,), (SUM,))
 
 
 @rule("aten.var.correction", "aten.var.dim", "aten.var.default")
-def variance(call: Call) -> Iterator[Option]:
+def variance(call: OpCall) -> Iterator[Option]:
     """Along what is reduced, ranks find the mean together and then add up what parts from it."""
-    yield from cut_along_kept(call)
+    yield from sharded_along_kept(call)
     for dim in sorted(reduced_dims(call)):
         yield Option((Shard(dim),), (REPLICATE,), "variance")
 
 
 @rule("aten.mean")
-def mean(call: Call) -> Iterator[Option]:
-    yield from cut_along_kept(call)
+def mean(call: OpCall) -> Iterator[Option]:
+    yield from sharded_along_kept(call)
     for dim in sorted(reduced_dims(call)):
         yield Option((Shard(dim),), (SUM,), "mean")
     yield Option((SUM,), (SUM,))
@@ -66,12 +66,12 @@ def mean(call: Call) -> Iterator[Option]:
     "aten.logsumexp", "aten.median.dim", "aten.linalg_vector_norm", "aten.norm.ScalarOpt_dim", "aten.count_nonzero",
     "aten.any.default", "aten.all.default", "aten.max.default", "aten.min.default",
 )  # fmt: skip
-def reduction(call: Call) -> Iterator[Option]:
-    yield from cut_along_kept(call)
+def reduction(call: OpCall) -> Iterator[Option]:
+    yield from sharded_along_kept(call)
 
 
 @rule("aten.cumsum", "aten.cumprod", "aten.sort", "aten.argsort", "aten.topk", "aten.logcumsumexp", "aten.cummax")
-def along(call: Call) -> Iterator[Option]:
+def along(call: OpCall) -> Iterator[Option]:
     """Ops that give as many dims as they take and mix one of them."""
     mixed = call.dim("dim")
     for dim in range(len(call.shape())):
@@ -80,6 +80,6 @@ def along(call: Call) -> Iterator[Option]:
 
 
 @rule("aten.histc", "aten.bincount", "aten.nonzero", "aten.unique_dim", "aten.one_hot")
-def over_all(call: Call) -> Iterator[Option]:
+def over_all(call: OpCall) -> Iterator[Option]:
     """Mixes everything: only whole."""
     yield from ()

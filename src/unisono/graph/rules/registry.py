@@ -8,11 +8,11 @@ from typing import Any
 from torch import fx
 from torch.distributed.tensor import Shard
 
-from unisono.graph.rules.call import Call, tensors_of
-from unisono.graph.rules.option import Option, whole
+from unisono.graph.rules.call import OpCall, tensors_of
+from unisono.graph.rules.option import Option, full
 from unisono.mesh.placement import is_partial, shard_dim
 
-Rule = Callable[[Call], Iterable[Option]]
+Rule = Callable[[OpCall], Iterable[Option]]
 _rules: dict[str, Rule] = {}
 
 
@@ -43,19 +43,19 @@ def options(node: fx.Node) -> list[Option]:
 
     All options of a node that name a rewrite name the same one, which looks at the placements on all axes together.
     """
-    call = Call(node)
+    call = OpCall(node)
     if node.op == "placeholder":
-        return _lying(call)
+        return _parameter_specs(call)
     if node.op == "output":
         return _leaving(call)
     found = rule_of(node.target)
-    listed = [whole(len(call.tensors), len(call.results))]
+    listed = [full(len(call.tensors), len(call.results))]
     listed += found(call) if found is not None else ()
     by_placements = {(option.inputs, option.outputs): option for option in listed}
     return [option for option in by_placements.values() if _possible(option, call)]
 
 
-def _possible(option: Option, call: Call) -> bool:
+def _possible(option: Option, call: OpCall) -> bool:
     """Whether each sharded dim is long enough to be cut at all, and only numbers that add are in parts."""
     assert len(option.inputs) == len(call.tensors), f"{call.node.target}: {option}"
     assert len(option.outputs) == len(call.results), f"{call.node.target}: {option}"
@@ -69,15 +69,15 @@ def _possible(option: Option, call: Call) -> bool:
     return True
 
 
-def _lying(call: Call) -> list[Option]:
+def _parameter_specs(call: OpCall) -> list[Option]:
     if not call.results:
         return [Option((), ())]
     shards = [Option((), (Shard(dim),)) for dim, size in enumerate(call.result) if size > 1]
-    return [whole(0, 1), *shards]
+    return [full(0, 1), *shards]
 
 
-def _leaving(call: Call) -> list[Option]:
-    listed = [whole(len(call.tensors), 0)]
+def _leaving(call: OpCall) -> list[Option]:
+    listed = [full(len(call.tensors), 0)]
     rows = {shape[0] if shape else 1 for shape in call.shapes}
     if len(rows) == 1 and max(rows) > 1:
         listed.append(Option((Shard(0),) * len(call.tensors), ()))

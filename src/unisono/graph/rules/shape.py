@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator
 
 from torch.distributed.tensor import Shard
 
-from unisono.graph.rules.call import Call, Shape
+from unisono.graph.rules.call import OpCall, Shape
 from unisono.graph.rules.elementwise import aligned
 from unisono.graph.rules.option import REPLICATE, SUM, Option
 from unisono.graph.rules.registry import rule
@@ -44,30 +44,30 @@ def moved(pairs: Iterable[tuple[int, int]], count: int = 1, local: str | None = 
 
 
 @rule("aten.view.default", "aten.reshape", "aten._unsafe_view", "aten.unflatten", "aten.flatten", "aten.view_as")
-def view(call: Call) -> Iterator[Option]:
+def view(call: OpCall) -> Iterator[Option]:
     for option in moved(view_pairs(call.shape(), call.result), local="view"):
         yield _with_more(option, call)
 
 
-def _with_more(option: Option, call: Call) -> Option:
+def _with_more(option: Option, call: OpCall) -> Option:
     """The option, with further tensors (a shape is taken from them) whole."""
     return Option(option.inputs + (REPLICATE,) * (len(call.tensors) - 1), option.outputs, option.local)
 
 
 @rule("aten.unsqueeze")
-def unsqueeze(call: Call) -> Iterator[Option]:
+def unsqueeze(call: OpCall) -> Iterator[Option]:
     at = call.dim("dim", call.result)
     yield from moved((dim, dim + (dim >= at)) for dim in range(len(call.shape())))
 
 
 @rule("aten.squeeze")
-def squeeze(call: Call) -> Iterator[Option]:
+def squeeze(call: OpCall) -> Iterator[Option]:
     """As a view: a dim that a cut leaves with one element keeps its place, also where it is named."""
     kept = [dim for dim, size in enumerate(call.shape()) if not _squeezed(call, dim, size)]
-    yield from moved(((dim, place) for place, dim in enumerate(kept)), local="view")
+    yield from moved(((dim, out_dim) for out_dim, dim in enumerate(kept)), local="view")
 
 
-def _squeezed(call: Call, dim: int, size: int) -> bool:
+def _squeezed(call: OpCall, dim: int, size: int) -> bool:
     if size != 1 or "dim" not in call.arguments:
         return size == 1
     dims = call["dim"] if isinstance(call["dim"], list | tuple) else [call["dim"]]
@@ -75,11 +75,11 @@ def _squeezed(call: Call, dim: int, size: int) -> bool:
 
 
 @rule("aten.transpose.int", "aten.t", "aten.numpy_T", "aten.mT", "aten.swapaxes", "aten.permute", "aten.movedim")
-def permute(call: Call) -> Iterator[Option]:
-    yield from moved((source, place) for place, source in enumerate(_order(call)))
+def permute(call: OpCall) -> Iterator[Option]:
+    yield from moved((source, out_dim) for out_dim, source in enumerate(_order(call)))
 
 
-def _order(call: Call) -> list[int]:
+def _order(call: OpCall) -> list[int]:
     ndim = len(call.shape())
     order = list(range(ndim))
     if "dims" in call.arguments:
@@ -91,14 +91,14 @@ def _order(call: Call) -> list[int]:
     return order
 
 
-def _swapped(call: Call, ndim: int) -> tuple[int, int]:
+def _swapped(call: OpCall, ndim: int) -> tuple[int, int]:
     for names in (("dim0", "dim1"), ("axis0", "axis1")):
         if names[0] in call.arguments:
             return call[names[0]] % ndim, call[names[1]] % ndim
     return (ndim - 2) % max(ndim, 1), (ndim - 1) % max(ndim, 1)
 
 
-def _movedim_order(call: Call, ndim: int) -> list[int]:
+def _movedim_order(call: OpCall, ndim: int) -> list[int]:
     def listed(name: str) -> list[int]:
         value = call[name]
         return [dim % ndim for dim in (value if isinstance(value, list | tuple) else [value])]
@@ -106,11 +106,11 @@ def _movedim_order(call: Call, ndim: int) -> list[int]:
     source, destination = listed("source"), listed("destination")
     rest = iter(dim for dim in range(ndim) if dim not in source)
     placed = dict(zip(destination, source, strict=True))
-    return [placed[place] if place in placed else next(rest) for place in range(ndim)]
+    return [placed[out_dim] if out_dim in placed else next(rest) for out_dim in range(ndim)]
 
 
 @rule("aten.expand", "aten.expand_as", "aten.broadcast_to")
-def expand(call: Call) -> Iterator[Option]:
+def expand(call: OpCall) -> Iterator[Option]:
     more = (REPLICATE,) * (len(call.tensors) - 1)
     for dim in range(len(call.result)):
         yield Option((aligned(call.shape(), call.result, dim), *more), (Shard(dim),), "view")
@@ -118,14 +118,14 @@ def expand(call: Call) -> Iterator[Option]:
 
 
 @rule("aten.broadcast_tensors")
-def broadcast_tensors(call: Call) -> Iterator[Option]:
+def broadcast_tensors(call: OpCall) -> Iterator[Option]:
     for dim in range(len(call.result)):
         given = tuple(aligned(shape, call.result, dim) for shape in call.shapes)
         yield Option(given, (Shard(dim),) * len(call.results), "broadcast_tensors")
 
 
 @rule("aten.slice.Tensor", "aten.narrow", "aten.flip", "aten.roll", "aten.unfold")
-def along_a_dim(call: Call) -> Iterator[Option]:
+def along_a_dim(call: OpCall) -> Iterator[Option]:
     """Whole along the dims where the result is not the input, element by element."""
     touched = _touched(call)
     pairs = ((dim, dim) for dim in range(len(call.shape())) if dim not in touched)
@@ -133,7 +133,7 @@ def along_a_dim(call: Call) -> Iterator[Option]:
         yield _with_more(option, call)
 
 
-def _touched(call: Call) -> set[int]:
+def _touched(call: OpCall) -> set[int]:
     before, after = call.shape(), call.result
     changed = {dim for dim, size in enumerate(before) if after[dim] != size}
     name = "dims" if "dims" in call.arguments else "dim" if "dim" in call.arguments else ""
@@ -148,7 +148,7 @@ def _touched(call: Call) -> set[int]:
 
 
 @rule("aten.pad", "aten.constant_pad_nd")
-def pad(call: Call) -> Iterator[Option]:
+def pad(call: OpCall) -> Iterator[Option]:
     """Along dims that are not padded; linear only where zeros, or copies of the elements, are put on."""
     ndim = len(call.shape())
     padded = {ndim - 1 - i // 2 for i, count in enumerate(call["pad"]) if count}
@@ -158,7 +158,7 @@ def pad(call: Call) -> Iterator[Option]:
 
 
 @rule("aten.diff")
-def diff(call: Call) -> Iterator[Option]:
+def diff(call: OpCall) -> Iterator[Option]:
     """Along one dim, of what is there with what is put before and after it."""
     mixed = call.dim("dim")
     for dim in range(len(call.shape())):
@@ -168,24 +168,24 @@ def diff(call: Call) -> Iterator[Option]:
 
 
 @rule("aten.select.int")
-def select(call: Call) -> Iterator[Option]:
+def select(call: OpCall) -> Iterator[Option]:
     gone = call.dim("dim")
     kept = [dim for dim in range(len(call.shape())) if dim != gone]
-    yield from moved((dim, place) for place, dim in enumerate(kept))
+    yield from moved((dim, out_dim) for out_dim, dim in enumerate(kept))
 
 
 @rule("aten.split", "aten.split_with_sizes", "aten.chunk", "aten.unbind", "aten.tensor_split")
-def split(call: Call) -> Iterator[Option]:
+def split(call: OpCall) -> Iterator[Option]:
     gone = call.dim("dim")
     unbound = len(call.result) < len(call.shape())
     kept = [dim for dim in range(len(call.shape())) if dim != gone]
     pairs = enumerate(kept) if unbound else ((dim, dim) for dim in kept)
-    flipped = ((dim, place) for place, dim in pairs) if unbound else pairs
+    flipped = ((dim, out_dim) for out_dim, dim in pairs) if unbound else pairs
     yield from moved(flipped, len(call.results))
 
 
 @rule("aten.cat", "aten.concat", "aten.stack")
-def join(call: Call) -> Iterator[Option]:
+def join(call: OpCall) -> Iterator[Option]:
     count = len(call.tensors)
     at = call.dim("dim", call.result)
     new = len(call.result) > len(call.shape())
@@ -196,7 +196,7 @@ def join(call: Call) -> Iterator[Option]:
 
 
 @rule("getitem")
-def getitem(call: Call) -> Iterator[Option]:
+def getitem(call: OpCall) -> Iterator[Option]:
     """One of an op's outputs, as it lies."""
     for dim in range(len(call.result)):
         yield Option((Shard(dim),), (Shard(dim),))
@@ -205,7 +205,7 @@ def getitem(call: Call) -> Iterator[Option]:
 
 
 @rule("aten.repeat_interleave.self_int")
-def repeat_interleave(call: Call) -> Iterator[Option]:
+def repeat_interleave(call: OpCall) -> Iterator[Option]:
     if call["dim"] is None:  # of the elements of all dims as one row, of which the first dim cuts runs
         yield from moved([(0, 0)] if call["output_size"] is None and call.shape() else [])
         return
@@ -214,12 +214,12 @@ def repeat_interleave(call: Call) -> Iterator[Option]:
 
 
 @rule("aten.tril", "aten.triu")
-def triangle(call: Call) -> Iterator[Option]:
+def triangle(call: OpCall) -> Iterator[Option]:
     yield from moved((dim, dim) for dim in range(len(call.shape()) - 2))
 
 
 @rule("aten.repeat")
-def repeat(call: Call) -> Iterator[Option]:
+def repeat(call: OpCall) -> Iterator[Option]:
     added = len(call.result) - len(call.shape())
-    whole_dims = (dim for dim in range(len(call.shape())) if call["repeats"][dim + added] == 1)
-    yield from moved((dim, dim + added) for dim in whole_dims)
+    full_dims = (dim for dim in range(len(call.shape())) if call["repeats"][dim + added] == 1)
+    yield from moved((dim, dim + added) for dim in full_dims)

@@ -1,4 +1,5 @@
-"""Optimizers that would have to see more of a model than a plan gives a rank: they are refused (see mesh/reach.py)."""
+"""Optimizers that would have to see more of a model than a plan gives a rank: they are refused (see
+mesh/optimizers.py)."""
 
 from __future__ import annotations
 
@@ -7,12 +8,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from unisono.errors import UsageError
-from unisono.mesh.reach import (
+from unisono.mesh.optimizers import (
     BY_TENSOR,
     ELEMENTWISE,
     Make,
-    Reach,
-    reach_of,
+    OptimizerScope,
+    optimizer_scope,
     require_elementwise_hooks,
     run_own_hooks_last,
 )
@@ -21,35 +22,35 @@ from unisono.parallel.layout import layout_of
 __all__ = [
     "BY_TENSOR",
     "ELEMENTWISE",
-    "Reach",
-    "reach_of",
+    "OptimizerScope",
+    "optimizer_scope",
     "require_elementwise_hooks",
-    "require_whole",
+    "require_full_parameters",
     "run_own_hooks_last",
 ]
 
 
-def require_whole(optimizer: Optimizer, make: Make, model: nn.Module, *, is_spread: bool) -> Reach:
+def require_full_parameters(optimizer: Optimizer, make: Make, model: nn.Module, *, is_sharded: bool) -> OptimizerScope:
     """Refuse an optimizer that would have to see more than a rank has; its reach.
 
     is_spread: ranks will see different parameters, or pieces of them, because of ZeRO or a pipeline.
     """
     name = type(optimizer).__name__
     cut = [key for key, parameter in model.named_parameters() if layout_of(parameter).splits]
-    if not cut and not is_spread:
-        return Reach.MODEL
+    if not cut and not is_sharded:
+        return OptimizerScope.MODEL
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise UsageError(
             "SparseAdam takes sparse gradients, which ranks do not sum; use Adam, and nn.Embedding(sparse=False)"
         )
     require_elementwise_hooks(optimizer)
-    reach = reach_of(optimizer, make)
-    if reach is Reach.MODEL:
+    scope = optimizer_scope(optimizer, make)
+    if scope is OptimizerScope.MODEL:
         where = f"{cut[0]} is cut" if cut else "ZeRO or a pipeline gives every rank some of them only"
         raise UsageError(f"{name} looks at all parameters at once, but {where}; use zero=0, tp=1, pp=1, ep=1")
-    if reach is Reach.TENSOR and cut:
+    if scope is OptimizerScope.TENSOR and cut:
         raise UsageError(
             f"{name} looks at a parameter as a whole, but {cut[0]} is cut by tp or ep; use a plan without, or an "
             "optimizer that treats elements alone (if this one does, set is_elementwise = True on its class)"
         )
-    return reach
+    return scope

@@ -20,19 +20,19 @@ def require_same_groups(
     optimizer: Optimizer,
     held: Iterable[tuple[str, torch.Tensor]],
     make: Callable[[Any], Optimizer],
-    whole: Mapping[str, torch.Tensor],
+    full: Mapping[str, torch.Tensor],
 ) -> None:
     """UsageError where the optimizer gives a parameter it holds other options than it has among those of the whole."""
-    hollow = {name: _hollow(tensor) for name, tensor in whole.items()}
+    meta = {name: _meta(tensor) for name, tensor in full.items()}
     try:
-        expected = _options(make(list(hollow.values())))
+        expected = _options(make(list(meta.values())))
     except Exception:  # one that needs numbers: nothing is shown
         return
     mine = _options(optimizer)
     for name, tensor in held:
-        if name not in hollow or id(tensor) not in mine or id(hollow[name]) not in expected:
+        if name not in meta or id(tensor) not in mine or id(meta[name]) not in expected:
             continue
-        theirs = expected[id(hollow[name])]
+        theirs = expected[id(meta[name])]
         for option, value in mine[id(tensor)].items():
             if option in theirs and _differs(value, theirs[option]):
                 raise UsageError(
@@ -42,7 +42,7 @@ def require_same_groups(
                 )
 
 
-def _hollow(tensor: torch.Tensor) -> nn.Parameter:
+def _meta(tensor: torch.Tensor) -> nn.Parameter:
     made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
     return nn.Parameter(made, tensor.requires_grad)
 

@@ -20,7 +20,7 @@ from unisono.parallel.checks.parameter_reads import ParameterReads
 from unisono.parallel.expert.expert import collect_aux
 from unisono.parallel.inputs import call
 from unisono.parallel.loss.loss import GlobalLoss, Loss
-from unisono.parallel.meta.meta_tensors import hollow, hollow_copy
+from unisono.parallel.meta.meta_tensors import meta_copy, to_meta
 from unisono.parallel.meta.shapes import KnownShapes
 from unisono.parallel.pipeline.parameter_usage import left_as_it_was
 from unisono.parallel.share import BatchDim, first_rows, rows_between
@@ -43,8 +43,8 @@ def require_fitting_loss(
     with torch.no_grad():
         try:
             with no_side_effects(model), torch.device("meta"), KnownShapes():
-                inputs, targets = hollow(tuple(example))
-                outputs = call(hollow_copy(model), inputs)
+                inputs, targets = to_meta(tuple(example))
+                outputs = call(meta_copy(model), inputs)
         except Exception:
             if reads is None:
                 return  # a model that needs values: its first step will tell
@@ -82,7 +82,7 @@ def _made_up(model: nn.Module, inputs: Any) -> Any:
 
     try:
         with no_side_effects(model), torch.device("meta"), KnownShapes():
-            outputs = call(hollow_copy(model), hollow(inputs))
+            outputs = call(meta_copy(model), to_meta(inputs))
     except Exception:
         return None
     if not all(isinstance(leaf, torch.Tensor | int | float | str | None) for leaf in tree_leaves(outputs)):

@@ -32,14 +32,14 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._pytree import keystr, tree_flatten, tree_flatten_with_path, tree_leaves, tree_unflatten
 
 from unisono.errors import UsageError
-from unisono.mesh.random import Key, RandomState, SampleDim
-from unisono.mesh.region import Part
+from unisono.mesh.global_index import Part
+from unisono.mesh.random.state import Key, RandomState, SampleDim
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.expert.even_experts import evenly_visited
 from unisono.parallel.expert.expert import MoE, collect_aux
 from unisono.parallel.inputs import call, cloned
-from unisono.parallel.meta.meta_tensors import hollow_copy, realised_copy
-from unisono.parallel.meta.shadow import Shadow
+from unisono.parallel.meta.meta_tensors import meta_copy, realised_copy
+from unisono.parallel.meta.shadow import OnMeta
 from unisono.parallel.meta.shapes import KnownShapes
 from unisono.parallel.pipeline.parameter_usage import left_as_it_was
 from unisono.parallel.pipeline.rehearsal import device_of
@@ -106,7 +106,7 @@ def find_samples(
         is_small = sum(map(torch.numel, model.parameters())) <= _SMALL_META
         tried = realised_copy(model) if is_small else None
     if tried is None:
-        return _Trial(hollow_copy(model), job, has_values=False).found()
+        return _Trial(meta_copy(model), job, has_values=False).found()
     return _Trial(tried, job).found()
 
 
@@ -168,7 +168,7 @@ class _Trial:
         self._watch.begin(held if len(held) < self._job.rows else None)
         with contextlib.ExitStack() as scopes:
             if not self._has_values:
-                for scope in (KnownShapes(), Shadow(device_of(self._job.batch)), evenly_visited(self._model)):
+                for scope in (KnownShapes(), OnMeta(device_of(self._job.batch)), evenly_visited(self._model)):
                     scopes.enter_context(scope)
             scopes.enter_context(_undisturbed(self._model))
             scopes.enter_context(_without_batch_statistics(self._model))
@@ -243,16 +243,16 @@ class _Trial:
         found = list(places)
         for held, part in zip(self._job.halves, parts, strict=True):
             pairs = zip(tree_flatten_with_path(full)[0], tree_leaves(part), places, strict=len(places) > 0)
-            for number, ((path, whole), mine, where) in enumerate(pairs):
-                if not isinstance(whole, torch.Tensor) or not _is_inexact(whole):
+            for number, ((path, full_value), mine, where) in enumerate(pairs):
+                if not isinstance(full_value, torch.Tensor) or not _is_inexact(full_value):
                     continue
                 if where is not None and where.dim is not None:
-                    if not _matches(mine, whole, held, self._job.rows):
+                    if not _matches(mine, full_value, held, self._job.rows):
                         raise self._mixing()
-                elif not _are_close(mine, whole):
-                    found[number] = SampleDim(whole.ndim, None)
+                elif not _are_close(mine, full_value):
+                    found[number] = SampleDim(full_value.ndim, None)
                     if self._is_used(full, number):
-                        raise self._made_of_all(keystr(path), whole, mine)
+                        raise self._made_of_all(keystr(path), full_value, mine)
         return tuple(found)
 
     def _require_draws_found(self) -> None:
@@ -266,9 +266,9 @@ class _Trial:
     def _require_no_comparison(self, full: Any, part: Any, places: tuple[SampleDim | None, ...]) -> None:
         """UsageError where the loss reads an output of samples by samples."""
         pairs = zip(tree_flatten_with_path(full)[0], tree_leaves(part), places, strict=len(places) > 0)
-        for number, ((path, whole), mine, where) in enumerate(pairs):
+        for number, ((path, full_value), mine, where) in enumerate(pairs):
             if where is not None and where.dim is None and self._is_used(full, number):
-                raise self._made_of_all(keystr(path), whole, mine)
+                raise self._made_of_all(keystr(path), full_value, mine)
 
     def _is_used(self, outputs: Any, place: int) -> bool:
         """Whether the loss depends on a leaf of the outputs."""
@@ -360,7 +360,7 @@ class _Watch(RandomState):
         self.step = 0
         self._part = part
 
-    def _held(self, key: Key, shape: Any, kind: str, like: torch.Tensor | None, may_be_whole: bool) -> dict[int, Part]:
+    def _held(self, key: Key, shape: Any, kind: str, like: torch.Tensor | None, may_be_full: bool) -> dict[int, Part]:
         parts: dict[int, Part] = {}
         if self._part is None:
             self._seen[key] = _Call.of(shape, like, self._rows)
@@ -369,20 +369,20 @@ class _Watch(RandomState):
         return parts if self.locate is None else self.locate(shape, kind, parts, key)
 
     def _compared(self, key: Key, shape: tuple[int, ...], like: torch.Tensor | None, part: range) -> dict[int, Part]:
-        whole = self._seen.get(key)
-        if whole is None or len(whole.shape) != len(shape):
+        full_value = self._seen.get(key)
+        if full_value is None or len(full_value.shape) != len(shape):
             self._faults[key] = "other calls for some of the samples than for all of them"
             return {}
-        changed = [dim for dim, size in enumerate(shape) if size != whole.shape[dim]]
+        changed = [dim for dim, size in enumerate(shape) if size != full_value.shape[dim]]
         if not changed:
             self.found.setdefault(key, SampleDim(len(shape), None))
             return {}
         dim = changed[0]
-        if len(changed) > 1 or shape[dim] * self._rows != whole.shape[dim] * len(part):
-            self._faults[key] = f"shape {whole.shape} for {self._rows} samples and {shape} for {len(part)}"
+        if len(changed) > 1 or shape[dim] * self._rows != full_value.shape[dim] * len(part):
+            self._faults[key] = f"shape {full_value.shape} for {self._rows} samples and {shape} for {len(part)}"
             return {}
         if key not in self.found:
-            alternates, is_certain = whole.alternates(_Call.of(shape, like, len(part)), dim, part, self._rows)
+            alternates, is_certain = full_value.alternates(_Call.of(shape, like, len(part)), dim, part, self._rows)
             self.found[key] = SampleDim(len(shape), dim, alternates)
             if not is_certain:
                 self._unordered.append(key)
@@ -447,40 +447,44 @@ def _output_places(full: Any, part: Any, rows: int, held: int) -> tuple[SampleDi
     if spec != other_spec:
         return ()
     found: list[SampleDim | None] = []
-    for whole, mine in zip(leaves, others, strict=True):
-        if not isinstance(whole, torch.Tensor):
+    for full_value, mine in zip(leaves, others, strict=True):
+        if not isinstance(full_value, torch.Tensor):
             found.append(None)
             continue
-        if whole.ndim != mine.ndim:
+        if full_value.ndim != mine.ndim:
             return ()
-        changed = [dim for dim, size in enumerate(mine.shape) if size != whole.shape[dim]]
-        if any(mine.shape[dim] * rows != whole.shape[dim] * held for dim in changed):
+        changed = [dim for dim, size in enumerate(mine.shape) if size != full_value.shape[dim]]
+        if any(mine.shape[dim] * rows != full_value.shape[dim] * held for dim in changed):
             return ()
         if len(changed) > 1:  # samples by samples, as a matrix of similarities is
-            found.append(SampleDim(whole.ndim, None))
+            found.append(SampleDim(full_value.ndim, None))
             continue
-        found.append(_first_fitting(mine, whole, changed[0], rows, held) if changed else None)
+        found.append(_first_fitting(mine, full_value, changed[0], rows, held) if changed else None)
     return tuple(found)
 
 
-def _first_fitting(mine: torch.Tensor, whole: torch.Tensor, dim: int, rows: int, held: int) -> SampleDim:
-    orders = [SampleDim(whole.ndim, dim), SampleDim(whole.ndim, dim, alternates=True)]
-    if whole.is_meta or whole.shape[dim] == rows:
+def _first_fitting(mine: torch.Tensor, full_value: torch.Tensor, dim: int, rows: int, held: int) -> SampleDim:
+    orders = [SampleDim(full_value.ndim, dim), SampleDim(full_value.ndim, dim, alternates=True)]
+    if full_value.is_meta or full_value.shape[dim] == rows:
         return orders[0]
-    fitting = (order for order in orders if _are_close(mine, samples_between(whole, order, rows, 0, held)))
+    fitting = (order for order in orders if _are_close(mine, samples_between(full_value, order, rows, 0, held)))
     return next(fitting, orders[0])
 
 
-def _matches(mine: torch.Tensor, whole: torch.Tensor, held: range, rows: int) -> bool:
+def _matches(mine: torch.Tensor, full_value: torch.Tensor, held: range, rows: int) -> bool:
     """Whether a part's tensor is that part of the whole's one, along any dim that follows the number of samples; also
     where shapes tell that they cannot be compared."""
-    changed = [dim for dim in range(whole.ndim) if mine.ndim == whole.ndim and mine.shape[dim] != whole.shape[dim]]
-    if not changed and mine.ndim == whole.ndim:
-        return _are_close(mine, whole)
-    if len(changed) != 1 or mine.shape[changed[0]] * rows != whole.shape[changed[0]] * len(held):
+    changed = [
+        dim
+        for dim in range(full_value.ndim)
+        if mine.ndim == full_value.ndim and mine.shape[dim] != full_value.shape[dim]
+    ]
+    if not changed and mine.ndim == full_value.ndim:
+        return _are_close(mine, full_value)
+    if len(changed) != 1 or mine.shape[changed[0]] * rows != full_value.shape[changed[0]] * len(held):
         return True
-    orders = [SampleDim(whole.ndim, changed[0]), SampleDim(whole.ndim, changed[0], alternates=True)]
-    return any(_are_close(mine, samples_between(whole, order, rows, held.start, held.stop)) for order in orders)
+    orders = [SampleDim(full_value.ndim, changed[0]), SampleDim(full_value.ndim, changed[0], alternates=True)]
+    return any(_are_close(mine, samples_between(full_value, order, rows, held.start, held.stop)) for order in orders)
 
 
 def _is_inexact(x: torch.Tensor) -> bool:
@@ -534,10 +538,10 @@ class _FirstDifference:
     def meet(self, place: str, values: list[torch.Tensor]) -> None:
         if self._next >= len(self._events) or self._events[self._next][0] != place:
             raise _Found  # another way through the model: nothing can be said
-        wholes = self._events[self._next][1]
+        full_tensors = self._events[self._next][1]
         self._next += 1
-        for mine, whole in zip(values, wholes, strict=False):
-            if not _matches(mine, whole, self._held, self._rows):
+        for mine, full_value in zip(values, full_tensors, strict=False):
+            if not _matches(mine, full_value, self._held, self._rows):
                 self.place = f"it shows first in {place}"
                 raise _Found
 

@@ -1,8 +1,9 @@
 """Layers of torch whose result depends on how a batch is cut, and which no strategy makes good: refused by name.
 
-BatchNorm is none of them (batchnorm.py), nor is dropout (mesh/random.py). These draw from torch's own generator inside
-a kernel, or keep statistics of the samples that they see, or change with every forward pass, or write their weights by
-the ids that they look up. What other layers do is seen when the model is tried on a few samples (samples.py).
+BatchNorm is none of them (batchnorm.py), nor is dropout (mesh/random/state.py). These draw from torch's own generator
+inside a kernel, or keep statistics of the samples that they see, or change with every forward pass, or write their
+weights by the ids that they look up. What other layers do is seen when the model is tried on a few samples
+(samples.py).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ _RANDOM = (nn.RReLU, nn.FractionalMaxPool2d, nn.FractionalMaxPool3d)
 
 def require_separable(model: nn.Module, plan: Plan) -> None:
     """UsageError where a layer of the model cannot give under the plan what it gives on one device."""
-    is_cut = plan.dp * plan.microbatches > 1
+    is_sharded = plan.dp * plan.microbatches > 1
     if plan.world * plan.microbatches > 1:
         _require_no_gradient_hooks(model)
     is_recomputed = plan.recompute not in ("none", "selective")
@@ -35,7 +36,7 @@ def require_separable(model: nn.Module, plan: Plan) -> None:
                 f"{called} draws from torch's own generator, so what it drops or chooses would depend on the plan; use "
                 "nn.Dropout, whose masks do not (between layers, where it is a recurrent one), or one device"
             )
-        if is_cut and isinstance(module, _InstanceNorm) and module.track_running_stats:
+        if is_sharded and isinstance(module, _InstanceNorm) and module.track_running_stats:
             raise UsageError(
                 f"{called} tracks running statistics, which would be those of the samples that a rank or a microbatch "
                 "sees; leave track_running_stats out, or use dp=1 and microbatches=1"

@@ -79,8 +79,8 @@ def require_tokenwise(
     samples = rows_between(inputs, 0, min(_SAMPLES, rows_of(inputs)))
     size = max((leaf.numel() // _SAMPLES for leaf in tree_leaves(samples) if isinstance(leaf, torch.Tensor)), default=0)
     real = None
-    is_hollow = any(parameter.is_meta for parameter in model.parameters())
-    limit = _SMALL_HOLLOW if is_hollow else _SMALL
+    is_placeholder = any(parameter.is_meta for parameter in model.parameters())
+    limit = _SMALL_HOLLOW if is_placeholder else _SMALL
     if size <= _SHORT and sum(map(torch.numel, model.parameters())) <= limit:
         real = realised_copy(model)
     if real is None:
@@ -146,7 +146,7 @@ class _Trial:
         self._word, self._gathers = word, gathers
         self._length, self._batch = 0, 0
         self._held: list[int] = []
-        self._is_second = self._is_spread = False
+        self._is_second = self._is_sharded = False
         self.without_attention = ""  # the first block in which there was none
         self.misplaced: tuple[int, ...] = ()  # the shape of a tensor with dropout that has no tokens along dim 1
         self._last = ""  # the place up to which the two runs agreed
@@ -178,8 +178,8 @@ class _Trial:
         return call(model, samples) if model_loss is None else model_loss.record(model, samples, self._shown)
 
     def _shown(self, label: torch.Tensor) -> torch.Tensor:
-        is_cut = self._is_second and self._word == "cp" and not self._gathers
-        return self._piece(label) if is_cut else label
+        is_sharded = self._is_second and self._word == "cp" and not self._gathers
+        return self._shard(label) if is_sharded else label
 
     @contextmanager
     def recording(self) -> Iterator[None]:
@@ -225,9 +225,9 @@ class _Trial:
             args, kwargs = mapped((args, kwargs), partial(_replaced, hidden, noisy))
             hidden = noisy
         if self._is_second:
-            self._is_spread = True
+            self._is_sharded = True
             second = of_second_sequence(block, args, kwargs)
-            change = partial(self._cut_argument, hidden if is_first else None, hidden, second)
+            change = partial(self._shard_argument, hidden if is_first else None, hidden, second)
             args, kwargs = mapped((args, kwargs), change)
         before = len(self._seen["attention"])
         outputs = forward(*args, **kwargs)
@@ -249,14 +249,14 @@ class _Trial:
         if not self._is_second:
             self._seen["gathered"].append(hidden)
             return hidden
-        self._is_spread = False
+        self._is_sharded = False
         return self._next("gathered")
 
     def _with_noise(self, hidden: torch.Tensor) -> torch.Tensor:
         drawn = torch.randn(hidden.shape, generator=torch.Generator().manual_seed(0), dtype=hidden.dtype)
         return hidden + drawn * self._noise * hidden.square().mean().sqrt().clamp_min(1e-3)
 
-    def _cut_argument(
+    def _shard_argument(
         self, first: torch.Tensor | None, hidden: torch.Tensor, second: set[int], x: torch.Tensor
     ) -> torch.Tensor:
         if x is hidden:
@@ -277,7 +277,7 @@ class _Trial:
         if kind != "row":
             self._met(name, _first(args, kwargs))
         outputs = self._next(key)
-        return outputs if kind == "column" else tree_map(self._piece, outputs)
+        return outputs if kind == "column" else tree_map(self._shard, outputs)
 
     def _run_heads(self, forward: Forward, name: str, *args: Any, **kwargs: Any) -> Any:
         """Under sp an attention is shown the shape of all tokens (see Region.stand_in)."""
@@ -285,9 +285,9 @@ class _Trial:
         if not self._is_second:
             self._seen[f"{name} given"].append(given)
         elif given is not None:
-            whole = self._next(f"{name} given")
-            self._compare(name, given, self._piece(whole))
-            args, kwargs = mapped((args, kwargs), lambda x: whole if x is given else x)
+            full_value = self._next(f"{name} given")
+            self._compare(name, given, self._shard(full_value))
+            args, kwargs = mapped((args, kwargs), lambda x: full_value if x is given else x)
         return forward(*args, **kwargs)
 
     def _attend(
@@ -301,12 +301,12 @@ class _Trial:
             self._seen["attention"].append(outcome)
             self._seen["attended"].append(given)
             return outcome
-        outcome, whole = self._next("attention"), self._next("attended")
-        for name, tensor in given.items() if self._is_spread else ():
-            expected = whole[name]
+        outcome, full_value = self._next("attention"), self._next("attended")
+        for name, tensor in given.items() if self._is_sharded else ():
+            expected = full_value[name]
             is_second = name != "query" and (tensor.shape == expected.shape or expected.shape[-2] != self._length)
-            self._compare(f"{_ATTENTION} ({name})", tensor, expected if is_second else self._piece_of_heads(expected))
-        return self._cut(outcome, -2) if self._is_spread and outcome.shape[-2] == self._length else outcome
+            self._compare(f"{_ATTENTION} ({name})", tensor, expected if is_second else self._shard_of_heads(expected))
+        return self._cut(outcome, -2) if self._is_sharded and outcome.shape[-2] == self._length else outcome
 
     def _drop(self, drop: Forward, x: torch.Tensor, p: float = 0.5, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Under cp masks are drawn by the rank's tokens, along dim 1: there they must be."""
@@ -322,9 +322,9 @@ class _Trial:
         if not self._is_second:
             self._seen[place].append(tensor)
             return
-        whole = self._next(place)
-        if tensor is not None and whole is not None:
-            self._compare(place, tensor, whole if tensor.shape == whole.shape else self._piece(whole))
+        full_value = self._next(place)
+        if tensor is not None and full_value is not None:
+            self._compare(place, tensor, full_value if tensor.shape == full_value.shape else self._shard(full_value))
         self._last = place
 
     def _next(self, place: str) -> Any:
@@ -334,28 +334,28 @@ class _Trial:
             raise _Over  # the model goes another way: nothing is shown
         return self._seen[place][turn]
 
-    def _piece(self, whole: Any) -> Any:
+    def _shard(self, full_value: Any) -> Any:
         """The held tokens of what was whole in the first run: (batch, tokens, ...), or all samples' tokens in a row."""
-        if not isinstance(whole, torch.Tensor) or whole.dim() < 2:
-            return whole
-        if tuple(whole.shape[:2]) == (self._batch, self._length):
-            return self._cut(whole, 1)
-        if whole.shape[0] == self._batch * self._length:
-            return self._cut(whole.unflatten(0, (self._batch, self._length)), 1).flatten(0, 1)
-        return whole
+        if not isinstance(full_value, torch.Tensor) or full_value.dim() < 2:
+            return full_value
+        if tuple(full_value.shape[:2]) == (self._batch, self._length):
+            return self._cut(full_value, 1)
+        if full_value.shape[0] == self._batch * self._length:
+            return self._cut(full_value.unflatten(0, (self._batch, self._length)), 1).flatten(0, 1)
+        return full_value
 
-    def _piece_of_heads(self, whole: torch.Tensor) -> torch.Tensor:
-        return self._cut(whole, -2) if whole.shape[-2] == self._length else whole
+    def _shard_of_heads(self, full_value: torch.Tensor) -> torch.Tensor:
+        return self._cut(full_value, -2) if full_value.shape[-2] == self._length else full_value
 
-    def _cut(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        return whole.index_select(dim, torch.tensor(self._held))
+    def _cut(self, full_value: torch.Tensor, dim: int) -> torch.Tensor:
+        return full_value.index_select(dim, torch.tensor(self._held))
 
     def compare_outputs(self, got: Any, expected: Any) -> None:
         pairs = zip(tree_leaves(got), tree_leaves(expected), strict=False)
-        for mine, whole in pairs:
-            if isinstance(mine, torch.Tensor) and isinstance(whole, torch.Tensor) and mine.is_floating_point():
-                is_full = self._gathers or mine.shape == whole.shape
-                self._compare(_OUTPUT, mine, whole if is_full else self._piece(whole))
+        for mine, full_value in pairs:
+            if isinstance(mine, torch.Tensor) and isinstance(full_value, torch.Tensor) and mine.is_floating_point():
+                is_full = self._gathers or mine.shape == full_value.shape
+                self._compare(_OUTPUT, mine, full_value if is_full else self._shard(full_value))
 
     def _compare(self, place: str, mine: torch.Tensor, expected: torch.Tensor) -> None:
         if mine.shape != expected.shape or not torch.allclose(mine, expected, rtol=1e-6, atol=1e-9, equal_nan=True):
@@ -369,14 +369,14 @@ class _Trial:
         return place.startswith(_ATTENTION) or f"{place} out" in self._seen or f"{place} given" in self._seen
 
     def _refusal(self, what: str) -> UsageError:
-        means = {
+        reason = {
             "cp": "cp gives a rank some of the tokens, and only F.scaled_dot_product_attention sees the others",
             "sp": "between the layers that tp cuts, sp gives a rank some of the tokens",
         }[self._word]
-        mend = {"cp": "use cp=1", "sp": "leave sp out"}[self._word]
+        fix = {"cp": "use cp=1", "sp": "leave sp out"}[self._word]
         return UsageError(
-            f"on the way from {self._last or 'the first block'} {what}. {means}; expected no convolution, shift, sum, "
-            f"norm or softmax along the sequence there, and positions as an argument of the blocks: {mend}"
+            f"on the way from {self._last or 'the first block'} {what}. {reason}; expected no convolution, shift, sum, "
+            f"norm or softmax along the sequence there, and positions as an argument of the blocks: {fix}"
         )
 
 

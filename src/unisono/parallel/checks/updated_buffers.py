@@ -24,7 +24,7 @@ from unisono.errors import UsageError
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.expert.expert import MoE
 from unisono.parallel.inputs import call
-from unisono.parallel.meta.meta_tensors import hollow, hollow_copy
+from unisono.parallel.meta.meta_tensors import meta_copy, to_meta
 from unisono.parallel.meta.shapes import KnownShapes
 from unisono.parallel.recompute import recomputed_modules
 from unisono.parallel.share import BatchDim, first_rows, rows_between
@@ -97,7 +97,7 @@ class _Writes(TorchDispatchMode):
     @classmethod
     def of(cls, model: nn.Module, inputs: Any) -> _Writes:
         with no_side_effects(model), torch.no_grad(), torch.device("meta"), KnownShapes():
-            copy, given = hollow_copy(model), hollow(inputs)
+            copy, given = meta_copy(model), to_meta(inputs)
             writes = cls(copy, given)
             with writes:
                 call(copy, given)

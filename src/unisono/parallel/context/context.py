@@ -37,11 +37,11 @@ from torch.utils._pytree import tree_map
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UnisonoError, UsageError
-from unisono.mesh import dropout
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.random.active import active_state
 from unisono.parallel import autograd_collectives as conjugates
 from unisono.parallel.blocks import find_output_blocks, not_called, some_of_the_tokens
-from unisono.parallel.context.sharded_attention import SpreadAttention
+from unisono.parallel.context.sharded_attention import ShardedAttention
 from unisono.parallel.context.tokens import Tokens
 from unisono.parallel.context.views import TokenViews
 from unisono.parallel.loss.loss import part_of, shifted
@@ -55,9 +55,9 @@ _ORDERS: dict[str, Callable[[int, int], Tokens]] = {"ring": Tokens.zigzag, "ulys
 Forward = Callable[..., Any]
 
 
-def attention(comm: Communicator, kind: str, tokens: Tokens) -> SpreadAttention:
+def attention(comm: Communicator, kind: str, tokens: Tokens) -> ShardedAttention:
     """In `with attention(...)`, F.scaled_dot_product_attention is over the tokens of all ranks."""
-    return SpreadAttention(comm, kind, tokens)
+    return ShardedAttention(comm, kind, tokens)
 
 
 NEEDS = (
@@ -101,12 +101,12 @@ class Context:
         self._length = 0
         self._kind_of_inputs: tuple[torch.Size, ...] = ()
         self._lengths: dict[tuple[torch.Size, ...], int] = {}  # of the blocks' sequence, by the kind of inputs
-        self._attentions: dict[int, SpreadAttention] = {}
+        self._attentions: dict[int, ShardedAttention] = {}
         self._rest_of_model: contextlib.ExitStack | None = None  # open while the model runs
-        self._is_spread = False  # whether the model's run has reached the blocks
+        self._is_sharded = False  # whether the model's run has reached the blocks
         self._is_past_blocks = False
         self._blocks_not_called: Callable[[], UsageError]
-        self.is_whole = False  # whether the tokens are gathered after the blocks
+        self.is_full = False  # whether the tokens are gathered after the blocks
         self._has_targets = True
 
     def expect(self, inputs: Any, targets: Any) -> None:
@@ -116,7 +116,7 @@ class Context:
         """
         self._has_targets = next(_tensors(targets), None) is not None
         if self._has_targets:
-            self.is_whole = are_of_sequences(inputs, targets)
+            self.is_full = are_of_sequences(inputs, targets)
 
     def learn(self, inputs: Any, length: int) -> None:
         """Of such inputs, how long the sequences in the blocks are: a later stage of a pipeline does not see it."""
@@ -125,11 +125,11 @@ class Context:
     @property
     def dims(self) -> tuple[int, ...]:
         """Along which dims ranks have other parts of the model's outputs."""
-        return (0,) if self.is_whole else (0, 1)
+        return (0,) if self.is_full else (0, 1)
 
     def rows(self, count: int) -> int:
         """How many samples of the outputs for so many this rank has."""
-        return len(self._rows(count)) if self.is_whole else count
+        return len(self._rows(count)) if self.is_full else count
 
     def _rows(self, count: int) -> range:
         return share(torch.empty(count, device="meta"), self.comm.rank, self.comm.size).positions
@@ -151,11 +151,11 @@ class Context:
         """This rank's tokens of a whole tensor."""
         return self.tokens(tensor.shape[dim]).cut(tensor, self.comm.rank, dim)
 
-    def cut_targets(self, targets: Any) -> Any:
+    def shard_targets(self, targets: Any) -> Any:
         """This rank's part of the targets: of every tensor in them, the tokens along dim 1, or some samples."""
         if self.comm.size == 1:
             return targets
-        return mapped(targets, self._cut_rows if self.is_whole else self._cut_target)
+        return mapped(targets, self._shard_rows if self.is_full else self._shard_target)
 
     def shifted_runs(self, outputs: Any, targets: Any) -> list[tuple[Any, Any]]:
         """This rank's runs of consecutive tokens, with targets of whole sequences given, for a loss that compares a
@@ -172,17 +172,17 @@ class Context:
 
     def shown(self, label: torch.Tensor) -> torch.Tensor:
         """Of labels that a model is given, those that it has outputs for: see ModelLoss.record."""
-        return label if self.comm.size == 1 or self.is_whole else self._cut_target(label)
+        return label if self.comm.size == 1 or self.is_full else self._shard_target(label)
 
     def kept(self, leaf: torch.Tensor) -> torch.Tensor:
         """Of what a model has for all samples, what this rank takes to the loss."""
-        return self._cut_rows(leaf) if self.comm.size > 1 and self.is_whole and self._has_targets else leaf
+        return self._shard_rows(leaf) if self.comm.size > 1 and self.is_full and self._has_targets else leaf
 
-    def _cut_rows(self, tensor: torch.Tensor) -> torch.Tensor:
+    def _shard_rows(self, tensor: torch.Tensor) -> torch.Tensor:
         rows = self._rows(len(tensor))
         return tensor[rows.start : rows.stop]
 
-    def _cut_target(self, target: torch.Tensor) -> torch.Tensor:
+    def _shard_target(self, target: torch.Tensor) -> torch.Tensor:
         if target.dim() < 2:
             raise UsageError(
                 f"targets of shape {tuple(target.shape)} under context parallelism; expected one a token: "
@@ -190,15 +190,15 @@ class Context:
             )
         return self.cut(target)
 
-    def join(self, piece: torch.Tensor, length: int, dim: int = 1) -> torch.Tensor:
+    def join(self, shard: torch.Tensor, length: int, dim: int = 1) -> torch.Tensor:
         """The whole tensor, from every rank's tokens; no gradients. All "cp" ranks call it."""
-        pieces = self.comm.all_gather(piece.detach().contiguous(), uneven=True)
-        return self.tokens(length).join(pieces, dim)
+        shards = self.comm.all_gather(shard.detach().contiguous(), uneven=True)
+        return self.tokens(length).join(shards, dim)
 
-    def _attention(self, length: int) -> SpreadAttention:
+    def _attention(self, length: int) -> ShardedAttention:
         if length not in self._attentions:
             tokens = _ORDERS[self.kind](length, self.comm.size)
-            self._attentions[length] = SpreadAttention(self.comm, self.kind, tokens)
+            self._attentions[length] = ShardedAttention(self.comm, self.kind, tokens)
         return self._attentions[length]
 
     # ---- around the model and its blocks -------------------------------------------------------------------------
@@ -210,30 +210,30 @@ class Context:
         self._length = self._lengths.get(self._kind_of_inputs, inputs[0].shape[1] if inputs else 0)
         batch = inputs[0].shape[0] if inputs else 0
         with contextlib.ExitStack() as self._rest_of_model:
-            self._is_spread = self._is_past_blocks = False
+            self._is_sharded = self._is_past_blocks = False
             try:
                 outputs = forward(*args, **kwargs)
             except RuntimeError as error:
                 if self._is_past_blocks and not isinstance(error, UnisonoError):
-                    raise self._needs_whole_sequence(error) from error
+                    raise self._needs_full_sequence(error) from error
                 raise
             finally:
                 self._rest_of_model = None
         if not self._is_past_blocks:
             raise self._blocks_not_called()
-        if self.is_whole and not self._has_targets:
+        if self.is_full and not self._has_targets:
             return outputs
-        if self.is_whole:
-            return tree_map(lambda leaf: self._cut_rows(leaf) if _has_rows(leaf, batch) else leaf, outputs)
+        if self.is_full:
+            return tree_map(lambda leaf: self._shard_rows(leaf) if _has_rows(leaf, batch) else leaf, outputs)
         self._require_tokens(outputs)
-        return tree_map(partial(self._cut_output, batch), outputs) if self._is_spread else outputs
+        return tree_map(partial(self._shard_output, batch), outputs) if self._is_sharded else outputs
 
-    def _cut_output(self, batch: int, leaf: Any) -> Any:
+    def _shard_output(self, batch: int, leaf: Any) -> Any:
         """This rank's tokens of an output that is of all of them, such as an encoder's of a sequence as long."""
         is_of_all = _has_rows(leaf, batch) and leaf.dim() > 1 and leaf.shape[1] == self._length
         return self.cut(leaf) if is_of_all else leaf
 
-    def _needs_whole_sequence(self, error: RuntimeError) -> UsageError:
+    def _needs_full_sequence(self, error: RuntimeError) -> UsageError:
         mine = self.tokens(self._length).count(self.comm.rank)
         return UsageError(
             f"after its blocks the model failed on this rank's {mine} of {self._length} tokens ({error}); expected "
@@ -249,24 +249,24 @@ class Context:
             raise UsageError(f"block {name} was given no hidden states; expected a tensor (batch, sequence, width)")
         if is_first:
             self._length = self._lengths[self._kind_of_inputs] = hidden.shape[1]
-        spread = self._attention(self._length)
+        attention = self._attention(self._length)
         second = of_second_sequence(block, args, kwargs)
 
         def cut(x: torch.Tensor) -> torch.Tensor:
             if x is not hidden:
-                return self._cut_argument(x, hidden.shape[0], name, spread.tokens, id(x) in second)
-            return spread.tokens.cut(x, self.comm.rank, 1) if is_first else x
+                return self._shard_argument(x, hidden.shape[0], name, attention.tokens, id(x) in second)
+            return attention.tokens.cut(x, self.comm.rank, 1) if is_first else x
 
-        self._keep_for_rest_of_model(spread, hidden.shape[0])
+        self._keep_for_rest_of_model(attention, hidden.shape[0])
         return mapped((args, kwargs), cut)
 
     def _run_block(self, forward: Forward, name: str, *args: Any, **kwargs: Any) -> Any:
         # Within the block once more: a backward that runs it again does so without the model around it.
-        spread = self._attention(self._length)
-        before = spread.calls
-        with spread, some_of_the_tokens(f"cp: block {name}", self._length, "use cp=1"):
+        attention = self._attention(self._length)
+        before = attention.calls
+        with attention, some_of_the_tokens(f"cp: block {name}", self._length, "use cp=1"):
             outputs = forward(*args, **kwargs)
-        if spread.calls == before:
+        if attention.calls == before:
             raise without_attention(name)
         return outputs
 
@@ -276,7 +276,7 @@ class Context:
         if self._rest_of_model is None:
             return outputs
         tokens = self.tokens(self._length)
-        if not self.is_whole:
+        if not self.is_full:
             self._rest_of_model.enter_context(TokenViews(tokens.count(self.comm.rank), self._length))
             return outputs
         self._rest_of_model.close()
@@ -289,20 +289,20 @@ class Context:
 
         return tree_map(gathered, outputs)
 
-    def _keep_for_rest_of_model(self, spread: SpreadAttention, rows: int) -> None:
+    def _keep_for_rest_of_model(self, attention: ShardedAttention, rows: int) -> None:
         """From the first block that runs to the end of the model, tensors are of this rank's tokens."""
-        if self._rest_of_model is None or self._is_spread:
+        if self._rest_of_model is None or self._is_sharded:
             return
-        self._is_spread = True
-        self._rest_of_model.enter_context(spread)
-        state = dropout.active()
+        self._is_sharded = True
+        self._rest_of_model.enter_context(attention)
+        state = active_state()
         if state is not None:
-            tokens = spread.tokens
+            tokens = attention.tokens
             held = tokens.held(self.comm.rank)
-            scope = state.sharded(1, held, of=tokens.length, only="dropout", rows=rows)
+            scope = state.sharded(1, held, of=tokens.length, only="dropout", num_samples=rows)
             self._rest_of_model.enter_context(scope)
 
-    def _cut_argument(self, x: torch.Tensor, batch: int, name: str, tokens: Tokens, is_second: bool) -> torch.Tensor:
+    def _shard_argument(self, x: torch.Tensor, batch: int, name: str, tokens: Tokens, is_second: bool) -> torch.Tensor:
         dim = sequence_dim(x, tokens.length, batch, is_second)
         if dim is not None:
             return tokens.cut(x, self.comm.rank, dim)
@@ -317,7 +317,7 @@ class Context:
     def _require_tokens(self, outputs: Any) -> None:
         first = next((tensor for tensor in _tensors(outputs) if tensor.dim()), None)
         mine = self.tokens(self._length).count(self.comm.rank)
-        if first is None or (self._is_spread and (first.dim() < 2 or first.shape[1] != mine)):
+        if first is None or (self._is_sharded and (first.dim() < 2 or first.shape[1] != mine)):
             shown = "no tensor" if first is None else f"a tensor {tuple(first.shape)}"
             raise UsageError(
                 f"the model gave {shown} under context parallelism; expected its output for each of this rank's "

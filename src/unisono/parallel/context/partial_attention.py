@@ -29,7 +29,7 @@ _MAX_FLASH_WIDTH = 256
 
 
 @dataclass(frozen=True)
-class Rules:
+class AttentionRules:
     """What changes the weights of a part; slices are of its queries."""
 
     scale: float
@@ -38,7 +38,7 @@ class Rules:
     noise: Callable[[slice], torch.Tensor] | None = None  # the weights' factors: 0 or 1/(1-p)
 
 
-class Whole:
+class MergedAttention:
     """The merged parts: `out` and `lse`, the logarithm of the normaliser, for every query."""
 
     def __init__(self, q: torch.Tensor, width: int) -> None:
@@ -67,13 +67,13 @@ class Whole:
             dtype = merging_dtype(self._queries.dtype)
             self._taken = out.to(dtype), lse.to(dtype)
             return
-        whole, normaliser = self._merged()
+        merged, normaliser = self._merged()
         old = normaliser[:, :, rows]
         new = torch.logaddexp(old, lse)
         # A row that has seen no key yet has -inf, and -inf - -inf is no number.
         kept = torch.where(old == -torch.inf, 0, (old - new).exp())[..., None]
         added = torch.where(lse == -torch.inf, 0, (lse - new).exp())[..., None]
-        whole[:, :, rows] = kept * whole[:, :, rows] + added * out
+        merged[:, :, rows] = kept * merged[:, :, rows] + added * out
         normaliser[:, :, rows] = new
 
 
@@ -86,7 +86,9 @@ def merging_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype in _HALF else dtype
 
 
-def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> tuple[torch.Tensor, torch.Tensor]:
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: AttentionRules
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The part's output and the logarithm of its normaliser."""
     flash = _flash_of(q, k, v, rules)
     if flash is not None:
@@ -111,7 +113,7 @@ def attend_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    rules: Rules,
+    rules: AttentionRules,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The part's share of the gradients of q, k and v. `grad`, `out` and `lse` are the whole's, for these queries."""
     flash = _flash_of(q, k, v, rules)
@@ -141,7 +143,7 @@ def _chunks(q: torch.Tensor, k: torch.Tensor) -> list[slice]:
     return [slice(start, min(start + rows, queries)) for start in range(0, queries, rows)] or [slice(0, 0)]
 
 
-def _scores(q: torch.Tensor, k: torch.Tensor, rules: Rules, rows: slice) -> torch.Tensor:
+def _scores(q: torch.Tensor, k: torch.Tensor, rules: AttentionRules, rows: slice) -> torch.Tensor:
     scores = _times(q, k.transpose(-2, -1)) * rules.scale
     if rules.bias is not None:
         scores = scores + rules.bias(rows)
@@ -181,7 +183,7 @@ class _Flash:
     backward_op: Callable[..., tuple[Any, ...]]
 
     def attend(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: AttentionRules
     ) -> tuple[torch.Tensor, torch.Tensor]:
         alike = _Alike(q, k, rules.causal)
         out, lse = self.forward_op(alike.of_queries(q), alike.of_keys(k), alike.of_keys(v), rules)
@@ -195,7 +197,7 @@ class _Flash:
         v: torch.Tensor,
         out: torch.Tensor,
         lse: torch.Tensor,
-        rules: Rules,
+        rules: AttentionRules,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         alike = _Alike(q, k, rules.causal)
         dq, dk, dv = self.backward_op(
@@ -230,7 +232,7 @@ class _Alike:
         return grad.unflatten(1, (self._heads, self._group)).sum(2) if self._repeats else grad
 
 
-def _flash_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> _Flash | None:
+def _flash_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: AttentionRules) -> _Flash | None:
     """The fused kernel for this part, where there is one."""
     width = q.shape[-1]
     if rules.bias is not None or rules.noise is not None or v.shape[-1] != width:
@@ -244,7 +246,7 @@ def _flash_of(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -
     return None
 
 
-def _cpu_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> tuple[Any, ...]:
+def _cpu_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: AttentionRules) -> tuple[Any, ...]:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, rules.causal, scale=rules.scale)
 
 
@@ -255,14 +257,14 @@ def _cpu_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    rules: Rules,
+    rules: AttentionRules,
 ) -> tuple[Any, ...]:
     return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad, q, k, v, out, lse, 0.0, rules.causal, scale=rules.scale
     )
 
 
-def _cuda_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: Rules) -> tuple[Any, ...]:
+def _cuda_forward(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, rules: AttentionRules) -> tuple[Any, ...]:
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, rules.causal, False, scale=rules.scale)[:2]
 
 
@@ -273,7 +275,7 @@ def _cuda_backward(
     v: torch.Tensor,
     out: torch.Tensor,
     lse: torch.Tensor,
-    rules: Rules,
+    rules: AttentionRules,
 ) -> tuple[Any, ...]:
     no_seed = torch.zeros(2, dtype=torch.uint64, device=q.device)
     return torch.ops.aten._scaled_dot_product_flash_attention_backward(

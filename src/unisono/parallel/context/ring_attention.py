@@ -22,7 +22,14 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
 from unisono.parallel.autograd_collectives import first_order_only
-from unisono.parallel.context.partial_attention import Rules, Whole, attend, attend_backward, covers, merging_dtype
+from unisono.parallel.context.partial_attention import (
+    AttentionRules,
+    MergedAttention,
+    attend,
+    attend_backward,
+    covers,
+    merging_dtype,
+)
 from unisono.parallel.context.tokens import Tokens, require_fit
 
 # The factors of the weights of some queries to some keys, given by their global positions: 0 or 1/(1-p).
@@ -52,7 +59,7 @@ def ring_attention(
     if mask is not None and causal:
         raise UsageError("ring attention was given a mask and causal; put both into the mask")
     scale = 1 / math.sqrt(q.shape[-1]) if scale is None else scale
-    round_trip = _Round(comm, tokens, Rules(scale, causal), _bias(mask, q), noise)
+    round_trip = _Round(comm, tokens, AttentionRules(scale, causal), _bias(mask, q), noise)
     return _RingAttention.apply(q, k, v, round_trip)
 
 
@@ -71,15 +78,15 @@ def _bias(mask: torch.Tensor | None, q: torch.Tensor) -> torch.Tensor | None:
 class _RingAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, ring: _Round) -> torch.Tensor:
-        whole = Whole(q, v.shape[-1])
+        full = MergedAttention(q, v.shape[-1])
         with _without_autocast(q):
             for source, (keys, values) in ring.visits(k, v):
                 for rows, columns, rules in ring.parts(source):
                     part = attend(q[:, :, rows], keys[:, :, columns], values[:, :, columns], rules)
-                    whole.merge(rows, *part)
-        out = whole.out.to(q.dtype)
+                    full.merge(rows, *part)
+        out = full.out.to(q.dtype)
         ctx.ring = ring
-        ctx.save_for_backward(q, k, v, out, whole.lse)
+        ctx.save_for_backward(q, k, v, out, full.lse)
         return out
 
     @staticmethod
@@ -155,7 +162,7 @@ class _Round:
 
     comm: Communicator
     tokens: Tokens
-    rules: Rules
+    rules: AttentionRules
     bias: torch.Tensor | None  # of global positions
     noise: Noise | None
 
@@ -184,7 +191,7 @@ class _Round:
         )
         return coming, handle
 
-    def parts(self, source: int) -> list[tuple[slice, slice, Rules]]:
+    def parts(self, source: int) -> list[tuple[slice, slice, AttentionRules]]:
         """Which of this rank's queries look at which of the source's keys, and under which rules."""
         rank = self.comm.rank
         causal = self.rules.causal
@@ -198,7 +205,7 @@ class _Round:
             if rows.stop > rows.start and columns.stop > columns.start
         ]
 
-    def _rules(self, source: int, rows: slice, columns: slice) -> Rules:
+    def _rules(self, source: int, rows: slice, columns: slice) -> AttentionRules:
         queries = self.tokens.positions(self.comm.rank)[rows]
         keys = self.tokens.positions(source)[columns]
         rules = self.rules

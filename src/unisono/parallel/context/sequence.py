@@ -37,10 +37,10 @@ from torch.utils._pytree import tree_map
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.mesh import dropout
+from unisono.mesh.global_index import Part
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.random import Key
-from unisono.mesh.region import Part
+from unisono.mesh.random.active import active_state
+from unisono.mesh.random.state import Key
 from unisono.parallel import autograd_collectives as conjugates
 from unisono.parallel.blocks import Blocks, find_blocks, not_called, some_of_the_tokens
 from unisono.parallel.layout import Split, layout_of
@@ -126,24 +126,24 @@ class SequenceRegion(Region):
                 "expected (batch, sequence, features)"
             )
         self.length = x.shape[DIM]
-        return conjugates.split(x, DIM, self.pieces(self.length), self.comm)
+        return conjugates.split(x, DIM, self.shards(self.length), self.comm)
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
         """The whole of what every rank has its piece of; the sequence leaves the blocks."""
-        return conjugates.gather(x, DIM, self._pieces_of(x.shape[DIM]), self.comm)
+        return conjugates.gather(x, DIM, self._shards_of(x.shape[DIM]), self.comm)
 
-    def pieces(self, length: int) -> list[int]:
+    def shards(self, length: int) -> list[int]:
         return lengths_of(Split.even(TP, DIM, length, self.comm.size))
 
     def leave(self, part: torch.Tensor) -> torch.Tensor:
         self._last_entered = lambda: None
         self.locate_outside()
-        return conjugates.reduce_to_piece(part, DIM, self.pieces(part.shape[DIM]), self.comm)
+        return conjugates.reduce_to_shard(part, DIM, self.shards(part.shape[DIM]), self.comm)
 
     def _entered(self, x: torch.Tensor) -> torch.Tensor:
-        return conjugates.gather_to_use(x, DIM, self._pieces_of(x.shape[DIM]), self.comm)
+        return conjugates.gather_to_use(x, DIM, self._shards_of(x.shape[DIM]), self.comm)
 
-    def _pieces_of(self, mine: int) -> list[int]:
+    def _shards_of(self, mine: int) -> list[int]:
         """All ranks' pieces of the sequence of which this rank's one is so long.
 
         A stage of a pipeline that does not have the first block has not seen the whole: there the ranks ask each other.
@@ -152,17 +152,17 @@ class SequenceRegion(Region):
             if self._outside_blocks is not None:
                 raise self._outside_blocks()
             return [int(length) for length in self.comm.all_gather(torch.tensor([mine], device=self.comm.device))]
-        pieces = self.pieces(self.length)
-        if pieces[self.comm.rank] != mine:
+        shards = self.shards(self.length)
+        if shards[self.comm.rank] != mine:
             raise UsageError(
                 f"sequence parallelism: a layer inside the blocks was given {mine} tokens; expected this rank's "
-                f"{pieces[self.comm.rank]} of {self.length}, or a tensor as the block was given it; leave sp out"
+                f"{shards[self.comm.rank]} of {self.length}, or a tensor as the block was given it; leave sp out"
             )
-        return pieces
+        return shards
 
     def locate_outside(self) -> None:
         self.is_inside = False
-        state = dropout.active()
+        state = active_state()
         if state is not None:
             state.locate = self._outside
 
@@ -178,9 +178,9 @@ class SequenceRegion(Region):
                 f"sequence parallelism: a dropout outside the tensor-parallel regions works on a tensor of shape "
                 f"{tuple(shape)}; expected (batch, sequence, features)"
             )
-        pieces = self._pieces_of(shape[DIM])
-        first = sum(pieces[: self.comm.rank])
-        mine = Part(range(first, first + shape[DIM]), sum(pieces))
+        shards = self._shards_of(shape[DIM])
+        first = sum(shards[: self.comm.rank])
+        mine = Part(range(first, first + shape[DIM]), sum(shards))
         return parts | {DIM: mine.within(parts[DIM]) if DIM in parts else mine}
 
     def enter_tokens(self, value: Any) -> Any:
@@ -192,7 +192,7 @@ class SequenceRegion(Region):
         return conjugates.gather_to_use(value, 0, self._tokens, self.comm)
 
     def leave_tokens(self, part: torch.Tensor) -> torch.Tensor:
-        return conjugates.reduce_to_piece(part, 0, self._tokens, self.comm)
+        return conjugates.reduce_to_shard(part, 0, self._tokens, self.comm)
 
 
 class SequenceParallel:
@@ -289,7 +289,7 @@ class SequenceParallel:
         region = self._inside
         tensors = [leaf for leaf in (*args, *kwargs.values()) if isinstance(leaf, torch.Tensor)]
         hidden = next((each for each in tensors if not hasattr(each, _FULL)), None)
-        lengths = [] if hidden is None else region._pieces_of(hidden.shape[DIM])
+        lengths = [] if hidden is None else region._shards_of(hidden.shape[DIM])
 
         def gathered(leaf: Any) -> Any:
             if not isinstance(leaf, torch.Tensor):

@@ -1,6 +1,6 @@
 """F.scaled_dot_product_attention over tokens that are spread over ranks.
 
-    with SpreadAttention(comm, "ring", tokens) as spread:
+    with ShardedAttention(comm, "ring", tokens) as spread:
         y = block(x)            # its attention reaches the tokens of all ranks
     spread.calls                # how often it was asked for
 
@@ -8,8 +8,8 @@ It is a handler of the attention dispatcher (torch_patches.py), so nn.MultiheadA
 the function up in torch.nn.functional takes part; the fused paths of torch's transformer layers, which do not, are off.
 Keys that are not as many as this rank's tokens are those of a second sequence, which every rank has all of: no rank
 needs another's. Where ranks hold different numbers of tokens, or one, shapes seen on one rank do not tell a sharded dim
-from a broadcast or replicated one, so ranks decide by the shapes of all (`_Call`). Attention dropout draws the weights'
-mask by global positions, from the RandomState that is active.
+from a broadcast or replicated one, so ranks decide by the shapes of all (`_AttentionCall`). Attention dropout draws the
+weights' mask by global positions, from the RandomState that is active.
 """
 
 from __future__ import annotations
@@ -24,9 +24,10 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.mesh import dropout
-from unisono.mesh.random import Draw, RandomState
-from unisono.mesh.region import Part
+from unisono.mesh.global_index import Part
+from unisono.mesh.random.active import active_state
+from unisono.mesh.random.draw import Draw
+from unisono.mesh.random.state import RandomState
 from unisono.parallel import autograd_collectives as conjugates
 from unisono.parallel.context.partial_attention import merging_dtype
 from unisono.parallel.context.ring_attention import Noise, ring_attention
@@ -38,16 +39,16 @@ from unisono.torch_patches import attention, without_fused_attention
 Attention = Callable[..., torch.Tensor]  # F.scaled_dot_product_attention, or what is to run in its place
 _CHECKS = 100  # calls in which ranks compare the keys of a second sequence
 
-_entered: list[SpreadAttention] = []
+_entered: list[ShardedAttention] = []
 
 
-def active() -> SpreadAttention | None:
+def active() -> ShardedAttention | None:
     """The one that attention goes through at the moment."""
     return _entered[-1] if _entered else None
 
 
 @dataclass(frozen=True)
-class _Call:
+class _AttentionCall:
     """What one rank was asked: counts of keys, rows and columns of the mask (-1 where there is none), is_causal."""
 
     keys: int
@@ -56,13 +57,13 @@ class _Call:
     causal: int
 
     @classmethod
-    def of(cls, k: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> _Call:
+    def of(cls, k: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> _AttentionCall:
         if mask is None:
             return cls(k.shape[2], -1, -1, int(causal))
         return cls(k.shape[2], mask.shape[-2] if mask.dim() > 1 else 1, mask.shape[-1], int(causal))
 
 
-class SpreadAttention:
+class ShardedAttention:
     """While it is entered, once or again within itself, attention is over the tokens of all ranks of `comm`."""
 
     def __init__(self, comm: Communicator, kind: str, tokens: Tokens) -> None:
@@ -73,7 +74,7 @@ class SpreadAttention:
         self._checks_left = _CHECKS
         self._scopes: list[contextlib.ExitStack] = []
 
-    def __enter__(self) -> SpreadAttention:
+    def __enter__(self) -> ShardedAttention:
         scope = contextlib.ExitStack()
         scope.enter_context(attention.handled("context parallelism", self._attend))
         scope.enter_context(without_fused_attention())
@@ -104,7 +105,7 @@ class SpreadAttention:
         q, k, v = (_cast_as_torch_would(x) for x in (query, key, value))
         if q.dim() == 3:
             q, k, v = (x.unsqueeze(0) for x in (q, k, v))
-        calls = self._calls_of_all_ranks(_Call.of(k, attn_mask, is_causal), k.is_meta)
+        calls = self._calls_of_all_ranks(_AttentionCall.of(k, attn_mask, is_causal), k.is_meta)
         if all(call.keys == count for call, count in zip(calls, self.tokens.counts, strict=True)):
             out = self._own_tokens(attend, q, k, v, attn_mask, dropout_p, is_causal, scale, calls)
         else:
@@ -112,7 +113,7 @@ class SpreadAttention:
             out = self._second_sequence(attend, q, k, v, attn_mask, dropout_p, is_causal, scale)
         return out if query.dim() == 4 else out.squeeze(0)
 
-    def _calls_of_all_ranks(self, mine: _Call, is_meta: bool) -> list[_Call]:
+    def _calls_of_all_ranks(self, mine: _AttentionCall, is_meta: bool) -> list[_AttentionCall]:
         """By rank. Ranks with equally many tokens, two at least, are asked the same."""
         counts = self.tokens.counts
         if len(set(counts)) == 1 and (counts[0] > 1 or self.tokens.length == 1):
@@ -123,9 +124,12 @@ class SpreadAttention:
             def of(size: int, count: int) -> int:  # what another rank would see, if equal sizes are sharded alike
                 return count if size == held else size
 
-            return [_Call(of(mine.keys, count), mine.rows, of(mine.columns, count), mine.causal) for count in counts]
+            return [
+                _AttentionCall(of(mine.keys, count), mine.rows, of(mine.columns, count), mine.causal)
+                for count in counts
+            ]
         numbers = torch.tensor(astuple(mine), device=self.comm.device)
-        return [_Call(*each.tolist()) for each in self.comm.all_gather(numbers)]
+        return [_AttentionCall(*each.tolist()) for each in self.comm.all_gather(numbers)]
 
     def _require_same_keys(self, k: torch.Tensor, v: torch.Tensor) -> None:
         """UsageError where keys other than this rank's tokens differ between ranks, which shows that they are made of
@@ -155,7 +159,7 @@ class SpreadAttention:
         dropout_p: float,
         causal: bool,
         scale: float | None,
-        calls: list[_Call],
+        calls: list[_AttentionCall],
     ) -> torch.Tensor:
         masked = [rank for rank, call in enumerate(calls) if call.columns >= 0]
         if masked and len(masked) < len(calls):
@@ -176,7 +180,7 @@ class SpreadAttention:
         )
         return self._second_sequence(attend, q, keys, values, mask, dropout_p, causal, scale)
 
-    def _is_causal(self, calls: list[_Call]) -> bool:
+    def _is_causal(self, calls: list[_AttentionCall]) -> bool:
         """What is_causal is where there are several tokens: models leave it out where they see one query, as a rank
         with a single token of the sequence does."""
         tokens = self.tokens
@@ -226,7 +230,7 @@ class SpreadAttention:
             gqa = k.shape[1] != q.shape[1]
             return attend(q, k, v, mask, dropout_p, scale=scale, enable_gqa=gqa)
 
-    def _of_global_positions(self, mask: torch.Tensor, calls: list[_Call]) -> torch.Tensor:
+    def _of_global_positions(self, mask: torch.Tensor, calls: list[_AttentionCall]) -> torch.Tensor:
         """The mask for the whole sequence. One that hides some of this rank's own keys is gathered from all ranks."""
         tokens, length = self.tokens, self.tokens.length
         if all(c.columns == count and c.rows == 1 for c, count in zip(calls, tokens.counts, strict=True)):
@@ -292,7 +296,7 @@ class SpreadAttention:
 
 
 def _random_state(p: float) -> RandomState:
-    state = dropout.active()
+    state = active_state()
     if state is None:
         raise UsageError(
             f"attention dropout of {p} over spread tokens draws its mask by global positions; "

@@ -66,14 +66,14 @@ class Tokens:
         """Whether the ranks' tokens, one rank after the other, are the sequence."""
         return bool((torch.cat(self._positions) == torch.arange(self.length)).all())
 
-    def cut(self, whole: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
+    def cut(self, full: torch.Tensor, rank: int, dim: int) -> torch.Tensor:
         """A rank's tokens of a tensor whose `dim` is the sequence; differentiable."""
-        pieces = [whole.narrow(dim, run.start, len(run)) for run in self.runs[rank]]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        shards = [full.narrow(dim, run.start, len(run)) for run in self.runs[rank]]
+        return shards[0] if len(shards) == 1 else torch.cat(shards, dim)
 
-    def join(self, pieces: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
+    def join(self, shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
         """The whole tensor of all ranks' pieces; differentiable."""
-        return self.ordered(torch.cat(list(pieces), dim), dim)
+        return self.ordered(torch.cat(list(shards), dim), dim)
 
     def ordered(self, joined: torch.Tensor, dim: int) -> torch.Tensor:
         """The whole tensor of one that has the ranks' tokens one rank after the other; differentiable."""

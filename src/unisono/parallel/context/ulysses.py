@@ -44,27 +44,29 @@ def ulysses_attention(
     require_fit("ulysses", q, k, v, tokens, comm.rank, comm.size)
     if mask is not None and causal:
         raise UsageError("ulysses attention was given a mask and causal; put both into the mask")
-    deal = Deal(q.shape[1], k.shape[1], comm.size)
-    mine = deal.queries[comm.rank]
-    whole_q, whole_k, whole_v = _heads_for_tokens([q, k, v], [deal.queries, deal.keys, deal.keys], comm, tokens)
-    whole_k, whole_v = (deal.matched(x, comm.rank) for x in (whole_k, whole_v))
+    head_split = HeadSplit(q.shape[1], k.shape[1], comm.size)
+    mine = head_split.queries[comm.rank]
+    full_q, full_k, full_v = _heads_for_tokens(
+        [q, k, v], [head_split.queries, head_split.keys, head_split.keys], comm, tokens
+    )
+    full_k, full_v = (head_split.matched(x, comm.rank) for x in (full_k, full_v))
     if mask is not None and mask.dim() > 2 and mask.shape[-3] > 1:
         mask = mask[..., mine.start : mine.stop, :, :]
     run = attention or F.scaled_dot_product_attention
-    gqa = whole_k.shape[1] != whole_q.shape[1]
+    gqa = full_k.shape[1] != full_q.shape[1]
     if len(mine) or dropout_p:  # without heads too the draw is counted, so that later ones stay the same
-        out = run(whole_q, whole_k, whole_v, mask, dropout_p, causal, scale=scale, enable_gqa=gqa)
+        out = run(full_q, full_k, full_v, mask, dropout_p, causal, scale=scale, enable_gqa=gqa)
     else:
-        out = whole_v  # no heads of it either, but this rank takes part in the backward as the others do
-    return _tokens_for_heads(out, deal.queries, comm, tokens)
+        out = full_v  # no heads of it either, but this rank takes part in the backward as the others do
+    return _tokens_for_heads(out, head_split.queries, comm, tokens)
 
 
 def heads_of(heads: int, comm: Communicator) -> range:
     """The heads that this rank has during the attention."""
-    return Deal(heads, heads, comm.size).queries[comm.rank]
+    return HeadSplit(heads, heads, comm.size).queries[comm.rank]
 
 
-class Deal:
+class HeadSplit:
     """Which heads each rank gets: consecutive ones of the queries, and the ones of the keys that these use."""
 
     def __init__(self, heads: int, key_heads: int, ranks: int) -> None:
@@ -111,7 +113,7 @@ def _tokens_for_heads(out: torch.Tensor, heads: Sequence[range], comm: Communica
     parts = [[tokens.cut(out, r, 2)] for r in everyone]
     count = tokens.count(comm.rank)
     shapes = [[(out.shape[0], len(heads[r]), count, out.shape[3])] for r in everyone]
-    return torch.cat([pieces[0] for pieces in _exchanged(parts, shapes, comm)], 1)
+    return torch.cat([shards[0] for shards in _exchanged(parts, shapes, comm)], 1)
 
 
 def _exchanged(
@@ -123,5 +125,5 @@ def _exchanged(
     flat = torch.cat([part.reshape(-1) for of_rank in parts for part in of_rank])
     arrived = all_to_all(flat, send_sizes, recv_sizes, comm)
     lengths = [math.prod(shape) for of_rank in shapes for shape in of_rank]
-    pieces = iter(arrived.split(lengths))
-    return [[next(pieces).view(shape) for shape in of_rank] for of_rank in shapes]
+    shards = iter(arrived.split(lengths))
+    return [[next(shards).view(shape) for shape in of_rank] for of_rank in shapes]

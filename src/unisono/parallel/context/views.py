@@ -32,11 +32,11 @@ class TokenViews(TorchFunctionMode):
     ) -> Any:
         if func in _VIEWS and len(args) > 1 and not kwargs:
             shape = args[1] if isinstance(args[1], tuple | list) else args[1:]
-            if self._is_of_whole(args[0], shape):
+            if self._is_of_full(args[0], shape):
                 return func(args[0], (args[0].shape[0], self._held, *shape[2:]))
         return func(*args, **(kwargs or {}))
 
-    def _is_of_whole(self, tensor: torch.Tensor, shape: Sequence[Any]) -> bool:
+    def _is_of_full(self, tensor: torch.Tensor, shape: Sequence[Any]) -> bool:
         """Whether only the length stands between the shape and the tensor."""
         if len(shape) < 2 or not all(isinstance(size, int) for size in shape) or -1 in shape[1:]:
             return False

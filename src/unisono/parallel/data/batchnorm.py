@@ -168,12 +168,12 @@ def _statistics(wide: torch.Tensor, comm: Communicator) -> tuple[torch.Tensor, t
     message = torch.cat([mean, deviations, mean.new_tensor([here])])
     everyone = message.new_empty(comm.size, len(message))
     comm.all_gather_into(everyone, message)
-    means, spreads, counts = everyone[:, :channels], everyone[:, channels:-1], everyone[:, -1:]
+    means, squares, counts = everyone[:, :channels], everyone[:, channels:-1], everyone[:, -1:]
     count = counts.sum()
     if here < 2 and int(count) < 2:  # asks the device only where it may be so
         raise UsageError(f"BatchNorm needs more than one value a channel to train; the global batch has {int(count)}")
-    whole = (counts * means).sum(0) / count
-    return whole, (spreads + counts * (means - whole) ** 2).sum(0), count
+    mean = (counts * means).sum(0) / count
+    return mean, (squares + counts * (means - mean) ** 2).sum(0), count
 
 
 def _over_batch(tensor: torch.Tensor) -> torch.Tensor:

@@ -95,8 +95,8 @@ class Bucket:
 
     def places(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
         """Where the gradient of each parameter lies in a message, as views, one for each of its `parts`."""
-        pieces = message.split([parameter.numel() for parameter in self.parameters])
-        return [[piece.view(p.shape)] for p, piece in zip(self.parameters, pieces, strict=True)]
+        shards = message.split([parameter.numel() for parameter in self.parameters])
+        return [[shard.view(p.shape)] for p, shard in zip(self.parameters, shards, strict=True)]
 
     def parts(self, index: int, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
         """A parameter's gradient, as it is cut in a message."""

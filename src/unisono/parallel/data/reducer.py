@@ -50,7 +50,7 @@ class Reducer(Generic[AnyBucket]):
         self._rounds = 0  # since the last finish
         self._is_held = False
         self._has_held_back = False
-        self._is_under_way = False
+        self._is_running = False
         self._publishes = False
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._ready)
@@ -110,8 +110,8 @@ class Reducer(Generic[AnyBucket]):
 
     def expect_backward(self) -> None:
         """Called in a backward of the user's own: take part in it, also if no parameter gets a gradient here."""
-        if not self._is_held and not self._is_under_way and self._hooks:
-            self._is_under_way = True
+        if not self._is_held and not self._is_running and self._hooks:
+            self._is_running = True
             at_end_of_backward(self._end_of_backward)
 
     def complete(self) -> None:
@@ -120,7 +120,7 @@ class Reducer(Generic[AnyBucket]):
             self.finish()
 
     def require_idle(self) -> None:
-        if self._is_under_way:
+        if self._is_running:
             raise UsageError(
                 "the last backward ended with an error, when some of its gradients had been sent to other ranks; "
                 "start again from a checkpoint"
@@ -130,7 +130,7 @@ class Reducer(Generic[AnyBucket]):
 
     def finish(self) -> None:
         """Wait until all gradients are summed. Every rank calls it after the last backward of a step."""
-        self._is_under_way = False
+        self._is_running = False
         self._complete()
         asked = self._ask_for_missing()
         for bucket in self.buckets:
@@ -153,8 +153,8 @@ class Reducer(Generic[AnyBucket]):
         if self._is_held:
             self._has_held_back = True
             return
-        if not self._is_under_way:
-            self._is_under_way = True
+        if not self._is_running:
+            self._is_running = True
             at_end_of_backward(self._end_of_backward)
         bucket = self._home[id(parameter)]
         bucket.missing -= 1
@@ -170,9 +170,9 @@ class Reducer(Generic[AnyBucket]):
             self._send_next()
 
     def _end_of_backward(self) -> None:
-        if self._is_under_way:  # else an exception ended it, and finish has cleaned up
+        if self._is_running:  # else an exception ended it, and finish has cleaned up
             self._send_rest()
-            self._is_under_way = False
+            self._is_running = False
             if self.is_own:
                 self.finish()
 

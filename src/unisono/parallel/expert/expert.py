@@ -156,8 +156,8 @@ class MoE(nn.Module):
 
     def run_experts(self, rows: torch.Tensor, counts: list[int]) -> torch.Tensor:
         """Each expert that this rank holds on its own rows, which lie one expert after the other."""
-        pieces = [self.run_expert(number, piece) for number, piece in enumerate(rows.split(counts))]
-        return torch.cat(pieces)
+        shards = [self.run_expert(number, shard) for number, shard in enumerate(rows.split(counts))]
+        return torch.cat(shards)
 
     def run_expert(self, number: int, x: torch.Tensor) -> torch.Tensor:
         """Expert `number` of those that this rank holds."""
@@ -284,9 +284,9 @@ def expert_parallelize(model: nn.Module, mesh: Mesh) -> None:
     """
     require_experts(model, mesh)
     for _, moe in _layers(model):
-        _spread(moe, mesh, _owners(mesh))
+        _shard_moe(moe, mesh, _owners(mesh))
     for _, experts in stacked_experts(model):
-        _spread_stacked(experts, mesh, _owners(mesh))
+        _shard_stacked_experts(experts, mesh, _owners(mesh))
 
 
 def require_experts(model: nn.Module, mesh: Mesh) -> None:
@@ -318,7 +318,7 @@ def _owners(mesh: Mesh) -> int:
     return mesh.size("ep") if "ep" in mesh.names else 1
 
 
-def _spread(moe: MoE, mesh: Mesh, ranks: int) -> None:
+def _shard_moe(moe: MoE, mesh: Mesh, ranks: int) -> None:
     split = Split.even(("ep",), 0, moe.experts, ranks)
     moe._crowd = _Ranks(mesh, [len(part) for part in split.held])
     if ranks == 1:
@@ -329,9 +329,9 @@ def _spread(moe: MoE, mesh: Mesh, ranks: int) -> None:
 def _shard_experts(module: nn.Module, names: Iterable[str], split: Split, mesh: Mesh) -> None:
     layout = Layout(summed=tuple(axis for axis in WHOLE.summed if axis != "ep")).cut(split)
     for name in names:
-        whole = getattr(module, name)
-        if whole is not None:
-            mine = nn.Parameter(local_of(whole.detach(), layout, mesh), requires_grad=whole.requires_grad)
+        full = getattr(module, name)
+        if full is not None:
+            mine = nn.Parameter(local_of(full.detach(), layout, mesh), requires_grad=full.requires_grad)
             lay(mine, layout)
             setattr(module, name, mine)
 
@@ -353,7 +353,7 @@ def stacked_experts(model: nn.Module) -> Iterator[tuple[str, Any]]:
             yield name or "the model", module
 
 
-def _spread_stacked(experts: Any, mesh: Mesh, ranks: int) -> None:
+def _shard_stacked_experts(experts: Any, mesh: Mesh, ranks: int) -> None:
     if ranks == 1:
         return
     count = experts.num_experts
@@ -412,6 +412,6 @@ def collect_aux(model: nn.Module) -> torch.Tensor | None:
     return torch.stack(losses).sum() if losses else None
 
 
-def needs_whole_batch(model: nn.Module) -> list[str]:
+def needs_full_batch(model: nn.Module) -> list[str]:
     """The MoE layers whose outcome depends on the whole batch at once, so that microbatches would change it."""
     return [name for name, moe in _layers(model) if not moe.is_tokenwise]

@@ -36,7 +36,7 @@ from unisono.parallel.loss.loss import GlobalLoss, Loss, name_of
 from unisono.parallel.loss.model_loss import BatchDependence, on_two_sizes
 from unisono.parallel.pipeline.dependence import Dependence, Touch, storages_of
 from unisono.parallel.share import rows_of
-from unisono.parallel.tensor.logits import whole_of_piece
+from unisono.parallel.tensor.logits import full_of_shard
 from unisono.plan.plan import Plan
 
 _PRODUCTS = {torch.matmul, torch.mm, torch.Tensor.matmul, torch.Tensor.mm, torch.Tensor.__matmul__}
@@ -63,7 +63,7 @@ class GatheredLoss(GlobalLoss):
         self.outputs: OutputKinds | None = None
         self.lengths: list[int] = []  # samples of each rank
 
-    def prepare(self, microbatches: Sequence[tuple[Any, Any]], whole: tuple[Any, Any] | None = None) -> None:
+    def prepare(self, microbatches: Sequence[tuple[Any, Any]], full: tuple[Any, Any] | None = None) -> None:
         self.settle()
         self._sum = None
         assert len(microbatches) == 1, "plans with microbatches are refused before"
@@ -73,7 +73,7 @@ class GatheredLoss(GlobalLoss):
             return self._evaluated(outputs, targets)
         assert self._comm is not None
         assert self.outputs is not None
-        gathered = self.outputs.gathered(tree_map(whole_of_piece, outputs), self.lengths, self._comm)
+        gathered = self.outputs.gathered(tree_map(full_of_shard, outputs), self.lengths, self._comm)
         targets = tree_map(self._all_targets, targets)
         return self._evaluated(gathered, targets) / self.ranks
 
@@ -191,7 +191,7 @@ def _gathered(leaf: torch.Tensor, lengths: list[int], comm: Communicator) -> tor
     return torch.cat(comm.all_gather(leaf.contiguous(), uneven=True))
 
 
-def require_whole_batches(plan: Plan, example: Any) -> None:
+def require_full_batches(plan: Plan, example: Any) -> None:
     """UsageError where a plan leaves no moment at which all samples are there."""
     if plan.microbatches > 1:
         raise UsageError(

@@ -1,8 +1,8 @@
 """What the loss counts on the whole batch, when every rank has computed only its part of the outputs.
 
-`Exchanged` asks the other ranks, in one message that travels while the loss is computed. Where every rank has all of
-the targets, each can count the whole by itself (`Foretold`), and no one waits. That this gives the same is seen first:
-the first step asks and compares, and every later one sends along, with the loss, what was in fact counted.
+`ExchangedCounts` asks the other ranks, in one message that travels while the loss is computed. Where every rank has all
+of the targets, each can count the whole by itself (`PredictedCounts`), and no one waits. That this gives the same is
+seen first: the first step asks and compares, and every later one sends along, with the loss, what was in fact counted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from unisono.parallel.loss.normalizers import Count
 MOST_MEANS = 61  # that a loss may take; so many counts travel in one message
 
 
-class Exchanged:
+class ExchangedCounts:
     """The counts of all microbatches and ranks, with a check that all take the same means."""
 
     def __init__(self, name: str, predicted: list[list[Count]], comm: Communicator | None) -> None:
@@ -54,7 +54,7 @@ class Exchanged:
         return totals[: round(means / parts)] if parts else []
 
 
-class Foretold:
+class PredictedCounts:
     """The counts of the whole batch, from all of its targets."""
 
     def __init__(self, counts: Sequence[Count]) -> None:
@@ -78,13 +78,13 @@ class Foretold:
         )
 
 
-class Told:
+class PendingCounts:
     """What ranks have counted in fact, and what was foretold, on its way from a GPU: whoever reads it waits for what
     the GPU had been given to do until then, and for nothing that it was given since."""
 
-    def __init__(self, message: torch.Tensor, foretold: Foretold) -> None:
-        self.foretold = foretold
-        counts = foretold()
+    def __init__(self, message: torch.Tensor, predicted_counts: PredictedCounts) -> None:
+        self.predicted_counts = predicted_counts
+        counts = predicted_counts()
         self._length = len(counts)
         sent = torch.cat([joined(counts, message.device), message])
         self._here = torch.empty_like(sent, device="cpu", pin_memory=sent.is_cuda).copy_(sent, non_blocking=True)

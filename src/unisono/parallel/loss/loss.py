@@ -25,9 +25,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UnisonoError, UsageError
-from unisono.mesh.random import SampleDim
-from unisono.parallel.loss.counts import MOST_MEANS, Exchanged, Foretold, Told, joined, summed
-from unisono.parallel.loss.normalizers import Count, Means
+from unisono.mesh.random.state import SampleDim
+from unisono.parallel.loss.counts import MOST_MEANS, ExchangedCounts, PendingCounts, PredictedCounts, joined, summed
+from unisono.parallel.loss.normalizers import Count, LossNormalizer
 from unisono.parallel.share import BatchDim, dims_of, samples_between
 from unisono.torch_compat import no_torch_function_subclass
 
@@ -44,10 +44,10 @@ class GlobalLoss:
         self._comm = comm
         self.dims = tuple(dims)
         self._predicted: list[list[Count]] = []
-        self._totals: Exchanged | Foretold | None = None
-        self._whole: Foretold | None = None
-        self._told: Told | None = None  # of the last step, on its way
-        self._foretells = False  # whether all ranks have seen that each can count the whole by itself
+        self._totals: ExchangedCounts | PredictedCounts | None = None
+        self._full: PredictedCounts | None = None
+        self._reported: PendingCounts | None = None  # of the last step, on its way
+        self._predicts = False  # whether all ranks have seen that each can count the whole by itself
         self._made = 0  # elements of the tensors that the last counting made
         self._microbatches = 0
         self._counts: list[list[Count]] = []  # of the microbatches so far
@@ -57,7 +57,7 @@ class GlobalLoss:
         self._sizes: frozenset[int] | None = None  # see _learn_sizes
         self.shift: int | None = None  # by how many tokens targets are ahead of outputs, if dims has 1; see learn_shift
         self._has_constant = False
-        self.sees_whole_parameters = True  # whether parameters that the loss reads are those of one device
+        self.sees_full_parameters = True  # whether parameters that the loss reads are those of one device
         self._outputs_have: Sequence[SampleDim | None] | None = None
         self._targets_dim: BatchDim = 0
         self._astray: list[torch.Tensor] = []
@@ -66,9 +66,9 @@ class GlobalLoss:
         """Where samples lie in the outputs, leaf by leaf (None: it has none), and in the targets."""
         self._outputs_have, self._targets_dim = outputs, targets
 
-    def _means(self, totals: Any = None, dry: bool = False) -> Means:
+    def _normalizer(self, totals: Any = None, dry: bool = False) -> LossNormalizer:
         known = [where.dim for where in self._outputs_have or () if where is not None]
-        return Means(totals, dry, known[0] or 0 if known else 0, self._sizes or frozenset())
+        return LossNormalizer(totals, dry, known[0] or 0 if known else 0, self._sizes or frozenset())
 
     def _require_no_surprise(self) -> None:
         flags, self._astray = self._astray, []
@@ -88,32 +88,32 @@ class GlobalLoss:
         """Do without the proof that the loss is made of sums and means: what simulated ranks bring proves nothing."""
         self._is_proved = True
 
-    def prepare(self, microbatches: Sequence[tuple[Any, Any]], whole: tuple[Any, Any] | None = None) -> None:
+    def prepare(self, microbatches: Sequence[tuple[Any, Any]], full: tuple[Any, Any] | None = None) -> None:
         """Count what the loss will count on all of this rank's microbatches, and agree with the other ranks.
 
-        `whole`: outputs and targets of the global batch, where this rank has them all; again for their shapes only.
+        `full`: outputs and targets of the global batch, where this rank has them all; again for their shapes only.
         """
         self.settle()
         self._require_no_surprise()
         self._next = 0
         self._microbatches = len(microbatches)
         self._predicted, self._counts = [], []
-        self._totals, self._whole, self._sum = None, None, None
+        self._totals, self._full, self._sum = None, None, None
         if self.ranks == 1 and len(microbatches) == 1:
             return  # the batch is whole here: the user's loss serves as it is
         if microbatches:
             self._learn_sizes(*microbatches[0])
-        if self._foretells and whole is not None:
-            self._whole = self._totals = Foretold(self._counted(_blank(whole[0]), whole[1]))
+        if self._predicts and full is not None:
+            self._full = self._totals = PredictedCounts(self._counted(_blank(full[0]), full[1]))
             return
         self._predicted = [self._counted(_blank(outputs), targets) for outputs, targets in microbatches]
-        self._totals = Exchanged(name_of(self._loss), self._predicted, self._comm)
-        if whole is not None and self._is_quickly_counted(microbatches[-1][1]):
-            self._whole = self._foretold(*whole)
+        self._totals = ExchangedCounts(name_of(self._loss), self._predicted, self._comm)
+        if full is not None and self._is_quickly_counted(microbatches[-1][1]):
+            self._full = self._predicted_counts(*full)
 
-    def _foretold(self, outputs: Any, targets: Any) -> Foretold | None:
+    def _predicted_counts(self, outputs: Any, targets: Any) -> PredictedCounts | None:
         try:
-            return Foretold(self._counted(_blank(outputs), targets))
+            return PredictedCounts(self._counted(_blank(outputs), targets))
         except UsageError:
             return None  # outputs whose shape does not follow from the number of samples: the ranks ask each other
 
@@ -130,15 +130,15 @@ class GlobalLoss:
             raise UsageError(f"the loss was prepared for {self._microbatches} microbatches, but called once more")
         if not self._is_proved:
             self._prove(outputs, targets)
-        means = self._means(self._totals)
-        with means:
+        normalizer = self._normalizer(self._totals)
+        with normalizer:
             partial = self._evaluated(outputs, targets)
         if self._has_constant and not self._is_first_part:
             partial = partial - self._constant(outputs, targets)
         self._totals()  # also a loss that takes no mean hears where others take some
-        self._counts.append(means.counts)
+        self._counts.append(normalizer.counts)
         if self._predicted:
-            self._compare(means.counts, self._predicted[self._next])
+            self._compare(normalizer.counts, self._predicted[self._next])
         self._next += 1
         return partial
 
@@ -155,9 +155,9 @@ class GlobalLoss:
         (message, handle), self._sum = self._sum, None
         if handle is not None:
             handle.wait()
-            if self._whole is not None:
-                self._told = Told(message[1:], self._whole)
-                if self._told.is_here:
+            if self._full is not None:
+                self._reported = PendingCounts(message[1:], self._full)
+                if self._reported.is_here:
                     self.settle()
         return message[0].to(partials[0].dtype) if partials else message[0]
 
@@ -169,23 +169,23 @@ class GlobalLoss:
         if self._comm is None or self.ranks == 1:
             self._sum = (value.reshape(1), None)
             return
-        agrees = self._whole is not None and (self._whole is self._totals or self._agrees(self._whole))
+        agrees = self._full is not None and (self._full is self._totals or self._agrees(self._full))
         message = joined([value, agrees, *summed(self._counts)], device)
         self._sum = (message, self._comm.all_reduce(message, async_op=True))
 
-    def _agrees(self, whole: Foretold) -> bool:
-        return self._totals is not None and whole.agrees(self._totals())
+    def _agrees(self, full: PredictedCounts) -> bool:
+        return self._totals is not None and full.agrees(self._totals())
 
     def settle(self) -> None:
         """Hear what was counted in the last step, before anything is made of it. All ranks are told the same: how many
         of them could count the whole, and what was counted in fact."""
-        told, self._told = self._told, None
-        if told is None:
+        reported, self._reported = self._reported, None
+        if reported is None:
             return
-        mine, (agreeing, *counts) = told.read()
-        foretold, self._foretells = self._foretells, agreeing == self.ranks
-        if foretold and not told.foretold.agree(mine, counts):
-            self._foretells = False
+        mine, (agreeing, *counts) = reported.read()
+        was_predicted, self._predicts = self._predicts, agreeing == self.ranks
+        if was_predicted and not reported.predicted_counts.agree(mine, counts):
+            self._predicts = False
             raise UsageError(_ASTRAY)
 
     @property
@@ -211,17 +211,17 @@ class GlobalLoss:
         return value
 
     def _counted(self, outputs: Any, targets: Any, *, dry: bool = True) -> list[Count]:
-        means = self._means(dry=dry)
-        with means:
+        normalizer = self._normalizer(dry=dry)
+        with normalizer:
             self._evaluated(outputs, targets)
-        if len(means.counts) > MOST_MEANS:
+        if len(normalizer.counts) > MOST_MEANS:
             raise UsageError(
-                f"the loss {name_of(self._loss)} takes {len(means.counts)} means; expected at most {MOST_MEANS}: "
+                f"the loss {name_of(self._loss)} takes {len(normalizer.counts)} means; expected at most {MOST_MEANS}: "
                 "take one mean over the batch, not one a sample"
             )
-        self._require_sizes(means, outputs, targets)
-        self._made = means.made
-        return means.counts
+        self._require_sizes(normalizer, outputs, targets)
+        self._made = normalizer.made
+        return normalizer.counts
 
     def _learn_sizes(self, outputs: Any, targets: Any) -> None:
         """Find which of the numbers of Python that the loss divides sums by are sizes of the batch: those of two halves
@@ -240,18 +240,18 @@ class GlobalLoss:
         except Exception:  # whatever the loss raises here, its first call will raise too
             return
         numbers = zip(*found, strict=True) if halves and len(set(map(len, found))) == 1 else ()
-        self._sizes = frozenset(place for place, (whole, *two) in enumerate(numbers) if whole == sum(two))
+        self._sizes = frozenset(place for place, (full, *two) in enumerate(numbers) if full == sum(two))
 
     def _divisors(self, outputs: Any, targets: Any) -> list[float]:
-        means = self._means(dry=True)
-        with means:
+        normalizer = self._normalizer(dry=True)
+        with normalizer:
             self._evaluated(outputs, targets)
-        return [] if means.reads_values else means.divisors
+        return [] if normalizer.reads_values else normalizer.divisors
 
-    def _require_sizes(self, means: Means, outputs: Any, targets: Any) -> None:
+    def _require_sizes(self, normalizer: LossNormalizer, outputs: Any, targets: Any) -> None:
         """A number that is a size of the batch is 0 where there are no samples: one that is at least 1, as of
         `max(len(targets), 1)`, would be counted too often."""
-        sizes = [number for place, number in enumerate(means.divisors) if place in (self._sizes or ())]
+        sizes = [number for place, number in enumerate(normalizer.divisors) if place in (self._sizes or ())]
         if any(sizes) and not self._rows(outputs, targets):
             raise UsageError(
                 f"the loss {name_of(self._loss)} divides by {max(sizes):g} where a rank has no samples; divide by the "
@@ -262,10 +262,10 @@ class GlobalLoss:
         """A count that follows from shapes is checked now; one on the device at `total`: nobody waits for it."""
         if len(counts) != len(predicted):
             raise UsageError(_ASTRAY)
-        for count, foretold in zip(counts, predicted, strict=True):
-            if isinstance(count, torch.Tensor) or isinstance(foretold, torch.Tensor):
-                self._astray.append(torch.as_tensor(count != foretold))
-            elif count != foretold:
+        for count, expected in zip(counts, predicted, strict=True):
+            if isinstance(count, torch.Tensor) or isinstance(expected, torch.Tensor):
+                self._astray.append(torch.as_tensor(count != expected))
+            elif count != expected:
                 raise UsageError(_ASTRAY)
 
     def learn_shift(self, outputs: Any, targets: Any) -> None:
@@ -273,7 +273,7 @@ class GlobalLoss:
         every sequence; on a rank's own tokens. Every rank calls it, at the first microbatch."""
         if self.shift is not None or 1 not in self.dims:
             return
-        outputs = tree_map(_cut_off, outputs)
+        outputs = tree_map(_detached_from, outputs)
         self._learn_sizes(outputs, targets)
         few = (_first_tokens(outputs), tree_map(_counted_target, _first_tokens(targets)))
         fits = [all(self._separates(*batch, 1, shift) for batch in (few, (outputs, targets))) for shift in (0, 1)]
@@ -295,10 +295,10 @@ class GlobalLoss:
             if halves is None:
                 return True
             constant = self._found_constant(outputs, targets)
-            whole, parts = self._in_halves(outputs, targets, halves)
+            full, parts = self._in_halves(outputs, targets, halves)
         except UsageError:
             return False
-        return not bool(whole.isfinite()) or _is_near(whole, parts, 0.0 if constant is None else constant.detach())
+        return not bool(full.isfinite()) or _is_near(full, parts, 0.0 if constant is None else constant.detach())
 
     def _in_halves(self, outputs: Any, targets: Any, halves: Any) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """The loss, and the partial losses of two halves."""
@@ -306,14 +306,14 @@ class GlobalLoss:
         totals = [float(sum(pair)) for pair in zip(*counts, strict=True)] if len(counts[0]) == len(counts[1]) else []
         parts = []
         for half in halves:
-            with self._means(totals):
+            with self._normalizer(totals):
                 parts.append(self._evaluated(*half))
         return self._evaluated(outputs, targets), parts
 
     def _prove(self, outputs: Any, targets: Any) -> None:
         """That the loss of the whole is the sum of partial losses of two halves, less what both have without samples,
         on this very batch. Outputs without samples take other values: a term that is 0 by chance must not hide."""
-        outputs = self._with_free_outputs_moved(tree_map(_cut_off, outputs))
+        outputs = self._with_free_outputs_moved(tree_map(_detached_from, outputs))
         made = tree_leaves(outputs)
         constant = self._found_constant(outputs, targets)
         extra = 0.0 if constant is None else constant.detach()
@@ -330,7 +330,7 @@ class GlobalLoss:
             if halves is None:
                 continue
             try:
-                whole, parts = self._in_halves(outputs, targets, halves)
+                full, parts = self._in_halves(outputs, targets, halves)
             except UsageError as error:
                 self._evaluated(outputs, targets)  # raises where it fails on all of them, too
                 raise UsageError(
@@ -338,11 +338,11 @@ class GlobalLoss:
                     f"of them ({error.__cause__ or error}): a loss that compares samples with each other is given all "
                     "of them by loss=uni.BatchLoss(loss); else use dp=1, cp=1, microbatches=1"
                 ) from error
-            if not bool(whole.isfinite()):
+            if not bool(full.isfinite()):
                 return  # proves nothing; the next call may
-            if not _is_near(whole, parts, extra):
+            if not _is_near(full, parts, extra):
                 raise UsageError(
-                    f"the loss {name_of(self._loss)} on a batch is {whole.item():.6g}, but from two halves along dim "
+                    f"the loss {name_of(self._loss)} on a batch is {full.item():.6g}, but from two halves along dim "
                     f"{dim} it comes to {(parts[0] + parts[1] - extra).item():.6g}: it is not made of sums and means "
                     "over samples. Take means with .mean(), reduction='mean' or sum / sum, rather than dividing by a "
                     "size; a loss that compares samples with each other is given all of them by "
@@ -355,7 +355,7 @@ class GlobalLoss:
     def _constant(self, outputs: Any, targets: Any) -> torch.Tensor:
         """What the loss gives for no samples."""
         none = self._samples(outputs, targets, 0, 0)
-        with self._means([math.inf] * MOST_MEANS):
+        with self._normalizer([math.inf] * MOST_MEANS):
             return self._evaluated(*none)
 
     def _found_constant(self, outputs: Any, targets: Any) -> torch.Tensor | None:
@@ -371,7 +371,7 @@ class GlobalLoss:
         sampled = [leaf for leaf, where in zip(made, self._places(made), strict=True) if where is not None]
         self._has_constant = bool(constant != 0) or bool(_leaves_but(constant, sampled))
         others = _leaves_but(constant, made)
-        if not self.sees_whole_parameters and others and _has_gradient(constant, others):
+        if not self.sees_full_parameters and others and _has_gradient(constant, others):
             raise UsageError(
                 f"the loss {name_of(self._loss)} has a term of the model's parameters, of which a rank has a part only "
                 "under this plan; let the model return that term as an output, or use tp=1, pp=1, ep=1 and zero=2"
@@ -476,7 +476,7 @@ def _blank(outputs: Any) -> Any:
     return tree_map(blank, outputs)
 
 
-def _cut_off(leaf: Any) -> Any:
+def _detached_from(leaf: Any) -> Any:
     """The tensor without its history; it still says whether it needs a gradient, which tells counts from values."""
     return leaf.detach().requires_grad_(leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf
 
@@ -511,11 +511,11 @@ def _has_gradient(value: torch.Tensor, leaves: Sequence[torch.Tensor]) -> bool:
     return any(gradient is not None and bool(gradient.any()) for gradient in gradients)
 
 
-def _is_near(whole: torch.Tensor, parts: Sequence[torch.Tensor], extra: torch.Tensor | float) -> bool:
+def _is_near(full: torch.Tensor, parts: Sequence[torch.Tensor], extra: torch.Tensor | float) -> bool:
     """Whether the parts add up to the whole; extra: what both of them have."""
-    scale = parts[0].abs() + parts[1].abs() + whole.abs()
-    gap = (whole - parts[0] - parts[1] + extra).abs()
-    return bool(gap <= _TOLERANCE.get(whole.dtype, 1e-5) * scale)
+    scale = parts[0].abs() + parts[1].abs() + full.abs()
+    gap = (full - parts[0] - parts[1] + extra).abs()
+    return bool(gap <= _TOLERANCE.get(full.dtype, 1e-5) * scale)
 
 
 def _first_tokens(tree: Any) -> Any:
@@ -550,12 +550,12 @@ def _halves_along(
 def part_of(tree: Any, dim: int, part: range, rows: int) -> Any:
     """Of all tensors in a tree that have so many rows along a dim, some."""
 
-    def piece(leaf: Any) -> Any:
+    def shard(leaf: Any) -> Any:
         if isinstance(leaf, torch.Tensor) and leaf.ndim > dim and leaf.shape[dim] == rows:
             return leaf.narrow(dim, part.start, len(part)).contiguous()
         return leaf
 
-    return tree_map(piece, tree)
+    return tree_map(shard, tree)
 
 
 def shifted(pair: tuple[Any, Any], targets: Any, run: range, length: int) -> tuple[Any, Any]:

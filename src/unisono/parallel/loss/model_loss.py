@@ -45,7 +45,7 @@ from unisono.mesh.interception import Interception
 from unisono.parallel.expert.expert import collect_aux
 from unisono.parallel.inputs import call
 from unisono.parallel.loss.loss import Loss, name_of
-from unisono.parallel.meta.meta_tensors import hollow, hollow_copy
+from unisono.parallel.meta.meta_tensors import meta_copy, to_meta
 from unisono.parallel.pipeline.dependence import Dependence, storages_of
 from unisono.parallel.pipeline.parameter_usage import left_as_it_was
 from unisono.parallel.share import rows_between, rows_of
@@ -83,7 +83,7 @@ class Labelled(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Ref:
+class LossRef:
     """A tensor of a program: label, leaf or outcome of a step, by number; `item` of an outcome of several."""
 
     kind: str
@@ -92,9 +92,9 @@ class Ref:
 
 
 @dataclass(frozen=True)
-class Step:
+class LossStep:
     function: Callable[..., Any]
-    args: Any  # with a Ref in the place of every tensor
+    args: Any  # with a LossRef in the place of every tensor
     kwargs: Any
 
     @property
@@ -104,10 +104,12 @@ class Step:
         return self.function, plain
 
 
-class Values:
-    """The tensors of a program: what each Ref stands for."""
+class LossValues:
+    """The tensors of a program: what each LossRef stands for."""
 
-    def __init__(self, steps: Sequence[Step], labels: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> None:
+    def __init__(
+        self, steps: Sequence[LossStep], labels: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]
+    ) -> None:
         if any(_writes(step.function) for step in steps):
             labels, leaves = [label.clone() for label in labels], [leaf.clone() for leaf in leaves]
         found: list[Any] = []
@@ -117,10 +119,10 @@ class Values:
             found.append(step.function(*args, **kwargs))
 
     def of(self, tree: Any) -> Any:
-        """The tree with a tensor in the place of every Ref."""
-        return tree_map(lambda leaf: self._of(leaf) if isinstance(leaf, Ref) else leaf, tree)
+        """The tree with a tensor in the place of every LossRef."""
+        return tree_map(lambda leaf: self._of(leaf) if isinstance(leaf, LossRef) else leaf, tree)
 
-    def _of(self, ref: Ref) -> Any:
+    def _of(self, ref: LossRef) -> Any:
         value = self._known[ref.kind][ref.index]
         return value if ref.item is None else value[ref.item]
 
@@ -132,17 +134,17 @@ def _writes(function: Callable[..., Any]) -> bool:
     )
 
 
-class Recorder(TorchFunctionMode):
+class LossRecorder(TorchFunctionMode):
     """While active, functions of the labels' stand-ins are recorded, and not computed."""
 
     def __init__(self, labels: Sequence[torch.Tensor], shown: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """`shown` gives the part of a label that the model has outputs for."""
         super().__init__()
         self._labels = list(labels)
-        self.steps: list[Step] = []
+        self.steps: list[LossStep] = []
         self.leaves: list[torch.Tensor] = []
-        self._known: dict[int, Ref] = {}  # by id of a leaf
-        self.stand_ins = [_noted(_form(shown(label)), Ref("label", number)) for number, label in enumerate(labels)]
+        self._known: dict[int, LossRef] = {}  # by id of a leaf
+        self.stand_ins = [_noted(_form(shown(label)), LossRef("label", number)) for number, label in enumerate(labels)]
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -166,7 +168,7 @@ class Recorder(TorchFunctionMode):
         target = args[0] if args and _writes(func) and isinstance(args[0], torch.Tensor) else None
         if target is not None and ref_of(target) is None:
             _noted(target, self._leaf(target.detach().clone()))
-        step = Step(func, *tree_map(self._ref, (args, kwargs)))
+        step = LossStep(func, *tree_map(self._ref, (args, kwargs)))
         form_args, form_kwargs = tree_map(_on_meta, (args, kwargs))
         if func in _DEVICES:
             outcome: Any = form_args[0].detach()
@@ -177,29 +179,29 @@ class Recorder(TorchFunctionMode):
             return target
         if isinstance(outcome, torch.Tensor):
             self.steps.append(step)
-            return _noted(_apart(outcome, form_args), Ref("step", len(self.steps) - 1))
+            return _noted(_apart(outcome, form_args), LossRef("step", len(self.steps) - 1))
         if isinstance(outcome, tuple | list) and any(isinstance(each, torch.Tensor) for each in outcome):
             self.steps.append(step)
             number = len(self.steps) - 1
             for item, each in enumerate(outcome):
-                _noted(each, Ref("step", number, item))
+                _noted(each, LossRef("step", number, item))
         return outcome
 
     def real(self, tree: Any) -> Any:
         """The same tree, with what the recorded tensors in it would be."""
         refs = with_refs(tree)
-        if not any(isinstance(leaf, Ref) for leaf in tree_leaves(refs)):
+        if not any(isinstance(leaf, LossRef) for leaf in tree_leaves(refs)):
             return tree
-        return Values(self.steps, self._labels, self.leaves).of(refs)
+        return LossValues(self.steps, self._labels, self.leaves).of(refs)
 
     def _ref(self, leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
             return leaf
         return ref_of(leaf) or self._leaf(leaf)
 
-    def _leaf(self, tensor: torch.Tensor) -> Ref:
+    def _leaf(self, tensor: torch.Tensor) -> LossRef:
         if id(tensor) not in self._known:
-            self._known[id(tensor)] = Ref("leaf", len(self.leaves))
+            self._known[id(tensor)] = LossRef("leaf", len(self.leaves))
             self.leaves.append(tensor)
         return self._known[id(tensor)]
 
@@ -218,39 +220,39 @@ class Recorder(TorchFunctionMode):
 
 
 @dataclass
-class Program:
-    """What some of the recorded tensors, with a Ref each in `outputs`, are computed by."""
+class LossProgram:
+    """What some of the recorded tensors, with a LossRef each in `outputs`, are computed by."""
 
-    steps: list[Step]
+    steps: list[LossStep]
     leaves: list[torch.Tensor]
     outputs: Any
 
     @classmethod
-    def for_outputs(cls, recorder: Recorder, outputs: Any) -> Program:
+    def for_outputs(cls, recorder: LossRecorder, outputs: Any) -> LossProgram:
         """Of all that was recorded, what the outputs need."""
         steps, outputs = recorder.steps, with_refs(outputs)
-        needed = _needed(steps, [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Ref)])
+        needed = _needed(steps, [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, LossRef)])
         number_of = {
             "step": {old: new for new, old in enumerate(sorted(ref.index for ref in needed if ref.kind == "step"))},
             "leaf": {old: new for new, old in enumerate(sorted({ref.index for ref in needed if ref.kind == "leaf"}))},
         }
 
         def moved(leaf: Any) -> Any:
-            if not isinstance(leaf, Ref) or leaf.kind == "label":
+            if not isinstance(leaf, LossRef) or leaf.kind == "label":
                 return leaf
             return replace(leaf, index=number_of[leaf.kind][leaf.index])
 
         kept = [steps[old] for old in number_of["step"]]
         return cls(
-            [Step(step.function, *tree_map(moved, (step.args, step.kwargs))) for step in kept],
+            [LossStep(step.function, *tree_map(moved, (step.args, step.kwargs))) for step in kept],
             [recorder.leaves[old] for old in number_of["leaf"]],
             tree_map(moved, outputs),
         )
 
 
-def _needed(steps: Sequence[Step], outputs: Sequence[Ref]) -> set[Ref]:
+def _needed(steps: Sequence[LossStep], outputs: Sequence[LossRef]) -> set[LossRef]:
     """The tensors that the outputs are computed from, and the steps that write to the memory of one of them."""
-    needed: set[Ref] = set()
+    needed: set[LossRef] = set()
     pending = list(outputs)
     while pending:
         ref = replace(pending.pop(), item=None)
@@ -260,39 +262,39 @@ def _needed(steps: Sequence[Step], outputs: Sequence[Ref]) -> set[Ref]:
         if not pending:
             memory = {_memory(steps, each) for each in needed}
             for number, step in enumerate(steps):
-                writer = Ref("step", number)
+                writer = LossRef("step", number)
                 if _writes(step.function) and writer not in needed and _memory(steps, step.args[0]) in memory:
                     pending.append(writer)
     return needed
 
 
-def _memory(steps: Sequence[Step], ref: Ref) -> Ref:
+def _memory(steps: Sequence[LossStep], ref: LossRef) -> LossRef:
     """The tensor whose memory this one may be a view of."""
     ref = replace(ref, item=None)
     while ref.kind == "step":
         step = steps[ref.index]
         name = getattr(step.function, "__name__", "")
         first = step.args[0] if step.args else None
-        if not isinstance(first, Ref) or name.startswith("new_") or name.endswith("_like") or name == "clone":
+        if not isinstance(first, LossRef) or name.startswith("new_") or name.endswith("_like") or name == "clone":
             return ref
         ref = replace(first, item=None)
     return ref
 
 
-def _refs_in(step: Step) -> list[Ref]:
-    return [leaf for leaf in tree_leaves((step.args, step.kwargs)) if isinstance(leaf, Ref)]
+def _refs_in(step: LossStep) -> list[LossRef]:
+    return [leaf for leaf in tree_leaves((step.args, step.kwargs)) if isinstance(leaf, LossRef)]
 
 
-def ref_of(tensor: torch.Tensor) -> Ref | None:
+def ref_of(tensor: torch.Tensor) -> LossRef | None:
     return getattr(tensor, _NODE, None)
 
 
 def with_refs(tree: Any) -> Any:
-    """The tree with a Ref in the place of every recorded tensor."""
+    """The tree with a LossRef in the place of every recorded tensor."""
     return tree_map(lambda leaf: (ref_of(leaf) or leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 
-def _noted(tensor: torch.Tensor, ref: Ref) -> torch.Tensor:
+def _noted(tensor: torch.Tensor, ref: LossRef) -> torch.Tensor:
     setattr(tensor, _NODE, ref)
     return tensor
 
@@ -323,19 +325,19 @@ def _on_meta(leaf: Any) -> Any:
 
 @dataclass
 class Recorded:
-    """A forward's outputs, with a Ref where the model's own loss stands, and what it is computed from."""
+    """A forward's outputs, with a LossRef where the model's own loss stands, and what it is computed from."""
 
     outputs: Any
     samples: list[torch.Tensor]  # leaves that belong to samples: (samples, ...)
     shared: list[torch.Tensor]  # leaves that do not depend on the batch
-    steps: list[Step]
+    steps: list[LossStep]
     is_flat: list[bool | None]  # of each leaf: whether the model had it as (samples * ..., ...); None of a shared one
 
     def evaluated(self, labels: Sequence[torch.Tensor]) -> Any:
         """The outputs as the model would have returned them."""
         samples, shared = iter(self.samples), iter(self.shared)
         leaves = [next(shared) if is_flat is None else _flattened(next(samples), is_flat) for is_flat in self.is_flat]
-        return Values(self.steps, labels, leaves).of(self.outputs)
+        return LossValues(self.steps, labels, leaves).of(self.outputs)
 
 
 def _flattened(leaf: torch.Tensor, is_flat: bool) -> torch.Tensor:
@@ -391,7 +393,7 @@ def on_two_sizes(
     sizes = [rows_between(tuple(example), 0, count) for count in (rows, rows - 1)]
     try:
         with torch.device("meta"):
-            large, small = (trial(hollow_copy(model), hollow(batch)) for batch in sizes)
+            large, small = (trial(meta_copy(model), to_meta(batch)) for batch in sizes)
     except UsageError:
         raise
     except Exception as error:
@@ -443,11 +445,11 @@ class ModelLoss:
         where a rank takes some of the samples to the loss, `kept` gives those of a leaf."""
         leaves, spec = tree_flatten(inputs)
         rows = rows_of(inputs)
-        recorder = Recorder(self.labels_in(inputs), shown)
+        recorder = LossRecorder(self.labels_in(inputs), shown)
         for place, stand_in in zip(self.labels, recorder.stand_ins, strict=True):
             leaves[place] = stand_in
         with recorder.layers_given_values(model), recorder:
-            program = Program.for_outputs(recorder, call(model, tree_unflatten(leaves, spec)))
+            program = LossProgram.for_outputs(recorder, call(model, tree_unflatten(leaves, spec)))
         if [step.form for step in program.steps] != self.forms or len(program.leaves) != len(self.multiples):
             raise UsageError(
                 "the model computes its own loss in another way than on the example, depending on the batch; compute "
@@ -487,14 +489,14 @@ class _Trial:
     def __init__(self, model: nn.Module, labels: tuple[int, ...], example: tuple[Any, Any], loss: Loss) -> None:
         inputs, targets = example
         leaves, spec = tree_flatten(inputs)
-        recorder = Recorder([leaves[place] for place in labels], lambda label: label)
+        recorder = LossRecorder([leaves[place] for place in labels], lambda label: label)
         batch = BatchDependence()
         batch.mark(leaves)
         for place, stand_in in zip(labels, recorder.stand_ins, strict=True):
             leaves[place] = stand_in
         with torch.no_grad(), batch, recorder.layers_given_values(model), recorder:
             outputs = call(model, tree_unflatten(leaves, spec))
-            program = Program.for_outputs(recorder, outputs)
+            program = LossProgram.for_outputs(recorder, outputs)
             self.is_read = bool(program.steps)
             with contextlib.suppress(Exception):
                 self.is_read = self.is_read and ref_of(loss(outputs, targets)) is not None
@@ -544,7 +546,7 @@ def _inferred_labels(model: nn.Module, inputs: Any) -> tuple[int, ...]:
     """Inputs that meet no parameter on their way, of a model that returns a number."""
     try:
         with torch.device("meta"), torch.no_grad():
-            copy, inputs = hollow_copy(model), hollow(inputs)
+            copy, inputs = meta_copy(model), to_meta(inputs)
             feeding = _Feeding(copy, tree_leaves(inputs))
             with feeding:
                 outputs = call(copy, inputs)

@@ -5,8 +5,8 @@ into parts, the mean over the whole is
 
     sum over parts of (the part's sum / the count of the whole)
 
-so every part divides its own *sum* by the *global* count, and the parts' losses add up. `Means` is a mode under which
-torch's own means do so. It sees, in the order of the calls:
+so every part divides its own *sum* by the *global* count, and the parts' losses add up. `LossNormalizer` is a mode
+under which torch's own means do so. It sees, in the order of the calls:
 
 - `mean` of a tensor that still has the batch (dim 0, or `batch_dim`, is not reduced away yet), over dims that include
   it;
@@ -93,7 +93,7 @@ def _marked(tensor: torch.Tensor, is_sum: bool) -> torch.Tensor:
     return tensor
 
 
-class Means(TorchFunctionMode):
+class LossNormalizer(TorchFunctionMode):
     """While active, means divide by `totals`, one a mean in the order of the calls.
 
     Without totals they divide by their own counts. Totals that are still to be agreed on are given as a function, asked

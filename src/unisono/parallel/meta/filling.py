@@ -1,8 +1,8 @@
 """Filling: what a plan leaves this rank of a hollow model gets its memory and its values.
 
-The model was drafted (mesh/draft.py) and cut without memory; its tensors have kept their names, and their layouts tell
-which piece of the whole this rank holds. Each is made whole, cut and let go before the next one: beside what the rank
-owns, no more than one whole tensor is in memory at a time.
+The model was built and sharded without memory (mesh/deferred_init/deferred_model.py); its tensors have kept their
+names, and their layouts tell which piece of the whole this rank holds. Each is made whole, cut and let go before the
+next one: beside what the rank owns, no more than one whole tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -12,18 +12,25 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from unisono.mesh.draft import Draft, forget_source, refer_strongly, refer_weakly, source_of, tensors_in
+from unisono.mesh.deferred_init.deferred_model import (
+    DeferredModel,
+    forget_source,
+    refer_strongly,
+    refer_weakly,
+    source_of,
+    tensors_in,
+)
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.layout import layout_of, local_of
-from unisono.parallel.meta.shells import Lent
-from unisono.parallel.pipeline.message import is_hollow
+from unisono.parallel.meta.shells import MaterializedShells
+from unisono.parallel.pipeline.message import is_placeholder
 
 
 class Filling:
-    """The values of a draft, as they lie on this rank."""
+    """The values of a deferred-init model, as sharded on this rank."""
 
-    def __init__(self, draft: Draft, mesh: Mesh) -> None:
-        self._draft = draft
+    def __init__(self, deferred: DeferredModel, mesh: Mesh) -> None:
+        self._deferred = deferred
         self._mesh = mesh
         self._shells: dict[str, nn.Parameter] = {}  # whose values come later
 
@@ -39,34 +46,34 @@ class Filling:
                 continue
             done.add(id(tensor))
             if isinstance(tensor, nn.Parameter) and later(tensor):
-                shell = torch.zeros((), dtype=tensor.dtype, device=self._draft.device(name))
+                shell = torch.zeros((), dtype=tensor.dtype, device=self._deferred.device(name))
                 _become(tensor, shell.expand(tensor.shape))
                 self._shells[name] = tensor
             else:
-                _become(tensor, self._piece(name, tensor))
+                _become(tensor, self._shard(name, tensor))
         refer_weakly(model)
 
     @torch.no_grad()
     def fill_one(self, name: str, parameter: nn.Parameter) -> None:
         """The values of a parameter that was left for later."""
-        if is_hollow(parameter) or parameter.numel() == 1:
-            parameter.data = self._piece(name, parameter)
+        if is_placeholder(parameter) or parameter.numel() == 1:
+            parameter.data = self._shard(name, parameter)
 
-    def lent(self, what: str) -> Lent:
+    def materialized(self, what: str) -> MaterializedShells:
         """In the block, parameters that are left for later have their values for whoever reads them."""
-        return Lent(self._shells, self._piece, what)
+        return MaterializedShells(self._shells, self._shard, what)
 
-    def _piece(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        value = self._draft.value(name)
+    def _shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        value = self._deferred.value(name)
         layout = layout_of(tensor)
-        piece = local_of(value, layout, self._mesh) if layout.splits else value
-        assert piece.shape == tensor.shape, f"{name} is {tuple(piece.shape)} here, where {tuple(tensor.shape)} is due"
-        return piece
+        shard = local_of(value, layout, self._mesh) if layout.splits else value
+        assert shard.shape == tensor.shape, f"{name} is {tuple(shard.shape)} here, where {tuple(tensor.shape)} is due"
+        return shard
 
 
 def _stands_in(tensor: torch.Tensor) -> bool:
     """Whether it is there for its shape only, in the place of a parameter of another stage."""
-    return is_hollow(tensor) and source_of(tensor) is None
+    return is_placeholder(tensor) and source_of(tensor) is None
 
 
 @torch.no_grad()

@@ -1,8 +1,9 @@
 """Running a hollow model with numbers, tensor by tensor: each gets its values for the operation that asks for them.
 
 What a Shadow cannot run (a router sends tokens where numbers tell it to) still never needs the whole model at a time.
-Within a Lending an operation on a hollow tensor of a draft is done with the values that the tensor will have, made for
-it and let go: beside what the model computes, the memory is that of the few tensors used last.
+Within a MaterializeOnRead an operation on a meta tensor of a deferred-init model is done with the values that the
+tensor will have, made for it and let go: beside what the model computes, the memory is that of the few tensors used
+last.
 """
 
 from __future__ import annotations
@@ -16,19 +17,19 @@ from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._pytree import tree_map
 
-from unisono.mesh.draft import Draft, source_of, tensors_in
-from unisono.parallel.meta.shadow import Shadow
+from unisono.mesh.deferred_init.deferred_model import DeferredModel, source_of, tensors_in
+from unisono.parallel.meta.shadow import OnMeta
 from unisono.torch_compat import no_torch_function
 
 _KEPT = 2  # times the largest tensor: a layer of experts asks for the same tensors for each of them
 
 
-class Lending(Shadow):
-    """For a copy of a draft's hollow model."""
+class MaterializeOnRead(OnMeta):
+    """For a copy of a deferred-init model."""
 
     def __init__(self, model: nn.Module, copy: nn.Module, device: torch.device) -> None:
         super().__init__(device)
-        self._sources: dict[StorageWeakRef, tuple[Draft, str]] = {}
+        self._sources: dict[StorageWeakRef, tuple[DeferredModel, str]] = {}
         largest = 0
         for (_, tensor), (_, copied) in zip(tensors_in(model), tensors_in(copy), strict=True):
             source = source_of(tensor)
@@ -36,7 +37,7 @@ class Lending(Shadow):
                 self._sources[StorageWeakRef(copied.untyped_storage())] = source
                 largest = max(largest, tensor.nbytes)
         self._room = _KEPT * largest
-        self._lent: OrderedDict[str, torch.Tensor] = OrderedDict()
+        self._materialized: OrderedDict[str, torch.Tensor] = OrderedDict()
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -55,11 +56,14 @@ class Lending(Shadow):
         assert value.shape == leaf.shape, "views of it are made by operations, which give views of the value"
         return value
 
-    def _value(self, draft: Draft, name: str) -> torch.Tensor:
-        if name not in self._lent:
-            value = draft.value(name)
-            while self._lent and sum(each.nbytes for each in self._lent.values()) + value.nbytes > self._room:
-                self._lent.popitem(last=False)
-            self._lent[name] = value
-        self._lent.move_to_end(name)
-        return self._lent[name]
+    def _value(self, deferred: DeferredModel, name: str) -> torch.Tensor:
+        if name not in self._materialized:
+            value = deferred.value(name)
+            while (
+                self._materialized
+                and sum(each.nbytes for each in self._materialized.values()) + value.nbytes > self._room
+            ):
+                self._materialized.popitem(last=False)
+            self._materialized[name] = value
+        self._materialized.move_to_end(name)
+        return self._materialized[name]

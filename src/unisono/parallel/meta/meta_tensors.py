@@ -9,14 +9,14 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from unisono.mesh.draft import source_of, tensors_in
+from unisono.mesh.deferred_init.deferred_model import source_of, tensors_in
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
-def hollow(tree: Any) -> Any:
+def to_meta(tree: Any) -> Any:
     """The same, with hollow tensors in the place of its tensors."""
-    return tree_map(_hollow, tree)
+    return tree_map(_meta, tree)
 
 
 def deep_copy(module: ModuleT, memo: dict[int, Any] | None = None) -> ModuleT:
@@ -26,30 +26,30 @@ def deep_copy(module: ModuleT, memo: dict[int, Any] | None = None) -> ModuleT:
     return copy.deepcopy(module, computed | (memo or {}))
 
 
-def hollow_copy(model: nn.Module) -> nn.Module:
+def meta_copy(model: nn.Module) -> nn.Module:
     """A copy, so that what a model keeps of a run (tables, masks) is kept elsewhere."""
     full = (tensor for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta)
     computed = (tensor for _, tensor in tensors_in(model) if tensor.grad_fn is not None)
-    memo = {id(tensor): _hollow(tensor.detach()) for tensor in computed}
-    return deep_copy(model, memo | {id(tensor): _hollow(tensor) for tensor in full})
+    memo = {id(tensor): _meta(tensor.detach()) for tensor in computed}
+    return deep_copy(model, memo | {id(tensor): _meta(tensor) for tensor in full})
 
 
 def realised_copy(module: nn.Module) -> nn.Module | None:
-    """A copy with the values that a hollow module of a draft would have; None where nobody knows them."""
+    """A copy with the values that a meta module of a deferred-init model would have; None where nobody knows them."""
     values: dict[int, torch.Tensor] = {}
     for _, tensor in tensors_in(module):
         if tensor.is_meta and tensor.grad_fn is None and id(tensor) not in values:
             source = source_of(tensor)
             if source is None:
                 return None
-            draft, name = source
-            value = draft.value(name)
+            deferred, name = source
+            value = deferred.value(name)
             is_parameter = isinstance(tensor, nn.Parameter)
             values[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
     return deep_copy(module, values)
 
 
-def _hollow(leaf: Any) -> Any:
+def _meta(leaf: Any) -> Any:
     if isinstance(leaf, nn.Parameter):
         return nn.Parameter(leaf.detach().to("meta"), requires_grad=leaf.requires_grad)
     return leaf.to("meta") if isinstance(leaf, torch.Tensor) else leaf

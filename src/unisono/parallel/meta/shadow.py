@@ -21,12 +21,12 @@ from unisono.torch_compat import no_torch_function
 _META = torch.device("meta")
 
 
-class Shadow(Interception):
+class OnMeta(Interception):
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        self._surface = Surface(device)
+        self._surface = DeviceView(device)
 
-    def __enter__(self) -> Shadow:
+    def __enter__(self) -> OnMeta:
         super().__enter__()
         self._surface.__enter__()
         return self
@@ -39,17 +39,17 @@ class Shadow(Interception):
         with no_torch_function():
             tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
             if any(tensor.device == _META for tensor in tensors):
-                args, kwargs = tree_map(_hollowed, (args, kwargs))
+                args, kwargs = tree_map(_emptied, (args, kwargs))
             return func(*args, **kwargs)
 
 
-def _hollowed(leaf: Any) -> Any:
+def _emptied(leaf: Any) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.device != _META:
         return torch.empty_like(leaf, device=_META)
     return _META if isinstance(leaf, torch.device) else leaf
 
 
-class Surface(TorchFunctionMode):
+class DeviceView(TorchFunctionMode):
     """Tensors look as if they were on the device."""
 
     def __init__(self, device: torch.device) -> None:
@@ -61,12 +61,12 @@ class Surface(TorchFunctionMode):
     ) -> Any:
         if func == _DEVICE:
             return self._device
-        if getattr(func, "__name__", "") in _RECURRENT and any(map(_is_hollow, tree_leaves(args))):
-            args = tree_map(_hollowed, tuple(args))
+        if getattr(func, "__name__", "") in _RECURRENT and any(map(_is_placeholder, tree_leaves(args))):
+            args = tree_map(_emptied, tuple(args))
         return func(*args, **(kwargs or {}))
 
 
-def _is_hollow(leaf: Any) -> bool:
+def _is_placeholder(leaf: Any) -> bool:
     return isinstance(leaf, torch.Tensor) and leaf.device == _META
 
 

@@ -2,7 +2,7 @@
 
 ZeRO's third stage makes the optimizer first, from all parameters, and then the values, one parameter at a time. An
 optimizer that looks at values while it is made (to keep a copy of the initial ones, say) would see nothing. So, while
-shells are `lent` their values, each operation that reads one is done with what the parameter will have.
+shells are `materialized` their values, each operation that reads one is done with what the parameter will have.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from unisono.parallel.pipeline.dependence import LIKES
 from unisono.torch_compat import has_storage
 
 
-class Lent(Interception):
+class MaterializedShells(Interception):
     """In the block, shells have values for whoever reads them."""
 
     def __init__(

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
 
-from unisono.parallel.pipeline.message import Form
+from unisono.parallel.pipeline.message import MessageForm
 
 Grads = Sequence[torch.Tensor | None]
 
@@ -33,7 +33,7 @@ Grads = Sequence[torch.Tensor | None]
 class Arrival:
     """Where received tensors enter a stage's graph, and where their gradients come out of it."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], form: Form) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], form: MessageForm) -> None:
         self.form = form
         self.tensors = list(tensors)
         self.node: Node | None = None

@@ -17,11 +17,11 @@ import torch
 from torch import nn
 
 from unisono.errors import UsageError
-from unisono.mesh.initial import build_layers
+from unisono.mesh.deferred_init.seeded_init import build_layers
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.blocks import Blocks
-from unisono.parallel.pipeline.off_stage import Foreign
-from unisono.parallel.pipeline.split import COSTS, Cost, Cut
+from unisono.parallel.pipeline.off_stage import OffStage
+from unisono.parallel.pipeline.split import COSTS, Cost, StageSplit
 from unisono.parallel.pipeline.stage import Stage
 from unisono.parallel.pipeline.tied import Tied
 from unisono.plan.schedules.schedule import Schedule
@@ -91,7 +91,7 @@ def split_layers(
     *,
     boundaries: Sequence[int] | None = None,
     cost: Cost = "parameters",
-) -> Cut:
+) -> StageSplit:
     """Build this rank's stages. Boundaries and costs as in `split`; only "parameters" can be counted beforehand."""
     require_enough(len(specs), schedule.stages, "the list of layers")
     if boundaries is None:
@@ -103,9 +103,9 @@ def split_layers(
     layers = _built(specs, mine, seed)
     model = _assembled(specs, mine, layers)
     blocks = Blocks("", tuple(model.children()))
-    foreign = Foreign(model, {id(tensor) for tensor in (*model.parameters(), *model.buffers())})
-    stages = tuple(Stage(model, blocks, number, spans[number], foreign) for number in schedule.stages_of(rank))
-    return Cut(model, stages, starts, _tied(specs, model, layers, spans, schedule))
+    off_stage = OffStage(model, {id(tensor) for tensor in (*model.parameters(), *model.buffers())})
+    stages = tuple(Stage(model, blocks, number, spans[number], off_stage) for number in schedule.stages_of(rank))
+    return StageSplit(model, stages, starts, _tied(specs, model, layers, spans, schedule))
 
 
 def _first_places(specs: Sequence[LayerSpec]) -> list[int]:

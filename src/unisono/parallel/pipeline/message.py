@@ -32,13 +32,13 @@ class TensorForm:
     def empty(self, device: torch.device) -> torch.Tensor:
         return torch.empty(self.shape, dtype=self.dtype, device=device)
 
-    def hollow(self, device: torch.device) -> torch.Tensor:
+    def placeholder(self, device: torch.device) -> torch.Tensor:
         """Zeros of that shape in the memory of one."""
         return torch.zeros((), dtype=self.dtype, device=device).expand(self.shape)
 
 
 @dataclass(frozen=True)
-class Form:
+class MessageForm:
     """How a message lies among the arguments of the block that it is for."""
 
     tensors: tuple[TensorForm, ...]
@@ -57,7 +57,7 @@ class Form:
         return {self.labels[at - self.arguments]: tensor for tensor, at in pairs if at >= self.arguments}
 
 
-def is_hollow(tensor: torch.Tensor) -> bool:
+def is_placeholder(tensor: torch.Tensor) -> bool:
     """Whether it has a shape only, and one number in memory."""
     return tensor.numel() > 1 and not any(tensor.stride())
 
@@ -73,13 +73,13 @@ def form_of_result(result: Any) -> Any:
     return tree_map(leaf, result)
 
 
-def hollow_result(form: Any, device: torch.device, writable: bool = False) -> Any:
+def meta_result(form: Any, device: torch.device, writable: bool = False) -> Any:
     """Something of that form to pass along where nobody looks at the numbers."""
 
     def made(leaf: Any) -> Any:
         if not isinstance(leaf, TensorForm):
             return leaf
-        return leaf.empty(device).zero_() if writable else leaf.hollow(device)
+        return leaf.empty(device).zero_() if writable else leaf.placeholder(device)
 
     return tree_map(made, form)
 
@@ -95,7 +95,7 @@ def kind_of(inputs: Any) -> Key:
     return (torch.is_grad_enabled(), *leaves)
 
 
-def places_of(leaves: Sequence[Any], travels: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
+def indices_of(leaves: Sequence[Any], travels: Sequence[bool]) -> tuple[tuple[int, ...], ...]:
     """The positions of the leaves that travel; a tensor that stands in several places travels once."""
     places: dict[int, list[int]] = {}
     for position, (leaf, goes) in enumerate(zip(leaves, travels, strict=True)):

@@ -20,36 +20,36 @@ from unisono.parallel.pipeline.message import TensorForm
 FOREIGN = "unisono_foreign"  # on modules whose parameters are of another stage
 
 
-def is_foreign(module: nn.Module) -> bool:
+def is_off_stage(module: nn.Module) -> bool:
     """Whether nobody needs what the module makes on this rank."""
     return getattr(module, FOREIGN, False)
 
 
-class Foreign:
+class OffStage:
     """Takes what is not owned out of the model, in place."""
 
     def __init__(self, model: nn.Module, owned: Container[int]) -> None:
         """`owned` are the ids of the parameters and buffers that stay."""
         self.is_running = False  # a stage; the modules here cannot be called otherwise
         self._model = type(model).__name__
-        self._hollow: list[tuple[nn.Module, str]] = []
+        self._meta: list[tuple[nn.Module, str]] = []
         self._buffers: list[tuple[nn.Module, str]] = []
         for module in model.modules():
             for name, parameter in list(module._parameters.items()):
                 if parameter is not None and id(parameter) not in owned:
                     del module._parameters[name]
-                    setattr(module, name, TensorForm.of(parameter).hollow(parameter.device))
+                    setattr(module, name, TensorForm.of(parameter).placeholder(parameter.device))
                     setattr(module, FOREIGN, True)
-                    self._hollow.append((module, name))
+                    self._meta.append((module, name))
             for name, buffer in list(module._buffers.items()):
                 if buffer is not None and id(buffer) not in owned:
                     del module._buffers[name]
                     setattr(module, name, buffer)
                     self._buffers.append((module, name))
-        for module in {module for module, _ in self._hollow}:
+        for module in {module for module, _ in self._meta}:
             module.register_forward_pre_hook(self._require_stage, prepend=True)
         self._reference = next((p for p in model.parameters() if p.is_floating_point() or p.is_complex()), None)
-        self._lies = _lies(self._reference)
+        self._placement = _placement(self._reference)
 
     def _require_stage(self, module: nn.Module, args: Any) -> None:
         if not self.is_running:
@@ -60,26 +60,26 @@ class Foreign:
 
     def parameters(self) -> Iterator[torch.Tensor]:
         """The hollow stand-ins."""
-        for module, name in self._hollow:
+        for module, name in self._meta:
             yield getattr(module, name)
 
     def follow(self) -> None:
         """Move to where the model has moved, as model.to() and model.double() no longer reach what is put away."""
-        reference, before = self._reference, self._lies
-        if reference is None or before == _lies(reference):
+        reference, before = self._reference, self._placement
+        if reference is None or before == _placement(reference):
             return
-        for module, name in self._hollow + self._buffers:
+        for module, name in self._meta + self._buffers:
             tensor = getattr(module, name)
-            dtype = _as_precise(tensor.dtype, reference.dtype) if _lies(tensor) == before else tensor.dtype
-            if (module, name) in self._hollow:
-                moved = TensorForm(tuple(tensor.shape), dtype).hollow(reference.device)
+            dtype = _as_precise(tensor.dtype, reference.dtype) if _placement(tensor) == before else tensor.dtype
+            if (module, name) in self._meta:
+                moved = TensorForm(tuple(tensor.shape), dtype).placeholder(reference.device)
             else:
                 moved = tensor.to(reference.device, dtype)
             setattr(module, name, moved)
-        self._lies = _lies(reference)
+        self._placement = _placement(reference)
 
 
-def _lies(tensor: torch.Tensor | None) -> tuple[torch.device, torch.dtype] | None:
+def _placement(tensor: torch.Tensor | None) -> tuple[torch.device, torch.dtype] | None:
     """The device, and the dtype of real numbers or of the parts of complex ones."""
     return None if tensor is None else (tensor.device, tensor.dtype.to_real())
 

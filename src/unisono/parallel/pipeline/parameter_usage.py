@@ -32,22 +32,22 @@ Users = dict[str, frozenset[int]]  # of a parameter or buffer, by name: the segm
 
 
 @dataclass(frozen=True)
-class Survey:
+class ParameterUsage:
     users: dict[int, frozenset[int]]  # the id of a parameter or buffer -> the segments that use it
     operations: tuple[int, ...] | None = None  # floating-point operations of each segment, if they were counted
     skips: Skips = field(default_factory=Skips)  # if the model was run
 
-    def of_copy(self, model: nn.Module, copy: nn.Module) -> Survey:
+    def of_copy(self, model: nn.Module, copy: nn.Module) -> ParameterUsage:
         """The survey of a copy of the surveyed model."""
         pairs = zip(held_by(model), held_by(copy), strict=True)
-        return Survey({id(theirs): self.users[id(ours)] for ours, theirs in pairs}, self.operations, self.skips)
+        return ParameterUsage({id(theirs): self.users[id(ours)] for ours, theirs in pairs}, self.operations, self.skips)
 
     def by_name(self, model: nn.Module) -> Users:
         """Of the surveyed model, the segments by the names of parameters and buffers, all of them."""
         return {name: self.users[id(tensor)] for name, tensor in _named(model)}
 
 
-def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = False) -> Survey:
+def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = False) -> ParameterUsage:
     """Run the model on the example, whose inputs are as a microbatch's. Random numbers and buffers are put back."""
     count_of = len(blocks.modules)
     users: dict[StorageWeakRef, set[int]] = {}
@@ -95,7 +95,7 @@ def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = 
     writes.require_kept_in_place(blocks, users)
     marks[0], marks[-1] = 0, counter.get_total_flops()
     operations = tuple(end - start for start, end in pairwise(marks)) if count else None
-    return Survey(_with_names(model, blocks, users), operations, reads.skips(count_of))
+    return ParameterUsage(_with_names(model, blocks, users), operations, reads.skips(count_of))
 
 
 class _Writes:
@@ -139,15 +139,15 @@ def _state(module: nn.Module, key: str) -> tuple[torch.Tensor | None, int]:
     return tensor, -1 if tensor is None else tensor._version
 
 
-def by_order(model: nn.Module, blocks: Blocks) -> Survey:
+def by_order(model: nn.Module, blocks: Blocks) -> ParameterUsage:
     """Take the order in which parameters are registered for the order in which they are used."""
-    return Survey(_with_names(model, blocks, {}))
+    return ParameterUsage(_with_names(model, blocks, {}))
 
 
-def by_names(model: nn.Module, blocks: Blocks, known: Users, skips: Skips) -> Survey:
+def by_names(model: nn.Module, blocks: Blocks, known: Users, skips: Skips) -> ParameterUsage:
     """Take it from a survey of a model with the same names, of which this one is a part."""
     users = {id(tensor): known[name] for name, tensor in _named(model) if name in known}
-    return Survey(by_order(model, blocks).users | users, skips=skips)
+    return ParameterUsage(by_order(model, blocks).users | users, skips=skips)
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

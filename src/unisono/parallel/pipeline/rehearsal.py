@@ -22,15 +22,15 @@ from unisono.parallel.blocks import find_blocks
 from unisono.parallel.context.context import hidden_states
 from unisono.parallel.expert.even_experts import evenly_visited
 from unisono.parallel.layout import full_numel
-from unisono.parallel.meta.lending import Lending
-from unisono.parallel.meta.meta_tensors import hollow, hollow_copy, realised_copy
-from unisono.parallel.meta.shadow import Shadow
+from unisono.parallel.meta.lending import MaterializeOnRead
+from unisono.parallel.meta.meta_tensors import meta_copy, realised_copy, to_meta
+from unisono.parallel.meta.shadow import OnMeta
 from unisono.parallel.meta.shapes import KnownShapes
-from unisono.parallel.pipeline.message import Form
-from unisono.parallel.pipeline.parameter_usage import Survey, Users, by_example, left_as_it_was
+from unisono.parallel.pipeline.message import MessageForm
+from unisono.parallel.pipeline.parameter_usage import ParameterUsage, Users, by_example, left_as_it_was
 from unisono.parallel.pipeline.skips import Skips
-from unisono.parallel.pipeline.split import Cut, require_stages, split
-from unisono.parallel.pipeline.stage import Outcome, Stage
+from unisono.parallel.pipeline.split import StageSplit, require_stages, split
+from unisono.parallel.pipeline.stage import Stage, StageOutput
 from unisono.plan.schedules.schedule import Schedule
 
 _SMALL = 5 * 10**7  # parameters of a model of which a copy is made
@@ -43,18 +43,18 @@ def rehearse(model: nn.Module, schedule: Schedule, inputs: Any) -> bool:
         experts.enter_context(no_side_effects(model))
         experts.enter_context(torch.device("meta"))
         experts.enter_context(KnownShapes())
-        inputs = hollow(inputs)
-        watched = hollow_copy(model)
+        inputs = to_meta(inputs)
+        watched = meta_copy(model)
         with evenly_visited(watched):
-            survey = _played(lambda: by_example(watched, require_stages(watched, schedule), inputs))
-        cuts = [_played(lambda rank=rank: _cut(watched, survey, schedule, rank)) for rank in range(schedule.ranks)]
+            usage = _played(lambda: by_example(watched, require_stages(watched, schedule), inputs))
+        cuts = [_played(lambda rank=rank: _cut(watched, usage, schedule, rank)) for rank in range(schedule.ranks)]
         for cut in cuts:
             experts.enter_context(evenly_visited(cut.model))
         stages = sorted((stage for cut in cuts for stage in cut.stages), key=lambda stage: stage.number)
         message: Sequence[torch.Tensor] = ()
-        form: Form | None = None
+        form: MessageForm | None = None
         for stage in stages:
-            outcome = _played(lambda stage=stage, told=message, form=form: stage.forward(inputs, told, form))
+            outcome = _played(lambda stage=stage, reported=message, form=form: stage.forward(inputs, reported, form))
             message = [torch.empty_like(tensor, requires_grad=tensor.requires_grad) for tensor in outcome.tensors]
             form = outcome.form
         return True
@@ -62,21 +62,21 @@ def rehearse(model: nn.Module, schedule: Schedule, inputs: Any) -> bool:
 
 
 def rehearse_with_values(model: nn.Module, schedule: Schedule, inputs: Any) -> None:
-    """The same with values, of a model that is small; of a draft's, with a few tensors' at a time."""
+    """The same with values, of a model that is small; of a deferred-init model, with a few tensors' at a time."""
     if sum(map(full_numel, model.parameters())) > _SMALL:
         return
     with left_as_it_was(model), contextlib.suppress(_NeedsNumbers), torch.no_grad():
         full, values = _played(lambda: _with_values(model, inputs))
         with values:
-            survey: Survey = _played(lambda: by_example(full, require_stages(full, schedule), inputs))
+            usage: ParameterUsage = _played(lambda: by_example(full, require_stages(full, schedule), inputs))
         message: list[torch.Tensor] = []
-        form: Form | None = None
+        form: MessageForm | None = None
         for number, rank in enumerate(schedule.placement):
             part, values = _with_values(model, inputs)
-            cut = split(part, schedule, rank, survey=survey.of_copy(full, part))
+            cut = split(part, schedule, rank, usage=usage.of_copy(full, part))
             (stage,) = (each for each in cut.stages if each.number == number)
             with values:
-                outcome = _played(lambda stage=stage, told=message, form=form: _run(stage, inputs, told, form))
+                outcome = _played(lambda stage=stage, reported=message, form=form: _run(stage, inputs, reported, form))
             message = outcome.tensors
             form = outcome.form
 
@@ -84,14 +84,14 @@ def rehearse_with_values(model: nn.Module, schedule: Schedule, inputs: Any) -> N
 def _with_values(model: nn.Module, inputs: Any) -> tuple[nn.Module, contextlib.AbstractContextManager[Any]]:
     """A copy, and a block in which it has values."""
     if any(parameter.is_meta for parameter in model.parameters()):
-        copy = hollow_copy(model)
-        return copy, Lending(model, copy, device_of(inputs))
+        copy = meta_copy(model)
+        return copy, MaterializeOnRead(model, copy, device_of(inputs))
     full = realised_copy(model)
     assert full is not None
     return full, contextlib.nullcontext()
 
 
-def _run(stage: Stage, inputs: Any, message: Sequence[torch.Tensor], form: Form | None) -> Outcome:
+def _run(stage: Stage, inputs: Any, message: Sequence[torch.Tensor], form: MessageForm | None) -> StageOutput:
     try:
         return stage.forward(inputs, message, form)
     except (AttributeError, LookupError, NameError, TypeError) as error:
@@ -102,14 +102,14 @@ def _run(stage: Stage, inputs: Any, message: Sequence[torch.Tensor], form: Form 
         ) from error
 
 
-def _cut(watched: nn.Module, survey: Survey, schedule: Schedule, rank: int) -> Cut:
+def _cut(watched: nn.Module, usage: ParameterUsage, schedule: Schedule, rank: int) -> StageSplit:
     """Of a copy, as cutting a model changes it; the survey is the same for all ranks."""
-    copy = hollow_copy(watched)
-    return split(copy, schedule, rank, survey=survey.of_copy(watched, copy))
+    copy = meta_copy(watched)
+    return split(copy, schedule, rank, usage=usage.of_copy(watched, copy))
 
 
 @dataclass(frozen=True)
-class Foreseen:
+class Rehearsal:
     """What a run of a hollow model shows of it."""
 
     users: Users  # the segments of the forward that use each parameter and buffer
@@ -117,31 +117,32 @@ class Foreseen:
     skips: Skips
 
 
-def foreseen(model: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen | None:
-    """Run a draft's model on such inputs: without numbers, or, where it needs some, with a few tensors' at a time.
+def rehearsed(model: nn.Module, schedule: Schedule, inputs: Any) -> Rehearsal | None:
+    """Run a deferred-init model on such inputs: without numbers, or, where it needs some, with a few tensors' at a
+    time.
 
     None where neither can be done.
     """
-    shown = foreseen_without_numbers(model, schedule, inputs)
+    shown = rehearsed_without_values(model, schedule, inputs)
     if shown is not None:
         return shown
-    copy = hollow_copy(model)
-    with contextlib.suppress(_NeedsNumbers), no_side_effects(model), Lending(model, copy, device_of(inputs)):
-        return _foreseen(copy, schedule, inputs)
+    copy = meta_copy(model)
+    with contextlib.suppress(_NeedsNumbers), no_side_effects(model), MaterializeOnRead(model, copy, device_of(inputs)):
+        return _rehearsed(copy, schedule, inputs)
     return None
 
 
-def foreseen_without_numbers(model: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen | None:
+def rehearsed_without_values(model: nn.Module, schedule: Schedule, inputs: Any) -> Rehearsal | None:
     """The same of any hollow model; None where it needs numbers that come of its parameters."""
-    copy = hollow_copy(model)
+    copy = meta_copy(model)
     with (
         contextlib.suppress(_NeedsNumbers),
         no_side_effects(model),
         KnownShapes(),
-        Shadow(device_of(inputs)),
+        OnMeta(device_of(inputs)),
         evenly_visited(copy),
     ):
-        return _foreseen(copy, schedule, inputs)
+        return _rehearsed(copy, schedule, inputs)
     return None
 
 
@@ -150,10 +151,10 @@ def device_of(inputs: Any) -> torch.device:
     return devices[0] if devices else torch.device("cpu")
 
 
-def _foreseen(copy: nn.Module, schedule: Schedule, inputs: Any) -> Foreseen:
+def _rehearsed(copy: nn.Module, schedule: Schedule, inputs: Any) -> Rehearsal:
     with _lengths_entering(copy) as lengths:
-        survey: Survey = _played(lambda: by_example(copy, require_stages(copy, schedule), inputs))
-    return Foreseen(survey.by_name(copy), lengths[0] if lengths else None, survey.skips)
+        usage: ParameterUsage = _played(lambda: by_example(copy, require_stages(copy, schedule), inputs))
+    return Rehearsal(usage.by_name(copy), lengths[0] if lengths else None, usage.skips)
 
 
 @contextlib.contextmanager

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_flatten, tree_leaves, tree_map, tree_unflat
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
 from unisono.parallel.pipeline.backward import Arrival, Pass
-from unisono.parallel.pipeline.message import Form, Key, TensorForm, kind_of
+from unisono.parallel.pipeline.message import Key, MessageForm, TensorForm, kind_of
 from unisono.parallel.pipeline.stage import Stage
-from unisono.parallel.pipeline.transfers import Delivery, Post
+from unisono.parallel.pipeline.transfers import Delivery, Transfers
 from unisono.plan.schedules import schedule as schedules
 from unisono.plan.schedules.action import Action
 from unisono.plan.schedules.schedule import Schedule
@@ -71,7 +71,7 @@ class PipelineRuntime:
         self.around = around or (lambda action: contextlib.nullcontext())
         self.split_backward = split_backward
         self.peaks: dict[int, int] = {}  # stage -> the most microbatches that it kept at once in the last call
-        self.forms: dict[int, dict[Key, Form]] = {number: {} for number in self.stages}  # of messages received
+        self.forms: dict[int, dict[Key, MessageForm]] = {number: {} for number in self.stages}  # of messages received
         self._lists: dict[tuple[str, int], tuple[Action, ...]] = {}
 
     @property
@@ -157,11 +157,11 @@ class Execution:
         self._inputs = microbatches
         self._kinds = [kind_of(inputs) for inputs in microbatches]
         self._keep_outputs = keep_outputs
-        self._post = Post(runtime.comm)
-        self._messages: dict[Place, tuple[Delivery, Form]] = {}
+        self._post = Transfers(runtime.comm)
+        self._messages: dict[Place, tuple[Delivery, MessageForm]] = {}
         self._passes: dict[Place, Pass] = {}
         self._outgoing: dict[Place, list[torch.Tensor]] = {}
-        self._sent_forms: dict[Place, Form] = {}
+        self._sent_forms: dict[Place, MessageForm] = {}
         self._new_forms: set[Place] = set()
         self._gradients: dict[Place, Delivery] = {}
         self._kept: Counter[int] = Counter()
@@ -223,7 +223,7 @@ class Execution:
         self.losses.append(part.detach())
         return [part.reshape(())]
 
-    def _hand_on(self, place: Place, tensors: list[torch.Tensor], form: Form, is_new: bool) -> None:
+    def _hand_on(self, place: Place, tensors: list[torch.Tensor], form: MessageForm, is_new: bool) -> None:
         stage, microbatch = place
         self._sent_forms[place] = form
         if stage + 1 in self._runtime.stages:
@@ -234,23 +234,23 @@ class Execution:
                 self._new_forms.add(place)
 
     def _backward(self, action: Action) -> None:
-        self._run_backward(action, whole=True)
+        self._run_backward(action, full=True)
         self._drop(action)
 
     def _backward_inputs(self, action: Action) -> None:
-        self._run_backward(action, whole=not self._runtime.split_backward)
+        self._run_backward(action, full=not self._runtime.split_backward)
 
     def _backward_weights(self, action: Action) -> None:
         with self._runtime.around(action):
             self._passes[action.stage, action.microbatch].backward_weights()
         self._drop(action)
 
-    def _run_backward(self, action: Action, whole: bool) -> None:
+    def _run_backward(self, action: Action, full: bool) -> None:
         place = (action.stage, action.microbatch)
         one = self._passes[place]
         grads = self._incoming(place)
         with self._runtime.around(action):
-            if whole:
+            if full:
                 one.backward(grads)
             else:
                 one.backward_inputs(grads)

@@ -8,7 +8,7 @@ The model is an nn.Sequential, whose children are the blocks, or any model with 
 children with parameters run one after the other. A rank keeps its part of it; what was built hollow is
 filled after that (`filling`), and `layers.split_layers` builds only the part.
 
-A parameter belongs to every stage whose segment of the forward uses it (`survey`): that of an embedding to the first,
+A parameter belongs to every stage whose segment of the forward uses it (`usage`): that of an embedding to the first,
 of a head to the last, and one that is tied between the two to both. It is held where one of its stages is, under all
 of its names, and is foreign everywhere else.
 """
@@ -24,8 +24,8 @@ from torch import nn
 from unisono.errors import UsageError
 from unisono.parallel.blocks import Blocks, find_blocks, layers_of
 from unisono.parallel.layout import full_numel
-from unisono.parallel.pipeline.off_stage import Foreign
-from unisono.parallel.pipeline.parameter_usage import Survey, by_example, by_order
+from unisono.parallel.pipeline.off_stage import OffStage
+from unisono.parallel.pipeline.parameter_usage import ParameterUsage, by_example, by_order
 from unisono.parallel.pipeline.stage import Stage
 from unisono.parallel.pipeline.tied import Tied
 from unisono.plan.schedules.schedule import Schedule
@@ -36,7 +36,7 @@ COSTS = ("parameters", "operations")
 
 
 @dataclass(frozen=True)
-class Cut:
+class StageSplit:
     """One rank's part of a model."""
 
     model: nn.Module
@@ -55,8 +55,8 @@ def split(
     boundaries: Sequence[int] | None = None,
     cost: Cost = "parameters",
     blocks: str | None = None,
-    survey: Survey | None = None,
-) -> Cut:
+    usage: ParameterUsage | None = None,
+) -> StageSplit:
     """Keep this rank's stages of the model, in place.
 
     example: inputs as of a microbatch, to see where parameters are used; without, the order of registration tells.
@@ -67,14 +67,14 @@ def split(
     found = require_stages(model, schedule, blocks)
     if cost == "operations" and example is None:
         raise UsageError("pipeline: to balance stages by operations, pass an example of the model's inputs")
-    if survey is None:
+    if usage is None:
         counts = cost == "operations" and boundaries is None
-        survey = by_order(model, found) if example is None else by_example(model, found, example, count=counts)
+        usage = by_order(model, found) if example is None else by_example(model, found, example, count=counts)
     if boundaries is None:
-        starts = balanced(_costs(model, found, survey, cost), schedule.stages)
+        starts = balanced(_costs(model, found, usage, cost), schedule.stages)
     else:
         starts = checked(boundaries, len(found.modules), schedule.stages)
-    return _keep(model, found, survey, starts, schedule, rank)
+    return _keep(model, found, usage, starts, schedule, rank)
 
 
 def require_stages(model: nn.Module, schedule: Schedule, blocks: str | None = None) -> Blocks:
@@ -108,7 +108,7 @@ def blocks_of(model: nn.Module, path: str | None = None) -> Blocks:
     return nested if len(nested.modules) > len(children.modules) else children
 
 
-def _costs(model: nn.Module, blocks: Blocks, survey: Survey, cost: Cost) -> list[float]:
+def _costs(model: nn.Module, blocks: Blocks, usage: ParameterUsage, cost: Cost) -> list[float]:
     count = len(blocks.modules)
     if not isinstance(cost, str):
         if len(cost) != count:
@@ -117,31 +117,31 @@ def _costs(model: nn.Module, blocks: Blocks, survey: Survey, cost: Cost) -> list
     if cost not in COSTS:
         raise UsageError(f"pipeline: cost={cost!r}; expected one of {', '.join(COSTS)}, or a number for each block")
     if cost == "operations":
-        assert survey.operations is not None
-        return [float(number) for number in survey.operations]
+        assert usage.operations is not None
+        return [float(number) for number in usage.operations]
     costs = [0.0] * count
     for parameter in model.parameters():
-        for segment in survey.users[id(parameter)]:
+        for segment in usage.users[id(parameter)]:
             costs[segment] += full_numel(parameter)
     return costs
 
 
 def _keep(
-    model: nn.Module, blocks: Blocks, survey: Survey, starts: tuple[int, ...], schedule: Schedule, rank: int
-) -> Cut:
+    model: nn.Module, blocks: Blocks, usage: ParameterUsage, starts: tuple[int, ...], schedule: Schedule, rank: int
+) -> StageSplit:
     spans = [range(low, high) for low, high in zip(starts, (*starts[1:], len(blocks.modules)), strict=True)]
     holder = [schedule.placement[stage] for stage, span in enumerate(spans) for _ in span]  # segment -> rank
-    ranks = {key: sorted({holder[segment] for segment in segments}) for key, segments in survey.users.items()}
+    ranks = {key: sorted({holder[segment] for segment in segments}) for key, segments in usage.users.items()}
     tied = tuple(
         Tied(name, tuple(ranks[id(parameter)]))
         for name, parameter in model.named_parameters()
         if len(ranks[id(parameter)]) > 1 and rank in ranks[id(parameter)]
     )
-    foreign = Foreign(model, {key for key, holders in ranks.items() if rank in holders})
+    off_stage = OffStage(model, {key for key, holders in ranks.items() if rank in holders})
     numbers = schedule.stages_of(rank)
-    stages = tuple(Stage(model, blocks, number, spans[number], foreign, survey.skips) for number in numbers)
+    stages = tuple(Stage(model, blocks, number, spans[number], off_stage, usage.skips) for number in numbers)
     users = {
-        name: tuple(stage.number for stage in stages if not survey.users[id(parameter)].isdisjoint(stage.span))
+        name: tuple(stage.number for stage in stages if not usage.users[id(parameter)].isdisjoint(stage.span))
         for name, parameter in model.named_parameters()
     }
-    return Cut(model, stages, starts, tied, users)
+    return StageSplit(model, stages, starts, tied, users)

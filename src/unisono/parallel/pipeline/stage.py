@@ -32,27 +32,27 @@ from unisono.parallel.blocks import Blocks
 from unisono.parallel.inputs import call
 from unisono.parallel.pipeline.dependence import Dependence
 from unisono.parallel.pipeline.message import (
-    Form,
     Key,
+    MessageForm,
     TensorForm,
     form_of_result,
-    hollow_result,
-    is_hollow,
+    indices_of,
+    is_placeholder,
     kind_of,
-    places_of,
+    meta_result,
 )
-from unisono.parallel.pipeline.off_stage import Foreign
+from unisono.parallel.pipeline.off_stage import OffStage
 from unisono.parallel.pipeline.skips import Calls, Label, Skips
 from unisono.parallel.zero.units import without_views
 
 
 @dataclass
-class Outcome:
+class StageOutput:
     """What came of a forward: the model's output on the last stage, else the message to the next one."""
 
     output: Any = None
     tensors: list[torch.Tensor] = field(default_factory=list)
-    form: Form | None = None
+    form: MessageForm | None = None
     is_new: bool = False  # the form has not been seen before: the next stage does not know it yet
 
 
@@ -65,11 +65,11 @@ class _Run:
     """One forward under way."""
 
     received: Sequence[torch.Tensor]
-    received_form: Form | None
-    known: Form | None  # the form of the message, if it has been watched before
+    received_form: MessageForm | None
+    known: MessageForm | None  # the form of the message, if it has been watched before
     watching: bool
     flow: Dependence = field(default_factory=Dependence)  # depends on parameters, hollow or not
-    hollow: Dependence = field(default_factory=Dependence)  # depends on what is not here
+    placeholders: Dependence = field(default_factory=Dependence)  # depends on what is not here
     replaced: dict[int, torch.Tensor] = field(default_factory=dict)  # id of a hollow argument -> what was received
     kept: list[Any] = field(default_factory=list)  # the hollow arguments, so that no other tensor gets their id
     results: list[Any] = field(default_factory=list)  # the forms of what the blocks returned that ran
@@ -86,7 +86,7 @@ class Stage:
         blocks: Blocks,
         number: int,
         span: range,
-        foreign: Foreign,
+        off_stage: OffStage,
         skips: Skips | None = None,
     ) -> None:
         """skips: what the model carries round its blocks, where that is known."""
@@ -97,9 +97,9 @@ class Stage:
         self.is_first = span.start == 0
         self.is_last = span.stop == len(blocks.modules)
         self._blocks = blocks
-        self._foreign = foreign
+        self._off_stage = off_stage
         self._gates = [_Gate(block, place, self) for place, block in enumerate(blocks.modules)]
-        self._forms: dict[Key, Form | None] = {}  # of the messages handed on, by kind of microbatch
+        self._forms: dict[Key, MessageForm | None] = {}  # of the messages handed on, by kind of microbatch
         self._run: _Run | None = None
         self._skips_out = tuple(sorted(skips.into(span.stop)))
         self._skips = frozenset(self._skips_out) | skips.into(span.start)
@@ -120,9 +120,11 @@ class Stage:
         parameter = next(self.model.parameters(), None)
         return torch.device("cpu") if parameter is None else parameter.device
 
-    def forward(self, inputs: Any, received: Sequence[torch.Tensor] = (), received_form: Form | None = None) -> Outcome:
+    def forward(
+        self, inputs: Any, received: Sequence[torch.Tensor] = (), received_form: MessageForm | None = None
+    ) -> StageOutput:
         """Run on one microbatch: its inputs, and (but for the first stage) the message of the stage before."""
-        self._foreign.follow()
+        self._off_stage.follow()
         kind = kind_of(inputs)
         inputs, versions = self._writable(inputs)
         watching = kind not in self._forms
@@ -133,7 +135,7 @@ class Stage:
                 run.calls.replaced, run.calls.kept = run.replaced, run.kept
             run.calls.received = {} if received_form is None else received_form.carried(received)
             if watching:
-                run.calls.require_value = partial(self._require_value, run.hollow)
+                run.calls.require_value = partial(self._require_value, run.placeholders)
         output, ended = None, False
         with self._running(run):
             try:
@@ -150,7 +152,7 @@ class Stage:
             if watching:
                 self._require_real(run, output, "the model's output")
                 self._forms[kind] = None
-            return Outcome(self._apart(output))
+            return StageOutput(self._apart(output))
         assert run.message is not None
         leaves = self._travelling(run)
         form = self._form(run, leaves) if run.known is None else run.known
@@ -162,7 +164,7 @@ class Stage:
                 f"the tensors for {self._name(self.span.stop)} were announced as {form.tensors}, but now are "
                 f"{tuple(map(TensorForm.of, tensors))}; if parameters were frozen or freed, call forget() on all ranks"
             )
-        return Outcome(None, self._apart(tensors), form, watching)
+        return StageOutput(None, self._apart(tensors), form, watching)
 
     def _apart(self, value: Any) -> Any:
         """Without views of parameters, which ZeRO 3 frees before a message is sent or an output is used."""
@@ -190,22 +192,24 @@ class Stage:
         places = self._blocks.places(self.model)
         for (holder, key), gate in zip(places, self._gates, strict=True):
             holder[key] = gate
-        self._run, self._foreign.is_running = run, True
+        self._run, self._off_stage.is_running = run, True
         try:
             with contextlib.ExitStack() as modes:
                 if run.watching:
                     run.flow.mark(list(self.model.parameters()))
-                    run.flow.mark(list(self._foreign.parameters()))
-                    run.hollow.mark(list(self._foreign.parameters()))
-                    run.hollow.mark([parameter for parameter in self.model.parameters() if is_hollow(parameter)])
+                    run.flow.mark(list(self._off_stage.parameters()))
+                    run.placeholders.mark(list(self._off_stage.parameters()))
+                    run.placeholders.mark(
+                        [parameter for parameter in self.model.parameters() if is_placeholder(parameter)]
+                    )
                     run.flow.mark(list(run.received))
                     modes.enter_context(run.flow)
-                    modes.enter_context(run.hollow)
+                    modes.enter_context(run.placeholders)
                 if run.calls is not None:
                     modes.enter_context(run.calls)
                 yield
         finally:
-            self._run, self._foreign.is_running = None, False
+            self._run, self._off_stage.is_running = None, False
             for (holder, key), block in zip(places, self._blocks.modules, strict=True):
                 holder[key] = block
 
@@ -240,9 +244,9 @@ class Stage:
 
     def _skip(self, run: _Run, place: int) -> Any:
         assert run.received_form is not None
-        result = hollow_result(run.received_form.results[place], self.device, self._is_written)
+        result = meta_result(run.received_form.results[place], self.device, self._is_written)
         if run.watching:
-            run.hollow.mark(result)
+            run.placeholders.mark(result)
             run.flow.mark(result)
         return result
 
@@ -268,10 +272,10 @@ class Stage:
         return tree_unflatten(leaves, spec)
 
     @staticmethod
-    def _note(run: _Run, hollow: Any, tensor: torch.Tensor) -> None:
-        run.kept.append(hollow)
-        if run.replaced.setdefault(id(hollow), tensor) is not tensor:
-            del run.replaced[id(hollow)]  # two tensors look alike here: leave it, and have it found hollow later
+    def _note(run: _Run, placeholder: Any, tensor: torch.Tensor) -> None:
+        run.kept.append(placeholder)
+        if run.replaced.setdefault(id(placeholder), tensor) is not tensor:
+            del run.replaced[id(placeholder)]  # two tensors look alike here: leave it, and have it found hollow later
 
     def _note_carried(self, run: _Run, label: Label, tensor: torch.Tensor) -> None:
         own = run.calls.made.get(label) if run.calls is not None else None
@@ -282,29 +286,29 @@ class Stage:
             )
         self._note(run, own, tensor)
 
-    def _form(self, run: _Run, leaves: Sequence[Any]) -> Form:
+    def _form(self, run: _Run, leaves: Sequence[Any]) -> MessageForm:
         travels = [isinstance(leaf, torch.Tensor) and leaf in run.flow for leaf in leaves]
-        places = places_of(leaves, travels)
+        places = indices_of(leaves, travels)
         if not places:
             self._refuse(f"nothing that depends on parameters reaches {self._name(self.span.stop)}")
         tensors = tuple(TensorForm.of(leaves[positions[0]]) for positions in places)
         before = run.received_form.results if run.received_form is not None else ()
         arguments = len(leaves) - len(self._skips_out)
-        return Form(tensors, places, arguments, (*before, *run.results), self._skips_out)
+        return MessageForm(tensors, places, arguments, (*before, *run.results), self._skips_out)
 
     # ---- what is refused -----------------------------------------------------------------------------------------
 
     def _require_real(self, run: _Run, tree: Any, what: str) -> None:
-        if not any(isinstance(leaf, torch.Tensor) and leaf in run.hollow for leaf in tree_leaves(tree)):
+        if not any(isinstance(leaf, torch.Tensor) and leaf in run.placeholders for leaf in tree_leaves(tree)):
             return
-        paths = [keystr(path) for path, leaf in tree_flatten_with_path(tree)[0] if leaf in run.hollow]
+        paths = [keystr(path) for path, leaf in tree_flatten_with_path(tree)[0] if leaf in run.placeholders]
         self._refuse(
             f"{what} ({', '.join(path or 'itself' for path in paths)}) depends on layers of other stages by a way that "
             "leads round the blocks; pass it through the blocks, as an argument or a result, or keep it in one stage"
         )
 
-    def _require_value(self, hollow: Dependence, tensor: torch.Tensor) -> None:
-        if tensor in hollow:
+    def _require_value(self, placeholders: Dependence, tensor: torch.Tensor) -> None:
+        if tensor in placeholders:
             self._refuse(
                 "the forward reads the value of a tensor that depends on layers of other stages; pass that tensor "
                 "through the blocks, as an argument or a result, and read it there"

@@ -18,13 +18,13 @@ from torch.utils import _pytree as pytree
 from unisono.errors import UsageError
 from unisono.graph.capture.trace import Trace, trace
 from unisono.graph.rules.call import tensors_of
-from unisono.parallel.meta.meta_tensors import hollow_copy
+from unisono.parallel.meta.meta_tensors import meta_copy
 
 Starts = Mapping[str, int]  # modules that begin a stage -> its number
 
 
 @dataclass(frozen=True)
-class Segment:
+class TracedSegment:
     """The ops of one stage. `run` takes the device it runs on, parameters and buffers (`held`, by the model's names),
     the model's inputs (`inputs`) and what earlier stages made (`received`), and gives what later ones need (`sent`)."""
 
@@ -37,31 +37,31 @@ class Segment:
 
 
 @dataclass(frozen=True)
-class Cut:
+class TracedSplit:
     trace: Trace
-    segments: tuple[Segment, ...]
+    segments: tuple[TracedSegment, ...]
 
 
-class _Cuts:
+class _TracedSplits:
     """The graphs of a model by kind of input, traced when they are first met. Copies of a model share them."""
 
     def __init__(self, model: nn.Module, starts: Starts, count: int) -> None:
-        self._model = hollow_copy(model)
+        self._model = meta_copy(model)
         self._starts = dict(starts)
         self._count = count
-        self._known: dict[Any, Cut] = {}
+        self._known: dict[Any, TracedSplit] = {}
 
-    def __deepcopy__(self, memo: Any) -> _Cuts:
+    def __deepcopy__(self, memo: Any) -> _TracedSplits:
         return self
 
-    def of(self, inputs: Any, training: bool) -> Cut:
+    def of(self, inputs: Any, training: bool) -> TracedSplit:
         leaves, form = pytree.tree_flatten(inputs)
         key = (training, form, *((tuple(t.shape), t.dtype) if isinstance(t, torch.Tensor) else t for t in leaves))
         if key not in self._known:
             self._model.train(training)
             empty = pytree.tree_map(_without_data, inputs)
             traced = trace(self._model, (empty, None))
-            self._known[key] = Cut(traced, _segments(traced, self._starts, self._count))
+            self._known[key] = TracedSplit(traced, _segments(traced, self._starts, self._count))
         return self._known[key]
 
 
@@ -82,7 +82,7 @@ class TracedStages(nn.Module):
             self.register_parameter(name, parameter)
         for name, buffer in model._buffers.items():
             self.register_buffer(name, buffer, name not in model._non_persistent_buffers_set)
-        self.cuts = _Cuts(model, starts, count)
+        self.cuts = _TracedSplits(model, starts, count)
         self.traced_stages = nn.ModuleList(_StageOps(number) for number in range(count))
         self.train(model.training)
 
@@ -100,7 +100,7 @@ class TracedStages(nn.Module):
 class _Held:
     """A segment and where its parameters are: an argument that is not a tensor, so that no rank sends it."""
 
-    def __init__(self, owner: nn.Module, segment: Segment) -> None:
+    def __init__(self, owner: nn.Module, segment: TracedSegment) -> None:
         self.segment = segment
         self._owner = owner
 
@@ -138,7 +138,7 @@ def _attribute(owner: nn.Module, name: str) -> torch.Tensor:
 # ---- cutting ---------------------------------------------------------------------------------------------------------
 
 
-def _segments(traced: Trace, starts: Starts, count: int) -> tuple[Segment, ...]:
+def _segments(traced: Trace, starts: Starts, count: int) -> tuple[TracedSegment, ...]:
     _require_plain(traced)
     stage_of = _stages(traced, starts, count)
     last = dict.fromkeys(traced.outputs, count - 1)
@@ -159,7 +159,9 @@ def _segments(traced: Trace, starts: Starts, count: int) -> tuple[Segment, ...]:
     return tuple(segments)
 
 
-def _segment(traced: Trace, ops: Sequence[fx.Node], received: Sequence[fx.Node], sent: Sequence[fx.Node]) -> Segment:
+def _segment(
+    traced: Trace, ops: Sequence[fx.Node], received: Sequence[fx.Node], sent: Sequence[fx.Node]
+) -> TracedSegment:
     graph, values = fx.Graph(), {}
     needed = {used.name for op in (*ops, *sent) for used in (*op.all_input_nodes, op)}
     names = {**traced.parameters, **traced.buffers}
@@ -182,7 +184,7 @@ def _segment(traced: Trace, ops: Sequence[fx.Node], received: Sequence[fx.Node],
     graph.output(tuple(values[node] for node in sent))
     run = fx.GraphModule(nn.Module(), graph)
     numbers = tuple(traced.inputs.index(name) for name in inputs)
-    return Segment(
+    return TracedSegment(
         run,
         tuple(ops),
         tuple(names[node] for node in held),

@@ -11,7 +11,7 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
-from unisono.parallel.pipeline.message import Form, TensorForm
+from unisono.parallel.pipeline.message import MessageForm, TensorForm
 
 # How many messages to one rank may be under way. One would do; more only keep more memory.
 _UNDER_WAY = 2
@@ -31,7 +31,7 @@ class Delivery:
         return self.tensors
 
 
-class Post:
+class Transfers:
     """Sends without waiting and receives without waiting, in the order of the calls between any two ranks."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -40,20 +40,20 @@ class Post:
 
     def send(self, tensors: Sequence[torch.Tensor], to: int) -> None:
         """Empty tensors stay: both ends know from the form that nothing is in them."""
-        under_way = self._sent.setdefault(to, deque())
-        while len(under_way) >= _UNDER_WAY:
-            _finish(under_way.popleft())
-        under_way.append([self._comm.isend(tensor.detach(), to) for tensor in tensors if tensor.numel()])
+        running = self._sent.setdefault(to, deque())
+        while len(running) >= _UNDER_WAY:
+            _finish(running.popleft())
+        running.append([self._comm.isend(tensor.detach(), to) for tensor in tensors if tensor.numel()])
 
     def receive(self, forms: Sequence[TensorForm], source: int, device: torch.device) -> Delivery:
         tensors = [form.empty(device) for form in forms]
         return Delivery(tensors, [self._comm.irecv(tensor, source) for tensor in tensors if tensor.numel()])
 
-    def send_form(self, form: Form, to: int) -> None:
+    def send_form(self, form: MessageForm, to: int) -> None:
         content = torch.frombuffer(bytearray(pickle.dumps(form)), dtype=torch.uint8).to(self._comm.device)
         self.send([torch.tensor([content.numel()], device=self._comm.device), content], to)
 
-    def receive_form(self, source: int) -> Form:
+    def receive_form(self, source: int) -> MessageForm:
         """Waits for it."""
         device = self._comm.device
         (length,) = self.receive([TensorForm((1,), torch.int64)], source, device).wait()
@@ -62,9 +62,9 @@ class Post:
 
     def settle(self) -> None:
         """Wait until everything sent has arrived."""
-        for under_way in self._sent.values():
-            while under_way:
-                _finish(under_way.popleft())
+        for running in self._sent.values():
+            while running:
+                _finish(running.popleft())
 
 
 def _finish(handles: list[Handle]) -> None:

@@ -25,9 +25,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from unisono.mesh.draws import held_fast
+from unisono.mesh.random.random_functions import constant_draws
 from unisono.parallel.inputs import call
-from unisono.parallel.meta.meta_tensors import hollow, hollow_copy, realised_copy
+from unisono.parallel.meta.meta_tensors import meta_copy, realised_copy, to_meta
 from unisono.parallel.meta.shapes import KnownShapes
 from unisono.parallel.share import first_samples
 from unisono.parallel.tensor.convolution import is_convolution
@@ -46,7 +46,7 @@ Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 @dataclass(frozen=True)
-class Size:
+class ReshapeSize:
     """A number that a reshape was called with, at a place counted from the end."""
 
     origins: Origins
@@ -55,7 +55,7 @@ class Size:
 
 
 @dataclass
-class Flow:
+class Dataflow:
     """What one run showed; layers and modules by name."""
 
     sources: dict[str, Origins] = field(default_factory=dict)  # whose outputs reach a layer, in order of first calls
@@ -63,7 +63,7 @@ class Flow:
     calls: dict[str, Arguments] = field(default_factory=dict)  # the first call of each module that has children
     used: dict[str, set[int]] = field(default_factory=dict)  # of the tensors that such a module returns: which are used
     parts: dict[str, list[Parts]] = field(default_factory=dict)  # proportions in which layers' outputs are split
-    sizes: list[Size] = field(default_factory=list)
+    sizes: list[ReshapeSize] = field(default_factory=list)
     layer_flops: dict[str, int] = field(default_factory=dict)
     other_flops: list[tuple[Origins, int]] = field(default_factory=list)
     used_elsewhere: set[str] = field(default_factory=set)  # parameters used outside their own layer's forward
@@ -71,7 +71,7 @@ class Flow:
     has_values: bool = False  # whether the calls' tensors are those of a real run, or on the meta device
 
 
-def recorded(model: nn.Module, inputs: Any) -> Flow | None:
+def recorded(model: nn.Module, inputs: Any) -> Dataflow | None:
     """The flow of model(inputs); None where the model cannot be run here. A copy is run: the model keeps its state."""
     samples = first_samples(inputs, _SAMPLES)
     attempts = [_on_meta]
@@ -90,22 +90,22 @@ def _is_small(model: nn.Module, samples: Any) -> bool:
     return longest <= _SHORT and sum(map(torch.numel, model.parameters())) <= limit
 
 
-def _with_values(model: nn.Module, samples: Any) -> Flow:
+def _with_values(model: nn.Module, samples: Any) -> Dataflow:
     real = realised_copy(model)
     if real is None:
         raise ValueError("the values of a meta tensor are not known")
-    with held_fast():
-        flow = _recorded(real.double().cpu().eval(), tree_map(as_double, samples))
+    with constant_draws():
+        flow = _recorded(real.double().cpu().eval(), tree_map(as_float64, samples))
     flow.has_values = True
     return flow
 
 
-def _on_meta(model: nn.Module, samples: Any) -> Flow:
+def _on_meta(model: nn.Module, samples: Any) -> Dataflow:
     with torch.device("meta"), KnownShapes():
-        return _recorded(hollow_copy(model).eval(), hollow(samples))
+        return _recorded(meta_copy(model).eval(), to_meta(samples))
 
 
-def _recorded(model: nn.Module, samples: Any) -> Flow:
+def _recorded(model: nn.Module, samples: Any) -> Dataflow:
     recorder = _Recorder(model, samples)
     fast = torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)
@@ -119,7 +119,7 @@ def _recorded(model: nn.Module, samples: Any) -> Flow:
     return recorder.flow
 
 
-def as_double(leaf: Any) -> Any:
+def as_float64(leaf: Any) -> Any:
     if not _is_tensor(leaf):
         return leaf
     values = leaf.detach().cpu()
@@ -146,7 +146,7 @@ class _Recorder(TorchFunctionMode):
 
     def __init__(self, model: nn.Module, samples: Any) -> None:
         super().__init__()
-        self.flow = Flow()
+        self.flow = Dataflow()
         self._origins: dict[int, Origins] = {}
         self._layer_of: dict[
             int, tuple[str, int]
@@ -205,7 +205,7 @@ class _Recorder(TorchFunctionMode):
         parameters = set().union(*(self._parameters_in(each) for each in given))
         if parameters:
             origins |= {PARAMETER}
-        self._note_meeting(parameters, origins - {PARAMETER}, results)
+        self._note_rendezvous(parameters, origins - {PARAMETER}, results)
         for each in results:
             self._note(each, origins)
         self._look(name, args, kwargs, given, results, origins)
@@ -215,7 +215,7 @@ class _Recorder(TorchFunctionMode):
         name = self._parameters.get(id(tensor))
         return {name} if name is not None else self._made_of.get(id(tensor), set())
 
-    def _note_meeting(self, parameters: set[str], others: Origins, results: list[torch.Tensor]) -> None:
+    def _note_rendezvous(self, parameters: set[str], others: Origins, results: list[torch.Tensor]) -> None:
         """Parameters that are computed with other tensors, or with none but parameters so far."""
         if not others and parameters:
             self._made_of |= {id(each): parameters for each in results}
@@ -283,7 +283,7 @@ class _Recorder(TorchFunctionMode):
             if index is not None:
                 has_parts = 1 < sizes[index] <= 3 and index + 2 < len(sizes)  # q, k and v before the heads
                 for place in range(index, index + 1 + has_parts):
-                    self.flow.sizes.append(Size(origins, sizes[place], place - len(sizes)))
+                    self.flow.sizes.append(ReshapeSize(origins, sizes[place], place - len(sizes)))
         layer, dim = self._layer_of.get(id(first), (None, -1))
         if layer is None:
             return
@@ -318,7 +318,7 @@ class _Recorder(TorchFunctionMode):
         if name in ("chunk", "split", "tensor_split") and sum(lengths) == first.shape[dim]:
             self._propose(layer, lengths)
             if name == "split":
-                self.flow.sizes.append(Size(frozenset([layer]), lengths[0], 0))
+                self.flow.sizes.append(ReshapeSize(frozenset([layer]), lengths[0], 0))
         elif name == "__getitem__" and dim == -1 and isinstance(args[1], tuple) and isinstance(args[1][-1], slice):
             start, stop, _ = args[1][-1].indices(first.shape[-1])
             self._slices[layer] |= {0, start, stop, first.shape[-1]}

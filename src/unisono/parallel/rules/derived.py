@@ -109,14 +109,14 @@ def _holds(module: nn.Module, rules: Rules, ranks: int, cut: Any) -> bool:
     real = realised_copy(module)
     if real is None:
         return False
-    whole = real.double().cpu().eval()
+    full = real.double().cpu().eval()
     x = torch.randn(2, 5, features(layer)[0], dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     try:
         with no_side_effects(module), torch.no_grad():
-            expected = _first(whole(x))
+            expected = _first(full(x))
             if not isinstance(expected, torch.Tensor):
                 return False
-            outcomes = together(whole, rules, ranks, lambda shared: _first(shared(x.clone())), cut)
+            outcomes = together(full, rules, ranks, lambda shared: _first(shared(x.clone())), cut)
     except Exception:  # a module that takes other arguments, or cannot be cut this way: not derivable
         return False
     return all(outcome.shape == expected.shape and torch.allclose(outcome, expected) for outcome in outcomes)

@@ -38,7 +38,7 @@ from torch.utils._pytree import tree_map
 from unisono.errors import UsageError
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.meta.meta_tensors import realised_copy
-from unisono.parallel.rules.dataflow import INPUT, TOKENS, Flow, Parts, as_double, is_layer, recorded, synthetic
+from unisono.parallel.rules.dataflow import INPUT, TOKENS, Dataflow, Parts, as_float64, is_layer, recorded, synthetic
 from unisono.parallel.rules.rules import Style
 from unisono.parallel.rules.trial import Shard, Trial, simulated_ranks
 from unisono.parallel.tensor import vocabulary
@@ -82,7 +82,7 @@ class Inference:
     """Rules by module name, and why layers are left replicated."""
 
     rules: Rules
-    flow: Flow
+    flow: Dataflow
     reasons: dict[str, str] = field(default_factory=dict)
 
 
@@ -97,7 +97,7 @@ def inferred(model: nn.Module, ranks: int, inputs: Any, shard: Shard, given: Rul
 
 
 class _Inferring:
-    def __init__(self, model: nn.Module, ranks: int, flow: Flow, shard: Shard, given: Rules) -> None:
+    def __init__(self, model: nn.Module, ranks: int, flow: Dataflow, shard: Shard, given: Rules) -> None:
         self._model, self._ranks, self._flow, self._shard = model, ranks, flow, shard
         self._modules = dict(model.named_modules())
         self._parameters = dict(model.named_parameters())
@@ -218,7 +218,7 @@ class _Inferring:
         real = real.double().cpu().eval()
         given = synthetic(self._flow.calls[host], torch.Generator().manual_seed(0))
         used = self._flow.used.get(host)
-        trial = Trial(real, simulated_ranks(self._ranks), tree_map(as_double, given), self._shard, used)
+        trial = Trial(real, simulated_ranks(self._ranks), tree_map(as_float64, given), self._shard, used)
         for rules in itertools.islice(self._attempts(host, module, stretches), _ATTEMPTS):
             sums = trial.needed_sums(rules)
             if sums is None:

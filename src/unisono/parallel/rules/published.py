@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_map
 
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.meta.meta_tensors import realised_copy
-from unisono.parallel.rules.dataflow import Flow, as_double, recorded, synthetic
+from unisono.parallel.rules.dataflow import Dataflow, as_float64, recorded, synthetic
 from unisono.parallel.rules.inferred import form
 from unisono.parallel.rules.rules import Rules, Style, Styles
 from unisono.parallel.rules.trial import Shard, Trial, simulated_ranks
@@ -61,7 +61,7 @@ def tried(model: nn.Module, ranks: int, styles: Styles, inputs: Any, shard: Shar
     return found
 
 
-def _hosts(styles: Styles, flow: Flow) -> Iterator[str]:
+def _hosts(styles: Styles, flow: Dataflow) -> Iterator[str]:
     """The smallest modules that are called, and hold a row layer and a column layer."""
     columns = [name for name, style in styles.items() if style.kind == "column"]
     seen: set[str] = set()
@@ -74,7 +74,7 @@ def _hosts(styles: Styles, flow: Flow) -> Iterator[str]:
             yield host
 
 
-def _is_large(host: str, module: nn.Module, flow: Flow) -> bool:
+def _is_large(host: str, module: nn.Module, flow: Dataflow) -> bool:
     flops = sum(flops for name, flops in flow.layer_flops.items() if name.startswith(f"{host}."))
     return flops > _FLOPS or sum(map(torch.numel, module.parameters())) > _PARAMETERS
 
@@ -87,7 +87,7 @@ def _needed(
     real = realised_copy(module)
     if real is None:
         return []
-    given = tree_map(as_double, synthetic(given, torch.Generator().manual_seed(0)))
+    given = tree_map(as_float64, synthetic(given, torch.Generator().manual_seed(0)))
     trial = Trial(real.double().cpu().eval(), simulated_ranks(ranks), given, shard, used)
     sums = trial.needed_sums(rules)
     if sums is None and trial.needed_sums({}) is None:
@@ -95,7 +95,7 @@ def _needed(
     return sums
 
 
-def _partial(host: str, inside: dict[str, Style], flow: Flow) -> list[str]:
+def _partial(host: str, inside: dict[str, Style], flow: Dataflow) -> list[str]:
     """Parameters that meet outputs of the module's column layers and nothing else."""
     columns = {f"{host}.{name}" for name, style in inside.items() if style.kind == "column"}
     met = {name[len(host) + 1 :]: others for name, others in flow.met.items() if name.startswith(f"{host}.")}

@@ -27,8 +27,8 @@ from unisono.graph.placement.assignment import Assignment, producers
 from unisono.graph.placement.problem import Problem
 from unisono.graph.rules.option import REPLICATE, Option
 from unisono.graph.rules.registry import target_name
-from unisono.mesh.draws import held_fast
 from unisono.mesh.mesh import Mesh
+from unisono.mesh.random.random_functions import constant_draws
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.meta.meta_tensors import realised_copy
 from unisono.parallel.rules.trial import together, varied
@@ -78,7 +78,7 @@ class _Layers(Problem):
         shapes = [self.trace.specs[source][output].shape for source, output in producers(node)]
         word = target_name(node.target).removeprefix("aten.").partition(".")[0]
         if word == "linear" and self._is_layer(node):
-            return option.splits == self._can_cut(shapes) and (not option.splits or bool(_layer_kind(option, shapes)))
+            return option.splits == self._can_shard(shapes) and (not option.splits or bool(_layer_kind(option, shapes)))
         if not option.splits:
             return True
         if word == "embedding":
@@ -94,7 +94,7 @@ class _Layers(Problem):
         weights = [given for given in node.all_input_nodes if given.name in self.trace.parameters]
         return bool(weights) and all(len(weight.users) == 1 for weight in weights)
 
-    def _can_cut(self, shapes: list[tuple[int, ...]]) -> bool:
+    def _can_shard(self, shapes: list[tuple[int, ...]]) -> bool:
         return any(size % self.mesh.shape[0] == 0 for size in shapes[1])
 
 
@@ -112,7 +112,7 @@ def _rules(assignment: Assignment, model: nn.Module) -> dict[str, str]:
     """Layers and how they are cut."""
     found = assignment.trace
     modules = dict(model.named_modules())
-    whole = _gathered(assignment)
+    full = _gathered(assignment)
     rules: dict[str, str] = {}
     for op in found.ops:
         option = assignment.options[op.name][0]
@@ -125,7 +125,7 @@ def _rules(assignment: Assignment, model: nn.Module) -> dict[str, str]:
             kind = "vocab"
         elif isinstance(modules[layer], nn.Linear):
             kind = _layer_kind(option, [found.specs[each][0].shape for each in op.inputs])
-            if op.name in whole:
+            if op.name in full:
                 kind = {"column": "column_gather", "row": "row_split"}.get(kind, kind)
         if kind:
             rules[layer] = kind
@@ -162,7 +162,7 @@ def _holds(model: nn.Module, rules: dict[str, str], ranks: int, inputs: Any, cut
     real = realised_copy(model) if sum(map(torch.numel, model.parameters())) <= _SMALL else None
     if real is None:
         return True
-    whole = real.double().cpu().eval()
+    full = real.double().cpu().eval()
 
     def given(leaf: Any) -> Any:
         if not isinstance(leaf, torch.Tensor):
@@ -177,11 +177,11 @@ def _holds(model: nn.Module, rules: dict[str, str], ranks: int, inputs: Any, cut
         outputs = module(*args, **kwargs)
         return [leaf for leaf in pytree.tree_leaves(outputs) if isinstance(leaf, torch.Tensor)]
 
-    for tried in (whole, *varied(whole)):
+    for tried in (full, *varied(full)):
         try:
-            with no_side_effects(model), torch.no_grad(), held_fast():
+            with no_side_effects(model), torch.no_grad(), constant_draws():
                 expected = run(tried)
-                if tried is not whole and not all(bool(leaf.isfinite().all()) for leaf in expected):
+                if tried is not full and not all(bool(leaf.isfinite().all()) for leaf in expected):
                     continue
                 outcomes = together(tried, rules, ranks, run, cut)
         except Exception:  # whatever a model says to a size that is not its own

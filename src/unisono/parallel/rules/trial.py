@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from unisono.mesh.draws import held_fast
+from unisono.mesh.random.random_functions import constant_draws
 from unisono.parallel.layout import layout_of
 from unisono.parallel.meta.meta_tensors import deep_copy
 from unisono.parallel.rules.rules import Rules
@@ -54,7 +54,7 @@ class Trial:
         """None where the rules do not hold for the module. Else the parameters of which every rank computes a part of
         the gradient, and which have no rule that says so."""
         try:
-            with held_fast():
+            with constant_draws():
                 if self._expected is None:
                     self._expected = self._computed(self._module)
                 results = together(self._module, rules, self._ranks, self._computed, self._shard)
@@ -160,8 +160,8 @@ def _compared(expected: _Computed, results: list[_Computed]) -> list[str] | None
         got = [result[name][0] for _, _, result in results]
         layouts = [result[name][1] for _, _, result in results]
         if layouts[0].splits:
-            pieces = [want if want is None else _local(want, layout, rank) for rank, layout in enumerate(layouts)]
-            if not all(_is_near(mine, piece, largest) for mine, piece in zip(got, pieces, strict=True)):
+            shards = [want if want is None else _local(want, layout, rank) for rank, layout in enumerate(layouts)]
+            if not all(_is_near(mine, piece, largest) for mine, piece in zip(got, shards, strict=True)):
                 return None
         elif "tp" in layouts[0].summed:
             if not _is_near(_sum(got), want, largest):
@@ -208,13 +208,13 @@ def is_close(got: torch.Tensor, expected: torch.Tensor) -> bool:
 
 def together(full: nn.Module, rules: Rules, ranks: int, compute: Callable[[nn.Module], Any], shard: Shard) -> list[Any]:
     """What each simulated rank computes with its share of the module; the first error of any of them."""
-    meeting = _Meeting(ranks)
+    rendezvous = _Rendezvous(ranks)
     holder = nn.ModuleDict({"probed": full})
     named = {f"probed.{relative}".strip("."): text for relative, text in rules.items()}
     kept = {id(parameter): parameter for parameter in holder.parameters()}  # sharding copies what it needs of them
     shared = [deep_copy(holder, dict(kept)) for _ in range(ranks)]
     for rank, module in enumerate(shared):
-        shard(module, named, _SimulatedRank(rank, meeting))
+        shard(module, named, _SimulatedRank(rank, rendezvous))
     outcomes: list[Any] = [None] * ranks
     has_gradients = torch.is_grad_enabled()
 
@@ -224,7 +224,7 @@ def together(full: nn.Module, rules: Rules, ranks: int, compute: Callable[[nn.Mo
                 outcomes[rank] = compute(shared[rank]["probed"])
         except Exception as error:
             outcomes[rank] = error
-            meeting.barrier.abort()
+            rendezvous.barrier.abort()
 
     threads = [threading.Thread(target=run, args=(rank,)) for rank in range(ranks)]
     for thread in threads:
@@ -237,7 +237,7 @@ def together(full: nn.Module, rules: Rules, ranks: int, compute: Callable[[nn.Mo
     return outcomes
 
 
-class _Meeting:
+class _Rendezvous:
     def __init__(self, ranks: int) -> None:
         self.barrier = threading.Barrier(ranks, timeout=_PATIENCE)
         self.brought: list[Any] = [None] * ranks
@@ -249,35 +249,35 @@ class _SimulatedRank:
     is_simulated = True
     device = torch.device("cpu")
 
-    def __init__(self, rank: int, meeting: _Meeting) -> None:
-        self.rank, self.size = rank, meeting.barrier.parties
-        self._meeting = meeting
+    def __init__(self, rank: int, rendezvous: _Rendezvous) -> None:
+        self.rank, self.size = rank, rendezvous.barrier.parties
+        self._rendezvous = rendezvous
 
     def all_reduce(self, tensor: torch.Tensor, op: str = "sum", async_op: bool = False) -> Any:
         stacked = torch.stack(self._brought(tensor))
         tensor.copy_(stacked.amax(0) if op == "max" else stacked.sum(0))
-        self._meeting.barrier.wait()
+        self._rendezvous.barrier.wait()
         return _Done(tensor) if async_op else tensor
 
     def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
         out.copy_(torch.cat(self._brought(tensor)).view(out.shape))
-        self._meeting.barrier.wait()
+        self._rendezvous.barrier.wait()
         return out
 
     def all_gather(self, tensor: torch.Tensor) -> list[torch.Tensor]:
         found = list(self._brought(tensor))
-        self._meeting.barrier.wait()
+        self._rendezvous.barrier.wait()
         return found
 
     def reduce_scatter(self, tensor: torch.Tensor, async_op: bool = False) -> Any:
         mine = torch.stack(self._brought(tensor)).sum(0).chunk(self.size)[self.rank].clone()
-        self._meeting.barrier.wait()
+        self._rendezvous.barrier.wait()
         return _Done(mine) if async_op else mine
 
     def _brought(self, tensor: torch.Tensor) -> list[torch.Tensor]:
-        self._meeting.brought[self.rank] = tensor.detach().clone()
-        self._meeting.barrier.wait()
-        return self._meeting.brought
+        self._rendezvous.brought[self.rank] = tensor.detach().clone()
+        self._rendezvous.barrier.wait()
+        return self._rendezvous.brought
 
 
 class _Done:

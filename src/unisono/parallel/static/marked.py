@@ -23,16 +23,16 @@ from torch.optim import Optimizer
 
 from unisono.errors import UsageError
 from unisono.graph.capture.trace import Trace, trace
-from unisono.graph.marks.api import applied, stages_for, wishes_for
+from unisono.graph.marks.api import applied, placement_specs_for, stages_for
 from unisono.graph.marks.recording import dry_run
-from unisono.graph.marks.spec import Wish
+from unisono.graph.marks.spec import PlacementSpec
 from unisono.graph.placement.assignment import Assignment, producers
 from unisono.graph.placement.find import find
 from unisono.graph.placement.strategy import placements_of_marks
 from unisono.graph.program.program import Model
-from unisono.graph.rules.call import Call
+from unisono.graph.rules.call import OpCall
 from unisono.graph.rules.option import REPLICATE
-from unisono.mesh.initial import build
+from unisono.mesh.deferred_init.seeded_init import build
 from unisono.mesh.mesh import Mesh
 from unisono.mesh.placement import shard_dim
 from unisono.mesh.side_effects import no_side_effects
@@ -40,7 +40,7 @@ from unisono.parallel.apply import parallelize
 from unisono.parallel.blocks import Blocks
 from unisono.parallel.inputs import call
 from unisono.parallel.loss.loss import Loss
-from unisono.parallel.meta.meta_tensors import hollow, hollow_copy
+from unisono.parallel.meta.meta_tensors import meta_copy, to_meta
 from unisono.parallel.pipeline.split import blocks_of
 from unisono.parallel.tensor.linear import is_linear
 from unisono.parallel.trainer import Trainer
@@ -67,12 +67,12 @@ def apply_marks(
     data axis share out besides. microbatches and schedule: of a pipeline.
     """
     require_example(example)
-    whole = model if isinstance(model, nn.Module) else build(model, seed)
-    plan, rules = plan_of_marks(whole, mesh, loss, example)
+    full = model if isinstance(model, nn.Module) else build(model, seed)
+    plan, rules = plan_of_marks(full, mesh, loss, example)
     plan = plan.but(zero=zero, microbatches=microbatches, schedule=schedule)
     with applied():
         trainer = parallelize(
-            whole if isinstance(model, nn.Module) else lambda: whole,
+            full if isinstance(model, nn.Module) else lambda: full,
             plan,
             loss=loss,
             optimizer=optimizer,
@@ -119,13 +119,13 @@ def plan_of_marks(
 
 
 def _has_marks(model: nn.Module) -> bool:
-    return bool(wishes_for(model))
+    return bool(placement_specs_for(model))
 
 
 # ---- stages ----------------------------------------------------------------------------------------------------------
 
 
-class Stages:
+class MarkedStages:
     """Which modules begin which stage of a pipeline, along which axis."""
 
     def __init__(self, axis: str, count: int, places: dict[str, int]) -> None:
@@ -152,36 +152,39 @@ class Stages:
         return tuple(start for start in order if start is not None)
 
 
-def stages_on(model: nn.Module, mesh: Mesh, inputs: Any) -> Stages | None:
+def stages_on(model: nn.Module, mesh: Mesh, inputs: Any) -> MarkedStages | None:
     """The stages that a model's marks make on a mesh, those in its forward too; None where none are marked."""
     marked = stages_for(model) | _stages_in_forward(model, inputs)
-    found = {name: _place(wish, mesh) for name, wish in marked.items()}
+    found = {name: _place(placement_spec, mesh) for name, placement_spec in marked.items()}
     axes = {axis for axis, _ in found.values()}
     if len(axes) > 1:
         raise UsageError(f"stages are marked along the axes {', '.join(sorted(axes))}; expected one")
     if not found:
         return None
     axis = axes.pop()
-    return Stages(axis, mesh.size(axis), {name: place for name, (_, place) in found.items()})
+    return MarkedStages(axis, mesh.size(axis), {name: place for name, (_, place) in found.items()})
 
 
-def _stages_in_forward(model: nn.Module, inputs: Any) -> dict[str, Wish]:
+def _stages_in_forward(model: nn.Module, inputs: Any) -> dict[str, PlacementSpec]:
     """Marks that the model makes while it runs. It is run hollow; one that needs values is taken to make none."""
     try:
-        copy = hollow_copy(model)
+        copy = meta_copy(model)
     except Exception:
         return {}
     with no_side_effects(model), dry_run(copy) as recorder, torch.no_grad(), torch.device("meta"):
-        call(copy, hollow(inputs))
+        call(copy, to_meta(inputs))
     return recorder.stages
 
 
-def _place(wish: Wish, mesh: Mesh) -> tuple[str, int]:
+def _place(placement_spec: PlacementSpec, mesh: Mesh) -> tuple[str, int]:
     for axis in mesh.names:
         for place in range(mesh.size(axis)):
-            if mesh.size(axis) > 1 and wish.mesh == mesh.at(**{axis: place}):
+            if mesh.size(axis) > 1 and placement_spec.mesh == mesh.at(**{axis: place}):
                 return axis, place
-    raise UsageError(f"a stage is marked for {wish.mesh} ({wish.line}); expected a place of {mesh}, as mesh.at(pp=1)")
+    raise UsageError(
+        f"a stage is marked for {placement_spec.mesh} ({placement_spec.line}); "
+        f"expected a submesh of {mesh}, as mesh.at(pp=1)"
+    )
 
 
 # ---- the other axes --------------------------------------------------------------------------------------------------
@@ -235,7 +238,7 @@ def _rule(found: Assignment, node: str, axis: int, dim: int, module: nn.Module) 
     op = next(user for user in found.trace.node(node).users)
     by_outputs = dim == (0 if isinstance(module, nn.Linear) else 1)
     if by_outputs:
-        users = [(u.name, i) for u in op.users for i, t in enumerate(Call(u).tensors) if t is op]
+        users = [(u.name, i) for u in op.users for i, t in enumerate(OpCall(u).tensors) if t is op]
         stays = users and all(shard_dim(found.wanted(user, i)[axis]) is not None for user, i in users)
         return "column" if stays else "column_gather"
     source, output = producers(op)[0]

@@ -14,15 +14,15 @@ from torch.utils._pytree import tree_map
 from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
 from unisono.graph.capture.trace import Loss
-from unisono.graph.marks.api import wishes_for
+from unisono.graph.marks.api import placement_specs_for
 from unisono.graph.placement.assignment import Assignment
 from unisono.graph.program import program as programs
 from unisono.graph.program.program import Model
-from unisono.mesh.initial import build, in_dtype
+from unisono.mesh.deferred_init.seeded_init import build, in_dtype
 from unisono.mesh.mesh import Mesh
 from unisono.parallel.apply import parallelize
-from unisono.parallel.pipeline.traced import Segment, TracedStages
-from unisono.parallel.static.marked import Stages, require_example, require_order, stages_on
+from unisono.parallel.pipeline.traced import TracedSegment, TracedStages
+from unisono.parallel.static.marked import MarkedStages, require_example, require_order, stages_on
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import Plan
 
@@ -30,7 +30,7 @@ from unisono.plan.plan import Plan
 class StagedProgram:
     """A model's graph as the stages of a pipeline, one a rank; made by `uni.to_static` where stages are marked."""
 
-    def __init__(self, trainer: Trainer, staged: TracedStages, mesh: Mesh, stages: Stages, inputs: Any) -> None:
+    def __init__(self, trainer: Trainer, staged: TracedStages, mesh: Mesh, stages: MarkedStages, inputs: Any) -> None:
         self.trainer = trainer
         self.mesh = mesh
         self.training = True
@@ -92,7 +92,7 @@ class StagedProgram:
         return ", ".join(f"{name} {list(specs[name][0].shape)}" for name in names)
 
 
-def _ops(segment: Segment) -> list[str]:
+def _ops(segment: TracedSegment) -> list[str]:
     lines = []
     for op in segment.ops:
         given = ", ".join(node.name for node in op.all_input_nodes)
@@ -134,20 +134,20 @@ def to_static(
     pipeline (StagedProgram, else Program): microbatches and schedule are its.
     """
     require_example(example)
-    whole = model if isinstance(model, nn.Module) else build(model, seed)
-    made: Model = model if isinstance(model, nn.Module) else lambda: whole
+    full = model if isinstance(model, nn.Module) else build(model, seed)
+    made: Model = model if isinstance(model, nn.Module) else lambda: full
     job: dict[str, Any] = {"loss": loss, "optimizer": optimizer, "example": example}
     job |= {"clip": clip, "seed": seed, "dtype": dtype}
     layout: dict[str, Any] = {"search": search, "assignment": assignment}
     layout |= {"fully_use_devices": fully_use_devices, "unpack": unpack, "memory": memory}
-    stages = stages_on(whole, mesh, example[0]) if isinstance(whole, nn.Module) else None
+    stages = stages_on(full, mesh, example[0]) if isinstance(full, nn.Module) else None
     if stages is not None:
         if layout != _NO_LAYOUT:
             raise UsageError(
                 f"to_static({', '.join(layout)}) lay out tensors, but this program is made of marked stages"
             )
-        plan = _plan(whole, mesh, stages, zero, microbatches, schedule)
-        return _staged(made, whole, mesh, stages, plan, job, save_graphs)
+        plan = _plan(full, mesh, stages, zero, microbatches, schedule)
+        return _staged(made, full, mesh, stages, plan, job, save_graphs)
     if microbatches != 1 or schedule != "1f1b":
         raise UsageError(
             f"to_static(microbatches={microbatches}, schedule={schedule!r}) is for a pipeline, but no stage is marked; "
@@ -163,15 +163,15 @@ _NO_LAYOUT = {
 
 def _staged(
     made: Model,
-    whole: nn.Module,
+    full: nn.Module,
     mesh: Mesh,
-    stages: Stages,
+    stages: MarkedStages,
     plan: Plan,
     job: dict[str, Any],
     save_graphs: str | Path | None,
 ) -> StagedProgram:
     dtype = job["dtype"]
-    staged = TracedStages(whole if dtype is None else in_dtype(whole, dtype), stages.places, stages.count)
+    staged = TracedStages(full if dtype is None else in_dtype(full, dtype), stages.places, stages.count)
     trainer = parallelize(staged if isinstance(made, nn.Module) else (lambda: staged), plan, **job)
     microbatch = tree_map(lambda leaf: _rows(leaf, plan), job["example"][0])
     program = StagedProgram(trainer, staged, mesh, stages, microbatch)
@@ -182,9 +182,9 @@ def _staged(
     return program
 
 
-def _plan(model: nn.Module, mesh: Mesh, stages: Stages, zero: int, microbatches: int, schedule: str) -> Plan:
+def _plan(model: nn.Module, mesh: Mesh, stages: MarkedStages, zero: int, microbatches: int, schedule: str) -> Plan:
     others = [name for name in mesh.names if name not in (stages.axis, "dp") and mesh.size(name) > 1]
-    if others or wishes_for(model):
+    if others or placement_specs_for(model):
         raise UsageError(
             f"a static pipeline is made of stages and the axis dp, but {', '.join(others) or 'marked tensors'} of "
             f"{mesh} would be in it too; uni.apply_marks composes them"

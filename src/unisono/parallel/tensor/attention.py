@@ -22,7 +22,7 @@ from unisono.errors import UsageError
 from unisono.parallel import autograd_collectives as conjugates
 from unisono.parallel.tensor.custom_layers import is_plain
 from unisono.parallel.tensor.linear import RowParallelLinear
-from unisono.parallel.tensor.parameter_shards import Pieces, packed
+from unisono.parallel.tensor.parameter_shards import ParameterSharder, packed
 from unisono.parallel.tensor.region import Region
 
 
@@ -198,7 +198,7 @@ class ParallelMultiheadAttention(nn.Module):
 
     @classmethod
     def from_attention(
-        cls, attention: nn.MultiheadAttention, region: Region, pieces: Pieces | None = None
+        cls, attention: nn.MultiheadAttention, region: Region, shards: ParameterSharder | None = None
     ) -> ParallelMultiheadAttention:
         """The same attention, cut."""
         ranks, rank = region.comm.size, region.comm.rank
@@ -209,15 +209,15 @@ class ParallelMultiheadAttention(nn.Module):
         layer.dropout, layer.batch_first = attention.dropout, attention.batch_first
         layer.num_heads = attention.num_heads // ranks
         layer.all_heads = attention.num_heads
-        pieces = pieces or Pieces(rank, ranks)
+        shards = shards or ParameterSharder(rank, ranks)
         width = attention.embed_dim
-        whole: Any
+        full_value: Any
         for name in ("q_proj_weight", "k_proj_weight", "v_proj_weight", "in_proj_weight", "in_proj_bias"):
-            whole = getattr(attention, name)
+            full_value = getattr(attention, name)
             lengths = [width] * 3 if name.startswith("in") else [width]
             split = packed(0, lengths, ranks)
-            layer.register_parameter(name, None if whole is None else pieces.cut(whole, split))
-        layer.out_proj = RowParallelLinear.from_linear(attention.out_proj, region, pieces=pieces)
+            layer.register_parameter(name, None if full_value is None else shards.cut(full_value, split))
+        layer.out_proj = RowParallelLinear.from_linear(attention.out_proj, region, shards=shards)
         return layer.train(attention.training)
 
     region: Region

@@ -22,7 +22,7 @@ from torch import nn
 from unisono.errors import UsageError
 from unisono.parallel.rules.rules import Style
 from unisono.parallel.tensor.custom_layers import weight_hooks
-from unisono.parallel.tensor.parameter_shards import Pieces, packed
+from unisono.parallel.tensor.parameter_shards import ParameterSharder, packed
 from unisono.parallel.tensor.region import Region
 from unisono.torch_compat import ConvNd, NormBase
 
@@ -100,15 +100,15 @@ def _channels(module: Any, style: Style) -> int:
     return int(module.num_channels if isinstance(module, nn.GroupNorm) else module.num_features)
 
 
-def shard(module: Any, style: Style, region: Region, pieces: Pieces) -> None:
+def shard(module: Any, style: Style, region: Region, shards: ParameterSharder) -> None:
     """Leave the layer this rank's channels."""
     ranks = region.comm.size
     by_rows = style.kind == "row"
     channels = _channels(module, style)
     if module.weight is not None:
-        module.weight = pieces.cut(module.weight, packed(int(by_rows), [channels], ranks))
+        module.weight = shards.cut(module.weight, packed(int(by_rows), [channels], ranks))
     if module.bias is not None and not by_rows:
-        module.bias = pieces.cut(module.bias, packed(0, [channels], ranks))
+        module.bias = shards.cut(module.bias, packed(0, [channels], ranks))
     if isinstance(module, nn.GroupNorm):
         module.num_channels //= ranks
         module.num_groups //= ranks

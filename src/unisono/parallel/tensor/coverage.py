@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from unisono.parallel.rules.dataflow import INPUT, PARAMETER, TOKENS, Flow, recorded
+from unisono.parallel.rules.dataflow import INPUT, PARAMETER, TOKENS, Dataflow, recorded
 from unisono.parallel.rules.rules import Styles
 from unisono.parallel.tensor import vocabulary
 from unisono.parallel.tensor.convolution import is_convolution
 from unisono.parallel.tensor.linear import features, is_linear
-from unisono.parallel.tensor.sharded_dims import cut_dims
+from unisono.parallel.tensor.sharded_dims import sharded_dims
 
 _LITTLE = 0.5  # of the parameters: below, the user is warned
 _INSIDE = ("column", "column_inside", "row_sum")  # layers whose output is used inside a region
@@ -51,7 +51,7 @@ class Coverage:
 def coverage(model: nn.Module, styles: Styles, ranks: int, example: tuple[Any, Any] | None) -> Coverage:
     """Of the full model, before it is sharded."""
     flow = recorded(model, example[0]) if example is not None else None
-    sharded = set(cut_dims(model, styles))
+    sharded = set(sharded_dims(model, styles))
     named = dict(model.named_parameters())
     total = sum(map(torch.numel, named.values()))
     covered = sum(parameter.numel() for name, parameter in named.items() if name in sharded)
@@ -79,7 +79,7 @@ def _count(parameters: int) -> str:
     return str(parameters)
 
 
-def _flops(flow: Flow | None, styles: Styles) -> float | None:
+def _flops(flow: Dataflow | None, styles: Styles) -> float | None:
     """Products outside of layers are sharded where all they work on comes from layers sharded by columns."""
     if flow is None:
         return None
@@ -93,7 +93,7 @@ def _flops(flow: Flow | None, styles: Styles) -> float | None:
     return sharded / total if total else None
 
 
-def _reason(name: str, model: nn.Module, styles: Styles, ranks: int, flow: Flow | None) -> str:
+def _reason(name: str, model: nn.Module, styles: Styles, ranks: int, flow: Dataflow | None) -> str:
     module = model.get_submodule(name)
     if name in styles and styles[name].kind == "whole":
         return 'its rule is "whole"'

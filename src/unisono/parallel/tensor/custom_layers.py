@@ -32,13 +32,13 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 
 from unisono.errors import UsageError
-from unisono.mesh.draft import source_of
+from unisono.mesh.deferred_init.deferred_model import source_of
 from unisono.parallel import autograd_collectives as conjugates
 from unisono.parallel.layout import Split
-from unisono.parallel.pipeline.off_stage import is_foreign
+from unisono.parallel.pipeline.off_stage import is_off_stage
 from unisono.parallel.rules.rules import Style
 from unisono.parallel.tensor.linear import features, is_linear, part_lengths
-from unisono.parallel.tensor.parameter_shards import Pieces, add_up, lengths_of, packed
+from unisono.parallel.tensor.parameter_shards import ParameterSharder, add_up, lengths_of, packed
 from unisono.parallel.tensor.region import Region
 
 _PLAIN: tuple[type[nn.Module], ...] = (
@@ -73,7 +73,7 @@ def weight_hooks(module: nn.Module) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _Partition:
     """How the features (or rows of the vocabulary) of a layer are divided."""
 
     kind: str  # column, row, vocab
@@ -81,7 +81,7 @@ class _Cut:
     parts: tuple[int, ...] = (1,)
 
     @classmethod
-    def of(cls, module: nn.Module, style: Style, ranks: int, rows: int | None = None) -> _Cut:
+    def of(cls, module: nn.Module, style: Style, ranks: int, rows: int | None = None) -> _Partition:
         if style.kind == "vocab":
             assert isinstance(module, nn.Embedding)
             return cls("vocab", packed(0, [rows or module.num_embeddings], ranks))
@@ -111,11 +111,11 @@ class _Cut:
 
 
 def shard_in_place(
-    name: str, module: nn.Module, style: Style, region: Region, pieces: Pieces, sharding: Sharding
+    name: str, module: nn.Module, style: Style, region: Region, shards: ParameterSharder, sharding: Sharding
 ) -> None:
     """Leave the layer this rank's shards, and run its own forward between collectives."""
     rank, ranks = region.comm.rank, region.comm.size
-    cut = _Cut.of(module, style, ranks)
+    cut = _Partition.of(module, style, ranks)
     inputs = features(module)[0] if cut.kind != "vocab" else 0
     attributes = cut.attributes(module, rank)
     layer = _OwnForward(name, module, module.forward, style, region, cut, inputs)
@@ -125,7 +125,7 @@ def shard_in_place(
         if not isinstance(tensor, nn.Parameter):
             layer.buffers |= {key: where} if isinstance(where, int) else {}
         elif isinstance(where, int):
-            setattr(owner, attribute, pieces.cut(tensor, cut.along(where)))
+            setattr(owner, attribute, shards.cut(tensor, cut.along(where)))
         else:
             add_up(tensor, "tp")
             layer.zeroed += [key] if where == FIRST_RANK and rank else []
@@ -146,7 +146,7 @@ class _OwnForward:
     own: Callable[..., torch.Tensor]
     style: Style
     region: Region
-    cut: _Cut
+    cut: _Partition
     inputs: int
     zeroed: list[str] = field(default_factory=list)  # parameters that the first rank alone applies
     buffers: dict[str, int] = field(default_factory=dict)  # which stay full, and the dim that forward sees a shard of
@@ -181,7 +181,7 @@ class _OwnForward:
 
     def _vocab(self, tokens: torch.Tensor) -> torch.Tensor:
         mine = _looked_up(self._own, tokens, self.cut.split.held[self.region.comm.rank])
-        return mine if is_foreign(self.module) else conjugates.reduce(mine, self.region.comm)
+        return mine if is_off_stage(self.module) else conjugates.reduce(mine, self.region.comm)
 
     def _own(self, x: torch.Tensor) -> torch.Tensor:
         with self._local_tensors():
@@ -301,7 +301,7 @@ class _Trial:
         rows = min(module.num_embeddings, max(_ROWS, ranks)) if isinstance(module, nn.Embedding) else None
         if isinstance(module, nn.Embedding) and (module.padding_idx or 0) >= (rows or 0):
             rows = module.num_embeddings
-        self.cut = _Cut.of(module, style, ranks, rows)
+        self.cut = _Partition.of(module, style, ranks, rows)
         if any(not len(held) for held in self.cut.split.held):
             self.refuse(f"it has fewer features than ranks ({self.cut.size})")
         if style.kind == "column_gather" and len(style.parts) > 1:

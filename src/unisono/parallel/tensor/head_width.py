@@ -19,11 +19,12 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
 from unisono.errors import UsageError
-from unisono.mesh.random import Draw, Key, RandomState
-from unisono.mesh.region import Part
+from unisono.mesh.global_index import Part
+from unisono.mesh.random.draw import Draw
+from unisono.mesh.random.state import Key, RandomState
 from unisono.mesh.side_effects import no_side_effects
 from unisono.parallel.inputs import call
-from unisono.parallel.meta.meta_tensors import hollow, hollow_copy
+from unisono.parallel.meta.meta_tensors import meta_copy, to_meta
 from unisono.parallel.meta.shapes import KnownShapes
 from unisono.torch_compat import MODULE_CALL
 
@@ -37,17 +38,17 @@ Tell = Callable[[int], object]
 class HeadWidth:
     """Made of the whole model, before it is cut."""
 
-    def __init__(self, whole: nn.Module, ranks: int, products: bool) -> None:
+    def __init__(self, full: nn.Module, ranks: int, products: bool) -> None:
         """products: whether attention that is written out with matmul counts too, if there is no other."""
-        self._whole: nn.Module | None = None
+        self._full: nn.Module | None = None
         with contextlib.suppress(Exception):  # a model with a layer that talks cannot be copied
-            self._whole = hollow_copy(whole).eval()
+            self._full = meta_copy(full).eval()
         self._ranks, self._products = ranks, products
 
     @contextlib.contextmanager
     def required(self, inputs: Any) -> Iterator[None]:
         """In the block the model runs on these inputs, cut; UsageError where an attention is of another width."""
-        in_attention, in_products = self._widths_of_whole(inputs)
+        in_attention, in_products = self._full_widths(inputs)
         if in_attention:
             with _Widths(self._require(in_attention), _ignored):
                 yield
@@ -57,42 +58,42 @@ class HeadWidth:
         else:
             yield
 
-    def _widths_of_whole(self, inputs: Any) -> tuple[set[int], set[int]]:
+    def _full_widths(self, inputs: Any) -> tuple[set[int], set[int]]:
         """Empty where the model cannot run hollow."""
-        if self._whole is None:
+        if self._full is None:
             return set(), set()
         in_attention: set[int] = set()
         in_products: set[int] = set()
         can_run = False
         for training in (False, True):  # a model may leave tokens out in training
-            self._whole.train(training)
+            self._full.train(training)
             with (
                 contextlib.suppress(Exception),
-                no_side_effects(self._whole),
+                no_side_effects(self._full),
                 torch.no_grad(),
                 torch.device("meta"),
                 KnownShapes(),
             ):
                 with _Widths(in_attention.add, in_products.add):
-                    call(self._whole, hollow(inputs))
+                    call(self._full, to_meta(inputs))
                 can_run = True
-        self._whole.eval()
+        self._full.eval()
         return (in_attention, in_products) if can_run else (set(), set())
 
     def drawn_shapes(self, inputs: Any) -> dict[Key, tuple[int, ...]] | None:
         """Shapes of the full model's calls for random numbers in training; None where it cannot run hollow."""
-        if self._whole is None:
+        if self._full is None:
             return None
-        shapes = _Shapes(self._whole)
-        self._whole.train()
+        shapes = _Shapes(self._full)
+        self._full.train()
         try:
-            with no_side_effects(self._whole), torch.no_grad(), torch.device("meta"), KnownShapes(), shapes:
-                call(self._whole, hollow(inputs))
+            with no_side_effects(self._full), torch.no_grad(), torch.device("meta"), KnownShapes(), shapes:
+                call(self._full, to_meta(inputs))
             return shapes.found
         except Exception:  # a branch that depends on data, a size that is not known
             return None
         finally:
-            self._whole.eval()
+            self._full.eval()
 
     def _require(self, allowed: set[int]) -> Tell:
         def require(width: int) -> None:
@@ -124,7 +125,7 @@ class _Shapes(RandomState):
         parts: Mapping[int, Part] | None = None,
         *,
         like: torch.Tensor | None = None,
-        may_be_whole: bool = False,
+        may_be_full: bool = False,
     ) -> Draw:
         site = self._site()
         key = (site, self._calls[site])

@@ -22,7 +22,7 @@ from unisono.comm.rendezvous import world as worlds
 from unisono.errors import UsageError
 from unisono.parallel import autograd_collectives as conjugates
 from unisono.parallel.tensor import deferred
-from unisono.parallel.tensor.parameter_shards import Pieces, lengths_of, packed
+from unisono.parallel.tensor.parameter_shards import ParameterSharder, lengths_of, packed
 from unisono.parallel.tensor.region import Region
 
 Initialiser = Callable[[torch.Tensor], Any]
@@ -43,7 +43,7 @@ def features(linear: nn.Module) -> tuple[int, int]:
     return (outputs, inputs) if _is_transposed(linear) else (inputs, outputs)
 
 
-def _whole(
+def _full(
     in_features: int,
     out_features: int,
     bias: bool,
@@ -116,8 +116,8 @@ class ColumnParallelLinear(_ParallelLinear):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        whole = _whole(in_features, out_features, bias, init, bias_init, dtype, device)
-        self._cut(whole, Region(comm or worlds.world()), gather_output)
+        full = _full(in_features, out_features, bias, init, bias_init, dtype, device)
+        self._cut(full, Region(comm or worlds.world()), gather_output)
 
     @classmethod
     def from_linear(
@@ -127,16 +127,16 @@ class ColumnParallelLinear(_ParallelLinear):
         *,
         gather_output: bool = False,
         parts: Sequence[int] = (1,),
-        pieces: Pieces | None = None,
+        shards: ParameterSharder | None = None,
         is_inside: bool = False,
     ) -> ColumnParallelLinear:
         """The same layer, cut. `parts` are the relative sizes of what its outputs consist of: (1, 1, 1) for q, k, v
-        in one, each of which is then cut. Layers that share parameters are given the same `pieces`. is_inside: the
+        in one, each of which is then cut. Layers that share parameters are given the same `shards`. is_inside: the
         input comes from a RowParallelLinear that is inside too."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.is_inside = is_inside
-        layer._cut(linear, _region(comm), gather_output, parts, pieces)
+        layer._cut(linear, _region(comm), gather_output, parts, shards)
         return layer
 
     def _cut(
@@ -145,21 +145,21 @@ class ColumnParallelLinear(_ParallelLinear):
         region: Region,
         gather_output: bool,
         parts: Sequence[int] = (1,),
-        pieces: Pieces | None = None,
+        shards: ParameterSharder | None = None,
     ) -> None:
         self._take(linear, region)
         if gather_output and len(parts) > 1:
             raise UsageError(f"a layer of {len(parts)} parts cannot be cut by columns and gathered; use one of the two")
         self.gather_output = gather_output
-        pieces = pieces or Pieces(region.comm.rank, region.comm.size)
+        shards = shards or ParameterSharder(region.comm.rank, region.comm.size)
         split = packed(int(self.transposed), part_lengths(self.out_features, parts), region.comm.size)
         self.lengths = lengths_of(split)
         self.totals = sorted({self.out_features, *part_lengths(self.out_features, parts)})
         self.packed = split if len(parts) > 1 else None
-        self.weight = pieces.cut(linear.weight, split)  # type: ignore[arg-type]
-        whole_bias: Any = linear.bias
+        self.weight = shards.cut(linear.weight, split)  # type: ignore[arg-type]
+        full_bias: Any = linear.bias
         bias_split = packed(0, part_lengths(self.out_features, parts), region.comm.size)
-        self.register_parameter("bias", None if whole_bias is None else pieces.cut(whole_bias, bias_split))
+        self.register_parameter("bias", None if full_bias is None else shards.cut(full_bias, bias_split))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = x if self.is_inside else self.region.enter(x)
@@ -196,8 +196,8 @@ class RowParallelLinear(_ParallelLinear):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        whole = _whole(in_features, out_features, bias, init, bias_init, dtype, device)
-        self._cut(whole, Region(comm or worlds.world()), input_is_parallel)
+        full = _full(in_features, out_features, bias, init, bias_init, dtype, device)
+        self._cut(full, Region(comm or worlds.world()), input_is_parallel)
 
     @classmethod
     def from_linear(
@@ -206,7 +206,7 @@ class RowParallelLinear(_ParallelLinear):
         comm: Communicator | Region | None = None,
         *,
         input_is_parallel: bool = True,
-        pieces: Pieces | None = None,
+        shards: ParameterSharder | None = None,
         is_inside: bool = False,
     ) -> RowParallelLinear:
         """The same layer, cut. is_inside: every rank uses the output with its own part of the features, so that the
@@ -214,16 +214,18 @@ class RowParallelLinear(_ParallelLinear):
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
         layer.is_inside = is_inside
-        layer._cut(linear, _region(comm), input_is_parallel, pieces)
+        layer._cut(linear, _region(comm), input_is_parallel, shards)
         return layer
 
-    def _cut(self, linear: nn.Module, region: Region, input_is_parallel: bool, pieces: Pieces | None = None) -> None:
+    def _cut(
+        self, linear: nn.Module, region: Region, input_is_parallel: bool, shards: ParameterSharder | None = None
+    ) -> None:
         self._take(linear, region)
         self.input_is_parallel = input_is_parallel
-        pieces = pieces or Pieces(region.comm.rank, region.comm.size)
+        shards = shards or ParameterSharder(region.comm.rank, region.comm.size)
         split = packed(int(not self.transposed), (self.in_features,), region.comm.size)
         self.lengths = lengths_of(split)
-        self.weight = pieces.cut(linear.weight, split)  # type: ignore[arg-type]
+        self.weight = shards.cut(linear.weight, split)  # type: ignore[arg-type]
         self.register_parameter("bias", linear.bias)  # type: ignore[arg-type]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Logits that stay in pieces: a head shared by columns whose output nobody gathers, unless somebody must see it whole.
 
 A head gives each rank its piece of the vocabulary's logits. A loss need not gather them (see `vocabulary`), but the
-user's loss is written for whole logits. So within `in_pieces()` the head returns a LogitsPiece: to its reader a
+user's loss is written for whole logits. So within `in_shards()` the head returns a LogitsShard: to its reader a
 tensor of the whole shape, which reshapes and slices as one, and of which F.cross_entropy is taken piece by piece. Any
 other function is given the whole, gathered on the spot: slower, never wrong.
 
@@ -58,31 +58,31 @@ _BY_ELEMENT = {
 
 
 @contextlib.contextmanager
-def in_pieces(wanted: bool = True) -> Iterator[None]:
+def in_shards(wanted: bool = True) -> Iterator[None]:
     """In the block, heads give pieces: what reads their output is a loss."""
     global _is_wanted
     before, _is_wanted = _is_wanted, wanted
     try:
-        with function_arguments(whole_of_piece) if wanted and len(_heads) else contextlib.nullcontext():
+        with function_arguments(full_of_shard) if wanted and len(_heads) else contextlib.nullcontext():
             yield
     finally:
         _is_wanted = before
 
 
-def keep_in_pieces(head: nn.Module, vocabulary: int, comm: Communicator) -> None:
-    """Make a layer that gives this rank's logits give a LogitsPiece where that is wanted, else all logits."""
+def keep_in_shards(head: nn.Module, vocabulary: int, comm: Communicator) -> None:
+    """Make a layer that gives this rank's logits give a LogitsShard where that is wanted, else all logits."""
     lengths = lengths_of(Split.even(TP, 0, vocabulary, comm.size))
 
     def leave(module: nn.Module, args: Any, output: torch.Tensor) -> torch.Tensor:
         if _is_wanted:
-            return _piece(output, comm, lengths)
+            return _shard(output, comm, lengths)
         return conjugates.gather(output, -1, lengths, comm)
 
     head.register_forward_hook(leave)
     _heads.add(head)
 
 
-class LogitsPiece(torch.Tensor):
+class LogitsShard(torch.Tensor):
     """This rank's piece of logits (..., vocabulary), which looks like the whole."""
 
     comm: Communicator
@@ -95,43 +95,43 @@ class LogitsPiece(torch.Tensor):
         kwargs = kwargs or {}
         with no_torch_function_subclass():
             first = args[0] if args else kwargs.get("input")
-            if isinstance(first, LogitsPiece):
+            if isinstance(first, LogitsShard):
                 taken, result = _taken(func, first, args[1:], kwargs)
                 if taken:
                     return result
-            args, kwargs = tree_map(whole_of_piece, (tuple(args), kwargs))
+            args, kwargs = tree_map(full_of_shard, (tuple(args), kwargs))
             return func(*args, **kwargs)
 
 
-def whole_of_piece(leaf: Any) -> Any:
-    """The whole of a LogitsPiece, from all ranks; anything else as it is. Gathered once for all who look."""
-    if not isinstance(leaf, LogitsPiece):
+def full_of_shard(leaf: Any) -> Any:
+    """The whole of a LogitsShard, from all ranks; anything else as it is. Gathered once for all who look."""
+    if not isinstance(leaf, LogitsShard):
         return leaf
     with no_torch_function_subclass():
         now = (leaf._version, torch.is_grad_enabled())
-        before, whole = getattr(leaf, _GATHERED, (None, None))
-        if whole is None or before != now:
-            whole = conjugates.gather(leaf.as_subclass(torch.Tensor), -1, leaf.lengths, leaf.comm)
-            setattr(leaf, _GATHERED, (now, whole))
-        return whole
+        before, full = getattr(leaf, _GATHERED, (None, None))
+        if full is None or before != now:
+            full = conjugates.gather(leaf.as_subclass(torch.Tensor), -1, leaf.lengths, leaf.comm)
+            setattr(leaf, _GATHERED, (now, full))
+        return full
 
 
-def _piece(raw: torch.Tensor, comm: Communicator, lengths: list[int]) -> LogitsPiece:
-    piece = raw.as_subclass(LogitsPiece)
-    piece.comm, piece.lengths = comm, lengths
-    return piece
+def _shard(raw: torch.Tensor, comm: Communicator, lengths: list[int]) -> LogitsShard:
+    shard = raw.as_subclass(LogitsShard)
+    shard.comm, shard.lengths = comm, lengths
+    return shard
 
 
 def _taken(
-    func: Callable[..., Any], piece: LogitsPiece, args: Sequence[Any], kwargs: dict[str, Any]
+    func: Callable[..., Any], shard: LogitsShard, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[bool, Any]:
     """What a function gives of a piece alone, if it can be told; the torch functions here see plain tensors."""
-    raw = piece.as_subclass(torch.Tensor)
-    shape = torch.Size((*raw.shape[:-1], sum(piece.lengths)))
+    raw = shard.as_subclass(torch.Tensor)
+    shape = torch.Size((*raw.shape[:-1], sum(shard.lengths)))
     if func == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
         return True, shape
     if func is torch.Tensor.register_hook:
-        return True, func(piece, *args, **kwargs)  # the whole, made for the hook, would get no gradient
+        return True, func(shard, *args, **kwargs)  # the whole, made for the hook, would get no gradient
     if func is torch.Tensor.data_ptr:
         raise UsageError("a piece of the logits was asked for its address, as if it were the whole")
     if func is torch.Tensor.size:
@@ -141,13 +141,13 @@ def _taken(
     if func in _AS_THEY_ARE:
         return True, func(raw, *args, **kwargs)
     if func is F.cross_entropy:
-        return _cross_entropy(piece, raw, *args, **kwargs)
+        return _cross_entropy(shard, raw, *args, **kwargs)
     cut = _reshaped(func, raw, shape, args, kwargs)
-    return cut is not None, cut if cut is None else _piece(cut, piece.comm, piece.lengths)
+    return cut is not None, cut if cut is None else _shard(cut, shard.comm, shard.lengths)
 
 
 def _cross_entropy(
-    piece: LogitsPiece,
+    shard: LogitsShard,
     raw: torch.Tensor,
     target: torch.Tensor,
     weight: Any = None,
@@ -160,9 +160,9 @@ def _cross_entropy(
     is_plain = weight is None and size_average is None and reduce is None and not target.is_floating_point()
     if raw.dim() != 2 or not is_plain:
         return False, None
-    classes = sum(piece.lengths)
+    classes = sum(shard.lengths)
     return True, vocab_parallel_cross_entropy(
-        raw, target, piece.comm, ignore_index, label_smoothing, reduction, vocabulary=classes
+        raw, target, shard.comm, ignore_index, label_smoothing, reduction, vocabulary=classes
     )
 
 
@@ -205,18 +205,18 @@ class Proof:
 
     def fitting(self, outputs: Any, targets: Any) -> Any:
         """The outputs as the loss may have them."""
-        pieces = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, LogitsPiece)]
-        if not pieces:
+        shards = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, LogitsShard)]
+        if not shards:
             return outputs
-        if self._holds is None and pieces[0].comm.is_simulated:
+        if self._holds is None and shards[0].comm.is_simulated:
             self._holds = True  # nothing to try it with; where it does not hold is rare
-        if self._holds is None and pieces[0].shape[0]:
-            self._holds = self._tried(outputs, targets, pieces[0])
-        return tree_map(whole_of_piece, outputs) if self._holds is False else outputs
+        if self._holds is None and shards[0].shape[0]:
+            self._holds = self._tried(outputs, targets, shards[0])
+        return tree_map(full_of_shard, outputs) if self._holds is False else outputs
 
     @torch.no_grad()
-    def _tried(self, outputs: Any, targets: Any, piece: LogitsPiece) -> bool:
-        rows = piece.shape[0]
+    def _tried(self, outputs: Any, targets: Any, shard: LogitsShard) -> bool:
+        rows = shard.shape[0]
 
         def first(leaf: Any) -> Any:
             has_rows = isinstance(leaf, torch.Tensor) and leaf.dim() > 0 and leaf.shape[0] == rows
@@ -224,10 +224,10 @@ class Proof:
 
         sample, target = tree_map(first, outputs), tree_map(first, targets)
         try:
-            expected = self._loss(tree_map(whole_of_piece, sample), target)
+            expected = self._loss(tree_map(full_of_shard, sample), target)
             got = self._loss(sample, target)
             near = torch.allclose(got, expected, rtol=_TOLERANCE.get(got.dtype, 2e-2), atol=1e-6, equal_nan=True)
         except Exception:  # it reached past the piece; or fails on the whole too, as will be told there
             near = False
-        agreed = piece.comm.all_reduce(torch.tensor([float(near)], device=piece.comm.device), "min")
+        agreed = shard.comm.all_reduce(torch.tensor([float(near)], device=shard.comm.device), "min")
         return bool(agreed.item())

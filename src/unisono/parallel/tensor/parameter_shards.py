@@ -20,8 +20,8 @@ def packed(dim: int, lengths: Sequence[int], ranks: int) -> Split:
     held: list[list[int]] = [[] for _ in range(ranks)]
     start = 0
     for length in lengths:
-        for rank, piece in enumerate(Split.even(TP, 0, length, ranks).held):
-            held[rank].extend(start + place for place in piece)
+        for rank, shard in enumerate(Split.even(TP, 0, length, ranks).held):
+            held[rank].extend(start + place for place in shard)
         start += length
     return Split(TP, dim, tuple(tuple(places) for places in held))
 
@@ -31,7 +31,7 @@ def lengths_of(split: Split) -> list[int]:
     return [len(places) for places in split.held]
 
 
-class Pieces:
+class ParameterSharder:
     """Cuts parameters for one rank. A parameter that is used in several places is cut once, and stays one."""
 
     def __init__(self, rank: int, ranks: int) -> None:
@@ -39,20 +39,20 @@ class Pieces:
         self.ranks = ranks
         self.made: dict[nn.Parameter, tuple[Split, nn.Parameter]] = {}
 
-    def cut(self, whole: nn.Parameter, split: Split) -> nn.Parameter:
-        if whole in self.made:
-            before, piece = self.made[whole]
+    def cut(self, full: nn.Parameter, split: Split) -> nn.Parameter:
+        if full in self.made:
+            before, shard = self.made[full]
             if before != split:
                 raise UsageError(
-                    f"a parameter of shape {tuple(whole.shape)} is shared by layers whose rules cut it differently "
+                    f"a parameter of shape {tuple(full.shape)} is shared by layers whose rules cut it differently "
                     f"(along dim {before.dim} and dim {split.dim}); give them rules that agree"
                 )
-            return piece
-        places = torch.as_tensor(list(split.held[self.rank]), dtype=torch.long, device=whole.device)
-        piece = nn.Parameter(whole.detach().index_select(split.dim, places), requires_grad=whole.requires_grad)
-        lay(piece, layout_of(whole).cut(split))
-        self.made[whole] = (split, piece)
-        return piece
+            return shard
+        places = torch.as_tensor(list(split.held[self.rank]), dtype=torch.long, device=full.device)
+        shard = nn.Parameter(full.detach().index_select(split.dim, places), requires_grad=full.requires_grad)
+        lay(shard, layout_of(full).cut(split))
+        self.made[full] = (split, shard)
+        return shard
 
 
 def add_up(parameter: torch.Tensor, axis: str) -> None:

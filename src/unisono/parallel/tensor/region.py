@@ -16,9 +16,9 @@ import torch
 
 from unisono.comm.communicator import Communicator
 from unisono.errors import UsageError
-from unisono.mesh import dropout
-from unisono.mesh.random import Key
-from unisono.mesh.region import Part
+from unisono.mesh.global_index import Part
+from unisono.mesh.random.active import active_state
+from unisono.mesh.random.state import Key
 from unisono.parallel import autograd_collectives as conjugates
 from unisono.parallel.layout import Split
 from unisono.parallel.tensor.parameter_shards import TP
@@ -76,14 +76,14 @@ class Region:
         """Dropouts from here on are inside; `totals` are how many features a tensor there has on all ranks together.
         packed: how features that are several parts one after the other are shared out."""
         self.is_inside = True
-        state = dropout.active()
+        state = active_state()
         if state is not None:
             state.locate = partial(self._inside, totals, packed)
 
     def locate_outside(self) -> None:
         """Dropouts from here on are outside."""
         self.is_inside = False
-        state = dropout.active()
+        state = active_state()
         if state is not None:
             state.locate = None
 
@@ -97,7 +97,7 @@ class Region:
         key: Key | None = None,
     ) -> dict[int, Part]:
         rank, ranks = self.comm.rank, self.comm.size
-        state = dropout.active()
+        state = active_state()
         full = None if state is None or kind == "attention" else state.full_shape(key)
         if full is not None and key is not None and len(full) == len(shape):
             if key not in self._sharded_dims:

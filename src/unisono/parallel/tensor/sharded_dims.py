@@ -15,55 +15,55 @@ from unisono.torch_compat import ConvNd
 
 
 @dataclass(frozen=True)
-class CutDim:
+class ShardedDim:
     """is_packed: the parameter is parts side by side, such as queries, keys and values; each of them is cut."""
 
     dim: int
     is_packed: bool = False
 
 
-def cut_dims(model: nn.Module, styles: Styles) -> dict[str, CutDim]:
+def sharded_dims(model: nn.Module, styles: Styles) -> dict[str, ShardedDim]:
     """Of the parameters that are cut, by name; one that has several has all of them here."""
     modules = dict(model.named_modules(remove_duplicate=False))
-    dims: dict[int, CutDim] = {}
+    dims: dict[int, ShardedDim] = {}
     for name, style in styles.items():
         module = modules.get(name)
         if module is not None:
             dims |= {id(parameter): cut for parameter, cut in _of_module(module, style)}
         elif style.kind == "channels":
-            dims[id(model.get_parameter(name))] = CutDim(style.dim)
+            dims[id(model.get_parameter(name))] = ShardedDim(style.dim)
         elif style.kind in ("column", "row"):  # expert weights: (experts, outputs, inputs)
             is_packed = len(style.parts) > 1
-            dims[id(model.get_parameter(name))] = CutDim(1 if style.kind == "column" else 2, is_packed)
+            dims[id(model.get_parameter(name))] = ShardedDim(1 if style.kind == "column" else 2, is_packed)
     named = model.named_parameters(remove_duplicate=False)
     return {name: dims[id(parameter)] for name, parameter in named if id(parameter) in dims}
 
 
-def _of_module(module: Any, style: Style) -> Iterator[tuple[torch.Tensor, CutDim]]:
+def _of_module(module: Any, style: Style) -> Iterator[tuple[torch.Tensor, ShardedDim]]:
     if is_linear(module):
         yield from _of_linear(module, style)
     elif style.kind == "vocab":
-        yield module.weight, CutDim(0)
+        yield module.weight, ShardedDim(0)
     elif isinstance(module, ConvNd) and style.kind in ("column", "row", "channels"):
-        yield module.weight, CutDim(int(style.kind == "row"))
+        yield module.weight, ShardedDim(int(style.kind == "row"))
         if module.bias is not None and style.kind != "row":
-            yield module.bias, CutDim(0)
+            yield module.bias, ShardedDim(0)
     elif style.kind == "heads" and isinstance(module, nn.MultiheadAttention):
         for parameter in (module.in_proj_weight, module.in_proj_bias):
             if parameter is not None:
-                yield parameter, CutDim(0, is_packed=True)
+                yield parameter, ShardedDim(0, is_packed=True)
         for parameter in (module.q_proj_weight, module.k_proj_weight, module.v_proj_weight):
             if parameter is not None:
-                yield parameter, CutDim(0)
-        yield module.out_proj.weight, CutDim(1)
+                yield parameter, ShardedDim(0)
+        yield module.out_proj.weight, ShardedDim(1)
 
 
-def _of_linear(module: Any, style: Style) -> Iterator[tuple[torch.Tensor, CutDim]]:
+def _of_linear(module: Any, style: Style) -> Iterator[tuple[torch.Tensor, ShardedDim]]:
     is_transposed = tuple(module.weight.shape) == features(module) and type(module).__name__ == "Conv1D"
     is_packed = len(style.parts) > 1
     if style.kind in ("column", "column_gather", "vocab_head", "logits", "column_inside"):
-        yield module.weight, CutDim(1 if is_transposed else 0, is_packed)
+        yield module.weight, ShardedDim(1 if is_transposed else 0, is_packed)
         if module.bias is not None:
-            yield module.bias, CutDim(0, is_packed)
+            yield module.bias, ShardedDim(0, is_packed)
     elif style.kind in ("row", "row_split", "row_sum"):
-        yield module.weight, CutDim(0 if is_transposed else 1)
+        yield module.weight, ShardedDim(0 if is_transposed else 1)

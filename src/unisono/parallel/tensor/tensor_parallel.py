@@ -36,8 +36,8 @@ from unisono.parallel.rules.searched import searched_rules
 from unisono.parallel.tensor import attention, convolution, custom_layers, user_hooks, vocabulary
 from unisono.parallel.tensor.attention import ParallelMultiheadAttention
 from unisono.parallel.tensor.linear import ColumnParallelLinear, RowParallelLinear, features, is_linear, part_lengths
-from unisono.parallel.tensor.logits import keep_in_pieces
-from unisono.parallel.tensor.parameter_shards import Pieces, add_up, packed
+from unisono.parallel.tensor.logits import keep_in_shards
+from unisono.parallel.tensor.parameter_shards import ParameterSharder, add_up, packed
 from unisono.parallel.tensor.region import Region
 from unisono.parallel.tensor.vocabulary import VocabParallelEmbedding
 
@@ -130,10 +130,10 @@ def deriving_once() -> Iterator[None]:
 
 def _derived(model: nn.Module, ranks: int) -> Rules:
     if _known is None:
-        return derived(model, ranks, _cut_alone)
+        return derived(model, ranks, _sharded_alone)
     _, found = _known.setdefault(id(model), (model, {}))
     if ranks not in found:
-        found[ranks] = derived(model, ranks, _cut_alone)
+        found[ranks] = derived(model, ranks, _sharded_alone)
     return found[ranks]
 
 
@@ -155,13 +155,13 @@ def fitting_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tu
     try:
         is_published = published(model) is not None
     except UsageError as unknown:
-        found = inferred(model, ranks, example[0], _cut_alone, _named(matched(model, rules or {})))
+        found = inferred(model, ranks, example[0], _sharded_alone, _named(matched(model, rules or {})))
         if found is None or not found.rules:
             raise unknown from None
         return compressed(found.rules, model)
     if is_published:
         return _tried_rules(model, ranks, rules, example)
-    found = inferred(model, ranks, example[0], _cut_alone, _named(_brought(model) | matched(model, rules or {})))
+    found = inferred(model, ranks, example[0], _sharded_alone, _named(_brought(model) | matched(model, rules or {})))
     if found is not None and any(text != "whole" for text in found.rules.values()):
         return compressed(found.rules, model)
     try:
@@ -169,7 +169,7 @@ def fitting_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tu
         return rules
     except UsageError as error:
         try:
-            searched = searched_rules(model, ranks, example, _cut_alone)
+            searched = searched_rules(model, ranks, example, _sharded_alone)
             return {**(rules or {}), **searched} if searched else rules
         except UsageError as untraceable:
             raise UsageError(f"{error} (its graph cannot be searched: {untraceable})") from None
@@ -181,9 +181,9 @@ def _tried_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tup
         styles = require_shareable(model, ranks, rules)
     except UsageError:
         return rules
-    tried = published_rules.tried(model, ranks, styles, example[0], _cut_alone)
+    tried = published_rules.tried(model, ranks, styles, example[0], _sharded_alone)
     if tried.fails:
-        found = inferred(model, ranks, example[0], _cut_alone, _named(matched(model, rules or {})))
+        found = inferred(model, ranks, example[0], _sharded_alone, _named(matched(model, rules or {})))
         return rules if found is None or not found.rules else compressed(found.rules, model)
     if not tried.sums:
         return rules
@@ -194,7 +194,7 @@ def _named(styles: Styles) -> dict[str, str]:
     return {name: str(style) for name, style in styles.items()}
 
 
-def _cut_alone(module: nn.Module, rules: Rules, comm: Any) -> None:
+def _sharded_alone(module: nn.Module, rules: Rules, comm: Any) -> None:
     """Share one module by rules, without a mesh."""
     styles = matched(module, rules)
     _require_sound(module, styles, comm.size)
@@ -261,7 +261,7 @@ def _require_sound(model: nn.Module, styles: Styles, ranks: int) -> None:
             part_lengths(features(module)[1], style.parts)
             if _rowwise(style) and len(style.parts) > 1:
                 raise UsageError(f"the rule for {name} says {style}, which is for expert weights; expected row")
-            _require_whole_heads(name, modules[name.rpartition(".")[0]], module, style, ranks)
+            _require_full_heads(name, modules[name.rpartition(".")[0]], module, style, ranks)
             _require_kept(name, module, style, ranks)
         elif style.kind == "vocab":
             _require(_is_embedding(module), name, style, module, "an nn.Embedding")
@@ -304,7 +304,7 @@ def _require_shardable_parameter(name: str, weight: torch.Tensor, style: Style, 
         )
 
 
-def _require_whole_heads(name: str, parent: nn.Module, linear: nn.Module, style: Style, ranks: int) -> None:
+def _require_full_heads(name: str, parent: nn.Module, linear: nn.Module, style: Style, ranks: int) -> None:
     """A layer inside a module with a head size is cut between heads, not through them."""
     if style.kind not in ("column", "row"):
         return
@@ -322,38 +322,38 @@ def _require_whole_heads(name: str, parent: nn.Module, linear: nn.Module, style:
 
 
 def _cut(model: nn.Module, styles: Styles, comm: Communicator, region_of: Regions) -> None:
-    pieces = Pieces(comm.rank, comm.size)
+    shards = ParameterSharder(comm.rank, comm.size)
     modules = dict(model.named_modules(remove_duplicate=False))
     heads = heads_of(model, styles, modules)
     made: dict[nn.Module, nn.Module] = {}
     for name, style in styles.items():
         module = modules.get(name)
         if module is None:
-            _cut_parameter(name, modules, style, pieces)
+            _shard_parameter(name, modules, style, shards)
         elif module in heads:
-            layer = ColumnParallelLinear.from_linear(module, region_of(name), gather_output=False, pieces=pieces)
+            layer = ColumnParallelLinear.from_linear(module, region_of(name), gather_output=False, shards=shards)
             layer.register_forward_hook(_leaving(region_of(name)))
-            keep_in_pieces(layer, features(module)[1], comm)
+            keep_in_shards(layer, features(module)[1], comm)
             made[module] = _in_place_of(module, layer)
         elif convolution.is_shardable(module) and style.kind in convolution.KINDS:
-            convolution.shard(module, style, region_of(name), pieces)
+            convolution.shard(module, style, region_of(name), shards)
             for parameter in module._parameters.values():
                 if parameter is not None:
                     setattr(parameter, READ_BY_PARENT, style.kind == "channels")
         elif module not in made and style.kind in (*_LINEAR_KINDS, "vocab"):
             style = Style("column_gather") if style.kind == "logits" else style
-            made[module] = _sharded(name, module, style, region_of(name), pieces)
+            made[module] = _sharded(name, module, style, region_of(name), shards)
         elif module not in made:
             if style.kind == "mla_kv":
                 attention.share_rope_key(modules[name.rpartition(".")[0]], module, region_of(name))
-            replacement = _replacement(module, style, region_of(name), pieces)
+            replacement = _replacement(module, style, region_of(name), shards)
             if replacement is not None:
                 made[module] = _in_place_of(module, replacement)
     for parent in list(model.modules()):
         for child_name, child in parent._modules.items():
             if child in made:
                 parent._modules[child_name] = made[child]
-    _share_pieces(model, pieces)
+    _share_shards(model, shards)
 
 
 def heads_of(model: nn.Module, styles: Styles, modules: dict[str, nn.Module]) -> set[nn.Module]:
@@ -371,15 +371,15 @@ def heads_of(model: nn.Module, styles: Styles, modules: dict[str, nn.Module]) ->
     }
 
 
-def _sharded(name: str, module: nn.Module, style: Style, region: Region, pieces: Pieces) -> nn.Module:
+def _sharded(name: str, module: nn.Module, style: Style, region: Region, shards: ParameterSharder) -> nn.Module:
     """A linear layer or embedding on this rank: a parallel layer, or the module itself where it is of another class."""
     hooked = user_hooks.has_hooks(module)
-    split = None if style.kind == "vocab" else _feature_split(module, style, pieces.ranks)
+    split = None if style.kind == "vocab" else _feature_split(module, style, shards.ranks)
     if custom_layers.is_plain(module):
-        layer = _in_place_of(module, _parallel_layer(module, style, region, pieces))
+        layer = _in_place_of(module, _parallel_layer(module, style, region, shards))
     else:
-        sharding = custom_layers.require_sharding(name, module, style, pieces.ranks)
-        custom_layers.shard_in_place(name, module, style, region, pieces, sharding)
+        sharding = custom_layers.require_sharding(name, module, style, shards.ranks)
+        custom_layers.shard_in_place(name, module, style, region, shards, sharding)
         layer = module
     if hooked and split is not None:
         user_hooks.show_full_tensors(layer, style, split, region)
@@ -404,27 +404,27 @@ def _leaving(region: Region) -> Callable[..., None]:
     return lambda *_: region.locate_outside()
 
 
-def _parallel_layer(module: nn.Module, style: Style, region: Region, pieces: Pieces) -> nn.Module:
+def _parallel_layer(module: nn.Module, style: Style, region: Region, shards: ParameterSharder) -> nn.Module:
     match style.kind:
         case "column" | "column_gather" | "vocab_head" | "column_inside":
             gathers, is_inside = style.kind == "column_gather", style.kind == "column_inside"
             return ColumnParallelLinear.from_linear(
-                module, region, gather_output=gathers, parts=style.parts, pieces=pieces, is_inside=is_inside
+                module, region, gather_output=gathers, parts=style.parts, shards=shards, is_inside=is_inside
             )
         case "row" | "row_split" | "row_sum":
             parallel, is_inside = style.kind != "row_split", style.kind == "row_sum"
             return RowParallelLinear.from_linear(
-                module, region, input_is_parallel=parallel, pieces=pieces, is_inside=is_inside
+                module, region, input_is_parallel=parallel, shards=shards, is_inside=is_inside
             )
     assert isinstance(module, nn.Embedding)
-    return VocabParallelEmbedding.from_embedding(module, region.comm, pieces=pieces)
+    return VocabParallelEmbedding.from_embedding(module, region.comm, shards=shards)
 
 
-def _replacement(module: nn.Module, style: Style, region: Region, pieces: Pieces) -> nn.Module | None:
+def _replacement(module: nn.Module, style: Style, region: Region, shards: ParameterSharder) -> nn.Module | None:
     """The module that takes another's place; None where the module itself is changed."""
     match style.kind:
         case "heads" if isinstance(module, nn.MultiheadAttention):
-            return ParallelMultiheadAttention.from_attention(module, region, pieces)
+            return ParallelMultiheadAttention.from_attention(module, region, shards)
         case "heads":
             attention.by_heads(module, style.attributes, region)
         case "sizes":
@@ -437,22 +437,22 @@ def _replacement(module: nn.Module, style: Style, region: Region, pieces: Pieces
     return None
 
 
-def _cut_parameter(name: str, modules: dict[str, nn.Module], style: Style, pieces: Pieces) -> None:
+def _shard_parameter(name: str, modules: dict[str, nn.Module], style: Style, shards: ParameterSharder) -> None:
     """Expert weights: (experts, outputs, inputs); parameters by channel."""
     owner_name, _, parameter_name = name.rpartition(".")
     owner = modules[owner_name]
-    whole: Any = getattr(owner, parameter_name)
+    full: Any = getattr(owner, parameter_name)
     if style.kind == "summed":
-        add_up(whole, "tp")
+        add_up(full, "tp")
         return
     if style.kind == "channels":
-        piece = pieces.cut(whole, packed(style.dim, [whole.shape[style.dim]], pieces.ranks))
+        piece = shards.cut(full, packed(style.dim, [full.shape[style.dim]], shards.ranks))
         setattr(piece, READ_BY_PARENT, True)
         setattr(owner, parameter_name, piece)
         return
     dim = 1 if style.kind == "column" else 2
-    split = packed(dim, part_lengths(whole.shape[dim], style.parts), pieces.ranks)
-    setattr(owner, parameter_name, pieces.cut(whole, split))
+    split = packed(dim, part_lengths(full.shape[dim], style.parts), shards.ranks)
+    setattr(owner, parameter_name, shards.cut(full, split))
 
 
 def _sum_experts(module: nn.Module, region: Region) -> None:
@@ -468,12 +468,12 @@ def _sum_experts(module: nn.Module, region: Region) -> None:
     module.register_forward_hook(leave, prepend=True)
 
 
-def _share_pieces(model: nn.Module, pieces: Pieces) -> None:
+def _share_shards(model: nn.Module, shards: ParameterSharder) -> None:
     """Modules that only hold a parameter that a layer elsewhere uses hold its piece from now on."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if parameter is not None and parameter in pieces.made:
-                module._parameters[name] = pieces.made[parameter][1]
+            if parameter is not None and parameter in shards.made:
+                module._parameters[name] = shards.made[parameter][1]
                 setattr(module, BORROWS, True)
         if isinstance(module, nn.TransformerEncoder):
             module.use_nested_tensor = False  # it would reach past the layers' forward for their weights

@@ -19,9 +19,9 @@ from unisono.comm.rendezvous import world as worlds
 from unisono.errors import UsageError
 from unisono.parallel import autograd_collectives as conjugates
 from unisono.parallel.layout import Split
-from unisono.parallel.pipeline.off_stage import is_foreign
+from unisono.parallel.pipeline.off_stage import is_off_stage
 from unisono.parallel.tensor.linear import Initialiser
-from unisono.parallel.tensor.parameter_shards import TP, Pieces, lengths_of
+from unisono.parallel.tensor.parameter_shards import TP, ParameterSharder, lengths_of
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -45,23 +45,23 @@ class VocabParallelEmbedding(nn.Module):
         device: torch.device | str | None = None,
     ) -> None:
         super().__init__()
-        whole = nn.Embedding(num_embeddings, embedding_dim, padding_idx, dtype=dtype, device=device)
+        full = nn.Embedding(num_embeddings, embedding_dim, padding_idx, dtype=dtype, device=device)
         if init is not None:
             with torch.no_grad():
-                init(whole.weight)
-        self._cut(whole, comm or worlds.world())
+                init(full.weight)
+        self._cut(full, comm or worlds.world())
 
     @classmethod
     def from_embedding(
-        cls, embedding: nn.Embedding, comm: Communicator | None = None, *, pieces: Pieces | None = None
+        cls, embedding: nn.Embedding, comm: Communicator | None = None, *, shards: ParameterSharder | None = None
     ) -> VocabParallelEmbedding:
-        """The same embedding, cut. Layers that share parameters are given the same `pieces`."""
+        """The same embedding, cut. Layers that share parameters are given the same `shards`."""
         layer = cls.__new__(cls)
         nn.Module.__init__(layer)
-        layer._cut(embedding, comm or worlds.world(), pieces)
+        layer._cut(embedding, comm or worlds.world(), shards)
         return layer
 
-    def _cut(self, embedding: nn.Embedding, comm: Communicator, pieces: Pieces | None = None) -> None:
+    def _cut(self, embedding: nn.Embedding, comm: Communicator, shards: ParameterSharder | None = None) -> None:
         require_plain(embedding)
         self.comm = comm
         self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
@@ -69,7 +69,7 @@ class VocabParallelEmbedding(nn.Module):
         held = split.held[comm.rank]
         self.first, self.last = (held[0], held[-1]) if held else (0, -1)
         self.padding_idx = embedding.padding_idx
-        self.weight = (pieces or Pieces(comm.rank, comm.size)).cut(embedding.weight, split)  # type: ignore[arg-type]
+        self.weight = (shards or ParameterSharder(comm.rank, comm.size)).cut(embedding.weight, split)  # type: ignore[arg-type]
         self.train(embedding.training)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -85,7 +85,7 @@ class VocabParallelEmbedding(nn.Module):
         return self._summed(mine.masked_fill(elsewhere.unsqueeze(-1), 0.0))
 
     def _summed(self, mine: torch.Tensor) -> torch.Tensor:
-        return mine if is_foreign(self) else conjugates.reduce(mine, self.comm)
+        return mine if is_off_stage(self) else conjugates.reduce(mine, self.comm)
 
     def _require_known(self, tokens: torch.Tensor) -> None:
         # On a GPU this would wait for the device; there an unknown token gives zeros.

@@ -28,7 +28,7 @@ def rows(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.ndim else tensor.view(1)
 
 
-def dealt_by_row(shape: torch.Size, load: list[int]) -> Held:
+def assigned_by_row(shape: torch.Size, load: list[int]) -> Held:
     """Every rank gets about as many rows; where it does not divide, those with the least load so far get one more."""
     ranks = len(load)
     if not shape:
@@ -44,7 +44,7 @@ def dealt_by_row(shape: torch.Size, load: list[int]) -> Held:
     return tuple(held)
 
 
-def dealt_whole(shape: torch.Size, load: list[int]) -> Held:
+def assigned_in_full(shape: torch.Size, load: list[int]) -> Held:
     """The rank with the least load so far gets the whole: for optimizers that look at a parameter as a whole."""
     if not shape:
         return (range(1),) * len(load)
@@ -53,7 +53,7 @@ def dealt_whole(shape: torch.Size, load: list[int]) -> Held:
     return tuple(range(shape[0]) if rank == owner else range(0) for rank in range(len(load)))
 
 
-class Piece:
+class ZeroShard:
     """One parameter, and the rows of it that each rank of its group owns."""
 
     def __init__(self, name: str, parameter: nn.Parameter, held: Held, axes: Axes, rank: int) -> None:
@@ -63,22 +63,22 @@ class Piece:
         self.mine = held[rank]
         self.shape = parameter.shape
         layout = layout_of(parameter)
-        self.whole_layout = layout
+        self.full_layout = layout
         self.layout: Layout = layout.cut(Split(axes, 0, held)) if self.shape else layout
         self.optimized = parameter  # what the optimizer sees: this rank's rows, perhaps in another precision
         self.earlier: torch.Tensor | None = None  # the gradient before the backward that is under way
 
-    def of(self, whole: torch.Tensor, rank: int) -> torch.Tensor:
+    def of(self, full: torch.Tensor, rank: int) -> torch.Tensor:
         """The rows of a rank, as a view."""
         held = self.held[rank]
-        return rows(whole)[held.start : held.stop]
+        return rows(full)[held.start : held.stop]
 
     def size(self, rank: int) -> int:
         return len(self.held[rank]) * self.shape[1:].numel()
 
-    def own(self, whole: torch.Tensor) -> torch.Tensor:
+    def own(self, full: torch.Tensor) -> torch.Tensor:
         """This rank's rows, in the shape that the optimizer sees."""
-        return rows(whole)[self.mine.start : self.mine.stop].view(self.local_shape)
+        return rows(full)[self.mine.start : self.mine.stop].view(self.local_shape)
 
     @property
     def is_even(self) -> bool:
@@ -90,17 +90,17 @@ class Piece:
         return (len(self.mine), *self.shape[1:]) if self.shape else ()
 
 
-class PieceBucket(Bucket):
+class ShardBucket(Bucket):
     """Parameters whose pieces travel together."""
 
     def __init__(
-        self, names: Sequence[str], parameters: Sequence[nn.Parameter], comm: Communicator, pieces: Sequence[Piece]
+        self, names: Sequence[str], parameters: Sequence[nn.Parameter], comm: Communicator, shards: Sequence[ZeroShard]
     ) -> None:
         super().__init__(names, parameters, comm)
-        self.pieces = list(pieces)
+        self.shards = list(shards)
         self.sent: torch.Tensor | None = None  # the message that is on its way
-        self.chunk = max(sum(piece.size(rank) for piece in pieces) for rank in range(comm.size))
-        self.is_even = all(piece.is_even for piece in pieces)
+        self.chunk = max(sum(shard.size(rank) for shard in shards) for rank in range(comm.size))
+        self.is_even = all(shard.is_even for shard in shards)
 
     @property
     def size(self) -> int:
@@ -112,10 +112,10 @@ class PieceBucket(Bucket):
         ranks = self.comm.size
         if self.is_even:
             first, found = 0, []
-            for piece in self.pieces:
-                last = first + piece.size(0)
+            for shard in self.shards:
+                last = first + shard.size(0)
                 rows_of_all = message.view(ranks, self.chunk)[:, first:last]
-                found.append([rows_of_all.unflatten(1, piece.local_shape)])
+                found.append([rows_of_all.unflatten(1, shard.local_shape)])
                 first = last
             return found
         by_rank = []
@@ -127,7 +127,7 @@ class PieceBucket(Bucket):
     def parts(self, index: int, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
         if self.is_even:
             return [gradient.unflatten(0, (self.comm.size, -1))]
-        return [self.pieces[index].of(gradient, rank) for rank in range(self.comm.size)]
+        return [self.shards[index].of(gradient, rank) for rank in range(self.comm.size)]
 
     def all_gather(self, locals_: Sequence[torch.Tensor], dtype: torch.dtype, spare: Spare | None = None) -> Handle:
         """Give every rank this rank's rows of every parameter; the handle gives the message."""
@@ -141,37 +141,37 @@ class PieceBucket(Bucket):
         return self.comm.all_gather_into(message, chunk, async_op=True)
 
     @torch.no_grad()
-    def unpack(self, message: torch.Tensor, wholes: Sequence[torch.Tensor], has_own: bool = False) -> None:
+    def unpack(self, message: torch.Tensor, full_tensors: Sequence[torch.Tensor], has_own: bool = False) -> None:
         """Put what `all_gather` brought into whole tensors; with `has_own`, which have this rank's rows already."""
         if self.is_even:  # what is there already is written once more: that costs less than to leave it out
             sources = [places[0] for places in self.places(message)]
-            foreach_copy_([self.parts(index, whole)[0] for index, whole in enumerate(wholes)], sources)
+            foreach_copy_([self.parts(index, full)[0] for index, full in enumerate(full_tensors)], sources)
             return
         targets, sources = [], []
         for rank in range(self.comm.size):
             if has_own and rank == self.comm.rank:
                 continue
-            for piece, place, whole in zip(self.pieces, self._rows(message, rank), wholes, strict=True):
-                targets.append(piece.of(whole, rank))
+            for shard, place, full in zip(self.shards, self._rows(message, rank), full_tensors, strict=True):
+                targets.append(shard.of(full, rank))
                 sources.append(place)
         foreach_copy_(targets, sources)
 
     def mine_in(self, chunk: torch.Tensor) -> list[torch.Tensor]:
         """This rank's rows of every parameter, in its chunk."""
-        sizes = [piece.size(self.comm.rank) for piece in self.pieces]
+        sizes = [shard.size(self.comm.rank) for shard in self.shards]
         parts = chunk[: sum(sizes)].split(sizes)
-        return [part.view(piece.local_shape) for piece, part in zip(self.pieces, parts, strict=True)]
+        return [part.view(shard.local_shape) for shard, part in zip(self.shards, parts, strict=True)]
 
     def _used(self, rank: int) -> int:
         """How much of a rank's chunk is rows; the rest is padding."""
-        return sum(piece.size(rank) for piece in self.pieces)
+        return sum(shard.size(rank) for shard in self.shards)
 
     def _rows(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
         """Where the rows of a rank lie in a message, shaped as rows."""
         first = rank * self.chunk
         places = []
-        for piece in self.pieces:
-            last = first + piece.size(rank)
-            places.append(message[first:last].view(len(piece.held[rank]), *piece.shape[1:]))
+        for shard in self.shards:
+            last = first + shard.size(rank)
+            places.append(message[first:last].view(len(shard.held[rank]), *shard.shape[1:]))
             first = last
         return places

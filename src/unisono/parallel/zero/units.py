@@ -42,7 +42,7 @@ from unisono.errors import UsageError
 from unisono.parallel.blocks import is_container
 from unisono.parallel.checks.value_reads import is_ours, reads_values
 from unisono.parallel.layout import lay
-from unisono.parallel.zero.shards import Piece, PieceBucket
+from unisono.parallel.zero.shards import ShardBucket, ZeroShard
 from unisono.torch_compat import at_end_of_backward, no_torch_function, no_torch_function_subclass
 
 
@@ -55,91 +55,91 @@ class Unit:
         self.module = module
         self.named = named
         self.stages = stages  # of a pipeline, that use what is outside the blocks
-        self.buckets: list[PieceBucket] = []
-        self.is_whole = False
+        self.buckets: list[ShardBucket] = []
+        self.is_full = False
         self.is_in_backward = False
         self._coming: list[Handle] | None = None
-        self._whole: dict[str, torch.Tensor] = {}
+        self._full: dict[str, torch.Tensor] = {}
         self._local: dict[str, torch.Tensor] = {}
 
     @property
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.named]
 
-    def adopt(self, bucket: PieceBucket) -> bool:
+    def adopt(self, bucket: ShardBucket) -> bool:
         self.buckets.append(bucket)
         return True
 
-    def cut(self, piece: Piece, local: torch.Tensor) -> None:
+    def cut(self, shard: ZeroShard, local: torch.Tensor) -> None:
         """From now on the parameter is this rank's rows."""
-        parameter = piece.parameter
-        whole = torch.empty_like(parameter.data)
-        whole.untyped_storage().resize_(0)
-        self._whole[piece.name] = whole
-        self._local[piece.name] = local
+        parameter = shard.parameter
+        full = torch.empty_like(parameter.data)
+        full.untyped_storage().resize_(0)
+        self._full[shard.name] = full
+        self._local[shard.name] = local
         parameter.data = local
-        lay(parameter, piece.layout)
+        lay(parameter, shard.layout)
 
-    def refresh(self, piece: Piece) -> None:
+    def refresh(self, shard: ZeroShard) -> None:
         """Take over what the optimizer has made of this rank's rows, where it works on a copy of them."""
-        if piece.optimized is not piece.parameter:
-            self._local[piece.name].copy_(piece.optimized.detach())
+        if shard.optimized is not shard.parameter:
+            self._local[shard.name].copy_(shard.optimized.detach())
 
     def start_gather(self) -> None:
-        if not self.is_whole and self._coming is None:
+        if not self.is_full and self._coming is None:
             self._coming = [
-                bucket.all_gather([self._local[piece.name] for piece in bucket.pieces], bucket.parameters[0].dtype)
+                bucket.all_gather([self._local[shard.name] for shard in bucket.shards], bucket.parameters[0].dtype)
                 for bucket in self.buckets
             ]
 
     @torch.no_grad()
     def gather(self) -> None:
         """Make the parameters whole."""
-        if self.is_whole:
+        if self.is_full:
             return
         self.start_gather()
         for bucket, handle in zip(self.buckets, self._coming or (), strict=True):
             message = handle.wait()
-            wholes = [self._whole[piece.name] for piece in bucket.pieces]
-            for whole in wholes:
-                whole.untyped_storage().resize_(whole.numel() * whole.element_size())
-            bucket.unpack(message, wholes)
-            for piece, whole in zip(bucket.pieces, wholes, strict=True):
-                piece.parameter.data = whole
+            full_tensors = [self._full[shard.name] for shard in bucket.shards]
+            for full in full_tensors:
+                full.untyped_storage().resize_(full.numel() * full.element_size())
+            bucket.unpack(message, full_tensors)
+            for shard, full in zip(bucket.shards, full_tensors, strict=True):
+                shard.parameter.data = full
         self._coming = None
-        self.is_whole = True
+        self.is_full = True
 
     def put_gradients_aside(self) -> None:
         """Those of earlier backwards are of this rank's rows, and come back when the new ones are added to them."""
-        for piece in self._pieces():
-            if piece.optimized is piece.parameter and piece.parameter.grad is not None:
-                piece.earlier, piece.parameter.grad = piece.parameter.grad, None
+        for shard in self._shards():
+            if shard.optimized is shard.parameter and shard.parameter.grad is not None:
+                shard.earlier, shard.parameter.grad = shard.parameter.grad, None
 
-    def hollow(self) -> None:
+    def empty(self) -> None:
         """Give the parameters their whole shapes, with nothing in them."""
-        if not self.is_whole:
-            for piece in self._pieces():
-                whole = self._whole[piece.name]
-                piece.parameter.data = whole.new_zeros(()).expand(whole.shape)
+        if not self.is_full:
+            for shard in self._shards():
+                full = self._full[shard.name]
+                shard.parameter.data = full.new_zeros(()).expand(full.shape)
 
     def fill(self) -> None:
-        """The end of `hollow`."""
-        if not self.is_whole:
-            for piece in self._pieces():
-                piece.parameter.data = self._local[piece.name]
+        """The end of `empty`."""
+        if not self.is_full:
+            for shard in self._shards():
+                shard.parameter.data = self._local[shard.name]
 
-    def _pieces(self) -> Iterator[Piece]:
-        return (piece for bucket in self.buckets for piece in bucket.pieces)
+    def _shards(self) -> Iterator[ZeroShard]:
+        return (shard for bucket in self.buckets for shard in bucket.shards)
 
     def free(self) -> None:
         """Keep this rank's rows only."""
         if self._coming is not None:
             self.gather()  # came for nothing, but must be received
-        if self.is_whole:
-            for piece in self._pieces():
-                piece.parameter.data = self._local[piece.name]
-                self._whole[piece.name].untyped_storage().resize_(0)
-            self.is_whole = False
+        if self.is_full:
+            for shard in self._shards():
+                shard.parameter.data = self._local[shard.name]
+                self._full[shard.name].untyped_storage().resize_(0)
+            self.is_full = False
 
 
 class Units:
@@ -172,15 +172,15 @@ class Units:
         self._home = {name: unit for unit in self._units for name, _ in unit.named}
         self._stage: int | None = None  # of a pipeline: the one at work
         self._orders: dict[int | None, list[Unit]] = {}  # of the forward, as far as it is known
-        self._is_under_way = False
+        self._is_running = False
         self._is_pipeline = users is not None
         self._model, self._comm = model, comm
-        self._turns_in: dict[tuple[bool, bool], Turns] = {}  # of training or evaluation, with or without gradients
+        self._turns_in: dict[tuple[bool, bool], UnitOrder] = {}  # of training or evaluation, with or without gradients
         self._turns = self._turns_now()
 
-    def _turns_now(self) -> Turns:
+    def _turns_now(self) -> UnitOrder:
         mode = (self._model.training, torch.is_grad_enabled())
-        return self._turns_in.setdefault(mode, Turns(self._comm))
+        return self._turns_in.setdefault(mode, UnitOrder(self._comm))
 
     @property
     def _order(self) -> list[Unit]:
@@ -189,15 +189,15 @@ class Units:
     def __iter__(self) -> Iterator[Unit]:
         return iter(self._units)
 
-    def cut(self, piece: Piece, local: torch.Tensor) -> None:
-        self._home[piece.name].cut(piece, local)
+    def cut(self, shard: ZeroShard, local: torch.Tensor) -> None:
+        self._home[shard.name].cut(shard, local)
 
     @torch.no_grad()
-    def refresh(self, pieces: Iterable[Piece]) -> None:
-        for piece in pieces:
-            self._home[piece.name].refresh(piece)
+    def refresh(self, shards: Iterable[ZeroShard]) -> None:
+        for shard in shards:
+            self._home[shard.name].refresh(shard)
 
-    def start(self, send: Callable[[PieceBucket], None], ended: Callable[[], None] = lambda: None) -> None:
+    def start(self, send: Callable[[ShardBucket], None], ended: Callable[[], None] = lambda: None) -> None:
         """Put hooks on the units' modules and parameters; `send` takes a bucket's gradients off, and `ended` is called
         when a backward has."""
         self._send, self._ended = send, ended
@@ -218,7 +218,7 @@ class Units:
         self._stage = stage
         elsewhere = [root for root in self.roots if stage not in (root.stages or ())]
         for root in elsewhere:
-            root.hollow()
+            root.empty()
         for root in self.roots:
             if root not in elsewhere:
                 root.is_in_backward = is_backward
@@ -273,18 +273,18 @@ class Units:
 
     def _take_turn(self, unit: Unit | None) -> None:
         """Gather what other ranks need before this unit, or before the end of the pass."""
-        if not self._turns.are_announced or (unit is not None and (unit.is_whole or unit in self.roots)):
+        if not self._turns.are_announced or (unit is not None and (unit.is_full or unit in self.roots)):
             return
         mine = len(self._units) if unit is None else self._units.index(unit)
         while (first := self._turns.first(mine)) != mine:
             other = self._units[first]
-            was_whole = other.is_whole
+            was_full = other.is_full
             other.free()
             other.gather()
             if self._turns.is_backward:
                 for bucket in other.buckets:
                     self._send(bucket)
-            if not was_whole:
+            if not was_full:
                 other.free()
 
     def settle(self) -> None:
@@ -312,11 +312,11 @@ class Units:
 
     # ---- backward ------------------------------------------------------------------------------------------------
 
-    def _before_backward(self, unit: Unit, turns: Turns) -> Any:
+    def _before_backward(self, unit: Unit, turns: UnitOrder) -> Any:
         def hook(_gradient: torch.Tensor) -> None:
             refuse_create_graph()
-            if not self._is_under_way:
-                self._is_under_way = True
+            if not self._is_running:
+                self._is_running = True
                 self._turns = turns
                 self._turns.is_backward = True
                 at_end_of_backward(self._after_backward)
@@ -356,11 +356,11 @@ class Units:
         self._ended()
 
     def _end_of_backward(self) -> None:
-        is_under_way, self._is_under_way = self._is_under_way, False
+        is_running, self._is_running = self._is_running, False
         for unit in self._units:
             if unit.is_in_backward and unit not in self.roots:
                 self._done(unit)
-        if is_under_way and not self._is_pipeline:
+        if is_running and not self._is_pipeline:
             self._take_turn(None)
             self._turns.is_backward = False
         for root in self.roots:
@@ -404,7 +404,7 @@ def refuse_create_graph() -> None:
         )
 
 
-class Turns:
+class UnitOrder:
     """Announcements of the unit that each rank needs next."""
 
     def __init__(self, comm: Communicator | None) -> None:

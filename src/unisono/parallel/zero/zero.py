@@ -36,19 +36,19 @@ from unisono.comm.communicator import Communicator
 from unisono.comm.handle import Handle
 from unisono.errors import UsageError
 from unisono.mesh.mesh import Mesh
-from unisono.parallel.checks.optimizer_scope import Reach, require_whole
+from unisono.parallel.checks.optimizer_scope import OptimizerScope, require_full_parameters
 from unisono.parallel.data.bucket import BUCKET_BYTES, Spare, buckets_of, summed_axes
 from unisono.parallel.data.reducer import Reducer
 from unisono.parallel.layout import lay, layout_of
 from unisono.parallel.precision import HALVES
-from unisono.parallel.zero.shards import Piece, PieceBucket, dealt_by_row, dealt_whole
+from unisono.parallel.zero.shards import ShardBucket, ZeroShard, assigned_by_row, assigned_in_full
 from unisono.parallel.zero.units import Units
 from unisono.plan.plan import COPIES, REPLICAS
 
 _MESSAGES = 2  # of gradients that may be on their way while the next is filled, where gradients are spread
 
 
-class Zero(Reducer[PieceBucket]):
+class Zero(Reducer[ShardBucket]):
     """A model's optimizer, with its state (stage 1), gradients (2) and parameters (3) spread over the replicas.
 
     zero = Zero(model, mesh, lambda parameters: torch.optim.AdamW(parameters, lr=3e-4), stage=2)
@@ -73,29 +73,30 @@ class Zero(Reducer[PieceBucket]):
         users: Mapping[str, tuple[int, ...]] | None = None,
         tied: Collection[str] = (),
         fill: Callable[[str, nn.Parameter], None] = lambda name, parameter: None,
-        lent: contextlib.AbstractContextManager[Any] | None = None,
+        materialized: contextlib.AbstractContextManager[Any] | None = None,
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         """Of a pipeline: `units` are the blocks here, `users` the stages here that use a parameter, and `tied` the
         parameters that other ranks of the pipeline hold too. `fill` gives a parameter its values, in stage 3, before
-        it is cut: only one of those that are left without is whole at a time; in `lent` they have values to look at."""
+        it is cut: only one of those that are left without is whole at a time; in `materialized` they have values to
+        look at."""
         if stage not in (1, 2, 3):
             raise UsageError(f"zero: stage {stage!r}; expected 1, 2 or 3")
         self.stage = stage
         self.mesh = mesh
-        with lent or contextlib.nullcontext():
+        with materialized or contextlib.nullcontext():
             self.optimizer = optimizer(list(model.parameters()))
         _require_parameters_of(model, self.optimizer)
-        reach = require_whole(self.optimizer, optimizer, model, is_spread=True)
-        self._is_elementwise = reach is Reach.ELEMENT
+        scope = require_full_parameters(self.optimizer, optimizer, model, is_sharded=True)
+        self._is_elementwise = scope is OptimizerScope.ELEMENT
         self._loads: dict[int, list[int]] = {}
         self._spare = Spare()  # one for all buckets: what ZeRO saves is not to be spent on messages
-        self.pieces: dict[str, Piece] = {}
+        self.shards: dict[str, ZeroShard] = {}
         self._offload = offload
         self._tied = frozenset(tied)
-        self._of_stage: dict[int, list[PieceBucket]] = {}  # of a pipeline, in stage 2: sent in each of its backwards
+        self._of_stage: dict[int, list[ShardBucket]] = {}  # of a pipeline, in stage 2: sent in each of its backwards
         self._is_pipeline = users is not None
-        self._under_way: list[PieceBucket] = []
+        self._running: list[ShardBucket] = []
         self._kept: set[int] = set()  # what the optimizer sees, that had gradients before the last backward
         named = list(model.named_parameters())
         if stage == 3:
@@ -113,9 +114,9 @@ class Zero(Reducer[PieceBucket]):
         self.alone = {name: p for name, p in named if p.requires_grad and not summed_axes(p, mesh)}
         self._copies = {name: self._copy(p, p.data) for name, p in self.alone.items() if self._needs_copy(p)}
         for bucket in buckets:
-            for piece in bucket.pieces:
-                fill(piece.name, piece.parameter)
-                self._take(piece)
+            for shard in bucket.shards:
+                fill(shard.name, shard.parameter)
+                self._take(shard)
         self._hand_over()
         super().__init__(buckets, watch=stage == 1 or (stage == 2 and not self._is_pipeline))
         if stage == 3:
@@ -124,7 +125,7 @@ class Zero(Reducer[PieceBucket]):
 
     def _buckets_by_stage(
         self, named: list[tuple[str, nn.Parameter]], users: Mapping[str, tuple[int, ...]], bucket_bytes: int
-    ) -> list[PieceBucket]:
+    ) -> list[ShardBucket]:
         """Of what several stages here use, gradients stay until the end of the step: they travel once."""
         groups: dict[tuple[int, ...], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in named:
@@ -137,36 +138,36 @@ class Zero(Reducer[PieceBucket]):
                 self._of_stage[stages[0]] = made
         return buckets
 
-    def _bucket(self, names: Any, parameters: Any, comm: Communicator) -> PieceBucket:
+    def _bucket(self, names: Any, parameters: Any, comm: Communicator) -> ShardBucket:
         everyone, axes = comm, summed_axes(parameters[0], self.mesh)
         if COPIES in axes:  # this rank's group holds all of them, and so do the others
             axes = tuple(axis for axis in axes if axis != COPIES)
             comm = self.mesh.comm(*axes)
         load = self._loads.setdefault(id(comm), [0] * comm.size)
-        deal = dealt_by_row if self._is_elementwise else dealt_whole
-        pieces = []
+        head_split = assigned_by_row if self._is_elementwise else assigned_in_full
+        shards = []
         for name, parameter in zip(names, parameters, strict=True):
             # All ranks of a pipeline that hold a parameter cut it alike, whatever else they hold.
-            held = deal(parameter.shape, [0] * comm.size if name in self._tied else load)
-            pieces.append(Piece(name, parameter, held, axes, comm.rank))
-        self.pieces.update({piece.name: piece for piece in pieces})
-        bucket = PieceBucket(names, parameters, comm, pieces)
+            held = head_split(parameter.shape, [0] * comm.size if name in self._tied else load)
+            shards.append(ZeroShard(name, parameter, held, axes, comm.rank))
+        self.shards.update({shard.name: shard for shard in shards})
+        bucket = ShardBucket(names, parameters, comm, shards)
         bucket.spare, bucket.everyone = self._spare, everyone
         return bucket
 
-    def _take(self, piece: Piece) -> None:
+    def _take(self, shard: ZeroShard) -> None:
         """Make what the optimizer will see of a parameter."""
-        parameter = piece.parameter
-        local = piece.own(parameter.data)
+        parameter = shard.parameter
+        local = shard.own(parameter.data)
         if self.stage == 3:
             local = local.clone()
         if self._needs_copy(parameter):
-            piece.optimized = self._copy(parameter, local)
+            shard.optimized = self._copy(parameter, local)
         elif self.stage < 3:
-            piece.optimized = nn.Parameter(local)  # a view: what the optimizer writes is in the parameter
-        lay(piece.optimized, piece.layout)
+            shard.optimized = nn.Parameter(local)  # a view: what the optimizer writes is in the parameter
+        lay(shard.optimized, shard.layout)
         if self.stage == 3:
-            self._units.cut(piece, local)
+            self._units.cut(shard, local)
 
     def _needs_copy(self, parameter: nn.Parameter) -> bool:
         return parameter.dtype in HALVES or (self._offload and parameter.device.type != "cpu")
@@ -180,16 +181,16 @@ class Zero(Reducer[PieceBucket]):
 
     def _hand_over(self) -> None:
         """Let the optimizer see pieces in the place of parameters, and cut the state that it has already."""
-        mine = {id(piece.parameter): piece for piece in self.pieces.values()}
-        seen = {key: piece.optimized for key, piece in mine.items()}
+        mine = {id(shard.parameter): shard for shard in self.shards.values()}
+        seen = {key: shard.optimized for key, shard in mine.items()}
         seen |= {id(self.alone[name]): copy for name, copy in self._copies.items()}
         for group in self.optimizer.param_groups:
             group["params"] = [seen.get(id(p), p) for p in group["params"]]
         for parameter in list(self.optimizer.state):
             if id(parameter) in mine:
-                piece = mine[id(parameter)]
+                shard = mine[id(parameter)]
                 state = self.optimizer.state.pop(parameter)
-                self.optimizer.state[piece.optimized] = {key: _cut(value, piece) for key, value in state.items()}
+                self.optimizer.state[shard.optimized] = {key: _cut(value, shard) for key, value in state.items()}
 
     @property
     def units(self) -> Units | None:
@@ -229,29 +230,29 @@ class Zero(Reducer[PieceBucket]):
         else:
             super()._complete()
 
-    def _leave(self, bucket: PieceBucket) -> Handle:
+    def _leave(self, bucket: ShardBucket) -> Handle:
         if self.stage > 1:  # what a stage saves is not to be spent on messages that have arrived long since
-            self._under_way = [other for other in self._under_way if other.handle is not None]
-            while len(self._under_way) >= _MESSAGES:
-                self._land(self._under_way.pop(0))
-            self._under_way.append(bucket)
+            self._running = [other for other in self._running if other.handle is not None]
+            while len(self._running) >= _MESSAGES:
+                self._land(self._running.pop(0))
+            self._running.append(bucket)
         bucket.sent = bucket.message()
         if bucket.everyone is bucket.comm:
             return bucket.comm.reduce_scatter(bucket.sent, async_op=True)
         return self.mesh.comm(COPIES).all_reduce(bucket.comm.reduce_scatter(bucket.sent), async_op=True)
 
-    def _land(self, bucket: PieceBucket) -> None:
+    def _land(self, bucket: ShardBucket) -> None:
         super()._land(bucket)
         if bucket.sent is not None:
             self._spare.put(bucket.sent)
             bucket.sent = None
 
-    def _settle(self, bucket: PieceBucket, total: torch.Tensor) -> None:
-        for piece, gradient in zip(bucket.pieces, bucket.mine_in(total), strict=True):
-            if piece.earlier is not None and self.is_own:
-                piece.optimized.grad = piece.earlier
-            piece.earlier = None
-            self._give(piece.optimized, gradient)
+    def _settle(self, bucket: ShardBucket, total: torch.Tensor) -> None:
+        for shard, gradient in zip(bucket.shards, bucket.mine_in(total), strict=True):
+            if shard.earlier is not None and self.is_own:
+                shard.optimized.grad = shard.earlier
+            shard.earlier = None
+            self._give(shard.optimized, gradient)
 
     def _give(self, optimized: nn.Parameter, gradient: torch.Tensor) -> None:
         gradient = gradient.to(optimized.device, optimized.dtype)
@@ -262,8 +263,8 @@ class Zero(Reducer[PieceBucket]):
             optimized.grad = gradient
 
     def _drop(self, name: str, parameter: nn.Parameter) -> None:
-        if id(self.pieces[name].optimized) not in self._kept:
-            self.pieces[name].optimized.grad = None
+        if id(self.shards[name].optimized) not in self._kept:
+            self.shards[name].optimized.grad = None
 
     def complete(self) -> None:
         super().complete()
@@ -286,9 +287,9 @@ class Zero(Reducer[PieceBucket]):
             self._units.settle()
         self._give_to_copies()
         if not self._is_elementwise:  # whoever owns nothing of a parameter has nothing to optimize
-            for piece in self.pieces.values():
-                if not len(piece.mine):
-                    piece.optimized.grad = None
+            for shard in self.shards.values():
+                if not len(shard.mine):
+                    shard.optimized.grad = None
 
     # ---- parameters ----------------------------------------------------------------------------------------------
 
@@ -298,10 +299,10 @@ class Zero(Reducer[PieceBucket]):
         for name, copy in self._copies.items():
             self.alone[name].copy_(copy)
         if self.stage == 3:
-            self._units.refresh(self.pieces.values())
+            self._units.refresh(self.shards.values())
             return
         handles = [
-            bucket.all_gather([p.optimized.detach() for p in bucket.pieces], bucket.parameters[0].dtype, self._spare)
+            bucket.all_gather([p.optimized.detach() for p in bucket.shards], bucket.parameters[0].dtype, self._spare)
             for bucket in self.buckets
         ]
         for bucket, handle in zip(self.buckets, handles, strict=True):
@@ -312,8 +313,8 @@ class Zero(Reducer[PieceBucket]):
 
     def optimized(self) -> Iterator[tuple[str, nn.Parameter]]:
         """What the optimizer sees, by name: pieces, and parameters that have no replicas. Layouts tell how they lie."""
-        for name, piece in self.pieces.items():
-            yield name, piece.optimized
+        for name, shard in self.shards.items():
+            yield name, shard.optimized
         for name, parameter in self.alone.items():
             yield name, self._copies.get(name, parameter)
 
@@ -342,8 +343,8 @@ def _beside_state(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
         yield from ((place, leaf) for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor))
 
 
-def _cut(value: Any, piece: Piece) -> Any:
+def _cut(value: Any, shard: ZeroShard) -> Any:
     """Optimizer state of the parameter's shape lies as the parameter does."""
-    if isinstance(value, torch.Tensor) and value.shape == piece.shape:
-        return piece.own(value).to(piece.optimized.device, piece.optimized.dtype, copy=True)
+    if isinstance(value, torch.Tensor) and value.shape == shard.shape:
+        return shard.own(value).to(shard.optimized.device, shard.optimized.dtype, copy=True)
     return value

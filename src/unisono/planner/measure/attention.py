@@ -8,8 +8,8 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from unisono.mesh.philox import draw_fast
-from unisono.mesh.random import RandomState
+from unisono.mesh.random.draw import draw_fast
+from unisono.mesh.random.state import RandomState
 from unisono.plan.hardware.spec import HEAD_WIDTH
 from unisono.planner.measure.links import Points
 from unisono.planner.measure.ops import Clock

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from unisono.comm.communicator import Communicator
-from unisono.mesh.fused import fused
-from unisono.mesh.philox import draw_fast
-from unisono.mesh.random import RandomState
+from unisono.mesh.optimizers import fused
+from unisono.mesh.random.draw import draw_fast
+from unisono.mesh.random.state import RandomState
 from unisono.plan.cost.op_time import IN_CACHE, OUTSIDE
 from unisono.planner.measure.links import Care, Points
 

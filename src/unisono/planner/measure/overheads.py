@@ -17,11 +17,11 @@ from torch import nn
 
 from unisono.comm.rendezvous import world
 from unisono.mesh.mesh import Mesh
-from unisono.mesh.random import RandomState
+from unisono.mesh.random.state import RandomState
 from unisono.parallel.apply import applied, parallelize
-from unisono.parallel.autograd_collectives import gather_to_use, reduce_to_piece
+from unisono.parallel.autograd_collectives import gather_to_use, reduce_to_shard
 from unisono.parallel.pipeline.backward import Arrival, Pass
-from unisono.parallel.pipeline.message import Form, TensorForm
+from unisono.parallel.pipeline.message import MessageForm, TensorForm
 from unisono.parallel.recompute import recompute
 from unisono.parallel.trainer import Trainer
 from unisono.plan.plan import AXES, Plan
@@ -135,7 +135,7 @@ class Clock:
         """The backward of a pipeline's stage, in halves or whole."""
         model = _model(FEW, self.device)
         x = torch.ones(2, _WIDTH, device=self.device)
-        form = Form((TensorForm(tuple(x.shape), x.dtype, True),), ((0,),), 1, ())
+        form = MessageForm((TensorForm(tuple(x.shape), x.dtype, True),), ((0,),), 1, ())
 
         def call() -> tuple[float]:
             model.zero_grad()
@@ -160,7 +160,7 @@ class Clock:
                 start = self._now()
                 y = x
                 for _ in range(FEW):
-                    y = reduce_to_piece(gather_to_use(y, 1, (2, 2), comm), 1, (2, 2), comm)
+                    y = reduce_to_shard(gather_to_use(y, 1, (2, 2), comm), 1, (2, 2), comm)
                 y.sum().backward()
                 return ((self._now() - start) / (4 * FEW),)
 

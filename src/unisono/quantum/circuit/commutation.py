@@ -1,7 +1,7 @@
 """What an operation does to each of its wires, and so what it commutes with.
 
-An operation has a letter for each wire: Z where it is diagonal (a control, a phase), X or Y where it only mixes along
-that axis (the target of a CNOT, a rotation), * where it does anything else. Operations whose letters agree, and are no
+An operation has a Pauli for each wire: Z where it is diagonal (a control, a phase), X or Y where it only mixes along
+that axis (the target of a CNOT, a rotation), * where it does anything else. Operations whose Paulis agree, and are no
 *, on every wire they share commute: on those wires both live in one commutative algebra.
 """
 
@@ -11,7 +11,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from unisono.quantum.circuit.gates import ArrayGate, Gate, PauliRotation, pauli_word
+from unisono.quantum.circuit.gates import ArrayGate, Gate, PauliRotation, pauli_matrix
 from unisono.quantum.circuit.operation import Operation
 
 _LETTERS = {
@@ -25,29 +25,29 @@ _LETTERS = {
     "ryy": "YY",
     "rzx": "ZX",
 }
-_LARGEST_LOOK = 6  # targets of an explicit unitary whose letters are found by looking at its matrix
+_LARGEST_LOOK = 6  # targets of an explicit unitary whose Paulis are found by looking at its matrix
 
 
-def letters(operation: Operation) -> tuple[str, ...]:
-    """A letter of X, Y, Z, * for each of operation.wires."""
-    return ("Z",) * len(operation.controls) + gate_letters(operation.gate)[: len(operation.targets)]
+def wire_paulis(operation: Operation) -> tuple[str, ...]:
+    """A Pauli of X, Y, Z, * for each of operation.wires."""
+    return ("Z",) * len(operation.controls) + gate_paulis(operation.gate)[: len(operation.targets)]
 
 
 def mixed_wires(operation: Operation) -> tuple[int, ...]:
     """The wires on which the operation is not diagonal: those that a rank must hold to apply it."""
-    return tuple(w for w, letter in zip(operation.wires, letters(operation), strict=True) if letter != "Z")
+    return tuple(w for w, letter in zip(operation.wires, wire_paulis(operation), strict=True) if letter != "Z")
 
 
 @lru_cache(maxsize=4096)
-def gate_letters(gate: Gate) -> tuple[str, ...]:
+def gate_paulis(gate: Gate) -> tuple[str, ...]:
     if gate.diagonal or gate.name == "measure":
         return ("Z",) * gate.targets
     if isinstance(gate, PauliRotation):
-        return tuple(gate.word)
+        return tuple(gate.paulis)
     if gate.name in _LETTERS:
         return tuple(_LETTERS[gate.name])
     if isinstance(gate, ArrayGate) and gate.targets <= _LARGEST_LOOK:
-        return tuple(_seen_letter(gate.matrix(), target, gate.targets) for target in range(gate.targets))
+        return tuple(_seen_pauli(gate.matrix(), target, gate.targets) for target in range(gate.targets))
     return ("*",) * gate.targets
 
 
@@ -63,9 +63,9 @@ def moves(gate: Gate) -> tuple[tuple[int, complex], ...] | None:
     return tuple((int(row), complex(matrix[row, column])) for column, row in enumerate(rows))
 
 
-def _seen_letter(matrix: np.ndarray, target: int, targets: int) -> str:
+def _seen_pauli(matrix: np.ndarray, target: int, targets: int) -> str:
     for letter in "ZXY":
-        pauli = pauli_word("I" * target + letter + "I" * (targets - target - 1))
+        pauli = pauli_matrix("I" * target + letter + "I" * (targets - target - 1))
         if np.abs(matrix @ pauli - pauli @ matrix).max() < 1e-12:
             return letter
     return "*"

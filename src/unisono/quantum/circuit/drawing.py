@@ -92,12 +92,12 @@ def _labels(operation: Operation) -> dict[int, str]:
         label = f"{name[:-2].upper()}†"
     label += asked
     if isinstance(kind, PauliRotation):
-        words = [f"[{letter}]" for letter in kind.word]
-        words[0] += angles + asked
-        return dict(zip(operation.targets, words, strict=True))
+        pauli_strings = [f"[{pauli}]" for pauli in kind.paulis]
+        pauli_strings[0] += angles + asked
+        return dict(zip(operation.targets, pauli_strings, strict=True))
     if len(operation.targets) == 1 or name in ("swap", "barrier"):
         return dict.fromkeys(operation.targets, label)
-    return {wire: f"{label}:{place}" for place, wire in enumerate(operation.targets)}
+    return {wire: f"{label}:{position}" for position, wire in enumerate(operation.targets)}
 
 
 def text(circuit: Circuit, width: int = 120) -> str:

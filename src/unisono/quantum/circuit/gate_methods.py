@@ -158,15 +158,17 @@ class GateMethods:
         """exp(-i angle/2 Z(first) X(second))."""
         return self.apply("rzx", (first, second), angle)
 
-    def pauli_rotation(self, word: str, wires: Sequence[int], angle: Angle) -> Self:
-        """exp(-i angle/2 P), P such as "XYZ" with a letter for each wire; "I" letters are allowed."""
-        places = self._order(wires)
-        if not isinstance(word, str) or len(word) != len(places) or set(word) - set("IXYZ"):
-            raise UsageError(f"Pauli word {word!r} on {len(places)} wires: expected one of I, X, Y, Z for each wire")
-        pairs = [(letter, wire) for letter, wire in zip(word, places, strict=True) if letter != "I"]
+    def pauli_rotation(self, pauli_string: str, wires: Sequence[int], angle: Angle) -> Self:
+        """exp(-i angle/2 P), P such as "XYZ" with a Pauli for each wire; "I" Paulis are allowed."""
+        ordered = self._order(wires)
+        if not isinstance(pauli_string, str) or len(pauli_string) != len(ordered) or set(pauli_string) - set("IXYZ"):
+            raise UsageError(
+                f"Pauli string {pauli_string!r} on {len(ordered)} wires: expected one of I, X, Y, Z for each wire"
+            )
+        pairs = [(pauli, wire) for pauli, wire in zip(pauli_string, ordered, strict=True) if pauli != "I"]
         if not pairs:
             return self.global_phase(affine(angle) * -0.5)
-        kind = gates.pauli_rotation("".join(letter for letter, _ in pairs))
+        kind = gates.pauli_rotation("".join(pauli for pauli, _ in pairs))
         return self.apply(kind, [wire for _, wire in pairs], angle)
 
     def unitary(self, matrix: ArrayLike, wires: int | Sequence[int]) -> Self:

@@ -86,14 +86,14 @@ class StandardGate(Gate):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class PauliRotation(Gate):
-    """exp(-i angle/2 P) for a word P such as "XYZ", a letter a target."""
+    """exp(-i angle/2 P) for a Pauli string P such as "XYZ", a Pauli a target."""
 
-    word: str = ""
+    paulis: str = ""
 
     def matrix(self, *angles: float) -> Matrix:
         _refuse_dense(self)
         (angle,) = angles
-        pauli = pauli_word(self.word)
+        pauli = pauli_matrix(self.paulis)
         return math.cos(angle / 2) * np.eye(len(pauli)) - 1j * math.sin(angle / 2) * pauli
 
     def derivative(self, which: int, *angles: float) -> Matrix:
@@ -109,7 +109,7 @@ class PauliRotation(Gate):
         return self, (-parameters[0],)
 
     def __reduce__(self) -> Any:
-        return pauli_rotation, (self.word,)
+        return pauli_rotation, (self.paulis,)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -151,11 +151,18 @@ def gate(name: str) -> Gate:
 
 
 @lru_cache(maxsize=4096)
-def pauli_rotation(word: str) -> PauliRotation:
-    """The rotation about a Pauli word of X, Y, Z (identities are left out: they are not targets)."""
-    if not word or set(word) - set("XYZ"):
-        raise UsageError(f"Pauli word {word!r}: expected letters X, Y, Z, one for each wire")
-    return PauliRotation("pauli_rotation", len(word), 1, diagonal=set(word) == {"Z"}, spectra=((-0.5, 0.5),), word=word)
+def pauli_rotation(paulis: str) -> PauliRotation:
+    """The rotation about a Pauli string of X, Y, Z (identities are left out: they are not targets)."""
+    if not paulis or set(paulis) - set("XYZ"):
+        raise UsageError(f"Pauli string {paulis!r}: expected Paulis X, Y, Z, one for each wire")
+    return PauliRotation(
+        "pauli_rotation",
+        len(paulis),
+        1,
+        diagonal=set(paulis) == {"Z"},
+        spectra=((-0.5, 0.5),),
+        paulis=paulis,
+    )
 
 
 def unitary(matrix: ArrayLike) -> ArrayGate:
@@ -191,11 +198,11 @@ def _numbers(kind: str, given: ArrayLike) -> Matrix:
         raise UsageError(f"{kind}: expected an array of numbers ({error})") from None
 
 
-def pauli_word(word: str) -> Matrix:
-    """The dense matrix of a word of I, X, Y, Z."""
+def pauli_matrix(pauli_string: str) -> Matrix:
+    """The dense matrix of a Pauli string of I, X, Y, Z."""
     matrix: Any = np.ones((1, 1), dtype=np.complex128)
-    for letter in word:
-        matrix = np.kron(matrix, PAULIS[letter])
+    for single in pauli_string:
+        matrix = np.kron(matrix, PAULIS[single])
     return matrix
 
 
@@ -208,7 +215,7 @@ def _refuse_dense(kind: Gate) -> None:
     if kind.targets > LARGEST_DENSE:
         raise UsageError(
             f"the dense matrix of {kind.name} on {kind.targets} wires is too large (at most {LARGEST_DENSE}); "
-            "its diagonal or its word stands for it"
+            "its diagonal or its Pauli string stands for it"
         )
 
 
@@ -251,8 +258,8 @@ def _negated(name: str) -> Callable[[Parameters], tuple[str, Parameters]]:
     return lambda parameters: (name, (-parameters[0],))
 
 
-def _rotation(word: str) -> tuple[Callable[[float], Matrix], Callable[[int, float], Matrix]]:
-    pauli = pauli_word(word)
+def _rotation(pauli_string: str) -> tuple[Callable[[float], Matrix], Callable[[int, float], Matrix]]:
+    pauli = pauli_matrix(pauli_string)
     identity = np.eye(len(pauli))
 
     def build(angle: float) -> Matrix:
@@ -304,10 +311,10 @@ def _table() -> dict[str, Gate]:
             invert=_fixed_inverse(name),
         )
     half, one = ((-0.5, 0.5),), ((0.0, 1.0),)
-    for name, word in _ROTATIONS.items():
-        build, derive = _rotation(word)
-        diag = set(word) == {"Z"}
-        table[name] = StandardGate(name, len(word), 1, diag, True, half, build, derive, _negated(name))
+    for name, pauli_string in _ROTATIONS.items():
+        build, derive = _rotation(pauli_string)
+        diag = set(pauli_string) == {"Z"}
+        table[name] = StandardGate(name, len(pauli_string), 1, diag, True, half, build, derive, _negated(name))
     table["p"] = StandardGate(
         "p", 1, 1, True, True, one, _phase, lambda which, a: [[0, 0], [0, 1j * cmath.exp(1j * a)]], _negated("p")
     )

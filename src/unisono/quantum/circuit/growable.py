@@ -13,7 +13,7 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-PIECE = 56  # items: a tuple of them has 488 bytes, and a list that grows to them 512
+CHUNK = 56  # items: a tuple of them has 488 bytes, and a list that grows to them 512
 _FIRST = 1 << 11  # bytes; and then twice as many. The C library keeps blocks of 1 KiB and less when they are freed
 
 T = TypeVar("T")
@@ -22,17 +22,17 @@ T = TypeVar("T")
 class ChunkedList(Generic[T]):
     """A list in chunks; grows at its end."""
 
-    __slots__ = ("_last", "_pieces")
+    __slots__ = ("_chunks", "_last")
 
     def __init__(self, items: Iterable[T] = ()) -> None:
         self._last: list[T] = []
-        self._pieces = [self._last]
+        self._chunks = [self._last]
         self.extend(items)
 
     def append(self, item: T) -> None:
-        if len(self._last) == PIECE:
+        if len(self._last) == CHUNK:
             self._last = []
-            self._pieces.append(self._last)
+            self._chunks.append(self._last)
         self._last.append(item)
 
     def extend(self, items: Iterable[T]) -> None:
@@ -40,10 +40,10 @@ class ChunkedList(Generic[T]):
             self.append(item)
 
     def __len__(self) -> int:
-        return PIECE * (len(self._pieces) - 1) + len(self._last)
+        return CHUNK * (len(self._chunks) - 1) + len(self._last)
 
     def __iter__(self) -> Iterator[T]:
-        return itertools.chain.from_iterable(self._pieces)
+        return itertools.chain.from_iterable(self._chunks)
 
 
 class Numbers:

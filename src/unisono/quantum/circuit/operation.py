@@ -120,7 +120,7 @@ class Operation:
             return (self,)
         change = {"X": ("h", "h"), "Y": ("sx", "sxdg")}
         pairs = [
-            (target, change[letter]) for target, letter in zip(self.targets, kind.word, strict=True) if letter in change
+            (target, change[pauli]) for target, pauli in zip(self.targets, kind.paulis, strict=True) if pauli in change
         ]
         before = [Operation(gate(pair[0]), (target,), condition=self.condition) for target, pair in pairs]
         after = [Operation(gate(pair[1]), (target,), condition=self.condition) for target, pair in pairs]
@@ -132,7 +132,7 @@ class Operation:
         return weights, tuple(term for parameter in self.parameters for term in parameter.features)
 
     def __str__(self) -> str:
-        label = self.gate.word if isinstance(self.gate, PauliRotation) else self.name
+        label = self.gate.paulis if isinstance(self.gate, PauliRotation) else self.name
         angles = f"({', '.join(map(str, self.parameters))})" if self.parameters else ""
         controls = "".join(f" {'' if value else '!'}{wire}" for wire, value in self.controls)
         return f"{label}{angles}{' if' + controls if controls else ''} on {' '.join(map(str, self.targets)) or 'all'}"

@@ -7,19 +7,19 @@ import operator
 from collections.abc import Iterable, Iterator, Sequence
 from typing import overload
 
-from unisono.quantum.circuit.growable import PIECE, ChunkedList
+from unisono.quantum.circuit.growable import CHUNK, ChunkedList
 from unisono.quantum.circuit.operation import Operation
 
 
 class Operations(Sequence[Operation]):
     """Like a tuple, but in pieces."""
 
-    __slots__ = ("_pieces",)
+    __slots__ = ("_chunks",)
 
     def __init__(self, operations: Iterable[Operation] = ()) -> None:
         left = iter(operations)
-        lists = iter(lambda: list(itertools.islice(left, PIECE)), [])  # a tuple would outgrow a piece on its way
-        self._pieces = tuple(map(tuple, lists))
+        lists = iter(lambda: list(itertools.islice(left, CHUNK)), [])  # a tuple would outgrow a piece on its way
+        self._chunks = tuple(map(tuple, lists))
 
     @overload
     def __getitem__(self, which: int) -> Operation: ...
@@ -28,18 +28,18 @@ class Operations(Sequence[Operation]):
     def __getitem__(self, which: int | slice) -> Operation | tuple[Operation, ...]:
         if isinstance(which, slice):
             return tuple(self)[which]
-        place = range(len(self))[which]
-        return self._pieces[place // PIECE][place % PIECE]
+        index = range(len(self))[which]
+        return self._chunks[index // CHUNK][index % CHUNK]
 
     def __len__(self) -> int:
-        return PIECE * (len(self._pieces) - 1) + len(self._pieces[-1]) if self._pieces else 0
+        return CHUNK * (len(self._chunks) - 1) + len(self._chunks[-1]) if self._chunks else 0
 
     def __iter__(self) -> Iterator[Operation]:
-        return itertools.chain.from_iterable(self._pieces)
+        return itertools.chain.from_iterable(self._chunks)
 
     def __eq__(self, other: object) -> bool:
         if isinstance(other, Operations):
-            return self._pieces == other._pieces
+            return self._chunks == other._chunks
         return tuple(self) == other if isinstance(other, tuple) else NotImplemented
 
     def __hash__(self) -> int:

@@ -107,14 +107,14 @@ class Affine:
     __rmul__ = __mul__
 
     def __str__(self) -> str:
-        words = []
-        for letter, terms in (("w", self.weights), ("x", self.features)):
+        parts = []
+        for symbol, terms in (("w", self.weights), ("x", self.features)):
             for index, coefficient in terms:
                 scale = {1.0: "", -1.0: "-"}.get(coefficient, f"{coefficient:g}*")
-                words.append(f"{scale}{letter}{index}")
-        if self.constant or not words:
-            words.append(f"{self.constant:.6g}")
-        return "+".join(words).replace("+-", "-")
+                parts.append(f"{scale}{symbol}{index}")
+        if self.constant or not parts:
+            parts.append(f"{self.constant:.6g}")
+        return "+".join(parts).replace("+-", "-")
 
 
 Angle = Affine | SupportsFloat
@@ -160,8 +160,8 @@ def finite_vector(kind: str, given: Any, needed: int, copy: bool = True) -> NDAr
     """The same, refusing what is no finite number."""
     numbers = vector(kind, given, needed, copy)
     if not np.isfinite(numbers).all():
-        place = int(np.flatnonzero(~np.isfinite(numbers))[0])
-        raise UsageError(f"{kind}[{place}] is {numbers[place]}: expected finite numbers")
+        at = int(np.flatnonzero(~np.isfinite(numbers))[0])
+        raise UsageError(f"{kind}[{at}] is {numbers[at]}: expected finite numbers")
     return numbers
 
 

@@ -82,17 +82,17 @@ def qaoa(cost: PauliSum | Iterable[Sequence[float]], layers: int, wires: int | N
     for wire in range(circuit.wires):
         circuit.h(wire)
     for layer in range(layers):
-        for coefficient, word in plain.terms:
-            if word:
-                places = [wire for wire, _ in word]
-                circuit.pauli_rotation("Z" * len(places), places, 2 * coefficient * weight(2 * layer))
+        for coefficient, pauli_string in plain.terms:
+            if pauli_string:
+                targets = [wire for wire, _ in pauli_string]
+                circuit.pauli_rotation("Z" * len(targets), targets, 2 * coefficient * weight(2 * layer))
         for wire in range(circuit.wires):
             circuit.rx(wire, 2 * weight(2 * layer + 1))
     return circuit
 
 
 def uccsd(wires: int, electrons: int, steps: int = 1) -> Circuit:
-    """Unitary coupled cluster, singles and doubles, in Trotter steps over the Jordan-Wigner words.
+    """Unitary coupled cluster, singles and doubles, in Trotter steps over the Jordan-Wigner strings.
 
     Wires are spin orbitals, even ones spin up and odd ones down; the first `electrons` start occupied. Excitations keep
     the spin; each has one weight, used in every step (divided by `steps`)."""
@@ -105,10 +105,10 @@ def uccsd(wires: int, electrons: int, steps: int = 1) -> Circuit:
         circuit.x(wire)
     for _ in range(steps):
         for index, (holes, particles) in enumerate(excitations(wires, electrons)):
-            for coefficient, word in excitation_words(holes, particles):
-                letters = "".join(letter for _, letter in word)
+            for coefficient, pauli_string in excitation_strings(holes, particles):
+                letters = "".join(pauli for _, pauli in pauli_string)
                 angle = -2 * coefficient / steps * weight(index)
-                circuit.pauli_rotation(letters, [wire for wire, _ in word], angle)
+                circuit.pauli_rotation(letters, [wire for wire, _ in pauli_string], angle)
     return circuit
 
 
@@ -121,14 +121,15 @@ def excitations(wires: int, electrons: int) -> list[tuple[tuple[int, ...], tuple
     return found
 
 
-def excitation_words(holes: Sequence[int], particles: Sequence[int]) -> list[tuple[float, PauliString]]:
-    """(coefficient, word) with T - T^+ = i * sum of coefficient * word, T exciting `holes` to `particles`."""
+def excitation_strings(holes: Sequence[int], particles: Sequence[int]) -> list[tuple[float, PauliString]]:
+    """(coefficient, Pauli string) with T - T^+ = i * sum of coefficient * Pauli string, T exciting `holes` to
+    `particles`."""
     parts: list[tuple[complex, PauliString]] = [(1 + 0j, ())]
     for wire, sign in [*((wire, -1j) for wire in particles), *((wire, 1j) for wire in reversed(holes))]:
         string = tuple((below, "Z") for below in range(wire))
         ladder = [(0.5 + 0j, (*string, (wire, "X"))), (0.5 * sign, (*string, (wire, "Y")))]
         parts = _product(parts, ladder)
-    return [(2 * value.imag, word) for value, word in parts if abs(value.imag) > 1e-12]
+    return [(2 * value.imag, pauli_string) for value, pauli_string in parts if abs(value.imag) > 1e-12]
 
 
 def _product(
@@ -136,9 +137,9 @@ def _product(
 ) -> list[tuple[complex, PauliString]]:
     total: dict[PauliString, complex] = {}
     for (a, first), (b, second) in product(left, right):
-        factor, word = multiply(first, second)
-        total[word] = total.get(word, 0) + a * b * factor
-    return [(value, word) for word, value in total.items()]
+        factor, pauli_string = multiply(first, second)
+        total[pauli_string] = total.get(pauli_string, 0) + a * b * factor
+    return [(value, pauli_string) for pauli_string, value in total.items()]
 
 
 def _edge(edge: Sequence[float]) -> tuple[int, int, float]:

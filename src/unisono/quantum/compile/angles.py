@@ -13,7 +13,7 @@ from unisono.quantum.circuit.growable import Numbers
 from unisono.quantum.circuit.parameter import Affine
 
 
-class Linear(NamedTuple):
+class LinearAngles(NamedTuple):
     """Angle at[i] has factors[i] times number indices[i] of what is given."""
 
     at: NDArray[np.int64]
@@ -24,8 +24,8 @@ class Linear(NamedTuple):
 @dataclass(frozen=True)
 class Angles:
     constants: NDArray[np.float64]
-    weights: Linear
-    features: Linear
+    weights: LinearAngles
+    features: LinearAngles
 
     @classmethod
     def of(cls, angles: Iterable[Affine]) -> Angles:
@@ -38,7 +38,7 @@ class Angles:
                     at.append(number)
                     indices.append(index)
                     factors.append(factor)
-        return cls(constants.array, *(Linear(*(each.array for each in kind)) for kind in kinds))
+        return cls(constants.array, *(LinearAngles(*(each.array for each in kind)) for kind in kinds))
 
     def __len__(self) -> int:
         return len(self.constants)
@@ -57,7 +57,7 @@ class Angles:
         return _gradients(self.weights, of_angles, weights), _gradients(self.features, of_angles, features)
 
 
-def _gradients(terms: Linear, of_angles: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+def _gradients(terms: LinearAngles, of_angles: NDArray[np.float64], size: int) -> NDArray[np.float64]:
     found = np.zeros(size)
     np.add.at(found, terms.indices, terms.factors * of_angles[terms.at])
     return found

@@ -12,9 +12,9 @@ from numpy.typing import NDArray
 from unisono.quantum.circuit.growable import ChunkedList, Numbers
 from unisono.quantum.circuit.parameter import Affine
 from unisono.quantum.compile.angles import Angles
-from unisono.quantum.compile.frame import SKEW, Basis, Frame, Layout, skew
+from unisono.quantum.compile.frame import SKEW, Basis, Frame, TileLayout, skew
 from unisono.quantum.compile.lowering import Primitive
-from unisono.quantum.compile.stages import Mix, Stage, Term, stages
+from unisono.quantum.compile.stages import CompiledStage, Mix, Term, stages
 from unisono.quantum.kernels import code
 
 TOGETHER = 3  # bits turned in one pass: 8 rows fill the registers
@@ -97,7 +97,7 @@ class Assembler:
         self._spare = 1
         self._add("rows", self._halves(_xors(skew(row_bits, every)[0])))
 
-    def sweep(self, primitives: Iterable[Primitive], layout: Layout) -> None:
+    def sweep(self, primitives: Iterable[Primitive], layout: TileLayout) -> None:
         """Add a tile's program, and how the tiles lie in the state."""
         made, frame = stages(primitives, layout, self.bits - 1)
         count = len(layout.rows)
@@ -147,7 +147,7 @@ class Assembler:
 
     # ---- stages -------------------------------------------------------------------------------------------------
 
-    def _stage(self, stage: Stage, row_bits: int) -> None:
+    def _stage(self, stage: CompiledStage, row_bits: int) -> None:
         for level in stage.levels():
             plain = [mix for mix in level if mix.plain]
             for start in range(0, len(plain), TOGETHER):
@@ -306,7 +306,7 @@ class Assembler:
 
     # ---- arrays -------------------------------------------------------------------------------------------------
 
-    def _finish(self, fields: list[int], layout: Layout, frame: Frame) -> None:
+    def _finish(self, fields: list[int], layout: TileLayout, frame: Frame) -> None:
         masks = [frame.mask[bit] for bit in layout.rows]
         fields[code.ORDER], _ = self._once(("rows", "order", *masks), lambda: _xors(masks))
         flips = [(frame.parity[bit].outside, frame.mask[bit]) for bit in layout.rows]
@@ -324,19 +324,19 @@ class Assembler:
         self._batches.append(Batch(made, ops, self._sizes["values"], self._sizes["sums"], constants))
         self._sizes["values"] = self._sizes["sums"] = 0
 
-    def _halves(self, whole: NDArray) -> NDArray:
+    def _halves(self, full: NDArray) -> NDArray:
         """A table that is linear but for its first entry, as its kernel has it."""
         if not self._halved:
-            return whole
-        low = np.zeros(code.LOW, dtype=whole.dtype)
-        low[: len(whole)] = whole[: code.LOW]
-        return np.concatenate([low, whole[:: code.LOW] ^ whole[:1]])
+            return full
+        low = np.zeros(code.LOW, dtype=full.dtype)
+        low[: len(full)] = full[: code.LOW]
+        return np.concatenate([low, full[:: code.LOW] ^ full[:1]])
 
     def _once(self, key: tuple[object, ...], make: Callable[[], NDArray]) -> tuple[int, int]:
         """Where a table is that others may want as well, and how many entries it has; the key begins with its pool."""
         if key not in self._known:
-            whole = make()
-            self._known[key] = (self._add(str(key[0]), self._halves(whole)), len(whole))
+            full = make()
+            self._known[key] = (self._add(str(key[0]), self._halves(full)), len(full))
         return self._known[key]
 
     def _add(self, pool: str, numbers: NDArray) -> int:

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 from unisono.errors import UsageError
 from unisono.quantum.compile.assembly import Batch
 from unisono.quantum.compile.packed import Form, Packed
-from unisono.quantum.kernels.threads import count, together
-from unisono.quantum.kernels.workspace import Workspace
+from unisono.quantum.kernels.workspace import Workspace, count, together
 
 
 class Bound:

@@ -16,7 +16,7 @@ from unisono.quantum.circuit.operation import Operation
 from unisono.quantum.circuit.operations import Operations
 from unisono.quantum.compile.assembly import Assembler, Code
 from unisono.quantum.compile.bound import Bound
-from unisono.quantum.compile.frame import SKEW, Layout
+from unisono.quantum.compile.frame import SKEW, TileLayout
 from unisono.quantum.compile.lowering import lower
 from unisono.quantum.compile.packed import Packed
 from unisono.quantum.kernels.workspace import Workspace, workspace
@@ -76,7 +76,7 @@ def _ready(operations: Sequence[Operation], bits: int, dtype: torch.dtype) -> tu
     return narrow, lane_bits if bits - lane_bits < max(4, min(bits, widest + lane_bits)) else 0
 
 
-def layout_of(tile: Tile, bits: int, lane_bits: int, near: int, capacity: int) -> Layout:
+def layout_of(tile: Tile, bits: int, lane_bits: int, near: int, capacity: int) -> TileLayout:
     """Lanes are the lowest bits where the tile leaves those alone; else bits that no operation uses to decide."""
     active = {bits - 1 - axis for axis in tile.active} | set(range(lane_bits, lane_bits + near))
     deciding = {bits - 1 - axis for each in tile.operations if not each.is_diagonal for axis, _ in each.controls}
@@ -91,7 +91,7 @@ def layout_of(tile: Tile, bits: int, lane_bits: int, near: int, capacity: int) -
     spare = sorted(set(range(bits)) - rows - set(lanes))
     rows |= set(spare[: capacity - len(rows)])
     outside = sorted(set(range(bits)) - rows - set(lanes))
-    return Layout(tuple(sorted(rows)), tuple(lanes), tuple(outside))
+    return TileLayout(tuple(sorted(rows)), tuple(lanes), tuple(outside))
 
 
 class Compiled:

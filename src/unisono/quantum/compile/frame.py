@@ -28,7 +28,7 @@ SKEW = 8  # 2^8 rows of 64 bytes: as many as the first-level cache has sets
 
 
 @dataclass(frozen=True)
-class Layout:
+class TileLayout:
     """Which bits of the index are row bits, lane bits and outside bits; bit 0 is the least significant."""
 
     rows: tuple[int, ...]
@@ -50,7 +50,7 @@ def skew(count: int, every: int = SKEW) -> tuple[list[int], list[int]]:
 class Frame:
     """`parity[b]` is what bit b is now; `mask[b]`, for a row bit, the rows that differ in bit b and in no other."""
 
-    def __init__(self, layout: Layout) -> None:
+    def __init__(self, layout: TileLayout) -> None:
         self.parity: dict[int, Parity] = {}
         self.mask: dict[int, int] = {}
         masks, parities = skew(len(layout.rows), layout.skew)

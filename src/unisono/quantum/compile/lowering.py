@@ -61,15 +61,15 @@ class Dense:
 Primitive = Rotation | Phase | Flip | Dense
 
 _CONSTANT_PHASES = {"z": math.pi, "s": HALF_PI, "sdg": -HALF_PI, "t": HALF_PI / 2, "tdg": -HALF_PI / 2}
-_WORDS = {"rx": "X", "ry": "Y", "rz": "Z", "rxx": "XX", "ryy": "YY", "rzz": "ZZ", "rzx": "ZX"}
+_ROTATION_PAULIS = {"rx": "X", "ry": "Y", "rz": "Z", "rxx": "XX", "ryy": "YY", "rzz": "ZZ", "rzx": "ZX"}
 
 
 def lower(operation: Operation) -> list[Primitive]:
     """The primitives of a unitary operation, first to last."""
     kind, controls, targets = operation.gate, operation.controls, operation.targets
-    word = kind.word if isinstance(kind, PauliRotation) else _WORDS.get(kind.name)
-    if word is not None:
-        return _pauli_rotation(word, targets, controls, operation.parameters[0])
+    pauli_string = kind.paulis if isinstance(kind, PauliRotation) else _ROTATION_PAULIS.get(kind.name)
+    if pauli_string is not None:
+        return _pauli_rotation(pauli_string, targets, controls, operation.parameters[0])
     if kind.diagonal:
         return _diagonal(operation)
     if isinstance(kind, ArrayGate) or kind.name not in _FIXED_OR_EULER:
@@ -77,21 +77,21 @@ def lower(operation: Operation) -> list[Primitive]:
     return _FIXED_OR_EULER[kind.name](operation)
 
 
-def _pauli_rotation(word: str, targets: tuple[int, ...], controls: Controls, angle: Affine) -> list[Primitive]:
+def _pauli_rotation(pauli_string: str, targets: tuple[int, ...], controls: Controls, angle: Affine) -> list[Primitive]:
     """exp(-i angle P / 2): CNOT, CZ and S turn P into Y on one axis, and back."""
-    letters = dict(zip(targets, word, strict=True))
-    mixed = [target for target in targets if letters[target] != "Z"]
+    by_wire = dict(zip(targets, pauli_string, strict=True))
+    mixed = [target for target in targets if by_wire[target] != "Z"]
     if not mixed:
         return [Phase(controls, (targets,), (0.0, 0.0), (-0.5, 0.5), angle)]
     pivot, *others = mixed
-    zs = [target for target in targets if letters[target] == "Z"]
-    before: list[Primitive] = [_s(target, -1) for target in others if letters[target] == "Y"]
+    zs = [target for target in targets if by_wire[target] == "Z"]
+    before: list[Primitive] = [_s(target, -1) for target in others if by_wire[target] == "Y"]
     before += [Phase((), ((pivot,), (z,)), (0.0, 0.0, 0.0, math.pi)) for z in zs]
     before += [Flip(target, pivot) for target in others]
-    if letters[pivot] == "X":
+    if by_wire[pivot] == "X":
         before.append(_s(pivot, 1))
     after = [_undone(step) for step in before if not _is_pivot_s(step, pivot)]
-    if letters[pivot] == "X":
+    if by_wire[pivot] == "X":
         after.append(_s(pivot, -1))
     return [*before, Rotation(pivot, controls, angle), *reversed(after)]
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.quantum.compile.angles import Angles, Linear
+from unisono.quantum.compile.angles import Angles, LinearAngles
 from unisono.quantum.compile.assembly import Code
 
 _WORTH = 1 << 14  # bytes; a smaller program is kept as it is: unpacking it would take longer than many a run of it
@@ -30,7 +30,7 @@ Form = tuple[tuple[int, ...], Any]  # shape and dtype of an array
 
 
 @dataclass(frozen=True, slots=True)
-class Parcel:
+class PackedArray:
     """An array: `kept` as it is, or its bytes deflated, those of whole numbers as differences of type `narrow` between
     rows that are `apart`."""
 
@@ -41,7 +41,7 @@ class Parcel:
     apart: int = 0
 
     @classmethod
-    def of(cls, array: NDArray, deflate: bool) -> Parcel:
+    def of(cls, array: NDArray, deflate: bool) -> PackedArray:
         if not deflate:
             return cls(array.shape, array.dtype, array.copy(), array.dtype)  # it may be part of a larger one
         if array.dtype.kind != "i":
@@ -52,7 +52,7 @@ class Parcel:
             steps[apart:] -= array[:-apart]
             narrow = _narrowed(steps)
             tried.append(cls(array.shape, array.dtype, _deflated(narrow), narrow.dtype, apart))
-        return min(tried, key=lambda parcel: parcel.nbytes)
+        return min(tried, key=lambda packed: packed.nbytes)
 
     def unpack(self, out: NDArray) -> NDArray:
         if not isinstance(self.kept, bytes):
@@ -82,31 +82,33 @@ class Packed:
     def __init__(self, code: Code) -> None:
         arrays = [*arrays_of(code)]
         deflate = sum(array.nbytes for array in arrays) > _WORTH
-        self._parcels = tuple(Parcel.of(array, deflate) for array in arrays)
+        self._arrays = tuple(PackedArray.of(array, deflate) for array in arrays)
         none: Any = np.zeros(0)
         empty: dict[str, Any] = dict.fromkeys(_ARRAYS, none)
-        self.frame = replace(code, **empty, angles=Angles(none, *[Linear(none, none, none)] * 2))
+        self.frame = replace(code, **empty, angles=Angles(none, *[LinearAngles(none, none, none)] * 2))
         self.key = object()
 
     def unpack(self, into: Sequence[NDArray] | None = None) -> Code:
         """The program, in given arrays of these `forms` or in its own."""
         into = [np.empty(*form) for form in self.forms] if into is None else into
-        made = [parcel.unpack(out) for parcel, out in zip(self._parcels, into, strict=True)]
+        made = [packed.unpack(out) for packed, out in zip(self._arrays, into, strict=True)]
         arrays: dict[str, Any] = dict(zip(_ARRAYS, made, strict=False))
         constants, *terms = made[len(_ARRAYS) :]
-        return replace(self.frame, **arrays, angles=Angles(constants, Linear(*terms[:3]), Linear(*terms[3:])))
+        return replace(
+            self.frame, **arrays, angles=Angles(constants, LinearAngles(*terms[:3]), LinearAngles(*terms[3:]))
+        )
 
     @property
     def forms(self) -> list[Form]:
         """Of its arrays."""
-        return [(parcel.shape, parcel.dtype) for parcel in self._parcels]
+        return [(packed.shape, packed.dtype) for packed in self._arrays]
 
     def shape(self, name: str) -> tuple[int, ...]:
-        return self._parcels[(*_ARRAYS, "angles").index(name)].shape
+        return self._arrays[(*_ARRAYS, "angles").index(name)].shape
 
     @property
     def nbytes(self) -> int:
-        return sum(parcel.nbytes for parcel in self._parcels)
+        return sum(packed.nbytes for packed in self._arrays)
 
 
 def _narrowed(steps: NDArray) -> NDArray:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from unisono.quantum.circuit.parameter import Affine
-from unisono.quantum.compile.frame import Frame, Layout, Parity, odd
+from unisono.quantum.compile.frame import Frame, Parity, TileLayout, odd
 from unisono.quantum.compile.lowering import Dense, Flip, Phase, Primitive, Rotation
 
 Guards = tuple[tuple[Parity, int], ...]  # parities and the values they must have
@@ -61,7 +61,7 @@ class Term:
 
 
 @dataclass
-class Stage:
+class CompiledStage:
     mixes: list[Mix] = field(default_factory=list)
     terms: list[Term] = field(default_factory=list)
 
@@ -73,10 +73,10 @@ class Stage:
         return levels
 
 
-def stages(primitives: Iterable[Primitive], layout: Layout, top: int) -> tuple[list[Stage], Frame]:
+def stages(primitives: Iterable[Primitive], layout: TileLayout, top: int) -> tuple[list[CompiledStage], Frame]:
     """The stages of a tile, and the frame that its rows end in. Axis a is bit top - a."""
     frame = Frame(layout)
-    made: list[Stage] = []
+    made: list[CompiledStage] = []
     for primitive in primitives:
         if isinstance(primitive, Flip):
             target = top - primitive.target
@@ -115,7 +115,7 @@ def _guards(frame: Frame, controls: Sequence[tuple[int, int]], top: int) -> Guar
     return tuple((frame.parity[top - axis], value) for axis, value in controls)
 
 
-def _place(made: list[Stage], mix: Mix) -> None:
+def _place(made: list[CompiledStage], mix: Mix) -> None:
     """After every phase it conflicts with; within that stage, after every mix it conflicts with."""
     first = 0
     for number in reversed(range(len(made))):
@@ -126,7 +126,7 @@ def _place(made: list[Stage], mix: Mix) -> None:
             first = number
             break
     while len(made) <= first:
-        made.append(Stage())
+        made.append(CompiledStage())
     stage = made[first]
     before = [other for other in stage.mixes if mix.conflicts(other)]
     mix.level = 1 + max((other.level for other in before), default=-1)
@@ -139,14 +139,14 @@ def _place(made: list[Stage], mix: Mix) -> None:
     stage.mixes.append(mix)
 
 
-def _place_term(made: list[Stage], term: Term) -> None:
+def _place_term(made: list[CompiledStage], term: Term) -> None:
     first = 0
     for number in reversed(range(len(made))):
         if any(_changes(mix.masks, term.reads) for mix in made[number].mixes):
             first = number
             break
     while len(made) <= first:
-        made.append(Stage())
+        made.append(CompiledStage())
     made[first].terms.append(term)
 
 

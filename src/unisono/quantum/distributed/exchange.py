@@ -24,8 +24,8 @@ def exchange_blocks(local: torch.Tensor, step: LocalExchange, comm: Communicator
     shared = staging(comm, min(chunk, _SHARED, 2 * local.nbytes)) if local.device.type == "cpu" else None
     for each in step.blocks:
         if shared is not None and shared.reaches(each.partner):
-            pieces = _split(block(local, step.axes, each.block), max(1, shared.slot // local.element_size()))
-            shared.exchange_blocks(pieces, each.partner)
+            parts = _split(block(local, step.axes, each.block), max(1, shared.slot // local.element_size()))
+            shared.exchange_blocks(parts, each.partner)
         else:
             limit = max(1, chunk // (_BUFFERS * local.element_size()))
             _send(list(_split(block(local, step.axes, each.block), limit)), each.partner, comm)
@@ -39,10 +39,10 @@ def borrow(
     if shared is not None and shared.reaches(partner):
         yield from shared.borrow(chunks(local, _BUFFERS * shared.slot), partner)
         return
-    for place, mine in chunks(local, chunk):
+    for offset, mine in chunks(local, chunk):
         theirs = torch.empty_like(mine)
         comm.exchange([(mine, partner)], [(theirs, partner)])
-        yield place, theirs
+        yield offset, theirs
 
 
 def summed(value: torch.Tensor, comm: Communicator) -> float:
@@ -56,30 +56,30 @@ def summed(value: torch.Tensor, comm: Communicator) -> float:
 def chunks(local: torch.Tensor, chunk: int) -> Iterator[tuple[int, torch.Tensor]]:
     """The array in parts of a power of two, so that four of them make a chunk, with their places."""
     width = 1 << (max(1, chunk // (_BUFFERS * local.element_size())).bit_length() - 1)
-    for place in range(0, len(local), width):
-        yield place, local[place : place + width]
+    for offset in range(0, len(local), width):
+        yield offset, local[offset : offset + width]
 
 
-def _send(pieces: list[torch.Tensor], partner: int, comm: Communicator) -> None:
+def _send(parts: list[torch.Tensor], partner: int, comm: Communicator) -> None:
     """Exchange chunks as messages: while one pair of buffers travels, the other is packed."""
-    size = max(piece.numel() for piece in pieces)
-    buffers = [pieces[0].new_empty(size) for _ in range(min(_BUFFERS, 2 * len(pieces)))]
+    size = max(part.numel() for part in parts)
+    buffers = [parts[0].new_empty(size) for _ in range(min(_BUFFERS, 2 * len(parts)))]
     waiting: tuple[Handle, torch.Tensor, torch.Tensor] | None = None
-    for number, piece in enumerate(pieces):
+    for number, part in enumerate(parts):
         out, into = buffers[2 * (number % 2)], buffers[2 * (number % 2) + 1]
-        out, into = out[: piece.numel()], into[: piece.numel()]
-        out.view(piece.shape).copy_(piece)
+        out, into = out[: part.numel()], into[: part.numel()]
+        out.view(part.shape).copy_(part)
         handle = comm.exchange([(out, partner)], [(into, partner)], async_op=True)
         _unpack(waiting)
-        waiting = (handle, piece, into)
+        waiting = (handle, part, into)
     _unpack(waiting)
 
 
 def _unpack(waiting: tuple[Handle, torch.Tensor, torch.Tensor] | None) -> None:
     if waiting:
-        handle, piece, into = waiting
+        handle, part, into = waiting
         handle.wait()
-        piece.copy_(into.view(piece.shape))
+        part.copy_(into.view(part.shape))
 
 
 def _split(view: torch.Tensor, limit: int) -> Iterator[torch.Tensor]:

@@ -15,12 +15,12 @@ from dataclasses import replace
 import numpy as np
 from numpy.typing import NDArray
 
-from unisono.quantum.circuit.commutation import letters, moves
+from unisono.quantum.circuit.commutation import moves, wire_paulis
 from unisono.quantum.circuit.gates import Gate, PauliRotation, diagonal, gate, pauli_rotation, unitary
 from unisono.quantum.circuit.operation import Operation
 from unisono.quantum.circuit.parameter import Affine
 
-_WORDS = {"rz": "Z", "rzz": "ZZ", "rzx": "ZX"}
+_ROTATION_PAULIS = {"rz": "Z", "rzz": "ZZ", "rzx": "ZX"}
 _AXIS = {"X": "rx", "Y": "ry", "Z": "rz"}
 
 
@@ -85,7 +85,7 @@ class GlobalIndexMap:
     def _places(self, operation: Operation) -> tuple[tuple[int, complex], ...]:
         places = moves(operation.gate)
         if places is None:
-            raise AssertionError(f"{operation} mixes held positions; the schedule exchanges them first")
+            raise AssertionError(f"{operation} mixes global positions; the schedule exchanges them first")
         return places
 
     def _acting(self, operation: Operation, table: NDArray[np.int64]) -> NDArray[np.bool_]:
@@ -123,13 +123,13 @@ class GlobalIndexMap:
 def _put_in(operation: Operation, fixed: dict[int, int]) -> tuple[Gate, tuple[Affine, ...]] | None:
     """The gate that is left when the bits of targets on which it is diagonal are known; None: nothing is left."""
     kind, parameters = operation.gate, operation.parameters
-    gate_wires = letters(operation)[len(operation.controls) :]
+    gate_wires = wire_paulis(operation)[len(operation.controls) :]
     if any(gate_wires[number] != "Z" for number in fixed):
-        raise AssertionError(f"{operation} mixes held positions; the schedule exchanges them first")
-    word = kind.word if isinstance(kind, PauliRotation) else _WORDS.get(kind.name)
-    if word is not None:
+        raise AssertionError(f"{operation} mixes global positions; the schedule exchanges them first")
+    pauli_string = kind.paulis if isinstance(kind, PauliRotation) else _ROTATION_PAULIS.get(kind.name)
+    if pauli_string is not None:
         sign = -1.0 if sum(fixed.values()) % 2 else 1.0
-        rest = "".join(letter for number, letter in enumerate(word) if number not in fixed)
+        rest = "".join(pauli for number, pauli in enumerate(pauli_string) if number not in fixed)
         if not rest:
             return gate("gphase"), (parameters[0] * (-0.5 * sign),)
         return gate(_AXIS[rest]) if len(rest) == 1 else pauli_rotation(rest), (parameters[0] * sign,)

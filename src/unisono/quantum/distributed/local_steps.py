@@ -11,11 +11,11 @@ from unisono.quantum.circuit.operation import Operation
 from unisono.quantum.circuit.operations import shared
 from unisono.quantum.distributed.global_index_map import GlobalIndexMap
 from unisono.quantum.kernels.runner import Runner, runner
-from unisono.quantum.schedule.step import Event, Exchange, Segment, Step
+from unisono.quantum.schedule.step import CircuitSegment, Event, Exchange, Step
 
 
 @dataclass(frozen=True)
-class Run:
+class LocalOperations:
     """Unitary operations on local axes, in order; a gphase without controls scales the whole local array."""
 
     operations: Sequence[Operation]
@@ -64,15 +64,15 @@ class Conditional:
     operation: Operation
 
 
-LocalStep = Run | LocalExchange | Measure | Conditional
+LocalStep = LocalOperations | LocalExchange | Measure | Conditional
 
 
 def local_steps(steps: Iterable[Step], rank: int, index_map: GlobalIndexMap) -> Iterator[LocalStep]:
     """A rank's part of the steps of a schedule; `index_map` is updated on the way."""
     for step in steps:
-        if isinstance(step, Segment):
+        if isinstance(step, CircuitSegment):
             if operations := index_map.restrict(step.operations, rank):
-                yield Run(shared(operations, step.operations))
+                yield LocalOperations(shared(operations, step.operations))
         elif isinstance(step, Exchange):
             yield local_exchange(step, index_map, rank)
         elif step.operation.gate.unitary:

@@ -13,12 +13,12 @@ import torch
 from unisono.errors import UsageError
 from unisono.quantum.arguments import shown
 from unisono.quantum.distributed.global_index_map import GlobalIndexMap
-from unisono.quantum.distributed.local_steps import LocalStep, Run, local_steps
+from unisono.quantum.distributed.local_steps import LocalOperations, LocalStep, local_steps
 from unisono.quantum.schedule.schedule import Schedule
 
 
 @dataclass(frozen=True)
-class Program:
+class QuantumProgram:
     """`index_map` is that after the last step."""
 
     schedule: Schedule
@@ -27,7 +27,7 @@ class Program:
     index_map: GlobalIndexMap
 
     @classmethod
-    def of(cls, schedule: Schedule, rank: int = 0, index_map: GlobalIndexMap | None = None) -> Program:
+    def of(cls, schedule: Schedule, rank: int = 0, index_map: GlobalIndexMap | None = None) -> QuantumProgram:
         if not isinstance(schedule, Schedule):
             raise UsageError(f"a program of {shown(schedule)}: expected a Schedule, such as Schedule.of(circuit)")
         table = GlobalIndexMap(schedule.held) if index_map is None else index_map.copy()
@@ -37,5 +37,5 @@ class Program:
     def prepare(self, axes: int, dtype: torch.dtype, device: torch.device, kernel: str) -> None:
         """Make its runs ready for a kernel, which takes memory of its own: best before a state does."""
         for step in self.steps:
-            if isinstance(step, Run):
+            if isinstance(step, LocalOperations):
                 step.runner(axes, dtype, device, kernel)

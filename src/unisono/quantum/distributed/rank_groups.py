@@ -12,7 +12,7 @@ from unisono.quantum.arguments import require_comm, require_count
 
 
 @dataclass(frozen=True)
-class Share:
+class RankGroup:
     """`comm` is the group of 2^held ranks that share one state, this rank among them; None where that is one rank.
 
     There are `groups` such groups, for different samples of a batch; this rank is in number `group`, or, being surplus,
@@ -31,7 +31,7 @@ class Grid(Protocol):
     def comm(self, *names: str) -> Communicator: ...
 
 
-def share_grid(grid: Grid, wires: int, batch_axis: str, state_axis: str) -> Share:
+def share_grid(grid: Grid, wires: int, batch_axis: str, state_axis: str) -> RankGroup:
     """Ranks along `state_axis` share each state, those along `batch_axis` the samples of a batch."""
     if not callable(getattr(grid, "comm", None)):
         raise UsageError(f"mesh of type {type(grid).__name__}: expected a uni.Mesh, or anything with comm(*axes)")
@@ -44,10 +44,10 @@ def share_grid(grid: Grid, wires: int, batch_axis: str, state_axis: str) -> Shar
             f"axis {state_axis!r} has {states.size} ranks for a state of {wires} wires: expected a power of two of at "
             f"most {2**wires}"
         )
-    return Share(states if held else None, held, samples.size, samples.rank)
+    return RankGroup(states if held else None, held, samples.size, samples.rank)
 
 
-def share(comm: Communicator | None, wires: int, *, batch: int = 1, narrowest: int = 1, warn: bool = True) -> Share:
+def share(comm: Communicator | None, wires: int, *, batch: int = 1, narrowest: int = 1, warn: bool = True) -> RankGroup:
     """Spread states of `wires` wires over all ranks, or over as many as a power of two allows.
 
     A rank keeps at least `narrowest` wires. With a batch, a number of ranks that is no power of two makes several
@@ -69,11 +69,11 @@ def share(comm: Communicator | None, wires: int, *, batch: int = 1, narrowest: i
     elif groups > 1:
         note = f"{size} ranks in {groups} groups of {width}: each group simulates its own samples of the batch"
     if comm is None or size == 1:
-        return Share(None, 0, 1, 0)
+        return RankGroup(None, 0, 1, 0)
     if note and warn and comm.rank == 0:
         warnings.warn(note, stacklevel=2)
     if width == size:
-        return Share(comm, held, 1, 0, note)
+        return RankGroup(comm, held, 1, 0, note)
     mine = comm.split([list(range(g * width, (g + 1) * width)) for g in range(groups)]) if width > 1 else None
     group = comm.rank // width
-    return Share(mine, held, groups, group if group < groups else -1, note)
+    return RankGroup(mine, held, groups, group if group < groups else -1, note)

@@ -30,10 +30,10 @@ _LINE = 64  # bytes; counters and slots have cache lines of their own
 _LOOKS = 20_000  # at a counter, while a partner may come soon: some milliseconds
 _NAP = 0.0005  # seconds between looks, when it does not
 _ROUND = 0.25  # seconds between questions whether the partner is still alive
-_kept: weakref.WeakKeyDictionary[Communicator, Staging | None] = weakref.WeakKeyDictionary()
+_kept: weakref.WeakKeyDictionary[Communicator, SharedStaging | None] = weakref.WeakKeyDictionary()
 
 
-class Staging:
+class SharedStaging:
     """The slots of the ranks on this host, by rank."""
 
     def __init__(self, comm: Communicator, maps: dict[int, mmap.mmap], pids: list[int], slot: int) -> None:
@@ -60,23 +60,23 @@ class Staging:
         flat = torch.frombuffer(self._maps[rank], dtype=like.dtype, count=like.numel(), offset=start)
         return flat.view(like.shape)
 
-    def exchange_blocks(self, pieces: Iterator[torch.Tensor], partner: int) -> None:
+    def exchange_blocks(self, chunks: Iterator[torch.Tensor], partner: int) -> None:
         """Exchange pieces with a partner, who has pieces of the same shapes.
 
         A slot is packed again only when the partner has come to the piece after: then it has unpacked this one."""
-        for number, piece in enumerate(pieces):
-            self.place(self._rank, number, piece).copy_(piece)
+        for number, chunk in enumerate(chunks):
+            self.place(self._rank, number, chunk).copy_(chunk)
             self._meet(partner)
-            piece.copy_(self.place(partner, number, piece))
+            chunk.copy_(self.place(partner, number, chunk))
         self._meet(partner)
 
-    def borrow(self, pieces: Iterator[tuple[int, torch.Tensor]], partner: int) -> Iterator[tuple[int, torch.Tensor]]:
+    def borrow(self, chunks: Iterator[tuple[int, torch.Tensor]], partner: int) -> Iterator[tuple[int, torch.Tensor]]:
         """The partner's pieces, where it put them, while it looks at this rank's; a slot is free as in
         `exchange_blocks`."""
-        for number, (place, piece) in enumerate(pieces):
-            self.place(self._rank, number, piece).copy_(piece)
+        for number, (place, chunk) in enumerate(chunks):
+            self.place(self._rank, number, chunk).copy_(chunk)
             self._meet(partner)
-            yield place, self.place(partner, number, piece)
+            yield place, self.place(partner, number, chunk)
         self._meet(partner)
 
     def total(self, value: float) -> float:
@@ -93,7 +93,7 @@ class Staging:
 
     def _meet(self, partner: int) -> None:
         """Wait until the partner has come here as often as this rank has."""
-        from unisono.quantum.kernels.flags import advance, reached
+        from unisono.quantum.kernels.cpu import advance, reached
 
         self._met[partner] += 1
         advance(self._counters[self._rank], _LINE // 8 * partner)
@@ -102,7 +102,7 @@ class Staging:
             self._comm.block(f"exchange with rank {partner}", lambda: self._wait(partner, goal))
 
     def _wait(self, partner: int, goal: int) -> None:
-        from unisono.quantum.kernels.flags import reached
+        from unisono.quantum.kernels.cpu import reached
 
         asked = time.monotonic()
         while not reached(self._counters[partner], _LINE // 8 * self._rank, goal, 1):
@@ -113,7 +113,7 @@ class Staging:
                     raise RuntimeError(f"rank {partner} has ended")
 
 
-def staging(comm: Communicator, size: int) -> Staging | None:
+def staging(comm: Communicator, size: int) -> SharedStaging | None:
     """The staging of a communicator, made when it is first asked for, by all ranks; None: there is none.
 
     `size` are the bytes of a rank's slots together."""
@@ -124,12 +124,12 @@ def staging(comm: Communicator, size: int) -> Staging | None:
     return _kept[comm]
 
 
-def known(comm: Communicator) -> Staging | None:
+def known(comm: Communicator) -> SharedStaging | None:
     """The staging that a communicator has already."""
     return _kept.get(comm)
 
 
-def _made(comm: Communicator, slot: int) -> Staging | None:
+def _made(comm: Communicator, slot: int) -> SharedStaging | None:
     here = [rank for rank in range(comm.size) if comm.hosts[rank] == comm.hosts[comm.rank]]
     told = comm.all_gather_object((f"{_FOLDER}/unisono-{secrets.token_hex(8)}", os.getpid()))
     names, pids = [name for name, _ in told], [pid for _, pid in told]
@@ -139,7 +139,7 @@ def _made(comm: Communicator, slot: int) -> Staging | None:
     comm.all_reduce(everyone, op="min")
     if os.path.exists(names[comm.rank]):
         os.unlink(names[comm.rank])
-    return Staging(comm, maps, pids, slot) if maps is not None and int(everyone) else None
+    return SharedStaging(comm, maps, pids, slot) if maps is not None and int(everyone) else None
 
 
 def _opened(comm: Communicator, names: list[str], here: list[int], size: int) -> dict[int, mmap.mmap] | None:

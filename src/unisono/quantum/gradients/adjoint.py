@@ -11,18 +11,20 @@ from typing import Any
 import numpy as np
 
 from unisono.errors import UsageError
-from unisono.quantum.distributed.local_steps import LocalExchange, Run
-from unisono.quantum.distributed.program import Program
+from unisono.quantum.distributed.local_steps import LocalExchange, LocalOperations
+from unisono.quantum.distributed.program import QuantumProgram
 from unisono.quantum.state import State
 
 Gradients = tuple[np.ndarray, np.ndarray]  # of the weights, of the features
 
 
-def gradients(program: Program, state: State, costate: State, weights: Any = (), features: Any = ()) -> Gradients:
+def gradients(
+    program: QuantumProgram, state: State, costate: State, weights: Any = (), features: Any = ()
+) -> Gradients:
     """This rank's share of the gradients; their sum over the ranks of the state is the whole.
 
     `state` is what the program ended in. Both states are walked back to where the program began, and are spent."""
-    if any(not isinstance(step, Run | LocalExchange) for step in program.steps):
+    if any(not isinstance(step, LocalOperations | LocalExchange) for step in program.steps):
         raise UsageError("a circuit with measurements, resets or conditions has no gradient")
     costate.norm_expected = costate.norm() if state.held else 1.0
     sizes = (np.size(weights), np.size(features))
@@ -32,7 +34,7 @@ def gradients(program: Program, state: State, costate: State, weights: Any = (),
             state.exchange(step)
             costate.exchange(step)
             continue
-        assert isinstance(step, Run)
+        assert isinstance(step, LocalOperations)
         runner = step.runner(state.wires - state.held, state.dtype, state.device, state.kernel)
         parts = runner.reverse(state.local, costate.local, weights, features)
         for total, part in zip(found, parts, strict=True):

@@ -16,7 +16,7 @@ from unisono.quantum.outputs import MOST_PROBABILITIES
 from unisono.quantum.state import State
 
 if TYPE_CHECKING:
-    from unisono.quantum.kernels.pauli_strings_gpu import GpuWords
+    from unisono.quantum.kernels.pauli_strings_gpu import GpuPauliStrings
 
 
 class Expectations:
@@ -29,36 +29,36 @@ class Expectations:
         self.width = len(self.observables)
         self.dtype = torch.float32 if dtype == torch.complex64 else torch.float64
         self._observed = Observed(self.observables, wires)
-        self._on_gpu: dict[tuple[int, ...], GpuWords] = {}
+        self._on_gpu: dict[tuple[int, ...], GpuPauliStrings] = {}
 
     def read(self, state: State) -> torch.Tensor:
-        if words := self._gpu_words(state):
-            return torch.from_numpy(words.values(state.local)).to(self.dtype)
+        if pauli_strings := self._gpu_pauli_strings(state):
+            return torch.from_numpy(pauli_strings.values(state.local)).to(self.dtype)
         return self._observed.values(state).to(self.dtype)
 
     def costate(self, state: State, output: torch.Tensor, gradient: torch.Tensor) -> State:
         weights = gradient.double().tolist()
-        if words := self._gpu_words(state):
-            return state.like(words.applied(state.local, weights))
+        if pauli_strings := self._gpu_pauli_strings(state):
+            return state.like(pauli_strings.applied(state.local, weights))
         seen = self._observed
-        terms = [(w * c, word) for w, each in zip(weights, seen.sums, strict=True) for c, word in each]
+        terms = [(w * c, pauli_string) for w, each in zip(weights, seen.sums, strict=True) for c, pauli_string in each]
         projectors = [(w * c, bits) for w, each in zip(weights, seen.projectors, strict=True) for c, bits in each]
         return applied_pauli_strings(state, terms, projectors)
 
-    def _gpu_words(self, state: State) -> GpuWords | None:
-        """The GPU's own kernel, where one GPU has the whole state and the observables are short Pauli sums."""
+    def _gpu_pauli_strings(self, state: State) -> GpuPauliStrings | None:
+        """The GPU's own kernel, where one GPU has the full state and the observables are short Pauli sums."""
         wide = [len(bits) for each in self.observables for _, bits in each.projectors]
         wide += [len(block.wires) for each in self.observables for block in each.blocks]
         if state.device.type != "cuda" or state.held or state.kernel == "reference" or max(wide, default=0) > _WIDEST:
             return None
-        from unisono.quantum.kernels.pauli_strings_gpu import GpuWords  # compiled where there is a GPU
+        from unisono.quantum.kernels.pauli_strings_gpu import GpuPauliStrings  # compiled where there is a GPU
 
         if state.layout not in self._on_gpu:
-            self._on_gpu[state.layout] = GpuWords(self.observables, state.layout)
+            self._on_gpu[state.layout] = GpuPauliStrings(self.observables, state.layout)
         return self._on_gpu[state.layout]
 
 
-_WIDEST = min(4, LARGEST_EXPANSION)  # wires of a matrix or projector that is worth writing out in words
+_WIDEST = min(4, LARGEST_EXPANSION)  # wires of a matrix or projector that is worth writing out in Pauli strings
 
 
 class Amplitudes:

@@ -68,6 +68,6 @@ def _shifted(operation: Operation, which: int, shift: float) -> Operation:
 
 def _with(circuit: Circuit, number: int, operation: Operation) -> Circuit:
     changed = type(circuit)(circuit.wires, circuit.bits)
-    for place, each in enumerate(circuit.operations):
-        changed.append(operation if place == number else each)
+    for at, each in enumerate(circuit.operations):
+        changed.append(operation if at == number else each)
     return changed

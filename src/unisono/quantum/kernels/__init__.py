@@ -5,12 +5,11 @@ Read in this order:
     reference           the readable kernel in torch; the others are tested against it
     runner              the choice of a kernel
     code                the instructions that compile/ writes and the fast kernels read
-    cpu, cpu_reverse    the CPU kernel (numba), forward and backward; rotations and vector are its vector code
+    cpu, cpu_reverse    the CPU kernel (numba), forward and backward; rotations and vector are its SIMD code
     bind                angles filled into a program
     gpu, tiles.cu       the GPU kernel
     pauli_strings       signed sums over amplitudes for Pauli strings, with pauli_strings_cpu, _gpu and .cu
-    squares, flags      the norm of a state; counters in shared memory
-    workspace, threads  working memory and threads of the CPU kernel
+    workspace           working memory and threads of the CPU kernels
     compiling           how numba kernels are compiled and cached on disk
 
 Called by distributed/local_steps.py, compile/bound.py and observables/.

@@ -1,10 +1,11 @@
 """How kernels are compiled: `entry` for those that Python calls, kept on disk; `inner` for those that kernels call.
 
-The ways into a kernel for Python and for C take numba longer to make than many a kernel, so each has those it needs.
+numba takes longer to compile the Python and C wrappers of a kernel than many kernels, so each has only those it needs.
 
-What is on disk bears a digest of all kernels' sources, since numba itself only looks at the file that an entry stands
-in, and would go on with entries that were compiled with other inner kernels. Of several processes that want a kernel
-which is not there yet, one compiles it, and the others wait."""
+Files on disk carry a digest of all kernels' sources, since numba itself checks only the file that defines an entry, and
+would use entries that were compiled with other inner kernels. If several processes need a kernel that is not compiled
+yet, one compiles it, and the others wait.
+"""
 
 from __future__ import annotations
 

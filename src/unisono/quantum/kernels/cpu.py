@@ -8,7 +8,9 @@ from unisono.quantum.kernels import code
 from unisono.quantum.kernels.compiling import entry, inner
 from unisono.quantum.kernels.rotations import turn1, turn2, turn3_0, turn3_1, turn3_2, turn3_3
 from unisono.quantum.kernels.vector import (
+    add,
     deinterleave,
+    fetch,
     fetch_add,
     fma,
     fnma,
@@ -23,6 +25,7 @@ from unisono.quantum.kernels.vector import (
     splat,
     store,
     sub,
+    total,
     width,
 )
 
@@ -274,3 +277,49 @@ def forward(state, sweeps, ops, rows, pairs, places, values, scales, tile, spare
             shift = flipped(pairs, sweep[SWEEP_FLIPS], sweep[SWEEP_FLIP_COUNT], outside)
             scatter(state, start, sweep, places, rows, sweep[ORDER], tile, shift, scales[number])
         meet(counters, 2 * number + 1, threads)
+
+
+# ---- counters in memory that processes share: the progress of the ranks of a host
+# -------------------------------------
+
+
+_SPINS = 200  # before other threads may run
+
+
+@entry()
+def advance(counters, index):  # type: ignore[no-untyped-def]
+    """Add one; whoever sees it sees what was written before."""
+    fetch_add(counters, index, 1)
+
+
+@entry()
+def reached(counters, index, goal, reads):  # type: ignore[no-untyped-def]
+    """Whether the counter reaches `goal` within so many reads."""
+    for read in range(reads):
+        if fetch(counters, index) >= goal:
+            return True
+        if read > _SPINS:
+            give_way()
+    return False
+
+
+# ---- the norm of a state, which is checked after every exchange
+# -------------------------------------------------------
+
+
+_CHUNK = 1 << 14  # numbers that are added up in their own precision
+
+
+@entry()
+def squares(numbers):  # type: ignore[no-untyped-def]
+    """Of a flat array whose length is a multiple of _CHUNK."""
+    w = width(numbers)
+    found = 0.0
+    for begin in range(0, len(numbers), _CHUNK):
+        first = load(numbers, begin)
+        a = b = c = d = sub(first, first)
+        for i in range(begin, begin + _CHUNK, 4 * w):
+            p, q, r, s = load(numbers, i), load(numbers, i + w), load(numbers, i + 2 * w), load(numbers, i + 3 * w)
+            a, b, c, d = fma(p, p, a), fma(q, q, b), fma(r, r, c), fma(s, s, d)
+        found += total(add(add(a, b), add(c, d)))
+    return found

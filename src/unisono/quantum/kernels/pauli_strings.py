@@ -16,14 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from unisono.quantum.kernels.reference import flipped
-from unisono.quantum.kernels.threads import count, together
-from unisono.quantum.kernels.workspace import workspace
+from unisono.quantum.kernels.workspace import count, together, workspace
 
 _SUM_BLOCK, _ADD_BLOCK = 256, 1024  # amplitudes that a block of the fast kernels holds
 _SMALL = 8  # bits of a sum that is done as one product with a matrix of signs
 
-Group = tuple[int, NDArray[np.int64]]  # what the words flip, and the mask of each word's sign
-Weighted = tuple[int, NDArray[np.int64], NDArray[np.complex128]]  # and each word's factor
+Group = tuple[int, NDArray[np.int64]]  # what the Pauli strings flip, and the mask of each Pauli string's sign
+Weighted = tuple[int, NDArray[np.int64], NDArray[np.complex128]]  # and each Pauli string's factor
 
 
 def pauli_sums(mine: torch.Tensor, theirs: torch.Tensor, groups: Sequence[Group]) -> list[NDArray[np.complex128]]:
@@ -51,7 +50,7 @@ def pauli_sums(mine: torch.Tensor, theirs: torch.Tensor, groups: Sequence[Group]
 
 
 def add_pauli_strings(into: torch.Tensor, theirs: torch.Tensor, groups: Sequence[Weighted]) -> None:
-    """into[i ^ flip] += theirs[i] * sum over words of factor * (-1)^popcount(i & sign), for each group."""
+    """into[i ^ flip] += theirs[i] * sum over Pauli strings of factor * (-1)^popcount(i & sign), for each group."""
     if not _fast(into):
         for flip, signs, factors in groups:
             scale = torch.zeros_like(theirs)
@@ -79,14 +78,14 @@ def add_pauli_strings(into: torch.Tensor, theirs: torch.Tensor, groups: Sequence
 
 
 def _flat(groups: Sequence[Group] | Sequence[Weighted]) -> tuple[NDArray[np.int64], ...]:
-    """What each group flips, where its words begin (and the end of all), and all sign masks."""
+    """What each group flips, where its Pauli strings begin (and the end of all), and all sign masks."""
     flips = np.array([group[0] for group in groups], np.int64)
     starts = np.cumsum([0, *(len(group[1]) for group in groups)]).astype(np.int64)
     return flips, starts, np.concatenate([np.zeros(0, np.int64), *(group[1] for group in groups)])
 
 
 def _signs_at(signs: NDArray[np.int64], flip: int) -> NDArray[np.int64]:
-    """What turns a sign of the amplitude that a word leaves into that of the one where it arrives."""
+    """What turns a sign of the amplitude that a Pauli string leaves into that of the one where it arrives."""
     return 1 - 2 * (np.bitwise_count(signs & flip).astype(np.int64) & 1)
 
 
@@ -98,14 +97,14 @@ def _tables(
     rows: dict[int, int] = {0: 0}
     places = np.full(len(signs), -1, np.int64)
     for group, (begin, end) in enumerate(itertools.pairwise(starts.tolist())):
-        for word in range(begin, end):
-            low = int(signs[word]) & (block - 1)
-            if signs[word] != low:
-                places[word] = rows.setdefault(low, len(rows))
+        for pauli_string in range(begin, end):
+            low = int(signs[pauli_string]) & (block - 1)
+            if signs[pauli_string] != low:
+                places[pauli_string] = rows.setdefault(low, len(rows))
             else:
-                row = _low_signs(signs[word : word + 1], block, part)[0]
-                fixed[group, 0] += factors[word].real * row
-                fixed[group, 1] += factors[word].imag * row
+                row = _low_signs(signs[pauli_string : pauli_string + 1], block, part)[0]
+                fixed[group, 0] += factors[pauli_string].real * row
+                fixed[group, 1] += factors[pauli_string].imag * row
     return fixed, _low_signs(np.array([*rows], np.int64), block, part), places
 
 

@@ -1,15 +1,16 @@
-"""The inner loops of pauli_strings.py in numba: a block of amplitudes at a time, all words while it is in cache.
+"""The inner loops of pauli_strings.py in numba: a block of amplitudes at a time, all Pauli strings while it is in
+cache.
 
-Amplitudes are flat arrays of real and imaginary parts in turn. Group g has words starts[g] to starts[g + 1], which flip
-flips[g]. A sign is that of the block's place times that within the block, which tables have. Threads share `counters`,
-from which each takes its next block; each has two arrays of a block's size to work in."""
+Amplitudes are flat arrays of real and imaginary parts in turn. Group g has Pauli strings starts[g] to starts[g + 1],
+which flip flips[g]. A sign is that of the block's place times that within the block, which tables have. Threads share
+`counters`, from which each takes its next block; each has two arrays of a block's size to work in."""
 
 from __future__ import annotations
 
 from unisono.quantum.kernels.compiling import entry, inner
 from unisono.quantum.kernels.vector import fetch_add, parity
 
-FEW = 6  # words of a group up to which each is added up on its own
+FEW = 6  # Pauli strings of a group up to which each is added up on its own
 
 
 @inner(fastmath=True)
@@ -35,7 +36,7 @@ def transform(values):  # type: ignore[no-untyped-def]
 
 @entry(fastmath=True)
 def sums(mine, theirs, alike, flips, starts, signs, low, out, real, imaginary, counters):  # type: ignore[no-untyped-def]
-    """out[word] += the sum over i of conj(theirs[i ^ flip]) * mine[i] * (-1)^popcount(i & sign).
+    """out[Pauli string] += the sum over i of conj(theirs[i ^ flip]) * mine[i] * (-1)^popcount(i & sign).
 
     `alike`: both arrays are the same, so that products without a flip are real."""
     size = low.shape[1]
@@ -55,14 +56,14 @@ def sums(mine, theirs, alike, flips, starts, signs, low, out, real, imaginary, c
                 transform(real)
                 if flips[group] or not alike:
                     transform(imaginary)
-            for word in range(starts[group], starts[group + 1]):
+            for pauli_string in range(starts[group], starts[group + 1]):
                 if many:
-                    first, second = real[signs[word] & (size - 1)], imaginary[signs[word] & (size - 1)]
+                    first, second = real[signs[pauli_string] & (size - 1)], imaginary[signs[pauli_string] & (size - 1)]
                 else:
-                    first, second = dot(low[word], real), dot(low[word], imaginary)
-                sign = 1.0 - 2.0 * parity(base & signs[word])
-                out[word, 0] += sign * first
-                out[word, 1] += sign * second
+                    first, second = dot(low[pauli_string], real), dot(low[pauli_string], imaginary)
+                sign = 1.0 - 2.0 * parity(base & signs[pauli_string])
+                out[pauli_string, 0] += sign * first
+                out[pauli_string, 1] += sign * second
 
 
 @inner(fastmath=True)
@@ -71,12 +72,12 @@ def _factor(re, im, group, begin, end, base, fixed, signs, factors, tables, plac
     for i in range(len(re)):
         re[i] = fixed[group, 0, i]
         im[i] = fixed[group, 1, i]
-    for word in range(begin, end):
-        place = places[word]
+    for pauli_string in range(begin, end):
+        place = places[pauli_string]
         if place < 0:
             continue
-        sign = 1 - 2 * parity(signs[word] & base)
-        a, b = sign * factors[word, 0], sign * factors[word, 1]
+        sign = 1 - 2 * parity(signs[pauli_string] & base)
+        a, b = sign * factors[pauli_string, 0], sign * factors[pauli_string, 1]
         table = tables[place]
         if place == 0:
             for i in range(len(re)):
@@ -90,10 +91,10 @@ def _factor(re, im, group, begin, end, base, fixed, signs, factors, tables, plac
 
 @entry(fastmath=True)
 def add(into, theirs, flips, starts, signs, factors, fixed, tables, places, re, im, counters):  # type: ignore[no-untyped-def]
-    """into[i] += theirs[i ^ flip] * factor * (-1)^popcount(i & sign), for all words.
+    """into[i] += theirs[i ^ flip] * factor * (-1)^popcount(i & sign), for all Pauli strings.
 
-    fixed[g] is what the words of group g whose signs lie within a block make of any block. For the others, places[word]
-    is the row of `tables` that has the signs within the block (row 0: all ones)."""
+    fixed[g] is what the Pauli strings of group g whose signs lie within a block make of any block. For the others,
+    places[Pauli string] is the row of `tables` that has the signs within the block (row 0: all ones)."""
     size = fixed.shape[2]
     while True:
         base = fetch_add(counters, 0, 1) * size

@@ -16,7 +16,7 @@ from unisono.quantum.observables.observable import PauliString, PauliSum
 _BLOCKS = 8  # of a multiprocessor
 
 
-class GpuWords:
+class GpuPauliStrings:
     """Words of several observables on the wires of a layout (position 0 most significant)."""
 
     def __init__(self, observables: Sequence[PauliSum], layout: Sequence[int]) -> None:
@@ -24,9 +24,9 @@ class GpuWords:
         self.bits = len(layout)
         bit_of = {wire: self.bits - 1 - position for position, wire in enumerate(layout)}
         self._terms = [
-            (number, *_masks(word, bit_of), coefficient)
+            (number, *_masks(pauli_string, bit_of), coefficient)
             for number, observable in enumerate(observables)
-            for coefficient, word in observable.paulis().terms
+            for coefficient, pauli_string in observable.paulis().terms
         ]
 
     def values(self, local: torch.Tensor) -> NDArray[np.float64]:
@@ -85,13 +85,13 @@ def _sent(numbers: Any, dtype: torch.dtype, device: torch.device) -> torch.Tenso
     return torch.tensor([*numbers, 0], dtype=dtype, device=device)  # never empty: kernels take its address
 
 
-def _masks(word: PauliString, bit_of: dict[int, int]) -> tuple[int, int, complex]:
-    """What the word flips, whose sign counts (of the amplitude it arrives at), and its power of i."""
+def _masks(pauli_string: PauliString, bit_of: dict[int, int]) -> tuple[int, int, complex]:
+    """What the Pauli string flips, whose sign counts (of the amplitude it arrives at), and its power of i."""
     flip = sign = 0
     power = 1 + 0j
-    for wire, letter in word:
+    for wire, pauli in pauli_string:
         bit = 1 << bit_of[wire]
-        flip |= bit if letter != "Z" else 0
-        sign |= bit if letter != "X" else 0
-        power *= -1j if letter == "Y" else 1
+        flip |= bit if pauli != "Z" else 0
+        sign |= bit if pauli != "X" else 0
+        power *= -1j if pauli == "Y" else 1
     return flip, sign, power

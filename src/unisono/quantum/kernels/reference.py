@@ -92,7 +92,7 @@ def _derived(local: torch.Tensor, operation: Operation, which: int, angles: list
     return moved
 
 
-class Reference:
+class ReferenceRunner:
     """Operations for this kernel, called as those of the fast ones are."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:

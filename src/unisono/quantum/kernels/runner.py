@@ -43,7 +43,7 @@ def runner(operations: Sequence[Operation], axes: int, dtype: torch.dtype, devic
         from unisono.quantum.compile.compiled import Compiled  # numba is optional
 
         return Compiled(operations, axes, dtype)
-    return reference.Reference(operations)
+    return reference.ReferenceRunner(operations)
 
 
 def _fastest(operations: Sequence[Operation], axes: int, device: torch.device) -> str:

@@ -339,7 +339,7 @@ def give_way(typing: Any) -> Any:
 
 
 @intrinsic
-def parity(typing: Any, word: Any) -> Any:
+def parity(typing: Any, mask: Any) -> Any:
     """1 for an integer with an odd number of set bits, else 0."""
 
     def generate(context: Any, builder: Any, signature: Any, args: Any) -> Any:

@@ -15,14 +15,16 @@ from unisono.quantum.kernels.reference import block
 from unisono.quantum.observables.observable import PauliString, PauliSum, Values
 from unisono.quantum.state import State
 
-_PIECE = 1 << 18  # amplitudes whose copies in double precision are in memory together
+_CHUNK = 1 << 18  # amplitudes whose copies in double precision are in memory together
 
-Masked = tuple[int, int, complex]  # bits that a word flips, bits whose sign counts, its coefficient and power of i
+Masked = tuple[
+    int, int, complex
+]  # bits that a Pauli string flips, bits whose sign counts, its coefficient and power of i
 
 
 def applied(state: State, observable: PauliSum) -> State:
-    """O|state>, a state of the same layout that is not normalised. Ranks exchange once for each mask of held wires that
-    words flip; the state itself is not changed."""
+    """O|state>, a state of the same layout that is not normalised. Ranks exchange once for each mask of global qubits
+    that Pauli strings flip; the state itself is not changed."""
     observable.check(state.wires)
     return applied_pauli_strings(
         state, PauliSum(observable.terms, observable.blocks).paulis().terms, observable.projectors
@@ -32,16 +34,16 @@ def applied(state: State, observable: PauliSum) -> State:
 def applied_pauli_strings(
     state: State, terms: Sequence[tuple[float, PauliString]], projectors: Sequence[tuple[float, Values]]
 ) -> State:
-    """The same for weighted words and projectors."""
+    """The same for weighted Pauli strings and projectors."""
     made = state.blank()
     axes = state.wires - state.held
     by_flip: dict[int, list[Masked]] = {}
-    for coefficient, word in terms:
-        masked = _masked(coefficient, word, state)
+    for coefficient, pauli_string in terms:
+        masked = _masked(coefficient, pauli_string, state)
         by_flip.setdefault(masked[0] >> axes, []).append(masked)
     for flip, group in sorted(by_flip.items()):
-        for place, theirs in state.partner_chunks(flip):
-            _add(made.local, state, place, theirs, group, flip)
+        for offset, theirs in state.partner_chunks(flip):
+            _add(made.local, state, offset, theirs, group, flip)
     for coefficient, values in projectors:
         _project(made.local, state, coefficient, dict(values))
     return made
@@ -49,21 +51,21 @@ def applied_pauli_strings(
 
 def inner(left: State, right: State) -> complex:
     """<left|right> of two states of one layout, of any precision; summed in double precision."""
-    pieces = zip(left.local.split(_PIECE), right.local.split(_PIECE), strict=True)
-    products = [torch.vdot(a.to(torch.complex128), b.to(torch.complex128)) for a, b in pieces]
+    chunks = zip(left.local.split(_CHUNK), right.local.split(_CHUNK), strict=True)
+    products = [torch.vdot(a.to(torch.complex128), b.to(torch.complex128)) for a, b in chunks]
     parts = left.total(torch.view_as_real(torch.stack(products).sum()).clone())
     return complex(*parts.tolist())
 
 
-def _add(into: torch.Tensor, state: State, place: int, theirs: torch.Tensor, group: list[Masked], flip: int) -> None:
-    """Add what the words make of the partner's amplitudes at `place`."""
+def _add(into: torch.Tensor, state: State, offset: int, theirs: torch.Tensor, group: list[Masked], flip: int) -> None:
+    """Add what the Pauli strings make of the partner's amplitudes at `offset`."""
     axes, width = state.wires - state.held, len(theirs)
     held = int(state.index_map.table[state.rank]) ^ flip
-    above = (held << axes) | place
+    above = (held << axes) | offset
     shifts: dict[int, dict[int, list[tuple[int, complex]]]] = {}  # by place, then by what is flipped within it
     for flips, signs, factor in group:
         sign = -1 if (above & signs & ~(width - 1)).bit_count() % 2 else 1
-        at = place ^ (flips & ((1 << axes) - 1) & ~(width - 1))
+        at = offset ^ (flips & ((1 << axes) - 1) & ~(width - 1))
         shifts.setdefault(at, {}).setdefault(flips & (width - 1), []).append((signs & (width - 1), sign * factor))
     for at, by_flip in shifts.items():
         groups = [
@@ -73,14 +75,14 @@ def _add(into: torch.Tensor, state: State, place: int, theirs: torch.Tensor, gro
         add_pauli_strings(into[at : at + width], theirs, groups)
 
 
-def _masked(coefficient: float, word: PauliString, state: State) -> Masked:
+def _masked(coefficient: float, pauli_string: PauliString, state: State) -> Masked:
     flips = signs = 0
     factor = complex(coefficient)
-    for wire, letter in word:
+    for wire, pauli in pauli_string:
         bit = 1 << (state.wires - 1 - state.layout.index(wire))
-        flips |= bit if letter in "XY" else 0
-        signs |= bit if letter in "YZ" else 0
-        factor *= 1j if letter == "Y" else 1
+        flips |= bit if pauli in "XY" else 0
+        signs |= bit if pauli in "YZ" else 0
+        factor *= 1j if pauli == "Y" else 1
     return flips, signs, factor
 
 

@@ -16,16 +16,16 @@ import torch
 
 from unisono.quantum.circuit.gates import gate
 from unisono.quantum.circuit.operation import Operation
-from unisono.quantum.distributed.local_steps import Run, local_exchange
+from unisono.quantum.distributed.local_steps import LocalOperations, local_exchange
 from unisono.quantum.kernels.pauli_strings import pauli_sums
 from unisono.quantum.kernels.reference import block
-from unisono.quantum.observables.measurement_plan import BasisRotations, Reading, Shift, Stage, reading
+from unisono.quantum.observables.measurement_plan import BasisRotations, MeasurementStage, Reading, Shift, reading
 from unisono.quantum.observables.observable import PauliString, PauliSum
 from unisono.quantum.observables.observable import observables as parsed
 from unisono.quantum.state import State, require_state
 
-_TURN = {"X": ("h", "h"), "Y": ("sx", "sxdg")}  # the gate that makes the letter Z, and the one back
-_IN_FRAME = {  # what a letter is once the wire is turned, and its sign
+_TO_Z = {"X": ("h", "h"), "Y": ("sx", "sxdg")}  # the gate that makes the Pauli Z, and the one back
+_IN_FRAME = {  # what a Pauli is once the wire is turned, and its sign
     "X": {"X": ("Z", 1), "Z": ("X", 1), "Y": ("Y", -1)},
     "Y": {"Y": ("Z", 1), "Z": ("Y", -1), "X": ("X", 1)},
 }
@@ -37,106 +37,110 @@ def expectations(state: State, observables: Any, *, restore: bool = True) -> tor
 
 
 class Observed:
-    """Observables made ready to be read many times: `sums` are their Pauli words, matrices written out, and
+    """Observables made ready to be read many times: `sums` are their Pauli strings, matrices written out, and
     `projectors` what is left."""
 
     def __init__(self, observables: Sequence[PauliSum], wires: int) -> None:
         plain = [each.check(wires) for each in observables]
         self.sums = [PauliSum(each.terms, each.blocks).paulis().terms for each in plain]
         self.projectors = [each.projectors for each in plain]
-        self._words = sorted({word for terms in self.sums for _, word in terms})
+        self._pauli_strings = sorted({pauli_string for terms in self.sums for _, pauli_string in terms})
 
     def values(self, state: State, *, restore: bool = True) -> torch.Tensor:
-        values = dict(zip(self._words, pauli_values(state, self._words, restore=restore).tolist(), strict=True))
+        values = dict(
+            zip(self._pauli_strings, pauli_values(state, self._pauli_strings, restore=restore).tolist(), strict=True)
+        )
         found = [
-            sum(coefficient * values[word] for coefficient, word in terms)
+            sum(coefficient * values[pauli_string] for coefficient, pauli_string in terms)
             + sum(coefficient * _projected(state, bits) for coefficient, bits in projectors)
             for terms, projectors in zip(self.sums, self.projectors, strict=True)
         ]
         return torch.tensor(found, dtype=torch.float64)
 
 
-def pauli_values(state: State, words: Sequence[PauliString], *, restore: bool = True) -> torch.Tensor:
-    """The expectation of each word, read with the exchanges of `reading`; one sum over ranks at the end."""
-    plan = reading(words, state.layout, state.held)
-    values = np.zeros(len(words))
+def pauli_values(state: State, pauli_strings: Sequence[PauliString], *, restore: bool = True) -> torch.Tensor:
+    """The expectation of each Pauli string, read with the exchanges of `reading`; one sum over ranks at the end."""
+    plan = reading(pauli_strings, state.layout, state.held)
+    values = np.zeros(len(pauli_strings))
     for stage in plan.stages:
         _enter(state, stage)
         for shift in stage.shifts:
-            _read(state, stage, shift, words, values)
+            _read(state, stage, shift, pauli_strings, values)
     if restore:
         _return(state, plan)
     return state.total(torch.from_numpy(values).to(state.device)).cpu()
 
 
-def _enter(state: State, stage: Stage) -> None:
-    _turn(state, stage.turn, back=False)
+def _enter(state: State, stage: MeasurementStage) -> None:
+    _turn(state, stage.rotate, back=False)
     if stage.exchange is not None:
         state.exchange(local_exchange(stage.exchange, state.index_map, state.rank))
     state.layout = stage.layout
-    _turn(state, stage.turn_back, back=True)
+    _turn(state, stage.rotate_back, back=True)
 
 
 def _return(state: State, plan: Reading) -> None:
     for stage, before in zip(reversed(plan.stages[1:]), reversed(plan.stages[:-1]), strict=True):
-        _turn(state, stage.turn_back, back=False)
+        _turn(state, stage.rotate_back, back=False)
         if stage.exchange is not None:
             state.exchange(local_exchange(stage.exchange, state.index_map, state.rank))
         state.layout = before.layout
-        _turn(state, stage.turn, back=True)
+        _turn(state, stage.rotate, back=True)
 
 
-def _turn(state: State, turns: BasisRotations, *, back: bool) -> None:
+def _turn(state: State, rotations: BasisRotations, *, back: bool) -> None:
     operations = []
-    for wire, letter in turns:
+    for wire, pauli in rotations:
         axis = state.axis(wire)
         assert axis is not None, f"wire {wire} is turned while it is held"
-        operations.append(Operation(gate(_TURN[letter][back]), (axis,)))
+        operations.append(Operation(gate(_TO_Z[pauli][back]), (axis,)))
     if operations:
-        state.apply(Run(tuple(operations)))
+        state.apply(LocalOperations(tuple(operations)))
 
 
 @dataclass(frozen=True)
 class _Masks:
-    """A word on physical bits: what it flips, whose sign counts, and its power of i, with signs of frames."""
+    """A Pauli string on physical bits: what it flips, whose sign counts, and its power of i, with signs of frames."""
 
     flip: int
     sign: int
     factor: complex
 
 
-def _masks(word: PauliString, stage: Stage) -> _Masks:
+def _masks(pauli_string: PauliString, stage: MeasurementStage) -> _Masks:
     flip = sign = 0
     factor = complex(1)
     top = len(stage.layout) - 1
-    for wire, original in word:
-        letter, turned = _IN_FRAME[stage.frames[wire]][original] if wire in stage.frames else (original, 1)
+    for wire, original in pauli_string:
+        pauli, rotated = _IN_FRAME[stage.frames[wire]][original] if wire in stage.frames else (original, 1)
         bit = 1 << (top - stage.layout.index(wire))
-        factor *= turned
-        if letter in "XY":
+        factor *= rotated
+        if pauli in "XY":
             flip |= bit
-        if letter in "YZ":
+        if pauli in "YZ":
             sign |= bit
-        if letter == "Y":
+        if pauli == "Y":
             factor *= 1j
     return _Masks(flip, sign, factor)
 
 
-def _read(state: State, stage: Stage, shift: Shift, words: Sequence[PauliString], values: np.ndarray) -> None:
-    """Add this rank's part of each word's value."""
+def _read(
+    state: State, stage: MeasurementStage, shift: Shift, pauli_strings: Sequence[PauliString], values: np.ndarray
+) -> None:
+    """Add this rank's part of each Pauli string's value."""
     axes = state.wires - state.held
     local = (1 << axes) - 1
     held_index = int(state.index_map.table[state.rank])
     groups: dict[int, list[tuple[int, _Masks]]] = {}
-    for number in shift.words:
-        masks = _masks(words[number], stage)
+    for number in shift.pauli_strings:
+        masks = _masks(pauli_strings[number], stage)
         groups.setdefault(masks.flip & local, []).append((number, masks))
-    for place, theirs in state.partner_chunks(shift.flip):
+    for offset, theirs in state.partner_chunks(shift.flip):
         width = len(theirs)
-        by_place: dict[int, list[int]] = {}
+        by_offset: dict[int, list[int]] = {}
         for flip in groups:
-            by_place.setdefault(place ^ (flip & ~(width - 1)), []).append(flip)
-        for at, flips in by_place.items():
+            by_offset.setdefault(offset ^ (flip & ~(width - 1)), []).append(flip)
+        for at, flips in by_offset.items():
             members = [(number, masks) for flip in flips for number, masks in groups[flip]]
             within = [
                 (flip & (width - 1), np.array([masks.sign & (width - 1) for _, masks in groups[flip]]))

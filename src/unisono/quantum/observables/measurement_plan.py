@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from unisono.quantum.observables.observable import PauliString
 from unisono.quantum.schedule.step import Exchange
 
-LETTERS = "IXYZ"
-Letters = NDArray[np.int8]  # (words, wires), indices into LETTERS
+PAULI_ORDER = "IXYZ"
+PauliTable = NDArray[np.int8]  # (Pauli strings, wires), indices into LETTERS
 BasisRotations = tuple[tuple[int, str], ...]  # (wire, the Pauli that becomes Z)
 
 
@@ -31,18 +31,18 @@ class Shift:
     """Words to read with the rank whose held index differs by `flip`; 0: with oneself."""
 
     flip: int
-    words: tuple[int, ...]
+    pauli_strings: tuple[int, ...]
 
 
 @dataclass(frozen=True)
-class Stage:
+class MeasurementStage:
     """Turn local wires, exchange, turn back the wires that came, and read.
 
-    `layout` is the one to read in; frames[wire] is the letter that a held wire's Z then stands for."""
+    `layout` is the one to read in; frames[wire] is the Pauli that a global qubit's Z then stands for."""
 
-    turn: BasisRotations
+    rotate: BasisRotations
     exchange: Exchange | None
-    turn_back: BasisRotations
+    rotate_back: BasisRotations
     layout: tuple[int, ...]
     frames: dict[int, str]
     shifts: tuple[Shift, ...] = ()
@@ -50,7 +50,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Reading:
-    stages: tuple[Stage, ...]
+    stages: tuple[MeasurementStage, ...]
 
     @property
     def exchanges(self) -> int:
@@ -68,15 +68,15 @@ class Reading:
         return total
 
 
-def reading(words: Sequence[PauliString], layout: Sequence[int], held: int) -> Reading:
-    """The plan for words on a state with this layout."""
-    letters = _letters(words, len(layout))
-    stages = [Stage((), None, (), tuple(layout), {})]
-    flips = [_flips(letters, stages[0], held)]
+def reading(pauli_strings: Sequence[PauliString], layout: Sequence[int], held: int) -> Reading:
+    """The plan for Pauli strings on a state with this layout."""
+    paulis = _pauli_table(pauli_strings, len(layout))
+    stages = [MeasurementStage((), None, (), tuple(layout), {})]
+    flips = [_flips(paulis, stages[0], held)]
     left = [np.flatnonzero(flips[0])]
     while len(left[-1]) and len(stages) < 2**held:
-        stage = _best_stage(letters[left[-1]], stages[-1], held)
-        flip = _flips(letters, stage, held)
+        stage = _best_stage(paulis[left[-1]], stages[-1], held)
+        flip = _flips(paulis, stage, held)
         still = left[-1][flip[left[-1]] != 0]
         if len(still) == len(left[-1]):
             break
@@ -85,7 +85,7 @@ def reading(words: Sequence[PauliString], layout: Sequence[int], held: int) -> R
         left.append(still)
     costs = [number + len(set(flips[number][left[number]])) for number in range(len(stages))]
     last = int(np.argmin(costs))
-    before = np.arange(len(words))
+    before = np.arange(len(pauli_strings))
     kept = []
     for number in range(last + 1):
         now = before if number == last else np.setdiff1d(before, left[number])
@@ -94,17 +94,17 @@ def reading(words: Sequence[PauliString], layout: Sequence[int], held: int) -> R
     return Reading(tuple(kept))
 
 
-def _best_stage(letters: Letters, now: Stage, held: int) -> Stage:
-    """Hold, instead of some wires, those that the words left over agree most about."""
-    open_words = np.ones(len(letters), dtype=bool)
+def _best_stage(paulis: PauliTable, now: MeasurementStage, held: int) -> MeasurementStage:
+    """Hold, instead of some wires, those that the Pauli strings left over agree most about."""
+    open_strings = np.ones(len(paulis), dtype=bool)
     chosen: dict[int, str] = {}
     local = list(now.layout[held:])
     for _ in range(held):
-        counts = {(wire, b): _agree(letters, wire, b)[open_words].sum() for wire in local for b in "ZXY"}
-        counts |= {(wire, b): _agree(letters, wire, b)[open_words].sum() for wire, b in _kept(now, held, chosen)}
-        wire, letter = max(counts, key=lambda key: (counts[key], key[1] == "Z"))
-        chosen[wire] = letter
-        open_words &= _agree(letters, wire, letter)
+        counts = {(wire, b): _agree(paulis, wire, b)[open_strings].sum() for wire in local for b in "ZXY"}
+        counts |= {(wire, b): _agree(paulis, wire, b)[open_strings].sum() for wire, b in _kept(now, held, chosen)}
+        wire, pauli = max(counts, key=lambda key: (counts[key], key[1] == "Z"))
+        chosen[wire] = pauli
+        open_strings &= _agree(paulis, wire, pauli)
         if wire in local:
             local.remove(wire)
     stay = [wire for wire in now.layout[:held] if wire in chosen]
@@ -113,40 +113,41 @@ def _best_stage(letters: Letters, now: Stage, held: int) -> Stage:
     layout = list(now.layout)
     for give, take in zip(come, leave, strict=True):
         layout[give], layout[take] = layout[take], layout[give]
-    turn = tuple((now.layout[p], chosen[now.layout[p]]) for p in come if chosen[now.layout[p]] != "Z")
+    rotate = tuple((now.layout[p], chosen[now.layout[p]]) for p in come if chosen[now.layout[p]] != "Z")
     back = tuple((now.layout[p], now.frames[now.layout[p]]) for p in leave if now.layout[p] in now.frames)
-    frames = {wire: now.frames[wire] for wire in stay if wire in now.frames} | dict(turn)
-    return Stage(turn, Exchange(tuple(come), tuple(leave)) if come else None, back, tuple(layout), frames)
+    frames = {wire: now.frames[wire] for wire in stay if wire in now.frames} | dict(rotate)
+    return MeasurementStage(rotate, Exchange(tuple(come), tuple(leave)) if come else None, back, tuple(layout), frames)
 
 
-def _kept(now: Stage, held: int, chosen: dict[int, str]) -> list[tuple[int, str]]:
+def _kept(now: MeasurementStage, held: int, chosen: dict[int, str]) -> list[tuple[int, str]]:
     """Held wires that may stay held, in the frame they have."""
     return [(wire, now.frames.get(wire, "Z")) for wire in now.layout[:held] if wire not in chosen]
 
 
-def _agree(letters: Letters, wire: int, letter: str) -> NDArray[np.bool_]:
-    return (letters[:, wire] == 0) | (letters[:, wire] == LETTERS.index(letter))
+def _agree(paulis: PauliTable, wire: int, pauli: str) -> NDArray[np.bool_]:
+    return (paulis[:, wire] == 0) | (paulis[:, wire] == PAULI_ORDER.index(pauli))
 
 
-def _flips(letters: Letters, stage: Stage, held: int) -> NDArray[np.int64]:
-    """The mask of held positions that each word flips, in a stage's layout and frames."""
-    flips = np.zeros(len(letters), dtype=np.int64)
+def _flips(paulis: PauliTable, stage: MeasurementStage, held: int) -> NDArray[np.int64]:
+    """The mask of global positions that each Pauli string flips, in a stage's layout and frames."""
+    flips = np.zeros(len(paulis), dtype=np.int64)
     for position, wire in enumerate(stage.layout[:held]):
-        mixes = ~_agree(letters, wire, stage.frames.get(wire, "Z"))
+        mixes = ~_agree(paulis, wire, stage.frames.get(wire, "Z"))
         flips |= mixes.astype(np.int64) << (held - 1 - position)
     return flips
 
 
-def _shifts(flips: NDArray[np.int64], words: NDArray[np.int64]) -> tuple[Shift, ...]:
+def _shifts(flips: NDArray[np.int64], pauli_strings: NDArray[np.int64]) -> tuple[Shift, ...]:
     return tuple(
-        Shift(int(flip), tuple(words[flips[words] == flip].tolist())) for flip in sorted(set(flips[words].tolist()))
+        Shift(int(flip), tuple(pauli_strings[flips[pauli_strings] == flip].tolist()))
+        for flip in sorted(set(flips[pauli_strings].tolist()))
     )
 
 
-def _letters(words: Iterable[PauliString], wires: int) -> Letters:
-    words = list(words)
-    letters = np.zeros((len(words), wires), dtype=np.int8)
-    for number, word in enumerate(words):
-        for wire, letter in word:
-            letters[number, wire] = LETTERS.index(letter)
-    return letters
+def _pauli_table(pauli_strings: Iterable[PauliString], wires: int) -> PauliTable:
+    pauli_strings = list(pauli_strings)
+    paulis = np.zeros((len(pauli_strings), wires), dtype=np.int8)
+    for number, pauli_string in enumerate(pauli_strings):
+        for wire, pauli in pauli_string:
+            paulis[number, wire] = PAULI_ORDER.index(pauli)
+    return paulis

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from unisono.errors import UsageError
-from unisono.quantum.circuit.gates import Matrix, pauli_word
+from unisono.quantum.circuit.gates import Matrix, pauli_matrix
 from unisono.quantum.circuit.parameter import in_order, is_index
 
 PauliString = tuple[tuple[int, str], ...]  # (wire, "X" | "Y" | "Z"), sorted by wire; () is the identity
@@ -28,7 +28,7 @@ Values = tuple[tuple[int, int], ...]  # (wire, 0 | 1), sorted by wire
 
 HERMITIAN_TOLERANCE = 1e-8
 _MOST_WIRES = 1 << 20
-LARGEST_EXPANSION = 8  # wires of a matrix or projector that is written out in Pauli words (4^8 or 2^8 of them)
+LARGEST_EXPANSION = 8  # wires of a matrix or projector that is written out in Pauli strings (4^8 or 2^8 of them)
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,9 +42,9 @@ class Block:
 
 @dataclass(frozen=True, eq=False)
 class PauliSum:
-    """sum of coefficient * word, plus Hermitian blocks, plus coefficient * |values><values| on some wires.
+    """sum of coefficient * Pauli string, plus Hermitian blocks, plus coefficient * |values><values| on some wires.
 
-    Each word occurs once, with a coefficient that is not zero."""
+    Each Pauli string occurs once, with a coefficient that is not zero."""
 
     terms: tuple[tuple[float, PauliString], ...] = ()
     blocks: tuple[Block, ...] = ()
@@ -53,13 +53,13 @@ class PauliSum:
     @property
     def wires(self) -> tuple[int, ...]:
         """The wires it acts on, sorted."""
-        words = [*(word for _, word in self.terms), *(values for _, values in self.projectors)]
-        acted = {wire for word in words for wire, _ in word}
+        pauli_strings = [*(pauli_string for _, pauli_string in self.terms), *(values for _, values in self.projectors)]
+        acted = {wire for pauli_string in pauli_strings for wire, _ in pauli_string}
         return tuple(sorted(acted.union(*(block.wires for block in self.blocks))))
 
     @property
     def is_diagonal(self) -> bool:
-        return not self.blocks and all(letter == "Z" for _, word in self.terms for _, letter in word)
+        return not self.blocks and all(pauli == "Z" for _, pauli_string in self.terms for _, pauli in pauli_string)
 
     def check(self, wires: int) -> PauliSum:
         """Itself, or an error that names the wires a circuit of `wires` wires does not have."""
@@ -75,32 +75,36 @@ class PauliSum:
     def check_form(self) -> None:
         """Refuse fields that no observable has; uq.X, "X0", uq.Hermitian and uq.Projector make them right."""
         try:
-            words = all(_is_finite(c) and all(letter in "XYZ" for _, letter in word) for c, word in self.terms)
+            pauli_strings = all(
+                _is_finite(c) and all(pauli in "XYZ" for _, pauli in pauli_string) for c, pauli_string in self.terms
+            )
             wires = all(is_index(wire) and wire >= 0 for wire in self.wires)
             blocks = all(isinstance(block, Block) and _is_finite(block.coefficient) for block in self.blocks)
             bits = all(_is_finite(c) and all(bit in (0, 1) for _, bit in values) for c, values in self.projectors)
-            fine = words and wires and blocks and bits
+            fine = pauli_strings and wires and blocks and bits
         except (TypeError, ValueError, AttributeError):
             fine = False
         if not fine:
             raise UsageError(
                 f"PauliSum(terms={self.terms!r}, blocks={self.blocks!r}, projectors={self.projectors!r}): expected "
-                'finite coefficients with words such as ((0, "X"),); uq.X(0), "X0 Z1" and uq.Projector make them'
+                'finite coefficients with Pauli strings such as ((0, "X"),); uq.X(0), "X0 Z1", uq.Projector make them'
             )
 
     def paulis(self) -> PauliSum:
-        """The same with blocks and projectors written out in Pauli words."""
-        parts = [(complex(coefficient), word) for coefficient, word in self.terms]
+        """The same with blocks and projectors written out in Pauli strings."""
+        parts = [(complex(coefficient), pauli_string) for coefficient, pauli_string in self.terms]
         for block in self.blocks:
-            parts += _block_words(block)
+            parts += _block_strings(block)
         for coefficient, values in self.projectors:
-            parts += _projector_words(coefficient, values)
+            parts += _projector_strings(coefficient, values)
         return PauliSum(_collect(parts))
 
     def __add__(self, other: PauliSum | SupportsFloat) -> PauliSum:
         right = observable(other) if isinstance(other, PauliSum | Mapping | str) else _identity(other)
         return PauliSum(
-            _collect([(complex(coefficient), word) for coefficient, word in (*self.terms, *right.terms)]),
+            _collect(
+                [(complex(coefficient), pauli_string) for coefficient, pauli_string in (*self.terms, *right.terms)]
+            ),
             (*self.blocks, *right.blocks),
             (*self.projectors, *right.projectors),
         )
@@ -110,7 +114,7 @@ class PauliSum:
             raise UsageError("a product of observables is written with @")
         number = _real(factor)
         return PauliSum(
-            tuple((number * coefficient, word) for coefficient, word in self.terms if number),
+            tuple((number * coefficient, pauli_string) for coefficient, pauli_string in self.terms if number),
             tuple(Block(number * block.coefficient, block.wires, block.matrix) for block in self.blocks if number),
             tuple((number * coefficient, values) for coefficient, values in self.projectors if number),
         )
@@ -125,9 +129,9 @@ class PauliSum:
             if not {wire for wire, _ in first} & {wire for wire, _ in second}:
                 return PauliSum(projectors=((left * right, tuple(sorted(first + second))),))
         parts = []
-        for (left, first_word), (right, second_word) in product(self.paulis().terms, other.paulis().terms):
-            factor, word = multiply(first_word, second_word)
-            parts.append((left * right * factor, word))
+        for (left, first_string), (right, second_string) in product(self.paulis().terms, other.paulis().terms):
+            factor, pauli_string = multiply(first_string, second_string)
+            parts.append((left * right * factor, pauli_string))
         return PauliSum(_collect(parts))
 
     def __neg__(self) -> PauliSum:
@@ -160,10 +164,10 @@ class PauliSum:
     __hash__ = None  # type: ignore[assignment]
 
     def _exact(self) -> dict[PauliString, float]:
-        return {word: coefficient for coefficient, word in self.terms}
+        return {pauli_string: coefficient for coefficient, pauli_string in self.terms}
 
     def __str__(self) -> str:
-        shown = [_shown(coefficient, _written(word)) for coefficient, word in self.terms]
+        shown = [_shown(coefficient, _written(pauli_string)) for coefficient, pauli_string in self.terms]
         shown += [_shown(block.coefficient, f"Hermitian{block.wires}") for block in self.blocks]
         for coefficient, values in self.projectors:
             bits = "".join(str(bit) for _, bit in values)
@@ -185,7 +189,7 @@ def Z(wire: int) -> PauliSum:
     return _single(wire, "Z")
 
 
-def I(wire: int = 0) -> PauliSum:  # noqa: E743 - the letter is the operator's name
+def I(wire: int = 0) -> PauliSum:  # noqa: E743 - the Pauli is the operator's name
     """The identity; it acts on no wire, whatever wire is named."""
     _single(wire, "I")
     return PauliSum(((1.0, ()),))
@@ -193,27 +197,27 @@ def I(wire: int = 0) -> PauliSum:  # noqa: E743 - the letter is the operator's n
 
 def Hermitian(matrix: ArrayLike, wires: int | Sequence[int]) -> PauliSum:
     """A Hermitian matrix on wires, the first wire most significant."""
-    places = _places(wires)
+    checked = _checked_wires(wires)
     try:
         array = np.array(matrix, dtype=np.complex128)
     except (TypeError, ValueError, RuntimeError, OverflowError) as cause:
         raise UsageError(f"Hermitian: expected a matrix of 2^k x 2^k numbers ({cause})") from None
-    if array.shape != (2 ** len(places),) * 2:
-        raise UsageError(f"Hermitian matrix of shape {array.shape} on {len(places)} wires: expected 2^k x 2^k")
+    if array.shape != (2 ** len(checked),) * 2:
+        raise UsageError(f"Hermitian matrix of shape {array.shape} on {len(checked)} wires: expected 2^k x 2^k")
     error = np.abs(array - array.conj().T).max()
     if not np.isfinite(array).all() or not error <= HERMITIAN_TOLERANCE * max(1.0, np.abs(array).max()):
         raise UsageError(f"matrix is not Hermitian: it differs from its adjoint by {error:.3g}")
-    return PauliSum(blocks=(Block(1.0, places, (array + array.conj().T) / 2),))
+    return PauliSum(blocks=(Block(1.0, checked, (array + array.conj().T) / 2),))
 
 
 def Projector(values: str | Sequence[int], wires: int | Sequence[int]) -> PauliSum:
     """|values><values| on wires: the probability of reading these bits there."""
-    places = _places(wires)
+    checked = _checked_wires(wires)
     given: Any = values if isinstance(values, Iterable) and getattr(values, "ndim", 1) != 0 else (values,)
     bits = [int(value) if str(_plain(value)) in ("0", "1") else -1 for value in given]
-    if len(bits) != len(places) or -1 in bits:
-        raise UsageError(f"Projector({values!r}) on {len(places)} wires: expected one of 0, 1 for each wire")
-    return PauliSum(projectors=((1.0, tuple(sorted(zip(places, bits, strict=True)))),))
+    if len(bits) != len(checked) or -1 in bits:
+        raise UsageError(f"Projector({values!r}) on {len(checked)} wires: expected one of 0, 1 for each wire")
+    return PauliSum(projectors=((1.0, tuple(sorted(zip(checked, bits, strict=True)))),))
 
 
 def observable(given: Any) -> PauliSum:
@@ -223,7 +227,9 @@ def observable(given: Any) -> PauliSum:
     if isinstance(given, str):
         return _parse(given)
     if isinstance(given, Mapping):
-        parts = [(complex(_real(coefficient)), _word(words)) for words, coefficient in given.items()]
+        parts = [
+            (complex(_real(coefficient)), _pauli_string(pauli_strings)) for pauli_strings, coefficient in given.items()
+        ]
         return PauliSum(_collect(parts))
     raise UsageError(f'observable {given!r}: expected uq.Z(0), "Z0 Z1" or {{"Z0 Z1": 0.5}}')
 
@@ -239,24 +245,24 @@ def observables(given: Any) -> tuple[PauliSum, ...]:
 
 
 def multiply(left: PauliString, right: PauliString) -> tuple[complex, PauliString]:
-    """The product of two words: a power of i, and a word."""
+    """The product of two Pauli strings: a power of i, and a Pauli string."""
     factor = 1 + 0j
-    letters = dict(left)
-    for wire, letter in right:
-        before = letters.pop(wire, "I")
+    by_wire = dict(left)
+    for wire, pauli in right:
+        before = by_wire.pop(wire, "I")
         if before == "I":
-            letters[wire] = letter
-        elif before != letter:
-            (third,) = {"X", "Y", "Z"} - {before, letter}
-            letters[wire] = third
-            factor *= 1j if before + letter in ("XY", "YZ", "ZX") else -1j
-    return factor, tuple(sorted(letters.items()))
+            by_wire[wire] = pauli
+        elif before != pauli:
+            (third,) = {"X", "Y", "Z"} - {before, pauli}
+            by_wire[wire] = third
+            factor *= 1j if before + pauli in ("XY", "YZ", "ZX") else -1j
+    return factor, tuple(sorted(by_wire.items()))
 
 
 _SUM = re.compile(
     r"\s*([+-]?)\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d+)?|\.\d+(?:[eE][+-]?\d+)?)?\s*\*?\s*((?:[IXYZ]\d*[\s@*]*)*)"
 )
-_LETTER = re.compile(r"([IXYZ])(\d*)")
+_PAULI = re.compile(r"([IXYZ])(\d*)")
 
 
 def _parse(text: str) -> PauliSum:
@@ -264,59 +270,61 @@ def _parse(text: str) -> PauliSum:
     position = 0
     while position < len(text.rstrip()):
         match = _SUM.match(text, position)
-        sign, number, words = match.groups() if match else ("", None, "")
-        if not match or (number is None and not words) or (position and not sign):
+        sign, number, pauli_strings = match.groups() if match else ("", None, "")
+        if not match or (number is None and not pauli_strings) or (position and not sign):
             raise UsageError(f'observable {text!r}, column {position + 1}: expected something like "0.5 Z0 Z1 + X2"')
-        parts.append((complex(_real(f"{sign}{number or 1}")), _word(words)))
+        parts.append((complex(_real(f"{sign}{number or 1}")), _pauli_string(pauli_strings)))
         position = match.end()
     if not parts:
         raise UsageError('observable "": expected something like "Z0 Z1"')
     return PauliSum(_collect(parts))
 
 
-def _word(text: str) -> PauliString:
+def _pauli_string(text: str) -> PauliString:
     if not isinstance(text, str):
-        raise UsageError(f'Pauli word {text!r}: expected letters with wires, such as "X0 Z12"')
-    letters: dict[int, str] = {}
-    rest = _LETTER.sub("", text)
+        raise UsageError(f'Pauli string {text!r}: expected Paulis with wires, such as "X0 Z12"')
+    by_wire: dict[int, str] = {}
+    rest = _PAULI.sub("", text)
     if rest.strip(" @*\t"):
-        raise UsageError(f'Pauli word {text!r}: expected letters I, X, Y, Z with wires, such as "X0 Z12"')
-    for letter, wire in _LETTER.findall(text):
-        if letter == "I":
+        raise UsageError(f'Pauli string {text!r}: expected Paulis I, X, Y, Z with wires, such as "X0 Z12"')
+    for pauli, wire in _PAULI.findall(text):
+        if pauli == "I":
             continue
-        if not wire or int(wire) in letters:
+        if not wire or int(wire) in by_wire:
             raise UsageError(
-                f"Pauli word {text!r}: {letter} " + ("has no wire" if not wire else f"repeats wire {wire}")
+                f"Pauli string {text!r}: {pauli} " + ("has no wire" if not wire else f"repeats wire {wire}")
             )
-        letters[int(wire)] = letter
-    return tuple(sorted(letters.items()))
+        by_wire[int(wire)] = pauli
+    return tuple(sorted(by_wire.items()))
 
 
 def _collect(parts: Iterable[tuple[complex, PauliString]]) -> tuple[tuple[float, PauliString], ...]:
     total: dict[PauliString, complex] = {}
-    for coefficient, word in parts:
-        total[word] = total.get(word, 0) + coefficient
-    for word, coefficient in total.items():
+    for coefficient, pauli_string in parts:
+        total[pauli_string] = total.get(pauli_string, 0) + coefficient
+    for pauli_string, coefficient in total.items():
         if abs(coefficient.imag) > 1e-12 * max(1.0, abs(coefficient.real)):
-            raise UsageError(f"the product is not Hermitian: {_written(word)} has the coefficient {coefficient:g}")
-    return tuple((coefficient.real, word) for word, coefficient in total.items() if coefficient.real)
+            raise UsageError(
+                f"the product is not Hermitian: {_written(pauli_string)} has the coefficient {coefficient:g}"
+            )
+    return tuple((coefficient.real, pauli_string) for pauli_string, coefficient in total.items() if coefficient.real)
 
 
-def _block_words(block: Block) -> list[tuple[complex, PauliString]]:
+def _block_strings(block: Block) -> list[tuple[complex, PauliString]]:
     _refuse_expansion("Hermitian matrix", len(block.wires))
     parts: list[tuple[complex, PauliString]] = []
     size = len(block.matrix)
-    for letters in product("IXYZ", repeat=len(block.wires)):
-        overlap = np.vdot(pauli_word("".join(letters)), block.matrix) / size
+    for by_wire in product("IXYZ", repeat=len(block.wires)):
+        overlap = np.vdot(pauli_matrix("".join(by_wire)), block.matrix) / size
         if abs(overlap) > 1e-15:
-            pairs = zip(block.wires, letters, strict=True)
+            pairs = zip(block.wires, by_wire, strict=True)
             parts.append(
                 (complex(block.coefficient * overlap.real), tuple(sorted(pair for pair in pairs if pair[1] != "I")))
             )
     return parts
 
 
-def _projector_words(coefficient: float, values: Values) -> list[tuple[complex, PauliString]]:
+def _projector_strings(coefficient: float, values: Values) -> list[tuple[complex, PauliString]]:
     _refuse_expansion("Projector", len(values))
     parts: list[tuple[complex, PauliString]] = [(complex(coefficient), ())]
     for wire, bit in values:
@@ -328,25 +336,25 @@ def _projector_words(coefficient: float, values: Values) -> list[tuple[complex, 
 def _refuse_expansion(kind: str, wires: int) -> None:
     if wires > LARGEST_EXPANSION:
         raise UsageError(
-            f"{kind} on {wires} wires is not written out in Pauli words (at most {LARGEST_EXPANSION} wires)"
+            f"{kind} on {wires} wires is not written out in Pauli strings (at most {LARGEST_EXPANSION} wires)"
         )
 
 
-def _places(wires: int | Sequence[int]) -> tuple[int, ...]:
+def _checked_wires(wires: int | Sequence[int]) -> tuple[int, ...]:
     try:
-        places: tuple[Any, ...] = (wires,) if is_index(wires) else in_order(wires)
+        checked: tuple[Any, ...] = (wires,) if is_index(wires) else in_order(wires)
     except TypeError:
         raise UsageError(f"wires {wires!r}: expected a wire of 0 or more, or several") from None
-    whole = all(is_index(wire) and 0 <= wire < _MOST_WIRES for wire in places)
-    if not places or not whole or len({*map(int, places)}) != len(places):
-        raise UsageError(f"wires {places}: expected different wires of 0 or more")
-    return tuple(int(wire) for wire in places)
+    full = all(is_index(wire) and 0 <= wire < _MOST_WIRES for wire in checked)
+    if not checked or not full or len({*map(int, checked)}) != len(checked):
+        raise UsageError(f"wires {checked}: expected different wires of 0 or more")
+    return tuple(int(wire) for wire in checked)
 
 
-def _single(wire: int, letter: str) -> PauliSum:
+def _single(wire: int, pauli: str) -> PauliSum:
     if not is_index(wire):
-        raise UsageError(f"{letter}({wire!r}): expected a wire of 0 or more")
-    return PauliSum(((1.0, ((_places(wire)[0], letter),)),))
+        raise UsageError(f"{pauli}({wire!r}): expected a wire of 0 or more")
+    return PauliSum(((1.0, ((_checked_wires(wire)[0], pauli),)),))
 
 
 def _identity(number: SupportsFloat) -> PauliSum:
@@ -373,8 +381,8 @@ def _plain(value: Any) -> Any:
     return int(value) if is_index(value) else value
 
 
-def _written(word: PauliString) -> str:
-    return " ".join(f"{letter}{wire}" for wire, letter in word) or "I"
+def _written(pauli_string: PauliString) -> str:
+    return " ".join(f"{pauli}{wire}" for wire, pauli in pauli_string) or "I"
 
 
 def _shown(coefficient: float, name: str) -> str:

@@ -94,12 +94,12 @@ def _angles(at: Cursor, scope: Scope) -> list[Affine]:
 
 def _broadcast(at: Cursor, token: Token, operands: list[Operand]) -> list[list[int]]:
     """One list of wires for each element of the registers; single qubits are used again for each."""
-    sizes = {len(operand.places) for operand in operands if not operand.single}
+    sizes = {len(operand.indices) for operand in operands if not operand.single}
     if len(sizes) > 1:
         at.fail(f"{token.text!r} is given registers of different sizes: {sorted(sizes)}", token)
     rows = []
     for row in range(sizes.pop() if sizes else 1):
-        wires = [operand.places[0 if operand.single else row] for operand in operands]
+        wires = [operand.indices[0 if operand.single else row] for operand in operands]
         if len(set(wires)) != len(wires):
             at.fail(f"{token.text!r} names a qubit twice", token)
         rows.append(wires)

@@ -129,13 +129,11 @@ def _one_wire(target: int, controls: Controls, matrix: Matrix) -> list[Operation
 
 def _plane(operation: Operation, column: int, row: int, plane: Matrix) -> list[Operation]:
     targets, count = operation.targets, len(operation.targets)
-    bits = [(column >> (count - 1 - place) & 1, row >> (count - 1 - place) & 1) for place in range(count)]
-    turn = next(place for place, (a, b) in enumerate(bits) if a != b)
+    bits = [(column >> (count - 1 - at) & 1, row >> (count - 1 - at) & 1) for at in range(count)]
+    turn = next(at for at, (a, b) in enumerate(bits) if a != b)
     held = ((targets[turn], bits[turn][1]),)
-    chain = [
-        Operation(GATES["x"], (targets[place],), held) for place, (a, b) in enumerate(bits) if a != b and place != turn
-    ]
-    pattern = tuple((targets[place], bits[place][0]) for place in range(count) if place != turn)
+    chain = [Operation(GATES["x"], (targets[at],), held) for at, (a, b) in enumerate(bits) if a != b and at != turn]
+    pattern = tuple((targets[at], bits[at][0]) for at in range(count) if at != turn)
     small = plane if bits[turn] == (0, 1) else plane[::-1, ::-1]
     made = [*chain, *_one_wire(targets[turn], (*operation.controls, *pattern), small), *reversed(chain)]
     return _conditioned(made, operation)
@@ -146,4 +144,4 @@ def _conditioned(made: Iterable[Operation], operation: Operation) -> list[Operat
 
 
 def _pattern(targets: Sequence[int], index: int, count: int) -> Controls:
-    return tuple((target, index >> (count - 1 - place) & 1) for place, target in enumerate(targets))
+    return tuple((target, index >> (count - 1 - at) & 1) for at, target in enumerate(targets))

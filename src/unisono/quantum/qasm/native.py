@@ -27,7 +27,7 @@ def native(definition: Definition, expand: Expand) -> Known | Definition:
     found = NATIVE.get(definition.name)
     same = found is not None and (found.parameters, found.operands) == (len(definition.parameters), len(wires))
     for sample in _SAMPLES:
-        angles = [Affine(sample[place % 3]) for place in range(len(definition.parameters))]
+        angles = [Affine(sample[index % 3]) for index in range(len(definition.parameters))]
         made = expand(angles, wires)
         if not same or found is None:
             return definition

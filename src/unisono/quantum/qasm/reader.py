@@ -228,8 +228,8 @@ class Reader:
         while self.at.skip("++"):
             parts.append(scope.operand(self.at))
         self.at.expect(";")
-        places = tuple(place for part in parts for place in part.places)
-        scope.qubits[name.text] = Operand(places, len(parts) == 1 and parts[0].single, name)
+        indices = tuple(index for part in parts for index in part.indices)
+        scope.qubits[name.text] = Operand(indices, len(parts) == 1 and parts[0].single, name)
 
     def _numbers(self, scope: Scope, first: str) -> None:
         if first in ("const", "input", "output") and self.at.sees(*_NUMBERS):
@@ -302,8 +302,8 @@ class Reader:
             self.at.expect("->")
             bits = scope.operand(self.at, "bit")
         else:  # OpenQASM 3 may forget the outcome: it goes to bits that have no name
-            bits = Operand(tuple(range(self.bits, self.bits + len(wires.places))), False, wires.token)
-            self.bits += len(wires.places)
+            bits = Operand(tuple(range(self.bits, self.bits + len(wires.indices))), False, wires.token)
+            self.bits += len(wires.indices)
         self._measured(scope, wires, bits)
 
     def _assignment(self, scope: Scope) -> None:
@@ -317,23 +317,23 @@ class Reader:
         self._measured(scope, scope.operand(self.at), bits)
 
     def _measured(self, scope: Scope, wires: Operand, bits: Operand) -> None:
-        if len(wires.places) != len(bits.places):
-            self.at.fail(f"{len(wires.places)} qubits are measured into {len(bits.places)} bits", wires.token)
+        if len(wires.indices) != len(bits.indices):
+            self.at.fail(f"{len(wires.indices)} qubits are measured into {len(bits.indices)} bits", wires.token)
         self.at.expect(";")
-        pairs = zip(wires.places, bits.places, strict=True)
+        pairs = zip(wires.indices, bits.indices, strict=True)
         self._emit(scope, [Operation(GATES["measure"], (wire,), bits=(bit,)) for wire, bit in pairs])
 
     def _read_reset(self, scope: Scope) -> None:
         wires = scope.operand(self.at)
         self.at.expect(";")
-        self._emit(scope, [Operation(GATES["reset"], (wire,)) for wire in wires.places])
+        self._emit(scope, [Operation(GATES["reset"], (wire,)) for wire in wires.indices])
 
     def _read_barrier(self, scope: Scope) -> None:
         wires: dict[int, None] = {}
         if self.at.sees(";"):
             wires = dict.fromkeys(range(self.wires))
         while not self.at.sees(";"):
-            wires |= dict.fromkeys(scope.operand(self.at).places)
+            wires |= dict.fromkeys(scope.operand(self.at).indices)
             if not self.at.skip(","):
                 break
         self.at.expect(";")
@@ -373,13 +373,13 @@ class Reader:
             negated ^= self.at.next().text == "!="
             token = self.at.token
             value = scope.integer(self.at)
-            if not 0 <= value < 2 ** len(bits.places):
-                self.at.fail(f"{len(bits.places)} bits are never {value}", token)
+            if not 0 <= value < 2 ** len(bits.indices):
+                self.at.fail(f"{len(bits.indices)} bits are never {value}", token)
         elif not bits.single:
             self.at.fail("a register is compared with ==", bits.token)
-        if negated and len(bits.places) > 1:
+        if negated and len(bits.indices) > 1:
             self.at.fail("'not equal' is read for one bit only", bits.token)
-        return tuple((bit, (value >> place & 1) ^ negated) for place, bit in enumerate(bits.places))
+        return tuple((bit, (value >> index & 1) ^ negated) for index, bit in enumerate(bits.indices))
 
     def _read_for(self, scope: Scope) -> None:
         if self.at.sees("int", "uint"):

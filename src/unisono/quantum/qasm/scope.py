@@ -26,7 +26,7 @@ class Definition:
 class Operand:
     """Wires or bits that a text names; `single` when it names one element and not a register."""
 
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     single: bool
     token: Token
 
@@ -66,25 +66,25 @@ class Scope:
             at.fail(f"{token.text!r} {known}; expected a {kind} or a register of them", token)
         found = table[token.text]
         if not at.sees("["):
-            return Operand(found.places, found.single, token)
+            return Operand(found.indices, found.single, token)
         if found.single:
             at.fail(f"{token.text!r} is a single {kind} and has no elements")
         return self._indexed(at, found, token)
 
     def _indexed(self, at: Cursor, register: Operand, token: Token) -> Operand:
         at.expect("[")
-        size = len(register.places)
+        size = len(register.indices)
         first = at.token
         numbers = [self._index(at, size)]
         while at.skip(":"):
             numbers.append(self._index(at, size))
         at.expect("]")
         if len(numbers) == 1:
-            return Operand((register.places[numbers[0]],), True, token)
+            return Operand((register.indices[numbers[0]],), True, token)
         if self.version < 3 or len(numbers) > 3:
             at.fail("expected one index", first)
         start, *middle, stop = numbers
-        return Operand(tuple(register.places[i] for i in between(start, stop, *middle)), False, token)
+        return Operand(tuple(register.indices[i] for i in between(start, stop, *middle)), False, token)
 
     def _index(self, at: Cursor, size: int) -> int:
         token = at.token

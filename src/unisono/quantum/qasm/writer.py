@@ -76,8 +76,8 @@ class Writer:
 
     def _inputs(self) -> Iterable[str]:
         terms = [each.terms() for each in self.circuit.operations]
-        for kind, place in (("weight", 0), ("feature", 1)):
-            for index in sorted({index for each in terms for index, _ in each[place]}):
+        for kind, at in (("weight", 0), ("feature", 1)):
+            for index in sorted({index for each in terms for index, _ in each[at]}):
                 yield f"input float[64] {kind}_{index};"
 
     def _operation(self, operation: Operation) -> list[str]:
@@ -93,8 +93,8 @@ class Writer:
                 return [
                     f"{prefix}measure {wire} -> {bit};" if self.version == 2 else f"{prefix}{bit} = measure {wire};"
                 ]
-        pieces = [piece for each in named(operation) for piece in self._pieces(replace(each, condition=()))]
-        return [prefix + piece for piece in pieces]
+        chunks = [chunk for each in named(operation) for chunk in self._chunks(replace(each, condition=()))]
+        return [prefix + chunk for chunk in chunks]
 
     def _condition(self, operation: Operation) -> str:
         if not operation.condition:
@@ -110,7 +110,7 @@ class Writer:
     def _bit(self, bit: int) -> str:
         return f"c{bit}[0]" if self.apart else f"c[{bit}]"
 
-    def _pieces(self, operation: Operation) -> list[str]:
+    def _chunks(self, operation: Operation) -> list[str]:
         return self._second(operation) if self.version == 2 else self._third(operation)
 
     def _third(self, operation: Operation) -> list[str]:

@@ -21,7 +21,7 @@ from unisono.quantum.circuit.templates import hardware_efficient
 from unisono.quantum.compile.compiled import sweep_count
 from unisono.quantum.distributed.exchange import DEFAULT_CHUNK
 from unisono.quantum.distributed.global_index_map import GlobalIndexMap
-from unisono.quantum.distributed.local_steps import Run, local_steps
+from unisono.quantum.distributed.local_steps import LocalOperations, local_steps
 from unisono.quantum.distributed.memory import local_bytes, shown_bytes
 from unisono.quantum.kernels.runner import runner
 
@@ -32,7 +32,7 @@ _PROBE = 20  # wires of the state that rates are measured with
 
 
 @dataclass(frozen=True)
-class Rates:
+class HostRates:
     """Of one rank: bytes a second read and written by a sweep, amplitudes a second through one operation, bytes a
     second sent while receiving as many, seconds until a message arrives."""
 
@@ -43,7 +43,7 @@ class Rates:
     source: str = "stated rates of a core: memory 10 GB/s, 5e9 amplitudes/s an operation; link 1 GB/s"
 
     @classmethod
-    def measured(cls, comm: Communicator | None = None, dtype: torch.dtype = torch.complex64) -> Rates:
+    def measured(cls, comm: Communicator | None = None, dtype: torch.dtype = torch.complex64) -> HostRates:
         """Measured in about a second; every rank calls it, and all get the rates of the slowest."""
         local = torch.zeros(1 << _PROBE, dtype=dtype)
         memory = 2 * local.nbytes / _seconds(lambda: local.mul_(1.5))
@@ -77,19 +77,19 @@ class Forecast:
     seconds: float
     in_order_exchanges: int
     in_order_sent: int
-    rates: Rates
+    rates: HostRates
 
     @classmethod
     def of(
         cls,
         schedule: Schedule,
         dtype: torch.dtype,
-        rates: Rates | None = None,
+        rates: HostRates | None = None,
         chunk: int = DEFAULT_CHUNK,
     ) -> Forecast:
-        if rates is not None and not isinstance(rates, Rates):
+        if rates is not None and not isinstance(rates, HostRates):
             raise UsageError(f"rates={shown(rates)}: expected Rates, or None for usual ones")
-        rates = rates or Rates()
+        rates = rates or HostRates()
         shard = local_bytes(schedule.wires, schedule.held, dtype)
         sweeps, operations = max(_work(schedule, rank, dtype) for rank in {0, 2**schedule.held - 1})
         sent = sum(shard - (shard >> len(step.give)) for step in schedule.exchanges)
@@ -133,7 +133,7 @@ class Forecast:
 def _work(schedule: Schedule, rank: int, dtype: torch.dtype) -> tuple[int, int]:
     """Sweeps, as the CPU kernel makes them, and operations of a rank."""
     steps = local_steps(schedule.steps, rank, GlobalIndexMap(schedule.held))
-    runs = [step for step in steps if isinstance(step, Run)]
+    runs = [step for step in steps if isinstance(step, LocalOperations)]
     axes = schedule.wires - schedule.held
     return sum(sweep_count(run.operations, axes, dtype) for run in runs), sum(len(run.operations) for run in runs)
 

@@ -12,7 +12,7 @@ import operator
 from collections.abc import Collection, Hashable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-from unisono.quantum.circuit.commutation import letters, moves
+from unisono.quantum.circuit.commutation import moves, wire_paulis
 from unisono.quantum.circuit.growable import ChunkedList
 from unisono.quantum.circuit.operation import Operation
 
@@ -20,7 +20,7 @@ _IS_OPEN = operator.attrgetter("open")
 
 
 @dataclass
-class Cut:
+class Cluster:
     """A segment: the wires it mixes, its operations in an order that may be run, and where in the input each stood."""
 
     active: set[int] = field(default_factory=set)
@@ -29,18 +29,18 @@ class Cut:
 
 
 class Order:
-    """What must follow what: on each wire, operations with equal letters form a group that waits for the one before."""
+    """What must follow what: on each wire, operations with equal Paulis form a group that waits for the one before."""
 
     def __init__(self, operations: Sequence[Operation]) -> None:
         self._groups: list[tuple[_Group, ...]] = [()] * len(operations)
         last: dict[Hashable, tuple[str, _Group]] = {}
         for number, operation in enumerate(operations):
             mine = []
-            for wire, letter in _touched(operation):
+            for wire, pauli in _touched(operation):
                 known, group = last.get(wire, ("", None))
-                if group is None or letter == "*" or letter != known:
+                if group is None or pauli == "*" or pauli != known:
                     group = _Group(group)
-                    last[wire] = (letter, group)
+                    last[wire] = (pauli, group)
                 group.left += 1
                 mine.append(group)
             self._groups[number] = tuple(mine)
@@ -69,34 +69,34 @@ class _Group:
             before.after = self
 
 
-def cut(
+def cluster(
     operations: Sequence[Operation],
     capacity: int,
     *,
     relabel: bool = False,
     bundle: frozenset[int] = frozenset(),
     free: frozenset[int] = frozenset(),
-) -> list[Cut]:
+) -> list[Cluster]:
     """Segments that mix at most `capacity` wires each and together are the operations: grown from the front, or from
     the back where that makes fewer.
 
     With `relabel`, wires that are not active are held by ranks, which may be renamed: gates that only permute basis
     states are free there. Wires of `bundle` are active all together or not at all; wires that
     are `free` need no room."""
-    forwards = _cut(operations, capacity, relabel, bundle, free)
+    forwards = _cluster(operations, capacity, relabel, bundle, free)
     if len(forwards) <= 2:
         return forwards
-    backwards = _cut(operations[::-1], capacity, relabel, bundle, free)
+    backwards = _cluster(operations[::-1], capacity, relabel, bundle, free)
     if len(backwards) >= len(forwards):
         return forwards
     last = len(operations) - 1
     return [
-        Cut(piece.active, piece.operations[::-1], [last - number for number in reversed(piece.numbers)])
+        Cluster(piece.active, piece.operations[::-1], [last - number for number in reversed(piece.numbers)])
         for piece in reversed(backwards)
     ]
 
 
-def cut_until(
+def cluster_until(
     operations: Sequence[Operation],
     wanted: Collection[int],
     capacity: int,
@@ -104,8 +104,8 @@ def cut_until(
     bundle: frozenset[int] = frozenset(),
     free: frozenset[int] = frozenset(),
 ) -> tuple[list[Operation], list[Operation]]:
-    """(first, rest): as few segments as `cut` makes that have all operations whose numbers are `wanted`, and whatever
-    else fits those segments; and what does not. No wanted operation may have to follow one that is not."""
+    """(first, rest): as few segments as `cluster` makes that have all operations whose numbers are `wanted`, and
+    whatever else fits those segments; and what does not. No wanted operation may have to follow one that is not."""
     order = Order(operations)
     needs = _all_needs(operations, False, bundle, free)
     left: Sequence[int] | ChunkedList[int] = sorted(range(len(operations)), key=lambda number: number not in wanted)
@@ -116,17 +116,17 @@ def cut_until(
     return first, [operations[number] for number in left]
 
 
-def _cut(
+def _cluster(
     operations: Sequence[Operation], capacity: int, relabel: bool, bundle: frozenset[int], free: frozenset[int]
-) -> list[Cut]:
+) -> list[Cluster]:
     order = Order(operations)
     needs = _all_needs(operations, relabel, bundle, free)
     left: Sequence[int] | ChunkedList[int] = range(len(operations))
-    cuts = []
+    clusters = []
     while left:
         piece, left = _grow(operations, left, needs, order, capacity)
-        cuts.append(piece)
-    return cuts
+        clusters.append(piece)
+    return clusters
 
 
 Needs = tuple[frozenset[int], bool]  # the wires an operation mixes, and whether it may run with all of its wires held
@@ -134,7 +134,7 @@ Needs = tuple[frozenset[int], bool]  # the wires an operation mixes, and whether
 
 def _grow(
     operations: Sequence[Operation], left: Iterable[int], needs: Sequence[Needs], order: Order, capacity: int
-) -> tuple[Cut, ChunkedList[int]]:
+) -> tuple[Cluster, ChunkedList[int]]:
     """A segment of what is left, and what is left then."""
     active: set[int] = set()
     taken: ChunkedList[int] = ChunkedList()
@@ -156,7 +156,7 @@ def _grow(
             later.append(number)
     if not taken:
         raise AssertionError(f"no operation fits {capacity} wires; the caller checks the widest first")
-    return Cut(active, list(ChunkedList(operations[number] for number in taken)), list(taken)), later
+    return Cluster(active, list(ChunkedList(operations[number] for number in taken)), list(taken)), later
 
 
 def _all_needs(
@@ -169,7 +169,7 @@ def _all_needs(
 
 
 def _needs(operation: Operation, relabel: bool) -> Needs:
-    mixed = frozenset(w for w, letter in zip(operation.wires, letters(operation), strict=True) if letter != "Z")
+    mixed = frozenset(w for w, pauli in zip(operation.wires, wire_paulis(operation), strict=True) if pauli != "Z")
     permutes = relabel and bool(mixed) and not operation.condition and moves(operation.gate) is not None
     if permutes and len(operation.wires) == 1:
         return frozenset(), False  # held or local, X and Y always run
@@ -182,8 +182,8 @@ def _bundled(needs: Needs, bundle: frozenset[int], free: frozenset[int]) -> Need
 
 
 def _touched(operation: Operation) -> list[tuple[Hashable, str]]:
-    """(wire, letter) pairs; classical bits, and the order of random draws, are wires of their own kind."""
-    touched: list[tuple[Hashable, str]] = [*zip(operation.wires, letters(operation), strict=True)]
+    """(wire, Pauli) pairs; classical bits, and the order of random draws, are wires of their own kind."""
+    touched: list[tuple[Hashable, str]] = [*zip(operation.wires, wire_paulis(operation), strict=True)]
     if not operation.is_unitary:
         touched += [(("bit", bit), "*") for bit in operation.bits]
         touched += [(("bit", bit), "Z") for bit, _ in operation.condition if bit not in operation.bits]

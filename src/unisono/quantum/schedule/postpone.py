@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from unisono.quantum.circuit.commutation import mixed_wires
 from unisono.quantum.circuit.operation import Operation
-from unisono.quantum.schedule.partition import Order, cut_until
-from unisono.quantum.schedule.step import Event, Exchange, Segment, Step
+from unisono.quantum.schedule.partition import Order, cluster_until
+from unisono.quantum.schedule.step import CircuitSegment, Event, Exchange, Step
 from unisono.quantum.schedule.sweeps import SWEEP, Sweep
 
 
@@ -21,15 +21,15 @@ def postponed(steps: Sequence[Step], wires: int, held: int, sweep: Sweep = SWEEP
     made: list[Step] = []
     waiting: list[Operation] = []
     for number, step in enumerate(steps):
-        if not isinstance(step, Segment):
+        if not isinstance(step, CircuitSegment):
             if isinstance(step, Event) and waiting:
-                made.append(Segment(tuple(waiting)))
+                made.append(CircuitSegment(tuple(waiting)))
                 waiting = []
             made.append(step)
             continue
         ready, waiting = _parted([*waiting, *step.operations], _moved(steps[number + 1 :], wires), held, sweep)
-        made.append(Segment(tuple(ready)))
-    return [*made, Segment(tuple(waiting))] if waiting else made
+        made.append(CircuitSegment(tuple(ready)))
+    return [*made, CircuitSegment(tuple(waiting))] if waiting else made
 
 
 def _moved(steps: Sequence[Step], wires: int) -> list[int]:
@@ -52,7 +52,9 @@ def _parted(
         return list(operations), []
     lanes, near = sweep.lowest(range(wires))
     bound = _bound(operations, places, held)
-    ready, waiting = cut_until(operations, bound, sweep.room(operations), bundle=lanes, free=near | set(range(held)))
+    ready, waiting = cluster_until(
+        operations, bound, sweep.room(operations), bundle=lanes, free=near | set(range(held))
+    )
     return ready, [operation.on(places) for operation in waiting]
 
 

@@ -26,13 +26,13 @@ from unisono.quantum.circuit.operations import shared
 from unisono.quantum.circuit.parameter import is_index
 from unisono.quantum.schedule.logical_qubits import LogicalQubits, to_logical_qubits
 from unisono.quantum.schedule.paging import Pages, Tier
-from unisono.quantum.schedule.partition import cut
+from unisono.quantum.schedule.partition import cluster
 from unisono.quantum.schedule.postpone import postponed
-from unisono.quantum.schedule.step import Event, Exchange, Segment, Step
+from unisono.quantum.schedule.step import CircuitSegment, Event, Exchange, Step
 from unisono.quantum.schedule.sweeps import SWEEP, Sweep, cost
 
 if TYPE_CHECKING:
-    from unisono.quantum.schedule.forecast import Forecast, Rates
+    from unisono.quantum.schedule.forecast import Forecast, HostRates
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class Schedule:
     def is_unitary(self) -> bool:
         return not any(isinstance(step, Event) for step in self.steps)
 
-    def describe(self, dtype: torch.dtype = torch.complex64, rates: Rates | None = None) -> Forecast:
+    def describe(self, dtype: torch.dtype = torch.complex64, rates: HostRates | None = None) -> Forecast:
         """What it will cost, before anything runs; print it, or read its fields."""
         from unisono.quantum.schedule.forecast import Forecast  # it runs kernels, which load numba
 
@@ -117,17 +117,17 @@ def _levels(operations: Sequence[Operation], wires: int, outer: int, held: int) 
     if not held:
         return [], [((), operations)]
     flat = outer in (0, held)
-    whole = cut(operations, wires - (held if flat else outer), relabel=True)
+    full = cluster(operations, wires - (held if flat else outer), relabel=True)
     if flat:
-        needed = tuple(frozenset(piece.active) for piece in whole)
-        return [Tier(0, held, needed)], [((number,), piece.operations) for number, piece in enumerate(whole)]
+        needed = tuple(frozenset(piece.active) for piece in full)
+        return [Tier(0, held, needed)], [((number,), piece.operations) for number, piece in enumerate(full)]
     pieces: list[Piece] = []
     inner_needed: list[frozenset[int]] = []
-    for number, part in enumerate(whole):
-        for piece in cut(part.operations, wires - held, relabel=True):
+    for number, part in enumerate(full):
+        for piece in cluster(part.operations, wires - held, relabel=True):
             pieces.append(((number, len(inner_needed)), piece.operations))
             inner_needed.append(frozenset(piece.active))
-    needed = tuple(frozenset(piece.active) for piece in whole)
+    needed = tuple(frozenset(piece.active) for piece in full)
     return [Tier(0, outer, needed), Tier(outer, held, tuple(inner_needed))], pieces
 
 
@@ -147,10 +147,12 @@ def _cheapest(
     low = sweep.near + sweep.lanes
     if outer in (0, held) and axes - low - sweep.room(operations) >= held:
         layout = range(wires) if start is None else start
-        cuts = sweep.cut(operations, layout)
-        needed = tuple(frozenset(each.active) for each in cuts)
+        clusters = sweep.cluster(operations, layout)
+        needed = tuple(frozenset(each.active) for each in clusters)
         tier = Tier(0, held, needed, stay=frozenset(layout[wires - low :]), ahead=True)
-        ways.append(_paged([tier], [((number,), each.operations) for number, each in enumerate(cuts)], wires, start))
+        ways.append(
+            _paged([tier], [((number,), each.operations) for number, each in enumerate(clusters)], wires, start)
+        )
     return min(ways, key=lambda way: cost(way[1], wires, held, sweep))
 
 
@@ -169,22 +171,22 @@ def _steps(pieces: Sequence[Piece], pages: Pages) -> Iterator[Step]:
             position_of[wire] = position
         for operation in operations:
             placed = operation.on(position_of)
-            yield Segment((placed,)) if operation.is_unitary else Event(placed)
+            yield CircuitSegment((placed,)) if operation.is_unitary else Event(placed)
 
 
 def _merged(steps: Iterator[Step], given: Sequence[Operation]) -> Iterator[Step]:
     """Neighbouring segments as one; `given` may be the operations of one."""
     run: ChunkedList[Operation] = ChunkedList()
     for step in steps:
-        if isinstance(step, Segment):
+        if isinstance(step, CircuitSegment):
             run.extend(step.operations)
             continue
         if run:
-            yield Segment(shared(run, given))
+            yield CircuitSegment(shared(run, given))
             run = ChunkedList()
         yield step
     if run:
-        yield Segment(shared(run, given))
+        yield CircuitSegment(shared(run, given))
 
 
 def _finish(ready: LogicalQubits, end: Sequence[int]) -> tuple[int, ...]:
@@ -193,8 +195,8 @@ def _finish(ready: LogicalQubits, end: Sequence[int]) -> tuple[int, ...]:
 
 
 def _undone(step: Step) -> Step:
-    if isinstance(step, Segment):
-        return Segment(tuple(operation.inverse() for operation in reversed(step.operations)))
+    if isinstance(step, CircuitSegment):
+        return CircuitSegment(tuple(operation.inverse() for operation in reversed(step.operations)))
     return step
 
 

@@ -25,7 +25,7 @@ class Exchange:
 
 
 @dataclass(frozen=True)
-class Segment:
+class CircuitSegment:
     """Unitary operations, on positions, that need no exchange: each is diagonal, or a control, on the held positions it
     touches, or permutes held positions only."""
 
@@ -47,4 +47,4 @@ class Tile:
     operations: tuple[Operation, ...]
 
 
-Step = Exchange | Segment | Event
+Step = Exchange | CircuitSegment | Event

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from unisono.quantum.circuit.commutation import mixed_wires
 from unisono.quantum.circuit.operation import Operation
-from unisono.quantum.schedule.partition import Cut, cut
-from unisono.quantum.schedule.step import Exchange, Segment, Step, Tile
+from unisono.quantum.schedule.partition import Cluster, cluster
+from unisono.quantum.schedule.step import CircuitSegment, Exchange, Step, Tile
 
 _EXCHANGE = 5.0  # sweeps that sending all of a rank's amplitudes may cost
 
@@ -33,10 +33,10 @@ class Sweep:
         lanes = len(wires) - self.lanes
         return frozenset(wires[lanes:]), frozenset(wires[lanes - self.near : lanes])
 
-    def cut(self, operations: Sequence[Operation], wires: Sequence[int], held: int = 0) -> list[Cut]:
+    def cluster(self, operations: Sequence[Operation], wires: Sequence[int], held: int = 0) -> list[Cluster]:
         """Operations, on wires in the order of positions, as sweeps; the first `held` need no room."""
         lanes, near = self.lowest(wires)
-        return cut(operations, self.room(operations), bundle=lanes, free=near | set(wires[:held]))
+        return cluster(operations, self.room(operations), bundle=lanes, free=near | set(wires[:held]))
 
 
 SWEEP = Sweep()
@@ -46,8 +46,8 @@ def cost(steps: Iterable[Step], wires: int, held: int, sweep: Sweep = SWEEP) -> 
     """Of all steps, in sweeps."""
     total = 0.0
     for step in steps:
-        if isinstance(step, Segment):
-            total += len(sweep.cut(step.operations, range(wires), held))
+        if isinstance(step, CircuitSegment):
+            total += len(sweep.cluster(step.operations, range(wires), held))
         elif isinstance(step, Exchange):
             local = sum(give >= held for give in step.give)
             total += _EXCHANGE * (1 - 0.5**local)
@@ -59,5 +59,5 @@ def tiles(
 ) -> list[Tile]:
     """One rank's operations, on its axes, cut into sweeps that mix at most `capacity` axes each; those of `bundle` all
     together or not at all, and those that are `free` besides."""
-    pieces = cut(operations, capacity, bundle=frozenset(bundle), free=frozenset(free))
+    pieces = cluster(operations, capacity, bundle=frozenset(bundle), free=frozenset(free))
     return [Tile(tuple(sorted(piece.active)), tuple(piece.operations)) for piece in pieces]

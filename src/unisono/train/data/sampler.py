@@ -20,8 +20,9 @@ from torch.utils.data import Sampler
 
 from unisono.comm.rendezvous import world
 from unisono.errors import UsageError
-from unisono.mesh.philox import Stream, words
-from unisono.mesh.region import runs_of
+from unisono.mesh.global_index import runs_of
+from unisono.mesh.random.draw import words
+from unisono.mesh.random.philox import Stream
 from unisono.parallel.layout import Split
 
 

@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from unisono.explain.plan_program import listing, recorded_on_one_device
-from unisono.explain.record import LOSS, Communication, Op, Part, Record, Recorder, TensorType
+from unisono.explain.record import LOSS, Communication, RankRecord, RankRecorder, RecordedCall, RecordedPart, TensorType
 from unisono.graph.render.html import as_page
 from unisono.graph.render.listing import tensor_text
-from unisono.parallel.meta.meta_tensors import hollow_copy
+from unisono.parallel.meta.meta_tensors import meta_copy
 from unisono.parallel.trainer import Trainer
 from unisono.planner.auto import Job
 from unisono.simulate.sketch import without_memory
@@ -36,12 +36,12 @@ class StepProgram:
     def __init__(self, job: Job | None) -> None:
         """job: None on ranks that do not write the page."""
         self.is_recorded = False
-        self.record = Record()
+        self.record = RankRecord()
         self._job = job
         self._form: nn.Module | None = None  # copy of the module on the meta device
         if job is not None and isinstance(job.model, nn.Module):
             with contextlib.suppress(Exception):  # must not fail the training
-                self._form = hollow_copy(job.model)
+                self._form = meta_copy(job.model)
 
     @contextlib.contextmanager
     def recording(self, trainer: Trainer) -> Iterator[None]:
@@ -51,7 +51,7 @@ class StepProgram:
         if any(index for axis, index in coordinate.items() if axis != "pp"):
             yield
             return
-        recorder = Recorder(trainer.model)
+        recorder = RankRecorder(trainer.model)
         with recorder.step(trainer) as self.record:
             yield
 
@@ -82,14 +82,14 @@ class StepProgram:
             return ""
 
 
-def _line(event: Op | Communication | Part) -> dict[str, Any] | None:
-    if isinstance(event, Part):
+def _line(event: RecordedCall | Communication | RecordedPart) -> dict[str, Any] | None:
+    if isinstance(event, RecordedPart):
         if event.action is None and not event.microbatch:
             return None
         name = _ACTIONS[event.action.kind] if event.action is not None else "forward and backward"
         stage = {} if event.action is None else {"stage": event.action.stage}
         return {"kind": "part", "name": name, "microbatch": event.microbatch, **stage}
-    if isinstance(event, Op):
+    if isinstance(event, RecordedCall):
         if event.is_internal and not hasattr(F, event.function):
             return None
         kinds = {"kind": "op", "phase": event.phase, "name": event.function, "path": event.path}

@@ -1,0 +1,12 @@
+"""Random numbers by the element's index in the full tensor, the same under every plan.
+
+Read in this order:
+
+state             RandomState: seed, step, calls, and the scopes that set which part of a tensor a rank holds
+draw              one call for random numbers: words, uniform, normal, keep
+philox            the counter-based generator; philox_cpu (numba) and philox_gpu (triton) give the same bits
+active            the RandomState that a thread draws from
+dropout           F.dropout, its variants and attention's dropout_p
+random_functions  torch.rand, torch.randn and the functions computed from them
+random_ops        random ops in torch's dispatcher: methods of tensors, and the refusal of all others
+"""
