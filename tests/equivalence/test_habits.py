@@ -16,14 +16,14 @@ from unisono.parallel.tensor.tensor_parallel import fitting_rules, require_share
 Pools = Callable[[str, int], RankPool]
 ALL = [name for name, value in vars(habits).items() if isinstance(value, uni.Task)]
 REFUSED = {
-    ("folded_heads", "tp=2"): "which of its dims tp=2 shards cannot be told",
-    ("folded_heads", "tp=2,sp"): "which of its dims tp=2 shards cannot be told",
+    ("folded_heads", "tp=2"): "which of its dims tp=2 shards is not known",
+    ("folded_heads", "tp=2,sp"): "which of its dims tp=2 shards is not known",
     ("own_encoder_layer", "tp=2,sp"): "inside a block does not go with sequence parallelism",
     ("convolutions", "tp=2,sp"): "has none; leave sequence out",
     ("residual_net", "tp=2,sp"): "column of a convolution does not go with sequence parallelism; leave sp out",
     ("shared_blocks", "tp=2,sp"): "leave sp out",
     ("weights_used", "tp=2,sp"): "the model fails where it has some of the tokens",
-    ("gated_by_input", "tp=2,sp"): "would give blocks.0.gate a piece of the sequence",
+    ("gated_by_input", "tp=2,sp"): "would give blocks.0.gate a shard of the sequence",
 }
 CASES = [(name, plan) for name in ALL for plan in ("tp=2", "tp=2,sp")]
 

@@ -252,7 +252,7 @@ def test_a_parameter_that_is_made_of_a_marked_tensor_is_marked() -> None:
         (((2,), (4, 1)), r"strategy \(2,\) has 1 numbers for an input of shape \(16, 32\)"),
         (((2, 4),), "names 1 inputs, but was called with 2 tensors"),
         (((3, 4), (4, 1)), "does not divide the input"),
-        (((4, 4), (4, 1)), "16 pieces, which do not divide the 8 ranks"),
+        (((4, 4), (4, 1)), "16 shards, which do not divide the 8 ranks"),
         (((8, 1), (2, 4)), "cannot be satisfied on"),
         (((1, 2), (1, 4)), "cannot be satisfied on"),
         (((2, 2), (2, 1)), "no axes multiply to its numbers"),
@@ -270,11 +270,11 @@ def test_a_parameter_is_marked_in_one_way() -> None:
     model = nn.Linear(8, 4)
     uni.mark(model, "weight", MESH, [R, S(0)])
     uni.mark(model, "weight", MESH, [R, S(0)])
-    with pytest.raises(UsageError, match=r"weight is marked twice: .*test_marks.py.* and .*build the model anew"):
+    with pytest.raises(UsageError, match=r"weight is marked twice: .*test_marks.py.* and .*build the model again"):
         uni.mark(model, "weight", MESH, [R, S(1)])
     uni.shard_tensor(model.bias, MESH, [R, S(0)])
     uni.mark(model, "bias", MESH, [R, R])
-    with pytest.raises(UsageError, match=r"bias is marked twice: .*test_marks.py.* and .*build the model anew"):
+    with pytest.raises(UsageError, match=r"bias is marked twice: .*test_marks.py.* and .*build the model again"):
         trace(model, (torch.zeros(4, 8), None))
     again = Again()
     uni.mark(again, "weight", MESH, [R, S(1)])
@@ -313,7 +313,7 @@ def test_marks_that_contradict_or_do_not_fit() -> None:
     for verb in (uni.shard_tensor, uni.reshard):
         with pytest.raises(UsageError, match="expected a tensor"):
             verb([1, 2], MESH, [R, R])  # type: ignore[arg-type]
-    with pytest.raises(UsageError, match=r"expected Replicate\(\), as a number cannot be cut"):
+    with pytest.raises(UsageError, match=r"expected Replicate\(\), as a number cannot be sharded"):
         uni.shard_tensor(torch.tensor(1.0), MESH, [S(0), R])
     for make in (lambda: uni.shard(3, ((2, 4),)), lambda: uni.shard_op(3, MESH, inputs=[[R, R]])):  # type: ignore[arg-type]
         with pytest.raises(UsageError, match="expected a function or a module"):
@@ -322,7 +322,9 @@ def test_marks_that_contradict_or_do_not_fit() -> None:
     for search in ("propagate", "dynamic", "exact"):
         uneven = nn.Linear(8, 4)
         uni.mark(uneven, "weight", three, [S(0)])
-        with pytest.raises(UsageError, match=r"weight \(marked at .*\) cannot lie as \[S0\] .* its sizes are \(4, 8\)"):
+        with pytest.raises(
+            UsageError, match=r"weight \(marked at .*\) cannot be placed as \[S0\] .* its sizes are \(4, 8\)"
+        ):
             find(trace(uneven, (torch.zeros(4, 8), None)), three, search)
     uni.mark(model, "weight", Mesh.describe((8,), ("tp",)), [S(0)])
     with pytest.raises(UsageError, match=r"a mark is for Mesh\(tp=8\) .* but the program is for"):

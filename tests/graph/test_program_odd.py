@@ -296,7 +296,7 @@ LOST: dict[str, Callable[[], nn.Module]] = {
     ),
     r"at test_program_odd.py:\d+ a hook is put on a gradient": lambda: Then(with_hook),
     "the model changes self.runs as it runs, and its ops depend on it": lambda: Then(count),
-    "puts another tensor in the place of self.last as it runs, and its ops depend": lambda: Then(remember),
+    "replaces self.last as it runs, and its ops depend": lambda: Then(remember),
     "the model changes self.cache as it runs, and its ops depend on it": lambda: Then(fill),
     "the model changes self.new as it runs, and its ops depend on it": lambda: Then(create),
     "0 has a backward hook": hooked,
@@ -365,7 +365,7 @@ def test_what_a_graph_cannot_hold_is_refused(pools: Pools) -> None:
     clamped, past, assigned, data, drawn, own = pools("gloo", 2).run(refused)[0]
     assert "changes its parameter weight in its forward" in clamped
     assert "in place and under no_grad, a tensor that has gradients" in past
-    assert "puts another tensor in the place of its buffer seen" in assigned
+    assert "replaces its buffer seen" in assigned
     assert "the .data of one" in data
     assert re.search(r"at test_program_odd.py:\d+ the model draws random numbers by aten.poisson", drawn)
     assert re.search(r"at test_program_odd.py:\d+ the model gives aten.rand.generator an object that is neither", own)

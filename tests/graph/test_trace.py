@@ -130,10 +130,10 @@ def test_unpacked_projections_compute_the_same(name: str, parts: int) -> None:
     traced = trace(model, example, loss, unpacked=True)
     words = ("c_attn", "gate_up", "qkv", "in_proj")
     packed = [name for name in dict(model.named_parameters()) if any(word in name for word in words)]
-    assert sorted(shard.parameter for shard in traced.shards.values()) == sorted(packed * parts)
+    assert sorted(shard.parameter for shard in traced.packed_slices.values()) == sorted(packed * parts)
     held = dict(model.named_parameters()) | dict(model.named_buffers())
     values = {node: held[key].detach() for node, key in (traced.parameters | traced.buffers).items()} | traced.constants
-    for node, shard in traced.shards.items():
+    for node, shard in traced.packed_slices.items():
         values[node] = values[node].narrow(shard.dim, shard.start, shard.length)
     values |= dict(zip(traced.inputs + traced.targets, [*example[0].values(), example[1]], strict=True))
     module = torch.fx.GraphModule(nn.Module(), traced.graph)
@@ -207,7 +207,7 @@ def test_what_cannot_be_traced_is_named() -> None:
         trace(Branching(), x)  # type: ignore[arg-type]
     with pytest.raises(UsageError, match=r"test_trace.py:\d+: how large the result of aten.index.Tensor is depends"):
         trace(Picking(), (x, None))
-    with pytest.raises(UsageError, match=r"got .*If it fails so on a batch too, mend that"):
+    with pytest.raises(UsageError, match=r"got .*If it fails so on a batch too, fix that"):
         trace(nn.Linear(3, 4), (x, None))
 
 

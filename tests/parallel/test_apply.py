@@ -23,9 +23,9 @@ from unisono.parallel.checks.preview import require_fitting_loss
 REFUSALS = [
     (2, "mlp", "dp=3", {}, "needs 3 ranks .* but 2 are running; use dp=2 or start 3"),
     (2, "mlp", "dp=2,qp=1", {}, "unknown key 'qp'"),
-    (2, "conv", "dp=2,microbatches=2", {}, "BatchNorm takes its statistics over the whole batch"),
+    (2, "conv", "dp=2,microbatches=2", {}, "BatchNorm takes its statistics over the full batch"),
     (2, "mlp", "pp=2,microbatches=4", {"example": None}, "needs an example batch"),
-    (2, "conv", "pp=2,microbatches=2", {}, "BatchNorm takes its statistics over the whole batch"),
+    (2, "conv", "pp=2,microbatches=2", {}, "BatchNorm takes its statistics over the full batch"),
     (2, "mlp", "dp=2,schedule=zb1p", {}, "but pp=1; leave it out"),
     (2, "mlp", "pp=2,microbatches=4,schedule=naive", {}, "naive"),
     (2, "mlp", "dp=2,ep=2", {}, "has no uni.nn.MoE"),

@@ -127,7 +127,7 @@ def by_torch(comm: Communicator) -> None:
     for key, gradient in replicas.gradients_of(model).items():
         replicas.same(gradient, expected[key], key)
     lay(model.row, Layout((Split.even(("tp",), 1, 6, 1),)))
-    with pytest.raises(UsageError, match="row is cut"):
+    with pytest.raises(UsageError, match="row is sharded"):
         torch_data_parallel(model, mesh)
 
 

@@ -91,7 +91,7 @@ class WirePlan:
 
 
 def folded(pieces: Sequence[torch.Tensor], op: str) -> torch.Tensor:
-    """The pieces reduced to one, in their order, which takes the place of the first."""
+    """The chunks reduced to one, in their order, which replaces the first."""
     for piece in pieces[1:]:
         _FOLDS[op](pieces[0], piece, out=pieces[0])
     return pieces[0]

@@ -31,7 +31,7 @@ class Figure:
 
     backend: str
     op: str
-    size: int  # bytes: of the tensor that is reduced or broadcast, or of the whole that is gathered or dealt out
+    size: int  # bytes: of the tensor that is reduced or broadcast, or of the whole that is gathered or distributed
     contender: str
     ranks: int
     seconds: float

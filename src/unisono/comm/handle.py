@@ -50,7 +50,7 @@ _LEFTOVERS = Leftovers()
 
 
 class Handle:
-    """One operation under way, possibly made of several pieces of work.
+    """One operation under way, possibly made of several chunks of work.
 
     The outcome is brought into the caller's tensors exactly once, by whichever of `wait`, a true `is_completed` or the
     future comes first; until then the tensors of the operation must not be read or written. Of an operation that

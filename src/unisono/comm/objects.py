@@ -156,7 +156,7 @@ class PickledRows:
 
 @dataclass(frozen=True)
 class Refusal:
-    """Sent in place of a value that cannot be pickled."""
+    """Sent instead of a value that cannot be pickled."""
 
     reason: str
 

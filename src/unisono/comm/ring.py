@@ -47,7 +47,7 @@ def _pass_on(comm: Communicator, outgoing: torch.Tensor, right: int, incoming: t
 
 
 def naive_all_reduce(comm: Communicator, tensor: torch.Tensor) -> torch.Tensor:
-    """The same sum with whole tensors going round: size - 1 tensors sent a rank instead of less than two."""
+    """The same sum with full tensors going round: size - 1 tensors sent a rank instead of less than two."""
     if comm.size == 1:
         return tensor
     right, left = (comm.rank + 1) % comm.size, (comm.rank - 1) % comm.size

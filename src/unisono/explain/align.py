@@ -234,7 +234,7 @@ def _axes(mesh: Mesh, rank: int, collective: CollectiveStep) -> tuple[str, ...]:
 
 
 def _totals(local: RankRecord) -> list[str]:
-    """What the whole step communicates, where it has several microbatches: lines show the first."""
+    """What the full step communicates, where it has several microbatches: lines show the first."""
     microbatches = 1 + max((each.microbatch for each in local.communication), default=0)
     if microbatches == 1:
         return []
@@ -242,4 +242,4 @@ def _totals(local: RankRecord) -> list[str]:
     for each in local.communication:
         kinds[each.kind] = kinds.get(each.kind, 0) + 1
     listed = ", ".join(f"{count} {kind}" for kind, count in kinds.items())
-    return [f"lines show the first of {microbatches} microbatches; in the whole step: {listed}"]
+    return [f"lines show the first of {microbatches} microbatches; in the full step: {listed}"]

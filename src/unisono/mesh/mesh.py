@@ -42,7 +42,7 @@ class Mesh:
 
     @classmethod
     def describe(cls, shape: Sequence[int], names: Sequence[str], ranks: Any = None) -> Mesh:
-        """A mesh of any size, whether or not that many ranks are running: to plan with, not to talk over.
+        """A mesh of any size, whether or not that many ranks are running: to plan with, not to communicate over.
 
         ranks: in order, if they are not the first ones."""
         sizes, axis_names = _checked(shape, names)
@@ -92,7 +92,7 @@ class Mesh:
         return len(self.names)
 
     def size(self, *names: str) -> int:
-        """How many ranks lie along these axes together; with no name, in the whole mesh."""
+        """How many ranks are along these axes together; with no name, in the whole mesh."""
         return math.prod(self.shape[self.axis(name)] for name in names or self.names)
 
     def axis(self, name: str) -> int:
@@ -160,7 +160,7 @@ class Mesh:
         return Mesh._made(self.names, self.ranks[tuple(cut)])
 
     def flatten(self, names: Sequence[str], name: str | None = None) -> Mesh:
-        """The mesh with these axes made one, in the place of the first of them; called a_b unless named."""
+        """The mesh with these axes made one, instead of the first of them; called a_b unless named."""
         axes = self._axes(tuple(names))
         merged = name or "_".join(names)
         order = [axis for axis in range(self.ndim) if axis not in axes]

@@ -1,7 +1,7 @@
-"""Placements: how a tensor lies on a mesh, one placement an axis of the mesh.
+"""Placements: how a tensor is on a mesh, one placement an axis of the mesh.
 
 `Shard(dim)`, `Replicate()` and `Partial(op)` are torch's own, so tensors can go to and fro between unisono and torch.
-Several axes may shard one dim: the first cuts it, the next cuts each piece again. Pieces are those of torch.chunk, so
+Several axes may shard one dim: the first cuts it, the next cuts each shard again. Shards are those of torch.chunk, so
 the last ones may be smaller, or empty.
 """
 
@@ -56,7 +56,7 @@ def checked(placements: Sequence[Placement], mesh: Mesh, ndim: int) -> Placement
 def _normal(placement: Placement, ndim: int) -> Placement:
     if type(placement) is Shard:
         if not -ndim <= placement.dim < ndim:
-            expected = f"a dim from {-ndim} to {ndim - 1}" if ndim else "Replicate(), as a number cannot be cut"
+            expected = f"a dim from {-ndim} to {ndim - 1}" if ndim else "Replicate(), as a number cannot be sharded"
             raise UsageError(f"{placement} of a tensor with {ndim} dims; expected {expected}")
         return Shard(placement.dim % ndim)
     if type(placement) is Partial:
@@ -69,7 +69,7 @@ def _normal(placement: Placement, ndim: int) -> Placement:
 
 
 def chunk_sizes(length: int, pieces: int) -> list[int]:
-    """How torch.chunk cuts a length, with empty pieces at the end where it would return fewer."""
+    """How torch.chunk cuts a length, with empty shards at the end where it would return fewer."""
     full = -(-length // pieces)
     return [max(0, min(full, length - full * piece)) for piece in range(pieces)]
 
@@ -85,7 +85,7 @@ def nested_chunk_sizes(length: int, pieces: Sequence[int]) -> list[int]:
 def local_box(
     shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement], coordinate: Sequence[int] | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The local shape at a place of the mesh (by default this rank's), and where it begins in the whole tensor."""
+    """The local shape at a place of the mesh (by default this rank's), and where it begins in the full tensor."""
     placements = checked(placements, mesh, len(shape))
     coordinate = mesh.coordinate() if coordinate is None else coordinate
     sizes, offsets = list(shape), [0] * len(shape)
@@ -101,14 +101,14 @@ def local_box(
 def local_shape(
     shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement], coordinate: Sequence[int] | None = None
 ) -> tuple[int, ...]:
-    """The shape of the piece at a place of the mesh, by default this rank's."""
+    """The shape of the shard at a place of the mesh, by default this rank's."""
     return local_box(shape, mesh, placements, coordinate)[0]
 
 
 def fair_shape(
     shape: Sequence[int], mesh: Mesh, placements: Sequence[Placement], coordinate: Sequence[int]
 ) -> tuple[int, ...]:
-    """The same for pieces whose sizes differ by one at most, which are the same wherever ranks share evenly."""
+    """The same for shards whose sizes differ by one at most, which are the same wherever ranks share evenly."""
     sizes = list(shape)
     for axis, placement in enumerate(placements):
         dim = shard_dim(placement)
@@ -119,7 +119,7 @@ def fair_shape(
 
 
 def local_slice(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """This rank's part of a whole tensor, as a view. Axes that are Partial count as Replicate."""
+    """This rank's part of a full tensor, as a view. Axes that are Partial count as Replicate."""
     sizes, offsets = local_box(tensor.shape, mesh, placements)
     for dim, (size, offset) in enumerate(zip(sizes, offsets, strict=True)):
         tensor = tensor.narrow(dim, offset, size)
@@ -127,7 +127,7 @@ def local_slice(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement
 
 
 def global_shape(local: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> tuple[int, ...]:
-    """The whole tensor's shape, from every rank's local shape: a small collective on each axis that shards.
+    """The full tensor's shape, from every rank's local shape: a small collective on each axis that shards.
 
     UsageError where the local sizes are not those that torch.chunk would give.
     """

@@ -1,10 +1,10 @@
-"""Tensors on a mesh: `shard_tensor` puts one there, `reshard` changes how it lies. Both give torch DTensors.
+"""Tensors on a mesh: `shard_tensor` puts one there, `reshard` changes its placement. Both give torch DTensors.
 
 DTensor's own `redistribute` moves data through torch's functional collectives, pads and gathers more than it must on
 uneven sizes, and is not seen by the watch. Here every change is a route of steps (see `route`), each of them at most
 one collective of the mesh's communicators.
 
-Gradients: that of a Shard lies as the Shard, that of a Replicate or a Partial is the same on all ranks. So the
+Gradients: that of a Shard is placed as the Shard, that of a Replicate or a Partial is the same on all ranks. So the
 backward of a reshard is the reshard of the gradient, from wherever it lies, back to where the input lay.
 """
 
@@ -38,7 +38,8 @@ _NEUTRAL = {"sum": 0, "product": 1}  # with others, every rank keeps the value: 
 
 
 def shard_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> DTensor:
-    """A whole tensor, the same on every rank, laid out on the mesh. Each rank keeps a copy of its part: no talk.
+    """A full tensor, the same on every rank, laid out on the mesh. Each rank keeps a copy of its part: no
+    communication.
 
     Of a parameter or another leaf it makes a new leaf (an nn.Parameter of an nn.Parameter); through any other tensor
     gradients flow back.
@@ -95,7 +96,7 @@ def move(
 class Mover:
     """`move`, prepared once for tensors that go the same way again and again. Checks nothing when called.
 
-    The groups that it talks in are made by `connect`, or by the first call: all their ranks take part.
+    The groups that it communicates in are made by `connect`, or by the first call: all their ranks take part.
     """
 
     def __init__(
@@ -182,12 +183,12 @@ class _Exchange:
     mesh: Mesh
     step: RouteStep
     me: int  # this rank's place in the group of the step's axes
-    lengths: dict[int, list[int]]  # for each dim of the step, the lengths of all members' pieces in the group's order
+    lengths: dict[int, list[int]]  # for each dim of the step, the lengths of all members' shards in the group's order
 
     @classmethod
     def of(cls, mesh: Mesh, shape: tuple[int, ...], state: Sequence[Placement], step: RouteStep) -> _Exchange:
         names = [mesh.names[axis] for axis in step.axes]
-        # What the step cuts or joins is the piece that the other axes leave.
+        # What the step cuts or joins is the shard that the other axes leave.
         others = [Replicate() if axis in step.axes else placement for axis, placement in enumerate(state)]
         whole = local_shape(shape, mesh, others)
         counts = [mesh.shape[axis] for axis in step.axes]
@@ -196,7 +197,7 @@ class _Exchange:
 
     @property
     def joined(self) -> int:
-        """The dim whose pieces the step joins."""
+        """The dim whose shards the step joins."""
         dim = shard_dim(self.step.before)
         assert dim is not None
         return dim

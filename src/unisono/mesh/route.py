@@ -9,12 +9,12 @@ can serve them together, and costs what a rank receives:
     reduce_scatter  Partial   -> Shard(d)    N (n - 1) / n
     all_to_all      Shard(d)  -> Shard(e)    N (n - 1) / n
     cut             Replicate -> Shard(d)    nothing
-    spread          Shard(d)  -> Partial     nothing: each rank's piece, in zeros
+    spread          Shard(d)  -> Partial     nothing: each rank's shard, in zeros
     assign          Replicate -> Partial     nothing: one rank keeps the value
 
-The cheapest route is a shortest path over states (Dijkstra's). Where several axes shard one dim, the pieces of a later
-axis lie within those of an earlier one, so only the last of them may let go of the dim, and a new one comes last.
-Nothing here talks, and nothing depends on which rank asks: all ranks find the same route.
+The cheapest route is a shortest path over states (Dijkstra's). Where several axes shard one dim, the shards of a later
+axis are within those of an earlier one, so only the last of them may let go of the dim, and a new one comes last.
+Nothing here communicates, and nothing depends on which rank asks: all ranks find the same route.
 """
 
 from __future__ import annotations

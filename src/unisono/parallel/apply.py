@@ -6,7 +6,8 @@
 2. Experts, layers and sequences are shared out (ep, tp with sp, cp), in place, under the parameters' own names.
 3. Batch statistics become global, chosen modules are recomputed.
 4. The pipeline keeps this rank's stages.
-5. What is left of the model on this rank gets its values, where it was hollow (filling.py), and is replicated over the
+5. What is left of the model on this rank gets its values, where it was without values (filling.py), and is replicated
+over the
    data ranks, plainly or by ZeRO.
 
 A combination that cannot give the result of one device is refused before any rank computes.
@@ -100,8 +101,8 @@ def parallelize(
     float32 parameters; "fp32" leaves the model's own dtype. on_ready: called on every rank with the model as it will be
     trained, before the plan is applied to it. batch: what ranks will give, "global", all of them the same batch, of
     which each takes its part, or "local", each data rank its own samples. batch_dim: along which dim of a batch's
-    tensors samples lie: 1 for time-major batches, (1, 0) for time-major inputs with targets that have samples first,
-    None in the place of a tensor without samples, as in ({"x": 0, "edges": None}, 0).
+    tensors samples are: 1 for time-major batches, (1, 0) for time-major inputs with targets that have samples first,
+    None instead of a tensor without samples, as in ({"x": 0, "edges": None}, 0).
     """
     if batch not in ("global", "local"):
         raise UsageError(f'parallelize(batch={batch!r}): expected "global" or "local"')
@@ -263,7 +264,8 @@ def _checked(make: Callable[[Any], Optimizer]) -> Callable[[Any], Optimizer]:
 def deferred_for(
     plan: Plan, model: Model | DeferredModel, seed: int, dtype: torch.dtype | None = None
 ) -> DeferredModel:
-    """The model as the plan needs it: hollow where a function builds it and ranks will own parts, else whole."""
+    """The model as the plan needs it: without values where a function builds it and ranks will own parts, else
+    whole."""
     if isinstance(model, DeferredModel):
         if dtype is not None:
             raise UsageError(
@@ -299,13 +301,13 @@ def refuse_what_cannot_be_right(plan: Plan, model: nn.Module) -> None:
     require_separable(model, plan)
     if plan.microbatches > 1 and batchnorm.has_batchnorm(model):
         raise UsageError(
-            f"microbatches={plan.microbatches}: BatchNorm takes its statistics over the whole batch at once, which "
+            f"microbatches={plan.microbatches}: BatchNorm takes its statistics over the full batch at once, which "
             "microbatches do not have; use microbatches=1, or another norm"
         )
     full = needs_full_batch(model)
     if full and (plan.microbatches > 1 or plan.pp > 1):
         raise UsageError(
-            f"{full[0]} has a capacity or an auxiliary loss over the whole batch; use microbatches=1 and pp=1, "
+            f"{full[0]} has a capacity or an auxiliary loss over the full batch; use microbatches=1 and pp=1, "
             "or a dropless MoE with aux_weight=0"
         )
     if full and plan.sequence:
@@ -337,14 +339,14 @@ def applied(
     model_loss: ModelLoss | None = None,
     batch_dim: BatchDim = 0,
 ) -> Trainer:
-    """`fill` is given the model when it is cut, and before anything is made of its parameters: to give memory to one
-    that was built without. `filling` does so with the values that it is to have; `shown` then tells what a run of the
-    model would, as a hollow one cannot be run among ranks."""
+    """`fill` is given the model when it is sharded, and before anything is made of its parameters: to give memory to
+    one that was built without. `filling` does so with the values that it is to have; `shown` then tells what a run of
+    the model would, as a placeholder cannot be run among ranks."""
     head_width = HeadWidth(model, plan.tp, products=plan.cp == 1) if plan.tp > 1 else None
     expert_parallelize(model, mesh)
     if plan.tp > 1:
         tensor_parallelize(model, mesh, rules, sequence=plan.sequence)
-        random.name_modules(model)  # those that took the place of others, too: attention draws what it drops
+        random.name_modules(model)  # those that replaced others, too: attention draws what it drops
     context = context_parallelize(model, mesh, plan.context) if plan.cp > 1 else None
     if context is not None and example is not None:
         context.expect(example[0], example[1] if model_loss is None else model_loss.labelled(example))
@@ -374,7 +376,7 @@ def applied(
     by_shard: dict[str, Any] = {}
     if filling is not None:
         filling.fill(model, later=lambda parameter: plan.zero == 3 and is_summed(parameter, mesh))
-        by_shard = {"fill": filling.fill_one, "lent": filling.materialized("the optimizer")}
+        by_shard = {"fill": filling.fill_one, "materialized": filling.materialized("the optimizer")}
     comm = mesh.comm(*REPLICAS)
     sharing = comm if comm.size > 1 else None
     normalised: GlobalLoss

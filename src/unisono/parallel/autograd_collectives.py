@@ -1,19 +1,19 @@
 """Conjugates: pairs of operations, each of which is the other's gradient.
 
 A tensor that all ranks hold in common ("whole") has one gradient, the same on all of them; ranks that each used it for
-a part of the work have a part of that gradient, to be summed. So what is free in the forward talks in the backward,
-and the other way round:
+a part of the work have a part of that gradient, to be summed. So what is free in the forward communicates in the
+backward, and the other way round:
 
     forward                          backward
     copy             (nothing)       all-reduce          whole -> used by every rank in another way
     reduce           all-reduce      (nothing)           a part of a sum on every rank -> whole
-    gather           all-gather      cut                 a piece on every rank -> whole
-    split            cut             all-gather          whole -> this rank's piece
-    gather_to_use    all-gather      reduce-scatter      a piece -> whole, used by every rank in another way
-    reduce_to_piece  reduce-scatter  all-gather          a part of a sum -> this rank's piece of the sum
+    gather           all-gather      cut                 a shard on every rank -> whole
+    split            cut             all-gather          whole -> this rank's shard
+    gather_to_use    all-gather      reduce-scatter      a shard -> whole, used by every rank in another way
+    reduce_to_piece  reduce-scatter  all-gather          a part of a sum -> this rank's shard of the sum
     count_once       (nothing)       zero, but on rank 0  whole, whose gradient all ranks compute and is summed later
 
-`lengths` are those of all ranks' pieces along `dim`; they may differ.
+`lengths` are those of all ranks' shards along `dim`; they may differ.
 
 What `copy` and `gather_to_use` say in the backward is begun by one node of autograd's graph and waited for by another,
 so that something else can be computed in between (see deferred).

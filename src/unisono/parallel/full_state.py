@@ -1,4 +1,4 @@
-"""A trainer's state as one process would have it: whole tensors by name, so that any other plan can go on from it.
+"""A trainer's state as one process would have it: full tensors by name, so that any other plan can go on from it.
 
 state = trainer.state_dict()          # every rank calls it, and has all of it
 other.load_state_dict(state)          # of the same model, under any plan

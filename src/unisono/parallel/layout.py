@@ -1,8 +1,8 @@
-"""The layout of a parameter: how what this rank holds relates to the whole tensor.
+"""The layout of a parameter: how what this rank holds relates to the full tensor.
 
 Every strategy that cuts a parameter says so in its layout; whoever needs the whole (checkpoints, verify) or the global
-norm reads it there, and needs to know no strategy. Gradients and optimizer states of the parameter's shape lie as the
-parameter does.
+norm reads it there, and needs to know no strategy. Gradients and optimizer states of the parameter's shape are placed
+as the parameter is.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from unisono.mesh.mesh import Mesh
 from unisono.plan.plan import REPLICAS
 
 Axes = tuple[str, ...]
-_MESSAGE = 2**25  # bytes of whole tensors that are gathered at once
+_MESSAGE = 2**25  # bytes of full tensors that are gathered at once
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Split:
 
     @classmethod
     def even(cls, axes: Axes, dim: int, length: int, ranks: int) -> Split:
-        """Consecutive pieces, as torch.tensor_split cuts: sizes differ by one at most."""
+        """Consecutive shards, as torch.tensor_split cuts: sizes differ by one at most."""
         bounds = _bounds(length, ranks)
         return cls(axes, dim, tuple(range(bounds[r], bounds[r + 1]) for r in range(ranks)))
 
@@ -54,7 +54,7 @@ class Layout:
 
     splits: tuple[Split, ...] = ()
     # Each rank along these computes a part of the gradient, from other samples or other tokens; the parts are summed.
-    # (Ranks along any other axis compute the same gradient, or hold another piece of the parameter.)
+    # (Ranks along any other axis compute the same gradient, or hold another shard of the parameter.)
     summed: Axes = REPLICAS
 
     def cut(self, split: Split) -> Layout:
@@ -62,7 +62,7 @@ class Layout:
 
     @property
     def axes(self) -> Axes:
-        """All axes along which ranks hold different pieces."""
+        """All axes along which ranks hold different shards."""
         return tuple(axis for split in self.splits for axis in split.axes)
 
 
@@ -81,7 +81,7 @@ def lay(tensor: torch.Tensor, layout: Layout) -> torch.Tensor:
 
 
 def local_of(full: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
-    """This rank's piece of a whole tensor."""
+    """This rank's shard of a full tensor."""
     for split in layout.splits:
         held = torch.as_tensor(split.held[mesh.index(*split.axes)], dtype=torch.long, device=full.device)
         full = full.index_select(split.dim, held)
@@ -89,12 +89,12 @@ def local_of(full: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
 
 
 def full_batch_of(local: torch.Tensor, layout: Layout, mesh: Mesh) -> torch.Tensor:
-    """The whole tensor, from the pieces of all ranks; every rank of the layout's axes calls it."""
+    """The full tensor, from the shards of all ranks; every rank of the layout's axes calls it."""
     return full_tensors_of([local], [layout], mesh)[0]
 
 
 def full_tensors_of(held: Sequence[torch.Tensor], layouts: Sequence[Layout], mesh: Mesh) -> list[torch.Tensor]:
-    """The whole tensors; many pieces travel in one message. Ranks give the same tensors in the same order."""
+    """The full tensors; many shards travel in one message. Ranks give the same tensors in the same order."""
     full_tensors: list[torch.Tensor] = []
     for begin, end in _bunches(
         [_full_numel(*each) * each[0].element_size() for each in zip(held, layouts, strict=True)]
@@ -104,7 +104,7 @@ def full_tensors_of(held: Sequence[torch.Tensor], layouts: Sequence[Layout], mes
 
 
 def _gathered(held: Sequence[torch.Tensor], layouts: Sequence[Layout], mesh: Mesh) -> list[torch.Tensor]:
-    """The last cut of each is mended first, in one message for all along the same axes; then the one before it."""
+    """The last cut of each is fixed first, in one message for all along the same axes; then the one before it."""
     now = [local.detach() for local in held]
     left = [list(layout.splits) for layout in layouts]
     while any(left):
@@ -121,7 +121,7 @@ def _gathered(held: Sequence[torch.Tensor], layouts: Sequence[Layout], mesh: Mes
 
 
 def _fixed(shards: list[torch.Tensor], splits: list[Split], axes: Axes, mesh: Mesh) -> list[torch.Tensor]:
-    """What the pieces were before these cuts, all of them along the same axes."""
+    """What the shards were before these cuts, all of them along the same axes."""
     comm = mesh.comm(*axes)
     if comm.backend == "nccl":  # offloaded state is in host memory
         shards = [shard.to(comm.device) for shard in shards]

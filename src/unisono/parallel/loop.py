@@ -79,7 +79,7 @@ class OwnLoop:
         self._cp = None if trainer.context is None or trainer.context.comm.size == 1 else trainer.context.comm
         self._calls: list[_Call] = []  # of the model that are under way
         self._kinds: set[Any] = set()  # of outputs that all ranks have found to have samples
-        self._tries_samples = True  # whether the next call is to find out where samples lie in the outputs
+        self._tries_samples = True  # whether the next call is to find out where samples are in the outputs
         self._samples: Samples | None = None
         self._counting: list[tuple[Handle, int]] = []  # numbers of samples, on their way
         self._is_in_backward = False
@@ -172,7 +172,7 @@ class OwnLoop:
         return self._with_local(call, given) if trainer.batch == "local" else self._sharded(call, given)
 
     def _try_samples(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Find out where samples lie in the outputs, where no example has shown it: on a few of the global batch."""
+        """Find out where samples are in the outputs, where no example has shown it: on a few of the global batch."""
         trainer = self._trainer
         is_sharded = self._data.size > 1 and trainer.batch == "global" and trainer.batch_dim == 0
         if not self._tries_samples or not is_sharded or not torch.is_grad_enabled() or (args and kwargs):
@@ -276,7 +276,7 @@ class OwnLoop:
         return tree_map(lambda leaf: gather(leaf) if isinstance(leaf, torch.Tensor) else leaf, outputs)
 
     def _gathered_where(self, outputs: Any, places: Sequence[SampleDim | None], lengths: Lengths) -> Any:
-        """The outputs of all data ranks, of which it is known where samples lie; what has none is the same on each."""
+        """The outputs of all data ranks, of which it is known where samples are; what has none is the same on each."""
         leaves, spec = tree_flatten(outputs)
         for number, ((path, leaf), where) in enumerate(zip(tree_flatten_with_path(outputs)[0], places, strict=True)):
             if _hides_tensors(leaf):
@@ -373,7 +373,7 @@ class OwnLoop:
 
 
 def refuse_calls(trainer: Trainer) -> None:
-    """A rank of a pipeline has some stages of the model: a call of it, as of a whole model, raises at once."""
+    """A rank of a pipeline has some stages of the model: a call of it, as of a full model, raises at once."""
 
     def before(module: nn.Module, *_: Any) -> None:
         if module is trainer.model and current_step() is not trainer.replicas:

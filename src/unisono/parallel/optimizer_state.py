@@ -1,4 +1,4 @@
-"""Optimizer state as one process would have it: whole tensors, by the names of the parameters.
+"""Optimizer state as one process would have it: full tensors, by the names of the parameters.
 
 For a plain optimizer pass the model's named parameters; for ZeRO what it optimizes (`zero.optimized()`). Their layouts
 tell how they, and state tensors of their shape, lie.
@@ -21,7 +21,7 @@ _LIES = "as the parameter"
 
 
 def whole_shape(tensor: torch.Tensor) -> torch.Size:
-    """The shape of the whole of which this rank holds a piece."""
+    """The shape of the whole of which this rank holds a shard."""
     shape = list(tensor.shape)
     for split in reversed(layout_of(tensor).splits):
         shape[split.dim] = split.length
@@ -29,7 +29,7 @@ def whole_shape(tensor: torch.Tensor) -> torch.Size:
 
 
 def full_optimizer_state(optimizer: Optimizer, named: Named, mesh: Mesh) -> dict[str, Any]:
-    """{"state": {name: {key: whole tensor or value}}, "param_groups": [...]}. Every rank of the mesh calls it."""
+    """{"state": {name: {key: full tensor or value}}, "param_groups": [...]}. Every rank of the mesh calls it."""
     tensors = dict(named)
     names = {id(tensor): name for name, tensor in tensors.items()}
     groups = [
@@ -63,7 +63,7 @@ def _full_states(optimizer: Optimizer, tensors: dict[str, torch.Tensor], mesh: M
 def _everyones(
     states: dict[str, dict[str, Any]], tensors: dict[str, torch.Tensor], mesh: Mesh
 ) -> dict[str, dict[str, Any]]:
-    """What any rank has for each parameter that is cut: one that owns nothing of it may have no state for it."""
+    """What any rank has for each parameter that is sharded: one that owns nothing of it may have no state for it."""
     groups: dict[tuple[str, ...], dict[str, dict[str, Any]]] = {}
     for name, tensor in tensors.items():
         axes = tuple(_in_order(layout_of(tensor).axes, mesh))
@@ -90,7 +90,7 @@ def _in_order(axes: Iterable[str], mesh: Mesh) -> list[str]:
 
 @torch.no_grad()
 def load_full_state(optimizer: Optimizer, named: Named, mesh: Mesh, state: dict[str, Any]) -> None:
-    """Put whole state back, each rank keeping its piece; the plan may be another than the one that saved it."""
+    """Put full state back, each rank keeping its shard; the plan may be another than the one that saved it."""
     tensors = dict(named)
     unknown = sorted(set(tensors) - set(state["state"]))
     if unknown:

@@ -1,6 +1,6 @@
 """Sharding a batch: which samples a rank, or a microbatch, takes.
 
-Samples lie along dim 0 of every tensor of a batch unless `batch_dim` says otherwise, as `in_dims` does for
+Samples are along dim 0 of every tensor of a batch unless `batch_dim` says otherwise, as `in_dims` does for
 torch.func.vmap:
 
     batch_dim=1                               time-major, (seq, batch, ...); of a tensor with fewer dims the last one
@@ -21,7 +21,7 @@ from unisono.errors import UsageError
 from unisono.mesh.random.state import SampleDim
 from unisono.parallel.layout import Split
 
-BatchDim = Any  # an int or None for all tensors below, or the structure of a batch with such in the place of tensors
+BatchDim = Any  # an int or None for all tensors below, or the structure of a batch with such instead of tensors
 
 
 class Share(NamedTuple):
@@ -31,7 +31,7 @@ class Share(NamedTuple):
 
 
 def share(batch: Any, index: int, count: int, dim: BatchDim = 0) -> Share:
-    """Part `index` of `count` of a batch, cut along the batch dim of every tensor in it.
+    """Part `index` of `count` of a batch, sharded along the batch dim of every tensor in it.
 
     Parts follow each other and differ by one row at most, the longer ones first; where there are fewer rows than parts
     the last ones are empty. The batch may be a tensor, or tuples, lists and dicts of them.
@@ -53,7 +53,7 @@ def shares(batch: Any, count: int, dim: BatchDim = 0) -> list[Share]:
 
 
 def full_batch_of(parts: list[Share], dim: BatchDim = 0) -> Any:
-    """The batch that was cut into these parts, in whatever order they come; on the device of the first of them."""
+    """The batch that was sharded into these parts, in whatever order they come; on the device of the first of them."""
     parts = sorted(parts, key=lambda part: part.positions.start)
     columns = zip(*(tree_flatten(part.batch)[0] for part in parts), strict=True)
     leaves = [
@@ -92,10 +92,10 @@ def rows_of(batch: Any, dim: BatchDim = 0) -> int:
         if along is not None
     }
     if not found:
-        raise UsageError(f"a batch of {type(batch).__name__} without tensors that have rows cannot be cut")
+        raise UsageError(f"a batch of {type(batch).__name__} without tensors that have rows cannot be sharded")
     shown = ", ".join(f"{name} has {rows}" for name, rows in found.items())
     raise UsageError(
-        f"the batch's tensors differ in their number of rows: {shown}; expected one a sample: say where samples lie "
+        f"the batch's tensors differ in their number of rows: {shown}; expected one a sample: say where samples are "
         "with batch_dim=, as batch_dim=1 for time-major batches or batch_dim=((0, None), 0) for a second input "
         "without samples"
     )
@@ -167,7 +167,7 @@ def _is_dim(value: Any) -> bool:
 
 
 def dims_of(batch: Any, dim: BatchDim) -> list[int | None]:
-    """Along which dim samples lie, for every leaf of the batch; None for what has none."""
+    """Along which dim samples are, for every leaf of the batch; None for what has none."""
     if isinstance(dim, int):
         return [_fitting(leaf, dim) for leaf in tree_flatten(batch)[0]]
     if dim is None:

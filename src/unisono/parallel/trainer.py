@@ -82,7 +82,7 @@ class Trainer:
     precision: Precision = FULL
     scaler: LossScaler | None = None
     steps: int = 0
-    note: str = ""  # why a model that a function builds was built whole on every rank, before it was cut
+    note: str = ""  # why a model that a function builds was built whole on every rank, before it was sharded
     proof: str = ""  # what was proved of the plan before the first step, or why nothing was
     coverage: str = ""  # how much of the parameters and FLOPs tp shards
     rules: Any = None  # how tp shards each layer, given or inferred
@@ -94,12 +94,14 @@ class Trainer:
     reads: ParameterReads | None = None  # of parameters by other modules than their own, until a step has shown none
     batch: str = "global"  # what ranks give: "global", all of them the same batch, or "local", their own samples
     is_updating: bool = False  # whether the optimizer's step is one of this trainer's
-    batch_dim: BatchDim = 0  # where samples lie in (inputs, targets): see share.py
-    samples: Samples | None = None  # where they lie in what the model draws and returns, once that is known
+    batch_dim: BatchDim = 0  # where samples are in (inputs, targets): see share.py
+    samples: Samples | None = None  # where they are in what the model draws and returns, once that is known
     tries_samples: bool = False  # whether the first step is to find out
-    _predicts: Samples | None = None  # where samples lie in what the model returns in evaluation mode
+    _predicts: Samples | None = None  # where samples are in what the model returns in evaluation mode
     _tries_predictions: bool = True  # whether the next prediction is to find out
-    head_width: HeadWidth | None = None  # of the whole model, until a step has shown that tp has not cut through heads
+    head_width: HeadWidth | None = (
+        None  # of the full model, until a step has shown that tp has not sharded through heads
+    )
     _full: tuple[Any, Any] | None = None  # the global batch, where this rank was given all of it
     _microbatches: list[Share] = field(default_factory=list)
     logits: Proof = field(init=False)
@@ -127,7 +129,7 @@ class Trainer:
     def step(self, batch: Batch) -> torch.Tensor:
         """One training step on a global batch (inputs, targets); the loss on all of it.
 
-        All ranks give the whole batch, or each gives the `Share` of it that is its `part`, as a Loader does. Of a
+        All ranks give the full batch, or each gives the `Share` of it that is its `part`, as a Loader does. Of a
         trainer with batch="local", every data rank gives its own samples: the global batch is all of them.
         """
         if self.on_first_batch is not None:
@@ -226,7 +228,7 @@ class Trainer:
         return self.replicas.hold()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
-        """torch.nn.utils.clip_grad_norm_ for the whole model, of which a rank may have shards; every rank calls it."""
+        """torch.nn.utils.clip_grad_norm_ for the full model, of which a rank may have shards; every rank calls it."""
         self.replicas.complete()
         named = dict(self.optimized())
         elsewhere = self.tied.elsewhere if self.tied is not None else frozenset()
@@ -234,7 +236,7 @@ class Trainer:
         return clip_by_norm(named.values(), max_norm, self.mesh, norm_type, uncounted=uncounted)
 
     def clip_grad_value_(self, limit: float) -> None:
-        """torch.nn.utils.clip_grad_value_ for the whole model."""
+        """torch.nn.utils.clip_grad_value_ for the full model."""
         self.replicas.complete()
         clip_by_value((parameter for _, parameter in self.optimized()), limit)
 
@@ -245,7 +247,7 @@ class Trainer:
         """The loss on a global batch, without gradients, in evaluation mode.
 
         `observe(outputs, targets)` is called on the ranks that compute the loss, for each part of the batch that
-        they have, with whole logits. The tp ranks of one place all observe the same.
+        they have, with full logits. The tp ranks of one place all observe the same.
         """
         with self.replicas.stepping(), self._evaluating(), self._cut(batch), self._observed(observe):
             if self.pipeline is not None:
@@ -338,18 +340,18 @@ class Trainer:
         held: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
         if len(mine.positions) < mine.of:
             held = self.random.samples(mine.positions, mine.of)
-        # Who has targets is after a loss: it needs no whole logits.
+        # Who has targets is after a loss: it needs no full logits.
         is_for_loss = targets is not None or self._records
         with self.random, held, in_shards(is_for_loss):
             yield
 
     @property
     def sample_dims(self) -> dict[Key, SampleDim] | None:
-        """Where samples lie in random numbers; in evaluation mode a model makes other calls than those tried."""
+        """Where samples are in random numbers; in evaluation mode a model makes other calls than those tried."""
         return self.samples.draws if self.samples is not None and self.model.training else None
 
     def _tried_samples(self, batch: Batch, loss: Callable[[Any, Any], torch.Tensor] | None) -> Samples | None:
-        """Find out where samples lie, on the first samples of some ranks' parts; all ranks refuse alike."""
+        """Find out where samples are, on the first samples of some ranks' parts; all ranks refuse alike."""
         mine = self._mine(batch)
         comm = self.mesh.comm(*DATA)
         few = [rows_between(mine.batch, 0, 2, self.batch_dim)]
@@ -411,7 +413,7 @@ class Trainer:
         if rows != len(mine.positions):
             raise UsageError(
                 f"a share of {rows} samples that says it holds {len(mine.positions)} of {mine.of}; "
-                "cut batches with unisono.parallel.share.share, or give the whole batch"
+                "cut batches with unisono.parallel.share.share, or give the full batch"
             )
         parts = self.mesh.size(*DATA) * self.plan.microbatches
         if self.plan.pp > 1 and mine.of < parts:
@@ -516,7 +518,7 @@ class Trainer:
         return rows if self.context is None else self.context.rows(rows)
 
     def output_places(self, outputs: Any, rows: int) -> Sequence[SampleDim | None]:
-        """Where samples lie in the model's outputs for so many, leaf by leaf; None where there are none."""
+        """Where samples are in the model's outputs for so many, leaf by leaf; None where there are none."""
         return self._places(outputs, rows, None if self._records else self.samples)
 
     def prediction_places(self, outputs: Any, rows: int) -> Sequence[SampleDim | None]:
@@ -606,7 +608,7 @@ def _shown(rows: Sequence[int]) -> str:
 
 
 def takes_closure(optimizer: Optimizer) -> bool:
-    """Whether its step cannot do without a function that evaluates the model anew."""
+    """Whether its step cannot do without a function that evaluates the model again."""
     closure = inspect.signature(type(optimizer).step).parameters.get("closure")
     return closure is not None and closure.default is inspect.Parameter.empty
 

@@ -3,7 +3,7 @@
     layer = uq.Layer(circuit, observables=[uq.Z(0), "X1 X2"], comm=comm)
     out = layer(x)                  # (batch, observables); out.sum().backward() is the adjoint method
 
-Over a communicator, every rank calls the layer with the same batch and gets the whole output and the whole gradient.
+Over a communicator, every rank calls the layer with the same batch and gets the whole output and the full gradient.
 Ranks share each state; where the batch is large enough and their number is no power of two, groups of them share the
 samples. With a mesh, its axes say who shares what:
 

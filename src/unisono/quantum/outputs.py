@@ -144,7 +144,7 @@ def density(state: State, wires: Sequence[int]) -> torch.Tensor:
 
 
 def shard(state: State) -> torch.Tensor:
-    """This rank's share of all amplitudes in the order of wires: rank r has the r-th of equal consecutive pieces.
+    """This rank's share of all amplitudes in the order of wires: rank r has the r-th of equal consecutive chunks.
 
     (`state.local` is in the layout that the circuit left; `state.amplitudes()` gathers the whole on every rank.)"""
     with _local(require_state(state, "shard"), range(state.held, state.wires)):

@@ -33,18 +33,18 @@ from unisono.plan.schedules.schedule import Schedule
 
 
 def foreseen_in(model: nn.Module, order: Schedule, inputs: Any) -> Rehearsal:
-    """What a run of a hollow model shows: which segments use each parameter and buffer."""
+    """What a run of a meta model shows: which segments use each parameter and buffer."""
     shown = rehearsed_without_values(model, order, inputs)
     if shown is None:
         raise UsageError(
-            f"{type(model).__name__} needs numbers that come of its parameters before it can be cut into stages, which "
+            f"{type(model).__name__} needs values of its parameters before it can be split into stages, which "
             "a dry run does not have; choose a plan with pp=1"
         )
     return shown
 
 
 class Upstream:
-    """The hollow model under the parts of a plan that change what travels between blocks: tp with sp, and cp.
+    """The meta model under the parts of a plan that change what travels between blocks: tp with sp, and cp.
 
     Experts are not spread: what comes of them has the shape of what went in.
     """

@@ -71,7 +71,7 @@ class TrainingSetup:
 
 @dataclass
 class FingerprintRecord(TrainingRecord):
-    """A record of one training step that holds fingerprints. Its `parameters` are their updates, in place of values."""
+    """A record of one training step that holds fingerprints. Its `parameters` are their updates, instead of values."""
 
     replicas: Tensors = field(default_factory=dict)  # parameters and buffers after the step, as this rank holds them
     noise: dict[str, float] = field(default_factory=dict)  # deviations that rounding the parameters once would cause
@@ -144,7 +144,7 @@ def computed_in(model: nn.Module, precision: Precision) -> torch.dtype:
 
 
 def rounded_step(model: nn.Module, job: TrainingSetup, batch: tuple[Any, Any]) -> FingerprintRecord:
-    """Loss, gradients and buffers after every parameter was rounded anew; the model is left as it was.
+    """Loss, gradients and buffers after every parameter was rounded again; the model is left as it was.
 
     A model that magnifies rounding (a norm over almost equal values, a chaotic recurrence) cannot be compared more
     closely than these deviate from the exact ones.

@@ -1,4 +1,4 @@
-"""Where a program parts from the plain model: the first op whose piece on some rank is not the part it should be."""
+"""Where a program parts from the plain model: the first op whose shard on some rank is not the part it should be."""
 
 from __future__ import annotations
 

@@ -105,7 +105,7 @@ def parallelize(
     from float32 parameters; "fp32" leaves the model's own dtype. check: "auto", "full" or "off": how the plan is proved
     before the first step, on the example or, without one, on the first batch. batch: what ranks will give, "global",
     all of them the same batch, of which each takes its part, or "local", each data rank its own samples. batch_dim:
-    along which dim of a batch's tensors samples lie: 1 for time-major batches, (1, 0) for time-major inputs with
+    along which dim of a batch's tensors samples are: 1 for time-major batches, (1, 0) for time-major inputs with
     targets that have samples first, None for a tensor without samples, as in ({"x": 0, "edges": None}, 0).
     """
     plan = Plan.parse(plan) if isinstance(plan, str) else plan

@@ -188,7 +188,7 @@ def _error_of_all(
     mine = RunError.of(error)
     rank_errors.note(comm.rank, mine)
     if mine.is_of_float64:
-        raise error  # all are tried anew in float32
+        raise error  # all are tried again in float32
     if isinstance(error, UsageError | OneDeviceError) and rank_errors.are_alike(mine, comm.size, _TOGETHER):
         return rank_errors.cause(comm.size) or mine
     raise error

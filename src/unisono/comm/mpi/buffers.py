@@ -59,7 +59,7 @@ def raw_buffer(memory: torch.Tensor) -> Buffer:
 
 
 def raw_parts(memory: torch.Tensor, counts: Sequence[int]) -> PiecewiseBuffer:
-    """Contiguous memory as consecutive pieces, `counts` elements each, for MPI's v-collectives."""
+    """Contiguous memory as consecutive chunks, `counts` elements each, for MPI's v-collectives."""
     if memory.numel() > AT_ONCE:
         raise CommError(
             f"gather, scatter and all_to_all of {memory.numel()} elements on one rank need an MPI-4 library, "
@@ -78,7 +78,7 @@ def number_buffer(memory: torch.Tensor) -> Buffer:
 
 
 def pieces(memory: torch.Tensor) -> Iterator[torch.Tensor]:
-    """Contiguous memory cut so that one MPI call takes each piece."""
+    """Contiguous memory cut so that one MPI call takes each chunk."""
     if memory.numel() <= AT_ONCE:
         yield memory
     else:
@@ -167,7 +167,7 @@ def land_parts(memory: torch.Tensor, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def overlap(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two contiguous pieces of memory share a byte, which MPI forbids between input and output."""
+    """Whether two contiguous chunks of memory share a byte, which MPI forbids between input and output."""
     start, end = one.data_ptr(), one.data_ptr() + one.nbytes
     return start < other.data_ptr() + other.nbytes and other.data_ptr() < end
 

@@ -147,7 +147,7 @@ class Watchdog:
         self._consistency.agree(log, self._check_store)
 
     def guarded(self, block: Callable[[], None]) -> None:
-        """Run what blocks in a backend; raise the report in place of the backend's error."""
+        """Run what blocks in a backend; raise the report instead of the backend's error."""
         try:
             block()
         except MessageError:
@@ -169,7 +169,7 @@ class Watchdog:
         return wait
 
     def explained(self, error: RuntimeError) -> UnisonoError:
-        """What to raise in place of a backend's error in an operation: the report on who waits for whom.
+        """What to raise instead of a backend's error in an operation: the report on who waits for whom.
 
         An error that is not the backend's, such as that of a DataLoader's signal handler, is raised as it is.
         """

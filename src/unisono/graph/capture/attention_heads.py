@@ -2,7 +2,7 @@
 
     (length, samples, width) -> (length, samples x heads, head) -> transposed -> (samples, heads, length, head)
 
-No rank's heads lie side by side in the joined dim, so it cannot be cut by heads. The same without it can:
+No rank's heads are adjacent in the joined dim, so it cannot be sharded by heads. The same without it can:
 
     (length, samples, width) -> (length, samples, heads, head) -> permuted
 """

@@ -28,7 +28,7 @@ class Attributes:
         self._names = {path: set(vars(module)) for path, module in self._modules.items()}
         self._before = {path: _plain(module) for path, module in self._modules.items()}
         self.changed: dict[str, Any] = {}  # by name: what they are after a run; of tensors only shapes and dtypes
-        self.replaced: dict[str, list[torch.Tensor]] = {}  # tensors that others took the place of, by name
+        self.replaced: dict[str, list[torch.Tensor]] = {}  # tensors that others replaced, by name
         self.noted: list[str] = []  # for each tensor that a run has put into an attribute: that attribute's name
         self.settled: set[str] = set()  # what the run before has changed, and this one has left as it was
         self._put: dict[str, Any] = {}

@@ -1,7 +1,7 @@
 """Dropout of channels, and that of SELU nets, spelled out for a trace: as products with plain dropouts.
 
 torch has ops of their own for them, whose numbers depend on who draws. What stands here draws a plain dropout of the
-numbers that a running model draws (mesh/random/dropout.py), and its ops can be cut.
+numbers that a running model draws (mesh/random/dropout.py), and its ops can be sharded.
 """
 
 from __future__ import annotations

@@ -55,7 +55,7 @@ def _why(error: Exception) -> str:
     if ".numpy()" in reason:
         return f"the model cannot be traced{at}: it takes the values of a tensor out of torch. {_SAME_OPS}"
     return (
-        f"the model cannot be traced{at}: {type(error).__name__}: {reason}. If it fails so on a batch too, mend that; "
+        f"the model cannot be traced{at}: {type(error).__name__}: {reason}. If it fails so on a batch too, fix that; "
         f"a branch, a loop or a shape that depends on the values of tensors has no place in a graph. {_WITHOUT}"
     )
 

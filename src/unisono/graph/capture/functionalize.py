@@ -1,4 +1,4 @@
-"""Passes that bring an exported graph into the form that rules expect: ops without side effects on whole tensors."""
+"""Passes that bring an exported graph into the form that rules expect: ops without side effects on full tensors."""
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def _drop_broadcasts(graph: fx.Graph) -> None:
 
 
 def _make_gradients_dense(graph: fx.Graph) -> None:
-    """nn.Embedding(sparse=True) gives the same gradient in a form that cannot be cut or summed."""
+    """nn.Embedding(sparse=True) gives the same gradient in a form that cannot be sharded or summed."""
     for node in graph.nodes:
         if node.target is torch.ops.aten.embedding.default and OpCall(node)["sparse"]:
             node.args = node.args[:4]

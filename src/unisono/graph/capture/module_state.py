@@ -29,7 +29,7 @@ def lost_state(
 ) -> list[str]:
     """What a program would lose of it; `program` is the first run, whose graph is left without markers of attributes.
 
-    A tensor that another takes the place of is state where the ops use it."""
+    A tensor that another replaces is state where the ops use it."""
     attributes = step.attributes
 
     def again(names: Collection[str]) -> Captured | None:
@@ -51,7 +51,7 @@ def lost_state(
             lost.append(f"the model changes {names} as it runs, and its ops depend on it{LOST}")
     used = {id(tensor) for tensor in program.constants.values()}
     return lost + [
-        f"the model puts another tensor in the place of self.{name} as it runs, and its ops depend on it{LOST}"
+        f"the model replaces self.{name} as it runs, and its ops depend on it{LOST}"
         for name, tensors in replaced.items()
         if any(id(tensor) in used for tensor in tensors)
     ]

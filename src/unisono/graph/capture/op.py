@@ -11,7 +11,7 @@ from torch import fx
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """Shape and dtype of a whole tensor."""
+    """Shape and dtype of a full tensor."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -1,11 +1,11 @@
-"""The trace: a model (and its loss) as one graph of ops on whole tensors, without running it on data.
+"""The trace: a model (and its loss) as one graph of ops on full tensors, without running it on data.
 
     traced = trace(model, (inputs, targets), loss=F.cross_entropy)
     for op in traced.ops:
         print(op.name, op.outputs, op.flops, op.path, op.line)
 
-torch.export captures the ops that the model calls, as it calls them (linear, attention, layer_norm stay whole). Nothing
-is allocated: a model on the meta device is traced like any other.
+torch.export captures the ops that the model calls, as it calls them (linear, attention, layer_norm stay as they are).
+Nothing is allocated: a model on the meta device is traced like any other.
 """
 
 from __future__ import annotations
@@ -113,9 +113,9 @@ def trace(
 
     Inputs are a tensor, a tuple, or a dict of keyword arguments, as in uni.Task. Only shapes and dtypes of the example
     count. Sizes are fixed by it. UsageError where the model cannot be traced, with the line that is in the way.
-    unpacked: fused projections are taken apart (see `unpack`), so that each of their parts can be cut by itself; their
-    parameters then have a placeholder a part, and `packed_slices` says which part it is. marked: whether
-    marks that the model makes as it runs count, so that one that would not is an error.
+    unpacked: fused projections are taken apart (see `unpack`), so that each of their parts can be sharded by itself;
+    their parameters then have a placeholder a part, and `packed_slices` says which part it is. marked: whether marks
+    that the model makes as it runs count, so that one that would not is an error.
     """
     inputs, targets = _checked(example)
     placement_specs = placement_specs_for(model)

@@ -2,7 +2,7 @@
 
 GPT-2's c_attn gives queries, keys and values side by side, Mixtral's gate_up_proj gates and values. Cut into runs of
 columns, such a weight would give some ranks the queries and others the keys. With a placeholder for each part, each is
-cut by itself, which is how such layers are cut by hand.
+sharded by itself, which is how such layers are sharded by hand.
 
 What is recognised: a weight that only this product uses (seen through transposes and casts), whose product is split
 along its last dim, or viewed as (..., parts, rest) and unbound along `parts`, or taken apart by its indices, with
@@ -60,7 +60,7 @@ class _Packed:
 
 
 def unpack(graph: fx.Graph, parameters: dict[str, str]) -> tuple[dict[str, str], dict[str, PackedSlice]]:
-    """Changes the graph; the parameters by placeholder as they are then, and which placeholders are pieces."""
+    """Changes the graph; the parameters by placeholder as they are then, and which placeholders are shards."""
     names = dict(parameters)
     packed_slices: dict[str, PackedSlice] = {}
     for node in list(graph.nodes):
@@ -114,7 +114,7 @@ def _recognised(node: fx.Node, parameters: dict[str, str]) -> _Packed | None:
 
 
 def _origin(node: fx.Node, dim: int) -> tuple[int, list[fx.Node], fx.Node]:
-    """Back from an operand to its placeholder: where its dim was there, and what lies between."""
+    """Back from an operand to its placeholder: where its dim was there, and what is between."""
     chain: list[fx.Node] = []
     while node.op == "call_function" and len(node.users) == 1:
         ndim = node.meta["val"].dim()

@@ -1,9 +1,9 @@
-"""Marks: what the user says about how some tensors and ops lie on a mesh. The rest is inferred (see `propagate`).
+"""Marks: what the user says about how some tensors and ops are on a mesh. The rest is inferred (see `propagate`).
 
     weight = uni.shard_tensor(weight, mesh, [uni.Replicate(), uni.Shard(1)])    # a tensor
     uni.mark(model, "layers.0.mlp.up.weight", mesh, [uni.Replicate(), uni.Shard(0)])
     uni.mark(model, "layers.6", mesh.at(pp=1))                                  # a stage: from here on, on those ranks
-    matmul = uni.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))              # an op: pieces a dim, input by input
+    matmul = uni.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))              # an op: shards a dim, input by input
     y = uni.shard_op(torch.matmul, mesh, inputs=[[...], None], outputs=[[...]])(x, weight)
     y = uni.reshard(y, mesh, [uni.Shard(0), uni.Replicate()])                   # from here on
 
@@ -100,8 +100,8 @@ def shard_tensor(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placemen
 
 
 def reshard(tensor: torch.Tensor, mesh: Mesh, placements: Sequence[Placement]) -> torch.Tensor:
-    """The tensor as it lies under `placements`; in a trace, a mark for all that use what is returned. Where no ranks
-    are running it is whole and stays so."""
+    """The tensor as it is placed under `placements`; in a trace, a mark for all that use what is returned. Where no
+    ranks are running it is full and stays so."""
     _require_tensor("reshard", tensor)
     if recorder() is not None:
         return noted(
@@ -176,7 +176,7 @@ def placement_specs_for(model: nn.Module) -> dict[str, PlacementSpec]:
 
 
 def placement_spec_of(tensor: torch.Tensor) -> PlacementSpec | None:
-    """How a tensor is marked, or lies on a mesh already."""
+    """How a tensor is marked, or is on a mesh already."""
     if isinstance(tensor, DTensor):
         return PlacementSpec(Mesh.of(tensor.device_mesh), tuple(tensor.placements))
     return _tensors[tensor] if tensor in _tensors else _placement_spec_of_storage(tensor)

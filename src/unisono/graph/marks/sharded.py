@@ -1,6 +1,6 @@
 """Functions whose tensors are marked.
 
-    matmul = uni.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))              # pieces a dim, input by input
+    matmul = uni.shard(torch.matmul, in_strategy=((2, 4), (4, 1)))              # shards a dim, input by input
     y = uni.shard_op(torch.matmul, mesh, inputs=[[...], None], outputs=[[...]])(x, weight)
 
 Run without a trace, a marked function is the function. What `shard` and `shard_op` return must be called: if it is
@@ -87,7 +87,8 @@ class Sharded:
         )
 
     def _run(self, args: Any, kwargs: Any) -> Any:
-        """Tensors that are on a mesh are brought to lie as marked; others are whole, and nothing has to be done."""
+        """Tensors that are on a mesh are redistributed as marked; others are in full, and nothing has to be
+        done."""
         given = self._each((args, kwargs), self.inputs, "input", _moved)
         return self._each(self.function(*given[0], **given[1]), self.outputs, "output", _moved)
 
@@ -139,7 +140,8 @@ def shard(
     in_strategy: Sequence[Strategy | None],
     out_strategy: Sequence[Strategy | None] | None = None,
 ) -> Sharded:
-    """The function, marked: into how many pieces each dim of each of its tensors is cut. None leaves a tensor open."""
+    """The function, marked: the number of shards along each dim of each of its tensors. None leaves a tensor
+    open."""
     _require_function("shard", function)
     given = _strategies("in_strategy", in_strategy), _strategies("out_strategy", out_strategy or ())
     if not any(placement_spec is not None for placement_spec in (*given[0], *given[1])):
@@ -170,7 +172,7 @@ def shard_op(
     inputs: Sequence[Sequence[Placement] | None] = (),
     outputs: Sequence[Sequence[Placement] | None] = (),
 ) -> Sharded:
-    """The function, marked: how each of its tensors lies on the mesh. None leaves a tensor open.
+    """The function, marked: how each of its tensors is on the mesh. None leaves a tensor open.
 
     Without inputs and outputs, a module: it and all that runs after it are a stage, on the ranks of `mesh`, such as
     mesh.at(pp=1)."""

@@ -57,7 +57,9 @@ def add_spec(placement_specs: dict[str, PlacementSpec], name: str, placement_spe
     """One more placement spec for a parameter; UsageError where it contradicts one that is there."""
     earlier = placement_specs.get(name)
     if placement_spec.contradicts(earlier):
-        raise UsageError(f"{name} is marked twice: {earlier} and {placement_spec}; remove one, or build the model anew")
+        raise UsageError(
+            f"{name} is marked twice: {earlier} and {placement_spec}; remove one, or build the model again"
+        )
     placement_specs[name] = placement_spec
 
 

@@ -59,7 +59,7 @@ class Assignment:
         return next((option.local for option in self.options[name] if option.local is not None), None)
 
     def strategy(self, name: str) -> tuple[tuple[int, ...], ...]:
-        """How many pieces each dim of each tensor input is cut into: ((2, 4), (4, 1))."""
+        """The number of shards along each dim of each tensor input: ((2, 4), (4, 1))."""
         sources = producers(self.trace.node(name))
         return tuple(self._shards(self.wanted(name, i), self._spec(*source)) for i, source in enumerate(sources))
 
@@ -111,7 +111,7 @@ class Assignment:
             for what, spec, placements in self._parameter_specs(node):
                 if not divides(spec.shape, placements, self.mesh.shape):
                     raise UsageError(
-                        f"{what} of {node.name} has shape {spec.shape}, which {self.mesh} does not cut evenly by "
+                        f"{what} of {node.name} has shape {spec.shape}, which {self.mesh} does not shard evenly by "
                         f"{placements}"
                     )
 
@@ -133,7 +133,7 @@ def producers(node: fx.Node) -> list[tuple[str, int]]:
 
 
 def divided(shape: tuple[int, ...], placements: Placements, mesh_shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of an even piece."""
+    """The shape of an even shard."""
     sizes = list(shape)
     for axis, placement in enumerate(placements):
         dim = shard_dim(placement)
@@ -143,7 +143,7 @@ def divided(shape: tuple[int, ...], placements: Placements, mesh_shape: tuple[in
 
 
 def divides(shape: tuple[int, ...], placements: Placements, mesh_shape: tuple[int, ...]) -> bool:
-    """Whether every dim is cut into even pieces, but for those of some lengths."""
+    """Whether every dim has even shards, but for those of some lengths."""
     counts: dict[int, int] = {}
     for axis, placement in enumerate(placements):
         dim = shard_dim(placement)

@@ -1,6 +1,7 @@
 """What moving tensors costs on a mesh of any size: bytes received by a rank, and seconds by latency and bandwidth.
 
-Nothing here talks: a plan for 1,024 ranks is weighed in one process, over `Mesh.describe((128, 8), ("dp", "tp"))`.
+Nothing here communicates: a plan for 1,024 ranks is weighed in one process, over `Mesh.describe((128, 8), ("dp",
+"tp"))`.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def edge(
     gradient: Placements | None = None,
     links: Sequence[AxisLink] | None = None,
 ) -> Cost:
-    """Of a tensor that lies so and is wanted so, and whose gradient (if any) comes back as `gradient`.
+    """Of a tensor that is placed so and is wanted so, and whose gradient (if any) comes back as `gradient`.
 
     links: one an axis of the mesh; by default all are alike.
     """

@@ -91,7 +91,7 @@ def _price(problem: Problem, path: _Path, free: dict[str, int], width: int) -> f
 
 
 def _by_turns(problem: Problem, path: _Path, chosen: dict[str, int], prices: list[float], width: int) -> dict[str, int]:
-    """The solution, with the nodes that have gradients chosen anew while the others stay, and the other way round."""
+    """The solution, with the nodes that have gradients chosen again while the others stay, and the other way round."""
     for stays in (False, True):
         fixed = {name: number for name, number in chosen.items() if (name in problem.trace.tracked) == stays}
         walks = (path.walk(price, width, problem.memory, fixed) for price in prices)

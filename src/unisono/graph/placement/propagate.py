@@ -1,16 +1,16 @@
 """Propagation: from some marks to an Assignment of everything.
 
 Axis by axis of the mesh. Marked nodes come first and keep what they are given. From those that an axis cuts,
-placements spread over the graph, to users and to producers, wave by wave: a node that a wave reaches takes the option
-that costs the least to talk with the neighbours that have theirs, and that the axes before this one leave divisible.
-When all have one, nodes are looked at again, with all neighbours known, until none gets cheaper: that settles
-conflicts between waves that met. Where no wave reaches, ranks do the same.
+placements propagate over the graph, to users and to producers, wave by wave: a node that a wave reaches takes the
+option that costs the least to communicate with the neighbours that have theirs, and that the axes before this one leave
+divisible. When all have one, nodes are looked at again, with all neighbours known, until none gets cheaper: that
+settles conflicts between waves that met. Where no wave reaches, ranks do the same.
 
 What counts of an edge is what its execution costs: bytes both ways and a constant a collective, once for users that
 want a tensor alike. Only the sum of a parameter's gradients over ranks that share the batch does not count, or small
 batches would be gathered to avoid it. Products that every rank does in full count for what they waste. Who uses a
-marked tensor takes it as it lies, if it can. fully_use_devices: a node prefers options that let every rank do a share
-of the work.
+marked tensor takes it as it is placed, if it can. fully_use_devices: a node prefers options that let every rank do a
+share of the work.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def propagate(
     links: Sequence[AxisLink] | None = None,
 ) -> Assignment:
     """Placements for every node, from the trace's own marks and further ones. `links`, one an axis of the mesh, weigh
-    seconds in place of bytes."""
+    seconds instead of bytes."""
     fixed = placements_of_marks(trace, mesh, (*trace.marks, *marks))
     graph = _Graph(trace, fully_use_devices)
     chosen: dict[str, list[Option]] = {node.name: [] for node in graph.nodes}
@@ -166,7 +166,7 @@ class _Axis:
             edge = {name for name in edge if self.chosen[name].splits}
 
     def _settle(self, order: list[str]) -> None:
-        """What is cut may be cut otherwise, but not given up: that would follow from small sizes alone."""
+        """What is sharded may be sharded otherwise, but not given up: that would follow from small sizes alone."""
         for _ in range(SWEEPS):
             changed = False
             for name in (*order, *reversed(order)):
@@ -191,7 +191,7 @@ class _Axis:
 
     def _takes_sums_that_are(self, name: str, option: Option) -> bool:
         """A sum in parts is passed on only by ops that move or add, and where all they take is so; else it is added
-        up. (A whole parameter may always be taken as a part: that of one rank.)"""
+        up. (A full parameter may always be taken as a part: that of one rank.)"""
         made = [(i, s, o) for i, (s, o) in enumerate(self.graph.sources[name]) if s not in self.graph.is_placeholder]
         if not any(is_partial(option.inputs[i]) for i, _, _ in made):
             return True
@@ -203,7 +203,7 @@ class _Axis:
         )
 
     def _crowding(self, name: str, option: Option) -> int:
-        """How many tensors would be cut again along a dim that an axis before this one cuts."""
+        """How many tensors would be sharded again along a dim that an axis before this one cuts."""
         crowded = 0
         for i, placement in enumerate(option.inputs):
             crowded += _cut_before(placement, [past.inputs[i] for past in self.before[name]])

@@ -1,8 +1,8 @@
 """From what marks say to placements on a mesh, one an axis.
 
-A strategy says into how many shard_counts each dim of a tensor is cut: (2, 4). On a mesh, axes whose lengths multiply
-to that number cut the dim. Where axes are alike there is a choice, and it must suit all tensors of an op together: on
-each axis one of the op's options must have them so.
+A strategy gives the number of shards along each dim of a tensor: (2, 4). On a mesh, axes whose lengths
+multiply to that number cut the dim. Where axes are alike there is a choice, and it must suit all tensors of an op
+together: on each axis one of the op's options must have them so.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def _settled(trace: Trace, mesh: Mesh, marks: Sequence[Mark]) -> list[Placements
     shown = "; ".join(f"{_name(mark)}: {mark.placement_spec}" for mark in marks)
     node = trace.node(marks[0].node)
     raise UsageError(
-        f"the marks {shown} cannot be satisfied on {mesh}: {target_name(node.target)} cannot be cut so. "
+        f"the marks {shown} cannot be satisfied on {mesh}: {target_name(node.target)} cannot be sharded so. "
         f"On one axis it takes {_shown(options(node))}"
     )
 
@@ -151,9 +151,9 @@ def unkept(trace: Trace, node: fx.Node, mesh: Mesh, marked: Sequence[Placements]
         {mark.placement_spec.line for mark in trace.marks if mark.node == node.name and mark.placement_spec.line}
     )
     where = f" (marked at {', '.join(lines)})" if lines else ""
-    collectives = ", ".join(_words(placements) for placements in marked)
+    texts = ", ".join(_words(placements) for placements in marked)
     return UsageError(
-        f"{held}{where} cannot lie as {collectives} on {mesh}: ranks share dims evenly, and its sizes are "
+        f"{held}{where} cannot be placed as {texts} on {mesh}: ranks share dims evenly, and its sizes are "
         f"{', '.join(map(str, shapes))}; mark another dim, or use a mesh whose axes divide them"
     )
 

@@ -32,7 +32,7 @@ def require_pair(batch: Any) -> None:
 
 
 def require_alike(batch: Any, example: Any) -> None:
-    """A batch may have other sizes than the example (it is traced anew), but not other tensors."""
+    """A batch may have other sizes than the example (it is traced again), but not other tensors."""
     leaves, spec = pytree.tree_flatten(batch)
     known, known_spec = pytree.tree_flatten(example)
     if spec != known_spec:

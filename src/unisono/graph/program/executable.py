@@ -23,7 +23,7 @@ Cut = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Executable:
-    """Runs a lowered graph on this rank's pieces. Every rank of the mesh makes the same forms in the same order."""
+    """Runs a lowered graph on this rank's shards. Every rank of the mesh makes the same forms in the same order."""
 
     def __init__(
         self,
@@ -33,7 +33,7 @@ class Executable:
         device: torch.device,
         again: GatherInBackward | None = None,
     ) -> None:
-        """again: gathers parameters anew in the backward."""
+        """again: gathers parameters again in the backward."""
         self.lowered = lowered
         trace = lowered.trace
         callees = bind(lowered, random)

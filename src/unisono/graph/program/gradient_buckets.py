@@ -52,7 +52,7 @@ class GradientBucket:
             self.handle = self.comm.all_reduce(self._message, async_op=True)
 
     def clear(self) -> None:
-        """Begin anew: what a backward that failed has left is no part of the next one."""
+        """Begin again: what a backward that failed has left is no part of the next one."""
         if self.handle is not None:
             self.handle.wait()
             self.handle = None

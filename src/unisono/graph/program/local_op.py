@@ -1,4 +1,4 @@
-"""An op seen from one rank: what its rewrite must know of the whole to run on pieces."""
+"""An op seen from one rank: what its rewrite must know of the whole to run on shards."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class LocalOp:
         return tuple(axis for axis, placement in enumerate(self.inputs[i]) if shard_dim(placement) in dims)
 
     def parts(self, shape: tuple[int, ...], placements: Placements) -> dict[int, Part]:
-        """Which part of a whole tensor this rank holds, dim by dim."""
+        """Which part of a full tensor this rank holds, dim by dim."""
         sizes, offsets = local_box(shape, self.mesh, placements, self.coordinate)
         return {
             dim: Part(range(offset, offset + size), full)
@@ -67,7 +67,7 @@ class LocalOp:
         }
 
     def draw(self, shape: tuple[int, ...], parts: dict[int, Part]) -> Draw:
-        """The random numbers of this op: those of its module's name and turn, wherever the pieces lie."""
+        """The random numbers of this op: those of its module's name and turn, wherever the shards lie."""
         assert self.random is not None, f"{self.node.name} draws random numbers, but was given no RandomState"
         path, turn = self.node.meta["draw"]
         return Draw((self.random.seed, self.random.step, path, turn), shape, parts)

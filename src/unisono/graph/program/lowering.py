@@ -1,6 +1,7 @@
-"""Lowering: from a traced model and an assignment to what one rank does, as data. Nothing here talks or computes.
+"""Lowering: from a traced model and an assignment to what one rank does, as data. Nothing here communicates or
+computes.
 
-Each op becomes a `Compute` on local pieces. Where an op wants a tensor otherwise than it lies, or gives back its
+Each op becomes a `Compute` on local shards. Where an op wants a tensor otherwise than it lies, or gives back its
 gradient otherwise than the producer needs it, a `Redistribute` comes before it. Ops that want one tensor alike share
 one move, so that three projections of one input gather it once, and sum its gradient once.
 
@@ -36,7 +37,7 @@ Options = tuple[Option, ...]
 
 @dataclass(frozen=True)
 class ShardedSpec:
-    """A tensor of the program: as a whole, and how it lies."""
+    """A tensor of the program: as a whole, and its placement."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -57,7 +58,7 @@ class Redistribute:
 
 @dataclass(frozen=True)
 class Compute:
-    """An op on local pieces. `inputs`: for each tensor that it takes, in order, the value that it comes from."""
+    """An op on local shards. `inputs`: for each tensor that it takes, in order, the value that it comes from."""
 
     name: str
     node: fx.Node
@@ -78,7 +79,7 @@ def used_by(each: Redistribute | Compute) -> tuple[str, ...]:
 
 @dataclass
 class Lowered:
-    """What one rank does, in order; the same on every rank but for the sizes of pieces and the ranks in groups."""
+    """What one rank does, in order; the same on every rank but for the sizes of shards and the ranks in groups."""
 
     trace: Trace
     assignment: Assignment
@@ -148,7 +149,9 @@ class _Lowering:
             first = next((parts[0] for parts in self._unpacked() if node.name in parts), node.name)
             spec = _sharded_spec(tensors[0], self.assignment.layout(first))
             if first != node.name and not divides(spec.shape, spec.placements, self.made.mesh.shape):
-                raise UsageError(f"{node.name} cannot be cut as {first} is ({spec.placements}); trace without unpack")
+                raise UsageError(
+                    f"{node.name} cannot be sharded as {first} is ({spec.placements}); trace without unpack"
+                )
             self.made.given[node.name] = self.made.values[node.name] = spec
 
     def _compute(self, node: fx.Node) -> None:
@@ -200,7 +203,7 @@ class _Lowering:
         return self.moved[tensor.name, redistribution]
 
     def _leave(self, node: fx.Node) -> None:
-        """The caller gets whole tensors; buffers keep what they become as they lie."""
+        """The caller gets full tensors; buffers keep what they become as they are placed."""
         full = (REPLICATE,) * self.made.mesh.ndim
         for value in node.args[0]:  # type: ignore[union-attr]
             is_tensor = isinstance(value, fx.Node) and bool(tensors_of(value.meta.get("val")))
@@ -215,7 +218,7 @@ class _Lowering:
     # ---- gradients ---------------------------------------------------------------------------------------------------
 
     def _gradient(self, option: Option, i: int, axis: int, node: fx.Node) -> Placement:
-        """How the gradient for an input lies on an axis, when the op has computed it."""
+        """How the gradient for an input is on an axis, when the op has computed it."""
         if not option.splits and axis in self.in_parts.get(node.name, ()):
             return SUM
         return option.gradient(i)
@@ -272,7 +275,7 @@ def _refuse_change_of(name: str, trace: Trace) -> None:
 def _refuse_assigned(trace: Trace) -> None:
     for name, line in trace.assigned.items():
         raise UsageError(
-            f"at {line} the model puts another tensor in the place of its buffer {name}, which a program would not "
+            f"at {line} the model replaces its buffer {name}, which a program would not "
             f"keep; change the buffer itself: self.{name.rpartition('.')[2]}.copy_(...)"
         )
 

@@ -8,7 +8,7 @@
     program(batch), program.predict(inputs)
     print(program)                     # every op: placements, local shapes, collectives with their ranks
 
-The model is traced with its loss as one graph on whole tensors (trace.py), each op is assigned placements
+The model is traced with its loss as one graph on full tensors (trace.py), each op is assigned placements
 (propagate.py), and the graph is lowered to what one rank does (lowering.py). Autograd gives the backward: every move
 knows how the gradient goes back. Batches are global ones, given alike to every rank.
 """
@@ -51,7 +51,7 @@ Model = nn.Module | Callable[[], nn.Module]
 
 _OTHER_BATCH = (
     "rank {rank} gave the program another batch than rank {first}; expected the same global batch on every rank, of "
-    "which each takes its shard: read the whole batch everywhere, with the same seed, and no DistributedSampler"
+    "which each takes its shard: read the full batch everywhere, with the same seed, and no DistributedSampler"
 )
 
 
@@ -168,7 +168,8 @@ class Program:
     # ---- forms -----------------------------------------------------------------------------------------------------
 
     def _form(self, kind: str, batch: tuple[Any, Any]) -> tuple[Executable, list[torch.Tensor]]:
-        """The graph for a kind of run and a shape of batch; traced where it is new, with parameters as they lie."""
+        """The graph for a kind of run and a shape of batch; traced where it is new, with parameters as they are
+        placed."""
         self._same_batch.require(batch)
         key = signature(kind, batch)
         if key not in self._forms:
@@ -196,12 +197,12 @@ class Program:
     # ---- state -----------------------------------------------------------------------------------------------------
 
     def named_parameters(self) -> Sequence[tuple[str, nn.Parameter]]:
-        """This rank's pieces, by the model's names."""
+        """This rank's shards, by the model's names."""
         return list(self.shards.parameters.items())
 
     def state_dict(self, local: bool = False) -> dict[str, Any]:
         """All that training goes on from: whole and by name, as a Trainer's, so that either can load it. Every rank
-        calls it. local: this rank's pieces only, without any talk."""
+        calls it. local: this rank's shards only, without any communication."""
         if local:
             tensors = {**self.shards.parameters, **self.shards.buffers}
             model = {name: tensor.detach().clone() for name, tensor in tensors.items()}
@@ -221,7 +222,7 @@ class Program:
             for name, tensor in {**self.shards.parameters, **self.shards.buffers}.items():
                 shard = state["model"].get(name)
                 if shard is None or shard.shape != tensor.shape:
-                    raise UsageError(f"{name} in the local state is not this rank's piece; load a whole state instead")
+                    raise UsageError(f"{name} in the local state is not this rank's shard; load a full state instead")
                 tensor.copy_(shard)
             self.optimizer.load_state_dict(state["optimizer"])
         else:
@@ -298,7 +299,7 @@ def to_static(
 
 
 def _require_elementwise(optimizer: Optimizer, make: Callable[[Any], Optimizer], shards: ProgramShards) -> None:
-    """Refuse an optimizer that must see more than a rank's pieces, or evaluates the model itself."""
+    """Refuse an optimizer that must see more than a rank's shards, or evaluates the model itself."""
     name = type(optimizer).__name__
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UsageError(f"{name} evaluates the model several times in a step, which a program does once; use a plan")
@@ -307,7 +308,7 @@ def _require_elementwise(optimizer: Optimizer, make: Callable[[Any], Optimizer],
         require_elementwise_hooks(optimizer)
     if cut and optimizer_scope(optimizer, make) is not OptimizerScope.ELEMENT:
         raise UsageError(
-            f"{name} looks at parameters as a whole, but {cut[0]} is cut; use marks that leave parameters whole, or an "
+            f"{name} looks at parameters as a whole, but {cut[0]} is sharded; use marks that leave them whole, or an "
             "optimizer that treats elements alone (if this one does, set is_elementwise = True on its class)"
         )
 

@@ -31,7 +31,7 @@ from unisono.mesh.route import RouteStep, find_route
 
 @dataclass(frozen=True)
 class Redistribution:
-    """How an edge leads: the tensor's whole shape, from where to where, and the same for its gradient.
+    """How an edge leads: the tensor's full shape, from where to where, and the same for its gradient.
 
     `gradient_after` is what the consumers give back, `gradient_before` what the producer is to get; None where no
     gradient flows. Ranks along axes on which nothing changes, where they all have the

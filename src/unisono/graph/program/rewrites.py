@@ -1,7 +1,7 @@
-"""What runs on local pieces where that is not simply the op itself.
+"""What runs on local shards where that is not simply the op itself.
 
 An Option names a rewrite; all options of one op that name one name the same. A rewrite is called once for the op, with
-the op's arguments in which tensors are local pieces, and a Place that knows the placements on all axes:
+the op's arguments in which tensors are local shards, and a Place that knows the placements on all axes:
 
     REWRITES[name](local_op, *args, **kwargs)
 
@@ -36,7 +36,7 @@ def _broadcast_tensors(local_op: LocalOp, tensors: list[torch.Tensor]) -> list[t
 
 
 def _factory(local_op: LocalOp, *args: Any, **kwargs: Any) -> torch.Tensor:
-    """Makes the piece: of numbers that are all the same by its shape, of a range by where it begins."""
+    """Makes the shard: of numbers that are all the same by its shape, of a range by where it begins."""
     sizes, offsets = local_op.result_box()
     name = str(local_op.node.target)
     result = local_op.call.results[0]

@@ -1,6 +1,6 @@
 """Losses of which each rank has some samples, or some classes.
 
-With some samples a rank gives its share of the loss of all: its sum over the count (or weight) of the whole batch,
+With some samples a rank gives its share of the loss of all: its sum over the count (or weight) of the full batch,
 which the ranks add up first. With some classes the ranks find the largest logit and the sum of exponentials together.
 """
 
@@ -66,7 +66,7 @@ def mean_loss(local_op: LocalOp, *args: Any, **kwargs: Any) -> torch.Tensor:
 def _weight_of_all(
     local_op: LocalOp, target: torch.Tensor, weight: torch.Tensor | None, ignore_index: int
 ) -> torch.Tensor:
-    """How many targets count in the whole batch, or how much they weigh."""
+    """How many targets count in the full batch, or how much they weigh."""
     counted = target != ignore_index
     number = local_op.number("target")
     axes = local_op.axes_sharding(number, *range(target.dim()))

@@ -1,6 +1,6 @@
-"""The pieces of a model that a rank holds: parameters and buffers by the model's names, their way to whole and back.
+"""The shards of a model that a rank holds: parameters and buffers by the model's names, their way to whole and back.
 
-Gradients, and optimizer state of a parameter's shape, lie as the parameter does.
+Gradients, and optimizer state of a parameter's shape, are placed as the parameter is.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ParameterSpec:
 
 
 class ProgramShards:
-    """What this rank holds. The whole model is read once, tensor by tensor, when it is cut."""
+    """What this rank holds. The full model is read once, tensor by tensor, when it is sharded."""
 
     def __init__(self, model: nn.Module, specs: Mapping[str, ParameterSpec], mesh: Mesh, device: torch.device) -> None:
         self.mesh = mesh
@@ -63,7 +63,7 @@ class ProgramShards:
         self.optimized_specs = dict(self.specs)
 
     def shard(self, name: str, full: torch.Tensor) -> torch.Tensor:
-        """This rank's own copy of its part of a whole tensor that lies as `name` does."""
+        """This rank's own copy of its part of a full tensor that is placed as `name` is."""
         return self._shard(self.specs.get(name), full)
 
     def _shard(self, spec: ParameterSpec | None, full: torch.Tensor) -> torch.Tensor:
@@ -75,7 +75,7 @@ class ProgramShards:
         return torch.cat([local_slice(part, self.mesh, spec.placements) for part in parts], spec.dim)
 
     def full(self, name: str, local: torch.Tensor) -> torch.Tensor:
-        """The whole of which every rank has a part that lies as `name` does. Every rank calls it."""
+        """The whole of which every rank has a part that is placed as `name` is. Every rank calls it."""
         return self._full(self.specs.get(name), local)
 
     def _full(self, spec: ParameterSpec | None, local: torch.Tensor) -> torch.Tensor:
@@ -111,7 +111,7 @@ class ProgramShards:
             tensor.copy_(self.shard(name, full[name]))
 
     def full_optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """{"state": {name: {key: whole tensor or value}}, "param_groups": [...]}, with names for parameters."""
+        """{"state": {name: {key: full tensor or value}}, "param_groups": [...]}, with names for parameters."""
         names = {id(parameter): name for name, parameter in self.optimized.items()}
         state = {
             name: {key: self._full_value(name, value) for key, value in optimizer.state.get(parameter, {}).items()}
@@ -158,7 +158,7 @@ class ProgramShards:
     # ---- the norm --------------------------------------------------------------------------------------------------
 
     def gradient_norm(self) -> torch.Tensor:
-        """The norm of all gradients of the whole model, in float64. Every rank calls it."""
+        """The norm of all gradients of the full model, in float64. Every rank calls it."""
         squares = [
             torch.linalg.vector_norm(parameter.grad).double().square()
             for name, parameter in self.parameters.items()
@@ -170,7 +170,7 @@ class ProgramShards:
         return (comm.all_reduce(total) if comm.size > 1 else total).sqrt()
 
     def _counts(self, name: str) -> bool:
-        """Of the ranks that hold the same piece, the first along each axis counts it."""
+        """Of the ranks that hold the same shard, the first along each axis counts it."""
         placements = self.specs[name].placements if name in self.specs else (Replicate(),) * self.mesh.ndim
         place = self.mesh.coordinate()
         return all(shard_dim(p) is not None or place[axis] == 0 for axis, p in enumerate(placements))

@@ -1,14 +1,14 @@
 """ZeRO in a program: what the ranks of the data axis would hold alike, they share out.
 
-    zero=1    the optimizer's state: parameters and gradients are whole, each rank updates its slice of every parameter,
+    zero=1    the optimizer's state: parameters and gradients are full, each rank updates its slice of every parameter,
               and the slices are gathered after the update (`OptimizerShards`)
-    zero=2    gradients too: a parameter lies in pieces, is gathered once in a step, and its gradient reduce-scattered
-              (`in_shards`; between steps the parameter itself is in pieces as well)
+    zero=2    gradients too: a parameter is in shards, is gathered once in a step, and its gradient reduce-scattered
+              (`in_shards`; between steps the parameter itself is in shards as well)
     zero=3    parameters too: what was gathered is let go of after its op, and gathered again in the backward
               (`GatherInBackward`)
 
 Stages 2 and 3 are placements, so the collectives of a step are in the program for everybody to read. A parameter that
-the ranks cannot cut evenly stays whole.
+the ranks cannot shard evenly stays full.
 """
 
 from __future__ import annotations
@@ -44,7 +44,8 @@ def require_stage(stage: int, mesh: Mesh) -> None:
 
 
 def in_shards(assignment: Assignment) -> Assignment:
-    """The assignment with every parameter cut along the data axis that lay whole there and can be cut evenly."""
+    """The assignment with every parameter sharded along the data axis that lay whole there and can be sharded
+    evenly."""
     trace, mesh = assignment.trace, assignment.mesh
     axis = mesh.axis(AXIS)
     changed = dict(assignment.options)
@@ -60,8 +61,8 @@ def in_shards(assignment: Assignment) -> Assignment:
 
 
 def _even_dim(shape: tuple[int, ...], lying: Placements, axis: int, mesh: Mesh) -> int | None:
-    """The first dim that the ranks of an axis can cut evenly. Not one that a later axis of the mesh cuts: this axis
-    would come before it, and every piece would be made of other rows."""
+    """The first dim that the ranks of an axis can shard evenly. Not one that a later axis of the mesh cuts: this axis
+    would come before it, and every shard would be made of other rows."""
     later = {shard_dim(placement) for placement in lying[axis + 1 :]}
     for dim in range(len(shape)):
         if dim not in later and shape[dim] and divides(shape, _sharded_at(lying, axis, dim), mesh.shape):
@@ -113,8 +114,8 @@ class OptimizerShards:
 
 
 class GatherInBackward(torch.autograd.graph.saved_tensors_hooks):
-    """Stage 3: while it is entered, autograd keeps a gathered parameter's piece in the place of the whole, and the
-    backward gathers it anew."""
+    """Stage 3: while it is entered, autograd keeps a gathered parameter's shard instead of the whole, and the
+    backward gathers it again."""
 
     def __init__(self) -> None:
         self._gathered: dict[int, tuple[StorageWeakRef, Redistributor, torch.Tensor]] = {}

@@ -15,7 +15,7 @@ class CollectiveStep:
     axes: tuple[str, ...]
     ranks: tuple[int, ...]
     received: int  # bytes
-    before: Shape  # the local piece
+    before: Shape  # the local shard
     after: Shape
     detail: str  # what is reduced, joined or cut
     is_collective: bool

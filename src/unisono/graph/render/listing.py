@@ -32,7 +32,7 @@ class ListedOp:
     distributed: str
     local_shapes: str
     placements: str
-    strategy: str  # "((2,4),(4,1))": pieces a dim of each input
+    strategy: str  # "((2,4),(4,1))": shards a dim of each input
     path: str
     source: str  # file.py:42
     local: str = ""  # what runs in the op's place
@@ -225,7 +225,7 @@ def collectives(
     seen = []
     for step in steps:
         longest = tuple(0 if axis in step.axes else index for axis, index in enumerate(coordinate))
-        # Pieces that are gathered are padded to the longest, which is that of the first.
+        # Shards that are gathered are padded to the longest, which is that of the first.
         before = fair_shape(shape, mesh, state, longest if step.kind == "all_gather" else coordinate)
         for axis in step.axes:
             state[axis] = step.after
@@ -274,7 +274,7 @@ def _sums(lowered: Lowered, rank: int) -> list[CollectiveStep]:
 
 
 def strategy(spec: ShardedSpec, mesh: Mesh) -> tuple[int, ...]:
-    """Into how many pieces each dim is cut."""
+    """The number of shards along each dim."""
     counts = [1] * len(spec.shape)
     for axis, placement in enumerate(spec.placements):
         dim = shard_dim(placement)

@@ -1,4 +1,4 @@
-"""Attention: samples and heads are apart; queries are apart where the keys and values are whole."""
+"""Attention: samples and heads are apart; queries are apart where the keys and values are in full."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Convolutions and pooling: samples and channels are apart; input channels are summed over. Places are not cut, as
+"""Convolutions and pooling: samples and channels are apart; input channels are summed over. Places are not sharded, as
 neighbours would have to exchange their edges."""
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Ops that treat elements alone, broadcasting as torch does.
 
-They can be cut along any dim of the result: an input is sharded there too, unless it is broadcast along that dim. Those
-that are linear also take sums in parts.
+They can be sharded along any dim of the result: an input is sharded there too, unless it is broadcast along that dim.
+Those that are linear also take sums in parts.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unisono.mesh.placement import Placement
 
 
 def aligned(shape: Shape, result: Shape, dim: int) -> Placement:
-    """How an input of that shape lies where the result, to which it is broadcast, is cut along `dim`."""
+    """The placement of an input of that shape where the result, to which it is broadcast, is sharded along `dim`."""
     own = dim - (len(result) - len(shape))
     return Shard(own) if own >= 0 and shape[own] == result[dim] else REPLICATE
 

@@ -1,4 +1,4 @@
-"""Ops that read or write where an index says: whole along what the index counts, cut along the rest."""
+"""Ops that read or write where an index says: whole along what the index counts, sharded along the rest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from unisono.mesh.placement import Placement
 
 @rule("aten.gather")
 def gather(call: OpCall) -> Iterator[Option]:
-    """The index may be shorter than the input along other dims: cut where they agree, as pieces then do."""
+    """The index may be shorter than the input along other dims: cut where they agree, as shards then do."""
     mixed = call.dim("dim")
     for dim in range(len(call.result)):
         if dim != mixed and call.shape("self")[dim] == call.shape("index")[dim]:
@@ -38,7 +38,7 @@ def index_select(call: OpCall) -> Iterator[Option]:
 
 @rule("aten.index.Tensor")
 def index(call: OpCall) -> Iterator[Option]:
-    """Dims without an index are cut together; dims of the indices, which are broadcast, along the indices."""
+    """Dims without an index are sharded together; dims of the indices, which are broadcast, along the indices."""
     layout = _Indexed(call)
     for dim, out_dim in layout.kept:
         yield call.option(Shard(out_dim), self=Shard(dim), indices=[REPLICATE] * layout.count)
@@ -64,7 +64,7 @@ def index_put(call: OpCall) -> Iterator[Option]:
 
 
 def _masked(call: OpCall) -> Iterator[Option]:
-    """One number where a mask says so: cut along any dim, with the mask where it has that dim."""
+    """One number where a mask says so: sharded along any dim, with the mask where it has that dim."""
     out_dims = [out_dim for out_dim, given in enumerate(call["indices"]) if given is not None]
     if len(out_dims) != 1 or math.prod(call.shape("values")) != 1:
         return

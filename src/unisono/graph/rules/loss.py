@@ -1,4 +1,4 @@
-"""Losses: cut along samples they give a part of the sum; cross entropy can be cut along classes too."""
+"""Losses: sharded along samples they give a part of the sum; cross entropy can be sharded along classes too."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Normalisations and softmaxes: cut along the dims that they do not mix."""
+"""Normalisations and softmaxes: sharded along the dims that they do not mix."""
 
 from __future__ import annotations
 

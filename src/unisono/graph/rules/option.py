@@ -1,12 +1,12 @@
 """An Option: one way to run one op on one axis of a mesh.
 
-It says how the op's tensor inputs and its outputs lie on that axis. Rules (see `rules`) list an op's options without
+It says how the op's tensor inputs and its outputs are on that axis. Rules (see `rules`) list an op's options without
 knowing how long the axis is; on a mesh of several axes an op takes one option an axis, and whoever combines them checks
 that every sharded dim divides.
 
 Gradients follow from the option alone:
 
-    the gradient of           lies as
+    the gradient of           is placed as
     Shard(d)                  Shard(d)
     Partial                   Replicate
     Replicate, as an input    Partial(sum) where the op is split on the axis (something else of it is not Replicate)
@@ -30,7 +30,7 @@ SUM = Partial("sum")
 class Option:
     """Placements of an op's tensor inputs (in the order of its flattened arguments) and of its outputs, on one axis.
 
-    local: where the op on local pieces is not simply the same op, the name of what runs instead (see `rewrites`).
+    local: where the op on local shards is not simply the same op, the name of what runs instead (see `rewrites`).
     """
 
     inputs: Placements
@@ -51,7 +51,7 @@ class Option:
 
 
 def output_gradient(placement: Placement) -> Placement:
-    """How the gradient of a tensor that lies so must reach the op that made it."""
+    """How the gradient of a tensor that is placed so must reach the op that made it."""
     return placement if isinstance(placement, Shard) else REPLICATE
 
 

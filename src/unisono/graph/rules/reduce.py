@@ -1,4 +1,4 @@
-"""Reductions: cut along what stays; sums and means also along what is summed, which leaves a part of the sum."""
+"""Reductions: sharded along what stays; sums and means also along what is summed, which leaves a part of the sum."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Ops that move elements without computing: views, transposes, slices, joins.
 
 A view cuts its dims into the smallest groups that hold the same elements before and after. Ranks may share a group by
-its first dim: a piece of it is a run of elements, before as after.
+its first dim: a shard of it is a run of elements, before as after.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from unisono.graph.rules.registry import rule
 
 
 def view_pairs(before: Shape, after: Shape) -> Iterator[tuple[int, int]]:
-    """Dims that can be cut together, before and after a view."""
+    """Dims that can be sharded together, before and after a view."""
     if not math.prod(before):
         return
     i = j = 0
@@ -197,7 +197,7 @@ def join(call: OpCall) -> Iterator[Option]:
 
 @rule("getitem")
 def getitem(call: OpCall) -> Iterator[Option]:
-    """One of an op's outputs, as it lies."""
+    """One of an op's outputs, as it is placed."""
     for dim in range(len(call.result)):
         yield Option((Shard(dim),), (Shard(dim),))
     if call.results[0].is_floating_point():

@@ -228,7 +228,7 @@ class RandomState:
         like: torch.Tensor | None = None,
         may_be_full: bool = False,
     ) -> Draw:
-        """The next call for random numbers, of that local shape. `parts` are used in place of the scopes' ones.
+        """The next call for random numbers, of that local shape. `parts` are used instead of the scopes' ones.
 
         like: the tensor that the numbers are for. may_be_full: where the scopes' parts do not fit the shape, the
         numbers are taken to be the same on every rank.

@@ -1,8 +1,8 @@
 """A look ahead, before any rank communicates: whether the loss can take what the model returns.
 
-A hollow copy of the model (on torch's "meta" device: no memory, no time) is run on the example. What fails there proves
+A meta copy of the model (on torch's "meta" device: no memory, no time) is run on the example. What fails there proves
 nothing, as some models need values; so a loss that fails is asked once more, with the model's real output for two
-samples (with made-up numbers of that form, where the model itself is hollow), and only then is the job refused.
+samples (with made-up numbers of that form, where the model itself is without values), and only then is the job refused.
 """
 
 from __future__ import annotations

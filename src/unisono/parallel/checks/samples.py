@@ -1,4 +1,4 @@
-"""Where samples lie in what a model draws and returns, and whether it keeps them apart: tried once, on a few samples.
+"""Where samples are in what a model draws and returns, and whether it keeps them apart: tried once, on a few samples.
 
 The model is run on up to four samples of a batch, then on either half of them, as data ranks and microbatches run it.
 Between the runs
@@ -335,7 +335,7 @@ class _Trial:
 
 def _time_major() -> UsageError:
     return UsageError(
-        "the inputs' samples lie along dim 1 (time-major), but they would be sharded along dim 0: parts of the batch "
+        "the inputs' samples are along dim 1 (time-major), but they would be sharded along dim 0: parts of the batch "
         "along dim 1 give the same outputs as all of it, along dim 0 they do not; pass batch_dim=1"
     )
 
@@ -440,7 +440,7 @@ class _Call:
 
 
 def _output_places(full: Any, part: Any, rows: int, held: int) -> tuple[SampleDim | None, ...]:
-    """Where samples lie in every leaf, given outputs for all of them and for the first ones; nothing where the latter
+    """Where samples are in every leaf, given outputs for all of them and for the first ones; nothing where the latter
     are of another form altogether."""
     leaves, spec = tree_flatten(full)
     others, other_spec = tree_flatten(part)
@@ -600,7 +600,7 @@ def _without_batch_statistics(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_capacity(model: nn.Module) -> Iterator[None]:
-    """In the block, every MoE is dropless: which tokens exceed its capacity depends on the whole batch."""
+    """In the block, every MoE is dropless: which tokens exceed its capacity depends on the full batch."""
     limited = [(moe, moe.capacity_factor) for moe in model.modules() if isinstance(moe, MoE)]
     for moe, _ in limited:
         moe.capacity_factor = None

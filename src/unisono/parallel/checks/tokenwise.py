@@ -265,8 +265,8 @@ class _Trial:
         return x if dim is None else self._cut(x, dim)
 
     def _run_layer(self, forward: Forward, name: str, kind: str, *args: Any, **kwargs: Any) -> Any:
-        """Under sp: into a layer that is cut by columns come all tokens, and what one that is cut by rows gives is
-        shared out again; torch's attention and experts do both."""
+        """Under sp: into a layer that is sharded by columns come all tokens, and what one that is sharded by rows gives
+        is shared out again; torch's attention and experts do both."""
         key = f"{name} out"
         if not self._is_second:
             outputs = forward(*args, **kwargs)

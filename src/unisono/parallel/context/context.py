@@ -5,11 +5,11 @@ linears, the head and the loss on them alone, and needs the others only within a
 Ulysses carries over ranks (see `ring_attention`, `ulysses`).
 
 Positions stay global without a change to the model: what stands before the blocks (embeddings, rotary tables, masks)
-runs on the whole sequence on every rank. At the entry of the first block the hidden states are cut to this rank's
+runs on the full sequence on every rank. At the entry of the first block the hidden states are sliced to this rank's
 tokens, and with them every other argument of a block that runs along the sequence. After the last block nothing is
-gathered: outputs are of this rank's tokens, and the targets are cut to match.
+gathered: outputs are of this rank's tokens, and the targets are sliced to match.
 
-Where the targets are of whole sequences (a class a sentence, an image), the model looks at all tokens after its blocks.
+Where the targets are of full sequences (a class a sentence, an image), the model looks at all tokens after its blocks.
 Then they are gathered there, the rest of the model runs alike on all ranks, and each takes some of the *samples* of
 the outcome to the loss. `Context.expect` tells the two apart by a batch.
 
@@ -17,10 +17,10 @@ the outcome to the loss. `Context.expect` tells the two apart by a batch.
     partial_loss = loss(model(inputs), context.cut_targets(targets))
 
 Each rank then has a part of the loss, and its gradients are a part of the whole, to be summed over "cp" as over the
-data axis. Parameters before the blocks need no care: tokens that were cut away give them no gradient here.
+data axis. Parameters before the blocks need no care: tokens of other ranks give them no gradient here.
 
 Of an encoder-decoder model the decoder's sequence is sharded. The encoder stands before these blocks: it runs on its
-whole sequence on every rank, and each rank's queries attend to all of its output.
+full sequence on every rank, and each rank's queries attend to all of its output.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from unisono.parallel.share import share
 from unisono.plan.plan import CONTEXT
 
 # Ring attention under a causal mask works as long on every rank only in the zigzag order; without a mask any order is
-# balanced. Ulysses sees whole sequences and takes the simplest.
+# balanced. Ulysses sees full sequences and takes the simplest.
 _ORDERS: dict[str, Callable[[int, int], Tokens]] = {"ring": Tokens.zigzag, "ulysses": Tokens.consecutive}
 
 Forward = Callable[..., Any]
@@ -110,7 +110,7 @@ class Context:
         self._has_targets = True
 
     def expect(self, inputs: Any, targets: Any) -> None:
-        """Prepare for batches like this one: are its targets of tokens, or of whole sequences?
+        """Prepare for batches like this one: are its targets of tokens, or of full sequences?
 
         Without targets (None) it is as before, and all samples of the outputs are given.
         """
@@ -148,7 +148,7 @@ class Context:
         return self._attention(length).tokens
 
     def cut(self, tensor: torch.Tensor, dim: int = 1) -> torch.Tensor:
-        """This rank's tokens of a whole tensor."""
+        """This rank's tokens of a full tensor."""
         return self.tokens(tensor.shape[dim]).cut(tensor, self.comm.rank, dim)
 
     def shard_targets(self, targets: Any) -> Any:
@@ -158,7 +158,7 @@ class Context:
         return mapped(targets, self._shard_rows if self.is_full else self._shard_target)
 
     def shifted_runs(self, outputs: Any, targets: Any) -> list[tuple[Any, Any]]:
-        """This rank's runs of consecutive tokens, with targets of whole sequences given, for a loss that compares a
+        """This rank's runs of consecutive tokens, with targets of full sequences given, for a loss that compares a
         token's output with the next one's target."""
         length = next(tensor.shape[1] for tensor in _tensors(targets) if tensor.dim() > 1)
         tokens, pairs, first = self.tokens(length), [], 0
@@ -186,12 +186,12 @@ class Context:
         if target.dim() < 2:
             raise UsageError(
                 f"targets of shape {tuple(target.shape)} under context parallelism; expected one a token: "
-                "(batch, sequence, ...); use a plan with cp=1 for targets of whole sequences"
+                "(batch, sequence, ...); use a plan with cp=1 for targets of full sequences"
             )
         return self.cut(target)
 
     def join(self, shard: torch.Tensor, length: int, dim: int = 1) -> torch.Tensor:
-        """The whole tensor, from every rank's tokens; no gradients. All "cp" ranks call it."""
+        """The full tensor, from every rank's tokens; no gradients. All "cp" ranks call it."""
         shards = self.comm.all_gather(shard.detach().contiguous(), uneven=True)
         return self.tokens(length).join(shards, dim)
 
@@ -243,7 +243,8 @@ class Context:
     def _enter_block(
         self, name: str, is_first: bool, block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Any]:
-        """Cut a block's arguments. The hidden states are cut once, in the first block: the others get its outcome."""
+        """Cut a block's arguments. The hidden states are sharded once, in the first block: the others get its
+        outcome."""
         hidden = hidden_states((args, kwargs))
         if hidden is None:
             raise UsageError(f"block {name} was given no hidden states; expected a tensor (batch, sequence, width)")
@@ -326,7 +327,7 @@ class Context:
 
 
 def are_of_sequences(inputs: Any, targets: Any) -> bool:
-    """Whether targets are of whole sequences rather than of tokens."""
+    """Whether targets are of full sequences rather than of tokens."""
     lengths = {tuple(tensor.shape[:2]) for tensor in _tensors(inputs) if tensor.dim() > 1}
     return any(tuple(target.shape[:2]) not in lengths for target in _tensors(targets))
 
@@ -358,7 +359,7 @@ def of_second_sequence(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str
 
 def use_global_positions(block: nn.Module, lengths: Callable[[], tuple[int, int]]) -> None:
     """Attention of Hugging Face's T5 and models like it makes a bias, and a causal mask, of positions that it counts
-    from 0; both are to be those of the whole sequence. lengths: how many tokens this rank holds, and of how many."""
+    from 0; both are to be those of the full sequence. lengths: how many tokens this rank holds, and of how many."""
     for module in block.modules():
         own = getattr(module, "compute_bias", None)
         if own is not None:

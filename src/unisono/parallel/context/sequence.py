@@ -1,4 +1,4 @@
-"""Sequence parallelism: between tensor-parallel regions, activations are cut along the sequence (dim 1).
+"""Sequence parallelism: between tensor-parallel regions, activations are sharded along the sequence (dim 1).
 
 Plain tensor parallelism keeps everything outside its regions whole on every rank: norms, dropouts and residuals are
 computed, and their activations kept, tp times. They work token by token, so here every rank does its own tokens only:
@@ -7,9 +7,9 @@ computed, and their activations kept, tp times. They work token by token, so her
     sequence     norm(my tokens)    ->  all-gather  [ column .. row ]  reduce-scatter  ->  dropout(my tokens)
 
 A reduce-scatter and an all-gather are the two halves of an all-reduce: what is said stays the same, what is kept
-between regions is 1/tp. The model's blocks run this way: at the first one's entry hidden states are cut, at the last
-one's exit they are gathered. Parameters in between that are whole (norms, biases of row layers) see each rank's tokens
-only, so their gradients add up along "tp", which their layouts say.
+between regions is 1/tp. The model's blocks run this way: at the first one's entry hidden states are sharded, at the
+last one's exit they are gathered. Parameters in between that are in full (norms, biases of row layers) see each rank's
+tokens only, so their gradients add up along "tp", which their layouts say.
 
 A module in a block that needs all tokens but is not sharded by columns and rows (attention with a norm over all heads,
 layers without a rule) runs on the full sequence, as without sp: its input is gathered, its output sharded again. What
@@ -60,7 +60,7 @@ _SHARDED = "unisono_sharded"  # returned by a block, beside its hidden states
 
 
 class SequenceRegion(Region):
-    """Outside, every rank has its piece of the sequence."""
+    """Outside, every rank has its shard of the sequence."""
 
     def __init__(self, comm: Communicator, outside_blocks: Callable[[], UsageError] | None = None) -> None:
         """outside_blocks: why a layer of the blocks may not run outside them; None on a stage of a pipeline."""
@@ -119,7 +119,7 @@ class SequenceRegion(Region):
             raise _not_told_apart(x, self.length)
 
     def cut(self, x: torch.Tensor) -> torch.Tensor:
-        """This rank's piece of what is whole on every rank; the sequence enters the blocks."""
+        """This rank's shard of what every rank has in full; the sequence enters the blocks."""
         if x.dim() < 3:
             raise UsageError(
                 f"sequence parallelism: the first block was given a tensor of shape {tuple(x.shape)}; "
@@ -129,7 +129,7 @@ class SequenceRegion(Region):
         return conjugates.split(x, DIM, self.shards(self.length), self.comm)
 
     def join(self, x: torch.Tensor) -> torch.Tensor:
-        """The whole of what every rank has its piece of; the sequence leaves the blocks."""
+        """The whole of what every rank has its shard of; the sequence leaves the blocks."""
         return conjugates.gather(x, DIM, self._shards_of(x.shape[DIM]), self.comm)
 
     def shards(self, length: int) -> list[int]:
@@ -144,7 +144,7 @@ class SequenceRegion(Region):
         return conjugates.gather_to_use(x, DIM, self._shards_of(x.shape[DIM]), self.comm)
 
     def _shards_of(self, mine: int) -> list[int]:
-        """All ranks' pieces of the sequence of which this rank's one is so long.
+        """All ranks' shards of the sequence of which this rank's one is so long.
 
         A stage of a pipeline that does not have the first block has not seen the whole: there the ranks ask each other.
         """
@@ -230,7 +230,7 @@ class SequenceParallel:
         """Cut at the first block's entry, join at the last one's exit; say whose gradients add up."""
         last = len(self.blocks.modules) - 1
         for number, block in enumerate(self.blocks.modules):
-            # What wraps a block from now on is outside, and sees pieces between blocks.
+            # What wraps a block from now on is outside, and sees shards between blocks.
             block.forward = partial(self._run_block, block.forward, number, number == last)
             for name, parameter in block.named_parameters(prefix=self.blocks.name(number)):
                 if "tp" not in layout_of(parameter).axes and not self._is_full(name):
@@ -373,7 +373,7 @@ def _blocks(model: nn.Module) -> Blocks:
 
 
 def require_sound_blocks(model: nn.Module, styles: Styles) -> Blocks:
-    """The model's blocks; UsageError where one has a layer that cannot be given a piece of the sequence."""
+    """The model's blocks; UsageError where one has a layer that cannot be given a shard of the sequence."""
     blocks = _blocks(model)
     full = full_sequence_modules(blocks, styles)
     for number, block in enumerate(blocks.modules):
@@ -435,7 +435,7 @@ def _require_sound(block_name: str, block: nn.Module, styles: Styles, full: Sequ
             continue  # nn.MultiheadAttention's own, cut with it
         if style is None and (is_linear(module) or isinstance(module, _TOKEN_MIXERS)):
             raise UsageError(
-                f"sequence parallelism would give {inner_name} a piece of the sequence, as no rule cuts it; if it "
+                f"sequence parallelism would give {inner_name} a shard of the sequence, as no rule cuts it; if it "
                 f'works token by token, say so with the rule {{"{_pattern(inner_name)}": "whole"}}, else cut it'
             )
 

@@ -1,4 +1,4 @@
-"""F.scaled_dot_product_attention over tokens that are spread over ranks.
+"""F.scaled_dot_product_attention over tokens that are sharded over ranks.
 
     with ShardedAttention(comm, "ring", tokens) as spread:
         y = block(x)            # its attention reaches the tokens of all ranks
@@ -231,7 +231,7 @@ class ShardedAttention:
             return attend(q, k, v, mask, dropout_p, scale=scale, enable_gqa=gqa)
 
     def _of_global_positions(self, mask: torch.Tensor, calls: list[_AttentionCall]) -> torch.Tensor:
-        """The mask for the whole sequence. One that hides some of this rank's own keys is gathered from all ranks."""
+        """The mask for the full sequence. One that hides some of this rank's own keys is gathered from all ranks."""
         tokens, length = self.tokens, self.tokens.length
         if all(c.columns == count and c.rows == 1 for c, count in zip(calls, tokens.counts, strict=True)):
             if mask.requires_grad:
@@ -243,7 +243,7 @@ class ShardedAttention:
         mine = tokens.count(self.comm.rank)
         raise UsageError(
             f"attention with a mask of shape {tuple(mask.shape)} while this rank holds {mine} of {length} tokens; "
-            f"expected a mask of the whole sequence, (..., {length}, {length}): make it before the blocks, "
+            f"expected a mask of the full sequence, (..., {length}, {length}): make it before the blocks, "
             "or use is_causal"
         )
 

@@ -1,9 +1,9 @@
-"""The tokens of a sequence that is spread over ranks: which positions each rank holds.
+"""The tokens of a sequence that is sharded over ranks: which positions each rank holds.
 
     Tokens.consecutive(8, 2)     rank 0: 0 1 2 3      rank 1: 4 5 6 7
     Tokens.zigzag(8, 2)          rank 0: 0 1 6 7      rank 1: 2 3 4 5
 
-Under a causal mask a token looks at all tokens before it, so consecutive pieces would leave the first rank idle while
+Under a causal mask a token looks at all tokens before it, so consecutive shards would leave the first rank idle while
 the last one works. The zigzag cuts the sequence into twice as many chunks as there are ranks and gives rank r the
 chunks r and 2P-1-r: an early and a late one, together as much work on every rank.
 
@@ -72,11 +72,11 @@ class Tokens:
         return shards[0] if len(shards) == 1 else torch.cat(shards, dim)
 
     def join(self, shards: Sequence[torch.Tensor], dim: int) -> torch.Tensor:
-        """The whole tensor of all ranks' pieces; differentiable."""
+        """The full tensor of all ranks' shards; differentiable."""
         return self.ordered(torch.cat(list(shards), dim), dim)
 
     def ordered(self, joined: torch.Tensor, dim: int) -> torch.Tensor:
-        """The whole tensor of one that has the ranks' tokens one rank after the other; differentiable."""
+        """The full tensor of one that has the ranks' tokens one rank after the other; differentiable."""
         if self.in_order:
             return joined
         return joined.index_select(dim, torch.cat(self._positions).argsort().to(joined.device))
@@ -119,7 +119,7 @@ def require_fit(
             "expected a divisor of the former"
         )
     if tokens.ranks != ranks:
-        raise UsageError(f"{kind} attention: tokens are spread over {tokens.ranks} ranks, but {ranks} take part")
+        raise UsageError(f"{kind} attention: tokens are sharded over {tokens.ranks} ranks, but {ranks} take part")
     if not q.shape[2] == k.shape[2] == tokens.count(rank):
         raise UsageError(
             f"{kind} attention: rank {rank} has {q.shape[2]} queries and {k.shape[2]} keys, but of a sequence of "
@@ -128,7 +128,7 @@ def require_fit(
 
 
 def _chunks(length: int, count: int) -> list[range]:
-    """Consecutive pieces as torch.tensor_split cuts them."""
+    """Consecutive shards as torch.tensor_split cuts them."""
     small, extra = divmod(length, count)
     stops = [(i + 1) * small + min(i + 1, extra) for i in range(count)]
     return [range(start, stop) for start, stop in zip([0, *stops], stops, strict=False)]

@@ -38,7 +38,7 @@ def ulysses_attention(
     """Attention of this rank's queries to the keys of all ranks: (batch, heads, tokens, width), with gradients.
 
     `tokens` says which positions each rank holds; by default consecutive ones, as many on every rank. `mask` is of
-    global positions. `attention` is what runs on whole sequences: F.scaled_dot_product_attention or one like it.
+    global positions. `attention` is what runs on full sequences: F.scaled_dot_product_attention or one like it.
     """
     tokens = tokens or Tokens.consecutive(q.shape[2] * comm.size, comm.size)
     require_fit("ulysses", q, k, v, tokens, comm.rank, comm.size)

@@ -1,4 +1,4 @@
-"""Views that count on the whole sequence, in a model that holds some of its tokens.
+"""Views that count on the full sequence, in a model that holds some of its tokens.
 
 After its blocks a model may put its hidden states into the shape of its inputs, as Hugging Face's GPT-2 does:
 

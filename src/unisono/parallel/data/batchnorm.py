@@ -88,7 +88,7 @@ def _uses_batch(module: _BatchNorm) -> bool:
 
 
 class _Global(_BatchNorm):
-    """A BatchNorm whose batch lies on several ranks."""
+    """A BatchNorm whose batch is on several ranks."""
 
     _comm: Communicator
 
@@ -118,7 +118,7 @@ def _batch_norm(
     momentum: float = 0.1,
     eps: float = 1e-5,
 ) -> torch.Tensor:
-    """F.batch_norm of a batch that lies on several ranks."""
+    """F.batch_norm of a batch that is on several ranks."""
     if not training:
         return F.batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
     output, mean, deviations, count = _Normalise.apply(input, eps, comm)

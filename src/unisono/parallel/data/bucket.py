@@ -94,12 +94,12 @@ class Bucket:
         return sum(parameter.numel() for parameter in self.parameters)
 
     def places(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Where the gradient of each parameter lies in a message, as views, one for each of its `parts`."""
+        """Where the gradient of each parameter is in a message, as views, one for each of its `parts`."""
         shards = message.split([parameter.numel() for parameter in self.parameters])
         return [[shard.view(p.shape)] for p, shard in zip(self.parameters, shards, strict=True)]
 
     def parts(self, index: int, gradient: torch.Tensor) -> Sequence[torch.Tensor]:
-        """A parameter's gradient, as it is cut in a message."""
+        """A parameter's gradient, as it is sharded in a message."""
         return (gradient,)
 
     def pack(self, parameter: torch.Tensor) -> None:

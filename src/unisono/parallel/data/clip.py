@@ -1,7 +1,7 @@
-"""Clipping gradients, of which every rank holds some pieces, as if one process held them whole.
+"""Clipping gradients, of which every rank holds some shards, as if one process held them whole.
 
-A piece may lie on several ranks: on all replicas, or on the tensor-parallel ranks that keep a parameter whole. Of
-those, one counts it: the first along each axis that does not cut the parameter. So one message over the whole mesh
+A shard may are on several ranks: on all replicas, or on the tensor-parallel ranks that keep a parameter whole. Of
+those, one counts it: the first along each axis that does not shard the parameter. So one message over the whole mesh
 gives the norm, whichever strategies cut what. Pipeline stages hold different parameters; one that is tied between
 stages is named in `uncounted` on all but one of them.
 """
@@ -20,7 +20,7 @@ from unisono.parallel.layout import layout_of
 from unisono.torch_compat import clip_grad, foreach_mul_, foreach_norm
 from unisono.torch_patches import PatchSet, original
 
-STAGES = "pp"  # the axis along which ranks hold different parameters, not different pieces
+STAGES = "pp"  # the axis along which ranks hold different parameters, not different shards
 
 
 def gradient_norm(
@@ -29,7 +29,7 @@ def gradient_norm(
     norm_type: float = 2.0,
     uncounted: Collection[torch.Tensor] = (),
 ) -> torch.Tensor:
-    """The norm of all gradients of the whole model. Every rank of the mesh calls it, after gradients are summed."""
+    """The norm of all gradients of the full model. Every rank of the mesh calls it, after gradients are summed."""
     norm_type = _checked(norm_type)
     skipped = {id(parameter) for parameter in uncounted}
     mine = [
@@ -62,9 +62,9 @@ def clip_by_norm(
     uncounted: Collection[torch.Tensor] = (),
     error_if_nonfinite: bool = False,
 ) -> torch.Tensor:
-    """Scale gradients in place so that their norm over the whole model is at most max_norm; returns the norm before.
+    """Scale gradients in place so that their norm over the full model is at most max_norm; returns the norm before.
 
-    What torch.nn.utils.clip_grad_norm_ does to the whole model in one process.
+    What torch.nn.utils.clip_grad_norm_ does to the full model in one process.
     """
     if not max_norm >= 0:
         raise UsageError(f"clip: max_norm={max_norm}; expected a number of at least 0")
@@ -88,7 +88,7 @@ def clip_by_value(parameters: Iterable[torch.Tensor], limit: float) -> None:
 
 
 def _counts(parameter: torch.Tensor, mesh: Mesh) -> bool:
-    """Whether this rank counts its piece, rather than another rank that has the same."""
+    """Whether this rank counts its shard, rather than another rank that has the same."""
     cut = (*layout_of(parameter).axes, STAGES)
     return all(mesh.index(axis) == 0 for axis in mesh.names if axis not in cut)
 

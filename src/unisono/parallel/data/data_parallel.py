@@ -1,4 +1,4 @@
-"""Data parallelism: every rank has the whole model and a share of the batch.
+"""Data parallelism: every rank has the full model and a share of the batch.
 
 Each rank computes the gradient of its part of the loss. The loss on the global batch is the sum of the parts (loss.py),
 so its gradient is the sum of theirs: after summing, all ranks take the same optimizer step and stay equal.
@@ -94,10 +94,12 @@ class DataParallel(Reducer[FlaggedBucket]):
 
 
 def torch_data_parallel(model: nn.Module, mesh: Mesh, **options: Any) -> DistributedDataParallel:
-    """torch's own DistributedDataParallel, made to sum; for plans in which nothing but the batch is cut."""
+    """torch's own DistributedDataParallel, made to sum; for plans in which nothing but the batch is sharded."""
     for name, parameter in model.named_parameters():
         if layout_of(parameter).splits or layout_of(parameter).summed != REPLICAS:
-            raise UsageError(f"{name} is cut, which torch's DistributedDataParallel knows nothing of; use DataParallel")
+            raise UsageError(
+                f"{name} is sharded, which torch's DistributedDataParallel knows nothing of; use DataParallel"
+            )
     group = mesh.comm(*[axis for axis in REPLICAS if axis in mesh.names]).group
     wrapped = DistributedDataParallel(
         model, process_group=group, broadcast_buffers=False, gradient_as_bucket_view=True, **options

@@ -2,7 +2,7 @@
 
 A router gives every token a probability for each expert; the token goes to the k experts it likes best, and what they
 make of it is added, weighted by those probabilities. `naive_moe` says just that, in a loop. `MoE.forward` says it so
-that experts work on dense pieces: the visits (token, expert) are sorted by expert, each expert takes its piece, and
+that experts work on dense shards: the visits (token, expert) are sorted by expert, each expert takes its shard, and
 the outcomes go back to their tokens.
 
 Expert parallelism puts an all-to-all on each side of the experts: rank r of the "ep" axis owns a run of consecutive
@@ -10,7 +10,7 @@ experts, so the sorted visits are already in the order of their owners. Every ra
 those that came, and sends the outcomes back. The owner thus sees the tokens of all "ep" ranks, and its gradients need
 to be summed over the other data axes only.
 
-What depends on the whole batch stays so under any plan:
+What depends on the full batch stays so under any plan:
 - capacity: an expert takes at most ceil(factor * k * tokens / experts) visits of the *global* batch, first choices
   first and then in the order of tokens. Ranks tell each other how many visits they have for each expert, so everyone
   knows which of its own come too late.
@@ -308,7 +308,7 @@ def require_experts(model: nn.Module, mesh: Mesh) -> None:
     for name, moe in layers.items():
         if moe.capacity_factor is not None and "cp" in mesh.names and mesh.size("cp") > 1:
             raise UsageError(
-                f"{name} has a capacity, which tokens take in the order of the whole sequence; under cp a rank does "
+                f"{name} has a capacity, which tokens take in the order of the full sequence; under cp a rank does "
                 "not know it: use capacity_factor=None (dropless) or a plan with cp=1"
             )
 
@@ -413,5 +413,5 @@ def collect_aux(model: nn.Module) -> torch.Tensor | None:
 
 
 def needs_full_batch(model: nn.Module) -> list[str]:
-    """The MoE layers whose outcome depends on the whole batch at once, so that microbatches would change it."""
+    """The MoE layers whose outcome depends on the full batch at once, so that microbatches would change it."""
     return [name for name, moe in _layers(model) if not moe.is_tokenwise]

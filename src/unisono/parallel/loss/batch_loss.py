@@ -12,7 +12,7 @@ which also holds for parameters that are used after the gather (a temperature). 
 
 A model may compare samples itself, as CLIP of Hugging Face does in text_embeds @ image_embeds.t(): the factors of a
 product of that form, (samples, width) x (width, samples), are gathered before it (`GatheredProducts`), so that what
-follows, `outputs.loss` included, is that of the whole batch.
+follows, `outputs.loss` included, is that of the full batch.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class BatchLoss:
 
 
 class GatheredLoss(GlobalLoss):
-    """The loss of the whole batch on every rank, of which each contributes an equal share."""
+    """The loss of the full batch on every rank, of which each contributes an equal share."""
 
     def __init__(self, loss: BatchLoss, comm: Communicator | None) -> None:
         super().__init__(loss, comm)

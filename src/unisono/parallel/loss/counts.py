@@ -1,4 +1,4 @@
-"""What the loss counts on the whole batch, when every rank has computed only its part of the outputs.
+"""What the loss counts on the full batch, when every rank has computed only its part of the outputs.
 
 `ExchangedCounts` asks the other ranks, in one message that travels while the loss is computed. Where every rank has all
 of the targets, each can count the whole by itself (`PredictedCounts`), and no one waits. That this gives the same is
@@ -55,7 +55,7 @@ class ExchangedCounts:
 
 
 class PredictedCounts:
-    """The counts of the whole batch, from all of its targets."""
+    """The counts of the full batch, from all of its targets."""
 
     def __init__(self, counts: Sequence[Count]) -> None:
         """Those on a GPU stay there: to read one would be to wait for all that the GPU has been given to do."""
@@ -79,7 +79,7 @@ class PredictedCounts:
 
 
 class PendingCounts:
-    """What ranks have counted in fact, and what was foretold, on its way from a GPU: whoever reads it waits for what
+    """What ranks have counted in fact, and what was predicted, on its way from a GPU: whoever reads it waits for what
     the GPU had been given to do until then, and for nothing that it was given since."""
 
     def __init__(self, message: torch.Tensor, predicted_counts: PredictedCounts) -> None:
@@ -97,7 +97,7 @@ class PendingCounts:
         return self._arrival is None
 
     def read(self) -> tuple[list[float], list[float]]:
-        """What was foretold, and what was told."""
+        """What was predicted, and what was counted."""
         if self._arrival is not None:
             self._arrival.synchronize()
         numbers: list[float] = self._here.tolist()

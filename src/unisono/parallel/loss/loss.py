@@ -39,7 +39,8 @@ _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5, torch.bfloat16: 2e-2, to
 
 class GlobalLoss:
     def __init__(self, loss: Loss, comm: Communicator | None = None, dims: Sequence[int] = (0,)) -> None:
-        """`comm` joins the ranks that share the batch; `dims` are those along which outputs are cut between them."""
+        """`comm` joins the ranks that share the batch; `dims` are those along which outputs are sharded between
+        them."""
         self._loss = loss
         self._comm = comm
         self.dims = tuple(dims)
@@ -63,7 +64,7 @@ class GlobalLoss:
         self._astray: list[torch.Tensor] = []
 
     def expect(self, outputs: Sequence[SampleDim | None], targets: BatchDim) -> None:
-        """Where samples lie in the outputs, leaf by leaf (None: it has none), and in the targets."""
+        """Where samples are in the outputs, leaf by leaf (None: it has none), and in the targets."""
         self._outputs_have, self._targets_dim = outputs, targets
 
     def _normalizer(self, totals: Any = None, dry: bool = False) -> LossNormalizer:
@@ -100,7 +101,7 @@ class GlobalLoss:
         self._predicted, self._counts = [], []
         self._totals, self._full, self._sum = None, None, None
         if self.ranks == 1 and len(microbatches) == 1:
-            return  # the batch is whole here: the user's loss serves as it is
+            return  # the batch is in full here: the user's loss serves as it is
         if microbatches:
             self._learn_sizes(*microbatches[0])
         if self._predicts and full is not None:
@@ -483,7 +484,7 @@ def _detached_from(leaf: Any) -> Any:
 
 def _leaves_but(value: torch.Tensor, known: Sequence[Any]) -> list[torch.Tensor]:
     """The leaves of autograd's graph that a value is computed from, but for those that known tensors come from."""
-    with no_torch_function_subclass():  # logits in pieces are asked for themselves, not for the whole
+    with no_torch_function_subclass():  # logits in shards are asked for themselves, not for the whole
         expected = {id(leaf) for tensor in known if isinstance(tensor, torch.Tensor) for leaf in _leaves_of(tensor)}
         return [leaf for leaf in _leaves_of(value) if id(leaf) not in expected]
 

@@ -94,7 +94,7 @@ class LossRef:
 @dataclass(frozen=True)
 class LossStep:
     function: Callable[..., Any]
-    args: Any  # with a LossRef in the place of every tensor
+    args: Any  # with a LossRef instead of every tensor
     kwargs: Any
 
     @property
@@ -119,7 +119,7 @@ class LossValues:
             found.append(step.function(*args, **kwargs))
 
     def of(self, tree: Any) -> Any:
-        """The tree with a tensor in the place of every LossRef."""
+        """The tree with a tensor instead of every LossRef."""
         return tree_map(lambda leaf: self._of(leaf) if isinstance(leaf, LossRef) else leaf, tree)
 
     def _of(self, ref: LossRef) -> Any:
@@ -290,7 +290,7 @@ def ref_of(tensor: torch.Tensor) -> LossRef | None:
 
 
 def with_refs(tree: Any) -> Any:
-    """The tree with a LossRef in the place of every recorded tensor."""
+    """The tree with a LossRef instead of every recorded tensor."""
     return tree_map(lambda leaf: (ref_of(leaf) or leaf) if isinstance(leaf, torch.Tensor) else leaf, tree)
 
 

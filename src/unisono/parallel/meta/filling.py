@@ -1,8 +1,8 @@
-"""Filling: what a plan leaves this rank of a hollow model gets its memory and its values.
+"""Filling: what a plan leaves this rank of a meta model gets its memory and its values.
 
 The model was built and sharded without memory (mesh/deferred_init/deferred_model.py); its tensors have kept their
-names, and their layouts tell which piece of the whole this rank holds. Each is made whole, cut and let go before the
-next one: beside what the rank owns, no more than one whole tensor is in memory at a time.
+names, and their layouts tell which shard of the whole this rank holds. Each is made whole, cut and let go before the
+next one: beside what the rank owns, no more than one full tensor is in memory at a time.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class Filling:
 
 
 def _stands_in(tensor: torch.Tensor) -> bool:
-    """Whether it is there for its shape only, in the place of a parameter of another stage."""
+    """Whether it is there for its shape only, instead of a parameter of another stage."""
     return is_placeholder(tensor) and source_of(tensor) is None
 
 

@@ -1,4 +1,4 @@
-"""Hollow tensors and models: on torch's "meta" device, with shapes and no numbers; they take no memory and no time."""
+"""Meta tensors and models: on torch's "meta" device, with shapes and no numbers; they take no memory and no time."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ModuleT = TypeVar("ModuleT", bound=nn.Module)
 
 
 def to_meta(tree: Any) -> Any:
-    """The same, with hollow tensors in the place of its tensors."""
+    """The same, with meta tensors instead of its tensors."""
     return tree_map(_meta, tree)
 
 
 def deep_copy(module: ModuleT, memo: dict[int, Any] | None = None) -> ModuleT:
     """As copy.deepcopy, also of modules that hold tensors with a history, which deepcopy refuses: torch.nn.utils.
-    weight_norm keeps the product of its parameters, and computes it anew before it is used."""
+    weight_norm keeps the product of its parameters, and computes it again before it is used."""
     computed = {id(tensor): tensor.detach().clone() for _, tensor in tensors_in(module) if tensor.grad_fn is not None}
     return copy.deepcopy(module, computed | (memo or {}))
 

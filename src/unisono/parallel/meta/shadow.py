@@ -1,8 +1,8 @@
-"""Running a hollow model on real inputs: what a model makes of its inputs alone has numbers, the rest has shapes.
+"""Running a meta model on real inputs: what a model makes of its inputs alone has numbers, the rest has shapes.
 
 Many models look at their inputs on the way (is there padding, are these positions consecutive?) and never at what comes
 of their parameters. Within a Shadow such a model runs without any memory for parameters: an operation on real tensors
-is done, one that a hollow tensor takes part in gives hollow ones, and code that asks where a tensor is hears of the
+is done, one that a meta tensor takes part in gives placeholders, and code that asks where a tensor is hears of the
 device that the inputs are on.
 """
 

@@ -1,4 +1,4 @@
-"""Shapes that are known already: what an operation on hollow tensors gives is worked out once.
+"""Shapes that are known already: what an operation on meta tensors gives is worked out once.
 
 Torch works out most shapes in Python, and takes milliseconds for a layer norm that has no numbers. A model's blocks ask
 for the same again and again, and a pipeline's rehearsal does for each stage; within a `KnownShapes` the second answer
@@ -32,7 +32,7 @@ _known: dict[Hashable, tuple[type | None, tuple[Form, ...]]] = {}
 
 
 class KnownShapes(Interception):
-    """In a `with` block of it, operations on hollow tensors alone cost little."""
+    """In a `with` block of it, operations on meta tensors alone cost little."""
 
     def operate(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not _gives_new_tensors(func):

@@ -10,9 +10,9 @@ or the tensors handed on. Whole, the backward is autograd's own. In halves:
 A weight that belongs to one junction gets its gradient there, once. One that belongs to several (a layer that is used
 twice) would be counted again on the way from one of its junctions to the next, so it is computed in I already. So are
 weights that are vectors only, a norm's say: their gradients are sums, quicker than a second run of autograd is to
-start. Roots from which no way leads to the Arrival are left to W as a whole. The sum is the whole gradient, exactly.
+start. Roots from which no way leads to the Arrival are left to W as a whole. The sum is the full gradient, exactly.
 
-Where nothing arrives that has a gradient, as at the first stage, I is the whole backward: W, left for last, would keep
+Where nothing arrives that has a gradient, as at the first stage, I is the full backward: W, left for last, would keep
 what comes after it waiting for all of it.
 """
 

@@ -1,7 +1,7 @@
 """Greedy generation through a pipeline, as Hugging Face's `generate` does it on one device.
 
-No rank has the whole model, so `generate` cannot be called. Each new token is taken from the outputs of the whole
-sequence so far, which the pipeline computes anew: the tokens are those that a cache of keys and values would give.
+No rank has the full model, so `generate` cannot be called. Each new token is taken from the outputs of the whole
+sequence so far, which the pipeline computes again: the tokens are those that a cache of keys and values would give.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
     cut = split_layers(layers, schedule, rank, seed=0)     # on every rank: builds this rank's layers only
     model = build_whole(layers, seed=0)                    # the same model on one device
 
-Each layer gets, bit for bit, the parameters that it has in the whole model. Layers with the same key, written as
+Each layer gets, bit for bit, the parameters that it has in the full model. Layers with the same key, written as
 TiedSpec, are one layer used in several places.
 """
 
@@ -117,7 +117,7 @@ def _first_places(specs: Sequence[LayerSpec]) -> list[int]:
 
 
 def _built(specs: Sequence[LayerSpec], places: Sequence[int], seed: int) -> dict[int, nn.Module]:
-    """The layers of these places, by the place that builds them. Each draws what it would in the whole model."""
+    """The layers of these places, by the place that builds them. Each draws what it would in the full model."""
     first = _first_places(specs)
     builders = sorted(set(first))
     wanted = {builders.index(first[place]) for place in places}
@@ -179,6 +179,6 @@ def _costs(specs: Sequence[LayerSpec], cost: Cost) -> list[float]:
             raise
         except Exception as error:
             raise UsageError(
-                f"pipeline: the size of {spec!r} cannot be told without building it ({error}); give boundaries or costs"
+                f"pipeline: the size of {spec!r} is not known without building it ({error}); give boundaries or costs"
             ) from error
     return costs

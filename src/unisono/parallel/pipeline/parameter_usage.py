@@ -1,4 +1,4 @@
-"""The survey of a model: which parameters and buffers each of its segments uses.
+"""The parameter usage of a model: which parameters and buffers each of its segments uses.
 
 The blocks cut a forward pass into segments: segment i runs from the entry of block i to the entry of block i+1, so
 that whatever the model does between two blocks belongs to the one before. What it does before block 0 (embeddings)
@@ -38,12 +38,12 @@ class ParameterUsage:
     skips: Skips = field(default_factory=Skips)  # if the model was run
 
     def of_copy(self, model: nn.Module, copy: nn.Module) -> ParameterUsage:
-        """The survey of a copy of the surveyed model."""
+        """The parameter usage of a copy of the examined model."""
         pairs = zip(held_by(model), held_by(copy), strict=True)
         return ParameterUsage({id(theirs): self.users[id(ours)] for ours, theirs in pairs}, self.operations, self.skips)
 
     def by_name(self, model: nn.Module) -> Users:
-        """Of the surveyed model, the segments by the names of parameters and buffers, all of them."""
+        """Of the examined model, the segments by the names of parameters and buffers, all of them."""
         return {name: self.users[id(tensor)] for name, tensor in _named(model)}
 
 
@@ -66,7 +66,7 @@ def by_example(model: nn.Module, blocks: Blocks, example: Any, *, count: bool = 
             raise UsageError(
                 f"{type(model).__name__} runs {blocks.name(number)} after "
                 f"{blocks.name(here) if here >= 0 else 'nothing'}; "
-                "a pipeline can cut only between blocks that run once each, in order"
+                "a pipeline can shard only between blocks that run once each, in order"
             )
         writes.end_of_segment(max(here, 0))
         here = number
@@ -145,7 +145,7 @@ def by_order(model: nn.Module, blocks: Blocks) -> ParameterUsage:
 
 
 def by_names(model: nn.Module, blocks: Blocks, known: Users, skips: Skips) -> ParameterUsage:
-    """Take it from a survey of a model with the same names, of which this one is a part."""
+    """Take it from a parameter usage of a model with the same names, of which this one is a part."""
     users = {id(tensor): known[name] for name, tensor in _named(model) if name in known}
     return ParameterUsage(by_order(model, blocks).users | users, skips=skips)
 

@@ -1,4 +1,4 @@
-"""A rehearsal: all stages of a pipeline run on one rank, hollow, before any ranks communicate.
+"""A rehearsal: all stages of a pipeline run on one rank, without values, before any ranks communicate.
 
 A stage that finds a model impossible to cut is one rank's stage; the others would wait for its message. So every rank
 first plays all of them, on torch's "meta" device, where tensors have shapes and no numbers, and all refuse alike. A
@@ -103,14 +103,14 @@ def _run(stage: Stage, inputs: Any, message: Sequence[torch.Tensor], form: Messa
 
 
 def _cut(watched: nn.Module, usage: ParameterUsage, schedule: Schedule, rank: int) -> StageSplit:
-    """Of a copy, as cutting a model changes it; the survey is the same for all ranks."""
+    """Of a copy, as cutting a model changes it; the parameter usage is the same for all ranks."""
     copy = meta_copy(watched)
     return split(copy, schedule, rank, usage=usage.of_copy(watched, copy))
 
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """What a run of a hollow model shows of it."""
+    """What a run of a meta model shows of it."""
 
     users: Users  # the segments of the forward that use each parameter and buffer
     length: int | None  # of the sequences that enter the first block, where they are such
@@ -133,7 +133,7 @@ def rehearsed(model: nn.Module, schedule: Schedule, inputs: Any) -> Rehearsal | 
 
 
 def rehearsed_without_values(model: nn.Module, schedule: Schedule, inputs: Any) -> Rehearsal | None:
-    """The same of any hollow model; None where it needs numbers that come of its parameters."""
+    """The same of any meta model; None where it needs numbers that come of its parameters."""
     copy = meta_copy(model)
     with (
         contextlib.suppress(_NeedsNumbers),

@@ -104,7 +104,7 @@ class PipelineRuntime:
             return [self._shared(execution.outputs.get(number)) for number in range(len(microbatches))]
 
     def forget(self) -> None:
-        """Watch and announce messages anew, as after freezing parameters. All ranks of the pipeline call it."""
+        """Watch and announce messages again, as after freezing parameters. All ranks of the pipeline call it."""
         for stage in self.stages.values():
             stage.forget()
             self.forms[stage.number].clear()

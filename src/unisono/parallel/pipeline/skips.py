@@ -3,13 +3,14 @@
     x = x + block(x)                     the sum is outside the block
     skips.append(x); ...; cat([x, skips.pop()])       a U-Net
 
-Every stage runs the model's whole forward, so all make the same calls of torch functions outside the blocks. A result
+Every stage runs the model's full forward, so all make the same calls of torch functions outside the blocks. A result
 of such a call is therefore known to all stages by its label: the expression in the caller's code, how often it has
 been there before, and the place in what was returned. (Hooks of others, which may not be there in every forward, are
 other code, and do not change the labels of the model's.) Blocks are known by their numbers.
 
-The survey of a model notes which labels are read across each boundary (`Reads`); a stage sends their tensors along with
-the arguments of the next block, and the next one reads them in the place of its own, which have shapes only (`Calls`).
+The parameter usage of a model notes which labels are read across each boundary (`Reads`); a stage sends their tensors
+along with the arguments of the next block, and the next one reads them instead of its own, which have shapes only
+(`Calls`).
 
 Python may also see values (`x.mean().item()`, `if (x > 0).any()`), and every later stage runs the code that depends on
 them. So where the tensor depends on parameters, a copy of it as it was read travels to all stages after it, under the
@@ -133,7 +134,7 @@ class Calls(TorchFunctionMode):
             self.made[label] = tensor
 
     def real(self, tree: Any) -> Any:
-        """The tree with what was received in the place of this stage's own."""
+        """The tree with what was received instead of this stage's own."""
         return tree_map(lambda leaf: self.replaced.get(id(leaf), leaf), tree) if self.replaced else tree
 
 
@@ -169,7 +170,7 @@ _TORCH = os.path.dirname(torch.__file__)
 
 
 class Reads(Calls):
-    """Of a whole forward: the labels that are read in later segments than they were made in."""
+    """Of a full forward: the labels that are read in later segments than they were made in."""
 
     def __init__(self, flow: Dependence, touched: Callable[[StorageWeakRef], None]) -> None:
         """`flow`: what depends on parameters. `touched` is told of memory whose values are read."""

@@ -5,12 +5,12 @@
     PipelineRuntime(cut.stages, ...)
 
 The model is an nn.Sequential, whose children are the blocks, or any model with a list of repeated ones, or one whose
-children with parameters run one after the other. A rank keeps its part of it; what was built hollow is
+children with parameters run one after the other. A rank keeps its part of it; what was built without values is
 filled after that (`filling`), and `layers.split_layers` builds only the part.
 
 A parameter belongs to every stage whose segment of the forward uses it (`usage`): that of an embedding to the first,
 of a head to the last, and one that is tied between the two to both. It is held where one of its stages is, under all
-of its names, and is foreign everywhere else.
+of its names, and is off-stage everywhere else.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def split(
     example: inputs as of a microbatch, to see where parameters are used; without, the order of registration tells.
     boundaries: the first block of each stage; without, stages are balanced by `cost`, which counts parameters,
     operations (needs an example), or what is given for each block; embedding and head count to the first and last.
-    blocks: the path of the list of blocks, where it should not be found automatically. survey: where it is known.
+    blocks: the path of the list of blocks, where it should not be found automatically. usage: where it is
+    known.
     """
     found = require_stages(model, schedule, blocks)
     if cost == "operations" and example is None:
@@ -85,7 +86,8 @@ def require_stages(model: nn.Module, schedule: Schedule, blocks: str | None = No
 
 
 def blocks_of(model: nn.Module, path: str | None = None) -> Blocks:
-    """The blocks that a pipeline can cut between. A model may name its list of blocks itself, as `pipeline_blocks`."""
+    """The blocks that a pipeline can shard between. A model may name its list of blocks itself, as
+    `pipeline_blocks`."""
     path = getattr(model, "pipeline_blocks", None) if path is None else path
     if path is not None:
         holder = dict(model.named_modules()).get(path)

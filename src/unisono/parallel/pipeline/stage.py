@@ -3,16 +3,16 @@
 No model has to be rewritten for the pipeline. A stage calls the user's forward on its microbatch's inputs, with a gate
 before every block that decides what the block does:
 
-    blocks before the stage      are skipped: the gate returns hollow tensors of the right form
-    the first block of the stage gets the message from the stage before in the place of the hollow tensors
+    blocks before the stage      are skipped: the gate returns meta tensors of the right form
+    the first block of the stage gets the message from the stage before instead of the meta tensors
     the blocks of the stage      run
     the first block after it     is never entered: its arguments are the message to the next stage, and a private
                                  exception ends the forward; the last stage has none and runs to the model's end
 
 Since inputs are on every rank, whatever the model makes of them (masks, positions, rotary tables, plain Python values)
 is made on every stage and need not travel. What travels is what depends on parameters; the first pass over microbatches
-of a new kind watches which arguments do (`dependence`), and also that nothing hollow finds its way into the result: a
-model that carries something round its blocks, instead of through them, is refused and not run wrong.
+of a new kind watches which arguments do (`dependence`), and also that nothing without values finds its way into the
+result: a model that carries something round its blocks, instead of through them, is refused and not run wrong.
 """
 
 from __future__ import annotations
@@ -68,10 +68,10 @@ class _Run:
     received_form: MessageForm | None
     known: MessageForm | None  # the form of the message, if it has been watched before
     watching: bool
-    flow: Dependence = field(default_factory=Dependence)  # depends on parameters, hollow or not
+    flow: Dependence = field(default_factory=Dependence)  # depends on parameters, placeholders or not
     placeholders: Dependence = field(default_factory=Dependence)  # depends on what is not here
-    replaced: dict[int, torch.Tensor] = field(default_factory=dict)  # id of a hollow argument -> what was received
-    kept: list[Any] = field(default_factory=list)  # the hollow arguments, so that no other tensor gets their id
+    replaced: dict[int, torch.Tensor] = field(default_factory=dict)  # id of a meta argument -> what was received
+    kept: list[Any] = field(default_factory=list)  # the placeholder arguments, so that no other tensor gets their id
     results: list[Any] = field(default_factory=list)  # the forms of what the blocks returned that ran
     calls: Calls | None = None  # outside the blocks, where tensors are carried round them
     message: tuple[Any, Any] | None = None
@@ -184,7 +184,7 @@ class Stage:
         return [*tree_leaves(run.message), *(run.replaced.get(id(tensor), tensor) for tensor in carried)]
 
     def forget(self) -> None:
-        """Watch and announce messages anew, as after freezing parameters."""
+        """Watch and announce messages again, as after freezing parameters."""
         self._forms.clear()
 
     @contextlib.contextmanager
@@ -253,7 +253,8 @@ class Stage:
     def _replace(
         self, run: _Run, place: int, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Put what was received in the place of what is hollow: in the first block by position, later by identity."""
+        """Put what was received instead of what is without values: in the first block by position, later by
+        identity."""
         leaves, spec = tree_flatten((args, kwargs))
         if place == self.span.start:
             form = run.received_form
@@ -275,7 +276,7 @@ class Stage:
     def _note(run: _Run, placeholder: Any, tensor: torch.Tensor) -> None:
         run.kept.append(placeholder)
         if run.replaced.setdefault(id(placeholder), tensor) is not tensor:
-            del run.replaced[id(placeholder)]  # two tensors look alike here: leave it, and have it found hollow later
+            del run.replaced[id(placeholder)]  # two tensors look alike: it is found without values later
 
     def _note_carried(self, run: _Run, label: Label, tensor: torch.Tensor) -> None:
         own = run.calls.made.get(label) if run.calls is not None else None

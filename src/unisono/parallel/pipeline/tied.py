@@ -16,7 +16,7 @@ from unisono.comm.communicator import Communicator
 
 @dataclass(frozen=True)
 class Tied:
-    name: str  # of the parameter, in the whole model
+    name: str  # of the parameter, in the full model
     ranks: tuple[int, ...]  # of the pipeline: those that hold it
 
 
@@ -42,7 +42,7 @@ class TiedGradients:
         return frozenset(each.name for each in self._tied if each.ranks[0] != self._rank)
 
     def sum(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Make the gradients those of the whole pipeline, on every rank that holds them.
+        """Make the gradients those of the full pipeline, on every rank that holds them.
 
         `parameters`, by name, are what is to be optimized, after the replicas' gradients are summed.
         """

@@ -1,4 +1,4 @@
-"""A model's graph, cut into the stages of a pipeline: what a static program runs where stages are marked.
+"""A model's graph, split into the stages of a pipeline: what a static program runs where stages are marked.
 
 The graph is that of `graph.trace`. Ops belong to the stage of the marked module that they run in, or else to that of
 the op before. Each stage is one block of a `TracedStages`, whose parameters keep the model's names; what one stage

@@ -2,8 +2,8 @@
 
 Two patterns cover most blocks: layers up to a hidden width and one back down (an MLP, plain or gated), and an attention
 that counts its heads, with queries, keys and values in one layer or in three. Whether the module computes what its
-layers' shapes suggest is not guessed: each candidate is cut among a few simulated ranks, in this process, and kept only
-if on random input they give what the whole module gives.
+layers' shapes suggest is not guessed: each candidate is sharded among a few simulated ranks, in this process, and kept
+only if on random input they give what the whole module gives.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _holds(module: nn.Module, rules: Rules, ranks: int, cut: Any) -> bool:
             if not isinstance(expected, torch.Tensor):
                 return False
             outcomes = together(full, rules, ranks, lambda shared: _first(shared(x.clone())), cut)
-    except Exception:  # a module that takes other arguments, or cannot be cut this way: not derivable
+    except Exception:  # a module that takes other arguments, or cannot be sharded this way: not derivable
         return False
     return all(outcome.shape == expected.shape and torch.allclose(outcome, expected) for outcome in outcomes)
 

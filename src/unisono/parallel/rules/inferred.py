@@ -1,7 +1,7 @@
 """Tensor-parallel rules inferred from a model's data flow, whatever its modules are called, and proved.
 
 Where the outputs of some linear layers reach other linear layers and nothing else, the first can be sharded by columns
-and the second by rows, if what lies between treats shards of the features alike: an activation, a product with a gate,
+and the second by rows, if what is between treats shards of the features alike: an activation, a product with a gate,
 attention head by head. Such a set is a stretch:
 
     q, k, v -> o        up, gate -> down        convolution -> convolution        (see dataflow)

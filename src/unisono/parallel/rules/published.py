@@ -1,6 +1,6 @@
 """Rules that a model brings (Hugging Face's plans), tried before they are used.
 
-Such a plan names layers; what lies between them it takes for granted. A learned activation between `up` and `down`
+Such a plan names layers; what is between them it takes for granted. A learned activation between `up` and `down`
 computes a part of its gradient on every rank, an attention bias for all heads does not fit a rank's heads. So every
 module that holds a column and a row layer is tried on simulated ranks, as inferred rules are (see trial); modules that
 are built alike are tried once, and large ones are left to the check of the first step.

@@ -5,32 +5,32 @@
 Patterns match module names as in a shell ("*.fc1" also matches a top-level fc1, "" the model itself); of several that
 match the first counts. Values:
 
-    column           nn.Linear (or Conv1D, or a convolution by its channels) cut by columns: its output is this rank's
-                     piece
+    column           nn.Linear (or Conv1D, or a convolution by channels) sharded by columns: its output is this rank's
+                     shard
     column:qkv       ... whose output is queries, keys, values one after the other; column:gate_up likewise two, and
-                     column:4+1+1 parts of those proportions. Each part is cut.
-    column_gather    cut by columns, output gathered to be whole
-    row              nn.Linear or a convolution cut by rows: its input is this rank's piece, its output whole
+                     column:4+1+1 parts of those proportions. Each part is sharded.
+    column_gather    sharded by columns, output gathered to be whole
+    row              nn.Linear or a convolution sharded by rows: its input is this rank's shard, its output whole
     row:gate_up      expert weights (experts, inputs, outputs) whose last dim is two parts one after the other
-    row_split        cut by rows; its input is whole
-    row_sum          cut by rows between a column and a row layer: its input is this rank's piece, its output whole and
-                     used by every rank with its own pieces
-    column_inside    cut by columns, of an input that row_sum gave: its gradient is summed there
+    row_split        sharded by rows; its input is in full
+    row_sum          sharded by rows between a column and a row layer: its input is a shard, its output full and
+                     used by every rank with its own shards
+    column_inside    sharded by columns, of an input that row_sum gave: its gradient is summed there
     channels         a parameter, a depthwise convolution or a norm of channels (BatchNorm, GroupNorm): each rank
                      has its channels (dim 0; channels:1 is dim 1), between a column and a row layer
-    vocab            nn.Embedding cut by rows of the vocabulary
+    vocab            nn.Embedding sharded by rows of the vocabulary
     logits           the layer whose output is the model's, sharded by columns: F.cross_entropy in a loss is computed
                      from the shards, everything else is given gathered logits
-    vocab_head       the layer that makes logits, cut by columns; use vocab_parallel_cross_entropy on them
+    vocab_head       the layer that makes logits, sharded by columns; use vocab_parallel_cross_entropy on them
     heads:a,b        an attention module around column and row layers: it sees its own heads, and its numbers a and b
                      (how many heads there are) are divided by tp. Also for nn.MultiheadAttention, as "heads".
                      config.a is a number of an object that the module holds, which gets a copy of its own; =4@-2 is a
                      size of 4 that the module's code passes to reshapes as the last size but one.
     sizes:a,b        likewise, for a module that also uses its input in other ways: only the numbers are divided
-    experts          a module around expert weights that are cut themselves: its output is summed
-    mla_kv           the full nn.Linear of latent attention whose output is the latent, for a layer cut by columns, and
+    experts          a module around expert weights that are sharded themselves: its output is summed
+    mla_kv           an nn.Linear of latent attention whose output is the latent, for a layer sharded by columns, and
                      a key that all heads share, as wide as the attention's qk_rope_head_dim
-    summed           parameters that are whole, but whose gradients are computed in parts (norms of single heads)
+    summed           parameters that are in full, but whose gradients are computed in parts (norms of single heads)
     whole            leave it alone. Rules that say nothing else are exceptions from what the model brings or shows.
 """
 

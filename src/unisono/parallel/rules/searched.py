@@ -2,11 +2,11 @@
 
 The search may cut every nn.Linear by columns or by rows, and every nn.Embedding by rows of its vocabulary, and has to
 cut the linear layers that the ranks divide. What it weighs is what travels. A model's own code runs between its layers,
-on whatever they give, so of the other ops only those that work element by element may see pieces; everything else is
-given whole tensors. Where pieces go from layers cut by columns through such ops to layers cut by rows and nowhere else,
-nothing is said in between; elsewhere a layer gathers what it gives, or cuts what it is given.
+on whatever they give, so of the other ops only those that work element by element may see shards; everything else is
+given full tensors. Where shards go from layers sharded by columns through such ops to layers sharded by rows and
+nowhere else, nothing is said in between; elsewhere a layer gathers what it gives, or cuts what it is given.
 
-What is found is tried, where the model is small enough: simulated ranks must give what the whole model gives.
+What is found is tried, where the model is small enough: simulated ranks must give what the full model gives.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _TWO = {"mul", "add", "sub", "div"}  # of tensors: a number may have been read o
 
 
 def searched_rules(model: nn.Module, ranks: int, example: tuple[Any, Any], cut: Callable[..., None]) -> dict[str, str]:
-    """Rules for so many ranks; empty where no layer can be cut. cut(module, rules, comm) shares a model between the
+    """Rules for so many ranks; empty where no layer can be sharded. cut(module, rules, comm) shares a model between the
     ranks of a communicator."""
     found = trace(model, example)
     problem = _Layers.of(found, Mesh.describe((ranks,), ("tp",)))
@@ -90,7 +90,8 @@ class _Layers(Problem):
         return False
 
     def _is_layer(self, node: fx.Node) -> bool:
-        """Whether the op alone uses its parameter: one that layers share would have to be cut alike in all of them."""
+        """Whether the op alone uses its parameter: one that layers share would have to be sharded alike in all of
+        them."""
         weights = [given for given in node.all_input_nodes if given.name in self.trace.parameters]
         return bool(weights) and all(len(weight.users) == 1 for weight in weights)
 
@@ -109,7 +110,7 @@ def _layer_kind(option: Option, shapes: list[tuple[int, ...]]) -> str:
 
 
 def _rules(assignment: Assignment, model: nn.Module) -> dict[str, str]:
-    """Layers and how they are cut."""
+    """Layers and how they are sharded."""
     found = assignment.trace
     modules = dict(model.named_modules())
     full = _gathered(assignment)
@@ -133,7 +134,7 @@ def _rules(assignment: Assignment, model: nn.Module) -> dict[str, str]:
 
 
 def _gathered(assignment: Assignment) -> set[str]:
-    """Ops of layers whose pieces do not stay among themselves."""
+    """Ops of layers whose shards do not stay among themselves."""
     groups: dict[str, str] = {}
 
     def root(name: str) -> str:

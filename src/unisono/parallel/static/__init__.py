@@ -1,1 +1,1 @@
-"""Marks in the place of a plan: apply_marks (marked) and to_static."""
+"""Marks instead of a plan: apply_marks (marked) and to_static."""

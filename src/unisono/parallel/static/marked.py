@@ -1,4 +1,4 @@
-"""Marks in the place of a plan: what the user said of some tensors and modules, and the plan that follows from it.
+"""Marks instead of a plan: what the user said of some tensors and modules, and the plan that follows from it.
 
     uni.mark(model, "linear1.weight", mesh, [uni.Shard(0)])        # the other layers follow
     uni.mark(model, "linear3", mesh.at(pp=1))                      # a pipeline's second stage
@@ -8,8 +8,8 @@ The model itself runs, op by op, under that plan (`trainer.plan`); `uni.to_stati
 What each axis of the mesh does is read off the marks and what propagates from them:
 
     pp      stages are marked on parts of it
-    dp      inputs are cut along it, or it is called dp
-    tp      parameters are cut along it
+    dp      inputs are sharded along it, or it is called dp
+    tp      parameters are sharded along it
 """
 
 from __future__ import annotations
@@ -166,7 +166,8 @@ def stages_on(model: nn.Module, mesh: Mesh, inputs: Any) -> MarkedStages | None:
 
 
 def _stages_in_forward(model: nn.Module, inputs: Any) -> dict[str, PlacementSpec]:
-    """Marks that the model makes while it runs. It is run hollow; one that needs values is taken to make none."""
+    """Marks that the model makes while it runs. It is run without values; one that needs values is taken to make
+    none."""
     try:
         copy = meta_copy(model)
     except Exception:
@@ -203,7 +204,7 @@ def _role(found: Assignment, axis: str) -> str:
     fed = [node for node in trace.inputs if shard_dim(found.layout(node)[place]) == 0]
     if cut and fed:
         raise UsageError(
-            f"along {axis} both the inputs and {cut[0]} are cut, which no plan does: mark one of them, and to share "
+            f"along {axis} both the inputs and {cut[0]} are sharded, which no plan does: mark one of them; to share "
             "out parameters among data ranks pass zero=3; or make a program of the marks with uni.to_static"
         )
     if cut:
@@ -211,13 +212,15 @@ def _role(found: Assignment, axis: str) -> str:
     if fed:
         return "dp"
     raise UsageError(
-        f"along {axis} neither parameters nor inputs are cut, which no plan does; uni.to_static makes a program of it"
+        f"along {axis} neither parameters nor inputs are sharded, which no plan does; uni.to_static can do it"
     )
 
 
 def _rules(model: nn.Module, found: Assignment, axes: list[str]) -> dict[str, str]:
     if len(axes) > 1:
-        raise UsageError(f"parameters are cut along {' and '.join(axes)}; a plan has one such axis (uni.to_static any)")
+        raise UsageError(
+            f"parameters are sharded along {' and '.join(axes)}; a plan has one such axis (uni.to_static any)"
+        )
     if not axes:
         return {}
     axis, modules, rules = found.mesh.axis(axes[0]), dict(model.named_modules()), {}
@@ -227,7 +230,7 @@ def _rules(model: nn.Module, found: Assignment, axes: list[str]) -> dict[str, st
         if dim is None or kind == "bias":
             continue
         if kind != "weight" or not (is_linear(modules[layer]) or isinstance(modules[layer], nn.Embedding)):
-            raise UsageError(f"{name} is cut, but a plan cuts linear layers and embeddings; use uni.to_static")
+            raise UsageError(f"{name} is sharded, but a plan cuts linear layers and embeddings; use uni.to_static")
         rules[layer] = _rule(found, node, axis, dim, modules[layer])
     return rules
 

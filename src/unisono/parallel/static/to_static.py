@@ -1,4 +1,4 @@
-"""to_static: one distributed program of a marked model; on a mesh of tensors' pieces, or as stages of a pipeline."""
+"""to_static: one distributed program of a marked model; on a mesh of tensors' shards, or as stages of a pipeline."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Attention shared by several ranks: each has some of the heads, and heads know nothing of each other.
 
-The projections to queries, keys and values are cut by columns, head by head; the one after attention by rows. What is
-left are modules that count heads, or take the width of their input for that of all heads together: `by_heads` makes
+The projections to queries, keys and values are sharded by columns, head by head; the one after attention by rows. What
+is left are modules that count heads, or take the width of their input for that of all heads together: `by_heads` makes
 such a module see its own heads only. nn.MultiheadAttention computes all in one function and is rewritten.
 """
 
@@ -187,7 +187,7 @@ def require_plain(name: str, attention: nn.MultiheadAttention, ranks: int) -> No
 
 
 class ParallelMultiheadAttention(nn.Module):
-    """nn.MultiheadAttention of which this rank has some heads. Inputs, outputs and attention weights are whole."""
+    """nn.MultiheadAttention of which this rank has some heads. Inputs, outputs and attention weights are in full."""
 
     in_proj_weight: nn.Parameter | None
     in_proj_bias: nn.Parameter | None
@@ -290,7 +290,7 @@ class ParallelMultiheadAttention(nn.Module):
             if mask.shape[-2:] != (q.shape[-2], k.shape[-2]):
                 raise UsageError(
                     f"attn_mask of shape {tuple(attn_mask.shape)} for {q.shape[-2]} queries and {k.shape[-2]} keys. "
-                    "Under sp a block sees a piece of the sequence, and attention all of it: make the mask before "
+                    "Under sp a block sees a shard of the sequence, and attention all of it: make the mask before "
                     "the first block, or leave sp out"
                 )
             if mask.dim() == 3:  # (batch x all heads, queries, keys)

@@ -241,7 +241,7 @@ def require_sharding(name: str, module: nn.Module, style: Style, ranks: int) -> 
 
 
 def _kind(module: nn.Module) -> Any:
-    """What tells layers apart whose forwards do the same; None where that cannot be told."""
+    """What tells layers apart whose forwards do the same; None where that is not known."""
     kind: list[Any] = []
     for path, each in module.named_modules():
         for name, value in vars(each).items():

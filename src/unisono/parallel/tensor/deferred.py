@@ -1,7 +1,8 @@
 """A linear layer whose weight gradient can wait, so that it is computed while its input's gradient travels.
 
-The backward of a layer cut by columns makes two things: the input's gradient, which the ranks must sum, and the
-weight's, which nobody waits for. Autograd would make both and then begin to talk. Here they are nodes of their own:
+The backward of a layer sharded by columns makes two things: the input's gradient, which the ranks must sum, and the
+weight's, which nobody waits for. Autograd would make both and then begin to communicate. Here they are nodes of their
+own:
 
     x -- wait -- start -- linear -- y                backward:   linear   dx = dy W
                             |                                    start    begins to sum dx
@@ -72,7 +73,7 @@ class _Linear(torch.autograd.Function):
 
 
 class _Late(torch.autograd.Function):
-    """Gives a token in the place of weight and bias: `_Linear` sends word along it that their gradients can be made."""
+    """Gives a token instead of weight and bias: `_Linear` signals along it that their gradients can be made."""
 
     @staticmethod
     def forward(ctx: Any, weight: torch.Tensor, bias: torch.Tensor | None, kept: _Kept) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Heads are shared out between tp's ranks whole. A model that counts its heads itself, and takes what is left for their
 width, cuts through every head instead: `x.view(batch, tokens, self.heads, -1)` fits half the columns as well, and each
 rank then computes attention of the wrong kind, in the right shape. So the first step compares: what attentions sum over
-must be as wide as in the whole model, which is run hollow on the same inputs.
+must be as wide as in the full model, which is run without values on the same inputs.
 
 That run also tells the full shape of every call for random numbers, and with it along which dim ranks share them.
 """
@@ -36,12 +36,12 @@ Tell = Callable[[int], object]
 
 
 class HeadWidth:
-    """Made of the whole model, before it is cut."""
+    """Made of the full model, before it is sharded."""
 
     def __init__(self, full: nn.Module, ranks: int, products: bool) -> None:
         """products: whether attention that is written out with matmul counts too, if there is no other."""
         self._full: nn.Module | None = None
-        with contextlib.suppress(Exception):  # a model with a layer that talks cannot be copied
+        with contextlib.suppress(Exception):  # a model with a layer that communicates cannot be copied
             self._full = meta_copy(full).eval()
         self._ranks, self._products = ranks, products
 
@@ -59,7 +59,7 @@ class HeadWidth:
             yield
 
     def _full_widths(self, inputs: Any) -> tuple[set[int], set[int]]:
-        """Empty where the model cannot run hollow."""
+        """Empty where the model cannot run without values."""
         if self._full is None:
             return set(), set()
         in_attention: set[int] = set()
@@ -81,7 +81,7 @@ class HeadWidth:
         return (in_attention, in_products) if can_run else (set(), set())
 
     def drawn_shapes(self, inputs: Any) -> dict[Key, tuple[int, ...]] | None:
-        """Shapes of the full model's calls for random numbers in training; None where it cannot run hollow."""
+        """Shapes of the full model's calls for random numbers in training; None where it cannot run without values."""
         if self._full is None:
             return None
         shapes = _Shapes(self._full)

@@ -1,7 +1,8 @@
 """Linear layers shared by several ranks.
 
-Cut by columns, each rank computes some of the output features; cut by rows, each rank takes some of the input features
-and computes a part of every output, and the parts are summed. One after the other they need no talk in between:
+Cut by columns, each rank computes some of the output features; sharded by rows, each rank takes some of the input
+features and computes a part of every output, and the parts are summed. One after the other they need no communication
+in between:
 
     y = f(x A) B:   x -> [A1 | A2] -> f -> [B1 / B2] -> sum        (f elementwise, or attention by heads)
 
@@ -63,7 +64,7 @@ def _full(
 
 
 class _ParallelLinear(nn.Module):
-    """What both cuts share: `in_features` and `out_features` are those of the whole layer."""
+    """What both cuts share: `in_features` and `out_features` are those of the full layer."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -93,11 +94,11 @@ class _ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(_ParallelLinear):
-    """nn.Linear whose outputs are shared out: rank r computes the r-th piece of them (sizes differ by one at most).
+    """nn.Linear whose outputs are shared out: rank r computes the r-th shard of them (sizes differ by one at most).
 
-    The input is the same on all ranks; the output is this rank's piece, or with `gather_output` whole on every rank.
-    From the same torch seed the parameters are the pieces of those nn.Linear would have; `init` and `bias_init` are
-    given the whole tensors. Without `comm` all ranks of the world share the layer.
+    The input is the same on all ranks; the output is this rank's shard, or with `gather_output` whole on every rank.
+    From the same torch seed the parameters are the shards of those nn.Linear would have; `init` and `bias_init` are
+    given the full tensors. Without `comm` all ranks of the world share the layer.
     """
 
     is_inside = False
@@ -149,7 +150,9 @@ class ColumnParallelLinear(_ParallelLinear):
     ) -> None:
         self._take(linear, region)
         if gather_output and len(parts) > 1:
-            raise UsageError(f"a layer of {len(parts)} parts cannot be cut by columns and gathered; use one of the two")
+            raise UsageError(
+                f"a layer of {len(parts)} parts cannot be sharded by columns and gathered; use one of the two"
+            )
         self.gather_output = gather_output
         shards = shards or ParameterSharder(region.comm.rank, region.comm.size)
         split = packed(int(self.transposed), part_lengths(self.out_features, parts), region.comm.size)
@@ -174,10 +177,10 @@ class ColumnParallelLinear(_ParallelLinear):
 
 
 class RowParallelLinear(_ParallelLinear):
-    """nn.Linear whose inputs are shared out: rank r takes the r-th piece of them (sizes differ by one at most).
+    """nn.Linear whose inputs are shared out: rank r takes the r-th shard of them (sizes differ by one at most).
 
-    The input is this rank's piece, or without `input_is_parallel` whole on every rank; the output is whole on every
-    rank. The bias is whole, and added once, after the sum. Otherwise as ColumnParallelLinear.
+    The input is this rank's shard, or without `input_is_parallel` whole on every rank; the output is in full on every
+    rank. The bias is in full, and added once, after the sum. Otherwise as ColumnParallelLinear.
     """
 
     is_inside = False
@@ -231,7 +234,7 @@ class RowParallelLinear(_ParallelLinear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         comm = self.region.comm
         if self.input_is_parallel:
-            self._require_width(x, self.lengths[comm.rank], "this rank's piece of the input features")
+            self._require_width(x, self.lengths[comm.rank], "this rank's shard of the input features")
         else:
             self._require_width(x, self.in_features, "the whole of the input features")
             x = conjugates.split(x, -1, self.lengths, comm)
@@ -243,7 +246,7 @@ class RowParallelLinear(_ParallelLinear):
 
 
 def part_lengths(length: int, parts: Sequence[int]) -> list[int]:
-    """`length` cut in the proportions of `parts`."""
+    """`length` split in the proportions of `parts`."""
     if length % sum(parts):
         raise UsageError(f"{length} features do not consist of parts of the proportions {'+'.join(map(str, parts))}")
     return [length // sum(parts) * part for part in parts]

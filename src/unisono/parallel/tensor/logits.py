@@ -1,14 +1,14 @@
-"""Logits that stay in pieces: a head shared by columns whose output nobody gathers, unless somebody must see it whole.
+"""Logits that stay in shards: a head shared by columns whose output nobody gathers, unless somebody must see it whole.
 
-A head gives each rank its piece of the vocabulary's logits. A loss need not gather them (see `vocabulary`), but the
-user's loss is written for whole logits. So within `in_shards()` the head returns a LogitsShard: to its reader a
-tensor of the whole shape, which reshapes and slices as one, and of which F.cross_entropy is taken piece by piece. Any
+A head gives each rank its shard of the vocabulary's logits. A loss need not gather them (see `vocabulary`), but the
+user's loss is written for full logits. So within `in_shards()` the head returns a LogitsShard: to its reader a
+tensor of the full shape, which reshapes and slices as one, and of which F.cross_entropy is taken shard by shard. Any
 other function is given the whole, gathered on the spot: slower, never wrong.
 
 An autograd.Function (a model's own, or that of a module's backward hook) would compute the gradient of the whole for
-what is a piece: in the block Function.apply is given whole logits.
+what is a shard: in the block Function.apply is given full logits.
 
-Code that reads a tensor past torch's Python functions would see the piece; whether a loss does is tried on one sample.
+Code that reads a tensor past torch's Python functions would see the shard; whether a loss does is tried on one sample.
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ from unisono.parallel.tensor.vocabulary import vocab_parallel_cross_entropy
 from unisono.torch_compat import no_torch_function_subclass
 
 _is_wanted = False
-_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that may give pieces
+_heads: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # that may give shards
 _GATHERED = "unisono_gathered"
 _TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-4}
 
 _ATTRIBUTES = ("dtype", "device", "ndim", "requires_grad", "grad_fn", "is_cuda", "layout")
-_AS_THEY_ARE = {  # what is the same of a piece and the whole
+_AS_THEY_ARE = {  # what is the same of a shard and the whole
     *(getattr(torch.Tensor, name).__get__ for name in _ATTRIBUTES),
     torch.Tensor.dim,
     torch.Tensor.is_floating_point,
@@ -59,7 +59,7 @@ _BY_ELEMENT = {
 
 @contextlib.contextmanager
 def in_shards(wanted: bool = True) -> Iterator[None]:
-    """In the block, heads give pieces: what reads their output is a loss."""
+    """In the block, heads give shards: what reads their output is a loss."""
     global _is_wanted
     before, _is_wanted = _is_wanted, wanted
     try:
@@ -83,10 +83,10 @@ def keep_in_shards(head: nn.Module, vocabulary: int, comm: Communicator) -> None
 
 
 class LogitsShard(torch.Tensor):
-    """This rank's piece of logits (..., vocabulary), which looks like the whole."""
+    """This rank's shard of logits (..., vocabulary), which looks like the whole."""
 
     comm: Communicator
-    lengths: list[int]  # of all ranks' pieces
+    lengths: list[int]  # of all ranks' shards
 
     @classmethod
     def __torch_function__(
@@ -125,7 +125,7 @@ def _shard(raw: torch.Tensor, comm: Communicator, lengths: list[int]) -> LogitsS
 def _taken(
     func: Callable[..., Any], shard: LogitsShard, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> tuple[bool, Any]:
-    """What a function gives of a piece alone, if it can be told; the torch functions here see plain tensors."""
+    """What a function gives of a shard alone, if it can be told; the torch functions here see plain tensors."""
     raw = shard.as_subclass(torch.Tensor)
     shape = torch.Size((*raw.shape[:-1], sum(shard.lengths)))
     if func == torch.Tensor.shape.__get__:  # type: ignore[attr-defined]
@@ -133,7 +133,7 @@ def _taken(
     if func is torch.Tensor.register_hook:
         return True, func(shard, *args, **kwargs)  # the whole, made for the hook, would get no gradient
     if func is torch.Tensor.data_ptr:
-        raise UsageError("a piece of the logits was asked for its address, as if it were the whole")
+        raise UsageError("a shard of the logits was asked for its address, as if it were the whole")
     if func is torch.Tensor.size:
         return True, shape[args[0]] if args else shape
     if func in (torch.Tensor.numel, torch.numel):
@@ -169,7 +169,7 @@ def _cross_entropy(
 def _reshaped(
     func: Callable[..., Any], raw: torch.Tensor, shape: torch.Size, args: Sequence[Any], kwargs: dict[str, Any]
 ) -> torch.Tensor | None:
-    """What changes other dims than the last, or elements one by one, and so does the same to a piece."""
+    """What changes other dims than the last, or elements one by one, and so does the same to a shard."""
     last = raw.dim() - 1
     if func in _BY_ELEMENT:
         return func(raw, *args, **kwargs)
@@ -197,7 +197,7 @@ def _spares_last(index: Any, dims: int) -> bool:
 
 
 class Proof:
-    """Whether a loss gives for pieces what it gives for whole logits: tried once, on one sample."""
+    """Whether a loss gives for shards what it gives for full logits: tried once, on one sample."""
 
     def __init__(self, loss: Callable[[Any, Any], torch.Tensor]) -> None:
         self._loss = loss
@@ -227,7 +227,7 @@ class Proof:
             expected = self._loss(tree_map(full_of_shard, sample), target)
             got = self._loss(sample, target)
             near = torch.allclose(got, expected, rtol=_TOLERANCE.get(got.dtype, 2e-2), atol=1e-6, equal_nan=True)
-        except Exception:  # it reached past the piece; or fails on the whole too, as will be told there
+        except Exception:  # it reached past the shard; or fails on the whole too, as will be told there
             near = False
         agreed = shard.comm.all_reduce(torch.tensor([float(near)], device=shard.comm.device), "min")
         return bool(agreed.item())

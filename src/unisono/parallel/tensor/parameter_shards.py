@@ -1,4 +1,4 @@
-"""The pieces that a rank keeps of a model's whole parameters."""
+"""The shards that a rank keeps of a model's full parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ TP = ("tp",)
 
 
 def packed(dim: int, lengths: Sequence[int], ranks: int) -> Split:
-    """A cut along a dim that holds several parts one after the other (q, k and v): each part is cut evenly."""
+    """A split along a dim that holds several parts one after the other (q, k and v): each part is sharded evenly."""
     if len(lengths) == 1:
         return Split.even(TP, dim, lengths[0], ranks)
     held: list[list[int]] = [[] for _ in range(ranks)]
@@ -32,7 +32,7 @@ def lengths_of(split: Split) -> list[int]:
 
 
 class ParameterSharder:
-    """Cuts parameters for one rank. A parameter that is used in several places is cut once, and stays one."""
+    """Cuts parameters for one rank. A parameter that is used in several places is sharded once, and stays one."""
 
     def __init__(self, rank: int, ranks: int) -> None:
         self.rank = rank

@@ -1,8 +1,9 @@
 """A tensor-parallel region: the stretch of a model in which every rank has its own part of the features.
 
-It begins with layers cut by columns and ends with a layer cut by rows. Outside, activations are the same on all ranks
-(or, under sequence parallelism, cut along the sequence: see `sequence`); a Region knows how they come in and go out.
-It also tells the random numbers where the forward pass is: a dropout inside draws this rank's part of the features.
+It begins with layers sharded by columns and ends with a layer sharded by rows. Outside, activations are the same on all
+ranks (or, under sequence parallelism, sharded along the sequence: see `sequence`); a Region knows how they come in and
+go out. It also tells the random numbers where the forward pass is: a dropout inside draws this rank's part of the
+features.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ANSWERS = "unisono_just_entered"
 
 
 class Region:
-    """Activations outside are whole on every rank."""
+    """Activations outside are in full on every rank."""
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
@@ -39,7 +40,7 @@ class Region:
         self._sharded_dims: dict[Key, tuple[int, int] | None] = {}
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """What a layer cut by columns works on.
+        """What a layer sharded by columns works on.
 
         Layers that share an input (queries, keys and values; gate and up) share this too, so that it is paid for once:
         the input carries it along.
@@ -67,7 +68,7 @@ class Region:
         return answers.setdefault(id(layer), self._last_entered() is x)
 
     def leave(self, part: torch.Tensor) -> torch.Tensor:
-        """The sum of all ranks' parts, where a layer cut by rows ends the region."""
+        """The sum of all ranks' parts, where a layer sharded by rows ends the region."""
         self._last_entered = lambda: None
         self.locate_outside()
         return conjugates.reduce(part, self.comm)
@@ -115,7 +116,7 @@ class Region:
                 return parts | {len(shape) - 1: Part(held, total)}
         raise UsageError(
             f"a dropout inside a tensor-parallel region works on a tensor of shape {tuple(shape)}; expected attention "
-            f"weights (batch, heads, queries, keys), or this rank's piece of {' or '.join(map(str, totals))} features"
+            f"weights (batch, heads, queries, keys), or this rank's shard of {' or '.join(map(str, totals))} features"
         )
 
     def _held(
@@ -146,7 +147,7 @@ class Region:
         return self.leave(part)
 
     def stand_in(self, x: torch.Tensor) -> torch.Tensor:
-        """A tensor that a module may ask for its shape, and pass on to layers cut by columns, in the place of x.
+        """A tensor that a module may ask for its shape, and pass on to layers sharded by columns, instead of x.
 
         It is as wide as this rank's part of the features. Used in any other way it shows: it is full of nan.
         """
@@ -171,7 +172,7 @@ def _sharded_dim(
     if len(shared) > 1 or is_folded or any(abs(shape[dim] * ranks - full[dim]) >= ranks for dim in shared):
         raise UsageError(
             f"a dropout inside a tensor-parallel region works on a tensor of shape {tuple(shape)}, which is "
-            f"{tuple(full)} on one device: which of its dims tp={ranks} shards cannot be told; keep samples, heads and "
+            f"{tuple(full)} on one device: which of its dims tp={ranks} shards is not known; keep samples, heads and "
             "features in dims of their own, or use a plan without tp"
         )
     return (shared[0], full[shared[0]]) if shared else None

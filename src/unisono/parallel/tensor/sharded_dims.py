@@ -16,14 +16,14 @@ from unisono.torch_compat import ConvNd
 
 @dataclass(frozen=True)
 class ShardedDim:
-    """is_packed: the parameter is parts side by side, such as queries, keys and values; each of them is cut."""
+    """is_packed: the parameter is parts side by side, such as queries, keys and values; each of them is sharded."""
 
     dim: int
     is_packed: bool = False
 
 
 def sharded_dims(model: nn.Module, styles: Styles) -> dict[str, ShardedDim]:
-    """Of the parameters that are cut, by name; one that has several has all of them here."""
+    """Of the parameters that are sharded, by name; one that has several has all of them here."""
     modules = dict(model.named_modules(remove_duplicate=False))
     dims: dict[int, ShardedDim] = {}
     for name, style in styles.items():

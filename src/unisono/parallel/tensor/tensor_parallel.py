@@ -1,16 +1,17 @@
 """Tensor parallelism: every layer is shared by the ranks of "tp", all of which see the same samples.
 
 Two matrix products with something elementwise (or attention, head by head) in between need one sum at the end, if the
-first matrix is cut by columns and the second by rows (see `linear`):
+first matrix is sharded by columns and the second by rows (see `linear`):
 
     x  -- copy -->  f(x A_r)  -->  f(x A_r) B_r  -- all-reduce -->  y        rank r has A_r and B_r only
     dx <-- all-reduce --                          <-- copy --       dy
 
-So a transformer's layer talks four times a step: one all-reduce of its activations in the forward and one in the
-backward, for attention and again for the MLP. With `sequence` the all-reduces are cut in two halves, reduce-scatter and
-all-gather, and what lies between the halves (norms, dropouts, residuals) is cut along the sequence: see `sequence`.
+So a transformer's layer communicates four times a step: one all-reduce of its activations in the forward and one in the
+backward, for attention and again for the MLP. With `sequence` the all-reduces are split in two halves, reduce-scatter
+and all-gather, and what is between the halves (norms, dropouts, residuals) is sharded along the sequence: see
+`sequence`.
 
-Which layers are cut, and how, say `rules`. What is cut is cut in place, and parameters keep their names.
+`rules` gives which layers are sharded, and how. Parameters are sharded in place, and parameters keep their names.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _known: dict[int, tuple[nn.Module, dict[int, Rules]]] | None = None  # rules tha
 def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None, sequence: bool = False) -> nn.Module:
     """Share the model's layers between the ranks of the mesh's axis "tp", in place; returns the model.
 
-    Every rank passes the same whole model and keeps its pieces. Without rules, the model's own plan is used (Hugging
+    Every rank passes the same full model and keeps its shards. Without rules, the model's own plan is used (Hugging
     Face), then what is known of its classes, then what its blocks show.
     """
     ranks = mesh.size("tp")
@@ -73,7 +74,7 @@ def tensor_parallelize(model: nn.Module, mesh: Mesh, rules: Rules | None = None,
 
 
 def require_shareable(model: nn.Module, ranks: int, rules: Rules | None = None) -> Styles:
-    """How each module is to be cut; UsageError where so many ranks cannot share it, as with heads that they do not
+    """How each module is to be sharded; UsageError where so many ranks cannot share it, as with heads that they do not
     divide."""
     styles = styles_of(model, ranks, rules)
     _require_sound(model, styles, ranks)
@@ -81,7 +82,7 @@ def require_shareable(model: nn.Module, ranks: int, rules: Rules | None = None) 
 
 
 def styles_of(model: nn.Module, ranks: int, rules: Rules | None = None) -> Styles:
-    """How each module of the model is to be cut, by its name."""
+    """How each module of the model is to be sharded, by its name."""
     if rules is not None and not only_exceptions(rules):
         styles = matched(model, rules)
         _follow_ties(model, styles, explicit=True)
@@ -118,7 +119,7 @@ def _is_sharded(model: nn.Module, name: str) -> bool:
 
 @contextlib.contextmanager
 def deriving_once() -> Iterator[None]:
-    """In the block, in which nobody changes a model but to cut it, what its modules show is found once: each that
+    """In the block, in which nobody changes a model but to shard it, what its modules show is found once: each that
     checks the model asks for it, and so does what cuts it."""
     global _known
     before, _known = _known, {} if _known is None else _known
@@ -138,7 +139,7 @@ def _derived(model: nn.Module, ranks: int) -> Rules:
 
 
 def shows_by_running(model: nn.Module) -> bool:
-    """Whether only what its modules do with numbers tells how they can be cut."""
+    """Whether only what its modules do with numbers tells how they can be sharded."""
     return not _brought(model)
 
 
@@ -149,7 +150,7 @@ def fitting_rules(model: nn.Module, ranks: int, rules: Rules | None, example: tu
         return rules
     if isinstance(model, nn.Linear | nn.Embedding):
         raise UsageError(
-            f"tp: the model is one {type(model).__name__}, and a layer is cut within a module that has it; "
+            f"tp: the model is one {type(model).__name__}, and a layer is sharded within a module that has it; "
             "wrap it: nn.Sequential(layer)"
         )
     try:
@@ -217,7 +218,7 @@ def _children(name: str, module: nn.Module) -> list[str]:
 
 
 def _follow_ties(model: nn.Module, styles: Styles, *, explicit: bool) -> None:
-    """Layers that share a weight are cut alike: where nobody gave rules, the others follow the one that has one."""
+    """Layers that share a weight are sharded alike: where nobody gave rules, the others follow the one that has one."""
     layers = {name: module for name, module in model.named_modules() if is_linear(module) or _is_embedding(module)}
     for name in [name for name in styles if name in layers and not _rowwise(styles[name])]:
         for other, module in layers.items():
@@ -305,7 +306,7 @@ def _require_shardable_parameter(name: str, weight: torch.Tensor, style: Style, 
 
 
 def _require_full_heads(name: str, parent: nn.Module, linear: nn.Module, style: Style, ranks: int) -> None:
-    """A layer inside a module with a head size is cut between heads, not through them."""
+    """A layer inside a module with a head size is sharded between heads, not through them."""
     if style.kind not in ("column", "row"):
         return
     inputs, outputs = features(linear)
@@ -469,7 +470,7 @@ def _sum_experts(module: nn.Module, region: Region) -> None:
 
 
 def _share_shards(model: nn.Module, shards: ParameterSharder) -> None:
-    """Modules that only hold a parameter that a layer elsewhere uses hold its piece from now on."""
+    """Modules that only hold a parameter that a layer elsewhere uses hold its shard from now on."""
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter in shards.made:

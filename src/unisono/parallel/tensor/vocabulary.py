@@ -1,9 +1,9 @@
 """The vocabulary shared by several ranks: embeddings and the loss on logits that are never gathered.
 
-Rank r knows the r-th piece of the tokens (sizes differ by one at most). Looking up, it gives zeros for all other
-tokens, and the ranks' answers are summed. In the loss a token's logits lie on different ranks, but cross entropy needs
+Rank r knows the r-th shard of the tokens (sizes differ by one at most). Looking up, it gives zeros for all other
+tokens, and the ranks' answers are summed. In the loss a token's logits are on different ranks, but cross entropy needs
 three numbers of them only: their maximum, the sum of their exponentials, and the target's own logit. Those are
-reduced, a number a token each, where gathering would move the whole vocabulary's worth.
+reduced, a number a token each, where gathering would move the full vocabulary's worth.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from unisono.parallel.tensor.parameter_shards import TP, ParameterSharder, lengt
 
 
 class VocabParallelEmbedding(nn.Module):
-    """nn.Embedding whose rows are shared out; input and output are whole on every rank.
+    """nn.Embedding whose rows are shared out; input and output are in full on every rank.
 
-    From the same torch seed the parameters are the pieces of those nn.Embedding would have; `init` is given the whole
+    From the same torch seed the parameters are the shards of those nn.Embedding would have; `init` is given the whole
     weight. Without `comm` all ranks of the world share it.
     """
 
@@ -126,9 +126,9 @@ def vocab_parallel_cross_entropy(
     *,
     vocabulary: int | None = None,
 ) -> torch.Tensor:
-    """F.cross_entropy of logits whose last dim is this rank's piece of the vocabulary; targets are whole.
+    """F.cross_entropy of logits whose last dim is this rank's shard of the vocabulary; targets are in full.
 
-    Unlike there, classes lie along the last dim also where there are more than two. The result is the same on all
+    Unlike there, classes are along the last dim also where there are more than two. The result is the same on all
     ranks of `comm` (by default the world). `vocabulary` is the number of all classes; where it is not given, the ranks
     tell each other how many they have.
     """

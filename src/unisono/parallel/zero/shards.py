@@ -1,7 +1,7 @@
-"""Pieces: which rows of each parameter a rank owns, and how the pieces of many travel in one message.
+"""Shards: which rows of each parameter a rank owns, and how the shards of many travel in one message.
 
-A parameter is cut along dim 0. A message to or from all ranks has one chunk a rank, of equal size: the rank's rows of
-every parameter, one after the other, and padding.
+A parameter is sharded along dim 0. A message to or from all ranks has one chunk a rank, of equal size: the rank's rows
+of every parameter, one after the other, and padding.
 
     gradients   [ chunk 0 | chunk 1 | ... ]   --reduce-scatter-->   my chunk, summed
     parameters  my chunk   --all-gather-->   [ chunk 0 | chunk 1 | ... ]
@@ -91,7 +91,7 @@ class ZeroShard:
 
 
 class ShardBucket(Bucket):
-    """Parameters whose pieces travel together."""
+    """Parameters whose shards travel together."""
 
     def __init__(
         self, names: Sequence[str], parameters: Sequence[nn.Parameter], comm: Communicator, shards: Sequence[ZeroShard]
@@ -107,7 +107,7 @@ class ShardBucket(Bucket):
         return self.comm.size * self.chunk
 
     def places(self, message: torch.Tensor) -> list[list[torch.Tensor]]:
-        """Where each rank's rows of each parameter lie in a message, for evenly cut parameters those of all ranks in
+        """Where each rank's rows of each parameter are in a message, for evenly cut parameters those of all ranks in
         one; the padding becomes zeros."""
         ranks = self.comm.size
         if self.is_even:
@@ -142,7 +142,7 @@ class ShardBucket(Bucket):
 
     @torch.no_grad()
     def unpack(self, message: torch.Tensor, full_tensors: Sequence[torch.Tensor], has_own: bool = False) -> None:
-        """Put what `all_gather` brought into whole tensors; with `has_own`, which have this rank's rows already."""
+        """Put what `all_gather` brought into full tensors; with `has_own`, which have this rank's rows already."""
         if self.is_even:  # what is there already is written once more: that costs less than to leave it out
             sources = [places[0] for places in self.places(message)]
             foreach_copy_([self.parts(index, full)[0] for index, full in enumerate(full_tensors)], sources)
@@ -167,7 +167,7 @@ class ShardBucket(Bucket):
         return sum(shard.size(rank) for shard in self.shards)
 
     def _rows(self, message: torch.Tensor, rank: int) -> list[torch.Tensor]:
-        """Where the rows of a rank lie in a message, shaped as rows."""
+        """Where the rows of a rank are in a message, shaped as rows."""
         first = rank * self.chunk
         places = []
         for shard in self.shards:

@@ -1,4 +1,4 @@
-"""Units: parts of a model whose parameters are whole only while they work (ZeRO's third stage).
+"""Units: parts of a model whose parameters are in full only while they work (ZeRO's third stage).
 
 Between uses a parameter is this rank's rows. A unit's parameters are gathered just before its forward and freed after,
 and again for its backward, whose gradients are then sent off:
@@ -7,7 +7,7 @@ and again for its backward, whose gradients are then sent off:
     backward   ...  gather(2) B2 free(2) send(2)  gather(1) B1 free(1) send(1)
 
 Units are the children of the model's outermost lists (nn.Sequential, and nn.ModuleList of one class) that are called as
-modules; what is not in one, or in several, belongs to the root, which works as long as the whole model does.
+modules; what is not in one, or in several, belongs to the root, which works as long as the full model does.
 
 In a pipeline units are the rank's own blocks. The model never runs as a whole there, so what is outside the blocks is
 whole while a stage that uses it is `at_work` on a microbatch.
@@ -19,7 +19,7 @@ the same way, and no value of a tensor was looked at that could send them differ
 with that step, and gathers run ahead from then on. Training and evaluation are judged apart, as models may branch in
 one of them only.
 
-Note: freeing. Autograd keeps views of parameters for the backward. So a whole parameter keeps one storage for life:
+Note: freeing. Autograd keeps views of parameters for the backward. So a full parameter keeps one storage for life:
 freeing shrinks it to nothing, gathering grows and fills it again, and the views are right once more when they are used.
 Filling goes through `.data`, which autograd does not count as a change. What a unit returns is used after it was freed,
 so a view of a parameter among it becomes a copy.
@@ -116,7 +116,7 @@ class Unit:
                 shard.earlier, shard.parameter.grad = shard.parameter.grad, None
 
     def empty(self) -> None:
-        """Give the parameters their whole shapes, with nothing in them."""
+        """Give the parameters their full shapes, with nothing in them."""
         if not self.is_full:
             for shard in self._shards():
                 full = self._full[shard.name]
@@ -152,7 +152,7 @@ class Units:
         users: Mapping[str, tuple[int, ...]] | None = None,
         comm: Communicator | None = None,
     ) -> None:
-        """`comm`: the ranks that the parameters are spread over. `users`: in a pipeline, the stages here that use a
+        """`comm`: the ranks that the parameters are sharded over. `users`: in a pipeline, the stages here that use a
         parameter; `chosen` are then the blocks here."""
         modules = listed_units(model) if chosen is None else chosen
         homes: dict[int, list[nn.Module]] = {}
@@ -376,14 +376,14 @@ def on_gradient(tensor: torch.Tensor, hook: Callable[[Any], None], others: Colle
     A view that is written to loses its own hooks; what it is a view of keeps its node of the graph.
     """
     tensor.register_hook(hook)
-    with no_torch_function_subclass():  # a piece of the logits is not to become the whole for this
+    with no_torch_function_subclass():  # a shard of the logits is not to become the whole for this
         base = tensor._base
     if base is not None and base.grad_fn is not None and id(base) not in others:
         base.grad_fn.register_prehook(hook)
 
 
 def without_views(value: Any, parameters: Iterable[nn.Parameter]) -> Any:
-    """`value` with a copy in the place of every tensor that lies in a parameter's memory."""
+    """`value` with a copy instead of every tensor that is in a parameter's memory."""
     memory = {parameter.untyped_storage()._cdata for parameter in parameters}
 
     def is_view(leaf: Any) -> bool:

@@ -9,8 +9,8 @@ float32 copy and two moments), a rank holds
     stage 2   ... and of the gradients                      2 P + 14 P / N     reduce-scatter P + all-gather P
     stage 3   ... and of the parameters                         16 P / N       all-gather 2 P + reduce-scatter P
 
-The step: gradients are summed by reduce-scatter, so that each rank gets the sum for its own rows (pieces.py); the
-optimizer, which sees those rows only, updates them; the ranks gather each other's rows. Stage 1 keeps whole gradients
+The step: gradients are summed by reduce-scatter, so that each rank gets the sum for its own rows (shards.py); the
+optimizer, which sees those rows only, updates them; the ranks gather each other's rows. Stage 1 keeps full gradients
 while microbatches accumulate; stage 2 sends them off bucket by bucket in every backward; stage 3 also gathers
 parameters only where they are used (units.py). In a pipeline a backward is that of one stage on one microbatch.
 
@@ -18,7 +18,7 @@ With `shard=M` a group of M data ranks holds one copy of everything, and there a
 reduce-scatter and the all-gathers stay within a group, and each rank's sum is then summed over the groups.
 
 An optimizer that treats every element alone (SGD, Adam, ...) does to rows exactly what it would do to the whole. Others
-(Muon, Adafactor, ...) get whole parameters, dealt out to the ranks (reach.py).
+(Muon, Adafactor, ...) get full parameters, distributed to the ranks (reach.py).
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ _MESSAGES = 2  # of gradients that may be on their way while the next is filled,
 
 
 class Zero(Reducer[ShardBucket]):
-    """A model's optimizer, with its state (stage 1), gradients (2) and parameters (3) spread over the replicas.
+    """A model's optimizer, with its state (stage 1), gradients (2) and parameters (3) sharded over the replicas.
 
     zero = Zero(model, mesh, lambda parameters: torch.optim.AdamW(parameters, lr=3e-4), stage=2)
     loss(...).backward()
-    zero.finish()                    # each rank has the gradients of its rows: zero.pieces[name].optimized.grad
+    zero.finish()                    # each rank has the gradients of its rows: zero.shards[name].optimized.grad
     zero.optimizer.step()            # an ordinary torch optimizer, for schedulers too; parameters are up to date after
     zero.optimizer.zero_grad()
 
@@ -78,8 +78,8 @@ class Zero(Reducer[ShardBucket]):
     ) -> None:
         """Of a pipeline: `units` are the blocks here, `users` the stages here that use a parameter, and `tied` the
         parameters that other ranks of the pipeline hold too. `fill` gives a parameter its values, in stage 3, before
-        it is cut: only one of those that are left without is whole at a time; in `materialized` they have values to
-        look at."""
+        it is sharded: only one of those that are left without is in full at a time; in `materialized` they have values
+        to look at."""
         if stage not in (1, 2, 3):
             raise UsageError(f"zero: stage {stage!r}; expected 1, 2 or 3")
         self.stage = stage
@@ -180,7 +180,7 @@ class Zero(Reducer[ShardBucket]):
         return copy
 
     def _hand_over(self) -> None:
-        """Let the optimizer see pieces in the place of parameters, and cut the state that it has already."""
+        """Let the optimizer see shards instead of parameters, and cut the state that it has already."""
         mine = {id(shard.parameter): shard for shard in self.shards.values()}
         seen = {key: shard.optimized for key, shard in mine.items()}
         seen |= {id(self.alone[name]): copy for name, copy in self._copies.items()}
@@ -200,7 +200,7 @@ class Zero(Reducer[ShardBucket]):
     # ---- gradients -----------------------------------------------------------------------------------------------
 
     def hold(self) -> contextlib.AbstractContextManager[None]:
-        """As Reducer.hold in stage 1. Later stages have no room for whole gradients: every backward sends its own."""
+        """As Reducer.hold in stage 1. Later stages have no room for full gradients: every backward sends its own."""
         return super().hold() if self.stage == 1 else contextlib.nullcontext()
 
     @contextlib.contextmanager
@@ -280,7 +280,7 @@ class Zero(Reducer[ShardBucket]):
                 copy.grad = None
 
     def finish(self) -> None:
-        """Wait until all gradients are summed; then each rank has those of its pieces."""
+        """Wait until all gradients are summed; then each rank has those of its shards."""
         self._kept.clear()
         super().finish()
         if self.stage == 3:
@@ -312,7 +312,8 @@ class Zero(Reducer[ShardBucket]):
             self._spare.put(message)
 
     def optimized(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """What the optimizer sees, by name: pieces, and parameters that have no replicas. Layouts tell how they lie."""
+        """What the optimizer sees, by name: shards, and parameters that have no replicas. Layouts tell their
+        placements."""
         for name, shard in self.shards.items():
             yield name, shard.optimized
         for name, parameter in self.alone.items():
@@ -344,7 +345,7 @@ def _beside_state(optimizer: Optimizer) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def _cut(value: Any, shard: ZeroShard) -> Any:
-    """Optimizer state of the parameter's shape lies as the parameter does."""
+    """Optimizer state of the parameter's shape is placed as the parameter does."""
     if isinstance(value, torch.Tensor) and value.shape == shard.shape:
         return shard.own(value).to(shard.optimized.device, shard.optimized.dtype, copy=True)
     return value

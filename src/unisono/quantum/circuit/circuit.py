@@ -42,7 +42,7 @@ class Circuit(GateMethods):
             raise UsageError(f"Circuit({wires}, bits={bits!r}): expected a number of classical bits of 0 to {MOST}")
         self.wires = int(wires)
         self.bits = int(bits)
-        self._operations: ChunkedList[Operation] | Operations = Operations()  # pieces while the circuit grows
+        self._operations: ChunkedList[Operation] | Operations = Operations()  # chunks while the circuit grows
 
     @property
     def operations(self) -> Operations:
@@ -188,7 +188,7 @@ class Circuit(GateMethods):
     __rmul__ = __mul__
 
     def bound(self, weights: Sequence[float] = (), features: Sequence[float] = ()) -> Circuit:
-        """A new circuit with numbers in place of weights and features."""
+        """A new circuit with numbers instead of weights and features."""
         given = self.check_values(weights, features)
         bound = type(self)(self.wires, self.bits)
         for each in self._operations:

@@ -1,7 +1,7 @@
 """A list and an array that grow without leaving freed blocks behind, for what is collected while a circuit is compiled.
 
 A list that grows is moved from block to block of the heap, and the C library keeps blocks that it leaves, up to seven
-of a size: pages that are then there beside a large state. A piece never outgrows what is a small object to Python,
+of a size: pages that are then there beside a large state. A chunk never outgrows what is a small object to Python,
 which has memory of its own for those and uses it again."""
 
 from __future__ import annotations

@@ -12,13 +12,13 @@ from unisono.quantum.circuit.operation import Operation
 
 
 class Operations(Sequence[Operation]):
-    """Like a tuple, but in pieces."""
+    """Like a tuple, but in chunks."""
 
     __slots__ = ("_chunks",)
 
     def __init__(self, operations: Iterable[Operation] = ()) -> None:
         left = iter(operations)
-        lists = iter(lambda: list(itertools.islice(left, CHUNK)), [])  # a tuple would outgrow a piece on its way
+        lists = iter(lambda: list(itertools.islice(left, CHUNK)), [])  # a tuple would outgrow a chunk on its way
         self._chunks = tuple(map(tuple, lists))
 
     @overload

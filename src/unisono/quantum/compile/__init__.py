@@ -9,7 +9,7 @@ Read in this order:
     assembly    tiles as arrays of instructions (kernels/code.py)
     packed      a program compressed between its runs
     bound       a program in a workspace, with its angles: what the CPU kernels run
-    compiled    the whole pipeline for one list of operations
+    compiled    the full pipeline for one list of operations
 
 Called by kernels/runner.py and kernels/gpu.py.
 """

@@ -98,7 +98,7 @@ class Assembler:
         self._add("rows", self._halves(_xors(skew(row_bits, every)[0])))
 
     def sweep(self, primitives: Iterable[Primitive], layout: TileLayout) -> None:
-        """Add a tile's program, and how the tiles lie in the state."""
+        """Add a tile's program, and how the tiles are in the state."""
         made, frame = stages(primitives, layout, self.bits - 1)
         count = len(layout.rows)
         fields = [0] * code.SWEEP_FIELDS

@@ -14,7 +14,7 @@ from unisono.quantum.kernels.workspace import Workspace, count, together
 
 
 class Bound:
-    """All its arrays lie in the workspace: those of the program, what comes with angles, the numbers of one batch.
+    """All its arrays are in the workspace: those of the program, what comes with angles, the numbers of one batch.
 
     It knows the program by its `key` only: what is kept for a circuit goes with the circuit."""
 

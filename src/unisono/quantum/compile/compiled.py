@@ -24,7 +24,7 @@ from unisono.quantum.schedule.step import Tile
 from unisono.quantum.schedule.sweeps import tiles
 
 LANE_BITS = {torch.complex64: 3, torch.complex128: 2}
-NEAR = 3  # bits above the lanes that every tile has: 2^3 cache lines lie side by side
+NEAR = 3  # bits above the lanes that every tile has: 2^3 cache lines are adjacent
 ROW_BITS = 12  # of a tile: 2^11 rows of 64 bytes, two of them for gradients, fit a core's second-level cache
 _ROOM = 1 << 18  # bytes of numbers after which a batch ends
 _PARTS = {torch.complex64: np.float32, torch.complex128: np.float64}

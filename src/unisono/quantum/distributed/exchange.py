@@ -20,7 +20,7 @@ _BUFFERS = 4  # two to send and two to receive: one pair travels while the other
 
 
 def exchange_blocks(local: torch.Tensor, step: LocalExchange, comm: Communicator, chunk: int = DEFAULT_CHUNK) -> None:
-    """Do one exchange. A pair of ranks walks the same pieces in the same order, so each piece finds its place."""
+    """Do one exchange. A pair of ranks walks the same chunks in the same order, so each chunk finds its place."""
     shared = staging(comm, min(chunk, _SHARED, 2 * local.nbytes)) if local.device.type == "cpu" else None
     for each in step.blocks:
         if shared is not None and shared.reaches(each.partner):

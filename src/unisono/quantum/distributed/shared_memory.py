@@ -61,9 +61,9 @@ class SharedStaging:
         return flat.view(like.shape)
 
     def exchange_blocks(self, chunks: Iterator[torch.Tensor], partner: int) -> None:
-        """Exchange pieces with a partner, who has pieces of the same shapes.
+        """Exchange chunks with a partner, who has chunks of the same shapes.
 
-        A slot is packed again only when the partner has come to the piece after: then it has unpacked this one."""
+        A slot is packed again only when the partner has come to the chunk after: then it has unpacked this one."""
         for number, chunk in enumerate(chunks):
             self.place(self._rank, number, chunk).copy_(chunk)
             self._meet(partner)
@@ -71,7 +71,7 @@ class SharedStaging:
         self._meet(partner)
 
     def borrow(self, chunks: Iterator[tuple[int, torch.Tensor]], partner: int) -> Iterator[tuple[int, torch.Tensor]]:
-        """The partner's pieces, where it put them, while it looks at this rank's; a slot is free as in
+        """The partner's chunks, where it put them, while it looks at this rank's; a slot is free as in
         `exchange_blocks`."""
         for number, (place, chunk) in enumerate(chunks):
             self.place(self._rank, number, chunk).copy_(chunk)

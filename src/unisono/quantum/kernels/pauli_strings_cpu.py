@@ -93,7 +93,7 @@ def _factor(re, im, group, begin, end, base, fixed, signs, factors, tables, plac
 def add(into, theirs, flips, starts, signs, factors, fixed, tables, places, re, im, counters):  # type: ignore[no-untyped-def]
     """into[i] += theirs[i ^ flip] * factor * (-1)^popcount(i & sign), for all Pauli strings.
 
-    fixed[g] is what the Pauli strings of group g whose signs lie within a block make of any block. For the others,
+    fixed[g] is what the Pauli strings of group g whose signs are within a block make of any block. For the others,
     places[Pauli string] is the row of `tables` that has the signs within the block (row 0: all ones)."""
     size = fixed.shape[2]
     while True:

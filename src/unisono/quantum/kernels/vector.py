@@ -163,7 +163,7 @@ def total(typing: Any, vector: Any) -> Any:
 
 @intrinsic
 def deinterleave(typing: Any, first: Any, second: Any) -> Any:
-    """(even elements, odd elements) of two vectors that lie side by side: real and imaginary parts."""
+    """(even elements, odd elements) of two vectors that are adjacent: real and imaginary parts."""
     return _shuffled_pair(first, _apart)
 
 
@@ -195,7 +195,7 @@ def width(typing: Any, array: Any) -> Any:
 def gather_block(typing: Any, state: Any, index: Any, offsets: Any, tile: Any, rows: Any, first: Any, flip: Any) -> Any:
     """Rows `rows[first + i] ^ flip` of a tile from a square of amplitudes, transposed and with the parts apart.
 
-    `width` amplitudes lie side by side at each of `width` places, `offsets` elements beyond `index`; the places become
+    `width` amplitudes are adjacent at each of `width` places, `offsets` elements beyond `index`; the places become
     the elements of a row."""
     vector = _KINDS[state.dtype]
 

@@ -83,7 +83,7 @@ class Workspace:
         return self._buffer(f"tile of {thread}", number, wanted)[:wanted].view(dtype)
 
     def arrays(self, forms: Sequence[tuple[tuple[int, ...], Any]]) -> list[NDArray]:
-        """Arrays of these shapes and dtypes, each from a cache line on, in place of those before."""
+        """Arrays of these shapes and dtypes, each from a cache line on, instead of those before."""
         self.holds = None
         sizes = [math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in forms]
         ends = list(itertools.accumulate(-(-size // _LINE) * _LINE for size in sizes))

@@ -1,4 +1,4 @@
-"""Recognises definitions of gates that we have ourselves: one operation runs faster than its pieces."""
+"""Recognises definitions of gates that we have ourselves: one operation runs faster than its chunks."""
 
 from __future__ import annotations
 

@@ -144,7 +144,7 @@ class Reader:
         if name in FILES:
             scope.gates.update(FILES[name])
             if name in DEFINED:
-                kept, self.defined = self.defined, set()  # a text may define these anew
+                kept, self.defined = self.defined, set()  # a text may define these again
                 self._run_text(scope, DEFINED[name], name)
                 self.defined = kept
             return
@@ -354,7 +354,7 @@ class Reader:
             self._skip_block()
         else:
             self._block(scope.inner(condition=(*scope.condition, *dict.fromkeys(condition))))
-        made = scope.out[first:]  # each asks for the bits anew, so that only the last may write them
+        made = scope.out[first:]  # each asks for the bits again, so that only the last may write them
         if any(
             {bit for bit, _ in condition} & set(each.bits) for each in (made if self.at.sees("else") else made[:-1])
         ):
