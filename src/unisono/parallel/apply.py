@@ -6,9 +6,8 @@
 2. Experts, layers and sequences are shared out (ep, tp with sp, cp), in place, under the parameters' own names.
 3. Batch statistics become global, chosen modules are recomputed.
 4. The pipeline keeps this rank's stages.
-5. What is left of the model on this rank gets its values, where it was without values (filling.py), and is replicated
-over the
-   data ranks, plainly or by ZeRO.
+5. What is left of the model on this rank gets its values, where it was without values (filling.py), and is
+   replicated over the data ranks, plainly or by ZeRO.
 
 A combination that cannot give the result of one device is refused before any rank computes.
 """

@@ -10,7 +10,7 @@ backward, and the other way round:
     gather           all-gather      cut                 a shard on every rank -> whole
     split            cut             all-gather          whole -> this rank's shard
     gather_to_use    all-gather      reduce-scatter      a shard -> whole, used by every rank in another way
-    reduce_to_piece  reduce-scatter  all-gather          a part of a sum -> this rank's shard of the sum
+    reduce_to_shard  reduce-scatter  all-gather          a part of a sum -> this rank's shard of the sum
     count_once       (nothing)       zero, but on rank 0  whole, whose gradient all ranks compute and is summed later
 
 `lengths` are those of all ranks' shards along `dim`; they may differ.

@@ -72,7 +72,7 @@ class Trace:
     )  # placeholders that stand for a part of their parameter
     marks: tuple[Mark, ...] = ()  # what the user says about how tensors lie
     assigned: dict[str, str] = field(default_factory=dict)  # buffers that the forward replaced, and at which line
-    lost: tuple[str, ...] = ()  # what the model does that its ops do not tell (see lost.py)
+    lost: tuple[str, ...] = ()  # what the model does that its ops do not tell (see unsupported.py)
 
     @property
     def placeholders(self) -> tuple[str, ...]:

@@ -1,6 +1,6 @@
 """What a model does that a graph of its ops does not tell, so that a program would lose it silently: gradients of
 its own making (here), state that it keeps elsewhere than in buffers (attributes.py), and draws that are not torch's
-(dice.py)."""
+(rng_use.py)."""
 
 from __future__ import annotations
 

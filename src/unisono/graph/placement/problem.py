@@ -12,7 +12,7 @@ bytes of the collectives, forward and backward (cost.py). `bytes` is what a rank
 and two numbers of optimizer state, an activation that the backward needs. Marks leave a node only the choices that keep
 them.
 
-`dynamic.py` solves it node by node along the graph, `exact.py` by integer programming.
+`dp.py` solves it node by node along the graph, `ilp.py` by integer programming.
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@
     partial = loss(outputs, targets)                  # for each microbatch, in that order; backward through it
     value = loss.total(partials)                      # what the user's loss would be on the global batch
 
-The partial losses of all ranks and microbatches sum to the user's loss on the whole, whatever it counts (see means.py);
-so gradients are summed too, and never averaged. The user's loss is called as it is. It must be made of sums and means
-over samples: the first call proves that on the batch at hand, by cutting it in two.
+The partial losses of all ranks and microbatches sum to the user's loss on the whole, whatever it counts (see
+normalizers.py); so gradients are summed too, and never averaged. The user's loss is called as it is. It must be made of
+sums and means over samples: the first call proves that on the batch at hand, by cutting it in two.
 
 A term without samples (learned weights of tasks, a norm of weights) is in every part: each part but the first one
 subtracts it. It is what the loss gives for no samples at all, where every mean is 0.

@@ -10,9 +10,9 @@ own:
                                                                  wait     for the sum
 
 Autograd runs, of the nodes that are ready, the one with the highest sequence number; so `late` takes one between those
-of `start` and `wait` (see conjugates). Where it cannot, the order is another and the result the same. Layers of several
-blocks that share an input (an encoder's output) share its sum too, which begins when autograd is done with all of them:
-only those of the first block wait for it.
+of `start` and `wait` (see autograd_collectives). Where it cannot, the order is another and the result the same. Layers
+of several blocks that share an input (an encoder's output) share its sum too, which begins when autograd is done with
+all of them: only those of the first block wait for it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ With `shard=M` a group of M data ranks holds one copy of everything, and there a
 reduce-scatter and the all-gathers stay within a group, and each rank's sum is then summed over the groups.
 
 An optimizer that treats every element alone (SGD, Adam, ...) does to rows exactly what it would do to the whole. Others
-(Muon, Adafactor, ...) get full parameters, distributed to the ranks (reach.py).
+(Muon, Adafactor, ...) get full parameters, distributed to the ranks (mesh/optimizers.py).
 """
 
 from __future__ import annotations

@@ -1,0 +1,27 @@
+"""docs/architecture.md: its map is that of the imports, and the files it names exist."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PAGE = ROOT / "docs" / "architecture.md"
+
+
+def test_the_map_is_that_of_the_imports() -> None:
+    done = subprocess.run(
+        [sys.executable, "tools/architecture.py", "--check"], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_named_files_exist() -> None:
+    source = ROOT / "src" / "unisono"
+    named = re.findall(r"`((?:[a-z0-9_]+/)*[a-z0-9_]+(?:\.py|/))`", PAGE.read_text())
+    known = {path.as_posix() + ("/" if path.is_dir() else "") for path in source.rglob("*")}
+    missing = [name for name in named if not (ROOT / name).exists() and not any(k.endswith(f"/{name}") for k in known)]
+    assert named
+    assert not missing
